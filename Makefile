@@ -1,0 +1,70 @@
+# `make` lists the targets. Everything is installed into $(VENV); nothing outside this folder is changed.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMPS := $(VENV)/.stamps
+SOURCES := $(shell git ls-files native src pyproject.toml CMakeLists.txt 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types native native-test python-test bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+demo: $(STAMPS)/engine $(STAMPS)/package ## a real vLLM on CPU with a small model, cold against cached, in one table
+	@$(VENV)/bin/lmcache demo
+
+test: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools lint native-test python-test ## every check: lint, types, C++ and Python tests, real vLLM
+
+lint: $(STAMPS)/tools $(STAMPS)/package ## formatting, lint, types, layers, file sizes
+	$(PY) -m ruff format --check src tests benchmarks scripts
+	$(PY) -m ruff check src tests benchmarks scripts
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'native/*.cc' 'native/*.h')
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+	$(PY) scripts/check_file_sizes.py
+
+format: $(STAMPS)/tools ## rewrites sources in the house format
+	$(PY) -m ruff format src tests benchmarks scripts
+	$(PY) -m ruff check --fix-only --quiet src tests benchmarks scripts
+	$(VENV)/bin/clang-format -i $$(git ls-files 'native/*.cc' 'native/*.h')
+
+native: ## the extension, built in place for work on the sources (src/lmcache/_native*.so)
+	cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE=$(abspath $(PY)) > /dev/null
+	cmake --build build/dev
+	cp build/dev/_native*.so src/lmcache/
+
+native-test: ## C++ tests: plain, with ASan and UBSan, with TSan
+	@for kind in plain address,undefined thread; do \
+	  sanitize=$$kind; [ $$kind = plain ] && sanitize=; \
+	  echo "C++ tests: $$kind"; \
+	  cmake -S . -B build/test-$$kind -G Ninja -DLMCACHE_BUILD_BINDINGS=OFF -DLMCACHE_BUILD_TESTS=ON -DLMCACHE_SANITIZE=$$sanitize > /dev/null && \
+	  cmake --build build/test-$$kind > build/test-$$kind/build.log || { tail -n 40 build/test-$$kind/build.log; exit 1; }; \
+	  ctest --test-dir build/test-$$kind --output-on-failure --timeout 300 || exit 1; \
+	done
+
+python-test: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## Python tests, the ones with real vLLM included
+	$(PY) -m pytest tests
+
+bench: $(STAMPS)/engine $(STAMPS)/package ## the measurements behind the README, about 15 minutes
+	$(PY) benchmarks/run.py
+
+clean: ## removes builds and the environment
+	rm -rf build $(VENV) src/lmcache/_native*.so
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+# vLLM for CPU, its requirements and what makes a small model.
+$(STAMPS)/engine: scripts/install_cpu_engine.py | $(PY)
+	$(PY) scripts/install_cpu_engine.py
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/tools: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py test lint) "scikit-build-core>=0.10,<1" "nanobind>=2.4,<3"
+	@mkdir -p $(@D) && touch $@
+
+# The engine comes first, so that it and not this package decides the versions of what both need.
+$(STAMPS)/package: $(SOURCES) $(STAMPS)/engine
+	$(PY) -m pip install --quiet .
+	@mkdir -p $(@D) && touch $@

@@ -1,0 +1,142 @@
+"""64 MiB through a real server: reserve, copy, commit and lookup, copy, release, against the copy loop.
+
+The engine's memory is shaped like the baseline model's: 8 layers, blocks of 128 tokens, 1 KiB of KV a token and layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from lmcache import _native
+from lmcache.client.client import Client
+from lmcache.core.key import Namespace
+from lmcache.protocol.messages import Commit, EndSession, Lookup, RegisterInstance, RegisterWorker, Release, Reserve
+from lmcache.testing.processes import CacheServer
+from measure import MIB, Buffer, Result, at_least, best_copy_seconds, report, spread
+
+LAYERS = 8
+BLOCK_TOKENS = 128
+LAYER_BLOCK_BYTES = BLOCK_TOKENS * 1024
+CHUNK_TOKENS = 256
+CHUNKS = 32
+BLOCKS_PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
+BLOCKS = CHUNKS * BLOCKS_PER_CHUNK
+PAYLOAD_BYTES = LAYERS * BLOCKS_PER_CHUNK * LAYER_BLOCK_BYTES
+INSTANCE = "bench-copies"
+LAYOUT = "0" * 32
+TIMEOUT_SECONDS = 10.0
+
+
+class PagedMemory:
+    """KV tensors of an engine, each layer a run of blocks, and the copier between them and the server's memory."""
+
+    def __init__(self, client: Client, threads: int) -> None:
+        assert client.memory is not None
+        self.layers = [Buffer(BLOCKS * LAYER_BLOCK_BYTES) for _ in range(LAYERS)]
+        self.copier = _native.PagedCopier(client.memory.address, client.memory.size_bytes, threads)
+        segments = [(layer.address, LAYER_BLOCK_BYTES, LAYER_BLOCK_BYTES, ()) for layer in self.layers]
+        self.group = self.copier.add_group(segments, BLOCKS_PER_CHUNK, BLOCKS)
+        self.blocks = array.array("q", range(BLOCKS)).tobytes()
+        self.namespace = Namespace("bench", 1, 0, 0, LAYOUT)
+        self.template = _native.frame_template(self.namespace.encode(), self.namespace.digest, PAYLOAD_BYTES)
+
+
+class Round:
+    """One prompt of 8,192 tokens: stored once, then retrieved."""
+
+    def __init__(self, client: Client, memory: PagedMemory, number: int) -> None:
+        self.client = client
+        self.memory = memory
+        self.request = f"request-{number}"
+        self.tokens = array.array("I", range(number * 100_000, number * 100_000 + CHUNKS * CHUNK_TOKENS)).tobytes()
+
+    def lookup(self) -> tuple[int, int, bytes, bytes]:
+        reply = self.client.call("lookup", Lookup(INSTANCE, self.request, "", 0, self.tokens), TIMEOUT_SECONDS)
+        return reply.chunks, reply.lease, reply.hashes, reply.slots
+
+    def store(self, hashes: bytes) -> float:
+        started = time.perf_counter()
+        reply = self.client.call("reserve", Reserve(INSTANCE, 0, "", hashes), TIMEOUT_SECONDS)
+        job = self.memory.copier.submit_store(
+            self.memory.group, reply.slots, self.memory.blocks, hashes, self.memory.template
+        )
+        written = self.memory.copier.wait(job, TIMEOUT_SECONDS)
+        committed = self.client.call("commit", Commit(INSTANCE, 0, reply.reservation, written), TIMEOUT_SECONDS)
+        seconds = time.perf_counter() - started
+        assert committed.committed == CHUNKS, committed
+        return seconds
+
+    def retrieve(self) -> float:
+        """Session and hashes are there already; counted: lookup with its lease, copy, release."""
+        started = time.perf_counter()
+        chunks, lease, hashes, slots = self.lookup()
+        job = self.memory.copier.submit_load(
+            self.memory.group, slots, self.memory.blocks, hashes, self.memory.namespace.digest
+        )
+        copied = self.memory.copier.wait(job, TIMEOUT_SECONDS)
+        self.client.call("release", Release(INSTANCE, lease), TIMEOUT_SECONDS)
+        seconds = time.perf_counter() - started
+        assert chunks == CHUNKS and copied == b"\x01" * CHUNKS, (chunks, copied)
+        return seconds
+
+    def end(self) -> None:
+        self.client.call("end_session", EndSession(INSTANCE, self.request), TIMEOUT_SECONDS)
+
+
+def measure(server: CacheServer, runs: int, threads: int) -> list[Result]:
+    client = Client(f"tcp://127.0.0.1:{server.port}")
+    client.connect(TIMEOUT_SECONDS)
+    client.register(RegisterInstance(INSTANCE, "bench", 1, 1, 10.0), TIMEOUT_SECONDS)
+    client.register(RegisterWorker(INSTANCE, 0, 0, [LAYOUT], [PAYLOAD_BYTES]), TIMEOUT_SECONDS)
+    memory = PagedMemory(client, threads)
+    size = CHUNKS * PAYLOAD_BYTES
+    source, destination = Buffer(size), Buffer(size)
+    stores, retrieves, copies = [], [], []
+    for number in range(runs + 2):
+        turn = Round(client, memory, number)
+        hashes = turn.lookup()[2]
+        turn_store = turn.store(hashes)
+        turn_retrieve = turn.retrieve()
+        turn.end()
+        copy = best_copy_seconds(source, destination, size, runs=3)
+        if number >= 2:  # the first two warm up
+            stores.append(turn_store)
+            retrieves.append(turn_retrieve)
+            copies.append(copy)
+    client.close()
+    copy = statistics.median(copies)
+    gigabytes = size / 1e9
+    return [
+        Result("best single-thread copy loop", gigabytes / copy, "GB/s"),
+        Result(f"store of {size // MIB} MiB, {threads} threads", gigabytes / statistics.median(stores), "GB/s"),
+        Result(f"retrieve of {size // MIB} MiB, {threads} threads", gigabytes / statistics.median(retrieves), "GB/s"),
+        at_least("store / copy loop", copy / statistics.median(stores), "ratio", 0.85, spread(stores, 1000) + " ms"),
+        at_least(
+            "retrieve / copy loop", copy / statistics.median(retrieves), "ratio", 0.85, spread(retrieves, 1000) + " ms"
+        ),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="lmcache-bench-") as folder,
+        CacheServer(Path(folder), l1_size_gb=2) as server,
+    ):
+        server.wait_ready()
+        time.sleep(3.0)  # the background pre-fault of L1
+        return report(measure(server, arguments.runs, arguments.threads), arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Time to first token and throughput with real vLLM on CPU, every side interleaved in one run.
+
+Three engines share one machine and one model: with the connector, with its own prefix cache, and plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lmcache.testing.processes import CacheServer, VllmEngine
+from lmcache.testing.tiny_models import make_llama
+from measure import MIB, Buffer, Result, at_least, at_most, best_copy_seconds, report, spread
+
+SMALLEST_BLOCK = "32"
+
+
+def prompt_of(seed: int, tokens: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(3, 1000) for _ in range(tokens)]
+
+
+def together(engine: VllmEngine, prompts: Sequence[list[int]], max_tokens: int) -> float:
+    """Seconds until the last of the concurrent requests is answered."""
+    threads = [
+        threading.Thread(target=engine.complete, args=(prompt,), kwargs={"max_tokens": max_tokens})
+        for prompt in prompts
+    ]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - started
+
+
+def first_token(cached: VllmEngine, own: VllmEngine, tokens: int, runs: int) -> list[Result]:
+    prompt = prompt_of(1, tokens)
+    cold = cached.complete(prompt, max_tokens=1).time_to_first_token_seconds
+    own.complete(prompt, max_tokens=1)
+    hits, floors = [], []
+    hit_tokens = 0
+    for _ in range(runs):
+        completion = cached.complete(prompt, max_tokens=1)
+        hits.append(completion.time_to_first_token_seconds)
+        hit_tokens = completion.cached_tokens
+        floors.append(own.complete(prompt, max_tokens=1).time_to_first_token_seconds)
+    copied_bytes = tokens * 8192
+    source, destination = Buffer(copied_bytes), Buffer(copied_bytes)
+    copy = best_copy_seconds(source, destination, copied_bytes)
+    hit, floor = statistics.median(hits), statistics.median(floors)
+    return [
+        Result(f"{tokens} tokens: cold", cold * 1000, "ms"),
+        Result(f"{tokens} tokens: L1 hit ({hit_tokens} cached)", hit * 1000, "ms", detail=spread(hits, 1000)),
+        Result(
+            f"{tokens} tokens: own prefix cache, block {SMALLEST_BLOCK}",
+            floor * 1000,
+            "ms",
+            detail=spread(floors, 1000),
+        ),
+        Result(f"copy of {copied_bytes // MIB} MiB", copy * 1000, "ms"),
+        at_most(f"{tokens} tokens: L1 hit / (own prefix cache + copy)", hit / (floor + copy), "ratio", 1.1),
+    ]
+
+
+def burst(cached: VllmEngine, own: VllmEngine, tokens: int, runs: int) -> Result:
+    prompts = [prompt_of(100 + index, tokens) for index in range(8)]
+    for prompt in prompts:
+        cached.complete(prompt, max_tokens=1)
+        own.complete(prompt, max_tokens=1)
+    ours, theirs = [], []
+    for _ in range(runs):
+        ours.append(together(cached, prompts, 1))
+        theirs.append(together(own, prompts, 1))
+    ratio = statistics.median(theirs) / statistics.median(ours)
+    detail = f"{statistics.median(ours) * 1000:.0f} against {statistics.median(theirs) * 1000:.0f} ms for all 8"
+    return at_least(f"8 hits of {tokens} tokens at once: throughput / own prefix cache", ratio, "ratio", 0.9, detail)
+
+
+def no_reuse(cached: VllmEngine, plain: VllmEngine, runs: int) -> Result:
+    ratios = []
+    for run in range(runs):
+        prompts = [prompt_of(10_000 + 100 * run + index, 1024) for index in range(8)]
+        seconds = {}
+        for engine in (cached, plain) if run % 2 else (plain, cached):
+            seconds[engine] = together(engine, prompts, 16)
+        ratios.append(seconds[plain] / seconds[cached])
+    ratio = statistics.median(ratios)
+    return at_least("no reuse: requests per second / vLLM without connector", ratio, "ratio", 0.98, spread(ratios))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as name:
+        folder = Path(name)
+        make_llama(folder / "model")
+        with CacheServer(folder, l1_size_gb=4) as server:
+            server.wait_ready()
+            block = ("--block-size", SMALLEST_BLOCK)
+            with (
+                VllmEngine(folder / "model", folder, cache_port=server.port, extra=block, log_name="a.log") as cached,
+                VllmEngine(
+                    folder / "model", folder, cache_port=None, prefix_caching=True, extra=block, log_name="b.log"
+                ) as own,
+                VllmEngine(folder / "model", folder, cache_port=None, extra=block, log_name="c.log") as plain,
+            ):
+                for engine in (cached, own, plain):
+                    engine.wait_ready()
+                    engine.complete(prompt_of(0, 600), max_tokens=4)
+                results = first_token(cached, own, arguments.tokens, arguments.runs)
+                results.append(burst(cached, own, arguments.tokens, max(3, arguments.runs // 2)))
+                results.append(no_reuse(cached, plain, max(3, arguments.runs - 2)))
+    return report(results, arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""fs_native with O_DIRECT beside a plain preadv/pwritev program: the same files, depth and run, one after the other.
+
+    python benchmarks/files.py [--folder FOLDER] [--rounds N] [--depth N] [--small]
+
+Needs a C++ compiler for the plain program (native/bench/plain_files.cc). Target: 90% of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lmcache import _native
+from lmcache.clock import SystemClock
+from lmcache.core.frame import header_template
+from lmcache.core.key import Namespace, ObjectKey
+from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_L2_BATCH_OBJECTS
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.runner import Runner
+from lmcache.telemetry.metrics import Metrics
+from measure import Buffer, Result, at_least, report, spread
+
+SOURCE = Path(__file__).resolve().parents[1] / "native" / "bench" / "plain_files.cc"
+SHAPES = ((32, 2 << 20), (256, 64 << 10))
+TARGET = 0.9
+READS = 3  # of what a round wrote
+
+
+class PlainProgram:
+    def __init__(self, folder: Path, depth: int, count: int, size_bytes: int) -> None:
+        binary = folder / "plain_files"
+        if not binary.exists():
+            compiler = os.environ.get("CXX", "c++")
+            subprocess.run([compiler, "-O2", "-std=c++20", "-pthread", str(SOURCE), "-o", str(binary)], check=True)
+        self._process = subprocess.Popen(
+            [str(binary), str(depth), str(count), str(size_bytes), "1"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, command: str, folder: Path) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{command} {folder}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit("the plain program failed")
+        return float(answer)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+
+class Bench:
+    """`size_bytes` is that of a frame on disk, header included: what the plain program moves."""
+
+    def __init__(self, folder: Path, depth: int, count: int, size_bytes: int) -> None:
+        self.folder = folder
+        self.count = count
+        self.size_bytes = size_bytes
+        self.plain = PlainProgram(folder, depth, count, size_bytes)
+        self.memory = Buffer(count * size_bytes)
+        self.base = folder / "l2"
+        spec = {"type": "fs_native", "base_path": str(self.base), "use_odirect": True, "num_workers": depth}
+        self.runner = Runner(build(parse_adapter(spec, 0)), Metrics(), SystemClock())
+        self.times: dict[str, list[float]] = {"write": [], "store": [], "read": [], "load": []}
+
+    async def run(self, rounds: int) -> list[Result]:
+        await self.runner.open()
+        for number in range(rounds + 1):
+            await self._round(number)
+        assert self.runner.status()["buffered_fallbacks"] == 0, "O_DIRECT was not possible in this folder"
+        await self.runner.drain(10)
+        await self.runner.close(10)
+        self.plain.close()
+        return [self._result("store", "write"), self._result("load", "read")]
+
+    async def _round(self, number: int) -> None:
+        """The first one warms up. Who goes first changes from turn to turn."""
+        folder = self.folder / f"plain{number}"
+        folder.mkdir()
+        namespace = Namespace("bench", 1, 0, 0, "0" * 32)  # one for all rounds, its folders are made by the first
+        template = header_template(namespace, self.size_bytes - FRAME_HEADER_BYTES)
+        keys = [ObjectKey(namespace, bytes([index % 256]) + os.urandom(31)) for index in range(self.count)]
+        views = [
+            memoryview(self.memory.map)[i * self.size_bytes : (i + 1) * self.size_bytes] for i in range(self.count)
+        ]
+        for index, key in enumerate(keys):
+            _native.frame_seal(self.memory.address + index * self.size_bytes, template, key.chunk_hash)
+        for turn, (plain, ours) in enumerate((("write", "store"), *[("read", "load")] * READS), number):
+            for who in (plain, ours) if turn % 2 else (ours, plain):
+                seconds = self.plain.run(who, folder) if who == plain else await self._ours(who, keys, views)
+                if number:
+                    self.times[who].append(seconds)
+        shutil.rmtree(folder)
+        await self.runner.clear()
+        await asyncio.to_thread(os.sync)
+
+    async def _ours(self, which: str, keys: Sequence[ObjectKey], views: Sequence[memoryview]) -> float:
+        operation = self.runner.store if which == "store" else self.runner.load
+        started = time.perf_counter()
+        outcomes = await asyncio.gather(
+            *(
+                operation(keys[at : at + MAX_L2_BATCH_OBJECTS], views[at : at + MAX_L2_BATCH_OBJECTS], lambda: None)
+                for at in range(0, len(keys), MAX_L2_BATCH_OBJECTS)
+            )
+        )
+        seconds = time.perf_counter() - started
+        good = StoreOutcome.STORED if which == "store" else LoadOutcome.LOADED
+        assert all(outcome is good for batch in outcomes for outcome in batch), outcomes
+        return seconds
+
+    def _result(self, ours: str, plain: str) -> Result:
+        total_mb = self.count * self.size_bytes / 1e6
+        floor, own = statistics.median(self.times[plain]), statistics.median(self.times[ours])
+        # Of each round: a shared disk changes its speed from one second to the next.
+        ratio = statistics.median(p / o for p, o in zip(self.times[plain], self.times[ours], strict=True))
+        return at_least(
+            f"fs_native O_DIRECT {ours}, {self.count} x {self.size_bytes >> 10} KiB, of plain {plain}",
+            ratio,
+            "ratio",
+            TARGET,
+            f"{total_mb / own:.0f} of {total_mb / floor:.0f} MB/s, ms {spread(self.times[ours], 1e3)}",
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", default=str(Path(__file__).resolve().parents[1]), help="on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--small", action="store_true", help="a quick run of everything, without targets")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix=".bench-files-") as folder:
+        for count, size_bytes in ((4, 64 << 10),) if options.small else SHAPES:
+            bench = Bench(Path(folder), options.depth, count, size_bytes)
+            results += asyncio.run(bench.run(1 if options.small else options.rounds))
+    status = report(results, as_json=options.json)
+    return 0 if options.small else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

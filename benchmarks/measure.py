@@ -1,0 +1,86 @@
+"""Small pieces that every benchmark here shares: medians, one line a result, limits of the machine."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from lmcache import _native
+
+MIB = 1 << 20
+
+
+@dataclass
+class Result:
+    """One figure with its target. `target` is "" when there is none; `ok` then stays True."""
+
+    name: str
+    value: float
+    unit: str
+    target: str = ""
+    ok: bool = True
+    detail: str = ""
+
+    def line(self) -> str:
+        verdict = "" if not self.target else ("ok  " if self.ok else "MISS")
+        return f"{verdict:<5}{self.name:<58} {self.value:>10.3f} {self.unit:<10} {self.target:<18} {self.detail}"
+
+
+def at_most(name: str, value: float, unit: str, limit: float, detail: str = "") -> Result:
+    return Result(name, value, unit, f"at most {limit:g}", value <= limit, detail)
+
+
+def at_least(name: str, value: float, unit: str, limit: float, detail: str = "") -> Result:
+    return Result(name, value, unit, f"at least {limit:g}", value >= limit, detail)
+
+
+def spread(values: Sequence[float], scale: float = 1.0) -> str:
+    """Lowest and highest, for the detail column."""
+    return f"[{min(values) * scale:.3g}-{max(values) * scale:.3g}] n={len(values)}"
+
+
+def median_seconds(call: Callable[[], object], runs: int, warm_up: int = 2) -> list[float]:
+    """Wall seconds of each counted run."""
+    for _ in range(warm_up):
+        call()
+    times = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return times
+
+
+class Buffer:
+    """Touched, page-aligned memory with its address."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.map = mmap.mmap(-1, size_bytes)
+        self.size_bytes = size_bytes
+        self.address = _native.buffer_address(self.map)
+        _native.prefault(self.address, size_bytes, 2)
+
+
+def best_copy_seconds(source: Buffer, destination: Buffer, size_bytes: int, runs: int = 9) -> float:
+    """The best single-thread copy loop of this machine: the lower median of memcpy and streaming stores."""
+    medians = []
+    for path in ("memcpy", "stream"):
+        times = median_seconds(
+            lambda path=path: _native.copy_plain(destination.address, source.address, size_bytes, path), runs
+        )
+        medians.append(statistics.median(times))
+    return min(medians)
+
+
+def report(results: Sequence[Result], as_json: bool) -> int:
+    """Prints the results; 0 when every target was met."""
+    if as_json:
+        print(json.dumps([asdict(result) for result in results], indent=1))
+    else:
+        for result in results:
+            print(result.line(), flush=True)
+    return 0 if all(result.ok for result in results) else 1

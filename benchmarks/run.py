@@ -1,0 +1,25 @@
+"""Runs every benchmark, one after the other, and prints their results; ends with 1 when a target was missed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ORDER = ("kernels.py", "index.py", "rpc.py", "copies.py", "files.py", "startup.py", "end_to_end.py")
+
+
+def main() -> int:
+    failed = []
+    for name in ORDER:
+        print(f"\n== {name}", flush=True)
+        if subprocess.run([sys.executable, str(HERE / name), *sys.argv[1:]], check=False).returncode != 0:
+            failed.append(name)
+    if failed:
+        print(f"\ntargets missed in: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

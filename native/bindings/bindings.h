@@ -1,0 +1,44 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace nb = nanobind;
+
+void bind_machine(nb::module_& m);
+void bind_hashing(nb::module_& m);
+void bind_frame(nb::module_& m);
+void bind_paged_copy(nb::module_& m);
+void bind_l1(nb::module_& m);
+void bind_file_io(nb::module_& m);
+
+// A contiguous Python buffer seen as elements of T, held for the length of a call. Throws std::invalid_argument
+// (ValueError) that names the argument when it is not a buffer or its size is not a multiple of the element.
+template <typename T>
+class PackedView {
+public:
+    PackedView(nb::handle object, const char* name, bool writable = false) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) {
+            PyErr_Clear();
+            throw std::invalid_argument(std::string(name) + " must be a contiguous bytes-like object");
+        }
+        if (static_cast<std::size_t>(view_.len) % sizeof(T) != 0) {
+            PyBuffer_Release(&view_);
+            throw std::invalid_argument(std::string(name) + " must hold a whole number of " +
+                                        std::to_string(sizeof(T)) + "-byte elements");
+        }
+    }
+    PackedView(const PackedView&) = delete;
+    PackedView& operator=(const PackedView&) = delete;
+    ~PackedView() { PyBuffer_Release(&view_); }
+
+    const T* data() const { return static_cast<const T*>(view_.buf); }
+    std::size_t size() const { return static_cast<std::size_t>(view_.len) / sizeof(T); }
+
+private:
+    Py_buffer view_{};
+};

@@ -1,0 +1,72 @@
+#include "lmcache/file_io.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.h"
+
+namespace {
+
+using lmcache::FileIO;
+using lmcache::FileIOOptions;
+
+std::vector<std::uint64_t> numbers(nb::handle buffer, const char* name) {
+    const PackedView<std::uint64_t> view(buffer, name);
+    return {view.data(), view.data() + view.size()};
+}
+
+template <typename T>
+nb::bytes packed(const std::vector<T>& values) {
+    return nb::bytes(values.data(), values.size() * sizeof(T));
+}
+
+}  // namespace
+
+void bind_file_io(nb::module_& m) {
+    nb::class_<FileIO>(m, "FileIO")
+        .def(
+            "__init__",
+            [](FileIO* self, unsigned threads, bool use_odirect, std::size_t block_bytes,
+               std::size_t read_ahead_bytes) {
+                new (self) FileIO(FileIOOptions{threads, use_odirect, block_bytes, read_ahead_bytes});
+            },
+            nb::arg("threads"), nb::arg("use_odirect"), nb::arg("block_bytes"), nb::arg("read_ahead_bytes") = 0)
+        .def("event_fd", &FileIO::event_fd)
+        .def(
+            "submit_write",
+            [](FileIO& self, std::vector<std::string> paths, std::vector<std::string> temporary_paths,
+               nb::handle addresses, nb::handle sizes) {
+                auto from = numbers(addresses, "addresses");
+                auto bytes = numbers(sizes, "sizes");
+                nb::gil_scoped_release released;
+                return self.submit_write(std::move(paths), std::move(temporary_paths), std::move(from),
+                                         std::move(bytes));
+            },
+            nb::arg("paths"), nb::arg("temporary_paths"), nb::arg("addresses"), nb::arg("sizes"))
+        .def(
+            "submit_read",
+            [](FileIO& self, std::vector<std::string> paths, nb::handle addresses, nb::handle capacities) {
+                auto to = numbers(addresses, "addresses");
+                auto bytes = numbers(capacities, "capacities");
+                nb::gil_scoped_release released;
+                return self.submit_read(std::move(paths), std::move(to), std::move(bytes));
+            },
+            nb::arg("paths"), nb::arg("addresses"), nb::arg("capacities"))
+        .def("submit_stat", &FileIO::submit_stat, nb::arg("paths"), nb::call_guard<nb::gil_scoped_release>())
+        .def("submit_unlink", &FileIO::submit_unlink, nb::arg("paths"), nb::call_guard<nb::gil_scoped_release>())
+        .def("drain",
+             [](FileIO& self) {
+                 std::vector<lmcache::FinishedBatch> finished;
+                 {
+                     nb::gil_scoped_release released;
+                     finished = self.drain();
+                 }
+                 nb::list batches;
+                 for (const auto& batch : finished)
+                     batches.append(nb::make_tuple(batch.batch, packed(batch.results), packed(batch.errors)));
+                 return batches;
+             })
+        .def("buffered_fallbacks", &FileIO::buffered_fallbacks)
+        .def("close", &FileIO::close, nb::call_guard<nb::gil_scoped_release>());
+}

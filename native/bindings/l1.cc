@@ -1,0 +1,204 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <span>
+#include <tuple>
+#include <vector>
+
+#include "bindings.h"
+#include "lmcache/l1_core.h"
+
+namespace {
+
+using lmcache::L1Core;
+
+// Small arrays are copied: a Python buffer may be a slice that is not aligned to its elements.
+template <typename T>
+std::vector<T> copy_elements(nb::handle object, const char* name) {
+    const PackedView<T> view(object, name);
+    std::vector<T> elements(view.size());
+    if (!elements.empty()) std::memcpy(elements.data(), view.data(), elements.size() * sizeof(T));
+    return elements;
+}
+
+template <typename T>
+nb::bytes pack(const std::vector<T>& elements) {
+    return nb::bytes(reinterpret_cast<const char*>(elements.data()), elements.size() * sizeof(T));
+}
+
+// Hashes or flags, seen in place for the length of a call.
+class BytesArgument {
+public:
+    BytesArgument(nb::handle object, const char* name) : view_(object, name) {}
+    std::span<const std::uint8_t> span() const { return {view_.data(), view_.size()}; }
+
+private:
+    PackedView<std::uint8_t> view_;
+};
+
+// Namespaces and hashes come first in most calls.
+struct Keys {
+    Keys(nb::handle namespaces_object, nb::handle hashes_object)
+        : namespaces(copy_elements<std::uint32_t>(namespaces_object, "namespaces")), hashes(hashes_object, "hashes") {}
+    std::vector<std::uint32_t> namespaces;
+    BytesArgument hashes;
+};
+
+template <typename Call>
+auto without_gil(Call&& call) {
+    const nb::gil_scoped_release released;
+    return call();
+}
+
+lmcache::L1Options make_options(std::uint64_t capacity_bytes, std::uint64_t first_offset, std::uint64_t align_bytes,
+                                const std::string& policy) {
+    if (policy != "LRU" && policy != "noop")
+        throw std::invalid_argument("policy must be \"LRU\" or \"noop\", not \"" + policy + "\"");
+    return {capacity_bytes, first_offset, align_bytes, policy == "LRU"};
+}
+
+nb::dict to_dict(const lmcache::L1Stats& stats) {
+    nb::dict result;
+    result["capacity_bytes"] = stats.capacity_bytes;
+    result["committed_bytes"] = stats.committed_bytes;
+    result["used_bytes"] = stats.used_bytes;
+    result["free_bytes"] = stats.free_bytes;
+    result["largest_free_bytes"] = stats.largest_free_bytes;
+    result["objects"] = stats.objects;
+    result["staged"] = stats.staged;
+    result["leases"] = stats.leases;
+    result["leased_objects"] = stats.leased_objects;
+    result["reservations"] = stats.reservations;
+    result["quarantined_bytes"] = stats.quarantined_bytes;
+    result["evicted_objects"] = stats.evicted_objects;
+    result["evicted_bytes"] = stats.evicted_bytes;
+    result["allocation_failures"] = stats.allocation_failures;
+    result["index_bytes"] = stats.index_bytes;
+    return result;
+}
+
+void bind_reading(nb::class_<L1Core>& core) {
+    core.def(
+        "probe",
+        [](L1Core& self, nb::handle namespaces, nb::handle hashes) {
+            const Keys keys(namespaces, hashes);
+            return without_gil([&] { return self.probe(keys.namespaces, keys.hashes.span()); });
+        },
+        nb::arg("namespaces"), nb::arg("hashes"));
+    core.def(
+        "touch",
+        [](L1Core& self, nb::handle namespaces, nb::handle hashes) {
+            const Keys keys(namespaces, hashes);
+            return without_gil([&] { return self.touch(keys.namespaces, keys.hashes.span()); });
+        },
+        nb::arg("namespaces"), nb::arg("hashes"));
+    core.def(
+        "acquire",
+        [](L1Core& self, lmcache::Owner owner, nb::handle namespaces, nb::handle hashes, double deadline) {
+            const Keys keys(namespaces, hashes);
+            const auto acquired =
+                without_gil([&] { return self.acquire(owner, keys.namespaces, keys.hashes.span(), deadline); });
+            return std::make_tuple(acquired.lease, acquired.chunks, pack(acquired.offsets));
+        },
+        nb::arg("owner"), nb::arg("namespaces"), nb::arg("hashes"), nb::arg("deadline"));
+    core.def("release", &L1Core::release, nb::arg("lease"), nb::call_guard<nb::gil_scoped_release>());
+    core.def("renew", &L1Core::renew, nb::arg("owner"), nb::arg("deadline"), nb::call_guard<nb::gil_scoped_release>());
+    core.def(
+        "make_permanent",
+        [](L1Core& self, nb::handle namespaces, nb::handle hashes) {
+            const Keys keys(namespaces, hashes);
+            return without_gil([&] { return self.make_permanent(keys.namespaces, keys.hashes.span()); });
+        },
+        nb::arg("namespaces"), nb::arg("hashes"));
+}
+
+void bind_writing(nb::class_<L1Core>& core) {
+    core.def(
+        "reserve",
+        [](L1Core& self, lmcache::Owner owner, nb::handle namespaces, nb::handle sizes, nb::handle hashes,
+           double deadline) {
+            const Keys keys(namespaces, hashes);
+            const auto sizes_bytes = copy_elements<std::uint64_t>(sizes, "sizes");
+            const auto reserved = without_gil(
+                [&] { return self.reserve(owner, keys.namespaces, sizes_bytes, keys.hashes.span(), deadline); });
+            return std::make_tuple(reserved.reservation, pack(reserved.offsets), reserved.chunks_without_room);
+        },
+        nb::arg("owner"), nb::arg("namespaces"), nb::arg("sizes"), nb::arg("hashes"), nb::arg("deadline"));
+    core.def(
+        "commit",
+        [](L1Core& self, std::uint64_t reservation, nb::handle written, lmcache::Owner lease_owner, double deadline,
+           bool temporary) {
+            const BytesArgument flags(written, "written");
+            const auto committed =
+                without_gil([&] { return self.commit(reservation, flags.span(), {lease_owner, deadline, temporary}); });
+            return std::make_tuple(committed.records.size(), committed.lease, pack(committed.records));
+        },
+        nb::arg("reservation"), nb::arg("written"), nb::arg("lease_owner") = 0, nb::arg("deadline") = 0.0,
+        nb::arg("temporary") = false);
+    core.def("abort", &L1Core::abort, nb::arg("reservation"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+void bind_upkeep(nb::class_<L1Core>& core) {
+    core.def("expire", &L1Core::expire, nb::arg("now"), nb::call_guard<nb::gil_scoped_release>());
+    core.def("drop_owner", &L1Core::drop_owner, nb::arg("owner"), nb::call_guard<nb::gil_scoped_release>());
+    core.def(
+        "evict",
+        [](L1Core& self, std::uint64_t target_bytes) {
+            const auto removed = without_gil([&] { return self.evict(target_bytes); });
+            return std::make_pair(removed.objects, removed.size_bytes);
+        },
+        nb::arg("target_bytes"));
+    core.def(
+        "remove",
+        [](L1Core& self, nb::handle namespaces, nb::handle hashes) {
+            const Keys keys(namespaces, hashes);
+            return without_gil([&] { return self.remove(keys.namespaces, keys.hashes.span()); });
+        },
+        nb::arg("namespaces"), nb::arg("hashes"));
+    core.def("clear", [](L1Core& self) {
+        const auto removed = without_gil([&] { return self.clear(); });
+        return std::make_pair(removed.objects, removed.size_bytes);
+    });
+    core.def(
+        "list_objects",
+        [](L1Core& self, std::uint32_t start, std::size_t count) {
+            const auto page = without_gil([&] { return self.list_objects(start, count); });
+            return std::make_tuple(pack(page.namespaces), pack(page.hashes), pack(page.sizes_bytes), page.next_start);
+        },
+        nb::arg("start"), nb::arg("count"));
+    core.def("stats", [](L1Core& self) { return to_dict(without_gil([&] { return self.stats(); })); });
+    core.def("salt_usage", &L1Core::salt_usage, nb::call_guard<nb::gil_scoped_release>());
+    core.def("check", &L1Core::check, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_l1(nb::module_& m) {
+    m.attr("NO_SLOT") = lmcache::kNoSlot;
+    nb::class_<L1Core> core(m, "L1Core");
+    core.def(
+        "__init__",
+        [](L1Core* self, std::uint64_t capacity_bytes, std::uint64_t first_offset, std::uint64_t align_bytes,
+           const std::string& policy) {
+            new (self) L1Core(make_options(capacity_bytes, first_offset, align_bytes, policy));
+        },
+        nb::arg("capacity_bytes"), nb::arg("first_offset"), nb::arg("align_bytes"), nb::arg("policy"));
+    core.def("set_committed", &L1Core::set_committed, nb::arg("committed_bytes"),
+             nb::call_guard<nb::gil_scoped_release>());
+    core.def(
+        "intern",
+        [](L1Core& self, nb::handle namespace_digest, const std::string& salt) {
+            const BytesArgument digest(namespace_digest, "namespace_digest");
+            lmcache::Digest copy;
+            if (digest.span().size() != copy.size()) throw std::invalid_argument("namespace_digest must be 32 bytes");
+            std::memcpy(copy.data(), digest.span().data(), copy.size());
+            return without_gil([&] { return self.intern(copy, salt); });
+        },
+        nb::arg("namespace_digest"), nb::arg("salt"));
+    bind_reading(core);
+    bind_writing(core);
+    bind_upkeep(core);
+}

@@ -1,0 +1,46 @@
+#include <nanobind/stl/string.h>
+
+#include <cerrno>
+
+#include "bindings.h"
+#include "lmcache/copy.h"
+#include "lmcache/cpu.h"
+#include "lmcache/limits.h"
+#include "lmcache/prefault.h"
+
+void bind_machine(nb::module_& m) {
+    m.attr("NO_SLOT") = lmcache::kNoSlot;
+    m.attr("FRAME_HEADER_BYTES") = lmcache::kFrameHeaderBytes;
+    m.def("cpu_features", [] {
+        const lmcache::CpuFeatures& found = lmcache::cpu_features();
+        nb::dict features;
+        features["avx2"] = found.avx2;
+        features["avx512f"] = found.avx512f;
+        features["sse42"] = found.sse42;
+        features["neon"] = found.neon;
+        features["arm_crc32"] = found.arm_crc32;
+        return features;
+    });
+    m.def("copy_path", [] { return std::string(lmcache::best_copy_kernels().name); });
+    m.def(
+        "prefault",
+        [](std::uintptr_t address, std::size_t size_bytes, std::size_t threads) {
+            int fault;
+            {
+                nb::gil_scoped_release release;
+                fault = lmcache::prefault(address, size_bytes, threads);
+            }
+            if (fault != 0) {
+                errno = fault;
+                PyErr_SetFromErrno(PyExc_OSError);
+                throw nb::python_error();
+            }
+        },
+        nb::arg("address"), nb::arg("size_bytes"), nb::arg("threads"));
+    m.def(
+        "buffer_address",
+        [](nb::object buffer) {
+            return reinterpret_cast<std::uintptr_t>(PackedView<std::byte>(buffer, "buffer").data());
+        },
+        nb::arg("buffer"));
+}

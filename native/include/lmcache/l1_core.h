@@ -1,0 +1,198 @@
+// The L1 tier's state: which objects are where in the arena, who reads and who writes them, and what goes first when
+// room is needed. Thread-safe: one mutex, held for the length of a call. It never touches the memory that it manages.
+//
+//   absent --reserve--> staged --commit--> resident --evict, remove, clear--> absent
+//                         |                   |  clear while leased --> detached --last release--> absent
+//                         |--abort, drop_owner--> absent
+//                         `--expire--> quarantined --abort, drop_owner--> absent
+//
+// Arrays over (namespace, chunk) are ordered [namespace][chunk].
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lmcache/arena.h"
+#include "lmcache/claim_table.h"
+#include "lmcache/courteous_mutex.h"
+#include "lmcache/key_table.h"
+#include "lmcache/limits.h"
+#include "lmcache/lru_list.h"
+#include "lmcache/namespaces.h"
+#include "lmcache/object_pool.h"
+
+namespace lmcache {
+
+using NamespaceIds = std::span<const std::uint32_t>;
+using Hashes = std::span<const std::uint8_t>;  // kChunkHashBytes each
+
+struct L1Options {
+    std::uint64_t capacity_bytes = 0;  // rounded down to the alignment
+    std::uint64_t first_offset = 0;    // a multiple of the alignment
+    std::uint64_t align_bytes = 0;     // a power of two
+    bool evicts = true;                // false: only remove and clear make room
+};
+
+struct Acquired {
+    std::uint64_t lease = 0;
+    std::size_t chunks = 0;
+    std::vector<std::uint64_t> offsets;
+};
+
+struct Reserved {
+    std::uint64_t reservation = 0;
+    std::vector<std::uint64_t> offsets;
+    std::size_t chunks_without_room = 0;
+};
+
+struct CommitRecord {
+    std::uint64_t name_space;
+    std::uint64_t chunk;
+    std::uint64_t offset;
+    std::uint64_t size_bytes;
+};
+static_assert(sizeof(CommitRecord) == 32);
+
+struct Committed {
+    std::uint64_t lease = 0;
+    std::vector<CommitRecord> records;  // in chunk order
+};
+
+struct CommitOptions {
+    Owner lease_owner = 0;  // 0: no lease
+    double deadline = 0;
+    bool temporary = false;
+};
+
+struct Removed {
+    std::size_t objects = 0;
+    std::uint64_t size_bytes = 0;
+};
+
+struct ObjectPage {
+    std::vector<std::uint32_t> namespaces;
+    std::vector<std::uint8_t> hashes;
+    std::vector<std::uint64_t> sizes_bytes;
+    std::uint32_t next_start = 0;  // 0: that was the last page
+};
+
+struct L1Stats {
+    std::uint64_t capacity_bytes, committed_bytes, used_bytes, free_bytes, largest_free_bytes;
+    std::uint64_t objects, staged, leases, leased_objects, reservations, quarantined_bytes;
+    std::uint64_t evicted_objects, evicted_bytes, allocation_failures, index_bytes;
+};
+
+class L1Core {
+public:
+    // std::invalid_argument with a sentence on bad options; so do all methods on bad arguments.
+    explicit L1Core(const L1Options& options);
+
+    void set_committed(std::uint64_t committed_bytes);
+    std::uint32_t intern(const Digest& digest, std::string_view salt);
+
+    std::size_t probe(NamespaceIds namespaces, Hashes hashes);
+    std::size_t touch(NamespaceIds namespaces, Hashes hashes);
+    Acquired acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, double deadline);
+    bool release(std::uint64_t lease);
+    std::size_t renew(Owner owner, double deadline);
+
+    Reserved reserve(Owner owner, NamespaceIds namespaces, std::span<const std::uint64_t> sizes_bytes, Hashes hashes,
+                     double deadline);
+    Committed commit(std::uint64_t reservation, std::span<const std::uint8_t> written, const CommitOptions& options);
+    bool abort(std::uint64_t reservation);
+
+    std::pair<std::size_t, std::size_t> expire(double now);
+    std::pair<std::size_t, std::size_t> drop_owner(Owner owner);
+
+    std::size_t make_permanent(NamespaceIds namespaces, Hashes hashes);
+    Removed evict(std::uint64_t target_bytes);
+    std::size_t remove(NamespaceIds namespaces, Hashes hashes);
+    Removed clear();
+
+    ObjectPage list_objects(std::uint32_t start, std::size_t count);
+    L1Stats stats();
+    std::vector<std::pair<std::string, std::uint64_t>> salt_usage();
+    void check();
+
+private:
+    struct Lease : Claim {
+        std::size_t chunks = 0;
+        std::vector<std::uint32_t> objects;  // [namespace][chunk], kNoObject where there is none
+    };
+    struct Reservation : Claim {
+        std::size_t chunks = 0;
+        std::vector<std::uint32_t> objects;  // [namespace][chunk], kNoObject where no slot was handed out
+        bool quarantined = false;
+    };
+
+    // Private methods expect mutex_ to be held.
+    std::uint64_t hash_key(std::uint32_t name_space, const std::uint8_t* hash) const;
+    std::uint64_t hash_object(const Object& object) const { return hash_key(object.name_space, object.hash.data()); }
+    std::uint32_t find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const;
+    void check_namespaces(NamespaceIds namespaces) const;
+    std::size_t check_product(NamespaceIds namespaces, Hashes hashes) const;
+    std::size_t check_pairs(NamespaceIds namespaces, Hashes hashes) const;
+
+    // Visits keys one after the other while the next ones are already on their way from memory.
+    // visit(chunk, position in namespaces, key hash, pointer to the chunk hash) -> go on?
+    template <typename Visit>
+    void sweep(NamespaceIds namespaces, Hashes hashes, Visit&& visit) const;
+    // Indexes of the longest prefix of chunks that is resident everywhere, [chunk][namespace].
+    std::vector<std::uint32_t> resident_prefix(NamespaceIds namespaces, Hashes hashes) const;
+
+    std::uint32_t stage(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash,
+                        std::uint32_t units);
+    // An extent of that size for that object, after evicting what has to go for it, or nothing.
+    std::optional<std::uint32_t> allocate(std::uint32_t units, std::uint32_t index);
+    // A run of free extents and evictable objects side by side, at least as long as asked for.
+    struct Window {
+        std::vector<std::uint32_t> objects;
+        std::uint32_t youngest = kNoObject;
+    };
+    std::optional<Window> window_around(std::uint32_t index, std::uint32_t units) const;
+    std::optional<Window> best_window(std::uint32_t units) const;
+    bool is_evictable(std::uint32_t index) const;
+    // Fetches what evicting it and the next ones will read.
+    void prefetch_eviction(std::uint32_t index) const;
+    void leave_lru(std::uint32_t index);
+    std::uint32_t evict_one(std::uint32_t index);
+    // Frees an object's memory and forgets it. Must not be in the LRU list any more.
+    void erase(std::uint32_t index);
+    // Takes an object out of every structure but the LRU list and the arena.
+    void forget(std::uint32_t index);
+    void hold(std::uint32_t index);
+    void let_go(std::uint32_t index);
+    void end_lease(std::uint64_t id);
+    void end_reservation(std::uint64_t id);
+    void quarantine(Reservation& reservation);
+
+    std::uint64_t offset_of(const Object& object) const;
+    std::uint64_t bytes(std::uint64_t units) const { return units * options_.align_bytes; }
+
+    CourteousMutex mutex_;
+    L1Options options_;
+    std::array<std::uint64_t, 4> seeds_;  // nobody can choose keys that collide
+    Arena arena_;                         // its tenants are indexes of objects
+    ObjectPool objects_;
+    KeyTable keys_;
+    LruList lru_;  // exactly the resident objects without a lease
+    Namespaces namespaces_;
+    ClaimTable<Lease> leases_;
+    ClaimTable<Reservation> reservations_;
+    std::size_t resident_ = 0;
+    std::size_t staged_ = 0;
+    std::size_t leased_objects_ = 0;
+    std::uint64_t quarantined_units_ = 0;
+    std::uint64_t evicted_objects_ = 0;
+    std::uint64_t evicted_units_ = 0;
+    std::uint64_t allocation_failures_ = 0;  // chunks
+};
+
+}  // namespace lmcache

@@ -1,0 +1,158 @@
+// Construction, keys, and how memory is taken and given back.
+#include "lmcache/l1_core.h"
+
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <stdexcept>
+#include <string>
+
+namespace lmcache {
+
+namespace {
+
+std::uint32_t capacity_units(const L1Options& options) {
+    if (!std::has_single_bit(options.align_bytes)) throw std::invalid_argument("align_bytes must be a power of two");
+    if (options.first_offset % options.align_bytes != 0) {
+        throw std::invalid_argument("first_offset must be a multiple of align_bytes");
+    }
+    const std::uint64_t units = options.capacity_bytes / options.align_bytes;
+    if (units == 0) throw std::invalid_argument("capacity_bytes must be at least align_bytes");
+    if (units >= std::numeric_limits<std::uint32_t>::max()) {
+        throw std::invalid_argument("capacity_bytes is more than 2^32 times align_bytes; use a larger alignment");
+    }
+    return static_cast<std::uint32_t>(units);
+}
+
+std::uint64_t multiply_fold(std::uint64_t a, std::uint64_t b) {
+    const auto product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
+}
+
+}  // namespace
+
+L1Core::L1Core(const L1Options& options) : options_(options), arena_(capacity_units(options)), lru_(objects_) {
+    std::random_device random;
+    for (std::uint64_t& seed : seeds_) seed = std::uint64_t{random()} << 32 | random();
+}
+
+void L1Core::set_committed(std::uint64_t committed_bytes) {
+    const std::uint64_t units = committed_bytes / options_.align_bytes;
+    const std::lock_guard lock(mutex_);
+    if (units > arena_.capacity()) throw std::invalid_argument("committed_bytes is more than the capacity");
+    arena_.set_committed(static_cast<std::uint32_t>(units));
+}
+
+std::uint32_t L1Core::intern(const Digest& digest, std::string_view salt) {
+    const std::lock_guard lock(mutex_);
+    return namespaces_.intern(digest, salt);
+}
+
+std::uint64_t L1Core::hash_key(std::uint32_t name_space, const std::uint8_t* hash) const {
+    std::array<std::uint64_t, 4> words;
+    static_assert(sizeof(words) == kChunkHashBytes);
+    std::memcpy(words.data(), hash, sizeof(words));
+    const std::uint64_t head = multiply_fold(words[0] ^ seeds_[0], words[1] ^ seeds_[1]);
+    const std::uint64_t tail = multiply_fold(words[2] ^ seeds_[2], words[3] ^ seeds_[3]);
+    return multiply_fold(head ^ name_space ^ seeds_[3], tail ^ seeds_[0]);
+}
+
+std::uint32_t L1Core::find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const {
+    return keys_.find(key_hash, [&](std::uint32_t index) {
+        const Object& object = objects_[index];
+        return object.name_space == name_space && std::memcmp(object.hash.data(), hash, kChunkHashBytes) == 0;
+    });
+}
+
+void L1Core::check_namespaces(NamespaceIds namespaces) const {
+    for (const std::uint32_t id : namespaces) {
+        if (!namespaces_.known(id)) {
+            throw std::invalid_argument("namespace " + std::to_string(id) + " was never interned");
+        }
+    }
+}
+
+std::size_t L1Core::check_product(NamespaceIds namespaces, Hashes hashes) const {
+    check_namespaces(namespaces);
+    if (namespaces.empty()) throw std::invalid_argument("at least one namespace is needed");
+    if (hashes.size() % kChunkHashBytes != 0) throw std::invalid_argument("hashes must be 32 bytes each");
+    const std::size_t chunks = hashes.size() / kChunkHashBytes;
+    if (chunks > kMaxObjectsPerCall / namespaces.size()) throw std::invalid_argument("too many objects in one call");
+    return chunks;
+}
+
+std::size_t L1Core::check_pairs(NamespaceIds namespaces, Hashes hashes) const {
+    check_namespaces(namespaces);
+    if (hashes.size() != namespaces.size() * kChunkHashBytes) {
+        throw std::invalid_argument("there must be one hash of 32 bytes for each namespace");
+    }
+    return namespaces.size();
+}
+
+std::uint64_t L1Core::offset_of(const Object& object) const { return options_.first_offset + bytes(object.first_unit); }
+
+std::uint32_t L1Core::stage(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash,
+                            std::uint32_t units) {
+    const std::uint32_t index = objects_.take();
+    const auto first = allocate(units, index);
+    if (!first) {
+        objects_.give_back(index);
+        return kNoObject;
+    }
+    Object& object = objects_[index];
+    std::memcpy(object.hash.data(), hash, kChunkHashBytes);
+    object.name_space = name_space;
+    object.first_unit = *first;
+    object.units = units;
+    object.state = ObjectState::kStaged;
+    keys_.insert(key_hash, index);
+    namespaces_.add_units(name_space, units);
+    ++staged_;
+    return index;
+}
+
+void L1Core::erase(std::uint32_t index) {
+    arena_.free(objects_[index].first_unit, index);
+    forget(index);
+}
+
+void L1Core::forget(std::uint32_t index) {
+    const Object& object = objects_[index];
+    switch (object.state) {
+        case ObjectState::kStaged:
+            keys_.erase(hash_object(object), index);
+            --staged_;
+            break;
+        case ObjectState::kResident:
+            keys_.erase(hash_object(object), index);
+            --resident_;
+            break;
+        case ObjectState::kQuarantined:
+            quarantined_units_ -= object.units;
+            break;
+        case ObjectState::kDetached:
+            break;
+        case ObjectState::kUnused:
+            throw std::logic_error("L1Core: object erased twice");
+    }
+    namespaces_.subtract_units(object.name_space, object.units);
+    objects_.give_back(index);
+}
+
+std::size_t L1Core::remove(NamespaceIds namespaces, Hashes hashes) {
+    const std::lock_guard lock(mutex_);
+    std::size_t removed = 0;
+    for (std::size_t i = 0; i < check_pairs(namespaces, hashes); ++i) {
+        const std::uint8_t* hash = &hashes[i * kChunkHashBytes];
+        const std::uint32_t index = find(hash_key(namespaces[i], hash), namespaces[i], hash);
+        if (index == kNoObject || objects_[index].state != ObjectState::kResident || objects_[index].readers != 0)
+            continue;
+        lru_.unlink(index);
+        erase(index);
+        ++removed;
+    }
+    return removed;
+}
+
+}  // namespace lmcache

@@ -1,0 +1,161 @@
+// Reading: what is resident, and the leases that keep it so.
+#include <stdexcept>
+
+#include "l1_sweep.h"
+#include "lmcache/l1_core.h"
+
+namespace lmcache {
+
+std::size_t L1Core::probe(NamespaceIds namespaces, Hashes hashes) {
+    const std::lock_guard lock(mutex_);
+    std::size_t chunks = check_product(namespaces, hashes);
+    sweep(namespaces, hashes,
+          [&](std::size_t chunk, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
+              const std::uint32_t index = find(key_hash, namespaces[position], hash);
+              if (index != kNoObject && objects_[index].state == ObjectState::kResident) return true;
+              chunks = chunk;
+              return false;
+          });
+    return chunks;
+}
+
+std::vector<std::uint32_t> L1Core::resident_prefix(NamespaceIds namespaces, Hashes hashes) const {
+    std::vector<std::uint32_t> indexes;
+    indexes.reserve(namespaces.size() * (hashes.size() / kChunkHashBytes));
+    sweep(namespaces, hashes, [&](std::size_t, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
+        const std::uint32_t index = find(key_hash, namespaces[position], hash);
+        if (index == kNoObject || objects_[index].state != ObjectState::kResident) return false;
+        indexes.push_back(index);
+        return true;
+    });
+    indexes.resize(indexes.size() - indexes.size() % namespaces.size());  // a chunk counts when every namespace has it
+    return indexes;
+}
+
+std::size_t L1Core::touch(NamespaceIds namespaces, Hashes hashes) {
+    const std::lock_guard lock(mutex_);
+    check_product(namespaces, hashes);
+    const std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes);
+    for (auto index = indexes.rbegin(); index != indexes.rend(); ++index) {
+        if (objects_[*index].readers != 0) continue;
+        lru_.unlink(*index);
+        lru_.push_newest(*index);
+    }
+    return indexes.size() / namespaces.size();
+}
+
+Acquired L1Core::acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, double deadline) {
+    const std::lock_guard lock(mutex_);
+    check_product(namespaces, hashes);
+    const std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes);
+    Acquired acquired;
+    if (indexes.empty()) return acquired;
+    const std::size_t width = namespaces.size();
+    acquired.chunks = indexes.size() / width;
+    acquired.offsets.resize(indexes.size());
+    Lease lease;
+    lease.owner = owner;
+    lease.deadline = deadline;
+    lease.chunks = acquired.chunks;
+    lease.objects.resize(indexes.size());
+    for (std::size_t i = 0; i < indexes.size(); ++i) {
+        const std::size_t place = i % width * acquired.chunks + i / width;
+        lease.objects[place] = indexes[i];
+        acquired.offsets[place] = offset_of(objects_[indexes[i]]);
+        hold(indexes[i]);
+    }
+    acquired.lease = leases_.add(std::move(lease));
+    return acquired;
+}
+
+bool L1Core::release(std::uint64_t lease) {
+    const std::lock_guard lock(mutex_);
+    if (leases_.find(lease) == nullptr) return false;
+    end_lease(lease);
+    return true;
+}
+
+std::size_t L1Core::renew(Owner owner, double deadline) {
+    const std::lock_guard lock(mutex_);
+    std::size_t renewed = 0;
+    for (const std::uint64_t id : leases_.of_owner(owner)) {
+        leases_.find(id)->deadline = deadline;
+        ++renewed;
+    }
+    for (const std::uint64_t id : reservations_.of_owner(owner)) {
+        Reservation& reservation = *reservations_.find(id);
+        if (reservation.quarantined) continue;
+        reservation.deadline = deadline;
+        ++renewed;
+    }
+    leases_.deadline_moved(deadline);
+    reservations_.deadline_moved(deadline);
+    return renewed;
+}
+
+std::pair<std::size_t, std::size_t> L1Core::expire(double now) {
+    const std::lock_guard lock(mutex_);
+    const std::vector<std::uint64_t> leases = leases_.expired(now);
+    for (const std::uint64_t id : leases) end_lease(id);
+    std::size_t quarantined = 0;
+    for (const std::uint64_t id : reservations_.expired(now)) {
+        quarantine(*reservations_.find(id));
+        ++quarantined;
+    }
+    return {leases.size(), quarantined};
+}
+
+std::pair<std::size_t, std::size_t> L1Core::drop_owner(Owner owner) {
+    const std::lock_guard lock(mutex_);
+    const std::vector<std::uint64_t> leases = leases_.of_owner(owner);
+    for (const std::uint64_t id : leases) end_lease(id);
+    const std::vector<std::uint64_t> reservations = reservations_.of_owner(owner);
+    for (const std::uint64_t id : reservations) end_reservation(id);
+    return {leases.size(), reservations.size()};
+}
+
+std::size_t L1Core::make_permanent(NamespaceIds namespaces, Hashes hashes) {
+    const std::lock_guard lock(mutex_);
+    std::size_t changed = 0;
+    for (std::size_t i = 0; i < check_pairs(namespaces, hashes); ++i) {
+        const std::uint8_t* hash = &hashes[i * kChunkHashBytes];
+        const std::uint32_t index = find(hash_key(namespaces[i], hash), namespaces[i], hash);
+        if (index == kNoObject || objects_[index].state != ObjectState::kResident || !objects_[index].temporary)
+            continue;
+        objects_[index].temporary = false;
+        ++changed;
+    }
+    return changed;
+}
+
+void L1Core::hold(std::uint32_t index) {
+    Object& object = objects_[index];
+    if (object.readers++ != 0) return;
+    lru_.unlink(index);
+    ++leased_objects_;
+}
+
+void L1Core::let_go(std::uint32_t index) {
+    Object& object = objects_[index];
+    if (--object.readers != 0) return;
+    --leased_objects_;
+    if (object.temporary || object.state == ObjectState::kDetached) {
+        erase(index);
+    } else {
+        lru_.push_newest(index);
+    }
+}
+
+void L1Core::end_lease(std::uint64_t id) {
+    const Lease lease = leases_.take(id);
+    const std::size_t width = lease.objects.size() / lease.chunks;
+    // Last chunk first, so that the first ends up as the most recently used and a suffix is evicted before its prefix.
+    for (std::size_t chunk = lease.chunks; chunk-- > 0;) {
+        for (std::size_t position = 0; position < width; ++position) {
+            const std::uint32_t index = lease.objects[position * lease.chunks + chunk];
+            if (index != kNoObject) let_go(index);
+        }
+    }
+}
+
+}  // namespace lmcache

@@ -1,0 +1,46 @@
+#include "lmcache/object_pool.h"
+
+#include <sys/mman.h>
+
+#include <new>
+
+namespace lmcache {
+
+std::uint32_t ObjectPool::take() {
+    std::uint32_t index = unused_;
+    if (index != kNoObject) {
+        unused_ = (*this)[index].older;
+    } else {
+        if (size_ == blocks_.size() * kBlockObjects) add_block();
+        index = size_++;
+    }
+    Object& object = (*this)[index];
+    object.newer = kNoObject;
+    object.older = kNoObject;
+    object.readers = 0;
+    object.state = ObjectState::kUnused;
+    object.temporary = false;
+    return index;
+}
+
+void ObjectPool::give_back(std::uint32_t index) {
+    Object& object = (*this)[index];
+    object.state = ObjectState::kUnused;
+    object.older = unused_;
+    unused_ = index;
+}
+
+void ObjectPool::add_block() {
+    constexpr std::size_t kBlockBytes = kBlockObjects * sizeof(Object);
+    blocks_.reserve(blocks_.size() + 1);
+    void* block = std::aligned_alloc(kBlockBytes, kBlockBytes);
+    if (block == nullptr) throw std::bad_alloc();
+    madvise(block, kBlockBytes, MADV_HUGEPAGE);  // a wish; small pages do as well
+    blocks_.emplace_back(static_cast<Object*>(block));
+}
+
+std::size_t ObjectPool::memory_bytes() const {
+    return blocks_.size() * kBlockObjects * sizeof(Object) + blocks_.capacity() * sizeof(blocks_[0]);
+}
+
+}  // namespace lmcache

@@ -1,0 +1,13 @@
+// A test is a main() that calls CHECK; the first failure prints its place and ends the process with 1.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+
+#define CHECK(condition)                                                                \
+    do {                                                                                \
+        if (!(condition)) {                                                             \
+            std::fprintf(stderr, "%s:%d: CHECK(%s)\n", __FILE__, __LINE__, #condition); \
+            std::exit(1);                                                               \
+        }                                                                               \
+    } while (0)

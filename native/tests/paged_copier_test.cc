@@ -1,0 +1,308 @@
+#include "lmcache/paged_copier.h"
+
+#include <poll.h>
+
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+using namespace lmcache;
+
+namespace {
+
+constexpr double kPatience = 60.0;  // seconds; only ever reached by a bug
+constexpr std::size_t kBlocksPerChunk = 2;
+constexpr std::size_t kNumBlocks = 32;
+constexpr std::size_t kBlockBytes = 24576;
+constexpr std::size_t kLayers = 2;
+constexpr std::size_t kPayload = kLayers * kBlocksPerChunk * kBlockBytes;
+constexpr std::size_t kFrame = kFrameHeaderBytes + kPayload;
+constexpr std::size_t kSlots = 16;
+
+const std::vector<std::byte> kDigest(32, std::byte{1});
+
+std::span<const std::byte> as_bytes(const FrameHeader& header) {
+    return {reinterpret_cast<const std::byte*>(&header), sizeof header};
+}
+
+std::vector<std::byte> hashes_from(std::size_t first, std::size_t count) {
+    std::vector<std::byte> hashes(32 * count);
+    for (std::size_t i = 0; i < count; ++i) std::memset(hashes.data() + 32 * i, static_cast<int>(first + i), 32);
+    return hashes;
+}
+
+// An arena, two layers of KV memory, and a copier over both.
+struct Fixture {
+    std::vector<std::byte> arena_memory = std::vector<std::byte>(kSlots * kFrame + 4096);
+    std::byte* arena =
+        arena_memory.data() + (4096 - reinterpret_cast<std::uintptr_t>(arena_memory.data()) % 4096) % 4096;
+    std::vector<std::byte> kv = std::vector<std::byte>(kLayers * kNumBlocks * kBlockBytes);
+    FrameHeader header = frame_template({}, kDigest, kPayload, "", {});
+    PagedCopier copier;
+    std::size_t group;
+
+    explicit Fixture(std::size_t threads = 2)
+        : copier(reinterpret_cast<std::uintptr_t>(arena), kSlots * kFrame, threads) {
+        for (std::size_t i = 0; i < kv.size(); ++i) kv[i] = static_cast<std::byte>(i * 7 + i / 4099);
+        std::vector<Segment> segments;
+        for (std::size_t layer = 0; layer < kLayers; ++layer) {
+            segments.push_back({reinterpret_cast<std::uintptr_t>(kv.data()) + layer * kNumBlocks * kBlockBytes,
+                                kBlockBytes,
+                                kBlockBytes,
+                                {}});
+        }
+        group = copier.add_group(segments, kBlocksPerChunk, kNumBlocks);
+        CHECK(copier.payload_bytes(group) == kPayload);
+    }
+
+    static std::vector<std::uint64_t> slots(std::size_t first, std::size_t count) {
+        std::vector<std::uint64_t> offsets(count);
+        for (std::size_t i = 0; i < count; ++i) offsets[i] = (first + i) * kFrame;
+        return offsets;
+    }
+
+    static std::vector<std::int64_t> blocks(std::size_t first_chunk, std::size_t count) {
+        std::vector<std::int64_t> ids(count * kBlocksPerChunk);
+        std::iota(ids.begin(), ids.end(), static_cast<std::int64_t>(first_chunk * kBlocksPerChunk));
+        return ids;
+    }
+
+    // Chunk i of the KV memory, with hash i, to or from slot i.
+    PagedCopier::Results store(std::size_t first, std::size_t count) {
+        const auto job = copier.submit_store(group, slots(first, count), blocks(first, count),
+                                             hashes_from(first, count), as_bytes(header));
+        return *copier.wait(job, kPatience);
+    }
+    PagedCopier::Results load(std::size_t first, std::size_t count) {
+        const auto job =
+            copier.submit_load(group, slots(first, count), blocks(first, count), hashes_from(first, count), kDigest);
+        return *copier.wait(job, kPatience);
+    }
+    FrameFault verdict(std::size_t slot) const {
+        const auto hash = hashes_from(slot, 1);
+        return frame_verify(arena + slot * kFrame, kFrame, std::span<const std::byte, 32>(kDigest),
+                            std::span<const std::byte, 32>(hash));
+    }
+    bool event_fd_readable() const {
+        pollfd descriptor{copier.event_fd(), POLLIN, 0};
+        return ::poll(&descriptor, 1, 0) == 1;
+    }
+};
+
+const PagedCopier::Results kBothGood{1, 1};
+
+void stored_chunks_come_back() {
+    for (const std::size_t threads : {1, 3}) {
+        Fixture f(threads);
+        CHECK(f.store(0, kSlots) == PagedCopier::Results(kSlots, 1));
+        for (std::size_t slot = 0; slot < kSlots; ++slot) CHECK(f.verdict(slot) == FrameFault::kNone);
+        const std::vector<std::byte> original = f.kv;
+        std::fill(f.kv.begin(), f.kv.end(), std::byte{0});
+        CHECK(f.load(0, kSlots) == PagedCopier::Results(kSlots, 1));
+        CHECK(f.kv == original);
+        CHECK(f.copier.idle());
+    }
+}
+
+void slots_may_be_missing() {
+    Fixture f;
+    auto slots = f.slots(0, 3);
+    slots[1] = kNoSlot;
+    auto job = f.copier.submit_store(f.group, slots, f.blocks(0, 3), hashes_from(0, 3), as_bytes(f.header));
+    CHECK((*f.copier.wait(job, kPatience) == PagedCopier::Results{1, 0, 1}));
+    CHECK(f.verdict(1) == FrameFault::kMagic);
+    job = f.copier.submit_load(f.group, slots, f.blocks(0, 3), hashes_from(0, 3), kDigest);
+    CHECK((*f.copier.wait(job, kPatience) == PagedCopier::Results{1, 0, 1}));
+}
+
+void blocks_may_be_left_out() {
+    Fixture f;
+    CHECK(f.store(0, 2) == kBothGood);
+    const std::vector<std::byte> original = f.kv;
+    std::fill(f.kv.begin(), f.kv.end(), std::byte{0});
+    std::vector<std::int64_t> blocks{kNoBlock, 1, kNoBlock, kNoBlock};
+    const auto load = [&] {
+        return *f.copier.wait(f.copier.submit_load(f.group, f.slots(0, 2), blocks, hashes_from(0, 2), kDigest),
+                              kPatience);
+    };
+    CHECK(load() == kBothGood);
+    std::vector<std::byte> expected(f.kv.size());
+    for (std::size_t layer = 0; layer < kLayers; ++layer) {
+        const std::size_t at = (layer * kNumBlocks + 1) * kBlockBytes;
+        std::memcpy(expected.data() + at, original.data() + at, kBlockBytes);
+    }
+    CHECK(f.kv == expected);
+    // What is left out is verified all the same.
+    f.arena[kFrame + kFrameHeaderBytes + 5] ^= std::byte{1};
+    CHECK((load() == PagedCopier::Results{1, 0}));
+}
+
+void a_wrong_frame_is_reported_and_the_others_are_not() {
+    Fixture f;
+    const auto failing = [&](std::size_t at) {
+        CHECK(f.store(0, 3) == PagedCopier::Results(3, 1));
+        f.arena[at] ^= std::byte{1};
+        CHECK((f.load(0, 3) == PagedCopier::Results{1, 0, 1}));
+    };
+    failing(kFrame);                      // magic
+    failing(kFrame + 300);                // header
+    failing(kFrame + kFrameHeaderBytes);  // first byte of the payload
+    failing(kFrame + kFrame - 1);         // its last
+    CHECK(f.store(0, 3) == PagedCopier::Results(3, 1));
+    const std::vector<std::byte> other(32, std::byte{9});
+    auto job = f.copier.submit_load(f.group, f.slots(0, 3), f.blocks(0, 3), hashes_from(0, 3), other);
+    CHECK((*f.copier.wait(job, kPatience) == PagedCopier::Results{0, 0, 0}));
+    job = f.copier.submit_load(f.group, f.slots(0, 3), f.blocks(0, 3), hashes_from(1, 3), kDigest);
+    CHECK((*f.copier.wait(job, kPatience) == PagedCopier::Results{0, 0, 0}));
+}
+
+void a_frame_of_another_length_is_refused() {
+    Fixture f;
+    CHECK(f.store(0, 1) == PagedCopier::Results{1});
+    const Segment half{reinterpret_cast<std::uintptr_t>(f.kv.data()), kBlockBytes, kBlockBytes, {}};
+    const std::size_t smaller = f.copier.add_group({half}, kBlocksPerChunk, kNumBlocks);
+    const auto job = f.copier.submit_load(smaller, f.slots(0, 1), f.blocks(0, 1), hashes_from(0, 1), kDigest);
+    CHECK(*f.copier.wait(job, kPatience) == PagedCopier::Results{0});
+}
+
+// The slot becomes another object's while its payload is copied: here the copy itself writes over the header.
+void a_header_that_changes_during_the_copy_is_noticed() {
+    Fixture f;
+    const Segment inside{reinterpret_cast<std::uintptr_t>(f.arena), 4096, 4096, {}};
+    const std::size_t group = f.copier.add_group({inside}, 1, 4);
+    const FrameHeader header = frame_template({}, kDigest, 4096, "", {});
+    const std::vector<std::uint64_t> slot{0};
+    const auto hash = hashes_from(1, 1);
+    const auto store = f.copier.submit_store(group, slot, std::vector<std::int64_t>{3}, hash, as_bytes(header));
+    CHECK(*f.copier.wait(store, kPatience) == PagedCopier::Results{1});
+    auto load = f.copier.submit_load(group, slot, std::vector<std::int64_t>{2}, hash, kDigest);
+    CHECK(*f.copier.wait(load, kPatience) == PagedCopier::Results{1});
+    load = f.copier.submit_load(group, slot, std::vector<std::int64_t>{0}, hash, kDigest);  // block 0 is the header
+    CHECK(*f.copier.wait(load, kPatience) == PagedCopier::Results{0});
+}
+
+void finished_jobs_are_reported_once() {
+    Fixture f;
+    CHECK(!f.event_fd_readable() && f.copier.poll().empty());
+    const auto submit = [&] {
+        return f.copier.submit_store(f.group, f.slots(0, 2), f.blocks(0, 2), hashes_from(0, 2), as_bytes(f.header));
+    };
+    const auto first = submit();
+    pollfd descriptor{f.copier.event_fd(), POLLIN, 0};
+    CHECK(::poll(&descriptor, 1, static_cast<int>(kPatience * 1000)) == 1);
+    const auto reported = f.copier.poll();
+    CHECK(reported.size() == 1 && reported[0].first == first && reported[0].second == kBothGood);
+    CHECK(!f.event_fd_readable() && f.copier.poll().empty());
+
+    const auto second = submit();
+    CHECK(*f.copier.wait(second, kPatience) == kBothGood);
+    CHECK(!f.event_fd_readable() && f.copier.poll().empty());
+    for (const auto gone : {first, second, second + 1}) {
+        bool unknown = false;
+        try {
+            f.copier.wait(gone, 0);
+        } catch (const std::invalid_argument&) {
+            unknown = true;
+        }
+        CHECK(unknown);
+    }
+
+    const auto empty = f.copier.submit_load(f.group, {}, {}, {}, kDigest);
+    CHECK(f.event_fd_readable());
+    CHECK(f.copier.wait(empty, 0)->empty());
+    CHECK(!f.event_fd_readable() && f.copier.idle());
+}
+
+template <class Call>
+std::string refusal(Call&& call) {
+    try {
+        call();
+    } catch (const std::invalid_argument& refused) {
+        return refused.what();
+    }
+    return "";
+}
+
+bool mentions(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+void wrong_arguments_are_refused() {
+    Fixture f;
+    const auto address = reinterpret_cast<std::uintptr_t>(f.arena);
+    CHECK(mentions(refusal([&] { PagedCopier(address + 1, kFrame, 1); }), "arena_address"));
+    CHECK(mentions(refusal([&] { PagedCopier(address, kFrame, 0); }), "threads"));
+    CHECK(mentions(refusal([&] { PagedCopier(address, kFrame, kMaxCopyThreads + 1); }), "threads"));
+
+    using Slots = std::vector<std::uint64_t>;
+    using Blocks = std::vector<std::int64_t>;
+    const auto hash = hashes_from(0, 1);
+    const auto load = [&](std::size_t group, const Slots& slots, const Blocks& blocks) {
+        return refusal([&] { f.copier.submit_load(group, slots, blocks, hash, kDigest); });
+    };
+    const auto store = [&](const Blocks& blocks, const FrameHeader& header) {
+        return refusal([&] { f.copier.submit_store(f.group, Slots{0}, blocks, hash, as_bytes(header)); });
+    };
+    CHECK(mentions(load(7, {0}, {0, 1}), "group 7"));
+    CHECK(mentions(load(f.group, {32}, {0, 1}), "slot 32"));
+    CHECK(mentions(load(f.group, {(kSlots - 1) * kFrame + 64}, {0, 1}), "leaves the arena"));
+    CHECK(mentions(load(f.group, {kNoSlot - 63}, {0, 1}), "leaves the arena"));
+    CHECK(mentions(load(f.group, {0}, {0}), "2 ids for each slot"));
+    CHECK(mentions(load(f.group, {0}, {0, kNumBlocks}), "block id 32"));
+    CHECK(mentions(load(f.group, {0}, {-2, 0}), "block id -2"));
+    CHECK(mentions(store({-1, 0}, f.header), "block id -1"));
+    CHECK(mentions(store({0, 1}, frame_template({}, kDigest, kPayload + 1, "", {})), "the template is for"));
+    CHECK(mentions(store({0, 1}, FrameHeader{}), "template"));
+    CHECK(mentions(refusal([&] { f.copier.submit_load(f.group, Slots{0}, Blocks{0, 1}, {}, kDigest); }), "hashes"));
+    CHECK(mentions(refusal([&] { f.copier.submit_load(f.group, Slots{0}, Blocks{0, 1}, hash, {}); }), "digest"));
+    CHECK(f.copier.idle() && f.copier.poll().empty());
+}
+
+void closing_finishes_what_was_submitted() {
+    Fixture f(1);
+    std::vector<PagedCopier::JobId> jobs;
+    for (std::size_t i = 0; i < 8; ++i) {
+        jobs.push_back(
+            f.copier.submit_store(f.group, f.slots(i, 1), f.blocks(i, 1), hashes_from(i, 1), as_bytes(f.header)));
+    }
+    f.copier.close();
+    f.copier.close();
+    CHECK(f.copier.idle());
+    const auto reported = f.copier.poll();
+    CHECK(reported.size() == 8);
+    for (std::size_t i = 0; i < 8; ++i) CHECK(reported[i].first == jobs[i] && reported[i].second[0] == 1);
+    CHECK(mentions(refusal([&] { f.copier.submit_load(f.group, {}, {}, {}, kDigest); }), "closed"));
+}
+
+void many_threads_may_use_one_copier() {
+    Fixture f(3);
+    std::vector<std::thread> users;
+    for (std::size_t user = 0; user < 4; ++user) {
+        users.emplace_back([&f, user] {
+            for (int round = 0; round < 20; ++round) {
+                CHECK(f.store(4 * user, 4) == PagedCopier::Results(4, 1));
+                CHECK(f.load(4 * user, 4) == PagedCopier::Results(4, 1));
+            }
+        });
+    }
+    for (std::thread& user : users) user.join();
+    CHECK(f.copier.idle() && f.copier.poll().empty() && !f.event_fd_readable());
+}
+
+}  // namespace
+
+int main() {
+    stored_chunks_come_back();
+    slots_may_be_missing();
+    blocks_may_be_left_out();
+    a_wrong_frame_is_reported_and_the_others_are_not();
+    a_frame_of_another_length_is_refused();
+    a_header_that_changes_during_the_copy_is_noticed();
+    finished_jobs_are_reported_once();
+    wrong_arguments_are_refused();
+    closing_finishes_what_was_submitted();
+    many_threads_may_use_one_copier();
+}

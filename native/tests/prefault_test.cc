@@ -1,0 +1,48 @@
+#include "lmcache/prefault.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+
+using namespace lmcache;
+
+namespace {
+
+const std::size_t kPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+constexpr std::size_t kSize = 80ULL << 20;  // several pieces for several threads
+
+std::size_t resident_pages(void* address, std::size_t size) {
+    std::vector<unsigned char> pages(size / kPage);
+    CHECK(mincore(address, size, pages.data()) == 0);
+    std::size_t count = 0;
+    for (const unsigned char page : pages) count += page & 1;
+    return count;
+}
+
+}  // namespace
+
+int main() {
+    const int fd = memfd_create("prefault", MFD_CLOEXEC);
+    CHECK(fd >= 0 && ftruncate(fd, kSize) == 0);
+    void* const memory = mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(memory != MAP_FAILED);
+    auto* const bytes = static_cast<unsigned char*>(memory);
+    bytes[5] = 77;
+    bytes[kSize - 1] = 78;
+    CHECK(resident_pages(memory, kSize) == 2);
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    CHECK(prefault(address + 10, kPage, 1) == 0);  // touches the two pages that it overlaps
+    CHECK(resident_pages(memory, kSize) == 3);
+    CHECK(prefault(address, 0, 4) == 0);
+    CHECK(prefault(address, kSize, 3) == 0);
+    CHECK(resident_pages(memory, kSize) == kSize / kPage);
+    CHECK(bytes[5] == 77 && bytes[6] == 0 && bytes[kSize - 1] == 78);
+    CHECK(munmap(memory, kSize) == 0);
+    CHECK(prefault(address, kSize, 2) != 0);  // nothing is mapped there any more
+    close(fd);
+}

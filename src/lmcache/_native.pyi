@@ -1,0 +1,173 @@
+"""The native core. Every batch call takes packed little-endian buffers (bytes, bytearray, memoryview) and releases the GIL.
+
+u32/i64/u64 below are the element types inside such a buffer; `hashes` is n x 32 bytes. `NO_SLOT` marks an absent offset.
+Bad arguments raise ValueError with a sentence. Methods are thread-safe unless they say otherwise.
+"""
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+NO_SLOT: Final[int]  # 2**64 - 1
+FRAME_HEADER_BYTES: Final[int]  # 4096
+
+# ---- machine -------------------------------------------------------------------------------------------------------
+def cpu_features() -> dict[str, bool]:
+    """Keys: avx2, avx512f, sse42, neon, arm_crc32. The copy and checksum paths chosen at run time depend on them."""
+
+def copy_path() -> str:
+    """Name of the chosen path: "avx512", "avx2", "neon" or "portable"."""
+
+def prefault(address: int, size_bytes: int, threads: int) -> None:
+    """Touches every page for writing (MADV_POPULATE_WRITE, else by hand) without changing content. OSError on failure."""
+
+def buffer_address(buffer: Buffer) -> int: ...
+
+# ---- hashing -------------------------------------------------------------------------------------------------------
+def blake3(data: Buffer) -> bytes: ...
+def hash_chunks(tokens: Buffer, chunk_tokens: int, parent: bytes, extras: Buffer = b"") -> bytes:
+    """Chunk hashes of every full chunk in `tokens` (u32).
+
+    digest_i = blake3(tokens of chunk i); hash_i = blake3(hash_{i-1} || digest_i || extra_i), hash_{-1} = `parent` (32 bytes).
+    `extras` is empty or 32 bytes a full chunk; an all-zero extra is left out of the input. A tail shorter than a chunk is
+    ignored. Returns 32 bytes a chunk.
+    """
+
+# ---- frame ---------------------------------------------------------------------------------------------------------
+def frame_template(namespace: bytes, namespace_digest: bytes, payload_bytes: int, serde: str = "", serde_params: bytes = b"") -> bytes:
+    """A 4096-byte header, complete but for chunk hash, payload checksum and header checksum."""
+
+def frame_seal(frame_address: int, template: bytes, chunk_hash: bytes) -> None:
+    """Computes the checksum of the payload that already lies behind the header and writes the header (no GIL)."""
+
+def frame_verify(frame_address: int, available_bytes: int, namespace_digest: bytes, chunk_hash: bytes) -> str:
+    """"" if header and payload are what the key says, else the reason: "magic", "version", "header checksum",
+    "namespace", "chunk hash", "length", "payload checksum"."""
+
+def frame_verify_many(addresses: Buffer, available_bytes: Buffer, namespace_digests: Buffer, hashes: Buffer) -> list[str]:
+    """`frame_verify` for n frames: u64 addresses, u64 sizes, n x 32 digests, n x 32 hashes."""
+
+def frame_parse(header: Buffer) -> dict[str, object]:
+    """Fields of a header whose own checksum holds, else ValueError: version, payload_bytes, namespace (bytes),
+    namespace_digest, chunk_hash, serde, serde_params, payload_checksum."""
+
+def payload_checksum(data: Buffer) -> bytes:
+    """16 bytes: four CRC-32C over interleaved 8-byte words (docs/formats/frame.md)."""
+
+def copy_with_checksum(destination: int, source: int, size_bytes: int) -> bytes:
+    """One streaming copy with the checksum fused in, on the calling thread. For benchmarks and tests."""
+
+def copy_plain(destination: int, source: int, size_bytes: int, path: str = "") -> None:
+    """One copy on the calling thread by `path` ("memcpy", "stream" or "" for the best). For benchmarks."""
+
+# ---- paged copies (engine side) ------------------------------------------------------------------------------------
+class PagedCopier:
+    """Copies between an engine's paged KV tensors and L1 slots on its own threads.
+
+    A group is described once. A `segment` is (base address, block stride in bytes, run bytes, dims) where dims is a
+    tuple of (count, stride in bytes) for the outer non-contiguous dimensions of one block; a block's content is its runs
+    in that order. Payload order: segments in order, for each the blocks of the chunk in order.
+    """
+
+    def __init__(self, arena_address: int, arena_bytes: int, threads: int) -> None: ...
+    def add_group(
+        self, segments: Sequence[tuple[int, int, int, tuple[tuple[int, int], ...]]], blocks_per_chunk: int, num_blocks: int
+    ) -> int:
+        """Returns the group's number. `num_blocks` bounds block ids; an id outside is a ValueError at submit."""
+    def payload_bytes(self, group: int) -> int: ...
+    def submit_store(self, group: int, slots: Buffer, blocks: Buffer, hashes: Buffer, template: bytes) -> int:
+        """Gathers n chunks into n slots (u64 offsets in the arena) and seals their headers. `blocks` is i64,
+        n x blocks_per_chunk, all >= 0. Slots that are NO_SLOT are skipped. Returns a job number."""
+    def submit_load(self, group: int, slots: Buffer, blocks: Buffer, hashes: Buffer, namespace_digest: bytes) -> int:
+        """Scatters n chunks from slots into blocks, verifying header and checksum on the way. A block id of -1 is
+        verified but not written. A chunk whose frame does not verify is reported failed (its blocks hold garbage)."""
+    def wait(self, job: int, timeout_seconds: float) -> bytes | None:
+        """One byte a chunk, 1 = copied and verified, or None when the job still runs. A finished job is forgotten."""
+    def poll(self) -> list[tuple[int, bytes]]:
+        """All jobs that have finished since the last call, each once."""
+    def event_fd(self) -> int:
+        """Readable when poll() has something."""
+    def idle(self) -> bool: ...
+    def close(self) -> None:
+        """Waits for running copies, then stops the threads. Idempotent."""
+
+# ---- L1: arena, index, leases --------------------------------------------------------------------------------------
+class L1Core:
+    """Allocator, index, leases and reservations over one arena. Time is passed in. Offsets count from the arena start.
+
+    Object states: absent -> staged(owner) -> resident(readers) -> absent. Owners are small integers chosen by the caller.
+    """
+
+    def __init__(self, capacity_bytes: int, first_offset: int, align_bytes: int, policy: str) -> None:
+        """policy: "LRU" or "noop". Usable range: [first_offset, first_offset + capacity_bytes)."""
+    def set_committed(self, committed_bytes: int) -> None:
+        """How much of the capacity has memory behind it; the allocator never goes beyond. Only grows."""
+    def intern(self, namespace_digest: bytes, salt: str) -> int:
+        """Small integer of a namespace; the same digest gives the same number. Digests are 32 bytes."""
+    def probe(self, namespaces: Buffer, hashes: Buffer) -> int:
+        """Length in chunks of the longest prefix that is resident in every namespace (u32). Takes nothing, touches nothing."""
+    def acquire(self, owner: int, namespaces: Buffer, hashes: Buffer, deadline: float) -> tuple[int, int, bytes]:
+        """Leases that prefix: (lease, chunks, u64 offsets [namespace][chunk]); lease 0 when chunks is 0.
+        Marks use so that a suffix is evicted before its prefix."""
+    def touch(self, namespaces: Buffer, hashes: Buffer) -> int:
+        """Marks use of that prefix without leasing it; returns its chunks. A prompt that was stored in several steps gets
+        its order (suffix evicted before prefix) when its whole prefix is touched at the end of the request."""
+    def release(self, lease: int) -> bool:
+        """Idempotent; False if the lease is unknown or already released."""
+    def renew(self, owner: int, deadline: float) -> int:
+        """Moves the deadline of every lease and reservation of an owner; returns how many."""
+    def reserve(self, owner: int, namespaces: Buffer, sizes: Buffer, hashes: Buffer, deadline: float) -> tuple[int, bytes, int]:
+        """Slots for n chunks in m namespaces: (reservation, u64 offsets [m][n], chunks_without_room).
+
+        sizes: u64 bytes of the whole frame per namespace (rounded up to the alignment inside). NO_SLOT where the object is
+        resident or staged already. Evicts inline; when room runs out the longest prefix of chunks gets slots, no
+        chunk partly. reservation is 0 when no slot was handed out."""
+    def commit(self, reservation: int, written: Buffer, lease_owner: int = 0, deadline: float = 0.0, temporary: bool = False) -> tuple[int, int, bytes]:
+        """Ends a reservation: (objects made resident, lease, u64 (namespace, chunk index, offset, bytes) per object made resident).
+
+        `written`: one byte per (namespace, chunk), 1 = publish, 0 = abort; empty = publish all. With lease_owner the new
+        objects are leased at once. `temporary` objects vanish with their last lease. Unknown, expired or already ended
+        reservation: (0, 0, b"") - never an error, never a publish."""
+    def abort(self, reservation: int) -> bool: ...
+    def expire(self, now: float) -> tuple[int, int]:
+        """(leases ended, reservations quarantined): those past their deadline. A quarantined reservation can no longer be
+        committed; its memory stays taken until drop_owner or abort."""
+    def drop_owner(self, owner: int) -> tuple[int, int]:
+        """The owner is gone and writes no more: (leases released, reservations freed)."""
+    def make_permanent(self, namespaces: Buffer, hashes: Buffer) -> int:
+        """Temporary objects stay beyond their last lease, pairwise (namespace_i, hash_i): how many changed."""
+    def evict(self, target_bytes: int) -> tuple[int, int]:
+        """Frees at least that many bytes if it can: (objects, bytes). Leased objects are never victims."""
+    def remove(self, namespaces: Buffer, hashes: Buffer) -> int:
+        """Removes unleased objects, pairwise (namespace_i, hash_i): how many."""
+    def clear(self) -> tuple[int, int]:
+        """Removes every unleased object: (objects, bytes). Leased ones are not found any more and vanish with their last lease."""
+    def list_objects(self, start: int, count: int) -> tuple[bytes, bytes, bytes, int]:
+        """A page in index order: (u32 namespaces, hashes, u64 bytes, next start or 0)."""
+    def stats(self) -> dict[str, int]:
+        """capacity_bytes, committed_bytes, used_bytes, free_bytes, largest_free_bytes, objects, staged, leases,
+        leased_objects, reservations, quarantined_bytes, evicted_objects, evicted_bytes, allocation_failures (chunks), index_bytes."""
+    def salt_usage(self) -> list[tuple[str, int]]: ...
+    def check(self) -> None:
+        """Asserts every invariant (used + free == committed, lists, counts); RuntimeError names the one broken. O(objects)."""
+
+# ---- file I/O ------------------------------------------------------------------------------------------------------
+class FileIO:
+    """Reads and writes whole files from and into memory on native threads; completion is signalled by an eventfd."""
+
+    def __init__(self, threads: int, use_odirect: bool, block_bytes: int, read_ahead_bytes: int = 0) -> None: ...
+    def event_fd(self) -> int: ...
+    def submit_write(self, paths: Sequence[str], temporary_paths: Sequence[str], addresses: Buffer, sizes: Buffer) -> int:
+        """Each file: write to the temporary path, then rename. u64 addresses and sizes. Returns a batch number. Files of
+        a batch are published in order, so that an interrupted batch leaves a prefix. (docs/formats/files.md)"""
+    def submit_read(self, paths: Sequence[str], addresses: Buffer, capacities: Buffer) -> int: ...
+    def submit_stat(self, paths: Sequence[str]) -> int: ...
+    def submit_unlink(self, paths: Sequence[str]) -> int: ...
+    def drain(self) -> list[tuple[int, bytes, bytes]]:
+        """Finished batches: (batch, i64 result per file, i32 errno per file). Result: bytes moved, or file size for
+        stat, 0 for unlink, -1 with errno on failure."""
+    def buffered_fallbacks(self) -> int:
+        """Operations that wanted O_DIRECT and had to go without."""
+    def close(self) -> None:
+        """Waits for everything submitted. Idempotent."""

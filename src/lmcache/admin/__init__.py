@@ -1,0 +1,1 @@
+"""The HTTP listener: health, status, metrics and what an operator may change."""

@@ -1,0 +1,69 @@
+"""Who may change the state of a server over HTTP: this host, or whoever has the admin token."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import urllib.parse
+
+from starlette.requests import Request
+
+from lmcache.errors import ConfigError
+
+_MAX_TOKEN_BYTES = 4096
+_MIN_TOKEN_CHARACTERS = 16
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+
+
+def read_token(path: str) -> str:
+    """The token in a file, "" without a file. ConfigError when the file has none."""
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            token = file.read(_MAX_TOKEN_BYTES).decode("ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"--admin-token-file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--admin-token-file {path} must hold one line of ASCII text.") from None
+    if len(token) < _MIN_TOKEN_CHARACTERS or not token.isprintable():
+        raise ConfigError(
+            f"--admin-token-file {path} must hold one line of at least {_MIN_TOKEN_CHARACTERS} characters, such as the "
+            "output of `openssl rand -hex 32`."
+        )
+    return token
+
+
+def why_refused(request: Request, token: str) -> str:
+    """ "" when the request may change state, else the sentence to answer with."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and given:
+        if token and hmac.compare_digest(given.strip().encode(), token.encode()):
+            return ""
+        return "The admin token is not the one in the server's --admin-token-file."
+    if _from_this_host(request):
+        return ""
+    if token:
+        return "From another host this needs the header 'Authorization: Bearer TOKEN' with the server's admin token."
+    return "From another host this needs an admin token, and the server was started without --admin-token-file."
+
+
+def _from_this_host(request: Request) -> bool:
+    """True for a caller on loopback that is no proxy for others and no page of another site in a local browser."""
+    if request.client is None or not is_loopback(request.client.host):
+        return False
+    if any(name in request.headers for name in _FORWARDED):
+        return False
+    origin = request.headers.get("origin")
+    return origin is None or is_loopback(urllib.parse.urlsplit(origin).hostname or "")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)

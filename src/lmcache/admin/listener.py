@@ -1,0 +1,170 @@
+"""Serves the HTTP resources, and the Prometheus port beside them, on one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lmcache.admin.access import read_token
+from lmcache.admin.app import build_app
+from lmcache.admin.state import ServerState
+from lmcache.errors import ResourceError
+
+logger = logging.getLogger("lmcache.admin")
+
+SILENCE_SECONDS = 10.0
+
+_BACKLOG = 128
+_MAX_CONNECTIONS = 256
+_START_SECONDS = 10.0
+_STOP_SECONDS = 5.0
+_GRACE_SECONDS = 2
+
+_Scope = dict[str, Any]
+_App = Callable[[_Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+
+
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """A listening socket, or ResourceError naming `flag`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ResourceError(
+            f"Cannot listen on {host}:{port}: {error.strerror or error}; choose another --http-host."
+        ) from None
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(_BACKLOG)  # here, so that a port in use is found before anything else starts
+    except OSError as error:
+        listening.close()
+        reason = "it is in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
+        raise ResourceError(f"Cannot listen on {host}:{port} because {reason}; choose another {flag}.") from None
+    listening.setblocking(False)
+    return listening
+
+
+class _Server(uvicorn.Server):
+    """uvicorn wakes ten times a second to look whether it should stop; this one sleeps until it is told."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stop_asked = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.stop_asked.wait()
+
+
+class _Protocol(H11Protocol):
+    """Closes connections on which no new request has come for a while. uvicorn would wait for ever for the end of a
+    header, so that a few hundred silent connections could keep every health check out."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._last_seen: object = self.cycle
+        self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.transport.is_closing():
+            return
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self.cycle is self._last_seen and not answering:
+            self.transport.close()
+            return
+        self._last_seen = self.cycle
+        self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
+
+
+class HttpListener:
+    """Binds at construction (ResourceError when a port cannot be had), serves from `start` to `stop`."""
+
+    def __init__(self, state: ServerState) -> None:
+        config = state.config
+        self._state = state
+        token = read_token(config.admin_token_file)
+        self._sockets = [bind(config.http_host, config.http_port, "--http-port")]
+        self.http_port: int = self._sockets[0].getsockname()[1]
+        self.prometheus_port: int | None = None
+        if config.metrics_enabled:
+            try:
+                self._sockets.append(bind(config.http_host, config.prometheus_port, "--prometheus-port"))
+            except ResourceError:
+                self.close()
+                raise
+            self.prometheus_port = self._sockets[1].getsockname()[1]
+        self._app = build_app(state, token)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: _Server | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lmcache-http", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        if not self._started.wait(_START_SECONDS):
+            raise ResourceError(f"The HTTP listener did not start within {_START_SECONDS:.0f} s.")
+
+    def stop(self) -> None:
+        """Lets requests under way finish for a moment, then closes. Idempotent."""
+        loop, server = self._loop, self._server
+        if loop is not None and server is not None and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
+                loop.call_soon_threadsafe(server.stop_asked.set)
+            self._thread.join(_STOP_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        for listening in self._sockets:
+            listening.close()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception:
+            logger.exception("The HTTP listener ended by a fault")
+        finally:
+            self._app.state.close()
+
+    async def _serve(self) -> None:
+        # What uvicorn would say is either said by app.py or noise that any port scanner can make.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._loop = asyncio.get_running_loop()
+        config = uvicorn.Config(
+            self._dispatch,
+            interface="asgi3",
+            loop="asyncio",
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,  # who calls is who connected: see access.py
+            server_header=False,
+            date_header=False,
+            limit_concurrency=_MAX_CONNECTIONS,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+        )
+        self._server = _Server(config)
+        self._started.set()
+        await self._server.serve(sockets=self._sockets)
+
+    async def _dispatch(self, scope: _Scope, receive: Any, send: Any) -> None:
+        """The Prometheus port has /metrics and nothing else."""
+        on_metrics_port = scope["type"] == "http" and (scope.get("server") or ("", 0))[1] == self.prometheus_port
+        if on_metrics_port and scope["path"] != "/metrics":
+            scope = {**scope, "path": "/metrics" if scope["path"] == "/" else "/nothing-but-metrics-on-this-port"}
+        app: _App = self._app
+        await app(scope, receive, send)

@@ -1,0 +1,36 @@
+"""What the HTTP listener needs of a server."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from lmcache.config.spec import ServerConfig
+from lmcache.telemetry.metrics import Metrics
+
+
+class ServerState(Protocol):
+    """Implemented by the server. Every method may be called from any thread, and none may wait without a bound."""
+
+    @property
+    def config(self) -> ServerConfig: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    def health(self, within_seconds: float) -> str:
+        """ "" when the message loop and the storage loop both answered within the bound, else one sentence that names
+        the one that did not. Must ask them, not remember."""
+        ...
+
+    def ready(self) -> bool:
+        """True from the moment that engines may connect until draining begins."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Figures for operators, as JSON values: uptime, addresses, L1, L2 adapters, instances, sessions, leases."""
+        ...
+
+    def clear(self, tier: str) -> tuple[int, int]:
+        """Removes every object that no lease holds from "l1", "l2" or "all": (objects, bytes). LMCacheError when a
+        tier does not answer in time."""
+        ...

@@ -1,0 +1,229 @@
+"""`lmcache bench l2`: one adapter through its runner, beside plain copies and plain file I/O of the same run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lmcache import _native
+from lmcache.cli.arguments import Arguments
+from lmcache.cli.bench_timing import Region, add_milliseconds, add_rate, best_copy_seconds, timed
+from lmcache.cli.output import Report, bytes_text
+from lmcache.clock import SystemClock
+from lmcache.config.load import parse_adapter_text
+from lmcache.core.frame import frame_bytes, header_template
+from lmcache.core.key import Namespace, ObjectKey
+from lmcache.core.limits import MAX_L2_BATCH_OBJECTS, MIB
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.errors import LMCacheError, ResourceError
+from lmcache.l2.registry import ConfiguredAdapter, build, parse_adapter
+from lmcache.l2.runner import Runner
+from lmcache.telemetry.metrics import Metrics
+
+_DRAIN_SECONDS = 30.0
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = Arguments(
+        "bench l2",
+        "Stores, looks up, loads and verifies objects through one L2 adapter, beside plain copies and, for adapters "
+        "with a folder, plain file I/O of the same run. Works in a folder of its own below base_path and removes it.",
+    )
+    arguments.add_argument("--l2-adapter", required=True, metavar="JSON", help="as for lmcache server")
+    arguments.add_whole("--objects", 32, "objects a round", minimum=1, maximum=65_536)
+    arguments.add_number("--object-mib", 2.0, "size of one of them", unit="MiB", above=0, maximum=4096)
+    arguments.add_whole("--rounds", 7, "how often everything is done", minimum=1, maximum=10_000)
+    options = arguments.read(argv[1:])
+    spec = parse_adapter_text("--l2-adapter", options.l2_adapter)
+    config = parse_adapter(spec, 0)
+    with contextlib.ExitStack() as stack:
+        if base := config.settings.get("base_path"):
+            config = parse_adapter({**spec, "base_path": stack.enter_context(_folder_below(str(base)))}, 0)
+        report = asyncio.run(_Bench(build(config), options).run())
+    report.emit(options)
+    return 0
+
+
+@contextlib.contextmanager
+def _folder_below(base: str) -> Iterator[str]:
+    try:
+        os.makedirs(base, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=base, prefix="lmcache-bench-") as folder:
+            yield folder
+    except OSError as error:
+        raise ResourceError(f'The folder "base_path" {base} cannot be written: {error.strerror or error}.') from None
+
+
+@dataclass
+class _Bench:
+    """What one run of the command needs and finds. Times are wall seconds, a value a round."""
+
+    configured: ConfiguredAdapter
+    options: argparse.Namespace
+    store: list[float] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
+    lookup: list[float] = field(default_factory=list)
+    copy: list[float] = field(default_factory=list)
+    plain_write: list[float] = field(default_factory=list)
+    plain_read: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.payload_bytes = max(1, int(self.options.object_mib * MIB))
+        self.frame_bytes = frame_bytes(self.payload_bytes)
+        self.total_bytes = self.frame_bytes * self.options.objects
+        self.namespace = Namespace(f"lmcache-bench-{uuid.uuid4().hex}", 1, 0, 0, "bench")
+        self.source, self.target = Region(self.total_bytes), Region(self.total_bytes)
+        self.source.map[:] = os.urandom(4096) * (self.total_bytes // 4096)
+        settings = self.configured.config.settings
+        self.folder = settings.get("base_path")
+        self.workers = int(settings.get("num_workers") or 1)
+        self.direct = bool(settings.get("use_odirect"))
+
+    async def run(self) -> Report:
+        runner = Runner(self.configured, Metrics(enabled=False), SystemClock())
+        await runner.open()
+        try:
+            for _ in range(self.options.rounds + 1):  # the first one warms up
+                await self._round(runner)
+        finally:
+            await runner.drain(_DRAIN_SECONDS)
+            await self.configured.adapter.close()
+        return self._report()
+
+    async def _round(self, runner: Runner) -> None:
+        keys = self._seal()
+        sources, targets = self.source.pieces(self.frame_bytes), self.target.pieces(self.frame_bytes)
+        try:
+            started = time.perf_counter()
+            stored = await _in_batches(runner.store, keys, sources)
+            self.store.append(time.perf_counter() - started)
+            if any(outcome is not StoreOutcome.STORED for outcome in stored):
+                raise LMCacheError(_counted("stored", stored))
+            started = time.perf_counter()
+            there = await self.configured.adapter.probe(keys)  # the runner would answer from memory
+            self.lookup.append(time.perf_counter() - started)
+            if None in there:
+                raise LMCacheError("The adapter does not find what it has just stored.")
+            started = time.perf_counter()
+            loaded = await _in_batches(runner.load, keys, targets)
+            self.load.append(time.perf_counter() - started)
+            if any(outcome is not LoadOutcome.LOADED for outcome in loaded):
+                raise LMCacheError(_counted("loaded", loaded))
+            if self.target.map[:] != self.source.map[:]:
+                raise LMCacheError("What was loaded differs from what was stored.")
+        finally:
+            await self.configured.adapter.delete(keys)
+            runner.lost(keys)
+        self.copy.append(best_copy_seconds(self.target.address, self.source.address, self.total_bytes, 1))
+        if self.folder:
+            write, read = await asyncio.get_running_loop().run_in_executor(None, self._plain_files, sources, targets)
+            self.plain_write.append(write)
+            self.plain_read.append(read)
+
+    def _seal(self) -> list[ObjectKey]:
+        """Makes the source frames of new keys."""
+        template = header_template(self.namespace, self.payload_bytes)
+        hashes = [os.urandom(32) for _ in range(self.options.objects)]
+        for index, chunk_hash in enumerate(hashes):
+            _native.frame_seal(self.source.address + index * self.frame_bytes, template, chunk_hash)
+        return [ObjectKey(self.namespace, chunk_hash) for chunk_hash in hashes]
+
+    def _plain_files(self, sources: list[memoryview], targets: list[memoryview]) -> tuple[float, float]:
+        """The same bytes to and from new files in the same folder, as many at once as the adapter has workers."""
+        folder = Path(str(self.folder)) / "plain"
+        folder.mkdir(exist_ok=True)
+        paths = [folder / str(index) for index in range(len(sources))]
+        flags = os.O_DIRECT if self.direct else 0
+
+        def write(path: Path, source: memoryview) -> None:
+            with _opened(path, os.O_WRONLY | os.O_CREAT | flags) as file:
+                if os.pwritev(file, [source], 0) != source.nbytes:
+                    raise OSError("short write")
+
+        def read(path: Path, target: memoryview) -> None:
+            with _opened(path, os.O_RDONLY | flags) as file:
+                if os.preadv(file, [target], 0) != target.nbytes:
+                    raise OSError("short read")
+
+        try:
+            with ThreadPoolExecutor(self.workers) as threads:
+                written = timed(lambda: list(threads.map(write, paths, sources)))
+                return written, timed(lambda: list(threads.map(read, paths, targets)))
+        except OSError as error:
+            raise LMCacheError(f"Plain file I/O in {self.folder} failed: {error.strerror or error}.") from None
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+    def _report(self) -> Report:
+        report = Report("L2 bench")
+        report.add("adapter", "Adapter", self.configured.config.type)
+        shown = f"{self.options.objects} of {bytes_text(self.payload_bytes)}"
+        report.add("objects", "Objects a round", self.options.objects, shown)
+        report.metrics["object_bytes"] = self.payload_bytes
+        report.add("rounds", "Rounds", self.options.rounds)
+        report.section("machine, same run")
+        medians = {name: statistics.median(getattr(self, name)[1:]) for name in ("copy", "store", "load")}
+        limits = {"store": medians["copy"], "load": medians["copy"]}
+        self._add_plain(report, "copy", "Copy in memory, one thread", medians["copy"])
+        if self.folder:
+            limits = {"store": statistics.median(self.plain_write[1:]), "load": statistics.median(self.plain_read[1:])}
+            how = f"{self.workers} threads{', O_DIRECT' if self.direct else ', page cache'}"
+            self._add_plain(report, "plain_write", f"Plain files, write, {how}", limits["store"])
+            self._add_plain(report, "plain_read", f"Plain files, read, {how}", limits["load"])
+        report.section("adapter")
+        for name in ("store", "load"):
+            add_milliseconds(report, name, f"{name.capitalize()} of all", getattr(self, name)[1:])
+            add_rate(report, name, f"{name.capitalize()} rate", self.total_bytes, medians[name], limits[name])
+        add_milliseconds(report, "lookup", "Lookup of all", self.lookup[1:])
+        report.add("same_bytes", "Loaded bytes", "identical")
+        return report
+
+    def _add_plain(self, report: Report, key: str, label: str, seconds: float) -> None:
+        rate = self.total_bytes / seconds / 1e6
+        report.add(f"{key}_mb_per_second", label, round(rate, 1), f"{rate:.0f} MB/s")
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+async def _in_batches(operation: Any, keys: list[ObjectKey], buffers: list[memoryview]) -> list[Any]:
+    """As the server does it: batches of limited length, side by side."""
+
+    def released() -> None:
+        """The buffers live as long as the bench."""
+
+    parts = range(0, len(keys), MAX_L2_BATCH_OBJECTS)
+    results = await asyncio.gather(
+        *(
+            operation(
+                keys[start : start + MAX_L2_BATCH_OBJECTS], buffers[start : start + MAX_L2_BATCH_OBJECTS], released
+            )
+            for start in parts
+        )
+    )
+    return [outcome for part in results for outcome in part]
+
+
+def _counted(wanted: str, outcomes: Sequence[Any]) -> str:
+    counts = {outcome.value: outcomes.count(outcome) for outcome in set(outcomes)}
+    return f"Not every object could be {wanted}: " + ", ".join(
+        f"{count} {name}" for name, count in sorted(counts.items())
+    )

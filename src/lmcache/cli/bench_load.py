@@ -1,0 +1,174 @@
+"""Does to a server what an engine does, with memory in place of KV tensors. For `lmcache bench server`."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+import uuid
+from array import array
+from dataclasses import dataclass, field
+
+from lmcache import _native
+from lmcache.cli.bench_timing import Region, timed
+from lmcache.client.client import Client
+from lmcache.core.frame import header_template
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
+from lmcache.errors import LMCacheError, ResourceError
+from lmcache.protocol.messages import (
+    Append,
+    Commit,
+    Empty,
+    EndSession,
+    Lookup,
+    LookupReply,
+    RegisterInstance,
+    RegisterWorker,
+    Release,
+    Reserve,
+    ReserveReply,
+)
+
+CALL_SECONDS = 30.0
+_HEARTBEAT_SECONDS = 10.0
+_MODEL = "lmcache-bench"
+
+
+@dataclass
+class Times:
+    """Wall seconds of every round, by what was done."""
+
+    append: list[float] = field(default_factory=list)
+    reserve: list[float] = field(default_factory=list)
+    copy_in: list[float] = field(default_factory=list)
+    commit: list[float] = field(default_factory=list)
+    lookup: list[float] = field(default_factory=list)
+    copy_out: list[float] = field(default_factory=list)
+    release: list[float] = field(default_factory=list)
+
+
+class Engine:
+    """One registered instance with one worker, whose chunks are `payload_bytes` of a buffer each."""
+
+    def __init__(self, client: Client, chunks: int, payload_bytes: int, copy_threads: int) -> None:
+        assert client.hello is not None and client.memory is not None
+        self.client = client
+        self.chunks = chunks
+        self.payload_bytes = payload_bytes
+        self.chunk_tokens = client.hello.chunk_tokens
+        self.instance_id = f"bench-{uuid.uuid4().hex[:12]}"
+        layout = uuid.uuid4().hex  # so that nothing of others, or of an earlier run, is found or replaced
+        namespace = Namespace(_MODEL, 1, 0, 0, layout)
+        client.register(
+            RegisterInstance(self.instance_id, _MODEL, 1, 1, _HEARTBEAT_SECONDS, "lmcache bench"),
+            CALL_SECONDS,
+        )
+        client.register(RegisterWorker(self.instance_id, 0, 0, [layout], [payload_bytes]), CALL_SECONDS)
+        self._template = header_template(namespace, payload_bytes)
+        self._digest = namespace.digest
+        self.source = Region(chunks * payload_bytes)
+        self.source.map[:] = random.Random(1).randbytes(1 << 12) * (chunks * payload_bytes // (1 << 12))
+        self.target = Region(chunks * payload_bytes)
+        memory = client.memory
+        self._copier = _native.PagedCopier(memory.address, memory.size_bytes, copy_threads)
+        self._group_in = self._add_group(self.source)
+        self._group_out = self._add_group(self.target)
+        self._blocks = struct.pack(f"<{chunks}q", *range(chunks))
+
+    def _add_group(self, region: Region) -> int:
+        """Each chunk is one contiguous block of the region."""
+        segment = (region.address, self.payload_bytes, self.payload_bytes, ())
+        return self._copier.add_group([segment], 1, self.chunks)
+
+    def close(self) -> None:
+        self._copier.close()
+
+    def store(self, tokens: bytes, times: Times) -> bytes:
+        """Reserve, copy, commit. Returns the chunk hashes. ResourceError when the server has no room for all of it."""
+        request_id = uuid.uuid4().hex
+        append = Append(self.instance_id, request_id, "", 0, tokens)
+        started = time.perf_counter()
+        hashes: bytes = self.client.call("append", append, CALL_SECONDS).hashes
+        appended = time.perf_counter()
+        reserved: ReserveReply = self.client.call("reserve", Reserve(self.instance_id, 0, "", hashes), CALL_SECONDS)
+        granted = time.perf_counter()
+        if reserved.chunks_without_room:
+            self.client.call(
+                "commit", Commit(self.instance_id, 0, reserved.reservation, bytes(self.chunks)), CALL_SECONDS
+            )
+            raise ResourceError(
+                f"The server had no room for {reserved.chunks_without_room} of {self.chunks} chunks: give it a larger "
+                "--l1-size-gb or measure with fewer or smaller chunks."
+            )
+        job = self._copier.submit_store(self._group_in, reserved.slots, self._blocks, hashes, self._template)
+        self._finish(job)
+        copied = time.perf_counter()
+        commit = Commit(self.instance_id, 0, reserved.reservation)
+        committed = self.client.call("commit", commit, CALL_SECONDS).committed
+        done = time.perf_counter()
+        if committed != self.chunks:
+            raise LMCacheError(f"The server published {committed} of {self.chunks} chunks that were stored.")
+        self.client.call("end_session", EndSession(self.instance_id, request_id), CALL_SECONDS)
+        times.append.append(appended - started)
+        times.reserve.append(granted - appended)
+        times.copy_in.append(copied - granted)
+        times.commit.append(done - copied)
+        return hashes
+
+    def lookup(self, tokens: bytes, times: Times, *, copy: bool = False) -> LookupReply:
+        """Lookup, copy if asked for, release. LMCacheError unless what comes back is what was stored."""
+        request_id = uuid.uuid4().hex
+        lookup = Lookup(self.instance_id, request_id, "", 0, tokens)
+        started = time.perf_counter()
+        found: LookupReply = self.client.call("lookup", lookup, CALL_SECONDS)
+        times.lookup.append(time.perf_counter() - started)
+        if copy and found.chunks == self.chunks:
+            hashes = found.hashes[: found.chunks * CHUNK_HASH_BYTES]
+            started = time.perf_counter()
+            self._finish(self._copier.submit_load(self._group_out, found.slots, self._blocks, hashes, self._digest))
+            times.copy_out.append(time.perf_counter() - started)
+        if found.lease:
+            release = Release(self.instance_id, found.lease)
+            times.release.append(timed(lambda: self.client.call("release", release, CALL_SECONDS)))
+        self.client.call("end_session", EndSession(self.instance_id, request_id), CALL_SECONDS)
+        return found
+
+    def no_op(self) -> float:
+        return timed(lambda: self.client.call("noop", Empty(), CALL_SECONDS))
+
+    def came_back_the_same(self) -> bool:
+        return self.target.map[:] == self.source.map[:]
+
+    def tokens(self, seed: int) -> bytes:
+        """Tokens of `chunks` full chunks, packed."""
+        return packed_tokens(seed, self.chunks * self.chunk_tokens)
+
+    def _finish(self, job: int) -> None:
+        copied = self._copier.wait(job, CALL_SECONDS)
+        if copied is None or copied != b"\1" * self.chunks:
+            raise LMCacheError("A copy between the bench and L1 failed or did not verify.")
+
+
+def packed_tokens(seed: int, count: int) -> bytes:
+    source = random.Random(seed)
+    return array("I", (source.getrandbits(17) for _ in range(count))).tobytes()
+
+
+def lookups_in_a_row(url: str, instance_id: str, tokens: bytes, seconds: float, start_at: float) -> int:
+    """What one of several clients does, in a process of its own: the number of lookups in that time."""
+    client = Client(url, map_memory=False)
+    try:
+        client.connect(CALL_SECONDS)
+        time.sleep(max(0.0, start_at - time.time()))
+        deadline = time.perf_counter() + seconds
+        count = 0
+        while time.perf_counter() < deadline:
+            request_id = f"{uuid.uuid4().hex}"
+            found = client.call("lookup", Lookup(instance_id, request_id, "", 0, tokens), CALL_SECONDS)
+            if found.lease:
+                client.call("release", Release(instance_id, found.lease), CALL_SECONDS)
+            client.call("end_session", EndSession(instance_id, request_id), CALL_SECONDS)
+            count += 1
+        return count
+    finally:
+        client.close()

@@ -1,0 +1,59 @@
+"""Timing and memory that the bench commands share."""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from lmcache import _native
+from lmcache.cli.output import Report
+
+_PREFAULT_THREADS = 2
+
+
+class Region:
+    """Page-aligned memory that has been touched, so that its first use costs nothing."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.map = mmap.mmap(-1, size_bytes)
+        self.size_bytes = size_bytes
+        self.address = _native.buffer_address(memoryview(self.map))
+        _native.prefault(self.address, size_bytes, _PREFAULT_THREADS)
+
+    def pieces(self, size_bytes: int) -> list[memoryview]:
+        """The region cut into buffers of that size."""
+        whole = memoryview(self.map)
+        return [whole[start : start + size_bytes] for start in range(0, self.size_bytes - size_bytes + 1, size_bytes)]
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Wall seconds of one call."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def best_copy_seconds(destination: int, source: int, size_bytes: int, rounds: int) -> float:
+    """The best single-thread copy of this machine: the lower median of memcpy and streaming stores."""
+
+    def median(path: str) -> float:
+        return statistics.median(
+            timed(lambda: _native.copy_plain(destination, source, size_bytes, path)) for _ in range(rounds)
+        )
+
+    return min(median("memcpy"), median("stream"))
+
+
+def add_milliseconds(report: Report, key: str, label: str, seconds: Sequence[float]) -> None:
+    """Median and worst of some calls."""
+    median, worst = statistics.median(seconds) * 1e3, max(seconds) * 1e3
+    report.add(f"{key}_ms", label, round(median, 4), f"{median:.3f} ms  (worst {worst:.3f})")
+
+
+def add_rate(report: Report, key: str, label: str, size_bytes: int, seconds: float, limit_seconds: float) -> None:
+    """MB/s (10^6 bytes), and what that is of the machine's own limit in the same run."""
+    rate, share = size_bytes / seconds / 1e6, limit_seconds / seconds
+    report.add(f"{key}_mb_per_second", label, round(rate, 1), f"{rate:.0f} MB/s  ({share:.0%} of the limit)")
+    report.metrics[f"{key}_share_of_limit"] = round(share, 4)

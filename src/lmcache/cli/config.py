@@ -1,0 +1,68 @@
+"""`lmcache config check` and `lmcache config show`: the options of a server, without the server."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from lmcache.cli.arguments import Arguments
+from lmcache.cli.output import Report, write
+from lmcache.config.check import remarks
+from lmcache.config.load import load
+from lmcache.config.redact import redacted
+from lmcache.config.spec import ServerConfig
+
+
+def run(argv: Sequence[str]) -> int:
+    which, rest = argv[0], list(argv[1:])
+    arguments = Arguments(f"config {which}", f"{_TEXTS[which]} Takes every option of lmcache server beside these.")
+    if "--help" in rest or "-h" in rest:
+        arguments.read(["--help"])
+    options, server_options = arguments.parse_known_args(rest)
+    loaded = load(server_options, os.environ)
+    check_adapters(loaded.config)
+    if which == "check":
+        report = Report("Configuration check")
+        report.add("valid", "Valid", True, "yes")
+        report.metrics["remarks"] = remarks(loaded.config)
+        for sentence in remarks(loaded.config):
+            report.text(f"note: {sentence}")
+        report.emit(options)
+        return 0
+    values = redacted(loaded.config)
+    if options.format == "json":
+        report = Report("Configuration")
+        report.metrics = {
+            name: {"value": value, "source": loaded.sources.get(name, "default")} for name, value in values.items()
+        }
+        report.emit(options)
+        return 0
+    write(_as_yaml(values, loaded.sources), options)
+    return 0
+
+
+_TEXTS = {
+    "check": "Checks server options and says what is wrong with them (exit code 2) or could be meant otherwise.",
+    "show": "Prints the server options that result, in the form of a --config file, secrets hidden.",
+}
+
+
+def check_adapters(config: ServerConfig) -> None:
+    """ConfigError for an adapter whose keys are not acceptable."""
+    from lmcache.l2.registry import parse_adapter
+
+    for index, spec in enumerate(config.l2_adapter):
+        parse_adapter(spec, index)
+
+
+def _as_yaml(values: dict[str, object], sources: object) -> str:
+    import yaml
+
+    assert hasattr(sources, "get")
+    lines = []
+    for one in dataclasses.fields(ServerConfig):
+        text = yaml.safe_dump({one.name: values[one.name]}, sort_keys=False, width=1000).rstrip("\n")
+        head, newline, tail = text.partition("\n")
+        lines.append(f"{head:<56}  # {sources.get(one.name, 'default')}{newline}{tail}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,66 @@
+"""A small client of the server's HTTP listener, from the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+import urllib.parse
+from typing import Any
+
+from lmcache.errors import ConfigError, LMCacheError, ServerUnavailable
+
+DEFAULT_URL = "http://localhost:8080"
+TOKEN_VARIABLE = "LMCACHE_ADMIN_TOKEN"
+_MAX_ANSWER_BYTES = 64 << 20
+
+
+class HttpRefused(LMCacheError):
+    """The server answered, and not with success."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+def request(url: str, method: str, path: str, body: Any = None, *, timeout_seconds: float = 10.0) -> Any:
+    """The decoded JSON answer (text where it is not JSON). ServerUnavailable without an answer, HttpRefused for errors.
+
+    The admin token is taken from LMCACHE_ADMIN_TOKEN."""
+    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        raise ConfigError(f"--url must be like {DEFAULT_URL}, got {url!r}.")
+    connection = (
+        http.client.HTTPSConnection(parts.hostname, port, timeout=timeout_seconds, context=ssl.create_default_context())
+        if parts.scheme == "https"
+        else http.client.HTTPConnection(parts.hostname, port, timeout=timeout_seconds)
+    )
+    headers = {"Accept": "application/json"}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    if token := os.environ.get(TOKEN_VARIABLE):
+        headers["Authorization"] = f"Bearer {token}"
+    try:
+        connection.request(method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        text = answer.read(_MAX_ANSWER_BYTES).decode(errors="replace")
+    except TimeoutError:
+        raise ServerUnavailable(f"{url} did not answer {method} {path} within {timeout_seconds:g} s.") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ServerUnavailable(f"nothing answers at {url} ({reason}): is the server running there?") from None
+    finally:
+        connection.close()
+    try:
+        decoded = json.loads(text)
+    except ValueError:
+        decoded = text
+    if answer.status >= 400:
+        said = (decoded.get("error") or decoded.get("reason")) if isinstance(decoded, dict) else None
+        raise HttpRefused(answer.status, str(said) if said else f"{url} answered {method} {path} with {answer.status}.")
+    return decoded

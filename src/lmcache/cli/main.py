@@ -1,0 +1,162 @@
+"""`lmcache`: finds the command, runs it, and turns every fault into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from lmcache.errors import ConfigError, LMCacheError
+from lmcache.telemetry.logs import LEVEL_VARIABLE, configure_logs, level_from
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+# Command -> (module with run(argv) -> exit code, what it does). A module is imported only when its command is run.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "server": ("lmcache.cli.server", "start the cache server"),
+    "config check": ("lmcache.cli.config", "check server options without starting anything"),
+    "config show": ("lmcache.cli.config", "print the server options that result from flags, environment and file"),
+    "ping": ("lmcache.cli.ping", "is a server (or an engine) alive?"),
+    "describe": ("lmcache.cli.describe", "what a running server holds and does"),
+    "kvcache clear": ("lmcache.cli.kvcache", "remove what a running server has cached"),
+    "doctor": ("lmcache.cli.doctor", "can this machine run the server and its engines well?"),
+    "demo": ("lmcache.cli.demo", "a real vLLM on CPU, cold against cached, in one table"),
+    "bench server": ("lmcache.cli.bench_server", "measure calls and copies against a server"),
+    "bench l2": ("lmcache.cli.bench_l2", "measure one L2 adapter beside plain reads and writes"),
+}
+
+UNBUILT: dict[str, str] = {
+    "coordinator": "one server is all there is so far",
+    "bench engine": "benchmarks/ has scripts that measure an engine",
+    "query": "`lmcache describe` shows a running server",
+    "quota": "all salts share L1 so far",
+    "trace": "a --lookup-hash-log-dir records lookups",
+    "tool": "there is no cache simulator so far",
+    "top": "`lmcache describe` and /metrics show a running server",
+}
+
+_GLOBAL_WITH_VALUE = ("--format", "--output")
+_GLOBAL = ("--quiet", "-q")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return guarded(lambda: dispatch(sys.argv[1:] if argv is None else list(argv)))
+
+
+def guarded(command: Callable[[], int], environ: Mapping[str, str] = os.environ) -> int:
+    """The root of every command: no fault leaves it, and a stack is shown only to who asked for DEBUG."""
+    try:
+        level_from(environ)
+        return command()
+    except ConfigError as error:
+        return _failed(error, EXIT_USAGE, environ)
+    except LMCacheError as error:
+        return _failed(error, EXIT_FAILED, environ)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read our output went away
+        return EXIT_FAILED
+    except Exception as error:
+        return _failed(error, EXIT_FAILED, environ)
+
+
+def _failed(error: Exception, exit_code: int, environ: Mapping[str, str]) -> int:
+    if environ.get(LEVEL_VARIABLE, "").upper() == "DEBUG":
+        import traceback
+
+        traceback.print_exception(error)
+    sentence = str(error).strip().replace("\n", " ")
+    if not isinstance(error, LMCacheError):
+        sentence = f"unexpected {type(error).__name__}: {sentence} ({LEVEL_VARIABLE}=DEBUG shows where)"
+    prefix = "" if sentence.startswith("lmcache ") else "lmcache: "
+    print(f"{prefix}{sentence}{'' if sentence.endswith(('.', '?')) else '.'}", file=sys.stderr)
+    return exit_code
+
+
+def dispatch(argv: list[str]) -> int:
+    leading, rest = _split_global(argv)
+    if not rest or rest[0] in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return EXIT_OK if rest else EXIT_USAGE
+    if rest[0] in ("--version", "-V"):
+        from lmcache import __version__
+
+        print(f"lmcache {__version__}")
+        return EXIT_OK
+    words = _command_words(rest)
+    if not words:
+        print(_help(rest[0] + " "), end="")
+        return EXIT_OK
+    if words != ["server"]:  # what the parts of a command would log, it says itself; DEBUG shows it all the same
+        configure_logs("DEBUG" if level_from(os.environ) == "DEBUG" else "CRITICAL")
+    module = importlib.import_module(COMMANDS[" ".join(words)][0])
+    # A module that serves several commands is told which one by its first argument.
+    run: Callable[[Sequence[str]], int] = module.run
+    return run([*words[1:], *rest[len(words) :], *leading])
+
+
+def _split_global(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Options before the command are moved behind it, where every command reads them."""
+    leading: list[str] = []
+    rest = list(argv)
+    while rest:
+        name = rest[0].partition("=")[0]
+        if name in _GLOBAL_WITH_VALUE and "=" not in rest[0]:
+            leading += rest[:2]
+            del rest[:2]
+        elif name in (*_GLOBAL_WITH_VALUE, *_GLOBAL):
+            leading.append(rest.pop(0))
+        else:
+            break
+    return leading, rest
+
+
+def _command_words(rest: list[str]) -> list[str]:
+    """The one or two words at the start of `rest` that name a command; none when help on a first word is asked for."""
+    for count in (2, 1):
+        words = rest[:count]
+        name = " ".join(words)
+        if len(words) == count and name in COMMANDS:
+            return words
+        if len(words) == count and name in UNBUILT:
+            raise ConfigError(f"lmcache {name} is not built yet: {UNBUILT[name]}.")
+    inside = [name for name in COMMANDS if name.startswith(rest[0] + " ")]
+    if inside:
+        if len(rest) > 1 and rest[1] in ("-h", "--help"):
+            return []
+        asked = f"lmcache {rest[0]} has no {rest[1]!r}" if len(rest) > 1 else f"lmcache {rest[0]} needs one more word"
+        raise ConfigError(f"{asked}: {' or '.join('lmcache ' + name for name in inside)}.")
+    from lmcache.config.values import did_you_mean
+
+    guess = did_you_mean(rest[0], sorted({name.split()[0] for name in (*COMMANDS, *UNBUILT)}))
+    raise ConfigError(f"{rest[0]!r} is not a command{guess or '; lmcache --help lists them.'}")
+
+
+def _help(beginning: str = "") -> str:
+    """All commands, or those whose name begins so."""
+    lines = [
+        f"Usage: lmcache {beginning}COMMAND [options]",
+        "",
+        "A KV cache server for LLM inference engines.",
+        "",
+        "Commands:",
+    ]
+    lines += [f"  {name:<15}{text}" for name, (_, text) in COMMANDS.items() if name.startswith(beginning)]
+    lines += [
+        "",
+        "Options of every command (lmcache server has --help and --quiet of these):",
+        "  --help                    what the command takes, with defaults and units",
+        "  --format {terminal,json}  how results are printed (default: terminal)",
+        "  --output FILE             write results to a file instead",
+        "  --quiet, -q               print nothing; the exit code tells",
+        "  --version                 print the version",
+        "",
+        f"Exit codes: 0 done, 1 failed, 2 wrong usage. {LEVEL_VARIABLE}=DEBUG shows where a fault came from.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What a command prints: rows for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache.errors import ResourceError
+
+FORMATS = ("terminal", "json")
+_WIDTH = 64
+
+
+@dataclass
+class Report:
+    """A titled list of figures. `add` takes the machine's name, the people's name, the value and how people see it."""
+
+    title: str
+    metrics: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, key: str, label: str, value: Any, shown: str | None = None) -> None:
+        self.metrics[key] = value
+        text = str(value) if shown is None else shown
+        self.lines.append(f"{label + ':':<{max(30, _WIDTH - len(text))}}{text}")
+
+    def section(self, title: str) -> None:
+        self.lines.append(f" {title} ".center(_WIDTH, "-"))
+
+    def text(self, line: str) -> None:
+        """A line for people only."""
+        self.lines.append(line)
+
+    def render(self, form: str) -> str:
+        if form == "json":
+            return json.dumps({"title": self.title, "metrics": self.metrics}, indent=2) + "\n"
+        return "\n".join([f" {self.title} ".center(_WIDTH, "="), *self.lines, "=" * _WIDTH]) + "\n"
+
+    def emit(self, options: argparse.Namespace) -> None:
+        """Prints or writes, as --format, --output and --quiet ask."""
+        write(self.render(options.format), options)
+
+
+def write(text: str, options: argparse.Namespace) -> None:
+    if options.output:
+        try:
+            with open(options.output, "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise ResourceError(f"--output {options.output} cannot be written: {error.strerror}.") from None
+    elif not options.quiet:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def bytes_text(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """8074 -> "2 h 14 min"."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,60 @@
+"""`lmcache ping`: one question, one answer, and how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from lmcache.cli.arguments import Arguments
+from lmcache.cli.http import DEFAULT_URL, request
+from lmcache.cli.output import Report
+
+_PATHS = {"kvcache": "/healthcheck", "engine": "/health"}
+_ENGINE_URL = "http://localhost:8000"
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = Arguments(
+        "ping", "Asks a cache server (kvcache) or a vLLM engine (engine) whether it is healthy. Exit code 0: it is."
+    )
+    arguments.add_argument("target", nargs="?", choices=tuple(_PATHS), default="kvcache", help="what to ask")
+    arguments.add_argument("--url", default="", help=f"HTTP address (default: {DEFAULT_URL}; engine: {_ENGINE_URL})")
+    arguments.add_argument(
+        "--rpc-url",
+        default="",
+        metavar="URL",
+        help="ask over the port that engines use instead, like tcp://localhost:5555",
+    )
+    arguments.add_number("--timeout", 5.0, "give up after that long", unit="seconds", above=0)
+    options = arguments.read(argv)
+    url = options.rpc_url or options.url or (DEFAULT_URL if options.target == "kvcache" else _ENGINE_URL)
+    milliseconds = (
+        _ping_rpc(url, options.timeout) if options.rpc_url else _ping_http(url, _PATHS[options.target], options.timeout)
+    )
+    report = Report("Ping")
+    report.add("status", "Status", "OK")
+    report.add("url", "URL", url)
+    report.add("round_trip_ms", "Round trip", round(milliseconds, 3), f"{milliseconds:.2f} ms")
+    report.emit(options)
+    return 0
+
+
+def _ping_http(url: str, path: str, timeout_seconds: float) -> float:
+    started = time.perf_counter()
+    request(url, "GET", path, timeout_seconds=timeout_seconds)
+    return (time.perf_counter() - started) * 1e3
+
+
+def _ping_rpc(url: str, timeout_seconds: float) -> float:
+    from lmcache.client.client import Client
+    from lmcache.clock import SystemClock
+    from lmcache.protocol.messages import Ping
+
+    client = Client(url, clock=SystemClock())
+    try:
+        client.connect(timeout_seconds)
+        started = time.perf_counter()
+        client.call("ping", Ping(), timeout_seconds)
+        return (time.perf_counter() - started) * 1e3
+    finally:
+        client.close()

@@ -1,0 +1,363 @@
+"""The client that runs inside an engine process.
+
+One thread, the *keeper*, connects, says HELLO, maps the server's memory, registers, and beats. Calls are made by the
+engine's own threads. While the keeper knows the server to be away, a call fails at once; when the server is back, in
+this life or a new one, the keeper registers again by itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from lmcache import __version__
+from lmcache.clock import Clock, SystemClock
+from lmcache.errors import LMCacheError, RemoteError, ServerUnavailable, VersionError
+from lmcache.memory.shared_memory import SharedMemory
+from lmcache.protocol.messages import (
+    METHODS,
+    Empty,
+    ErrorCode,
+    Hello,
+    HelloReply,
+    Message,
+    Ping,
+    PingReply,
+    RegisterInstance,
+    RegisterReply,
+    RegisterWorker,
+    Unregister,
+)
+from lmcache.protocol.version import OLDEST_SUPPORTED_PROTOCOL_VERSION, PROTOCOL_VERSION
+from lmcache.transport.address import connect_endpoint
+from lmcache.transport.client import Connection, Pending
+
+log = logging.getLogger("lmcache.client")
+
+Registration = RegisterInstance | RegisterWorker
+_RegistrationKey = tuple[str, int]
+
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 1.0
+_CONTROL_TIMEOUT_SECONDS = 2.0  # hello, ping, register: the server answers these whatever else it does
+_CLOSE_TIMEOUT_SECONDS = 0.5
+_SCHEDULER_SIDE = -1
+_CLOSED = "The LMCache client is closed."
+
+
+class ClientState(enum.Enum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    UNAVAILABLE = "unavailable"
+    CLOSED = "closed"
+
+
+class Client:
+    """Thread-safe.
+
+    `on_new_incarnation(client)` is called by the keeper for the first server and for every one that takes its place,
+    before anything is registered there: `client.hello` and `client.memory` are new already, while the former memory
+    stays mapped until the callback returns. It must end whatever still copies from or to the former memory. It may
+    `declare` other registrations. It must not call `call`, `register` or `close`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        clock: Clock | None = None,
+        heartbeat_interval_seconds: float = 10.0,
+        map_memory: bool = True,
+        on_new_incarnation: Callable[[Client], None] | None = None,
+    ) -> None:
+        self.endpoint = connect_endpoint(url)
+        self.hello: HelloReply | None = None
+        self.memory: SharedMemory | None = None
+        self.heartbeat_interval_seconds = heartbeat_interval_seconds
+        self._clock = clock or SystemClock()
+        self._map_memory = map_memory
+        self._on_new_incarnation = on_new_incarnation
+        self._changed = threading.Condition()
+        self._state = ClientState.CONNECTING
+        self._reason = f"The LMCache server at {self.endpoint} has not answered yet."
+        self._refusal: LMCacheError | None = None
+        self._ready: Connection | None = None
+        self._current: Connection | None = None
+        self._registrations: dict[_RegistrationKey, Registration] = {}
+        self._owners: dict[_RegistrationKey, int] = {}
+        self._locked: dict[_RegistrationKey, int] = {}  # the keeper's: owner bytes held in the present memory
+        self._refused: dict[_RegistrationKey, LMCacheError] = {}
+        self._beat_now = False
+        self._closing = False
+        self._keeper: threading.Thread | None = None
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+
+    # ---- any thread --------------------------------------------------------------------------------------------------
+    @property
+    def state(self) -> ClientState:
+        return self._state
+
+    @property
+    def boot_token(self) -> bytes:
+        """Of the server's present life; empty before the first HELLO."""
+        return self.hello.boot_token if self.hello is not None else b""
+
+    def start(self) -> None:
+        """Begins to connect, without waiting. Idempotent."""
+        with self._changed:
+            if self._keeper is None and not self._closing:
+                self._keeper = threading.Thread(target=self._keep, name="lmcache-keeper", daemon=True)
+                self._keeper.start()
+
+    def connect(self, timeout_seconds: float) -> HelloReply:
+        """Starts and waits until the server can be used. ServerUnavailable past the deadline; the keeper tries on."""
+        self.start()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ready or self._refusal or self._closing, timeout_seconds):
+                raise ServerUnavailable(self._reason)
+            if self._ready is None:
+                raise self._refusal or ServerUnavailable(self._reason)
+            assert self.hello is not None
+            return self.hello
+
+    def declare(self, registration: Registration) -> None:
+        """This client registers so with every server that it meets, and beats for it. Never waits."""
+        key = _key(registration)
+        with self._changed:
+            self._registrations[key] = registration
+            self._owners.pop(key, None)
+            self._refused.pop(key, None)
+        self._nudge()
+
+    def register(self, registration: Registration, timeout_seconds: float) -> int:
+        """`declare`, and waits until it is done; the owner number. RemoteError if the server refuses it."""
+        key = _key(registration)
+        self.start()
+        self.declare(registration)
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: key in self._owners or key in self._refused or self._refusal or self._closing, timeout_seconds
+            )
+            if key in self._owners:
+                return self._owners[key]
+            if done:
+                raise self._refused.get(key) or self._refusal or ServerUnavailable(self._reason)
+            raise ServerUnavailable(self._reason)
+
+    def owner(self, instance_id: str, worker_id: int = _SCHEDULER_SIDE) -> int | None:
+        return self._owners.get((instance_id, worker_id))
+
+    def submit(self, method: str, message: Message, timeout_seconds: float) -> Pending[Any]:
+        """Sends a call and returns at once. ServerUnavailable at once while the server is known to be away."""
+        connection = self._ready
+        if connection is None:
+            raise ServerUnavailable(self._reason)
+        return connection.submit(method, message, METHODS[method][1], timeout_seconds)
+
+    def call(self, method: str, message: Message, timeout_seconds: float) -> Any:
+        """`submit`, then waits for the answer at most that long. RemoteError if the server refuses."""
+        return self.submit(method, message, timeout_seconds).result()
+
+    def close(self) -> None:
+        """Unregisters as far as the server answers, lets go of the memory and ends the keeper. Idempotent."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        self._nudge()
+        if self._keeper is not None:
+            self._keeper.join(timeout=2 * _CONTROL_TIMEOUT_SECONDS)
+            if self._keeper.is_alive():  # in the engine's callback: what it uses has to stay
+                log.warning("The LMCache client is still busy and is left to end with the process")
+                return
+        self._context.destroy(linger=0)
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+
+    def _nudge(self) -> None:
+        """Makes the keeper look around now."""
+        self._beat_now = True
+        connection = self._current
+        if connection is not None:
+            connection.interrupt()
+
+    # ---- the keeper --------------------------------------------------------------------------------------------------
+    def _keep(self) -> None:
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while not self._closing:
+            connection = Connection(self.endpoint, self._context, self._clock, self._note_trouble)
+            self._current = connection
+            try:
+                self._establish(connection)
+                self._become_ready(connection)
+                pause_seconds = _FIRST_PAUSE_SECONDS
+                self._beat_until_broken(connection)
+            except ServerUnavailable as error:
+                self._become_unavailable(str(error), None)
+            except LMCacheError as error:
+                self._become_unavailable(str(error), error)
+                pause_seconds = _LONGEST_PAUSE_SECONDS
+            except Exception as error:
+                log.exception("The LMCache client failed and tries again")
+                self._become_unavailable(f"The LMCache client failed: {error}.", None)
+                pause_seconds = _LONGEST_PAUSE_SECONDS
+            finally:
+                self._current = None
+                connection.close()
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+        self._set_state(ClientState.CLOSED, _CLOSED, None)
+
+    def _establish(self, connection: Connection) -> None:
+        connection.wait_established(_CONTROL_TIMEOUT_SECONDS)
+        message = Hello(PROTOCOL_VERSION, __version__)
+        hello = connection.submit("hello", message, HelloReply, _CONTROL_TIMEOUT_SECONDS).result()
+        if not OLDEST_SUPPORTED_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
+            raise VersionError(
+                f"The server at {self.endpoint} ({hello.server_version}) speaks protocol version "
+                f"{hello.protocol_version}, this client {PROTOCOL_VERSION}: upgrade the older side."
+            )
+        if hello.boot_token != self.boot_token:
+            self._meet(hello)
+        self._register_all(connection)
+
+    def _meet(self, hello: HelloReply) -> None:
+        """A server that this client has not seen: its memory takes the place of the former one's."""
+        memory = SharedMemory.attach(hello.shm_path, hello.shm_bytes, hello.boot_token) if self._map_memory else None
+        if memory is not None:
+            memory.map_ahead()  # otherwise the first store and the first hit pay for it
+        former_hello, former_memory = self.hello, self.memory
+        self.hello, self.memory = hello, memory
+        with self._changed:
+            self._owners.clear()
+            self._refused.clear()
+        try:
+            if self._on_new_incarnation is not None:
+                self._on_new_incarnation(self)
+        except BaseException:
+            self.hello, self.memory = former_hello, former_memory
+            if memory is not None:
+                memory.close()
+            raise
+        self._locked.clear()
+        if former_memory is not None:
+            former_memory.close()
+
+    def _register_all(self, connection: Connection, *, retry_refused: bool = True) -> None:
+        """Registers whatever is declared and not yet known to this server."""
+        with self._changed:
+            missing = {
+                key: registration
+                for key, registration in self._registrations.items()
+                if key not in self._owners and (retry_refused or key not in self._refused)
+            }
+        for key, registration in missing.items():
+            method = "register_instance" if isinstance(registration, RegisterInstance) else "register_worker"
+            try:
+                reply = connection.submit(method, registration, RegisterReply, _CONTROL_TIMEOUT_SECONDS).result()
+            except RemoteError as error:
+                with self._changed:
+                    news = str(self._refused.get(key)) != str(error)
+                    self._refused[key] = error
+                    self._changed.notify_all()
+                if news:
+                    log.error("The LMCache server refused a registration, so nothing is cached: %s", error)
+                continue
+            self._lock_owner(key, reply.owner)
+            with self._changed:
+                if self._registrations.get(key) is registration:  # not declared anew meanwhile
+                    self._owners[key] = reply.owner
+                    self._refused.pop(key, None)
+                self._changed.notify_all()
+
+    def _lock_owner(self, key: _RegistrationKey, owner: int) -> None:
+        """Holds the byte that tells the server that this process lives."""
+        former = self._locked.get(key)
+        if self.memory is None or former == owner:
+            return
+        self.memory.lock_owner(owner)
+        self._locked[key] = owner
+        if former is not None:
+            self.memory.unlock_owner(former)
+
+    def _beat_until_broken(self, connection: Connection) -> None:
+        nudged = True
+        while not self._closing:
+            self._beat_now = False
+            self._register_all(connection, retry_refused=not nudged)
+            self._beat(connection)
+            nudged = self._beat_now
+            if not nudged and not self._closing and connection.wait_broken(self.heartbeat_interval_seconds):
+                raise ServerUnavailable(connection.broken)
+            nudged = self._beat_now
+        self._leave(connection)
+
+    def _leave(self, connection: Connection) -> None:
+        """What this client held need not wait until the server misses it."""
+        with self._changed:
+            self._ready = None
+            owners = list(self._owners)
+        self._set_state(ClientState.CLOSED, _CLOSED, None)
+        for instance_id, worker_id in owners:
+            message = Unregister(instance_id, worker_id)
+            connection.submit("unregister", message, Empty, _CLOSE_TIMEOUT_SECONDS).result()
+
+    def _beat(self, connection: Connection) -> None:
+        keys = list(self._owners) or [("", _SCHEDULER_SIDE)]
+        for instance_id, worker_id in keys:
+            message = Ping(instance_id, worker_id)
+            reply = connection.submit("ping", message, PingReply, _CONTROL_TIMEOUT_SECONDS).result()
+            if reply.boot_token != self.boot_token:
+                raise ServerUnavailable(f"Another server has taken the place of the one at {self.endpoint}.")
+            if instance_id and not reply.registered:
+                log.warning(
+                    "The LMCache server forgot instance %s, worker %d: registering again", instance_id, worker_id
+                )
+                with self._changed:
+                    self._owners.pop((instance_id, worker_id), None)
+                self._beat_now = True
+
+    def _note_trouble(self, error: Exception) -> None:
+        """A call failed: find out now, not at the next beat, whether the server is there and knows us."""
+        timed_out = isinstance(error, ServerUnavailable)
+        if timed_out or (isinstance(error, RemoteError) and error.code == ErrorCode.UNKNOWN_INSTANCE):
+            self._nudge()
+
+    def _become_ready(self, connection: Connection) -> None:
+        assert self.hello is not None
+        with self._changed:
+            self._ready = connection
+        if self._state is not ClientState.READY:
+            log.info(
+                "Connected to the LMCache server at %s (version %s, boot %s)",
+                self.endpoint,
+                self.hello.server_version,
+                self.hello.boot_token.hex()[:8],
+            )
+        self._set_state(ClientState.READY, "", None)
+
+    def _become_unavailable(self, reason: str, refusal: LMCacheError | None) -> None:
+        with self._changed:
+            self._ready = None
+        if self._state is not ClientState.UNAVAILABLE and not self._closing:
+            log.warning("The LMCache server is unavailable, so nothing is cached until it is back: %s", reason)
+        self._set_state(ClientState.UNAVAILABLE, reason, refusal)
+
+    def _set_state(self, state: ClientState, reason: str, refusal: LMCacheError | None) -> None:
+        with self._changed:
+            self._state, self._reason, self._refusal = state, reason, refusal
+            self._changed.notify_all()
+
+
+def _key(registration: Registration) -> _RegistrationKey:
+    if isinstance(registration, RegisterInstance):
+        return registration.instance_id, _SCHEDULER_SIDE
+    return registration.instance_id, registration.worker_id

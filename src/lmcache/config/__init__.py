@@ -1,0 +1,1 @@
+"""What can be configured, and how flags, environment and file become one value."""

@@ -1,0 +1,34 @@
+"""A configuration as it may be shown: every value that grants access is replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from lmcache.config.spec import ServerConfig
+
+HIDDEN = "[hidden]"
+_SECRET_NAME = re.compile(
+    r"secret|passw|passphrase|token|credential|signature|private|connection_?string|auth|access_?key|account_?key|api_?key"
+    r"|encryption_?key|(^|_)(key|sas|pw|pwd)$",
+    re.IGNORECASE,
+)
+_URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_URL_QUERY = re.compile(r"(?<=\?)\S+")
+
+
+def redacted(config: ServerConfig) -> dict[str, Any]:
+    """Every option by name. Inside adapters and plugins, values are hidden by the name of their key, and users and
+    queries of URLs wherever they stand."""
+    return {one.name: _shown(getattr(config, one.name)) for one in dataclasses.fields(config)}
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: HIDDEN if _SECRET_NAME.search(key) and item else _shown(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shown(item) for item in value]
+    if isinstance(value, str) and "://" in value:
+        return _URL_QUERY.sub(HIDDEN, _URL_USER.sub(HIDDEN, value))
+    return value

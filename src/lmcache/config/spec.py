@@ -1,0 +1,262 @@
+"""Every option of `lmcache server`, once. Flags, LMCACHE_ variables, YAML keys, help and checks all come from here."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache.config.values import Choice, JsonObject, Kind, Listed, Number, Switch, Text, Whole
+from lmcache.core.limits import FRAME_ALIGN_BYTES, GIB, MAX_TOKENS_PER_SESSION
+
+_METADATA_KEY = "option"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of one option beside its name and default.
+
+    `unbuilt` is a sentence for an option that is documented and not built yet: any value but the default is refused
+    with it. `default_text` replaces the default in help where it depends on something else.
+    """
+
+    kind: Kind
+    help: str
+    group: str = ""
+    default_text: str = ""
+    unbuilt: str = ""
+
+
+def _about(kind: Kind, help: str, *, default_text: str = "", unbuilt: str = "") -> dict[str, Option]:
+    return {_METADATA_KEY: Option(kind, help, default_text=default_text, unbuilt=unbuilt)}
+
+
+def _option(kind: Kind, default: object, help: str, *, default_text: str = "", unbuilt: str = "") -> Any:
+    metadata = _about(kind, help, default_text=default_text, unbuilt=unbuilt)
+    return field(metadata=metadata) if default is dataclasses.MISSING else field(default=default, metadata=metadata)
+
+
+_REQUIRED = dataclasses.MISSING
+_PORT = Whole(minimum=0, maximum=65535, shown_as="PORT")
+_GB = "GB"
+_FRACTION = Number(above=0, maximum=1, shown_as="FRACTION")
+_DEFAULT_SAMPLE_RATE = 0.01
+_NO_PLUGINS = "runtime plugins are not built yet"
+_ADAPTER_EXAMPLE = '{"type": "fs_native", "base_path": "/data/lmcache"}'
+
+ADAPTER_KIND = JsonObject(required_key="type", example=_ADAPTER_EXAMPLE)
+
+GROUPS: dict[str, str] = {  # title by the first option of the group
+    "host": "Engines",
+    "http_host": "HTTP and metrics listeners",
+    "l1_size_gb": "L1: shared memory",
+    "eviction_policy": "L1 eviction",
+    "l2_adapter": "L2: slower tiers",
+    "disable_observability": "Observability",
+    "lookup_hash_log_dir": "Lookup log",
+    "runtime_plugin_locations": "Runtime plugins",
+    "admin_token_file": "Security",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The configuration of one server, complete: what depends on other options is filled in at construction."""
+
+    host: str = _option(Text("HOST"), "localhost", "address that engines connect to")
+    port: int = _option(_PORT, 5555, "port that engines connect to; 0 takes a free one")
+    chunk_size: int = _option(
+        Whole(unit="tokens", minimum=1, maximum=MAX_TOKENS_PER_SESSION),
+        256,
+        "tokens per chunk, the unit of caching; prompts shorter than one chunk are never cached",
+    )
+    max_workers: int = _option(Whole(unit="threads", minimum=1, maximum=256), 1, "what the next two default to")
+    max_gpu_workers: int | None = _option(
+        Whole(unit="threads", minimum=1, maximum=256),
+        None,
+        "threads for stores and retrieves; engines copy with threads of their own here, so it starts none",
+        default_text="--max-workers",
+    )
+    max_cpu_workers: int | None = _option(
+        Whole(unit="threads", minimum=1, maximum=256),
+        None,
+        "threads that verify what is loaded from L2",
+        default_text="--max-workers",
+    )
+    hash_algorithm: str = _option(
+        Choice(("blake3", "sha256_cbor", "builtin")),
+        "blake3",
+        "how chunks are named; builtin depends on PYTHONHASHSEED, the others on nothing",
+    )
+    engine_type: str = _option(
+        Choice(("default",), unbuilt=("blend",)), "default", "blend (reuse at any position) is not built yet"
+    )
+
+    http_host: str = _option(Text("HOST"), "0.0.0.0", "address of the HTTP and Prometheus listeners")
+    http_port: int = _option(_PORT, 8080, "port of health, status, metrics and administration; 0 takes a free one")
+    prometheus_port: int = _option(_PORT, 9090, "port of a listener that has /metrics only; 0 takes a free one")
+
+    l1_size_gb: float = _option(Number(unit=_GB, above=0, maximum=1 << 20), _REQUIRED, "size of L1; 1 GB is 2^30 bytes")
+    l1_use_lazy: bool = _option(Switch(), True, "take memory for L1 as it fills, rather than all of it at the start")
+    l1_init_size_gb: float = _option(
+        Number(unit=_GB, above=0),
+        20.0,
+        "what a lazy L1 takes at the start, never more than --l1-size-gb",
+    )
+    l1_align_bytes: int = _option(
+        Whole(unit="bytes", minimum=FRAME_ALIGN_BYTES, maximum=GIB, power_of_two=True),
+        4096,
+        "alignment of objects in L1; raise it to the block size of a file system used with O_DIRECT",
+    )
+    l1_write_ttl_seconds: float = _option(
+        Number(unit="seconds", above=0),
+        600.0,
+        "how long an engine may be silent before what it was writing is set aside",
+    )
+    l1_read_ttl_seconds: float = _option(
+        Number(unit="seconds", above=0),
+        300.0,
+        "how long an engine may be silent before what it was reading may be evicted",
+    )
+    shm_name: str = _option(Text("NAME"), "", "name of the shared memory under /dev/shm", default_text="lmcache-PORT")
+    l1_use_hugepages: bool = _option(Switch(), False, "take L1 from the huge pages of a mounted hugetlbfs")
+    l1_numa: str = _option(Text("NODES"), "", "NUMA nodes for L1", unbuilt="placing L1 on NUMA nodes is not built yet")
+
+    eviction_policy: str = _option(
+        Choice(("LRU", "noop"), unbuilt=("IsolatedLRU", "S3FIFO")),
+        _REQUIRED,
+        "which objects leave a full L1: the least recently used, or (noop) none",
+    )
+    eviction_trigger_watermark: float = _option(_FRACTION, 0.8, "used fraction of L1 at which eviction starts")
+    eviction_ratio: float = _option(_FRACTION, 0.2, "fraction of the used bytes that one eviction frees")
+
+    l2_adapter: list[dict[str, Any]] = field(
+        default_factory=list,
+        metadata=_about(
+            Listed(ADAPTER_KIND),
+            f"a slower tier; repeat it for more, the order is the order of lookups; such as '{_ADAPTER_EXAMPLE}'",
+        ),
+    )
+    l2_store_policy: str = _option(
+        Choice(("default", "skip_l1")),
+        "default",
+        "default stores to every adapter and keeps L1; skip_l1 drops from L1 what every adapter holds",
+    )
+    l2_prefetch_policy: str = _option(
+        Choice(("default", "retain")),
+        "default",
+        "what L2 gave back leaves L1 after its use (default) or stays (retain)",
+    )
+    l2_prefetch_max_in_flight: int = _option(
+        Whole(unit="requests", minimum=1, maximum=4096), 8, "how many requests may load from L2 at once"
+    )
+
+    disable_observability: bool = _option(Switch(), False, "no metrics, no event log, no lookup log")
+    disable_metrics: bool = _option(Switch(), False, "no metrics and no Prometheus listener")
+    disable_logging: bool = _option(Switch(), False, "log warnings and errors only")
+    enable_tracing: bool = _option(Switch(), False, "OpenTelemetry spans", unbuilt="tracing is not built yet")
+    otlp_endpoint: str = _option(
+        Text("URL"), "", "OTLP gRPC endpoint", default_text="none", unbuilt="export over OTLP is not built yet"
+    )
+    event_bus_queue_size: int = _option(
+        Whole(unit="events", minimum=1, maximum=10_000_000),
+        10_000,
+        "events kept for the logs; more are dropped, counted",
+    )
+    metrics_sample_rate: float = _option(
+        _FRACTION,
+        _DEFAULT_SAMPLE_RATE,
+        "fraction of objects in per-object histograms",
+        unbuilt="histograms of single objects are not built yet, so there is nothing to sample",
+    )
+    service_instance_id: str | None = _option(
+        Text("ID"), None, 'names this server in its metrics; "" for none', default_text="a random UUID"
+    )
+
+    lookup_hash_log_dir: str = _option(
+        Text("FOLDER"), "", "write the chunk hashes of lookups there", default_text="off"
+    )
+    lookup_hash_log_rotation_interval: int = _option(
+        Whole(unit="seconds", minimum=1), 21_600, "begin a new file after that long"
+    )
+    lookup_hash_log_rotation_max_size: int = _option(
+        Whole(unit="bytes", minimum=1024), 104_857_600, "begin a new file beyond that size"
+    )
+    lookup_hash_log_max_files: int = _option(Whole(unit="files", minimum=1), 100, "delete the oldest beyond that many")
+
+    runtime_plugin_locations: list[str] = field(
+        default_factory=list, metadata=_about(Listed(Text("PATH")), "scripts or folders of them", unbuilt=_NO_PLUGINS)
+    )
+    runtime_plugin_config: dict[str, Any] = field(
+        default_factory=dict, metadata=_about(JsonObject(), "configuration for runtime plugins", unbuilt=_NO_PLUGINS)
+    )
+
+    admin_token_file: str = _option(
+        Text("FILE"),
+        "",
+        "file with the token that lets other hosts change state over HTTP",
+        default_text="none: only this host may",
+    )
+    zmq_curve_server_key_file: str = _option(
+        Text("FILE"), "", "CURVE key of this server", default_text="none", unbuilt="CURVE encryption is not built yet"
+    )
+    zmq_curve_client_keys_dir: str = _option(
+        Text("FOLDER"), "", "CURVE keys of engines", default_text="none", unbuilt="CURVE encryption is not built yet"
+    )
+    http_tls_cert: str = _option(
+        Text("FILE"), "", "certificate for HTTPS", default_text="none", unbuilt="HTTPS is not built yet"
+    )
+    http_tls_key: str = _option(
+        Text("FILE"), "", "key of that certificate", default_text="none", unbuilt="HTTPS is not built yet"
+    )
+
+    def __post_init__(self) -> None:
+        def fill(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        if self.max_gpu_workers is None:
+            fill("max_gpu_workers", self.max_workers)
+        if self.max_cpu_workers is None:
+            fill("max_cpu_workers", self.max_workers)
+        if not self.shm_name:
+            fill("shm_name", f"lmcache-{self.port}" if self.port else f"lmcache-{uuid.uuid4().hex[:12]}")
+        if self.service_instance_id is None:
+            fill("service_instance_id", str(uuid.uuid4()))
+        fill("l1_init_size_gb", min(self.l1_init_size_gb, self.l1_size_gb))
+
+    @property
+    def l1_size_bytes(self) -> int:
+        """Rounded down to whole frames."""
+        return int(self.l1_size_gb * GIB) // self.l1_align_bytes * self.l1_align_bytes
+
+    @property
+    def l1_init_size_bytes(self) -> int:
+        """What has memory behind it when the server says that it is ready."""
+        if not self.l1_use_lazy:
+            return self.l1_size_bytes
+        return int(self.l1_init_size_gb * GIB) // self.l1_align_bytes * self.l1_align_bytes
+
+    @property
+    def metrics_enabled(self) -> bool:
+        return not (self.disable_observability or self.disable_metrics)
+
+
+def options() -> Mapping[str, tuple[Option, object]]:
+    """Each option by its name with underscores, and its default; `dataclasses.MISSING` where it is required."""
+    found: dict[str, tuple[Option, object]] = {}
+    group = ""
+    for one in dataclasses.fields(ServerConfig):
+        group = GROUPS.get(one.name, group)
+        default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
+        found[one.name] = (dataclasses.replace(one.metadata[_METADATA_KEY], group=group), default)
+    return found
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    return "LMCACHE_" + name.upper()

@@ -1,0 +1,225 @@
+"""Kinds of option values: how one is read from a flag, a variable or a file, and what is refused.
+
+`parse` takes what the source gave (text from flags and environment, native values from YAML) and returns the value or
+raises ValueError with the end of a sentence that begins with the option's name: "must be at least 1 token, got 0".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Kind(Protocol):
+    @property
+    def placeholder(self) -> str:
+        """What help shows for the value; "" when the flag takes none."""
+        ...
+
+    def parse(self, given: object) -> object: ...
+
+    def show(self, value: object) -> str:
+        """A value as an operator would type it, with its unit."""
+        ...
+
+
+def nearest(wrong: str, allowed: list[str], *, cutoff: float = 0.6) -> str:
+    """The allowed name that looks most like `wrong`, or ""."""
+    import difflib  # only needed on the way to an error
+
+    if by_case := [name for name in allowed if name.lower() == wrong.lower()]:
+        return by_case[0]
+    found = difflib.get_close_matches(wrong, allowed, n=1, cutoff=cutoff)
+    return found[0] if found else ""
+
+
+def did_you_mean(wrong: str, allowed: list[str]) -> str:
+    """ "; did you mean X?" or ""."""
+    name = nearest(wrong, allowed)
+    return f"; did you mean {name}?" if name else ""
+
+
+def _quantity(amount: float, unit: str) -> str:
+    text = str(int(amount)) if float(amount).is_integer() else str(amount)
+    if not unit:
+        return text
+    singular = unit[:-1] if amount == 1 and unit.endswith("s") else unit
+    return f"{text} {singular}"
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    unit: str = ""
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None  # exclusive lower bound
+    shown_as: str = ""  # the placeholder, where the unit would not do
+
+    @property
+    def placeholder(self) -> str:
+        return self.shown_as or self.unit.upper() or "N"
+
+    def check(self, value: float, given: object) -> None:
+        if self.above is not None and value <= self.above:
+            raise ValueError(f"must be more than {_quantity(self.above, self.unit)}, got {given}")
+        if self.minimum is not None and value < self.minimum:
+            raise ValueError(f"must be at least {_quantity(self.minimum, self.unit)}, got {given}")
+        if self.maximum is not None and value > self.maximum:
+            raise ValueError(f"must be at most {_quantity(self.maximum, self.unit)}, got {given}")
+
+    def show(self, value: object) -> str:
+        return _quantity(value, self.unit) if isinstance(value, (int, float)) else str(value)
+
+
+@dataclass(frozen=True)
+class Whole(_Bounded):
+    power_of_two: bool = False
+
+    def parse(self, given: object) -> int:
+        value = given
+        if isinstance(given, str):
+            try:
+                value = int(given.strip().replace("_", ""))
+            except ValueError:
+                value = None
+        if not isinstance(value, int) or isinstance(value, bool):
+            of_unit = f" of {self.unit}" if self.unit else ""
+            raise ValueError(f"must be a whole number{of_unit}, got {given!r}")
+        self.check(value, given)
+        if self.power_of_two and value & (value - 1):
+            raise ValueError(f"must be a power of two, got {given}")
+        return value
+
+
+@dataclass(frozen=True)
+class Number(_Bounded):
+    def parse(self, given: object) -> float:
+        value = given
+        if isinstance(given, str):
+            try:
+                value = float(given)
+            except ValueError:
+                value = None
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+            of_unit = f" of {self.unit}" if self.unit else ""
+            raise ValueError(f"must be a number{of_unit}, got {given!r}")
+        self.check(value, given)
+        return float(value)
+
+
+@dataclass(frozen=True)
+class Text:
+    placeholder: str = "TEXT"
+
+    def parse(self, given: object) -> str:
+        if not isinstance(given, str):
+            raise ValueError(f"must be text (in a file: in quotes), got {given!r}")
+        if "\0" in given or "\n" in given:
+            raise ValueError("must be one line of text")
+        return given
+
+    def show(self, value: object) -> str:
+        return f'"{value}"' if value == "" else str(value)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of `choices`; `unbuilt` are documented names that this version refuses."""
+
+    choices: tuple[str, ...]
+    unbuilt: tuple[str, ...] = ()
+
+    @property
+    def placeholder(self) -> str:
+        return "{" + ",".join(self.choices) + "}"
+
+    def parse(self, given: object) -> str:
+        allowed = ", ".join(self.choices)
+        if not isinstance(given, str):
+            raise ValueError(f"must be one of {allowed}, got {given!r}")
+        if given in self.unbuilt:
+            raise ValueError(f"cannot be {given}: that is not built yet; choose one of {allowed}")
+        if given not in self.choices:
+            raise ValueError(f"must be one of {allowed}, got {given!r}{did_you_mean(given, list(self.choices))}")
+        return given
+
+    def show(self, value: object) -> str:
+        return str(value)
+
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Switch:
+    placeholder: str = ""
+
+    def parse(self, given: object) -> bool:
+        if isinstance(given, bool):
+            return given
+        if isinstance(given, str) and given.strip().lower() in _TRUE + _FALSE:
+            return given.strip().lower() in _TRUE
+        raise ValueError(f"must be true or false, got {given!r}")
+
+    def show(self, value: object) -> str:
+        return "on" if value else "off"
+
+
+def refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"has the key {key!r} twice")
+    return dict(pairs)
+
+
+def parse_json(text: str) -> object:
+    try:
+        return json.loads(text, object_pairs_hook=refuse_duplicates)
+    except json.JSONDecodeError as error:
+        what = error.msg[:1].lower() + error.msg[1:]
+        raise ValueError(f"must be JSON, but at line {error.lineno}, column {error.colno}: {what}") from None
+
+
+@dataclass(frozen=True)
+class JsonObject:
+    """A JSON object. `required_key` must be there and be text."""
+
+    placeholder: str = "JSON"
+    required_key: str = ""
+    example: str = field(default="", compare=False)
+
+    def parse(self, given: object) -> dict[str, object]:
+        value = parse_json(given) if isinstance(given, str) else given
+        if not isinstance(value, Mapping):
+            example = f" such as {self.example}" if self.example else ""
+            raise ValueError(f"must be a JSON object{example}, got {given!r}")
+        if self.required_key and not isinstance(value.get(self.required_key), str):
+            raise ValueError(f'must have the key "{self.required_key}", such as {self.example}')
+        return {str(key): item for key, item in value.items()}
+
+    def show(self, value: object) -> str:
+        return json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Any number of values. A flag is repeated; a variable holds one value or a JSON array; a file holds either."""
+
+    item: JsonObject | Text
+
+    @property
+    def placeholder(self) -> str:
+        return self.item.placeholder
+
+    def parse(self, given: object) -> list[object]:
+        if isinstance(given, str) and given.lstrip().startswith("["):
+            given = parse_json(given)
+        return [self.item.parse(one) for one in (given if isinstance(given, list) else [given])]
+
+    def show(self, value: object) -> str:
+        return "none" if not value else json.dumps(value)

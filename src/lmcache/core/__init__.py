@@ -1,0 +1,1 @@
+"""Pure values: keys, chunk hashes, layouts, frames, outcomes, limits."""

@@ -1,0 +1,60 @@
+"""Every limit, in one place. Beyond a limit there is a clear error or a miss, never unbounded growth."""
+
+from __future__ import annotations
+
+MIB = 1 << 20
+GIB = 1 << 30  # "GB" in flags and documents means this
+
+FRAME_HEADER_BYTES = 4096
+FRAME_ALIGN_BYTES = 4096
+
+# protocol
+MAX_MESSAGE_BYTES = 64 * MIB
+MAX_TOKENS_PER_SESSION = 4 * MIB  # 16 MiB of uint32
+MAX_CHUNKS_PER_CALL = 16_384
+MAX_OBJECT_GROUPS = 64
+MAX_WORLD_SIZE = 1024
+MAX_NAMESPACES_PER_TENANT = 4096  # ranks x object groups of one instance
+MAX_NAME_BYTES = 512  # model names, salts, request ids
+MAX_INSTANCES = 1024
+MAX_SESSIONS_PER_INSTANCE = 8192
+MAX_SESSION_BYTES = GIB  # chunk hashes and unhashed tokens of all sessions
+MAX_RESERVATIONS_PER_WORKER = 4096
+MAX_OBJECT_BYTES = 4 * GIB
+MAX_CALLS_IN_FLIGHT_PER_CLIENT = 4096
+MAX_NOTICES_OWED = 16_384  # unconfirmed releases and ends of sessions of one engine
+MAX_DEFERRED_CALLS = 16_384  # of all clients: lookups that wait for L2
+
+# memory
+L1_MEMORY_MARGIN_BYTES = 256 * MIB  # of the machine's or container's memory that L1 leaves to others
+MAX_SHM_NAME_BYTES = 200
+L1_FIRST_STEP_BYTES = 16 * MIB  # that a server takes before it says that it is ready
+L1_GROW_STEP_BYTES = 64 * MIB  # taken at a time in the background
+L1_GROW_INLINE_BYTES = 256 * MIB  # at most, while a reservation waits
+L1_HEADROOM_BYTES = GIB  # what a lazy L1 keeps ready beyond what is used
+MAX_PREFAULT_THREADS = 8
+
+# storage
+MAX_L2_BATCH_OBJECTS = 64
+L2_STORE_BATCH_BYTES = 64 * MIB  # a batch ends at the object that goes beyond
+L2_LOAD_BATCH_BYTES = 16 * MIB  # small enough that one is verified while the next is read
+L2_STORE_BATCHES_IN_FLIGHT = 2  # an adapter
+MAX_L2_STORE_QUEUE_OBJECTS = 65_536
+MAX_L2_PREFETCH_BYTES_IN_FLIGHT = 4 * GIB
+L2_DEFAULT_TIMEOUT_SECONDS = 30.0
+L2_RETRIES = 2
+L2_BREAKER_FAILURES = 5
+L2_BREAKER_OPEN_SECONDS = 5.0  # doubled with every failed trial, up to ...
+L2_BREAKER_MAX_OPEN_SECONDS = 60.0
+L2_RETRY_BACKOFF_SECONDS = 0.05  # before the first retry, then doubled
+L2_MAX_READS_IN_FLIGHT = 8  # operations an adapter, running or abandoned
+L2_MAX_WRITES_IN_FLIGHT = 4
+MAX_QUARANTINE_FILES = 64  # a folder; the oldest go first
+MAX_QUARANTINE_BYTES = 256 * MIB
+MAX_PREFETCHES_WAITING = 4096
+
+# liveness
+HEARTBEAT_MISSES_BEFORE_LOST = 3
+
+assert FRAME_HEADER_BYTES % FRAME_ALIGN_BYTES == 0
+assert MAX_TOKENS_PER_SESSION * 4 < MAX_MESSAGE_BYTES

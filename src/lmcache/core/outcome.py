@@ -1,0 +1,31 @@
+"""Expected outcomes as values."""
+
+from __future__ import annotations
+
+import enum
+
+
+class StoreOutcome(enum.Enum):
+    STORED = "stored"
+    ALREADY_THERE = "already_there"
+    FULL = "full"  # the backend is at its capacity
+    FAILED = "failed"  # an I/O fault; the adapter counted it
+
+
+class LoadOutcome(enum.Enum):
+    LOADED = "loaded"  # the whole frame is in the buffer; not yet verified
+    MISSING = "missing"
+    CORRUPT = "corrupt"  # truncated, foreign, or wrong header; the adapter has moved it aside
+    FAILED = "failed"
+
+
+class MissReason(enum.Enum):
+    """Why the tokens of a lookup beyond the hit were not served."""
+
+    NOT_STORED = "not_stored"
+    TOO_SHORT = "too_short"  # fewer tokens than one chunk
+    INSTANCE_INCOMPLETE = "instance_incomplete"  # not every rank has registered
+    NO_ROOM = "no_room"  # L1 could not hold what L2 has
+    L2_DEADLINE = "l2_deadline"
+    L2_FAILED = "l2_failed"
+    CORRUPT = "corrupt"

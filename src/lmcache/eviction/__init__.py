@@ -1,0 +1,1 @@
+"""Eviction policies: pure orders over keys, without threads, clocks or I/O."""

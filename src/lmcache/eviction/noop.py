@@ -1,0 +1,25 @@
+"""Never evicts, and so remembers nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Noop(Generic[K]):
+    def add(self, keys: Sequence[K]) -> None:
+        pass
+
+    def add_older(self, keys: Sequence[K]) -> None:
+        pass
+
+    def touch(self, keys: Sequence[K]) -> None:
+        pass
+
+    def remove(self, key: K) -> None:
+        pass
+
+    def victims(self, size_of: Callable[[K], int], wanted_bytes: int) -> list[K]:
+        return []

@@ -1,0 +1,1 @@
+"""The connector for vLLM and the import paths that vLLM expects."""

@@ -1,0 +1,148 @@
+"""One worker's hold on one life of the server: its mapped memory, the layouts agreed on, and the copies under way."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lmcache import _native
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
+from lmcache.core.layout import KVLayout
+from lmcache.device.cpu import PagedGroup
+from lmcache.errors import ServerUnavailable
+from lmcache.integration.vllm.orders import LoadOrder, StoreOrder
+from lmcache.memory.shared_memory import SharedMemory
+
+_SLOT_BYTES = 8
+_MAX_SALTS_KEPT = 256
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    instance_id: str
+    worker_id: int
+    model_name: str
+    kv_ranks: int
+    kv_rank: int
+    stores: bool
+
+
+class CopyJob:
+    """A copy under way. May be waited for by several threads."""
+
+    def __init__(self, copier: _native.PagedCopier, number: int) -> None:
+        self._copier = copier
+        self._number = number
+        self._lock = threading.Lock()
+        self._result: bytes | None = None
+
+    def wait(self, seconds: float) -> bytes | None:
+        """One byte a chunk, 1 = copied and verified; None while the copy runs."""
+        with self._lock:
+            if self._result is None:
+                self._result = self._copier.wait(self._number, seconds)
+            return self._result
+
+
+@dataclass(frozen=True)
+class _Names:
+    digest: bytes
+    template: bytes
+
+
+class Attachment:
+    """`submit_*` raise ServerUnavailable once it is closed; `close` returns when no copy touches the memory."""
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        boot_token: bytes,
+        chunk_tokens: int,
+        groups: Sequence[PagedGroup],
+        identity: WorkerIdentity,
+        threads: int,
+    ) -> None:
+        """LayoutRefused when the server's chunks do not fit this engine's blocks."""
+        self.boot_token = boot_token
+        self.layouts: tuple[KVLayout, ...] = tuple(group.layout(chunk_tokens) for group in groups)
+        self._identity = identity
+        self._names: OrderedDict[str, tuple[_Names, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._open = True
+        self._jobs: list[CopyJob] = []
+        self._copier = _native.PagedCopier(memory.address, memory.size_bytes, threads)
+        self._groups = tuple(
+            self._copier.add_group(group.segments, layout.blocks_per_chunk, group.num_blocks)
+            for group, layout in zip(groups, self.layouts, strict=True)
+        )
+
+    def submit_load(self, order: LoadOrder) -> list[CopyJob]:
+        """A job per group, in their order."""
+        names = self._names_of(order.cache_salt)
+        with self._submitting() as jobs:
+            for index, (group, load) in enumerate(zip(self._groups, order.groups, strict=True)):
+                row = (self._identity.kv_rank * len(self._groups) + index) * order.hit_chunks
+                slots = order.slots[(row + load.first_chunk) * _SLOT_BYTES : (row + order.hit_chunks) * _SLOT_BYTES]
+                hashes = order.hashes[load.first_chunk * CHUNK_HASH_BYTES : order.hit_chunks * CHUNK_HASH_BYTES]
+                number = self._copier.submit_load(group, slots, load.blocks, hashes, names[index].digest)
+                jobs.append(CopyJob(self._copier, number))
+        return jobs
+
+    def submit_store(self, order: StoreOrder, slots: bytes) -> list[CopyJob]:
+        """A job per group. `slots`: u64 [group][chunk]."""
+        names = self._names_of(order.cache_salt)
+        row_bytes = len(order.hashes) // CHUNK_HASH_BYTES * _SLOT_BYTES
+        with self._submitting() as jobs:
+            for index, (group, blocks) in enumerate(zip(self._groups, order.blocks, strict=True)):
+                row = slots[index * row_bytes : (index + 1) * row_bytes]
+                number = self._copier.submit_store(group, row, blocks, order.hashes, names[index].template)
+                jobs.append(CopyJob(self._copier, number))
+        return jobs
+
+    @contextlib.contextmanager
+    def _submitting(self) -> Iterator[list[CopyJob]]:
+        """Collects the jobs of one order. When one cannot be submitted, those before it have ended on the way out."""
+        jobs: list[CopyJob] = []
+        with self._lock:
+            if not self._open:
+                raise ServerUnavailable("the server that this copy was meant for is gone")
+            try:
+                yield jobs
+            except BaseException:
+                _wait_for(jobs)
+                raise
+            self._jobs = [job for job in self._jobs if job.wait(0.0) is None] + jobs
+
+    def close(self) -> None:
+        """Takes no new copies and waits for those under way: a copy between mapped memories always ends. Idempotent."""
+        with self._lock:
+            self._open = False
+            jobs, self._jobs = self._jobs, []
+        _wait_for(jobs)
+        self._copier.close()
+
+    def _names_of(self, salt: str) -> tuple[_Names, ...]:
+        names = self._names.get(salt)
+        if names is None:
+            names = tuple(self._name(group, layout, salt) for group, layout in enumerate(self.layouts))
+            with self._lock:
+                self._names[salt] = names
+                if len(self._names) > _MAX_SALTS_KEPT:
+                    self._names.popitem(last=False)
+        return names
+
+    def _name(self, group: int, layout: KVLayout, salt: str) -> _Names:
+        identity = self._identity
+        namespace = Namespace(identity.model_name, identity.kv_ranks, identity.kv_rank, group, layout.fingerprint, salt)
+        template = _native.frame_template(namespace.encode(), namespace.digest, layout.payload_bytes)
+        return _Names(namespace.digest, template)
+
+
+def _wait_for(jobs: Sequence[CopyJob]) -> None:
+    """A copy between mapped memories always ends."""
+    for job in jobs:
+        while job.wait(1.0) is None:
+            pass

@@ -1,0 +1,292 @@
+"""`LMCacheMPConnector`: what vLLM calls, handed on to the scheduler side or the worker side.
+
+vLLM runs one instance in its scheduler and one in every worker. Where the KV layout cannot be cached exactly, both do
+nothing and the engine runs as it would without a connector. A fault of ours in a call is contained: it costs a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmcache.client.client import Client
+from lmcache.device.cpu import PagedGroup, describe_group
+from lmcache.errors import LayoutRefused, LMCacheError
+from lmcache.integration.vllm.attachment import WorkerIdentity
+from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
+from lmcache.integration.vllm.identity import engine_identity
+from lmcache.integration.vllm.orders import StepOrders, WorkerReport
+from lmcache.integration.vllm.scheduler_side import SchedulerSide
+from lmcache.integration.vllm.settings import SHORT_START_SECONDS, ConnectorSettings
+from lmcache.integration.vllm.utils import mla_enabled
+from lmcache.integration.vllm.worker_side import WorkerSide
+from lmcache.protocol.messages import RegisterInstance
+from lmcache.telemetry.logs import ROOT_LOGGER, configure_logs, level_from
+
+log = logging.getLogger("lmcache.vllm")
+
+KVConnectorMetadata.register(StepOrders)
+KVConnectorWorkerMetadata.register(WorkerReport)
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _contained(fallback: Any) -> Callable[[Method], Method]:
+    """The root of one call by the engine: an unexpected fault is logged and answered with `fallback`."""
+
+    def wrap(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: LMCacheMPConnector, *arguments: Any, **named: Any) -> Any:
+            try:
+                return method(self, *arguments, **named)
+            except Exception:
+                log.exception("LMCache failed in %s; the engine goes on without it", method.__name__)
+                return fallback() if callable(fallback) else fallback
+
+        return cast(Method, call)
+
+    return wrap
+
+
+class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Best effort: a store that is lost is a later miss, so `requires_kv_delivery` is False."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if not logging.getLogger(ROOT_LOGGER).handlers:  # vLLM sets up its own loggers only
+            configure_logs(level_from(os.environ))
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._groups: tuple[CacheGroup, ...] = ()
+        self._settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
+        try:
+            if not current_platform.is_cpu():
+                raise LayoutRefused("Only KV caches in host memory are supported so far (vLLM for CPU).")
+            self._groups = cacheable_groups(vllm_config, kv_cache_config)
+        except LayoutRefused as refusal:
+            log.error("This engine runs uncached: %s", refusal)
+            return
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_scheduler_side()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # ---- start -------------------------------------------------------------------------------------------------------
+    def _start_scheduler_side(self) -> None:
+        # A block that cannot be loaded is computed, never a failed request. vLLM reads this after building us.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        parallel = self._vllm_config.parallel_config
+        client = Client(
+            self._settings.url,
+            heartbeat_interval_seconds=self._settings.heartbeat_interval_seconds,
+        )
+        client.declare(
+            RegisterInstance(
+                self._instance_id,
+                self._model_name,
+                self._kv_ranks,
+                len(self._groups),
+                self._settings.heartbeat_interval_seconds,
+                f"vllm {vllm.__version__}",
+            )
+        )
+        self._await_server(client)
+        self._scheduler = SchedulerSide(
+            client,
+            instance_id=self._instance_id,
+            groups=self._groups,
+            ranks=self._kv_ranks,
+            workers=parallel.world_size,
+        )
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if not self._groups:
+            return
+        try:
+            groups = self._describe(kv_caches)
+        except LayoutRefused as refusal:
+            log.error("This engine runs uncached: %s", refusal)
+            return
+        parallel = self._vllm_config.parallel_config
+        identity = WorkerIdentity(
+            self._instance_id,
+            parallel.rank,
+            self._model_name,
+            self._kv_ranks,
+            parallel.rank // self._workers_per_kv_rank,
+            stores=parallel.rank % self._workers_per_kv_rank == 0,
+        )
+
+        def make_client(meet: Callable[[Client], None]) -> Client:
+            return Client(
+                self._settings.url,
+                heartbeat_interval_seconds=self._settings.heartbeat_interval_seconds,
+                on_new_incarnation=meet,
+            )
+
+        self._worker = WorkerSide(make_client, identity, groups)
+        self._await_server(self._worker.client)
+
+    def _describe(self, kv_caches: dict[str, Any]) -> list[PagedGroup]:
+        layers = self._vllm_config.compilation_config.static_forward_context
+        described = []
+        for group in self._groups:
+            missing = [name for name in group.layer_names if name not in kv_caches]
+            if missing:
+                raise LayoutRefused(f"The engine did not register a KV tensor for {missing[0]}.")
+            described.append(
+                describe_group(
+                    [(name, kv_caches[name]) for name in group.layer_names],
+                    engine=engine_identity(self._vllm_config, vllm.__version__, layers, group.layer_names),
+                    block_tokens=group.block_tokens,
+                    num_blocks=self._kv_cache_config.num_blocks,
+                )
+            )
+        return described
+
+    def _await_server(self, client: Client) -> None:
+        insist_seconds = self._settings.mq_timeout_seconds
+        try:
+            client.connect(SHORT_START_SECONDS if insist_seconds is None else insist_seconds)
+        except LMCacheError as error:
+            if insist_seconds is not None:
+                client.close()
+                raise ConnectionError(
+                    f"{error} Start the server, or leave lmcache.mp.mq_timeout out to start the engine without it."
+                ) from error
+
+    @property
+    def _instance_id(self) -> str:
+        return str(self._kv_transfer_config.engine_id)
+
+    @property
+    def _model_name(self) -> str:
+        return str(self._vllm_config.model_config.model)
+
+    @property
+    def _workers_per_kv_rank(self) -> int:
+        """Tensor-parallel ranks of an MLA model all hold the same KV."""
+        parallel = self._vllm_config.parallel_config
+        return int(parallel.tensor_parallel_size) if mla_enabled(self._vllm_config.model_config) else 1
+
+    @property
+    def _kv_ranks(self) -> int:
+        return int(self._vllm_config.parallel_config.world_size) // self._workers_per_kv_rank
+
+    # ---- the scheduler's calls ---------------------------------------------------------------------------------------
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+
+    @_contained(None)
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @_contained((0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    # Not contained: once vLLM has been told of a load, it has to be ordered.
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.after_allocation(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if self._scheduler is None or num_external_tokens == 0:
+            return {}
+        from_disk = min(num_external_tokens, self._scheduler.tokens_not_in_l1(request.request_id))
+        split = {CacheHitSource.HOST: num_external_tokens - from_disk, CacheHitSource.DISK: from_disk}
+        return {source: tokens for source, tokens in split.items() if tokens}
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        if self._scheduler is None:
+            return StepOrders()
+        return self._scheduler.step_orders(scheduler_output)
+
+    @_contained(None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.step_ended(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_contained((False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks are never kept by request: those that a store still reads are pinned one by one."""
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request.request_id)
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.pins_end_soon
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pins
+
+    # ---- the worker's calls ------------------------------------------------------------------------------------------
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            idle_step = getattr(forward_context, "attn_metadata", None) is None
+            self._worker.start_loads(self._orders(), idle_step=idle_step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.start_stores(self._orders())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        ended = self._worker.ended_loads()
+        self._failed_blocks = ended.failed_blocks
+        return KVConnectorTransferResults(finished_recving=ended.requests, failed_recving=ended.failed_requests)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return self._worker.report() if self._worker is not None else None
+
+    _failed_blocks: set[int] = set()
+
+    def _orders(self) -> StepOrders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        return orders
+
+    # ---- both --------------------------------------------------------------------------------------------------------
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()

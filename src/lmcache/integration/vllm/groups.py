@@ -1,0 +1,70 @@
+"""Which KV cache groups of a vLLM configuration can be cached exactly, and the sentence for those that cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache.errors import LayoutRefused
+
+# Specs whose blocks hold nothing but the KV of their own tokens, written once. Compared by exact class name: a subclass
+# that this version does not know may keep something else in its blocks.
+_ATTENTION_SPECS = {
+    "FullAttentionSpec": None,
+    "MLAAttentionSpec": None,
+    "SlidingWindowSpec": "sliding_window",
+    "ChunkedLocalAttentionSpec": "attention_chunk_size",
+}
+_EXACT_SPECULATION = ("ngram", "ngram_gpu", "suffix", "draft_model")
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """One KV cache group. Its position in the tuple that `cacheable_groups` returns is the object group on the wire."""
+
+    block_tokens: int
+    layer_names: tuple[str, ...]
+    # False where the engine drops blocks that later tokens no longer attend to: such a block id is the null block.
+    keeps_all_blocks: bool
+
+
+def cacheable_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
+    """Every group of the engine, in its order. LayoutRefused when the engine has to run uncached."""
+    _refuse_settings(vllm_config)
+    groups = []
+    for group in kv_cache_config.kv_cache_groups:
+        specs = list(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values()) or [group.kv_cache_spec]
+        for spec in specs:
+            kind = type(spec).__name__
+            if kind not in _ATTENTION_SPECS:
+                raise LayoutRefused(
+                    f"This model keeps {kind} state beside or instead of plain attention KV, which this version cannot "
+                    "restore exactly."
+                )
+        if not group.enable_kv_transfer or group.host_resident:
+            raise LayoutRefused("This model has a KV cache group that the engine keeps for itself.")
+        groups.append(
+            CacheGroup(
+                block_tokens=group.kv_cache_spec.block_size,
+                layer_names=tuple(group.layer_names),
+                keeps_all_blocks=all(_ATTENTION_SPECS[type(spec).__name__] is None for spec in specs),
+            )
+        )
+    if not groups:
+        raise LayoutRefused("This model has no KV cache.")
+    return tuple(groups)
+
+
+def _refuse_settings(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, setting, 1) > 1:
+            raise LayoutRefused(f"{setting} above 1 splits the KV of a block between workers, which is not supported.")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise LayoutRefused("calculate_kv_scales makes KV bytes depend on the first prompt that the engine served.")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in _EXACT_SPECULATION:
+        raise LayoutRefused(
+            f"Speculation by {speculative.method!r} keeps KV that depends on tokens beyond the chunk; use one of "
+            f"{', '.join(_EXACT_SPECULATION)}, or none."
+        )

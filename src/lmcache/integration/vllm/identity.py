@@ -1,0 +1,96 @@
+"""What must be equal, beside shapes and tokens, before two engines may share KV bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_SAMPLES_PER_FILE = 16
+_SAMPLE_BYTES = 4096
+
+
+def engine_identity(vllm_config: Any, version: str, layers: Mapping[str, Any], layer_names: tuple[str, ...]) -> str:
+    """Names whatever gives the bytes of these layers' blocks their meaning: part of the layout fingerprint.
+
+    The attention kernels of a CPU engine pack K and V per instruction set, so that belongs here, as does the version
+    family: a new one may pack differently.
+    """
+    family = ".".join(re.findall(r"\d+", version)[:2])
+    kernels = sorted({_kernel(layers[name]) for name in layer_names if name in layers})
+    return " ".join(("vllm", family, *kernels, model_identity(vllm_config)))
+
+
+def _kernel(layer: Any) -> str:
+    import torch
+
+    implementation = type(getattr(layer, "impl", layer)).__name__
+    isa = getattr(layer, "isa", "")
+    return ":".join((implementation, isa, torch.backends.cpu.get_cpu_capability(), str(layer.kv_cache_dtype)))
+
+
+def model_identity(vllm_config: Any) -> str:
+    """16 hex digits over what decides KV values beyond the model's name: weights, revision, rope, quantization."""
+    model = vllm_config.model_config
+    settings = {
+        "config": model.hf_config.to_dict(),
+        "revision": model.revision,
+        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "weights": _weights_sample(Path(model.model)),
+    }
+    # These scale positions by the configured length, so the same weights give other keys at another length.
+    if re.search(r"longrope|dynamic", json.dumps(settings["config"], default=str)):
+        settings["max_model_len"] = model.max_model_len
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method == "draft_model":
+        settings["draft"] = [str(speculative.model), _weights_sample(Path(speculative.model))]
+    canonical = json.dumps(settings, sort_keys=True, default=str).encode()
+    return hashlib.sha256(canonical).hexdigest()[:16]
+
+
+def _weights_sample(folder: Path) -> str:
+    """Sizes and a few pages of every weight file of a local folder: notices weights that were replaced in place."""
+    digest = hashlib.sha256()
+    if not folder.is_dir():
+        return ""
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.gguf")]):
+        size_bytes = path.stat().st_size
+        digest.update(f"{path.name} {size_bytes}".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES_PER_FILE):
+                file.seek(size_bytes * sample // _SAMPLES_PER_FILE)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def request_identity(request: Any) -> bytes:
+    """Bytes that seed a request's first chunk hash; empty for a plain request."""
+    lora = request.lora_request
+    if lora is None:
+        return b""
+    return msgspec.msgpack.encode(("lora", lora.lora_name, lora.lora_path))
+
+
+def content_extras(features: Sequence[Any], chunk_tokens: int) -> list[tuple[int, bytes]]:
+    """(chunk, 32 bytes) for the chunks that hold placeholders of images, audio ...: what they stand for, and where."""
+    touching: dict[int, list[tuple[str, int]]] = {}
+    for feature in features:
+        first, length = feature.mm_position.offset, feature.mm_position.length
+        for chunk in range(first // chunk_tokens, (first + max(length, 1) - 1) // chunk_tokens + 1):
+            touching.setdefault(chunk, []).append((feature.identifier, first - chunk * chunk_tokens))
+    return [
+        (chunk, hashlib.sha256(msgspec.msgpack.encode(sorted(contents, key=lambda content: content[1]))).digest())
+        for chunk, contents in sorted(touching.items())
+    ]
+
+
+def is_cacheable(request: Any) -> bool:
+    """Whether the tokens of a request say everything about its KV: not so when embeddings are passed in."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None

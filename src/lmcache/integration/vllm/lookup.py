@@ -1,0 +1,146 @@
+"""One request's question to the server: sent once, answered when it is, given back when it is not needed."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmcache.clock import Clock
+from lmcache.errors import LMCacheError
+from lmcache.integration.vllm.identity import content_extras
+from lmcache.integration.vllm.notices import Notices
+from lmcache.integration.vllm.pulse import Pulse
+from lmcache.protocol.messages import EndSession, HelloReply, Lookup, LookupReply, Release
+
+if TYPE_CHECKING:
+    from lmcache.client.client import Client
+    from lmcache.transport.client import Pending
+
+log = logging.getLogger("lmcache.vllm")
+
+LOOKUP_SECONDS = 30.0  # what L2 gets to bring a prefix into L1
+_GRACE_SECONDS = 1.0  # the server keeps the deadline itself; this is for its answer to travel
+
+
+class Progress(enum.Enum):
+    WAITING = "waiting"
+    ANSWERED = "answered"
+    FAILED = "failed"
+
+
+@dataclass
+class Question:
+    """State of one request towards the server. Belongs to the scheduler's thread."""
+
+    request_id: str
+    cache_salt: str
+    identity: bytes
+    tokens: bytes  # u32, the prompt
+    features: Sequence[Any] = ()  # images, audio ... inside the prompt
+    hello: HelloReply | None = None  # the server life that holds the session, as far as is known
+    told: HelloReply | None = None  # the last server life that was told of this request
+    unanswered: bool = False  # some lookup may have arrived or not
+    pending: Pending[LookupReply] | None = None
+    sent_at: float = 0.0
+    given_up: bool = False  # nobody waits for `pending`, but its hashes would still be welcome
+    reply: LookupReply | None = None
+    hashes: bytes = b""
+
+    @property
+    def boot_token(self) -> bytes:
+        return self.hello.boot_token if self.hello is not None else b""
+
+
+class Asker:
+    """Sends questions and settles them. For one thread; never waits longer than it is told to."""
+
+    def __init__(self, client: Client, instance_id: str, clock: Clock) -> None:
+        self.client = client
+        self.instance_id = instance_id
+        self._clock = clock
+        self._pulse = Pulse(client, clock)
+        self._notices = Notices(client, clock)
+
+    def ask(self, question: Question) -> bool:
+        """Sends the lookup, with the tokens unless this server has them. False: no server to ask."""
+        hello = self.client.hello
+        if hello is None or self._pulse.silent:
+            return False
+        known = question.hello is hello
+        message = Lookup(
+            self.instance_id,
+            question.request_id,
+            question.cache_salt,
+            len(question.tokens) // 4 if known else 0,
+            b"" if known else question.tokens,
+            question.identity,
+            [] if known else content_extras(question.features, hello.chunk_tokens),
+            LOOKUP_SECONDS,
+        )
+        try:
+            pending = self.client.submit("lookup", message, LOOKUP_SECONDS + _GRACE_SECONDS)
+        except LMCacheError as error:
+            log.debug("No lookup for request %s: %s", question.request_id, error)
+            return False
+        question.told = self.client.hello
+        if question.told is not hello:  # another server took over in between: which of them was asked is unknown
+            return False
+        question.hello, question.pending = hello, pending
+        question.sent_at = self._clock.monotonic()
+        question.given_up, question.reply, question.hashes = False, None, b""
+        return True
+
+    def settle(self, question: Question, wait_seconds: float = 0.0) -> Progress:
+        """Takes the answer if it is there or comes within `wait_seconds`."""
+        pending = question.pending
+        if pending is None:
+            return Progress.ANSWERED if question.reply is not None else Progress.FAILED
+        if not (pending.wait(wait_seconds) if wait_seconds > 0 else pending.done()):
+            if question.given_up:
+                return Progress.FAILED
+            if self._pulse.check(question.sent_at):
+                return Progress.WAITING
+            log.warning("The LMCache server does not answer: request %s goes on uncached", question.request_id)
+            question.given_up = question.unanswered = True
+            return Progress.FAILED
+        question.pending = None
+        try:
+            reply = pending.result()
+        except LMCacheError as error:
+            log.debug("The lookup of request %s failed: %s", question.request_id, error)
+            question.hello = None  # whether the session got the tokens is unknown: a next time sends them again
+            question.unanswered = True
+            return Progress.FAILED
+        self._pulse.heard()
+        if question.hello is not self.client.hello:
+            question.hello = None  # leased by a server that is no more
+            return Progress.FAILED
+        question.hashes = reply.hashes
+        question.reply = reply
+        if question.given_up:
+            self.give_back(question)
+            return Progress.FAILED
+        return Progress.ANSWERED
+
+    def give_back(self, question: Question) -> None:
+        """Releases the lease of the answer that is held, if any."""
+        reply, question.reply = question.reply, None
+        if reply is not None and reply.lease:
+            self.release(reply.lease)
+
+    def release(self, lease: int, unreadable_chunks: Iterable[int] = ()) -> None:
+        self._notices.send("release", Release(self.instance_id, lease, sorted(unreadable_chunks)))
+
+    def end(self, question: Question) -> None:
+        """The request is over: the server forgets its tokens and every lease."""
+        question.reply = None
+        if question.told is not None and question.told is self.client.hello:
+            message = EndSession(self.instance_id, question.request_id)
+            self._notices.send("end_session", message, twice=question.unanswered)
+
+    def close(self) -> None:
+        self._notices.close()
+        self.client.close()

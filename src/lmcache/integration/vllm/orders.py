@@ -1,0 +1,73 @@
+"""What the scheduler side tells the workers to do in a step, and what they report back. Plain data, free of vLLM."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class GroupLoad:
+    """The chunks of one group that a load copies: `first_chunk` up to the hit's end.
+
+    blocks: i64, one per block of those chunks, -1 for a block that the engine holds already or does not keep.
+    """
+
+    first_chunk: int
+    blocks: bytes
+
+    def written_blocks(self, chunk: int, end_chunk: int) -> list[int]:
+        """The blocks that one of the chunks is written to; the last chunk is `end_chunk` - 1."""
+        blocks = array("q", self.blocks)
+        per_chunk = len(blocks) // (end_chunk - self.first_chunk)
+        first = (chunk - self.first_chunk) * per_chunk
+        return [block for block in blocks[first : first + per_chunk] if block >= 0]
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """Copy leased slots into a request's blocks. `slots` and `hashes` are those of the lookup's answer, uncut."""
+
+    request_id: str
+    boot_token: bytes
+    cache_salt: str
+    hit_chunks: int
+    hashes: bytes
+    slots: bytes
+    groups: tuple[GroupLoad, ...]
+
+
+@dataclass(frozen=True)
+class StoreOrder:
+    """Copy whole blocks of consecutive chunks into L1. blocks: i64 [chunk][block] per group, all real blocks."""
+
+    job: int
+    boot_token: bytes
+    cache_salt: str
+    hashes: bytes
+    blocks: tuple[bytes, ...]
+
+
+@dataclass
+class StepOrders:
+    loads: list[LoadOrder] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)
+
+
+@dataclass
+class WorkerReport:
+    """`ended_stores`: jobs whose source blocks are no longer read, counted over the workers that said so.
+    `unreadable`: chunks whose frame was not what its key says, by request."""
+
+    ended_stores: Counter[int] = field(default_factory=Counter)
+    unreadable: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        requests = {*self.unreadable, *other.unreadable}
+        nothing: frozenset[int] = frozenset()
+        return WorkerReport(
+            self.ended_stores + other.ended_stores,
+            {one: self.unreadable.get(one, nothing) | other.unreadable.get(one, nothing) for one in requests},
+        )

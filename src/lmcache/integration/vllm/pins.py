@@ -1,0 +1,80 @@
+"""Keeps the blocks that a store reads out of the engine's hands until it has been read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache.clock import Clock
+
+log = logging.getLogger("lmcache.vllm")
+
+MAX_PINNED_FRACTION = 0.5  # of the engine's blocks; beyond it a store is left out
+_SOON_SECONDS = 0.5
+
+
+@dataclass
+class _Job:
+    blocks: list[Any]
+    reports_missing: int
+
+
+class Pins:
+    """Reference counts in vLLM's block pool, one job per store. Belongs to the scheduler's thread."""
+
+    def __init__(self, workers: int, clock: Clock) -> None:
+        self._workers = workers
+        self._clock = clock
+        self._pool: Any = None
+        self._jobs: dict[int, _Job] = {}
+        self._next_job = 1
+        self._pinned_blocks = 0
+        self._left_out = 0
+        self._since = 0.0
+        self.null_block_id = 0
+
+    def bind(self, block_pool: Any) -> None:
+        self._pool = block_pool
+        self.null_block_id = block_pool.null_block.block_id
+
+    @property
+    def held(self) -> bool:
+        return bool(self._jobs)
+
+    @property
+    def end_soon(self) -> bool:
+        """Whether waiting for pins beats preempting a request: there are some, and they are young."""
+        return bool(self._jobs) and self._clock.monotonic() - self._since < _SOON_SECONDS
+
+    def pin(self, groups: Iterable[Iterable[int]]) -> int | None:
+        """Pins the blocks of every group; the job's number, or None when too many are pinned already."""
+        blocks = [self._pool.blocks[block] for group in groups for block in group]
+        if self._pinned_blocks + len(blocks) > MAX_PINNED_FRACTION * len(self._pool.blocks):
+            self._left_out += 1
+            if self._left_out == 1:
+                log.warning("Stores lag behind the engine: some prompts are not stored (said once)")
+            return None
+        self._pool.touch(blocks)
+        if not self._jobs:
+            self._since = self._clock.monotonic()
+        job = self._next_job
+        self._next_job += 1
+        self._jobs[job] = _Job(blocks, self._workers)
+        self._pinned_blocks += len(blocks)
+        return job
+
+    def ended(self, reports: Mapping[int, int]) -> None:
+        """Workers have stopped reading; the last one's report gives the blocks back."""
+        for number, count in reports.items():
+            job = self._jobs.get(number)
+            if job is None:
+                continue
+            job.reports_missing -= count
+            if job.reports_missing <= 0:
+                del self._jobs[number]
+                self._pinned_blocks -= len(job.blocks)
+                # The pool evicts in this order, and a prefix is worth more than what follows it.
+                self._pool.free_blocks(reversed(job.blocks))
+                self._since = self._clock.monotonic()

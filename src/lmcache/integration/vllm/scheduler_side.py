@@ -1,0 +1,346 @@
+"""The half of the connector that lives in vLLM's scheduler: decides what is loaded and stored, and by which blocks.
+
+Every step asks it about waiting requests, so nothing here waits beyond a small budget a step. Rules that the rest
+relies on:
+
+- A load is announced to vLLM as asynchronous. vLLM keeps its blocks until every worker has reported the end of the
+  copy, also when the request is aborted; the lease on the source is kept as long.
+- The source blocks of a store are pinned in vLLM's block pool until every worker has reported that it reads them no
+  more. So no preemption, abort or sliding window can hand them to another request meanwhile, and nobody has to wait
+  for a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lmcache.clock import Clock, SystemClock
+from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
+from lmcache.integration.vllm.groups import CacheGroup
+from lmcache.integration.vllm.identity import is_cacheable, request_identity
+from lmcache.integration.vllm.lookup import Asker, Progress, Question
+from lmcache.integration.vllm.orders import GroupLoad, LoadOrder, StepOrders, StoreOrder, WorkerReport
+from lmcache.integration.vllm.pins import Pins
+from lmcache.protocol.tokens import pack_tokens
+
+if TYPE_CHECKING:
+    from lmcache.client.client import Client
+
+log = logging.getLogger("lmcache.vllm")
+
+STEP_WAIT_SECONDS = 0.002  # all lookups of one scheduler step together
+LOOKUP_PATIENCE_SECONDS = 0.004  # while other requests run, wait only for a lookup younger than this
+NOT_WRITTEN = -1
+
+
+@dataclass
+class _Request:
+    question: Question
+    prompt_tokens: int
+    stored_chunks: int = 0  # stored, being stored, or not to be stored
+    chunks_in_l1: int = 0  # of the hit that is being loaded
+    hit_chunks: int = 0
+    loading_lease: int = 0
+    loading_blocks: frozenset[int] = frozenset()
+    loading: bool = False
+    load_failed: bool = False
+    unreadable: set[int] = field(default_factory=set)  # chunks of the load that were not what their keys say
+    finished: bool = False
+
+
+class SchedulerSide:
+    def __init__(
+        self,
+        client: Client,
+        *,
+        instance_id: str,
+        groups: Sequence[CacheGroup],
+        ranks: int,
+        workers: int,
+        clock: Clock | None = None,
+    ) -> None:
+        """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV."""
+        self._clock = clock or SystemClock()
+        self._client = client
+        self._groups = tuple(groups)
+        self._ranks = ranks
+        self._asker = Asker(client, instance_id, self._clock)
+        self._pins = Pins(workers, self._clock)
+        self._requests: dict[str, _Request] = {}
+        self._storing: dict[str, _Request] = {}  # those whose prompt has chunks that are not stored yet
+        self._loads: list[LoadOrder] = []
+        self._step_wait_seconds = STEP_WAIT_SECONDS
+        self._engine_busy = False
+        self._block_table: Any = None
+
+    def bind(self, block_pool: Any, block_table: Any) -> None:
+        """`block_table(request id)` gives the block ids of each group."""
+        self._pins.bind(block_pool)
+        self._block_table = block_table
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+    def on_new_request(self, request: Any) -> None:
+        """Asks early, so that the answer is here when the request is scheduled."""
+        prompt = request.prompt_token_ids
+        if request.request_id in self._requests or not is_cacheable(request):
+            return
+        salt = request.cache_salt or ""
+        if (
+            len(prompt) > MAX_TOKENS_PER_SESSION
+            or len(request.request_id.encode()) > MAX_NAME_BYTES
+            or len(salt.encode()) > MAX_NAME_BYTES
+        ):
+            return
+        hello = self._client.hello
+        if hello is not None and len(prompt) < hello.chunk_tokens:
+            return
+        question = Question(
+            request.request_id,
+            salt,
+            request_identity(request),
+            pack_tokens(prompt),
+            tuple(request.mm_features),
+        )
+        state = self._requests[request.request_id] = _Request(question, len(prompt))
+        self._ask(state)
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens beyond `computed_tokens` that will be loaded, asynchronously); (None, False): not known yet."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.load_failed or state.loading or request.skip_reading_prefix_cache:
+            return 0, False
+        question = state.question
+        if question.reply is not None and question.hello is not self._client.hello:
+            question.reply = None  # its server is gone
+        if question.given_up:
+            return 0, False
+        if question.reply is None and question.pending is None and not self._ask(state):
+            return 0, False
+        if question.reply is None:
+            progress = self._settle(question)
+            if progress is Progress.WAITING:
+                return None, False
+            if progress is Progress.FAILED:
+                question.given_up = True
+                return 0, False
+        hit_tokens = self._hit_tokens(state)
+        external_tokens = hit_tokens - computed_tokens
+        if external_tokens <= 0:
+            return 0, False
+        return external_tokens, True
+
+    def _ask(self, state: _Request) -> bool:
+        former = state.question.hello
+        if not self._asker.ask(state.question):
+            return False
+        if state.question.hello is not former:  # a server that holds nothing of this request, perhaps in other chunks
+            state.stored_chunks = 0
+            self._storing[state.question.request_id] = state
+        return True
+
+    def _settle(self, question: Question) -> Progress:
+        """Within what is left of this step's budget for waiting."""
+        started = self._clock.monotonic()
+        wait_seconds = self._step_wait_seconds
+        if self._engine_busy:
+            wait_seconds = min(wait_seconds, question.sent_at + LOOKUP_PATIENCE_SECONDS - started)
+        progress = self._asker.settle(question, max(0.0, wait_seconds))
+        self._step_wait_seconds = max(0.0, self._step_wait_seconds - (self._clock.monotonic() - started))
+        return progress
+
+    def _hit_tokens(self, state: _Request) -> int:
+        reply, hello = state.question.reply, state.question.hello
+        assert reply is not None and hello is not None
+        slots = self._ranks * len(self._groups) * reply.chunks
+        if (
+            reply.chunks * hello.chunk_tokens > state.prompt_tokens
+            or len(reply.hashes) < reply.chunks * CHUNK_HASH_BYTES
+            or len(reply.slots) != slots * 8
+        ):
+            log.error("The answer to the lookup of request %s does not add up: ignored", state.question.request_id)
+            return 0
+        return reply.chunks * hello.chunk_tokens
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+    def after_allocation(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+        state = self._requests.get(request.request_id)
+        if state is None or state.question.reply is None:
+            return
+        question, reply = state.question, state.question.reply
+        assert question.hello is not None and reply is not None
+        state.stored_chunks = max(state.stored_chunks, reply.chunks)
+        if external_tokens <= 0:
+            self._asker.give_back(question)
+            return
+        chunk_tokens = question.hello.chunk_tokens
+        start_token = reply.chunks * chunk_tokens - external_tokens
+        loads = [
+            _group_load(group, ids, start_token, reply.chunks, chunk_tokens, self._pins.null_block_id)
+            for group, ids in zip(self._groups, block_ids, strict=True)
+        ]
+        self._loads.append(
+            LoadOrder(
+                question.request_id,
+                question.boot_token,
+                question.cache_salt,
+                reply.chunks,
+                reply.hashes,
+                reply.slots,
+                tuple(loads),
+            )
+        )
+        state.loading = True
+        state.hit_chunks, state.chunks_in_l1 = reply.chunks, reply.chunks_l1
+        state.loading_lease = reply.lease
+        state.loading_blocks = frozenset(
+            block for load in loads for block in array("q", load.blocks) if block != NOT_WRITTEN
+        )
+        question.reply = None
+
+    def tokens_not_in_l1(self, request_id: str) -> int:
+        """Of the hit that a request is loading, how many tokens L1 did not have when it was asked."""
+        state = self._requests.get(request_id)
+        if state is None or not state.loading or state.question.hello is None:
+            return 0
+        return (state.hit_chunks - state.chunks_in_l1) * state.question.hello.chunk_tokens
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+    def step_orders(self, scheduler_output: Any) -> StepOrders:
+        orders = StepOrders(loads=self._loads)
+        self._loads = []
+        self._step_wait_seconds = STEP_WAIT_SECONDS
+        self._engine_busy = scheduler_output.total_num_scheduled_tokens > 0
+        if self._storing:
+            for request_id, computed_tokens in _computed_after_step(scheduler_output):
+                state = self._storing.get(request_id)
+                if state is None:
+                    continue
+                try:
+                    order = self._store_order(request_id, state, computed_tokens)
+                except Exception:  # the root of one request's store: it must not cost the engine its step
+                    log.exception("Request %s is not stored", request_id)
+                    self._storing.pop(request_id, None)
+                    continue
+                if order is not None:
+                    orders.stores.append(order)
+        return orders
+
+    def _store_order(self, request_id: str, state: _Request, computed_tokens: int) -> StoreOrder | None:
+        """The chunks that this step completes, with their blocks pinned."""
+        question = state.question
+        if not question.hashes and question.pending is not None:
+            self._asker.settle(question)
+        if not question.hashes or question.hello is None or question.hello is not self._client.hello:
+            return None
+        chunk_tokens = question.hello.chunk_tokens
+        if computed_tokens >= state.prompt_tokens // chunk_tokens * chunk_tokens:
+            del self._storing[request_id]
+        first = state.stored_chunks
+        end = min(computed_tokens, state.prompt_tokens) // chunk_tokens
+        end = min(end, len(question.hashes) // CHUNK_HASH_BYTES)
+        if end <= first:
+            return None
+        state.stored_chunks = end
+        blocks = []
+        for group, ids in zip(self._groups, self._block_table(request_id), strict=True):
+            per_chunk = chunk_tokens // group.block_tokens
+            blocks.append(array("q", ids[first * per_chunk : end * per_chunk]))
+        if any(self._pins.null_block_id in group_blocks for group_blocks in blocks):
+            return None  # found in the engine's own cache with its window only: there is nothing whole to store
+        job = self._pins.pin(blocks)
+        if job is None:
+            return None
+        hashes = question.hashes[first * CHUNK_HASH_BYTES : end * CHUNK_HASH_BYTES]
+        return StoreOrder(
+            job, question.boot_token, question.cache_salt, hashes, tuple(group.tobytes() for group in blocks)
+        )
+
+    def step_ended(self, output: Any) -> None:
+        """Takes what the workers reported. A load has ended when all have said so; failures may come earlier."""
+        report = output.kv_connector_worker_meta or WorkerReport()
+        self._pins.ended(report.ended_stores)
+        for request_id, chunks in report.unreadable.items():
+            if request_id in self._requests:
+                self._requests[request_id].unreadable |= chunks
+        if output.invalid_block_ids:
+            for loading in self._requests.values():
+                if loading.loading and not loading.loading_blocks.isdisjoint(output.invalid_block_ids):
+                    loading.load_failed = True
+        for request_id in output.finished_recving or ():
+            state = self._requests.get(request_id)
+            if state is not None and state.loading:
+                self._load_ended(request_id, state, request_id in output.failed_recving)
+
+    def _load_ended(self, request_id: str, state: _Request, failed: bool) -> None:
+        state.loading = False
+        state.load_failed |= failed
+        self._asker.release(state.loading_lease, state.unreadable)
+        if state.unreadable:  # the server drops those; what is computed in their place is stored
+            state.stored_chunks = min(state.unreadable)
+            self._storing[request_id] = state
+            state.unreadable = set()
+        if state.finished:
+            self._forget(request_id, state)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+    def request_finished(self, request_id: str) -> None:
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        state.finished = True
+        self._storing.pop(request_id, None)
+        if not state.loading:
+            self._forget(request_id, state)
+
+    def _forget(self, request_id: str, state: _Request) -> None:
+        del self._requests[request_id]
+        self._asker.end(state.question)
+
+    @property
+    def has_pins(self) -> bool:
+        return self._pins.held
+
+    @property
+    def pins_end_soon(self) -> bool:
+        return self._pins.end_soon
+
+    def close(self) -> None:
+        self._asker.close()
+
+
+def _group_load(
+    group: CacheGroup, ids: Sequence[int], start_token: int, end_chunk: int, chunk_tokens: int, null_block_id: int
+) -> GroupLoad:
+    """Blocks of the chunks from the one with `start_token`; leading chunks without a block to write are left out."""
+    per_chunk = chunk_tokens // group.block_tokens
+    first_chunk = start_token // chunk_tokens
+    blocks = array("q", ids[first_chunk * per_chunk : end_chunk * per_chunk])
+    for index in range(start_token // group.block_tokens - first_chunk * per_chunk):
+        blocks[index] = NOT_WRITTEN
+    if not group.keeps_all_blocks:
+        for index, block in enumerate(blocks):
+            if block == null_block_id:
+                blocks[index] = NOT_WRITTEN
+        skipped = next((i for i, block in enumerate(blocks) if block != NOT_WRITTEN), len(blocks)) // per_chunk
+        first_chunk += skipped
+        del blocks[: skipped * per_chunk]
+    return GroupLoad(first_chunk, blocks.tobytes())
+
+
+def _computed_after_step(scheduler_output: Any) -> Iterator[tuple[str, int]]:
+    """(request id, tokens whose KV the engine holds once this step has run) of every scheduled request."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    for new in scheduler_output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, computed_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, computed_tokens + scheduled[request_id]
+
+
+assert sys.byteorder == "little", "block ids and slots travel as the machine's own 64-bit integers"

@@ -1,0 +1,61 @@
+"""What `kv_connector_extra_config` says."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache.errors import ConfigError
+from lmcache.transport.address import connect_endpoint
+
+log = logging.getLogger("lmcache.vllm")
+
+_PREFIX = "lmcache."
+_HOST, _PORT = "lmcache.mp.host", "lmcache.mp.port"
+_TIMEOUT, _HEARTBEAT = "lmcache.mp.mq_timeout", "lmcache.mp.heartbeat_interval"
+SHORT_START_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class ConnectorSettings:
+    """`mq_timeout_seconds` is None unless it was written down: then start-up insists on the server, and fails past it.
+
+    Otherwise start-up waits `SHORT_START_SECONDS` for a server and goes on without one until it appears.
+    """
+
+    url: str = "tcp://127.0.0.1:5555"
+    mq_timeout_seconds: float | None = None
+    heartbeat_interval_seconds: float = 10.0
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
+        """ConfigError names the key and what it may be."""
+        known = (_HOST, _PORT, _TIMEOUT, _HEARTBEAT)
+        for key in extra:
+            if key.startswith(_PREFIX) and key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}."
+                log.warning("kv_connector_extra_config has a key that means nothing here: %s%s", key, hint)
+        port = extra.get(_PORT, 5555)
+        try:
+            port = int(port)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{_PORT} is {port!r}; it must be a port from 1 to 65535.") from None
+        return cls(
+            url=connect_endpoint(str(extra.get(_HOST, "tcp://localhost")), port),
+            mq_timeout_seconds=_seconds(extra, _TIMEOUT) if _TIMEOUT in extra else None,
+            heartbeat_interval_seconds=_seconds(extra, _HEARTBEAT) if _HEARTBEAT in extra else 10.0,
+        )
+
+
+def _seconds(extra: Mapping[str, Any], key: str) -> float:
+    try:
+        seconds = float(extra[key])
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(f"{key} is {extra[key]!r}; it must be a number of seconds above 0.")
+    return seconds

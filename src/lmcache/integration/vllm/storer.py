@@ -1,0 +1,198 @@
+"""Stores in the background: slots from the server, the copy, the commit. The forward pass never waits for any of it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.errors import LMCacheError, ServerUnavailable
+from lmcache.integration.vllm.attachment import Attachment, CopyJob, WorkerIdentity
+from lmcache.integration.vllm.orders import StoreOrder
+from lmcache.protocol.messages import Commit, Reserve, ReserveReply
+
+if TYPE_CHECKING:
+    from lmcache.client.client import Client
+    from lmcache.transport.client import Pending
+
+log = logging.getLogger("lmcache.vllm")
+
+RESERVE_SECONDS = 1.0  # source blocks are pinned meanwhile
+COMMIT_SECONDS = 5.0
+_LATE_SECONDS = 60.0
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Unsettled:
+    """A reservation that the server still has to be told about, in the server life that made it."""
+
+    boot_token: bytes
+    written: bytes
+    reservation: int = 0
+    pending: Pending[ReserveReply] | None = None  # the answer that names the reservation is still to come
+
+
+class Storer:
+    """One thread. `ended` counts the orders whose source blocks are no longer read, whatever became of them."""
+
+    def __init__(
+        self,
+        client: Client,
+        identity: WorkerIdentity,
+        attachment: Callable[[], Attachment | None],
+        register_again: Callable[[], None],
+    ) -> None:
+        """`register_again` makes the server drop whatever this worker has reserved and does not know of."""
+        self._client = client
+        self._identity = identity
+        self._attachment = attachment
+        self._register_again = register_again
+        self._orders: queue.SimpleQueue[StoreOrder | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._ended: Counter[int] = Counter()
+        self._running = 0
+        self._closing = False
+        self._unsettled: list[_Unsettled] = []
+        self._thread = threading.Thread(target=self._run, name="lmcache-store", daemon=True)
+        self._thread.start()
+
+    def submit(self, order: StoreOrder) -> None:
+        if not self._identity.stores or self._closing:
+            self._end(order.job, accepted=False)
+            return
+        with self._changed:
+            self._running += 1
+        self._orders.put(order)
+
+    @property
+    def busy(self) -> bool:
+        return self._running > 0
+
+    def take_ended(self) -> Counter[int]:
+        with self._changed:
+            ended, self._ended = self._ended, Counter()
+        return ended
+
+    def wait_ended(self, seconds: float) -> None:
+        """Until some order has ended, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended, seconds)
+
+    def close(self, drain_seconds: float) -> None:
+        """Ends what is queued as far as time allows. Idempotent."""
+        self._closing = True
+        self._orders.put(None)
+        self._thread.join(drain_seconds)
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        while True:
+            try:
+                order = self._orders.get(timeout=_RETRY_SECONDS if self._unsettled else None)
+            except queue.Empty:
+                order = None
+            try:
+                if order is not None:
+                    self._store(order)
+                elif self._closing:
+                    return
+                else:
+                    self._settle_all()
+            except LMCacheError as error:
+                log.debug("A store was given up: %s", error)
+            except Exception:
+                log.exception("A store failed")
+
+    def _store(self, order: StoreOrder) -> None:
+        reserved: _Unsettled | None = None
+        try:
+            reserved = self._reserve_and_copy(order)
+        finally:
+            self._end(order.job)
+        if reserved is not None:
+            self._commit(reserved)
+
+    def _reserve_and_copy(self, order: StoreOrder) -> _Unsettled | None:
+        """Returns when the source blocks are no longer read; what is to be committed then."""
+        attachment = self._attachment()
+        if attachment is None or attachment.boot_token != order.boot_token:
+            raise ServerUnavailable("the server that it was meant for is gone")
+        identity = self._identity
+        message = Reserve(identity.instance_id, identity.worker_id, order.cache_salt, order.hashes)
+        pending = self._client.submit("reserve", message, _LATE_SECONDS)
+        nothing = bytes(len(order.blocks) * (len(order.hashes) // CHUNK_HASH_BYTES))
+        if not pending.wait(RESERVE_SECONDS):
+            self._unsettled.append(_Unsettled(order.boot_token, nothing, pending=pending))
+            raise ServerUnavailable("no slots were handed out in time")
+        try:
+            reply = pending.result()
+        except ServerUnavailable:
+            self._unsettled.append(_Unsettled(order.boot_token, nothing, pending=pending))
+            raise
+        if reply.reservation == 0:
+            return None
+        try:
+            jobs = attachment.submit_store(order, reply.slots)
+            written = b"".join(_result(job) for job in jobs)
+        except LMCacheError as error:
+            log.debug("Nothing was copied into %d reserved chunks: %s", len(nothing), error)
+            written = nothing
+        except Exception:
+            log.exception("A copy into L1 failed")
+            written = nothing
+        return _Unsettled(order.boot_token, written, reply.reservation)
+
+    def _commit(self, unsettled: _Unsettled) -> None:
+        if unsettled.boot_token != self._client.boot_token:
+            return
+        identity = self._identity
+        message = Commit(identity.instance_id, identity.worker_id, unsettled.reservation, unsettled.written)
+        try:
+            self._client.call("commit", message, COMMIT_SECONDS)
+        except ServerUnavailable:
+            self._unsettled.append(unsettled)
+
+    def _settle_all(self) -> None:
+        """Reservations whose commit or whose own answer did not come through: told again, dropped with their server."""
+        unsettled, self._unsettled = self._unsettled, []
+        for one in unsettled:
+            if one.boot_token != self._client.boot_token:
+                continue
+            if one.pending is None:
+                self._commit(one)
+            elif not one.pending.done():
+                self._unsettled.append(one)
+            else:
+                self._give_back(one.pending, one.written)
+
+    def _give_back(self, pending: Pending[ReserveReply], nothing: bytes) -> None:
+        """Slots that were handed out too late."""
+        boot_token = self._client.boot_token
+        try:
+            reply = pending.result()
+        except ServerUnavailable:
+            # The answer is lost, the slots perhaps not. No copy of this worker runs now: this thread makes them all.
+            self._register_again()
+            return
+        except LMCacheError:
+            return
+        if reply.reservation:
+            self._commit(_Unsettled(boot_token, nothing, reply.reservation))
+
+    def _end(self, job: int, *, accepted: bool = True) -> None:
+        with self._changed:
+            self._ended[job] += 1
+            self._running -= accepted
+            self._changed.notify_all()
+
+
+def _result(job: CopyJob) -> bytes:
+    while (result := job.wait(1.0)) is None:
+        pass
+    return result

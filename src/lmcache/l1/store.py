@@ -1,0 +1,126 @@
+"""L1 as the server sees it: the native core, the memory behind it, and the names of namespaces."""
+
+from __future__ import annotations
+
+import threading
+
+from lmcache._native import L1Core
+from lmcache.clock import Clock, SystemClock
+from lmcache.core.key import Namespace
+from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.errors import ResourceError
+from lmcache.l1.growth import GrowingCore
+from lmcache.memory.header import HEADER_BYTES
+from lmcache.memory.shared_memory import SharedMemory
+from lmcache.telemetry.metrics import Metrics
+
+
+class L1Store:
+    """`core` is called directly, with packed keys; this class knows what its integers stand for. Thread-safe."""
+
+    def __init__(
+        self, memory: SharedMemory, core: L1Core, metrics: Metrics | None = None, *, align_bytes: int = 4096
+    ) -> None:
+        """Over a core whose committed memory the caller has provided. Servers use `open`."""
+        self.memory = memory
+        self.core = core
+        self.align_bytes = align_bytes
+        self._metrics = metrics
+        self._lock = threading.Lock()  # guards what follows
+        self._ids: dict[Namespace, int] = {}
+        self._namespaces: dict[int, Namespace] = {}
+        self._published = {"evicted_objects": 0, "allocation_failures": 0}
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        capacity_bytes: int,
+        boot_token: bytes,
+        *,
+        policy: str,
+        align_bytes: int = 4096,
+        init_bytes: int | None = None,
+        hugepages: bool = False,
+        metrics: Metrics | None = None,
+        clock: Clock | None = None,
+    ) -> L1Store:
+        """Makes shared memory `name` for `capacity_bytes` of slots. ResourceError when the machine does not give it.
+
+        With `init_bytes` L1 is lazy: that much is prepared in the background, more as it fills. None takes all of it
+        before this returns.
+        """
+        first_offset = max(HEADER_BYTES, align_bytes)
+        memory = SharedMemory.create(name, first_offset + capacity_bytes, boot_token, hugepages=hugepages)
+        try:
+            core = GrowingCore(memory, capacity_bytes, first_offset, align_bytes, policy, clock or SystemClock())
+            if init_bytes is None:
+                core.commit_all()
+            else:
+                core.start(init_bytes)
+        except BaseException:
+            memory.close()
+            raise
+        return cls(memory, core, metrics, align_bytes=align_bytes)
+
+    def close(self) -> None:
+        """Stops growth and gives the memory back; removes the file if this process made it. Idempotent."""
+        if isinstance(self.core, GrowingCore):
+            self.core.stop()
+        self.memory.close()
+
+    def namespace_id(self, namespace: Namespace) -> int:
+        """The number that the core uses for it, the same every time."""
+        with self._lock:
+            known = self._ids.get(namespace)
+            if known is not None:
+                return known
+            try:
+                number = self.core.intern(namespace.digest, namespace.cache_salt)
+            except ValueError as error:
+                raise ResourceError(f"L1 cannot name another namespace: {error}; restart the server") from error
+            self._ids[namespace] = number
+            self._namespaces[number] = namespace
+            return number
+
+    def namespace(self, number: int) -> Namespace:
+        """What `namespace_id` was given. KeyError for a number that it never returned."""
+        with self._lock:
+            return self._namespaces[number]
+
+    def address_of(self, offset: int) -> int:
+        """Where an offset from the core lies in this process."""
+        return self.memory.address + offset
+
+    def frame_bytes(self, payload_bytes: int) -> int:
+        """Size of the slot that holds such a payload: header and payload, rounded up to the alignment."""
+        return -(-(FRAME_HEADER_BYTES + payload_bytes) // self.align_bytes) * self.align_bytes
+
+    def stats(self) -> dict[str, int]:
+        """The core's figures; brings the metrics up to date on the way."""
+        with self._lock:
+            stats = self.core.stats()
+            if self._metrics is not None:
+                self._publish(self._metrics, stats)
+        return stats
+
+    def _publish(self, metrics: Metrics, stats: dict[str, int]) -> None:
+        metrics.l1_memory_usage_bytes.set(stats["used_bytes"])
+        metrics.l1_usage_ratio.set(stats["used_bytes"] / stats["capacity_bytes"])
+        metrics.quarantined_bytes.set(stats["quarantined_bytes"])
+        for counter, name in (
+            (metrics.l1_evicted, "evicted_objects"),
+            (metrics.l1_allocation_failure, "allocation_failures"),
+        ):
+            counter.inc(stats[name] - self._published[name])
+            self._published[name] = stats[name]
+
+    def check_idle(self) -> None:
+        """AssertionError or RuntimeError unless L1 is consistent and nobody holds or writes anything."""
+        self.core.check()
+        stats = self.core.stats()
+        held = {
+            name: stats[name] for name in ("leases", "leased_objects", "reservations", "staged", "quarantined_bytes")
+        }
+        assert not any(held.values()), f"L1 is not idle: {held}"
+        assert stats["used_bytes"] + stats["free_bytes"] == stats["committed_bytes"], f"L1 lost memory: {stats}"

@@ -1,0 +1,105 @@
+"""The contract of an L2 adapter: seven coroutines that move whole frames between memory and one backend.
+
+An adapter moves bytes and nothing else. Deadlines, retries, the circuit breaker, limits on concurrency, capacity,
+accounting, eviction and draining are the runner's (l2/runner.py), and so they are the same for every adapter.
+`lmcache.testing.adapter_contract` checks an implementation.
+
+Rules:
+- All methods run on one asyncio loop and never block it.
+- Buffers belong to the caller. An adapter may touch them until the coroutine returns and never afterwards. A coroutine
+  is never cancelled by the runner: one that is late is left alone until it ends.
+- A buffer holds one frame (docs/formats/frame.md), 4 KiB aligned, its length a multiple of 4 KiB.
+- Keys are distinct within a call and in prefix order. When the process dies in the middle of `store`, what is there
+  afterwards should be a prefix of the keys.
+- Expected things are outcomes. What concerns the whole call (no connection, no permission) is an AdapterError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmcache.core.key import ObjectKey
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the backend may hold and what an object costs there."""
+
+    limit_bytes: int | None = None  # None: not bounded by configuration
+    unit_bytes: int = 1  # an object is charged its size rounded up to this ...
+    object_overhead_bytes: int = 0  # ... plus this (its directory entry, say)
+
+    def charge(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.unit_bytes) * self.unit_bytes + self.object_overhead_bytes
+
+
+class Inventory(Protocol):
+    """How an adapter tells what its backend holds apart from what was stored through it."""
+
+    def found(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
+        """Objects and their sizes in bytes, youngest first, each call older than the one before. Known ones are
+        ignored."""
+        ...
+
+    def known(self) -> list[ObjectKey]:
+        """Every object that counts as held."""
+        ...
+
+    def lost(self, keys: Sequence[ObjectKey]) -> None:
+        """Objects that are gone without having been deleted through this adapter."""
+        ...
+
+    def complete(self) -> None:
+        """Everything that the backend held at `open` has been told. Bounded stores wait for this. Call it once, also
+        when the search failed or there was nothing to find."""
+        ...
+
+
+class Adapter(Protocol):
+    @property
+    def capacity(self) -> Capacity:
+        """Constant after open()."""
+        ...
+
+    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+        """Bytes that other things than objects take (folders, quarantine) once `upcoming` are stored too."""
+        ...
+
+    def status(self) -> dict[str, int]:
+        """Figures of its own for operators; `buffered_fallbacks` is exposed as a metric too."""
+        ...
+
+    async def open(self, inventory: Inventory) -> None:
+        """Checks that the backend can be used, else ConfigError or ResourceError with one sentence. Must be quick: what
+        takes time (searching for objects) goes on in the background."""
+        ...
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        """An object becomes visible complete or not at all. FULL (or CapacityError, for all of them) means that the
+        backend has no room."""
+        ...
+
+    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        """Fills each buffer with the frame of its key. LOADED promises bytes, not that they verify. CORRUPT: certainly
+        not a frame that fits; it has been moved aside or deleted."""
+        ...
+
+    async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        """Size in bytes of each object, None where there is none. Asks the backend: another server may have stored."""
+        ...
+
+    async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
+        """True where the object is gone now, also if it never was. `corrupt`: its frame did not verify; move it aside
+        for inspection where the backend can."""
+        ...
+
+    async def clear(self) -> tuple[int, int]:
+        """Deletes every object that the backend holds, known or not: (objects, bytes)."""
+        ...
+
+    async def close(self) -> None:
+        """Ends background work and gives everything back. Idempotent. Called when no operation runs."""
+        ...

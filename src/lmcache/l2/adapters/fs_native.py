@@ -1,0 +1,373 @@
+"""One file an object, moved by native threads (docs/formats/files.md).
+
+The name of a file is its whole key, so a lookup of something that another server stored is a stat. What the folder
+holds is found by a scan in the background; until it has ended lookups work the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from array import array
+from collections.abc import Sequence
+
+from lmcache.core.frame import parse_header
+from lmcache.core.key import ObjectKey
+from lmcache.core.limits import FRAME_ALIGN_BYTES, FRAME_HEADER_BYTES
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.errors import ConfigError, ResourceError
+from lmcache.l2.adapter import Capacity, Inventory
+from lmcache.l2.adapters import folder
+from lmcache.l2.adapters.writers import Writer
+from lmcache.l2.background import in_thread
+from lmcache.l2.config import AdapterConfig
+from lmcache.l2.keys import Key, switch, text, text_or_empty, whole
+from lmcache.l2.native_files import NativeFiles, Results
+
+log = logging.getLogger("lmcache.l2")
+
+KEYS = (
+    Key("base_path", text),
+    Key("num_workers", whole(1, 1024), 4),
+    Key("relative_tmp_dir", text_or_empty, ""),
+    Key("use_odirect", switch, False),
+    Key("read_ahead_size", whole(1, 1 << 40), None),
+)
+
+DIRECTORY_ENTRY_BYTES = (
+    256  # of an object in its folder, generously: name, temporary name, half-filled directory blocks
+)
+WATCH_SECONDS = 30.0
+WATCH_MAX_SECONDS = 300.0  # below writers.SILENT_SECONDS: watching is also how others know that this server lives
+SCAN_SHARE = 50  # a scan is followed by this many times its duration without one
+MAX_UNREMOVABLE = 65_536
+INVENTORY_SLICE = 4096
+UNLINK_SLICE = 4096
+TAILS_RETRIED = 3
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_FOREIGN = {errno.EINVAL, errno.ELOOP, errno.EISDIR}
+
+
+class FsNativeAdapter:
+    def __init__(self, config: AdapterConfig) -> None:
+        settings = config.settings
+        self.capacity = Capacity(config.capacity_bytes)
+        self._name = config.name
+        self._where = config.where
+        self._base = os.path.abspath(settings["base_path"])
+        self._tmp = _checked_tmp(settings["relative_tmp_dir"], config.where)
+        self._threads: int = settings["num_workers"]
+        self._use_odirect: bool = settings["use_odirect"]
+        self._read_ahead_bytes: int = settings["read_ahead_size"] or 0
+        self._folders: set[str] = set()
+        self._namespaces: set[bytes] = set()
+        self._other_bytes = 0  # quarantine and files of namespaces that nobody can name
+        self._unremovable: set[ObjectKey] = set()  # corrupt, and the folder does not let them go
+        self._said: set[int] = set()
+        self._sequence = 0
+        self._shared = False
+        self._stopping = False
+        self._said_buffered = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+        for key in upcoming:
+            self._folders.add(folder.object_folder(key.namespace.digest.hex(), key.chunk_hash.hex()))
+            self._namespaces.add(key.namespace.digest)
+        fixed = 6  # base, temporary files, .lmcache, its writers, this writer's file, quarantine
+        return (fixed + len(self._namespaces) + len(self._folders)) * folder.FOLDER_BYTES + self._other_bytes
+
+    def status(self) -> dict[str, int]:
+        return {"buffered_fallbacks": self.buffered_fallbacks} if self._watcher else {}
+
+    @property
+    def buffered_fallbacks(self) -> int:
+        return self._writes.buffered_fallbacks + self._reads.buffered_fallbacks
+
+    async def open(self, inventory: Inventory) -> None:
+        try:
+            self._writer = await in_thread("l2-open", self._prepare)
+        except OSError as error:
+            raise ResourceError(
+                f"{self._where}: cannot write to the folder {self._base}: {error.strerror or error}; "
+                "make it writable for this user or choose another base_path."
+            ) from None
+        unit_bytes = self._writer.unit_bytes()
+        self.capacity = Capacity(self.capacity.limit_bytes, unit_bytes, DIRECTORY_ENTRY_BYTES)
+        # Lookups and loads have threads of their own: an engine waits for them, and nobody waits for stores.
+        self._writes = self._files()
+        self._reads = self._files()
+        self._inventory = inventory
+        self._watcher = asyncio.get_running_loop().create_task(self._watch(), name=f"{self._name}-watch")
+
+    def _files(self) -> NativeFiles:
+        return NativeFiles(
+            self._threads,
+            use_odirect=self._use_odirect,
+            block_bytes=FRAME_ALIGN_BYTES,
+            read_ahead_bytes=self._read_ahead_bytes,
+        )
+
+    def _prepare(self) -> Writer:
+        os.makedirs(self._base, mode=folder.FOLDER_MODE, exist_ok=True)
+        temporary = folder.make(self._base, self._tmp)
+        writer = Writer(self._base)
+        try:
+            # Both folders must take files, and be one file system: publishing is a rename.
+            trial = os.path.join(temporary, f"{writer.id}.0.tmp")
+            os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660))
+            target = os.path.join(self._base, folder.OWN_FOLDER, f"{writer.id}.trial")
+            try:
+                os.rename(trial, target)
+            except OSError:
+                os.unlink(trial)
+                raise
+            os.unlink(target)
+            # Without the right to list it, nothing could be recovered or evicted.
+            os.listdir(self._base)
+        except OSError:
+            writer.close()
+            raise
+        return writer
+
+    # ---- objects -----------------------------------------------------------------------------------------------------
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        outcomes = [StoreOutcome.FAILED] * len(keys)
+        todo = list(range(len(keys)))
+        if self._shared:
+            sizes = await self.probe(keys)
+            there = [index for index in todo if sizes[index] == buffers[index].nbytes]
+            for index in there:
+                outcomes[index] = StoreOutcome.ALREADY_THERE
+            todo = [index for index in todo if outcomes[index] is StoreOutcome.FAILED]
+        paths = [self._path(key) for key in keys]
+        for _ in range(1 + TAILS_RETRIED):
+            if not todo:
+                break
+            written, errors = await self._writes.write(
+                [paths[index] for index in todo],
+                [self._temporary(paths[index]) for index in todo],
+                [buffers[index] for index in todo],
+            )
+            self._note_fallbacks()
+            stored = sum(1 for result in written if result >= 0)
+            for index in todo[:stored]:
+                outcomes[index] = StoreOutcome.STORED
+            if stored == len(todo):
+                self._said.clear()
+                break
+            fault = next((error for error in errors if error not in (0, errno.ECANCELED)), errno.EIO)
+            if fault in _NO_ROOM:
+                for index in todo[stored:]:
+                    outcomes[index] = StoreOutcome.FULL
+                break
+            self._say(fault, "write", paths[todo[stored]])
+            # What follows the one that failed was not written, so that no batch leaves a hole unasked.
+            todo = todo[stored + 1 :]
+        return outcomes
+
+    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        paths = [self._path(key) for key in keys]
+        moved, errors = await self._reads.read(paths, buffers)
+        self._note_fallbacks()
+        outcomes = []
+        for index, (result, error) in enumerate(zip(moved, errors, strict=True)):
+            if error == 0:
+                fits = result == buffers[index].nbytes or _is_whole_frame(buffers[index], result)
+                outcomes.append(LoadOutcome.LOADED if fits else LoadOutcome.CORRUPT)
+            elif error in (errno.ENOENT, errno.ENOTDIR):
+                outcomes.append(LoadOutcome.MISSING)
+            elif error in _FOREIGN:
+                outcomes.append(LoadOutcome.CORRUPT)
+            else:
+                self._say(error, "read", paths[index])
+                outcomes.append(LoadOutcome.FAILED)
+        corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
+        if corrupt:
+            await self.delete(corrupt, corrupt=True)
+        return outcomes
+
+    async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        sizes, errors = await self._reads.stat([self._path(key) for key in keys])
+        found: list[int | None] = []
+        for key, size, error in zip(keys, sizes, errors, strict=True):
+            there = error == 0 and key not in self._unremovable
+            found.append(size if there else None)
+            if error not in (0, errno.ENOENT, errno.ENOTDIR) and error not in _FOREIGN:
+                self._say(error, "look up", self._path(key))
+        return found
+
+    async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
+        if corrupt:
+            return await self._quarantine(keys)
+        return [
+            error in (0, errno.ENOENT, errno.ENOTDIR) for error in await self._unlink([self._path(k) for k in keys])
+        ]
+
+    async def clear(self) -> tuple[int, int]:
+        contents = await in_thread("l2-clear", folder.scan, self._base, self._tmp, self._is_stopping)
+        objects = size_bytes = 0
+        for namespace in contents.namespaces:
+            paths = [folder.object_path(self._base, namespace.digest_hex, h.hex()) for _, h, _ in namespace.objects]
+            errors = await self._unlink(paths)
+            for (_, _, size), error in zip(namespace.objects, errors, strict=True):
+                objects += error == 0
+                size_bytes += size if error == 0 else 0
+        return objects, size_bytes
+
+    async def close(self) -> None:
+        if self._watcher is None:
+            return
+        self._stopping = True
+        self._watcher.cancel()
+        await asyncio.gather(self._watcher, return_exceptions=True)
+        self._watcher = None
+        await self._writes.close()
+        await self._reads.close()
+        await in_thread("l2-close", self._writer.close)
+
+    # ---- names -------------------------------------------------------------------------------------------------------
+    def _path(self, key: ObjectKey) -> str:
+        return folder.object_path(self._base, key.namespace.digest.hex(), key.chunk_hash.hex())
+
+    def _temporary(self, path: str) -> str:
+        self._sequence += 1
+        name = f"{self._writer.id}.{self._sequence}.tmp"
+        if self._tmp:
+            return f"{self._base}/{self._tmp}/{name}"
+        parent, _, file = path.rpartition("/")
+        return f"{parent}/.{file[:64]}.{name}"
+
+    # ---- faults ------------------------------------------------------------------------------------------------------
+    def _say(self, error: int, act: str, path: str) -> None:
+        """One line for each kind of fault until a store succeeds again."""
+        if error not in self._said:
+            self._said.add(error)
+            log.warning("%s: cannot %s %s: %s (errno %d)", self._name, act, path, os.strerror(error), error)
+
+    def _note_fallbacks(self) -> None:
+        if not self._said_buffered and self.buffered_fallbacks:
+            self._said_buffered = True
+            log.warning(
+                "%s: O_DIRECT is not possible for some operations in %s; these go through the page cache. "
+                "Sizes or addresses do not fit the file system: see --chunk-size and --l1-align-bytes.",
+                self._name,
+                self._base,
+            )
+
+    async def _quarantine(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        def move() -> tuple[list[bool], int]:
+            names = [(key.namespace.digest.hex(), key.chunk_hash.hex()) for key in keys]
+            gone = [folder.quarantine(self._base, *name) for name in names]
+            return gone, folder.trim_quarantine(self._base)
+
+        gone, self._other_bytes = await in_thread("l2-quarantine", move)
+        if len(self._unremovable) > MAX_UNREMOVABLE:
+            self._unremovable.clear()
+        self._unremovable.update(key for key, moved in zip(keys, gone, strict=True) if not moved)
+        return gone
+
+    async def _unlink(self, paths: Sequence[str]) -> array[int]:
+        errors = array("i")
+        for start in range(0, len(paths), UNLINK_SLICE):
+            results: Results = await self._writes.unlink(paths[start : start + UNLINK_SLICE])
+            errors.extend(results[1])
+        return errors
+
+    # ---- what the folder holds ---------------------------------------------------------------------------------------
+    def _is_stopping(self) -> bool:
+        return self._stopping
+
+    async def _watch(self) -> None:
+        """Scans once, then again as long as other servers write here too."""
+        scan_seconds = await self._scan_or_say()
+        self._inventory.complete()
+        while True:
+            await asyncio.sleep(min(max(WATCH_SECONDS, SCAN_SHARE * scan_seconds), WATCH_MAX_SECONDS))
+            before = self._shared
+            try:
+                self._shared = bool(await in_thread("l2-watch", self._writer.others))
+            except OSError as error:
+                self._say(error.errno or errno.EIO, "search", self._base)
+            if self._shared or before:
+                scan_seconds = await self._scan_or_say()
+
+    async def _scan_or_say(self) -> float:
+        """How long it took."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            await self._scan()
+        except Exception as error:  # the root of a task: the adapter serves without an inventory, by stat
+            log.warning("%s: the folder %s could not be searched: %s", self._name, self._base, error)
+        return loop.time() - started
+
+    async def _scan(self) -> None:
+        known = self._inventory.known()
+        contents, quarantined, others = await in_thread("l2-scan", self._search)
+        self._shared = bool(others)
+        self._folders |= contents.folders
+        self._namespaces |= {bytes.fromhex(namespace.digest_hex) for namespace in contents.namespaces}
+        for fault in contents.faults[:1]:
+            log.warning("%s: %d folders could not be searched, the first: %s", self._name, len(contents.faults), fault)
+        found: list[tuple[float, ObjectKey, int]] = []
+        nameless_bytes = 0
+        for namespace in contents.namespaces:
+            if namespace.namespace is None:
+                nameless_bytes += sum(self.capacity.charge(size) for _, _, size in namespace.objects)
+                continue
+            found += [(used, ObjectKey(namespace.namespace, h), size) for used, h, size in namespace.objects]
+        self._other_bytes = quarantined + nameless_bytes
+        found.sort(key=lambda entry: entry[0], reverse=True)
+        for start in range(0, len(found), INVENTORY_SLICE):
+            self._inventory.found([(key, size) for _, key, size in found[start : start + INVENTORY_SLICE]])
+            await asyncio.sleep(0)
+        await self._report_lost(known, {key for _, key, _ in found})
+
+    def _search(self) -> tuple[folder.Contents, int, set[str]]:
+        contents = folder.scan(self._base, self._tmp, self._is_stopping)
+        # In this order: a writer that lives now may have written what the scan saw, a dead one will write no more.
+        others = self._writer.others()
+        for path, writer in contents.temporary:
+            if writer != self._writer.id and writer not in others:
+                try:
+                    os.unlink(path)
+                except FileNotFoundError:
+                    pass
+        return contents, folder.trim_quarantine(self._base), others
+
+    async def _report_lost(self, known: Sequence[ObjectKey], found: set[ObjectKey]) -> None:
+        missing = [key for key in known if key not in found]
+        for start in range(0, len(missing), INVENTORY_SLICE):
+            part = missing[start : start + INVENTORY_SLICE]  # asked again: it may have been stored during the scan
+            sizes = await self.probe(part)
+            self._inventory.lost([key for key, size in zip(part, sizes, strict=True) if size is None])
+
+
+def _is_whole_frame(buffer: memoryview, size_bytes: int) -> bool:
+    """A file of another length than the slot is right where a server with another --l1-align-bytes wrote it."""
+    try:
+        header = parse_header(buffer.cast("B")[:FRAME_HEADER_BYTES])
+    except ValueError:
+        return False
+    return size_bytes > FRAME_HEADER_BYTES and FRAME_HEADER_BYTES + header.payload_bytes <= size_bytes
+
+
+def _checked_tmp(relative: str, where: str) -> str:
+    """Inside the folder and not where objects or our own files are."""
+    normal = os.path.normpath(relative) if relative else ""
+    parts = normal.split(os.sep)
+    reserved = {folder.OWN_FOLDER, folder.QUARANTINE}
+    if os.path.isabs(normal) or ".." in parts or parts[0] in reserved or len(parts) > 2:
+        raise ConfigError(
+            f'{where}: "relative_tmp_dir" must name a folder inside base_path, at most two deep, other than '
+            f"{' and '.join(sorted(reserved))}; got {relative!r}."
+        )
+    return "" if normal == "." else normal
+
+
+def build(config: AdapterConfig) -> FsNativeAdapter:
+    return FsNativeAdapter(config)

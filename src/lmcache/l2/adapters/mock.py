@@ -1,0 +1,85 @@
+"""Keeps objects in memory behind a link of a given bandwidth. For tests of everything around an adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from lmcache.core.key import ObjectKey
+from lmcache.core.limits import GIB
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.l2.adapter import Capacity, Inventory
+from lmcache.l2.config import MAX_GB, AdapterConfig
+from lmcache.l2.keys import Key, number
+
+KEYS = (
+    Key("max_size_gb", number(0, MAX_GB, above=True)),
+    Key("mock_bandwidth_gb", number(0, MAX_GB, above=True)),
+)
+
+
+class MockAdapter:
+    def __init__(self, capacity: Capacity, bytes_per_second: float) -> None:
+        self.capacity = capacity
+        self.objects: dict[ObjectKey, bytes] = {}
+        self._bytes_per_second = bytes_per_second
+        self._link_free_at = 0.0
+
+    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+        return 0
+
+    def status(self) -> dict[str, int]:
+        return {}
+
+    async def open(self, inventory: Inventory) -> None:
+        inventory.complete()
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        await self._transfer(sum(buffer.nbytes for buffer in buffers))
+        outcomes = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            outcomes.append(StoreOutcome.ALREADY_THERE if key in self.objects else StoreOutcome.STORED)
+            self.objects.setdefault(key, bytes(buffer))
+        return outcomes
+
+    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        await self._transfer(sum(len(self.objects.get(key, b"")) for key in keys))
+        outcomes = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            frame = self.objects.get(key)
+            if frame is None:
+                outcomes.append(LoadOutcome.MISSING)
+            elif len(frame) > buffer.nbytes:
+                del self.objects[key]
+                outcomes.append(LoadOutcome.CORRUPT)
+            else:
+                buffer.cast("B")[: len(frame)] = frame
+                outcomes.append(LoadOutcome.LOADED)
+        return outcomes
+
+    async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        return [len(self.objects[key]) if key in self.objects else None for key in keys]
+
+    async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
+        for key in keys:
+            self.objects.pop(key, None)
+        return [True] * len(keys)
+
+    async def clear(self) -> tuple[int, int]:
+        cleared = len(self.objects), sum(map(len, self.objects.values()))
+        self.objects.clear()
+        return cleared
+
+    async def close(self) -> None:
+        pass
+
+    async def _transfer(self, size_bytes: int) -> None:
+        """Waits until the link, which carries one transfer after the other, has carried this one."""
+        now = asyncio.get_running_loop().time()
+        self._link_free_at = max(now, self._link_free_at) + size_bytes / self._bytes_per_second
+        await asyncio.sleep(self._link_free_at - now)
+
+
+def build(config: AdapterConfig) -> MockAdapter:
+    bytes_per_second = config.settings["mock_bandwidth_gb"] * GIB
+    return MockAdapter(Capacity(config.capacity_bytes), bytes_per_second)

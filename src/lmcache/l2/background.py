@@ -1,0 +1,40 @@
+"""Blocking calls that may hang for ever (a dead network mount) without taking the process with them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(name: str, call: Callable[..., T], *arguments: Any) -> T:
+    """Runs the call on a daemon thread of its own. For rare work: pools join their threads when the interpreter exits,
+    a daemon thread holds nobody up."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result: T | None = None
+        fault: BaseException | None = None
+        try:
+            result = call(*arguments)
+        except BaseException as error:  # the root of the thread: the awaiting side handles it
+            fault = error
+        try:
+            loop.call_soon_threadsafe(settle, result, fault)
+        except RuntimeError:
+            pass  # the loop was closed meanwhile; nobody waits any more
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await future

@@ -1,0 +1,397 @@
+"""Runs one adapter: deadlines, retries, circuit breakers, limits, capacity, accounting, eviction, draining.
+
+Everything here belongs to one asyncio loop. Faults of the backend become outcomes; only what an operator asks for
+raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from lmcache.clock import Clock
+from lmcache.core import limits
+from lmcache.core.key import ObjectKey
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.errors import AdapterError, CapacityError, ResourceError
+from lmcache.eviction.registry import build_policy
+from lmcache.l2.accounting import Ledger
+from lmcache.l2.breaker import Breaker
+from lmcache.l2.operations import Hold, Lane
+from lmcache.l2.registry import ConfiguredAdapter
+from lmcache.telemetry.metrics import Metrics
+
+T = TypeVar("T", StoreOutcome, LoadOutcome)
+U = TypeVar("U")
+
+log = logging.getLogger("lmcache.l2")
+
+DELETE_SLICE = 1024
+
+
+def _nothing() -> None:
+    pass
+
+
+class Runner:
+    def __init__(self, configured: ConfiguredAdapter, metrics: Metrics, clock: Clock) -> None:
+        self.config = configured.config
+        self.name = self.config.name
+        self._adapter = configured.adapter
+        self._metrics = metrics
+        self._clock = clock
+        self._loads = Lane("loads", self.name, limits.L2_MAX_READS_IN_FLIGHT, self._breaker(), metrics.timeouts)
+        self._stores = Lane("stores", self.name, limits.L2_MAX_WRITES_IN_FLIGHT, self._breaker(), metrics.timeouts)
+        self._full = Breaker(
+            clock,
+            failures=1,
+            open_seconds=limits.L2_BREAKER_OPEN_SECONDS,
+            max_open_seconds=limits.L2_BREAKER_MAX_OPEN_SECONDS,
+        )
+        eviction = self.config.eviction
+        self.ledger = Ledger(
+            build_policy(eviction.eviction_policy if eviction else "noop"), self._adapter.overhead_bytes
+        )
+        self._inventory_complete = asyncio.Event()
+        self._evicting = asyncio.Lock()
+        self._draining = False
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+    async def open(self) -> None:
+        """ConfigError or ResourceError: the backend cannot be used."""
+        try:
+            await asyncio.wait_for(self._adapter.open(self), self.config.timeout_seconds)
+        except asyncio.TimeoutError:
+            raise ResourceError(
+                f"{self.config.where}: the backend did not answer within {self.config.timeout_seconds:g} s; "
+                "see whether it is up, or raise timeout_seconds."
+            ) from None
+        self.ledger.capacity = self._adapter.capacity
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuses new stores and loads and waits for those under way. False when some did not end in time: their
+        buffers are still in use."""
+        self._draining = True
+        running = self._loads.running | self._stores.running
+        if running:
+            await asyncio.wait(running, timeout=max(0.0, seconds))
+        return not (self._loads.running or self._stores.running)
+
+    async def close(self, seconds: float) -> bool:
+        """After `drain`. Deletes the objects when they are not to persist. False when it did not end in time."""
+
+        async def finish() -> None:
+            if not self.config.persist:
+                await self._delete(self.ledger.keys())
+            await self._adapter.close()
+
+        task = asyncio.get_running_loop().create_task(finish())
+        done, _ = await asyncio.wait({task}, timeout=max(0.0, seconds))
+        if done and task.exception() is not None:
+            log.warning("%s: closing failed: %s", self.name, task.exception())
+        return bool(done)
+
+    # ---- the inventory that the adapter fills ------------------------------------------------------------------------
+    def found(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
+        self.ledger.add_older(objects)
+
+    def known(self) -> list[ObjectKey]:
+        return self.ledger.keys()
+
+    def lost(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            self.ledger.remove(key)
+
+    def complete(self) -> None:
+        self._inventory_complete.set()
+        log.info("%s: holds %d objects, %d bytes", self.name, len(self.ledger), self.ledger.held_bytes)
+        self._show_usage()
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+    async def store(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], release: Callable[[], None]
+    ) -> list[StoreOutcome]:
+        """Stores what is not there yet. `release` is called once, when the buffers are no longer needed."""
+        hold = Hold(release)
+        outcomes = [StoreOutcome.FAILED] * len(keys)
+        try:
+            if not self._draining:
+                await self._store(keys, buffers, outcomes, hold)
+        finally:
+            hold.done()
+            self._show_usage()
+        return outcomes
+
+    async def load(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], release: Callable[[], None]
+    ) -> list[LoadOutcome]:
+        """Fills the buffers. `release` is called once, when nothing writes into them any more."""
+        hold = Hold(release)
+        outcomes = [LoadOutcome.FAILED] * len(keys)
+        try:
+            if not self._draining:
+                await self._load(keys, buffers, outcomes, hold)
+        finally:
+            hold.done()
+        return outcomes
+
+    async def probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """What is known is believed; about the rest the backend is asked, as another server may have stored it."""
+        there = [key in self.ledger for key in keys]
+        unknown = [key for key, known in zip(keys, there, strict=True) if not known]
+        if not unknown or self._draining:
+            return there
+        nothing: list[int | None] = [None] * len(unknown)
+        sizes = await self._call(self._loads, partial(self._adapter.probe, unknown), nothing)
+        self.ledger.add_older([(key, size) for key, size in zip(unknown, sizes, strict=True) if size is not None])
+        return [key in self.ledger for key in keys]
+
+    async def corrupted(self, keys: Sequence[ObjectKey], reason: str) -> None:
+        """Frames that did not verify after they were loaded: counted, said, moved aside."""
+        await self._call(self._stores, partial(self._adapter.delete, keys, corrupt=True), [False] * len(keys))
+        self._note_corrupt(keys, reason)
+
+    async def clear(self) -> tuple[int, int]:
+        """Deletes everything, objects of other servers in the same backend too: (objects, bytes). AdapterError."""
+        known = self.ledger.keys()
+        cleared = await self._stores.run(self._adapter.clear, Hold(_nothing), self._deadline(), asked_for=True)
+        self._stores.ok()
+        self.lost(known)
+        self._show_usage()
+        return cleared
+
+    async def evict(self, wanted_bytes: int) -> tuple[int, int]:
+        """Frees at least that many bytes if the policy and the backend let it: (objects, bytes)."""
+        async with self._evicting:
+            victims = self.ledger.victims(wanted_bytes)
+            objects, freed_bytes = await self._delete(victims)
+        self._metrics.l2_evicted_objects.labels(self.name).inc(objects)
+        self._show_usage()
+        return objects, freed_bytes
+
+    async def evict_above_watermark(self) -> tuple[int, int]:
+        eviction = self.config.eviction
+        if eviction is None or self.ledger.fraction <= eviction.trigger_watermark:
+            return 0, 0
+        return await self.evict(int(eviction.eviction_ratio * self.ledger.used_bytes))
+
+    def status(self) -> dict[str, Any]:
+        """Figures for operators. May be called from any thread."""
+        return {
+            "name": self.name,
+            "type": self.config.type,
+            "objects": len(self.ledger),
+            "used_bytes": self.ledger.held_bytes,
+            "capacity_bytes": self.ledger.capacity.limit_bytes,
+            "inventory_complete": self._inventory_complete.is_set(),
+            "full": self._full.is_open,
+            "loads_suspended": self._loads.breaker.is_open,
+            "stores_suspended": self._stores.breaker.is_open,
+            "loads_in_flight": len(self._loads.running),
+            "stores_in_flight": len(self._stores.running),
+            "abandoned": self._loads.abandoned + self._stores.abandoned,
+            **self._adapter.status(),
+        }
+
+    # ---- stores ------------------------------------------------------------------------------------------------------
+    async def _store(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], outcomes: list[StoreOutcome], hold: Hold
+    ) -> None:
+        deadline = self._deadline()
+        if self.ledger.capacity.limit_bytes is not None and not self._inventory_complete.is_set():
+            remaining = deadline - asyncio.get_running_loop().time()
+            try:
+                await asyncio.wait_for(self._inventory_complete.wait(), remaining)
+            except asyncio.TimeoutError:
+                return
+        todo = []
+        for index, key in enumerate(keys):
+            if key in self.ledger:
+                outcomes[index] = StoreOutcome.ALREADY_THERE
+            else:
+                todo.append(index)
+        self.ledger.touch([key for key in keys if key in self.ledger])
+        if not todo:
+            return
+        if not self._full.admits():
+            self._set_full(outcomes, todo)
+            return
+        charges = {index: self.ledger.capacity.charge(buffers[index].nbytes) for index in todo}
+        admitted = await self._admit(keys, todo, charges)
+        refused = todo[len(admitted) :]
+        reserved = sum(charges[index] for index in admitted)
+        try:
+            await self._write(keys, buffers, outcomes, admitted, hold, deadline)
+            if self.config.eviction and any(outcomes[index] is StoreOutcome.FULL for index in admitted):
+                # The medium is smaller than the capacity that was configured: make room there, too.
+                await self.evict(max(reserved, int(self.config.eviction.eviction_ratio * self.ledger.used_bytes)))
+                again = [index for index in admitted if outcomes[index] is StoreOutcome.FULL]
+                await self._write(keys, buffers, outcomes, again, hold, deadline)
+        finally:
+            self.ledger.unreserve(reserved)
+        done = [index for index in admitted if outcomes[index] in (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)]
+        self.ledger.add([keys[index] for index in done], [buffers[index].nbytes for index in done])
+        full = refused + [index for index in admitted if outcomes[index] is StoreOutcome.FULL]
+        if full:
+            self._set_full(outcomes, full)
+            if self._full.failed():
+                log.warning(
+                    "%s: full at %d bytes%s; nothing new is stored until there is room, what is there is served on",
+                    self.name,
+                    self.ledger.held_bytes,
+                    " (max_capacity_gb)" if refused else " (no space left where it stores)",
+                )
+        elif done and self._full.succeeded():
+            log.info("%s: has room again", self.name)
+
+    async def _write(
+        self,
+        keys: Sequence[ObjectKey],
+        buffers: Sequence[memoryview],
+        outcomes: list[StoreOutcome],
+        todo: list[int],
+        hold: Hold,
+        deadline: float,
+    ) -> None:
+        try:
+            await self._repeat(self._stores, self._adapter.store, keys, buffers, outcomes, todo, hold, deadline)
+        except CapacityError:
+            for index in todo:
+                if outcomes[index] is StoreOutcome.FAILED:
+                    outcomes[index] = StoreOutcome.FULL
+
+    async def _admit(self, keys: Sequence[ObjectKey], todo: list[int], charges: dict[int, int]) -> list[int]:
+        """Makes room and reserves it: the longest prefix of `todo` that fits."""
+        limit_bytes = self.ledger.capacity.limit_bytes
+        total = sum(charges[index] for index in todo)
+        while limit_bytes is not None and todo and total > limit_bytes:
+            total -= charges[todo[-1]]
+            todo = todo[:-1]
+        wanted = [keys[index] for index in todo]
+        lacking = self.ledger.lacking_bytes(wanted, total)
+        while lacking:
+            _, freed_bytes = await self.evict(lacking)
+            if not freed_bytes:
+                break
+            lacking = self.ledger.lacking_bytes(wanted, total)
+        admitted = []
+        for index in todo:
+            if self.ledger.lacking_bytes([keys[index]], charges[index]):
+                break
+            self.ledger.reserve(charges[index])
+            admitted.append(index)
+        return admitted
+
+    def _set_full(self, outcomes: list[StoreOutcome], indices: Sequence[int]) -> None:
+        for index in indices:
+            outcomes[index] = StoreOutcome.FULL
+        self._metrics.l2_full.labels(self.name).inc(len(indices))
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+    async def _load(
+        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], outcomes: list[LoadOutcome], hold: Hold
+    ) -> None:
+        await self._repeat(
+            self._loads, self._adapter.load, keys, buffers, outcomes, list(range(len(keys))), hold, self._deadline()
+        )
+        self.ledger.touch([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.LOADED])
+        self.lost([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.MISSING])
+        corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
+        if corrupt:
+            self._note_corrupt(corrupt, "length or header")
+
+    def _note_corrupt(self, keys: Sequence[ObjectKey], reason: str) -> None:
+        self.lost(keys)
+        self._metrics.corrupt_frames.labels("l2").inc(len(keys))
+        log.warning(
+            "%s: %d corrupt objects moved aside, the first: %s (%s)",
+            self.name,
+            len(keys),
+            keys[0].chunk_hash.hex(),
+            reason,
+        )
+
+    # ---- the way every operation goes --------------------------------------------------------------------------------
+    async def _repeat(
+        self,
+        lane: Lane,
+        operation: Callable[[Sequence[ObjectKey], Sequence[memoryview]], Coroutine[Any, Any, list[T]]],
+        keys: Sequence[ObjectKey],
+        buffers: Sequence[memoryview],
+        outcomes: list[T],
+        todo: list[int],
+        hold: Hold,
+        deadline: float,
+    ) -> None:
+        """Runs the operation for `todo`, and again for what failed, as long as retries and the deadline allow. Raises
+        CapacityError and nothing else."""
+        for attempt in range(1 + limits.L2_RETRIES):
+            if not todo:
+                return
+            if attempt:
+                backoff_seconds = limits.L2_RETRY_BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                if asyncio.get_running_loop().time() + backoff_seconds >= deadline:
+                    return
+                await asyncio.sleep(backoff_seconds)
+            some_keys = [keys[index] for index in todo]
+            some_buffers = [buffers[index] for index in todo]
+            try:
+                results = await lane.run(partial(operation, some_keys, some_buffers), hold, deadline)
+            except CapacityError:
+                raise
+            except AdapterError as error:
+                if not error.retryable:
+                    return
+                continue
+            for index, result in zip(todo, results, strict=True):
+                outcomes[index] = result
+            failed = [index for index in todo if outcomes[index].name == "FAILED"]
+            if len(failed) < len(todo):
+                lane.ok()
+            else:
+                lane.fault("every object of a batch failed")
+            todo = failed
+
+    async def _call(self, lane: Lane, call: Callable[[], Coroutine[Any, Any, U]], otherwise: U) -> U:
+        """An operation without buffers, once; `otherwise` on a fault."""
+        try:
+            result = await lane.run(call, Hold(_nothing), self._deadline())
+        except AdapterError:
+            return otherwise
+        lane.ok()
+        return result
+
+    async def _delete(self, keys: Sequence[ObjectKey]) -> tuple[int, int]:
+        objects = freed_bytes = 0
+        for start in range(0, len(keys), DELETE_SLICE):
+            part = keys[start : start + DELETE_SLICE]
+            gone = await self._call(self._stores, partial(self._adapter.delete, part), [False] * len(part))
+            for key, is_gone in zip(part, gone, strict=True):
+                if is_gone:
+                    objects += 1
+                    freed_bytes += self.ledger.remove(key)
+        return objects, freed_bytes
+
+    # ---- small things ------------------------------------------------------------------------------------------------
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self.config.timeout_seconds
+
+    def _breaker(self) -> Breaker:
+        return Breaker(
+            self._clock,
+            failures=limits.L2_BREAKER_FAILURES,
+            open_seconds=limits.L2_BREAKER_OPEN_SECONDS,
+            max_open_seconds=limits.L2_BREAKER_MAX_OPEN_SECONDS,
+        )
+
+    def _show_usage(self) -> None:
+        self._metrics.l2_usage_bytes.labels(self.name).set(self.ledger.held_bytes)
+        suspended = self._loads.breaker.is_open or self._stores.breaker.is_open
+        self._metrics.l2_breaker_open.labels(self.name).set(suspended)
+        figures = self._adapter.status()
+        if "buffered_fallbacks" in figures:
+            self._metrics.l2_buffered_fallbacks.labels(self.name).set(figures["buffered_fallbacks"])

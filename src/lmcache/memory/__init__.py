@@ -1,0 +1,1 @@
+"""Memory that server and engines share."""

@@ -1,0 +1,51 @@
+"""Who lives: one server per name by flock, one engine worker per byte by open-file-description locks.
+
+The kernel drops both when the process dies, however it dies, so that no pid, heartbeat or clean-up is needed to know.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+
+# struct flock: l_type, l_whence, l_start, l_len, l_pid
+_FLOCK = struct.Struct("@hhqqi0q")
+# Far beyond any content; locks do not care where a file ends.
+_OWNER_REGION_OFFSET = 1 << 62
+_MAX_OWNER = 1 << 32
+
+
+def try_lock_server(fd: int) -> bool:
+    """Takes the lock that a server holds for life; False if a live process has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def try_lock_owner(fd: int, owner: int) -> bool:
+    """Takes the byte of an owner; False if another open file holds it."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_WRLCK, owner))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock_owner(fd: int, owner: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, owner))
+
+
+def is_owner_locked(fd: int, owner: int) -> bool:
+    """Whether an open file other than `fd` holds the owner's byte."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _byte(fcntl.F_WRLCK, owner))
+    lock_type: int = _FLOCK.unpack(answer)[0]
+    return lock_type != fcntl.F_UNLCK
+
+
+def _byte(lock_type: int, owner: int) -> bytes:
+    if not 0 <= owner < _MAX_OWNER:
+        raise ValueError(f"owner {owner} is not between 0 and {_MAX_OWNER}")
+    return _FLOCK.pack(lock_type, os.SEEK_SET, _OWNER_REGION_OFFSET + owner, 1, 0)

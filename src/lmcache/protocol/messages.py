@@ -1,0 +1,218 @@
+"""Every message, as msgspec structs packed to msgpack arrays (docs/formats/wire.md).
+
+A call is the ZMQ frames [call id: 8 bytes little-endian][method: ascii][payload: msgpack]; its answer is
+[call id][b"ok" or an ErrorCode][payload]. An error's payload is a msgpack string: one sentence.
+`u32`, `u64`, hashes: packed little-endian bytes as in `_native.pyi`. New fields go to the end with a default.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class ErrorCode(str, enum.Enum):
+    BAD_REQUEST = "bad_request"  # the message breaks a rule of the protocol
+    UNKNOWN_METHOD = "unknown_method"
+    UNSUPPORTED_VERSION = "unsupported_version"
+    UNKNOWN_INSTANCE = "unknown_instance"  # register (again): the server may have restarted
+    UNKNOWN_SESSION = (
+        "unknown_session"  # the server has not (or no longer) the tokens before first_token: send them from 0
+    )
+    LAYOUT_CONFLICT = "layout_conflict"
+    TOO_LARGE = "too_large"
+    TOO_MANY = "too_many"
+    CANCELLED = "cancelled"  # a later call (EndSession, another Lookup) made this answer pointless
+    SHUTTING_DOWN = "shutting_down"
+    INTERNAL = "internal"
+
+
+class Message(msgspec.Struct, array_like=True):
+    """Base of all payloads. Arrays on the wire: position, not name, identifies a field."""
+
+
+# ---- connection ------------------------------------------------------------------------------------------------------
+class Hello(Message):
+    protocol_version: int
+    client_version: str = ""
+
+
+class HelloReply(Message):
+    protocol_version: int
+    server_version: str
+    boot_token: bytes  # 16 random bytes of this server's life
+    chunk_tokens: int
+    hash_algorithm: str
+    transfer_modes: list[str]  # "shm" (later also "socket")
+    shm_path: str
+    shm_bytes: int
+    lease_ttl_seconds: float
+    reservation_ttl_seconds: float
+
+
+class Ping(Message):
+    """Also the heartbeat: with an instance id it renews that instance's leases and reservations."""
+
+    instance_id: str = ""
+    worker_id: int = -1  # -1: the scheduler side
+
+
+class PingReply(Message):
+    boot_token: bytes
+    registered: bool  # False: this instance or worker must register again
+    ready: bool = True  # False: the storage loop does not answer
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+class RegisterInstance(Message):
+    """Sent by the scheduler side. Idempotent; a change of fields is a LAYOUT_CONFLICT."""
+
+    instance_id: str
+    model_name: str
+    kv_world_size: int  # ranks that hold distinct KV
+    object_groups: int
+    heartbeat_interval_seconds: float
+    engine: str = ""  # "vllm 0.32.0", for operators
+
+
+class RegisterWorker(Message):
+    """Sent by each worker. Registering again (restart) ends everything that the former life held."""
+
+    instance_id: str
+    worker_id: int  # 0..n-1, unique in the instance
+    kv_rank: int
+    layouts: list[str]  # KVLayout.fingerprint per object group
+    payload_bytes: list[int]  # per object group
+    stores: bool = True  # False: another worker stores the same KV (tensor-parallel copies of MLA)
+    heartbeat_interval_seconds: float = 10.0
+
+
+class RegisterReply(Message):
+    owner: int  # byte `owner` of the shared-memory file is locked by the worker for as long as it lives (see memory/)
+
+
+class Unregister(Message):
+    instance_id: str
+    worker_id: int = -1
+
+
+# ---- lookup (scheduler side) -----------------------------------------------------------------------------------------
+class Lookup(Message):
+    """Appends tokens to the request's session and asks for the longest prefix. Answered when the answer is final: at
+    once when L1 decides, after the L2 loads or their deadline otherwise. Any lease that an earlier lookup of this
+    request holds is released first. The session lives until EndSession."""
+
+    instance_id: str
+    request_id: str
+    cache_salt: str
+    first_token: int  # position of tokens[0]; everything before was sent already
+    tokens: bytes  # u32
+    identity: bytes = b""  # "" or bytes that seed the first chunk's parent (LoRA name ...)
+    extras: list[tuple[int, bytes]] = []  # (absolute chunk index, 32 bytes): multimodal content of that chunk
+    deadline_seconds: float = 30.0
+
+
+class LookupReply(Message):
+    """`chunks` hit, leased. hashes: 32 bytes for every full chunk of the session (the workers store by them).
+    slots: u64 [rank][group][hit chunk], offsets in shared memory."""
+
+    chunks: int
+    chunks_l1: int  # of these, how many L1 had
+    lease: int
+    hashes: bytes
+    slots: bytes
+    miss_reason: str = ""  # MissReason value for what lies beyond the hit, "" when everything full hit
+
+
+class Release(Message):
+    """Gives a lease back. Idempotent. Chunks whose frames did not verify while they were copied are removed from L1."""
+
+    instance_id: str
+    lease: int
+    unreadable_chunks: list[int] = []  # positions in the lease, 0..chunks-1
+
+
+class EndSession(Message):
+    """The request is over: forgets its tokens and releases its leases. Idempotent."""
+
+    instance_id: str
+    request_id: str
+
+
+# ---- store (worker side) ---------------------------------------------------------------------------------------------
+class Reserve(Message):
+    """Slots for the n chunks that `hashes` names, of this worker's rank, all groups. The scheduler side gets the hashes
+    with LookupReply or AppendReply and hands them to the workers. The worker writes whole frames."""
+
+    instance_id: str
+    worker_id: int
+    cache_salt: str
+    hashes: bytes
+
+
+class ReserveReply(Message):
+    reservation: int
+    slots: bytes  # u64 [group][chunk]; NO_SLOT: do not write
+    chunks_without_room: int
+
+
+class Commit(Message):
+    """`written`: one byte per [group][chunk], 1 publish, 0 abort; empty: publish all."""
+
+    instance_id: str
+    worker_id: int
+    reservation: int
+    written: bytes = b""
+
+
+class CommitReply(Message):
+    committed: int  # objects made resident by this call
+
+
+class Append(Message):
+    """Adds tokens to a session without looking anything up; returns the hashes of the chunks that became full."""
+
+    instance_id: str
+    request_id: str
+    cache_salt: str
+    first_token: int
+    tokens: bytes
+    identity: bytes = b""
+    extras: list[tuple[int, bytes]] = []
+
+
+class AppendReply(Message):
+    first_chunk: int
+    hashes: bytes
+
+
+# ---- administration --------------------------------------------------------------------------------------------------
+class Clear(Message):
+    tier: str = "all"  # l1, l2, all
+
+
+class ClearReply(Message):
+    objects: int
+    bytes: int
+
+
+class Empty(Message):
+    """The answer of calls that return nothing; also the payload of Noop."""
+
+
+METHODS: dict[str, tuple[type[Message], type[Message]]] = {
+    "hello": (Hello, HelloReply),
+    "ping": (Ping, PingReply),
+    "noop": (Empty, Empty),
+    "register_instance": (RegisterInstance, RegisterReply),
+    "register_worker": (RegisterWorker, RegisterReply),
+    "unregister": (Unregister, Empty),
+    "lookup": (Lookup, LookupReply),
+    "append": (Append, AppendReply),
+    "release": (Release, Empty),
+    "end_session": (EndSession, Empty),
+    "reserve": (Reserve, ReserveReply),
+    "commit": (Commit, CommitReply),
+    "clear": (Clear, ClearReply),
+}

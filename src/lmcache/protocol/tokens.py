@@ -1,0 +1,18 @@
+"""Token ids as the wire carries them: packed little-endian uint32."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+TOKEN_BYTES = 4
+_TYPE_CODE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Packs token ids. OverflowError or TypeError for what is not an integer in [0, 2**32)."""
+    packed = array(_TYPE_CODE, tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

@@ -1,0 +1,238 @@
+"""The server process: builds every part, serves, drains and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from lmcache import __version__
+from lmcache.admin.listener import HttpListener
+from lmcache.clock import SystemClock
+from lmcache.config.spec import ServerConfig
+from lmcache.core.chunking import ChunkHasher
+from lmcache.core.limits import GIB
+from lmcache.errors import ServerUnavailable
+from lmcache.l1.store import L1Store
+from lmcache.l2 import registry as adapters
+from lmcache.service.service import CacheService, ServiceSettings
+from lmcache.telemetry.bus import EventBus
+from lmcache.telemetry.lookup_log import LookupHashLog
+from lmcache.telemetry.metrics import Metrics
+from lmcache.tiering.storage import Storage
+from lmcache.transport.server import RpcServer
+
+log = logging.getLogger("lmcache.server")
+
+T = TypeVar("T")
+
+DRAIN_SECONDS = 10.0
+_STATUS_SECONDS = 2.0
+_BOOT_TOKEN_BYTES = 16
+# How long a thread may keep the interpreter: the message loop must not wait 5 ms for the storage loop.
+_THREAD_SWITCH_SECONDS = 0.0005
+_WANTED_FILE_DESCRIPTORS = 65_536
+
+
+class Server:
+    """One server. Every method of `admin.state.ServerState` may be called from any thread."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.metrics = Metrics(enabled=config.metrics_enabled, service_instance_id=config.service_instance_id or "")
+        self._clock = SystemClock()
+        self._closers = contextlib.ExitStack()
+        self._stop_asked = threading.Event()
+        self._started_at = self._clock.monotonic()
+        self._ready = False
+        self._left_behind = False
+
+    def run(self) -> int:
+        """Serves until SIGTERM or SIGINT; the exit code. ConfigError or ResourceError when it cannot start."""
+        former = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self.start()
+            print(self._ready_line(), flush=True)
+            self._stop_asked.wait()
+            log.info("Draining")
+        finally:
+            self.stop()
+            for number, handler in former.items():
+                signal.signal(number, handler)
+        log.info("Stopped")
+        if self._left_behind:  # a native thread hangs in the kernel: it must not hold up the end of the process
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(1)
+        return 0
+
+    def start(self) -> None:
+        """Builds and starts every part; on a fault nothing of it stays."""
+        try:
+            self._build()
+        except BaseException:
+            self._closers.close()
+            raise
+        self._ready = True
+
+    def _build(self) -> None:
+        config, closers = self.config, self._closers
+        sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
+        _raise_descriptor_limit()
+        hasher = ChunkHasher(config.hash_algorithm, config.chunk_size)
+        configured = [
+            adapters.build(adapters.parse_adapter(spec, index)) for index, spec in enumerate(config.l2_adapter)
+        ]
+        self._rpc = RpcServer(config.host, config.port, self.metrics)
+        closers.callback(self._rpc.stop)
+        self._http = HttpListener(self)
+        closers.callback(self._http.stop)
+        boot_token = secrets.token_bytes(_BOOT_TOKEN_BYTES)
+        self._l1 = L1Store.open(
+            config.shm_name,
+            config.l1_size_bytes,
+            boot_token,
+            policy=config.eviction_policy,
+            align_bytes=config.l1_align_bytes,
+            init_bytes=config.l1_init_size_bytes if config.l1_use_lazy else None,
+            hugepages=config.l1_use_hugepages,
+            metrics=self.metrics,
+            clock=self._clock,
+        )
+        closers.callback(self._close_l1)
+        closers.callback(self.metrics.on_scrape(self._l1.stats))
+        self._storage = Storage(
+            self._l1,
+            configured,
+            store_policy=config.l2_store_policy,
+            prefetch_policy=config.l2_prefetch_policy,
+            prefetch_max_in_flight=config.l2_prefetch_max_in_flight,
+            eviction_watermark=config.eviction_trigger_watermark,
+            eviction_ratio=config.eviction_ratio,
+            metrics=self.metrics,
+            clock=self._clock,
+            verify_threads=config.max_cpu_workers or 1,
+        )
+        self._storage.start()
+        closers.callback(self._drain_storage)
+        self._events = self._event_bus()
+        closers.callback(self._events.stop)
+        settings = ServiceSettings(
+            boot_token, config.l1_read_ttl_seconds, config.l1_write_ttl_seconds, has_l2=bool(configured)
+        )
+        self._service = CacheService(
+            settings, self._rpc, self._l1, self._storage, hasher, self._events, self.metrics, self._clock
+        )
+        closers.callback(self._service.close)
+        self._events.start()
+        self._service.start()
+        closers.callback(self._rpc.drain)  # first when closing: from then on nothing new begins
+        self._http.start()
+
+    def _event_bus(self) -> EventBus:
+        config = self.config
+        subscribers = []
+        if config.lookup_hash_log_dir:
+            subscribers.append(
+                LookupHashLog(
+                    config.lookup_hash_log_dir,
+                    rotation_seconds=config.lookup_hash_log_rotation_interval,
+                    rotation_bytes=config.lookup_hash_log_rotation_max_size,
+                    max_files=config.lookup_hash_log_max_files,
+                    clock=self._clock,
+                )
+            )
+        return EventBus(subscribers, config.event_bus_queue_size, self.metrics)
+
+    def _ready_line(self) -> str:
+        l1, l2 = self.config, [spec["type"] for spec in self.config.l2_adapter]
+        return (
+            f"LMCache {__version__} is ready: engines at {self._rpc.endpoint}, "
+            f"HTTP at http://{self.config.http_host}:{self._http.http_port}, "
+            f"L1 {l1.l1_size_bytes / GIB:g} GB in {self._l1.memory.path}, "
+            f"L2 {', '.join(l2) if l2 else 'none'}"
+        )
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop_asked.is_set():  # asked twice: now
+            self._closers.pop_all()
+            if hasattr(self, "_l1"):
+                self._close_l1(keep_mapped=True)
+            os._exit(128 + number)
+        self._stop_asked.set()
+
+    def stop(self) -> None:
+        """Drains and ends every part, in the reverse order of their start. Idempotent."""
+        self._ready = False
+        self._closers.close()
+
+    def _drain_storage(self) -> None:
+        self._left_behind = not self._storage.stop(DRAIN_SECONDS)
+
+    def _close_l1(self, *, keep_mapped: bool = False) -> None:
+        """Removes the file. Under an operation that has not ended the memory stays mapped until the process ends."""
+        if self._left_behind or keep_mapped:
+            self._still_mapped = self._l1.memory.view(0, 1)
+        self._l1.close()
+
+    # ---- for the HTTP listener ---------------------------------------------------------------------------------------
+    def health(self, within_seconds: float) -> str:
+        if not self._rpc.responsive(within_seconds):
+            return f"The message loop did not answer within {within_seconds:g} s."
+        if not self._storage.responsive(within_seconds):
+            return f"The storage loop did not answer within {within_seconds:g} s."
+        return ""
+
+    def ready(self) -> bool:
+        return self._ready
+
+    def status(self) -> dict[str, Any]:
+        """ServerUnavailable when the message loop does not answer."""
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "uptime_seconds": round(self._clock.monotonic() - self._started_at, 3),
+            "rpc_endpoint": self._rpc.endpoint,
+            "shm_path": self._l1.memory.path,
+            "chunk_tokens": self.config.chunk_size,
+            "hash_algorithm": self.config.hash_algorithm,
+            **self._on_loop(self._service.snapshot),
+            "l1": self._l1.stats(),
+            "l2": self._storage.status(),
+        }
+
+    def clear(self, tier: str) -> tuple[int, int]:
+        return self._storage.clear(tier)
+
+    def _on_loop(self, question: Callable[[], T]) -> T:
+        """Asks on the message loop's thread, where the answer is consistent."""
+        answers: list[T] = []
+        asked = threading.Event()
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            finally:
+                asked.set()
+
+        self._rpc.post(ask)
+        if not asked.wait(_STATUS_SECONDS) or not answers:
+            raise ServerUnavailable(f"The message loop did not answer within {_STATUS_SECONDS:g} s.")
+        return answers[0]
+
+
+def _raise_descriptor_limit() -> None:
+    """Every engine connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILE_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILE_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

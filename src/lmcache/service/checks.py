@@ -1,0 +1,82 @@
+"""What a registration must look like. Each refusal is one sentence."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from lmcache.core import limits
+from lmcache.errors import RemoteError
+from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker
+
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_HEARTBEAT_SECONDS = (0.05, 3600.0)
+
+
+def check_name(what: str, name: str) -> None:
+    if not name:
+        raise RemoteError(ErrorCode.BAD_REQUEST, f"The {what} is empty.")
+    if len(name.encode()) > limits.MAX_NAME_BYTES:
+        raise RemoteError(ErrorCode.TOO_LARGE, f"The {what} has more than {limits.MAX_NAME_BYTES} bytes.")
+
+
+def check_instance(message: RegisterInstance) -> None:
+    check_name("instance id", message.instance_id)
+    check_name("model name", message.model_name)
+    _check_range("kv_world_size", message.kv_world_size, 1, limits.MAX_WORLD_SIZE)
+    _check_range("object_groups", message.object_groups, 1, limits.MAX_OBJECT_GROUPS)
+    if message.kv_world_size * message.object_groups > limits.MAX_NAMESPACES_PER_TENANT:
+        raise RemoteError(
+            ErrorCode.TOO_MANY,
+            f"{message.kv_world_size} ranks of {message.object_groups} object groups are more than the "
+            f"{limits.MAX_NAMESPACES_PER_TENANT} namespaces that one instance may have.",
+        )
+    _check_heartbeat(message.heartbeat_interval_seconds)
+    if len(message.engine.encode()) > limits.MAX_NAME_BYTES:
+        raise RemoteError(ErrorCode.TOO_LARGE, f"The engine's name has more than {limits.MAX_NAME_BYTES} bytes.")
+
+
+def check_worker(message: RegisterWorker, instance: RegisterInstance | None, others: Iterable[RegisterWorker]) -> None:
+    """Against itself, against its instance where that is known, and against the other workers of the instance."""
+    check_name("instance id", message.instance_id)
+    _check_range("worker_id", message.worker_id, 0, limits.MAX_WORLD_SIZE - 1)
+    _check_range("kv_rank", message.kv_rank, 0, limits.MAX_WORLD_SIZE - 1)
+    _check_heartbeat(message.heartbeat_interval_seconds)
+    _check_range("number of layouts", len(message.layouts), 1, limits.MAX_OBJECT_GROUPS)
+    if len(message.layouts) != len(message.payload_bytes):
+        raise RemoteError(ErrorCode.BAD_REQUEST, "There must be one payload size for each layout.")
+    for layout in message.layouts:
+        if not _FINGERPRINT.fullmatch(layout):
+            raise RemoteError(ErrorCode.BAD_REQUEST, "A layout fingerprint must be 32 hexadecimal digits.")
+    for size_bytes in message.payload_bytes:
+        _check_range("payload size", size_bytes, 1, limits.MAX_OBJECT_BYTES)
+    if instance is not None:
+        if message.kv_rank >= instance.kv_world_size:
+            raise RemoteError(
+                ErrorCode.LAYOUT_CONFLICT,
+                f"Rank {message.kv_rank} does not fit an instance of {instance.kv_world_size} ranks.",
+            )
+        if len(message.layouts) != instance.object_groups:
+            raise RemoteError(
+                ErrorCode.LAYOUT_CONFLICT,
+                f"{len(message.layouts)} layouts do not fit an instance of {instance.object_groups} object groups.",
+            )
+    for other in others:
+        same_rank = other.kv_rank == message.kv_rank
+        if same_rank and (other.layouts, other.payload_bytes) != (message.layouts, message.payload_bytes):
+            raise RemoteError(
+                ErrorCode.LAYOUT_CONFLICT,
+                f"Workers {other.worker_id} and {message.worker_id} have rank {message.kv_rank} and different layouts.",
+            )
+
+
+def _check_heartbeat(seconds: float) -> None:
+    low, high = _HEARTBEAT_SECONDS
+    if not (math.isfinite(seconds) and low <= seconds <= high):
+        raise RemoteError(ErrorCode.BAD_REQUEST, f"The heartbeat interval must be from {low:g} to {high:g} seconds.")
+
+
+def _check_range(what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise RemoteError(ErrorCode.BAD_REQUEST, f"{what} is {value}; it must be from {low} to {high}.")

@@ -1,0 +1,95 @@
+"""Stores: slots reserved for a worker, filled by it in shared memory, published by its commit.
+
+What is reserved and not committed never becomes visible, whatever dies.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from lmcache.clock import Clock
+from lmcache.core import limits
+from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.errors import RemoteError
+from lmcache.l1.store import L1Store
+from lmcache.protocol.messages import Commit, CommitReply, ErrorCode, Reserve, ReserveReply
+from lmcache.service.registry import Registry
+from lmcache.telemetry.metrics import Metrics
+
+log = logging.getLogger("lmcache.service")
+
+
+class CommitSink(Protocol):
+    """The storage loop, as far as commits need it."""
+
+    def objects_committed(self, records: bytes, hashes: bytes) -> None:
+        """`records` as `L1Core.commit` returns them; `hashes` are those of the reservation."""
+        ...
+
+
+class TransferService:
+    """Handlers of reserve and commit."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        l1: L1Store,
+        sink: CommitSink | None,
+        metrics: Metrics,
+        clock: Clock,
+        reservation_ttl_seconds: float,
+    ) -> None:
+        """Without a sink (no L2 adapter) nobody is told of commits."""
+        self._registry = registry
+        self._l1 = l1
+        self._sink = sink
+        self._metrics = metrics
+        self._clock = clock
+        self._reservation_ttl_seconds = reservation_ttl_seconds
+
+    def reserve(self, message: Reserve) -> ReserveReply:
+        instance, worker = self._registry.worker(message.instance_id, message.worker_id)
+        chunks, rest = divmod(len(message.hashes), CHUNK_HASH_BYTES)
+        if rest or not chunks:
+            raise RemoteError(ErrorCode.BAD_REQUEST, f"{len(message.hashes)} bytes are not hashes of 32 bytes each.")
+        if chunks > limits.MAX_CHUNKS_PER_CALL:
+            raise RemoteError(ErrorCode.TOO_LARGE, f"A call covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
+        if len(worker.reservations) >= limits.MAX_RESERVATIONS_PER_WORKER:
+            raise RemoteError(
+                ErrorCode.TOO_MANY,
+                f"This worker has {len(worker.reservations)} reservations; commit some before you make others.",
+            )
+        keyspace = self._registry.rank_keyspace(instance, worker, message.cache_salt)
+        deadline = self._clock.monotonic() + self._reservation_ttl_seconds
+        reservation, slots, without_room = self._l1.core.reserve(
+            worker.owner, keyspace.ids, keyspace.sizes, message.hashes, deadline
+        )
+        if reservation:
+            worker.reservations[reservation] = (keyspace, message.hashes)
+            self._metrics.num_submitted_stores.inc()
+        return ReserveReply(reservation, slots, without_room)
+
+    def commit(self, message: Commit) -> CommitReply:
+        """Idempotent: a reservation that has ended, however, commits nothing."""
+        _, worker = self._registry.worker(message.instance_id, message.worker_id)
+        reserved = worker.reservations.get(message.reservation)
+        if reserved is None:
+            return CommitReply(0)
+        keyspace, hashes = reserved
+        flags = len(keyspace.namespaces) * (len(hashes) // CHUNK_HASH_BYTES)
+        if message.written and len(message.written) != flags:
+            raise RemoteError(
+                ErrorCode.BAD_REQUEST, f"`written` has {len(message.written)} bytes; the reservation needs {flags}."
+            )
+        del worker.reservations[message.reservation]
+        committed, _, records = self._l1.core.commit(message.reservation, message.written)
+        if not committed:
+            # Set aside after its deadline: its owner says by this call that it writes no more, so the memory is free.
+            self._l1.core.abort(message.reservation)
+        self._metrics.num_finished_stores.inc()
+        if committed:
+            self._metrics.l1_write.inc(committed)
+            if self._sink is not None:
+                self._sink.objects_committed(records, hashes)
+        return CommitReply(committed)

@@ -1,0 +1,21 @@
+"""What happened, as values that the bus carries to whoever writes it down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LookupEvent:
+    """One answered lookup."""
+
+    wall_seconds: float  # since 1970-01-01 UTC
+    request_id: str
+    model_name: str
+    chunk_tokens: int
+    total_tokens: int  # of the request so far, a last incomplete chunk included
+    chunk_hashes: bytes  # 32 bytes a full chunk
+    hit_chunks: int
+
+
+Event = LookupEvent

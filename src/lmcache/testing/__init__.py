@@ -1,0 +1,1 @@
+"""Real servers and engines for the demo, the benchmarks and the tests."""

@@ -1,0 +1,287 @@
+"""Real processes to test against: a cache server, a vLLM engine on CPU, and what a user would ask them.
+
+Used by `lmcache demo`, the benchmarks and the end-to-end tests. Everything binds to 127.0.0.1 and is stopped, with all
+its children, by `stop()`, by leaving the `with` block, and on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def http_json(port: int, method: str, path: str, body: Any = None, timeout_seconds: float = 10.0) -> tuple[int, Any]:
+    """One request to a local server: (status, decoded JSON or text)."""
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_seconds)
+    try:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+        try:
+            return response.status, json.loads(text)
+        except ValueError:
+            return response.status, text
+    finally:
+        connection.close()
+
+
+class ManagedProcess:
+    """A child in a process group of its own, with its output in a file."""
+
+    def __init__(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.log_path = log_path
+        with log_path.open("ab") as log:
+            self.popen = subprocess.Popen(
+                list(command),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group: nothing gets to clean up."""
+        self.signal_group(signal.SIGKILL)
+        self.popen.wait(timeout=30)
+
+    def stop(self, timeout_seconds: float = 30.0) -> int:
+        """SIGTERM, then SIGKILL for whatever is left; returns the exit code. Idempotent."""
+        if self.alive():
+            self.popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(timeout=timeout_seconds)
+        self.signal_group(signal.SIGKILL)
+        return self.popen.wait(timeout=30)
+
+    def wait_until_ready(self, port: int, path: str, timeout_seconds: float, what: str) -> float:
+        """Polls an HTTP path until it answers 200; returns the seconds that it took."""
+        started = time.monotonic()
+        while time.monotonic() - started < timeout_seconds:
+            if not self.alive():
+                raise RuntimeError(f"{what} ended with code {self.popen.returncode}:\n{self.log()[-3000:]}")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if http_json(port, "GET", path, timeout_seconds=2.0)[0] == 200:
+                    return time.monotonic() - started
+            time.sleep(0.05)
+        raise RuntimeError(f"{what} was not ready within {timeout_seconds:.0f} s:\n{self.log()[-3000:]}")
+
+    def __enter__(self) -> ManagedProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class CacheServer(ManagedProcess):
+    """`lmcache server` with an L1 of `l1_size_gb` and, when a folder is given, a fs_native L2 in it."""
+
+    def __init__(
+        self,
+        work_folder: Path,
+        *,
+        l1_size_gb: float = 1.0,
+        l2_folder: Path | None = None,
+        port: int | None = None,
+        http_port: int | None = None,
+        shm_name: str | None = None,
+        extra: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        log_name: str = "server.log",
+    ) -> None:
+        self.port = port or free_port()
+        self.http_port = http_port or free_port()
+        self.shm_name = shm_name or f"lmcache-test-{os.getpid()}-{self.port}"
+        command = [
+            *(sys.executable, "-m", "lmcache.cli.main", "server"),
+            *("--host", LOOPBACK, "--port", str(self.port)),
+            *("--http-host", LOOPBACK, "--http-port", str(self.http_port)),
+            *("--prometheus-port", str(free_port())),
+            *("--l1-size-gb", str(l1_size_gb), "--eviction-policy", "LRU", "--shm-name", self.shm_name),
+        ]
+        if l2_folder is not None:
+            command += ["--l2-adapter", json.dumps({"type": "fs_native", "base_path": str(l2_folder)})]
+        super().__init__([*command, *extra], work_folder / log_name, environment)
+
+    def wait_ready(self, timeout_seconds: float = 30.0) -> float:
+        return self.wait_until_ready(self.http_port, "/healthcheck", timeout_seconds, "the cache server")
+
+    def clear(self, tier: str) -> None:
+        status, body = http_json(self.http_port, "POST", "/cache/clear", {"tier": tier})
+        if status != 200:
+            raise RuntimeError(f"clearing {tier} was answered with {status}: {body}")
+
+    def status(self) -> dict[str, Any]:
+        status, body = http_json(self.http_port, "GET", "/status")
+        if status != 200:
+            raise RuntimeError(f"/status answered {status}: {body}")
+        return dict(body)
+
+    def metric(self, name: str) -> float:
+        """Sum over the labels of one metric, 0.0 when it has no sample yet."""
+        status, text = http_json(self.http_port, "GET", "/metrics")
+        if status != 200:
+            raise RuntimeError(f"/metrics answered {status}")
+        total = 0.0
+        for line in str(text).splitlines():
+            if line.startswith((name + " ", name + "{")):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a client saw of one greedy completion."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    time_to_first_token_seconds: float
+    total_seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class VllmEngine(ManagedProcess):
+    """`vllm serve` on CPU with the documented connector setting, or without a connector when `cache_port` is None."""
+
+    def __init__(
+        self,
+        model_folder: Path,
+        work_folder: Path,
+        *,
+        cache_port: int | None,
+        kv_space_gib: float = 1.0,
+        prefix_caching: bool = False,
+        extra_config: Mapping[str, Any] | None = None,
+        extra: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        log_name: str = "engine.log",
+    ) -> None:
+        self.port = free_port()
+        self.model = str(model_folder)
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model),
+            *("--host", LOOPBACK, "--port", str(self.port), "--dtype", "bfloat16", "--seed", "0"),
+            *("--max-model-len", "34000", "--max-num-batched-tokens", "2048", "--max-num-seqs", "8"),
+            *("--enforce-eager", "--enable-prompt-tokens-details"),
+            "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching",
+        ]
+        if cache_port is not None:
+            connector = {
+                "kv_connector": "LMCacheMPConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "lmcache.mp.host": f"tcp://{LOOPBACK}",
+                    "lmcache.mp.port": cache_port,
+                    **(extra_config or {}),
+                },
+            }
+            command += ["--kv-transfer-config", json.dumps(connector)]
+        settings = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": f"{kv_space_gib:g}",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{max(0, min(2, os.cpu_count() or 1) - 1)}",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            **(environment or {}),
+        }
+        super().__init__([*command, *extra], work_folder / log_name, settings)
+
+    def wait_ready(self, timeout_seconds: float = 240.0) -> float:
+        return self.wait_until_ready(self.port, "/health", timeout_seconds, "vLLM")
+
+    def complete(
+        self,
+        prompt: Sequence[int] | str,
+        *,
+        max_tokens: int = 16,
+        timeout_seconds: float = 300.0,
+        **parameters: Any,
+    ) -> Completion:
+        """A greedy streamed completion. `prompt` is text or token ids; `parameters` go into the request body."""
+        body = {
+            "model": self.model,
+            "prompt": list(prompt) if not isinstance(prompt, str) else prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            **parameters,
+        }
+        payload = json.dumps(body)
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=timeout_seconds)
+        started = time.perf_counter()
+        first: float | None = None
+        texts: list[str] = []
+        token_ids: list[int] = []
+        usage: dict[str, Any] = {}
+        try:
+            connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"vLLM answered {response.status}: {response.read().decode()[:500]}")
+            for event in _server_sent_events(response):
+                for choice in event.get("choices", ()):
+                    if first is None:
+                        first = time.perf_counter()
+                    texts.append(choice.get("text", ""))
+                    token_ids += choice.get("token_ids") or ()
+                if event.get("error"):
+                    raise RuntimeError(f"vLLM ended the stream with {event['error']}")
+                usage = event.get("usage") or usage
+        finally:
+            connection.close()
+        ended = time.perf_counter()
+        details = usage.get("prompt_tokens_details") or {}
+        return Completion(
+            text="".join(texts),
+            token_ids=tuple(token_ids),
+            time_to_first_token_seconds=(first or ended) - started,
+            total_seconds=ended - started,
+            prompt_tokens=int(usage.get("prompt_tokens", 0)),
+            cached_tokens=int(details.get("cached_tokens") or 0),
+        )
+
+
+def _server_sent_events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    for raw in response:
+        line = raw.decode().strip()
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line[len("data: ") :])

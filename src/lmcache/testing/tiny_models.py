@@ -1,0 +1,138 @@
+"""Small models with seeded random weights and a real tokenizer, made on the spot without a network.
+
+They write nonsense, but every byte of their KV cache is a function of the seed and the prompt, which is all that a
+cache has to be exact about. Needs the torch, transformers and tokenizers of the engine.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_SYLLABLES = ("ka", "ro", "mi", "ten", "sul", "va", "dor", "ne", "pi", "lan", "gus", "tra", "mel", "fo", "rin", "os")
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """The default is 33.6 M parameters in bfloat16 with 8 KiB of KV a token: a chunk of 256 tokens is 2 MiB."""
+
+    hidden_size: int = 512
+    intermediate_size: int = 1536
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 64
+    max_position_embeddings: int = 65_536
+    vocab_size: int = 8192
+
+
+def make_llama(folder: Path, shape: LlamaShape | None = None, *, seed: int = 0) -> Path:
+    """Writes a Llama with random weights and its tokenizer into `folder` (made if absent): a few seconds."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = shape or LlamaShape()
+    return _save(
+        folder,
+        lambda: LlamaForCausalLM(
+            LlamaConfig(
+                **asdict(shape),
+                tie_word_embeddings=False,
+                bos_token_id=0,
+                eos_token_id=1,
+                pad_token_id=1,
+                dtype=torch.bfloat16,
+            )
+        ),
+        vocabulary_size=shape.vocab_size,
+        seed=seed,
+    )
+
+
+def make_gemma3(folder: Path, *, seed: int = 0) -> Path:
+    """A Gemma 3 of six layers, two with full attention and four that see 512 tokens: several KV cache groups."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return _save(
+        folder,
+        lambda: Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                vocab_size=8192,
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=len(kinds),
+                num_attention_heads=4,
+                num_key_value_heads=1,
+                head_dim=64,
+                query_pre_attn_scalar=64,
+                sliding_window=512,
+                layer_types=kinds,
+                max_position_embeddings=65_536,
+                bos_token_id=0,
+                eos_token_id=1,
+                pad_token_id=1,
+                dtype=torch.bfloat16,
+            )
+        ),
+        vocabulary_size=8192,
+        seed=seed,
+        embedding_deviation=0.02,  # tied: with more, a token would predict itself
+    )
+
+
+def _save(folder: Path, build: Any, *, vocabulary_size: int, seed: int, embedding_deviation: float = 0.2) -> Path:
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    model = build().to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                # Wide enough that the next token depends on the whole prompt and greedy choices are far from ties.
+                parameter.normal_(0.0, embedding_deviation if "embed" in name or "lm_head" in name else 0.06)
+    model.generation_config.do_sample = False
+    model.save_pretrained(folder)
+    _save_tokenizer(folder, vocabulary_size, seed)
+    return folder
+
+
+def _save_tokenizer(folder: Path, vocabulary_size: int, seed: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([sample_text(20_000, seed=seed)], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def sample_text(words: int, *, seed: int = 0) -> str:
+    """Made-up prose: the same seed gives the same text."""
+    source = random.Random(seed)
+    vocabulary = ["".join(source.choices(_SYLLABLES, k=source.randint(1, 4))) for _ in range(2000)]
+    return " ".join(source.choices(vocabulary, k=words))
+
+
+def sample_tokens(count: int, *, seed: int = 0, vocabulary_size: int = 8192) -> list[int]:
+    """Token ids for a prompt of exactly `count` tokens, special tokens left out."""
+    source = random.Random(seed)
+    return [source.randrange(2, vocabulary_size) for _ in range(count)]
+
+
+if __name__ == "__main__":
+    print(make_llama(Path(sys.argv[1])))

@@ -1,0 +1,48 @@
+"""Keeps L1 and the adapters below their watermarks, so that making room inline stays rare."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from lmcache.l1.store import L1Store
+from lmcache.l2.runner import Runner
+from lmcache.tiering.store import StoreController
+
+log = logging.getLogger("lmcache.tiering")
+
+PERIOD_SECONDS = 1.0
+
+
+class EvictionController:
+    """Belongs to the storage loop. Which objects go is the policies' business: that of L1 lives in the native core,
+    those of the adapters in their runners."""
+
+    def __init__(
+        self, l1: L1Store, runners: Sequence[Runner], store: StoreController, *, watermark: float, ratio: float
+    ) -> None:
+        self._l1 = l1
+        self._runners = runners
+        self._store = store
+        self._watermark = watermark
+        self._ratio = ratio
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.round()
+            except Exception:  # the root of a task: the next round may do better
+                log.exception("Eviction failed")
+            await asyncio.sleep(PERIOD_SECONDS)
+
+    async def round(self) -> None:
+        stats = self._l1.stats()
+        if stats["used_bytes"] > self._watermark * stats["capacity_bytes"]:
+            objects, freed_bytes = self._l1.core.evict(int(self._ratio * stats["used_bytes"]))
+            log.debug("Evicted %d objects, %d bytes from L1", objects, freed_bytes)
+        self._store.drop_leftovers()
+        for runner in self._runners:
+            objects, freed_bytes = await runner.evict_above_watermark()
+            if objects:
+                log.debug("Evicted %d objects, %d bytes from %s", objects, freed_bytes, runner.name)

@@ -1,0 +1,275 @@
+"""The storage side of a server: one asyncio loop on one thread, with the controllers and the runners of all adapters.
+
+Methods may be called from any thread and wait at most as long as they say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from lmcache.clock import Clock, SystemClock
+from lmcache.core import limits
+from lmcache.core.outcome import MissReason
+from lmcache.errors import AdapterError, LMCacheError
+from lmcache.l1.store import L1Store
+from lmcache.l2.registry import ConfiguredAdapter
+from lmcache.l2.runner import Runner
+from lmcache.telemetry.metrics import Metrics
+from lmcache.tiering import policies
+from lmcache.tiering.eviction import EvictionController
+from lmcache.tiering.loads import Loader
+from lmcache.tiering.prefetch import PrefetchController, PrefetchRequest, PrefetchResult
+from lmcache.tiering.store import COMMIT_RECORD_BYTES, StoreController
+
+T = TypeVar("T")
+
+log = logging.getLogger("lmcache.tiering")
+
+OPEN_SECONDS = 120.0
+CLEAR_SECONDS = 60.0
+FLUSH_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
+
+
+class Storage:
+    def __init__(
+        self,
+        l1: L1Store,
+        adapters: Sequence[ConfiguredAdapter],
+        *,
+        store_policy: str,
+        prefetch_policy: str,
+        prefetch_max_in_flight: int,
+        eviction_watermark: float,
+        eviction_ratio: float,
+        metrics: Metrics,
+        clock: Clock | None = None,
+        verify_threads: int = 1,
+    ) -> None:
+        """ConfigError for an unknown policy."""
+        clock = clock or SystemClock()
+        self._l1 = l1
+        self._metrics = metrics
+        self._prefetches: set[asyncio.Task[None]] = set()
+        self._committed: deque[tuple[bytes, bytes]] = deque()
+        self._committed_objects = 0
+        self._committed_lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="storage", daemon=True)
+        self._stopped = False
+        self._verifier = concurrent.futures.ThreadPoolExecutor(verify_threads, thread_name_prefix="verify")
+        self._runners = [Runner(adapter, metrics, clock) for adapter in adapters]
+        prefetch = policies.prefetch_policy(prefetch_policy)
+        ordered = [self._runners[index] for index in prefetch.order(len(self._runners))]
+        self._loader = Loader(
+            l1, ordered, retains=prefetch.retains, verifier=self._verifier, metrics=metrics, clock=clock
+        )
+        self._prefetch = PrefetchController(
+            l1, ordered, self._loader, max_in_flight=prefetch_max_in_flight, metrics=metrics
+        )
+        self._store = StoreController(l1, self._runners, policies.store_policy(store_policy), metrics, clock)
+        self._eviction = EvictionController(
+            l1, self._runners, self._store, watermark=eviction_watermark, ratio=eviction_ratio
+        )
+        self._evicting: asyncio.Task[None] | None = None
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Opens the adapters. ConfigError or ResourceError: one of them cannot be used; nothing runs then."""
+        self._thread.start()
+        try:
+            self._wait_for(self._open(), OPEN_SECONDS)
+        except BaseException:
+            self.stop(0)
+            raise
+
+    def stop(self, drain_seconds: float) -> bool:
+        """Stores what is queued and ends what runs, within the time given. False when operations of a backend have not
+        ended: they may still touch L1's memory, which must then stay mapped until the process ends. Idempotent."""
+        if self._stopped:
+            return True
+        self._stopped = True
+        if self._thread.ident is None:  # never started
+            self._loop.close()
+            return True
+        try:
+            ended = self._wait_for(self._drain(drain_seconds), drain_seconds + CLOSE_SECONDS * (len(self._runners) + 1))
+        except LMCacheError:
+            ended = False
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+        self._verifier.shutdown(wait=False)
+        if not ended:
+            log.warning("L2 operations have not ended within %.0f s; they are left behind", drain_seconds)
+        return ended
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        # Cancelled tasks see it; those that wait for a backend that never answers do not hold up the end.
+        self._loop.call_later(0.1, self._loop.stop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _open(self) -> None:
+        for runner in self._runners:
+            await runner.open()
+        self._store.start()
+        self._evicting = asyncio.get_running_loop().create_task(self._eviction.run(), name="eviction")
+
+    async def _drain(self, seconds: float) -> bool:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        await self._store.flush(deadline - loop.time())
+        self._store.stop()
+        if self._evicting is not None:
+            self._evicting.cancel()
+        for task in self._prefetches:
+            task.cancel()
+        drained = [await runner.drain(deadline - loop.time()) for runner in self._runners]
+        drained.append(await self._loader.drain(max(0.1, deadline - loop.time())))
+        closed = [await runner.close(CLOSE_SECONDS) for runner in self._runners]
+        return all(drained) and all(closed)
+
+    # ---- stores and prefetches ---------------------------------------------------------------------------------------
+    def objects_committed(self, records: bytes, hashes: bytes) -> None:
+        """Objects became resident: the records of `L1Core.commit`, and the hashes that the reservation was made with.
+
+        Never waits. Beyond MAX_L2_STORE_QUEUE_OBJECTS objects are counted and stay in L1 only.
+        """
+        if not records or not self._runners:
+            return
+        objects = len(records) // COMMIT_RECORD_BYTES
+        with self._committed_lock:
+            wakes = not self._committed
+            if self._committed_objects + objects > limits.MAX_L2_STORE_QUEUE_OBJECTS:
+                self._metrics.l2_store_dropped.labels("queue_full").inc(objects)
+            else:
+                self._committed.append((records, hashes))
+                self._committed_objects += objects
+        if wakes:
+            self.call_soon(self._take_committed)
+
+    def _take_committed(self) -> None:
+        with self._committed_lock:
+            taken = list(self._committed)
+            self._committed.clear()
+            self._committed_objects = 0
+        for records, hashes in taken:
+            self._store.add(records, hashes)
+
+    def prefetch(self, request: PrefetchRequest, on_done: Callable[[PrefetchResult], None]) -> Callable[[], None]:
+        """Loads and leases the longest prefix that L2 has. `on_done` is called once, on the storage loop, also after
+        the returned cancel function was called (then usually with nothing). Whoever gets a lease gives it back."""
+        cancelled = asyncio.Event()
+
+        async def run() -> None:
+            result = PrefetchResult(0, 0, b"", MissReason.L2_FAILED)
+            try:
+                result = await self._prefetch.run(request, cancelled)
+            finally:
+                try:
+                    on_done(result)
+                except Exception:  # the root of a request
+                    log.exception("The answer of a prefetch could not be delivered")
+                    self._l1.core.release(result.lease)
+
+        def begin() -> None:
+            task = self._loop.create_task(run())
+            self._prefetches.add(task)
+            task.add_done_callback(self._prefetches.discard)
+
+        if not self.call_soon(begin):
+            on_done(PrefetchResult(0, 0, b"", MissReason.L2_FAILED))
+
+        def cancel() -> None:
+            self.call_soon(cancelled.set)
+
+        return cancel
+
+    # ---- administration ----------------------------------------------------------------------------------------------
+    def responsive(self, within_seconds: float) -> bool:
+        """Whether the loop answers."""
+        answered = threading.Event()
+        return self.call_soon(answered.set) and answered.wait(within_seconds)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "store": {
+                "queued_objects": self._store.queued_objects,
+                "batches_in_flight": self._store.batches_in_flight,
+                "dropped_objects": self._store.dropped,
+            },
+            "prefetch": {
+                "in_flight": self._prefetch.in_flight,
+                "waiting": self._prefetch.waiting,
+                "bytes_in_flight": self._loader.bytes_in_flight,
+            },
+            "adapters": [runner.status() for runner in self._runners],
+        }
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until everything committed so far was handed to the adapters. False when that took longer."""
+        return self._wait_for(self._store.flush(seconds), seconds + CLOSE_SECONDS)
+
+    def clear(self, tier: str) -> tuple[int, int]:
+        """Removes every object that nobody reads from "l1", "l2" or "all": (objects, bytes). LMCacheError when that
+        does not end in time."""
+        return self._wait_for(self._clear(tier), CLEAR_SECONDS)
+
+    async def _clear(self, tier: str) -> tuple[int, int]:
+        if tier not in ("l1", "l2", "all"):
+            raise LMCacheError(f"The tier must be l1, l2 or all; got {tier!r}.")
+        objects = size_bytes = 0
+        faults: list[str] = []
+        if tier == "l1":
+            await self._store.flush(FLUSH_SECONDS)  # what was promised to L2 is not lost by emptying L1
+        else:
+            self._store.discard_queue()
+            await self._store.flush(FLUSH_SECONDS)
+            for runner in self._runners:
+                try:
+                    objects, size_bytes = _sum((objects, size_bytes), await runner.clear())
+                except AdapterError as error:
+                    faults.append(str(error))
+        if tier != "l2":
+            objects, size_bytes = _sum((objects, size_bytes), self._l1.core.clear())
+        if faults:
+            raise AdapterError(f"Not everything could be cleared: {'; '.join(faults)}")
+        return objects, size_bytes
+
+    # ---- between threads ---------------------------------------------------------------------------------------------
+    def call_soon(self, callback: Callable[[], None]) -> bool:
+        """Runs it on the storage loop. False once that has ended."""
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            return False  # closed
+        return True
+
+    def _wait_for(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise AdapterError("The storage loop has ended") from None
+        try:
+            return future.result(seconds)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise AdapterError(f"The storage loop did not finish within {seconds:g} s") from None
+
+
+def _sum(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    return a[0] + b[0], a[1] + b[1]
+
+
+assert limits.MAX_L2_BATCH_OBJECTS <= limits.MAX_L2_STORE_QUEUE_OBJECTS

@@ -1,0 +1,1 @@
+"""Import paths that vLLM and documented command lines expect."""

@@ -1,0 +1,114 @@
+"""An engine with few and small blocks, a prefix cache of its own, and requests that push each other out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from e2e.harness import Stack, until
+from lmcache.testing.processes import http_json
+from lmcache.testing.tiny_models import sample_tokens
+
+pytestmark = pytest.mark.engine
+
+BLOCK_TOKENS = 32
+BLOCKS = 128  # 4,096 tokens for all requests together
+
+
+@pytest.fixture(scope="module")
+def stack(llama: Path, start_stack: Callable[..., Stack]) -> Stack:
+    started = start_stack(
+        llama,
+        prefix_caching=True,
+        engine_flags=[
+            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(BLOCKS)),
+            *("--max-model-len", "3000"),
+        ],
+    )
+    started.rpc("kv_watch")
+    return started
+
+
+def forget_prefixes(stack: Stack) -> None:
+    """Empties the engine's own prefix cache."""
+
+    def done() -> bool:
+        status, _ = http_json(stack.engine.port, "POST", "/reset_prefix_cache")
+        return status == 200 and stack.engine_metric("vllm:kv_cache_usage_perc") == 0
+
+    until(done)
+
+
+def check_bytes(stack: Stack) -> int:
+    """Chunks that were loaded as they had been stored."""
+    seen = stack.rpc("kv_seen")[0]
+    for chunk, digest in seen["loaded"].items():
+        assert seen["stored"][chunk] == digest
+    return len(seen["loaded"])
+
+
+def test_a_hit_continues_where_the_engines_own_cache_ends(stack: Stack) -> None:
+    prompt = sample_tokens(2080, seed=1)
+    cold = stack.engine.complete(prompt, max_tokens=8)
+    stack.wait_stored(8)
+    for held_tokens in (96, 320, 512, 700):
+        forget_prefixes(stack)
+        # Leaves a prefix of whole blocks, though not of whole chunks, in the engine.
+        stack.engine.complete(prompt[:held_tokens], max_tokens=1)
+        again = stack.engine.complete(prompt, max_tokens=8)
+        assert again.token_ids == cold.token_ids
+        assert again.cached_tokens == 2048
+    assert check_bytes(stack) > 0
+    stack.wait_clean()
+
+
+def test_what_the_engine_still_holds_reaches_a_new_server(stack: Stack) -> None:
+    prompt = sample_tokens(1100, seed=2)
+    stack.engine.complete(prompt, max_tokens=1)
+    stack.wait_stored(8 + 4, in_l2=True)
+    stack.server.clear("all")
+    held = stack.engine.complete(prompt, max_tokens=1)
+    assert held.cached_tokens == 1088
+    stack.wait_stored(4)
+    forget_prefixes(stack)
+    assert stack.engine.complete(prompt, max_tokens=1).cached_tokens == 1024
+    stack.wait_clean()
+
+
+def test_spoilt_chunks_in_l1_are_computed_again(stack: Stack) -> None:
+    prompt = sample_tokens(2080, seed=3)
+    cold = stack.engine.complete(prompt, max_tokens=8)
+    forget_prefixes(stack)
+    stack.wait_clean()
+    stack.server.clear("all")
+    stack.engine.complete(prompt, max_tokens=1)
+    stack.wait_stored(8, in_l2=True)
+    stack.server.clear("l2")
+    forget_prefixes(stack)
+    stack.wait_clean()
+    assert stack.spoil_l1(range(3, 8)) >= 8
+    spoilt = stack.engine.complete(prompt, max_tokens=8)
+    assert spoilt.token_ids == cold.token_ids
+    assert "not what was stored" in stack.engine.log()
+    stack.wait_stored(8)
+    forget_prefixes(stack)
+    again = stack.engine.complete(prompt, max_tokens=8)
+    assert (again.token_ids, again.cached_tokens) == (cold.token_ids, 2048)
+    check_bytes(stack)
+    stack.wait_clean()
+
+
+def test_preempted_requests_come_back_from_the_cache(stack: Stack) -> None:
+    prompts = [sample_tokens(1100, seed=10 + index) for index in range(6)]
+    before = stack.engine_metric("vllm:num_preemptions_total")
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: stack.engine.complete(prompt, max_tokens=300), prompts))
+    assert [len(answer.token_ids) for answer in answers] == [300] * len(prompts)
+    assert stack.engine_metric("vllm:num_preemptions_total") > before
+    alone = stack.engine.complete(prompts[0], max_tokens=1)
+    assert alone.token_ids == answers[0].token_ids[:1]
+    check_bytes(stack)
+    stack.wait_clean()

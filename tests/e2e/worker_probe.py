@@ -1,0 +1,65 @@
+"""Runs inside vLLM's workers (`--worker-extension-cls`): digests of KV blocks as they are stored and after a load.
+
+The digests are taken from the engine's own tensors, so they check the copier and everything behind it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import Any
+
+
+class KVProbe:
+    """Mixed into the worker class; its methods are called with collective_rpc."""
+
+    _stored: dict[str, str]
+    _loaded: dict[str, str]
+
+    def kv_watch(self) -> int:
+        """Begins to take digests; the number of KV cache groups."""
+        from lmcache.integration.vllm.attachment import Attachment
+        from lmcache.integration.vllm.worker_side import WorkerSide
+
+        self._stored, self._loaded = {}, {}
+        submit_store, load_ended = Attachment.submit_store, WorkerSide._load_ended
+
+        def watched_store(attachment: Any, order: Any, slots: bytes) -> Any:
+            for group, blocks in enumerate(order.blocks):
+                self._digest_chunks(self._stored, group, array("q", blocks), order.hashes)
+            return submit_store(attachment, order, slots)
+
+        def watched_load(side: Any, order: Any, results: Any) -> None:
+            for group, load in enumerate(order.groups):
+                if results is not None and all(results[group]):
+                    self._digest_chunks(
+                        self._loaded, group, array("q", load.blocks), order.hashes[32 * load.first_chunk :]
+                    )
+            load_ended(side, order, results)
+
+        Attachment.submit_store, WorkerSide._load_ended = watched_store, watched_load  # type: ignore[method-assign]
+        return len(self.model_runner.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
+
+    def kv_seen(self) -> dict[str, dict[str, str]]:
+        """Digest by "group chunk-hash" of what was stored and of what was loaded since `kv_watch`."""
+        return {"stored": self._stored, "loaded": self._loaded}
+
+    def _digest_chunks(self, digests: dict[str, str], group: int, blocks: array[int], hashes: bytes) -> None:
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        spec = runner.kv_cache_config.kv_cache_groups[group]
+        layers = [runner.compilation_config.static_forward_context[name].kv_cache for name in spec.layer_names]
+        per_chunk = 256 // spec.kv_cache_spec.block_size
+        for chunk in range(len(blocks) // per_chunk):
+            ids = list(blocks[chunk * per_chunk : (chunk + 1) * per_chunk])
+            if min(ids) < 0:
+                continue
+            digest = hashlib.sha256()
+            for layer in layers:
+                digest.update(layer[ids].contiguous().view(dtype=_bytes_dtype()).numpy().tobytes())
+            digests[f"{group} {hashes[32 * chunk : 32 * chunk + 32].hex()}"] = digest.hexdigest()
+
+
+def _bytes_dtype() -> Any:
+    import torch
+
+    return torch.uint8

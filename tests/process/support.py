@@ -1,0 +1,121 @@
+"""A small engine for tests of real servers: registers, fills slots with real frames, reads them back."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import uuid
+from collections.abc import Sequence
+
+from lmcache import _native
+from lmcache.client import Client
+from lmcache.core.frame import header_template
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
+from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.protocol import messages as m
+from lmcache.protocol.tokens import pack_tokens
+
+LAYOUT = "5e" * 16
+CALL_SECONDS = 20.0
+NO_SLOT = 2**64 - 1
+
+
+class SmallEngine:
+    """One instance with one worker of one rank and one object group, over one client."""
+
+    def __init__(self, port: int, *, instance_id: str = "", payload_bytes: int = 4096, heartbeat: float = 10.0) -> None:
+        self.client = Client(f"tcp://127.0.0.1:{port}", heartbeat_interval_seconds=heartbeat)
+        self.instance_id = instance_id or f"engine-{uuid.uuid4().hex[:8]}"
+        self.payload_bytes = payload_bytes
+        self._heartbeat = heartbeat
+
+    def start(self, timeout_seconds: float = CALL_SECONDS) -> SmallEngine:
+        self.client.register(
+            m.RegisterInstance(self.instance_id, "model", 1, 1, self._heartbeat, "small engine"), timeout_seconds
+        )
+        self.client.register(
+            m.RegisterWorker(self.instance_id, 0, 0, [LAYOUT], [self.payload_bytes], True, self._heartbeat),
+            timeout_seconds,
+        )
+        return self
+
+    def close(self) -> None:
+        self.client.close()
+
+    def __enter__(self) -> SmallEngine:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+    def tokens(self, *chunks: int) -> bytes:
+        """Packed tokens of full chunks, each filled with its number."""
+        assert self.client.hello is not None
+        return pack_tokens([chunk for chunk in chunks for _ in range(self.client.hello.chunk_tokens)])
+
+    def lookup(self, request: str, tokens: bytes, *, salt: str = "", deadline_seconds: float = 10.0) -> m.LookupReply:
+        message = m.Lookup(self.instance_id, request, salt, 0, tokens, deadline_seconds=deadline_seconds)
+        reply: m.LookupReply = self.client.call("lookup", message, CALL_SECONDS)
+        return reply
+
+    def end(self, request: str) -> None:
+        self.client.call("end_session", m.EndSession(self.instance_id, request), CALL_SECONDS)
+
+    def hashes(self, tokens: bytes) -> bytes:
+        message = m.Append(self.instance_id, "hashes", "", 0, tokens)
+        reply: m.AppendReply = self.client.call("append", message, CALL_SECONDS)
+        self.end("hashes")
+        return reply.hashes
+
+    def reserve(self, hashes: bytes, *, salt: str = "") -> m.ReserveReply:
+        reply: m.ReserveReply = self.client.call("reserve", m.Reserve(self.instance_id, 0, salt, hashes), CALL_SECONDS)
+        return reply
+
+    def commit(self, reservation: int, written: bytes = b"") -> int:
+        reply: m.CommitReply = self.client.call(
+            "commit", m.Commit(self.instance_id, 0, reservation, written), CALL_SECONDS
+        )
+        return reply.committed
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+    def fill(self, hashes: bytes, slots: Sequence[int], *, salt: str = "") -> None:
+        """Writes whole frames, as a worker does."""
+        assert self.client.memory is not None
+        template = header_template(Namespace("model", 1, 0, 0, LAYOUT, salt), self.payload_bytes)
+        for chunk_hash, slot in zip(split(hashes), slots, strict=True):
+            if slot != NO_SLOT:
+                payload = self.client.memory.view(slot + FRAME_HEADER_BYTES, self.payload_bytes)
+                payload[:] = self.payload(chunk_hash)
+                _native.frame_seal(self.client.memory.address + slot, template, chunk_hash)
+
+    def payload(self, chunk_hash: bytes) -> bytes:
+        """What this chunk's KV is."""
+        return hashlib.shake_128(chunk_hash).digest(self.payload_bytes)
+
+    def store(self, tokens: bytes, *, salt: str = "") -> int:
+        hashes = self.hashes(tokens)
+        reply = self.reserve(hashes, salt=salt)
+        self.fill(hashes, unpack_slots(reply.slots), salt=salt)
+        return self.commit(reply.reservation) if reply.reservation else 0
+
+    def read(self, reply: m.LookupReply, *, salt: str = "") -> bool:
+        """Whether every hit chunk is exactly what was stored for it."""
+        memory = self.client.memory
+        assert memory is not None
+        digest = Namespace("model", 1, 0, 0, LAYOUT, salt).digest
+        frame_bytes = FRAME_HEADER_BYTES + self.payload_bytes
+        for chunk_hash, slot in zip(split(reply.hashes), unpack_slots(reply.slots)):  # noqa: B905
+            if _native.frame_verify(memory.address + slot, frame_bytes, digest, chunk_hash):
+                return False
+            if bytes(memory.view(slot + FRAME_HEADER_BYTES, self.payload_bytes)) != self.payload(chunk_hash):
+                return False
+        return True
+
+
+def split(hashes: bytes) -> list[bytes]:
+    return [hashes[start : start + CHUNK_HASH_BYTES] for start in range(0, len(hashes), CHUNK_HASH_BYTES)]
+
+
+def unpack_slots(packed: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(packed) // 8}Q", packed))

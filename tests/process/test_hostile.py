@@ -1,0 +1,236 @@
+"""Whatever bytes arrive, the server answers the next honest call, executes nothing, and keeps what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import socket
+import struct
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from lmcache.core import limits
+from lmcache.protocol import messages as m
+from lmcache.testing.processes import CacheServer
+from process.support import CALL_SECONDS, SmallEngine
+
+SEED = 20240229
+GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 48
+READY = b"\4\x29\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with CacheServer(tmp_path_factory.mktemp("hostile"), l1_size_gb=0.0625) as server:
+        server.wait_ready()
+        yield server
+        assert server.alive(), server.log()
+        assert "Traceback" not in server.log()
+        status = server.status()
+        assert not status["instances"]
+        assert not status["sessions"] + status["leases"] + status["reservations"] + status["l1"]["staged"]
+        assert server.stop() == 0
+
+
+@pytest.fixture
+def honest(server):
+    """An engine whose stored chunk must survive whatever the test does."""
+    with SmallEngine(server.port) as engine:
+        engine.store(engine.tokens(1, 2))
+        yield engine
+        reply = engine.lookup("after", engine.tokens(1, 2))
+        assert reply.chunks == 2
+        assert engine.read(reply)
+
+
+@contextlib.contextmanager
+def dealer(server):
+    context = zmq.Context()
+    it = context.socket(zmq.DEALER)
+    it.setsockopt(zmq.LINGER, 2000)
+    it.setsockopt(zmq.RCVTIMEO, 10_000)
+    it.connect(f"tcp://127.0.0.1:{server.port}")
+    try:
+        yield it
+    finally:
+        it.close()
+        context.term()
+
+
+def errors(server) -> float:
+    return server.metric("lmcache_mp_protocol_errors_total")
+
+
+class Explosive:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_pickles_are_never_executed(server, honest, tmp_path):
+    trap = tmp_path / "executed"
+    before = errors(server)
+    with dealer(server) as it:
+        count = 0
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            bomb = pickle.dumps(Explosive(trap), protocol)
+            it.send_multipart([bomb])
+            it.send_multipart([bytes(8), bomb, b""])
+            for method in m.METHODS:
+                it.send_multipart([struct.pack("<Q", count), method.encode(), bomb])
+                it.send_multipart([struct.pack("<Q", count), method.encode(), msgspec.msgpack.encode([bomb, bomb])])
+                count += 2
+        answers = [it.recv_multipart() for _ in range(count)]
+        # An empty message has no field that the pickle could be.
+        assert {status for _, status, _ in answers} <= {b"bad_request", b"unknown_method", b"ok"}
+    assert not trap.exists()
+    assert errors(server) > before
+
+
+def test_random_frames(server, honest):
+    random_ = random.Random(SEED)
+    with dealer(server) as it:
+        for _ in range(3000):
+            frames = [random_.randbytes(random_.choice((0, 1, 7, 8, 9, 40))) for _ in range(random_.randint(1, 6))]
+            it.send_multipart(frames)
+    wait_for_an_answer(honest)
+
+
+def test_random_payloads_for_every_method(server, honest):
+    random_ = random.Random(SEED + 1)
+    with dealer(server) as it:
+        sent = 0
+        for method in m.METHODS:
+            for _ in range(150):
+                it.send_multipart([struct.pack("<Q", sent), method.encode(), random_.randbytes(random_.randint(0, 60))])
+                sent += 1
+        statuses = {it.recv_multipart()[1] for _ in range(sent)}
+    assert b"internal" not in statuses
+    assert b"bad_request" in statuses
+
+
+def test_well_formed_nonsense_for_every_method(server, honest):
+    """Right types, wild values: nothing may be answered with a fault of the server."""
+    random_ = random.Random(SEED + 2)
+    wild_integers = (-(2**63), -1, 0, 1, 2, 255, 2**31, 2**32, 2**53, 2**63 - 1)
+    wild_texts = ("", "\0", "engine-x", "../../etc/passwd", "é" * 200, "x" * 600, honest.instance_id)
+    wild_floats = (0.0, -1.0, 1e308, float("inf"), float("-inf"), float("nan"), 1e-300)
+
+    def wild(kind):
+        if kind is int:
+            return random_.choice(wild_integers)
+        if kind is str:
+            return random_.choice(wild_texts)
+        if kind is bytes:
+            return random_.randbytes(random_.choice((0, 1, 4, 31, 32, 64, 1024)))
+        if kind is float:
+            return random_.choice(wild_floats)
+        if kind is bool:
+            return random_.random() < 0.5
+        if kind == list[str]:
+            return [random_.choice((*wild_texts, "ab" * 16)) for _ in range(random_.randint(0, 3))]
+        if kind == list[int]:
+            return [random_.choice(wild_integers) for _ in range(random_.randint(0, 3))]
+        return [(random_.choice(wild_integers), random_.randbytes(random_.choice((0, 32)))) for _ in range(2)]
+
+    with dealer(server) as it:
+        sent = 0
+        for method, (request, _) in m.METHODS.items():
+            if method == "clear":  # would rightly remove the honest engine's chunks
+                continue
+            kinds = [field.type for field in msgspec.structs.fields(request)]
+            for _ in range(300):
+                values = [wild(kind) for kind in kinds]
+                # The honest engine's own registration is its business; anybody may name it, as on any trusted port.
+                if method in ("register_instance", "register_worker", "unregister") and values[0] == honest.instance_id:
+                    values[0] = "somebody else"
+                it.send_multipart([struct.pack("<Q", sent), method.encode(), msgspec.msgpack.encode(values)])
+                sent += 1
+        answers = [it.recv_multipart() for _ in range(sent)]
+        assert sorted(struct.unpack("<Q", call_id)[0] for call_id, _, _ in answers) == list(range(sent))
+        faults = [msgspec.msgpack.decode(payload) for _, status, payload in answers if status == b"internal"]
+        assert not faults
+        for instance in [one["instance_id"] for one in server.status()["instances"]]:
+            if instance != honest.instance_id:
+                for worker in range(-1, limits.MAX_WORLD_SIZE):
+                    it.send_multipart([bytes(8), b"unregister", msgspec.msgpack.encode([instance, worker])])
+                    assert it.recv_multipart()[1] == b"ok"
+    honest.end("")
+
+
+def test_raw_bytes_on_the_port(server, honest):
+    random_ = random.Random(SEED + 3)
+    blasts = [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + bytes(200),
+        b"\0" * 100_000,
+        b"\xff" * 100_000,
+        GREETING,
+        GREETING[:20],
+        GREETING + READY,
+        GREETING + READY + b"\2" + b"\xff" * 8 + b"x" * 1000,  # a frame of 2^64 - 1 bytes
+        GREETING + READY + b"\2" + struct.pack(">Q", 1 << 40) + b"x" * 1000,
+        GREETING + READY + b"\4\xff" + b"x" * 10,
+        GREETING + READY + b"\1\0" * 50_000,  # a message of empty frames that does not end
+        *(GREETING + READY + random_.randbytes(random_.randint(1, 300)) for _ in range(60)),
+        *(random_.randbytes(random_.randint(1, 300)) for _ in range(60)),
+    ]
+    for number, blast in enumerate(blasts):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10.0) as raw, contextlib.suppress(OSError):
+            raw.sendall(blast)
+            if number % 7 == 0:  # the others vanish at once
+                wait_for_an_answer(honest)
+    wait_for_an_answer(honest)
+
+
+def test_messages_beyond_the_limit(server, honest):
+    with dealer(server) as it:
+        it.setsockopt(zmq.LINGER, 0)
+        it.send_multipart([bytes(8), b"lookup", bytes(limits.MAX_MESSAGE_BYTES + 1)])
+        wait_for_an_answer(honest)
+
+
+def test_many_connections_that_say_nothing(server, honest):
+    with contextlib.ExitStack() as all_of_them:
+        for _ in range(300):
+            all_of_them.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10.0))
+        wait_for_an_answer(honest)
+
+
+def test_a_client_that_calls_and_never_reads(server, honest):
+    with dealer(server) as it:
+        it.setsockopt(zmq.LINGER, 0)
+        it.setsockopt(zmq.RCVHWM, 1)
+        for number in range(20_000):
+            with contextlib.suppress(zmq.Again):
+                it.send_multipart([struct.pack("<Q", number), b"hello", b"\x91\1"], zmq.NOBLOCK)
+        wait_for_an_answer(honest)
+
+
+def test_more_tokens_and_chunks_than_allowed(server, honest):
+    engine = honest.instance_id
+    beyond = [
+        ("lookup", m.Lookup(engine, "big", "", 0, bytes(4 * limits.MAX_TOKENS_PER_SESSION + 4))),
+        ("append", m.Append(engine, "big", "", limits.MAX_TOKENS_PER_SESSION, bytes(4))),
+        ("reserve", m.Reserve(engine, 0, "", bytes(32 * limits.MAX_CHUNKS_PER_CALL + 32))),
+    ]
+    with dealer(server) as it:
+        for method, message in beyond:
+            it.send_multipart([bytes(8), method.encode(), msgspec.msgpack.encode(message)])
+            assert it.recv_multipart()[1] in (b"too_large", b"unknown_session")
+    honest.end("big")
+
+
+def wait_for_an_answer(engine: SmallEngine) -> None:
+    started = time.monotonic()
+    assert engine.client.call("noop", m.Empty(), CALL_SECONDS) == m.Empty()
+    assert time.monotonic() - started < 5.0

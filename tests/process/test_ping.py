@@ -1,0 +1,58 @@
+"""The answer to a ping tells whether the storage loop answers, and never waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache.client import Client
+from lmcache.config.spec import ServerConfig
+from lmcache.protocol.messages import Ping
+from lmcache.server import Server
+from lmcache.testing.processes import free_port
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    config = ServerConfig(
+        host="127.0.0.1",
+        port=0,
+        http_host="127.0.0.1",
+        http_port=free_port(),
+        prometheus_port=0,
+        l1_size_gb=0.05,
+        eviction_policy="LRU",
+    )
+    server = Server(config)
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_a_ping_tells_of_a_storage_loop_that_hangs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache.service.service._STORAGE_SILENT_SECONDS", 0.2)
+    client = Client(server.status()["rpc_endpoint"])
+    client.connect(10.0)
+    go_on = threading.Event()
+
+    def ready() -> bool:
+        started = time.monotonic()
+        reply = client.call("ping", Ping(), 10.0)
+        assert time.monotonic() - started < 5.0
+        return bool(reply.ready)
+
+    try:
+        assert ready()
+        server._storage.call_soon(lambda: go_on.wait(30.0))
+        deadline = time.monotonic() + 10.0
+        while ready():
+            assert time.monotonic() < deadline
+        go_on.set()
+        while not ready():
+            assert time.monotonic() < deadline
+    finally:
+        go_on.set()
+        client.close()

@@ -1,0 +1,364 @@
+"""A real server process: what it holds, what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from lmcache.client.client import ClientState
+from lmcache.errors import RemoteError, ServerUnavailable
+from lmcache.protocol import messages as m
+from lmcache.testing.processes import CacheServer
+from process.support import CALL_SECONDS, SmallEngine, unpack_slots
+
+SLOW_L2 = json.dumps({"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 0.001})
+
+
+@pytest.fixture
+def server(tmp_path):
+    with CacheServer(tmp_path, l1_size_gb=0.0625) as server:
+        server.wait_ready()
+        yield server
+        if server.alive():
+            assert_idle(server)
+            assert server.stop() == 0, server.log()
+    assert not shm_of(server).exists()
+    assert "Traceback" not in server.log()
+
+
+def shm_of(server) -> Path:
+    return Path("/dev/shm") / server.shm_name
+
+
+def assert_idle(server) -> None:
+    """No lease, reservation or session is left once every engine has gone."""
+    status = server.status()
+    held = {name: status[name] for name in ("sessions", "leases", "reservations", "instances", "session_bytes")}
+    l1 = {
+        name: status["l1"][name] for name in ("leases", "leased_objects", "reservations", "staged", "quarantined_bytes")
+    }
+    assert not any(held.values()), held
+    assert not any(l1.values()), l1
+    assert status["l1"]["used_bytes"] + status["l1"]["free_bytes"] == status["l1"]["committed_bytes"]
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def engine_in_a_process(server, folder: Path, script: str) -> subprocess.Popen[str]:
+    """Another process with a registered SmallEngine called `engine`; it runs the script and says "done"."""
+    program = "\n".join(
+        [
+            "import sys, time",
+            f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})",
+            "from process.support import *",
+            f"engine = SmallEngine({server.port}, instance_id='other', heartbeat=0.1).start()",
+            textwrap.dedent(script),
+            "print('done', flush=True)",
+            "time.sleep(600)",
+        ]
+    )
+    path = folder / "engine.py"
+    path.write_text(program)
+    child = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    if child.stdout.readline().strip() != "done":
+        child.kill()
+        child.wait()
+        raise AssertionError("the engine's script failed")
+    return child
+
+
+# ---- store and retrieve ----------------------------------------------------------------------------------------------
+def test_what_was_stored_comes_back_and_nothing_else(server):
+    with SmallEngine(server.port) as engine:
+        tokens = engine.tokens(1, 2, 3)
+        assert engine.lookup("cold", tokens).chunks == 0
+        assert engine.store(tokens) == 3
+        warm = engine.lookup("warm", engine.tokens(1, 2, 3, 4))
+        assert (warm.chunks, warm.miss_reason) == (3, "not_stored")
+        assert engine.read(warm)
+        assert engine.lookup("salted", tokens, salt="tenant").chunks == 0
+        assert server.status()["leases"] == 1
+        assert server.metric("lmcache_mp_lookup_hit_tokens_total") == 3 * 256
+
+
+def test_leases_keep_objects_in_place_while_others_fill_l1(tmp_path):
+    with CacheServer(tmp_path, l1_size_gb=0.002) as server:  # 2 MiB: about 250 objects
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
+            engine.store(engine.tokens(1, 2, 3))
+            held = engine.lookup("held", engine.tokens(1, 2, 3))
+            for number in range(10, 40):
+                engine.store(engine.tokens(*range(number * 100, number * 100 + 20)))
+            assert server.status()["l1"]["evicted_objects"] > 0
+            assert engine.read(held)
+        assert_idle(server)
+
+
+# ---- death -----------------------------------------------------------------------------------------------------------
+def test_what_a_killed_engine_reserved_is_never_a_hit_and_its_memory_comes_back(server, tmp_path):
+    child = engine_in_a_process(
+        server,
+        tmp_path,
+        """
+        tokens = engine.tokens(1, 2)
+        hashes = engine.hashes(tokens)
+        reply = engine.reserve(hashes)
+        engine.fill(hashes, unpack_slots(reply.slots))  # everything but the commit
+        engine.store(engine.tokens(7))
+        engine.lookup("held", engine.tokens(7))
+        """,
+    )
+    with SmallEngine(server.port) as engine:
+        assert server.status()["reservations"] == 1
+        child.kill()
+        child.wait()
+        wait_until(lambda: len(server.status()["instances"]) == 1)
+        assert server.status()["l1"]["staged"] == 0
+        assert server.status()["leases"] == 0
+        assert engine.lookup("r", engine.tokens(1, 2)).chunks == 0
+        committed = engine.lookup("s", engine.tokens(7))
+        assert committed.chunks == 1
+        assert engine.read(committed)
+
+
+def test_a_stopped_engine_keeps_its_reservation_until_it_goes_on(server, tmp_path):
+    child = engine_in_a_process(
+        server, tmp_path, "hashes = engine.hashes(engine.tokens(1)); reply = engine.reserve(hashes)"
+    )
+    try:
+        child.send_signal(signal.SIGSTOP)
+        with SmallEngine(server.port) as engine:
+            # Silent for far more than three heartbeats of 0.1 s, but its lock is held.
+            time_when_swept_twice = time.monotonic() + 2.5
+            wait_until(lambda: time.monotonic() > time_when_swept_twice)
+            status = server.status()
+            assert {one["instance_id"] for one in status["instances"]} == {"other", engine.instance_id}
+            assert status["reservations"] == 1
+            assert engine.lookup("r", engine.tokens(1)).chunks == 0
+    finally:
+        child.kill()
+        child.wait()
+    wait_until(lambda: not server.status()["instances"])
+
+
+def test_a_client_comes_back_by_itself_when_the_server_was_killed_and_restarted(tmp_path):
+    with CacheServer(tmp_path, l1_size_gb=0.0625) as first, SmallEngine(first.port, heartbeat=0.2) as engine:
+        engine.store(engine.tokens(1))
+        waiting = engine.client.submit("lookup", m.Lookup(engine.instance_id, "r", "", 0, b""), 60.0)
+        waiting.result()
+        memory, token = engine.client.memory, engine.client.boot_token
+        first.kill()
+        started = time.monotonic()
+        wait_until(lambda: engine.client.state is ClientState.UNAVAILABLE)
+        with pytest.raises(ServerUnavailable):
+            engine.lookup("s", engine.tokens(1))
+        assert time.monotonic() - started < 2.0
+        with CacheServer(tmp_path, l1_size_gb=0.0625, port=first.port, shm_name=first.shm_name) as second:
+            second.wait_ready()
+            engine.client.connect(20.0)
+            wait_until(
+                lambda: len(second.status()["instances"][:1]) == 1 and second.status()["instances"][0]["workers"]
+            )
+            assert engine.client.boot_token != token
+            assert engine.client.memory is not memory
+            assert engine.lookup("t", engine.tokens(1)).chunks == 0
+            assert engine.store(engine.tokens(1)) == 1
+            assert engine.read(engine.lookup("u", engine.tokens(1)))
+            engine.close()
+            assert_idle(second)
+            assert second.stop() == 0
+        assert not shm_of(second).exists()
+
+
+def test_calls_that_wait_end_at_once_when_the_server_is_killed(tmp_path):
+    with CacheServer(tmp_path, l1_size_gb=0.0625, extra=["--l2-adapter", SLOW_L2]) as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
+            server.signal_group(signal.SIGSTOP)
+            call = engine.client.submit("lookup", m.Lookup(engine.instance_id, "r", "", 0, engine.tokens(1)), 60.0)
+            assert not call.wait(0.05)
+            started = time.monotonic()
+            server.kill()
+            with pytest.raises(ServerUnavailable):
+                call.result()
+            assert time.monotonic() - started < 2.0
+    Path("/dev/shm", server.shm_name).unlink()  # killed, and nobody took the name again
+
+
+def test_a_server_that_hangs_is_noticed_and_one_that_wakes_up_is_used_again(server):
+    with SmallEngine(server.port, heartbeat=0.2) as engine:
+        engine.store(engine.tokens(1))
+        token = engine.client.boot_token
+        server.signal_group(signal.SIGSTOP)
+        try:
+            wait_until(lambda: engine.client.state is ClientState.UNAVAILABLE)
+            started = time.monotonic()
+            with pytest.raises(ServerUnavailable):
+                engine.lookup("r", engine.tokens(1))
+            assert time.monotonic() - started < 0.5
+        finally:
+            server.signal_group(signal.SIGCONT)
+        engine.client.connect(20.0)
+        assert engine.client.boot_token == token
+        assert engine.lookup("s", engine.tokens(1)).chunks == 1
+
+
+def test_a_second_server_with_the_same_memory_is_refused_and_the_first_unharmed(server, tmp_path):
+    with SmallEngine(server.port) as engine:
+        engine.store(engine.tokens(1))
+        inode = shm_of(server).stat().st_ino
+        with CacheServer(tmp_path, l1_size_gb=0.0625, shm_name=server.shm_name, log_name="second.log") as second:
+            assert second.popen.wait(timeout=20) == 1
+            lines = [line for line in second.log().splitlines() if "LMCache" not in line]
+            assert len(lines) == 1
+            assert server.shm_name in lines[0]
+            assert "--shm-name" in lines[0]
+        assert shm_of(server).stat().st_ino == inode
+        held = engine.lookup("r", engine.tokens(1))
+        assert held.chunks == 1
+        assert engine.read(held)
+
+
+def test_a_busy_port_is_one_sentence(server, tmp_path):
+    with CacheServer(
+        tmp_path, l1_size_gb=0.0625, port=server.port, shm_name=f"{server.shm_name}-2", log_name="second.log"
+    ) as second:
+        assert second.popen.wait(timeout=20) == 1
+        assert f"Cannot listen on 127.0.0.1:{server.port} because it is in use" in second.log()
+        assert "Traceback" not in second.log()
+        assert not shm_of(second).exists()
+
+
+def test_what_a_killed_server_left_is_reclaimed(tmp_path):
+    with CacheServer(tmp_path, l1_size_gb=0.0625) as first:
+        first.wait_ready()
+        first.kill()
+        assert shm_of(first).exists()
+        with CacheServer(tmp_path, l1_size_gb=0.0625, shm_name=first.shm_name) as second:
+            second.wait_ready()
+            assert second.stop() == 0
+        assert not shm_of(first).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_ordered_end_is_quick_and_clean_while_an_engine_is_there(tmp_path, number):
+    with CacheServer(tmp_path, l1_size_gb=0.0625) as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
+            engine.store(engine.tokens(1))
+            engine.lookup("r", engine.tokens(1))
+            started = time.monotonic()
+            os.kill(server.pid, number)
+            assert server.popen.wait(timeout=20) == 0
+            assert time.monotonic() - started < 5.0
+            assert not shm_of(server).exists()
+            wait_until(lambda: engine.client.state is ClientState.UNAVAILABLE)
+
+
+# ---- long work -------------------------------------------------------------------------------------------------------
+def test_pings_are_answered_while_lookups_wait_for_a_slow_l2(tmp_path):
+    with CacheServer(tmp_path, l1_size_gb=0.0625, extra=["--l2-adapter", SLOW_L2]) as server:
+        server.wait_ready()
+        with SmallEngine(server.port, payload_bytes=64 * 1024) as engine:
+            engine.store(engine.tokens(*range(100, 116)))  # 1 MiB takes the adapter a second
+            wait_until(lambda: all(one["objects"] >= 16 for one in server.status()["l2"]["adapters"]))
+            server.clear("l1")
+            calls = [
+                engine.client.submit(
+                    "lookup",
+                    m.Lookup(engine.instance_id, f"r{number}", "", 0, engine.tokens(*range(100, 116))),
+                    CALL_SECONDS,
+                )
+                for number in range(50)
+            ]
+            slowest = 0.0
+            while not calls[0].done():
+                started = time.monotonic()
+                assert engine.client.call("ping", m.Ping(), CALL_SECONDS).ready
+                slowest = max(slowest, time.monotonic() - started)
+            assert slowest < 0.5
+            replies = [call.result() for call in calls]
+            assert max(reply.chunks for reply in replies) == 16
+            for number, reply in enumerate(replies):
+                assert engine.read(reply)
+                engine.end(f"r{number}")
+        assert_idle(server)
+
+
+def test_a_lookup_is_answered_at_its_deadline(tmp_path):
+    with CacheServer(tmp_path, l1_size_gb=0.0625, extra=["--l2-adapter", SLOW_L2]) as server:
+        server.wait_ready()
+        with SmallEngine(server.port, payload_bytes=256 * 1024) as engine:
+            engine.store(engine.tokens(1, 2, 3, 4))
+            wait_until(lambda: all(one["objects"] >= 4 for one in server.status()["l2"]["adapters"]))
+            server.clear("l1")
+            started = time.monotonic()
+            reply = engine.lookup("r", engine.tokens(1, 2, 3, 4), deadline_seconds=0.3)
+            assert time.monotonic() - started < 2.0
+            assert reply.chunks < 4
+            assert reply.miss_reason == "l2_deadline"
+            assert engine.read(reply)
+        wait_until(lambda: server.status()["l1"]["leases"] == 0 and server.status()["l1"]["staged"] == 0)
+
+
+# ---- frugality -------------------------------------------------------------------------------------------------------
+def test_an_idle_server_is_small_and_sleeps(tmp_path):
+    with CacheServer(tmp_path, l1_size_gb=4.0, extra=["--l1-init-size-gb", "0.0625"]) as server:
+        server.wait_ready()
+        with SmallEngine(server.port):
+            status = Path(f"/proc/{server.pid}/status").read_text()
+            resident_kib = {line.split(":")[0]: int(line.split()[1]) for line in status.splitlines() if "kB" in line}
+            beside_l1_kib = resident_kib["VmRSS"] - resident_kib["RssShmem"]
+            assert beside_l1_kib < 100 * 1024
+            maps = Path(f"/proc/{server.pid}/maps").read_text()
+            assert not [name for name in ("torch", "numpy", "transformers") if f"/{name}/" in maps]
+            # L1 is being prepared at first; then there must be nothing to do (the benchmark measures closer).
+            wait_until(lambda: cpu_fraction(server.pid, over_seconds=2.0) < 0.01)
+
+
+def cpu_fraction(pid: int, over_seconds: float) -> float:
+    before = cpu_seconds(pid)
+    time.sleep(over_seconds)
+    return (cpu_seconds(pid) - before) / over_seconds
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of all threads."""
+    total_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        total_ns += int((task / "schedstat").read_text().split()[0])
+    return total_ns / 1e9
+
+
+def test_a_client_of_another_protocol_version_is_told(server):
+    with SmallEngine(server.port) as engine:
+        with pytest.raises(RemoteError, match="upgrade the older side") as refusal:
+            engine.client.call("hello", m.Hello(99, "from the future"), CALL_SECONDS)
+        assert refusal.value.code == "unsupported_version"
+
+
+def test_slots_lie_inside_the_memory_and_apart(server):
+    with SmallEngine(server.port) as engine:
+        hashes = engine.hashes(engine.tokens(*range(50)))
+        reply = engine.reserve(hashes)
+        slots = sorted(unpack_slots(reply.slots))
+        assert engine.client.hello is not None
+        assert slots[0] >= 4096
+        assert slots[-1] + 8192 <= engine.client.hello.shm_bytes
+        assert all(second - first >= 8192 for first, second in pairwise(slots))
+        assert engine.commit(reply.reservation, bytes(50)) == 0

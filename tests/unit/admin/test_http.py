@@ -1,0 +1,319 @@
+"""The HTTP listener over real sockets, in front of a server that answers as each test wants."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+
+from lmcache.admin.access import is_loopback, read_token, why_refused
+from lmcache.admin.listener import HttpListener
+from lmcache.config.spec import ServerConfig
+from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
+from lmcache.telemetry.metrics import Metrics
+
+SECRET = "s3cr3t-value"
+
+
+@dataclass
+class FakeServer:
+    """A ServerState whose every answer can be set."""
+
+    config: ServerConfig
+    metrics: Metrics = field(default_factory=Metrics)
+    sickness: str = ""
+    is_ready: bool = True
+    cleared: list[str] = field(default_factory=list)
+    fault: Exception | None = None
+    hold: threading.Event | None = None
+    health_calls: int = 0
+
+    def health(self, within_seconds: float) -> str:
+        self.health_calls += 1
+        if self.hold is not None:
+            self.hold.wait(10)
+        return self.sickness
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def status(self) -> dict[str, Any]:
+        if self.fault is not None:
+            raise self.fault
+        return {"uptime_seconds": 1.5}
+
+    def clear(self, tier: str) -> tuple[int, int]:
+        if self.fault is not None:
+            raise self.fault
+        self.cleared.append(tier)
+        return 3, 12288
+
+
+def make_config(**options: Any) -> ServerConfig:
+    ports = {"http_host": "127.0.0.1", "http_port": 0, "prometheus_port": 0}
+    return ServerConfig(**{"l1_size_gb": 1.0, "eviction_policy": "LRU", **ports, **options})
+
+
+@pytest.fixture
+def server() -> FakeServer:
+    adapter = {"type": "s3", "aws_secret_access_key": SECRET, "s3_endpoint": f"https://me:{SECRET}@host/?sig={SECRET}"}
+    return FakeServer(make_config(l2_adapter=[adapter]))
+
+
+@pytest.fixture
+def listener(server: FakeServer) -> Iterator[HttpListener]:
+    listener = HttpListener(server)
+    listener.start()
+    yield listener
+    listener.stop()
+
+
+@pytest.fixture
+def http(listener: HttpListener) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{listener.http_port}", timeout=10) as client:
+        yield client
+
+
+def test_health_is_what_the_server_answers(server: FakeServer, http: httpx.Client) -> None:
+    answer = http.get("/healthcheck")
+    assert (answer.status_code, answer.json()) == (200, {"status": "healthy"})
+    server.sickness = "The storage loop did not answer within 2 s."
+    answer = http.get("/healthcheck")
+    assert (answer.status_code, answer.json()["reason"]) == (503, server.sickness)
+    assert http.get("/readyz").status_code == 503
+
+
+def test_not_ready_while_draining(server: FakeServer, http: httpx.Client) -> None:
+    assert http.get("/readyz").json() == {"status": "ready"}
+    server.is_ready = False
+    assert http.get("/readyz").status_code == 503
+    assert http.get("/healthcheck").status_code == 200
+
+
+def test_health_questions_share_one_answer_and_do_not_hold_up_other_requests(
+    server: FakeServer, http: httpx.Client
+) -> None:
+    server.hold = threading.Event()
+    codes: list[int] = []
+    askers = [
+        threading.Thread(target=lambda: codes.append(httpx.get(f"{http.base_url}/healthcheck", timeout=10).status_code))
+        for _ in range(8)
+    ]
+    for asker in askers:
+        asker.start()
+    assert http.get("/status").status_code == 200  # answered although health hangs
+    server.hold.set()
+    for asker in askers:
+        asker.join(10)
+    assert codes == [200] * 8
+    assert server.health_calls < 8
+
+
+def test_a_hanging_health_check_is_unhealthy(
+    server: FakeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache.admin.app.HEALTH_BOUND_SECONDS", 0.01)
+    server.hold = threading.Event()
+    try:
+        assert http.get("/healthcheck").status_code == 503
+    finally:
+        server.hold.set()
+
+
+def test_configuration_is_shown_without_secrets(http: httpx.Client) -> None:
+    for path in ("/config", "/config/adapters"):
+        answer = http.get(path)
+        assert answer.status_code == 200
+        assert SECRET not in answer.text
+        assert "[hidden]" in answer.text
+    assert http.get("/config").json()["chunk_size"] == 256
+
+
+def test_clear_tells_what_it_removed(server: FakeServer, http: httpx.Client) -> None:
+    answer = http.post("/cache/clear", json={"tier": "all", "force": True})
+    assert answer.json() == {"status": "ok", "ok": True, "tier": "all", "objects": 3, "bytes": 12288}
+    assert http.post("/cache/clear").json()["tier"] == "l1"
+    assert server.cleared == ["all", "l1"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"tier": "l3"}', "l1, l2, all"),
+        (b'{"teir": "l1"}', "did you mean tier?"),
+        (b"[]", "JSON object"),
+        (b"{", "not JSON"),
+        (b"[" * 50_000, "not JSON"),
+        (b'{"force": "yes"}', "true or false"),
+    ],
+)
+def test_clear_refuses_what_it_does_not_understand(
+    server: FakeServer, http: httpx.Client, body: bytes, said: str
+) -> None:
+    answer = http.post("/cache/clear", content=body)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]
+    assert server.cleared == []
+
+
+def test_a_large_body_is_refused(server: FakeServer, http: httpx.Client) -> None:
+    assert http.post("/cache/clear", content=b" " * (1 << 20)).status_code == 413
+    assert server.cleared == []
+
+
+def test_a_tier_that_does_not_answer_is_an_error_with_a_sentence(server: FakeServer, http: httpx.Client) -> None:
+    server.fault = ServerUnavailable("The storage loop did not clear L2 within 30 s.")
+    answer = http.post("/cache/clear", json={"tier": "l2"})
+    assert (answer.status_code, answer.json()["error"]) == (503, str(server.fault))
+
+
+def test_an_unexpected_fault_is_answered_without_its_stack(server: FakeServer, http: httpx.Client) -> None:
+    server.fault = ZeroDivisionError("at /secret/place")
+    answer = http.get("/status")
+    assert answer.status_code == 500
+    assert "/secret/place" not in answer.text
+
+
+def test_a_page_of_another_site_cannot_use_the_browser_of_this_host(server: FakeServer, http: httpx.Client) -> None:
+    assert http.post("/cache/clear", headers={"Origin": "http://evil.example"}).status_code == 403
+    assert http.post("/cache/clear", headers={"X-Forwarded-For": "203.0.113.9"}).status_code == 403
+    assert server.cleared == []
+    assert http.post("/cache/clear", headers={"Origin": str(http.base_url).rstrip("/")}).status_code == 200
+
+
+def request_from(host: str, **headers: str) -> Request:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "headers": raw, "client": (host, 40000)})
+
+
+def test_another_host_needs_the_token() -> None:
+    assert why_refused(request_from("127.0.0.1"), "") == ""
+    assert why_refused(request_from("::1"), "") == ""
+    assert "--admin-token-file" in why_refused(request_from("192.0.2.7"), "")
+    assert "Bearer" in why_refused(request_from("192.0.2.7"), "0123456789abcdef")
+    assert why_refused(request_from("192.0.2.7", authorization="Bearer 0123456789abcdef"), "0123456789abcdef") == ""
+    assert why_refused(request_from("192.0.2.7", authorization="Bearer 0123456789abcdeF"), "0123456789abcdef") != ""
+    assert why_refused(request_from("127.0.0.1", authorization="Bearer wrong"), "0123456789abcdef") != ""
+    assert why_refused(request_from("192.0.2.7", authorization="Bearer "), "") != ""
+
+
+def test_loopback_names() -> None:
+    assert all(map(is_loopback, ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1", "localhost"]))
+    assert not any(map(is_loopback, ["192.0.2.1", "::ffff:192.0.2.1", "localhost.evil.example", "", "0.0.0.0"]))
+
+
+def test_token_file(tmp_path: Any) -> None:
+    path = tmp_path / "token"
+    assert read_token("") == ""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(str(path))
+    path.write_text("short\n")
+    with pytest.raises(ConfigError, match="at least 16"):
+        read_token(str(path))
+    path.write_text("0123456789abcdef\n")
+    assert read_token(str(path)) == "0123456789abcdef"
+
+
+def test_metrics_on_both_ports(server: FakeServer, listener: HttpListener, http: httpx.Client) -> None:
+    server.metrics.lookup_hit.labels("model", "").inc(256)
+    line = 'lmcache_mp_lookup_hit_tokens_total{cache_salt="",model_name="model"} 256.0'
+    assert line in http.get("/metrics").text.splitlines()
+    scraped = httpx.get(f"http://127.0.0.1:{listener.prometheus_port}/metrics")
+    assert line in scraped.text.splitlines()
+    assert scraped.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert httpx.get(f"http://127.0.0.1:{listener.prometheus_port}/status").status_code == 404
+    assert httpx.post(f"http://127.0.0.1:{listener.prometheus_port}/cache/clear").status_code == 404
+    assert server.cleared == []
+
+
+def test_without_metrics_there_is_no_second_port() -> None:
+    server = FakeServer(make_config(disable_metrics=True), Metrics(enabled=False))
+    listener = HttpListener(server)
+    listener.start()
+    try:
+        assert listener.prometheus_port is None
+        answer = httpx.get(f"http://127.0.0.1:{listener.http_port}/metrics")
+        assert answer.status_code == 404
+        assert "--disable-metrics" in answer.json()["error"]
+    finally:
+        listener.stop()
+
+
+def test_log_level_can_be_changed(http: httpx.Client) -> None:
+    before = http.get("/loglevel").json()["level"]
+    try:
+        assert http.put("/loglevel", json={"level": "debug"}).json() == {"level": "DEBUG"}
+        assert http.get("/loglevel").json() == {"level": "DEBUG"}
+        assert http.put("/loglevel", json={"level": "LOUD"}).status_code == 400
+        assert http.put("/loglevel", json={"level": "DEBUG"}, headers={"X-Real-IP": "192.0.2.1"}).status_code == 403
+    finally:
+        http.put("/loglevel", json={"level": before})
+
+
+def test_what_is_not_there_says_so(http: httpx.Client) -> None:
+    assert http.get("/cache/objects").status_code == 501
+    assert "not built yet" in http.put("/quota/tenant", json={"limit_gb": 1}).json()["error"]
+    assert http.get("/nowhere").status_code == 404
+    assert http.delete("/cache/clear").status_code == 405
+
+
+def test_the_root_is_a_list_or_a_page_for_browsers(http: httpx.Client) -> None:
+    assert "POST /cache/clear" in http.get("/").text
+    page = http.get("/", headers={"Accept": "text/html,*/*"})
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "://" not in page.text  # nothing is fetched from elsewhere
+    assert "innerHTML" not in page.text
+
+
+@pytest.mark.parametrize("flag", ["http_port", "prometheus_port"])
+def test_a_busy_port_is_one_sentence_and_leaves_nothing_open(server: FakeServer, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = make_config(**{flag: taken.getsockname()[1]})
+        with pytest.raises(ResourceError, match=f"in use; choose another --{flag.replace('_', '-')}"):
+            HttpListener(FakeServer(config))
+
+
+def test_noise_does_not_stop_the_listener(listener: HttpListener, http: httpx.Client) -> None:
+    for noise in (
+        b"\x00\xff" * 100,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /cache/clear HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", listener.http_port)) as raw:
+            raw.sendall(noise)
+    assert http.get("/healthcheck").status_code == 200
+
+
+def test_silent_connections_are_closed_and_slow_answers_are_not(
+    server: FakeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache.admin.listener.SILENCE_SECONDS", 0.05)
+    address = ("127.0.0.1", int(str(http.base_url.port)))
+    for beginning in (b"", b"GET /version HTTP/1.1\r\nX-Slow: "):
+        with socket.create_connection(address, timeout=10) as silent:
+            silent.sendall(beginning)
+            assert silent.recv(1) == b""
+    server.hold = threading.Event()
+    release = threading.Timer(0.3, server.hold.set)
+    release.start()
+    assert httpx.get(f"{http.base_url}/healthcheck", timeout=10).status_code == 200
+    release.join()
+
+
+def test_stop_closes_both_ports(server: FakeServer) -> None:
+    listener = HttpListener(server)
+    listener.start()
+    url = f"http://127.0.0.1:{listener.http_port}"
+    assert json.loads(httpx.get(url + "/version").text)["protocol_version"]["current"] == 1
+    listener.stop()
+    listener.stop()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url + "/version")

@@ -1,0 +1,256 @@
+"""The command line without a server: what it prints, and with which code it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from lmcache.cli import main as cli
+from lmcache.errors import ConfigError, ResourceError
+
+
+@pytest.fixture
+def http_server() -> Iterator[tuple[str, dict[str, tuple[int, Any]], list[tuple[str, str, Any]]]]:
+    """(its URL, answers by path, requests seen)."""
+    answers: dict[str, tuple[int, Any]] = {}
+    seen: list[tuple[str, str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            seen.append((self.command, self.path, json.loads(body) if body else self.headers.get("Authorization")))
+            status, answer = answers.get(self.path, (404, {"error": "nothing here"}))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", answers, seen
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(argv)
+    except SystemExit as done:  # argparse's --help
+        assert isinstance(done.code, int)
+        code = done.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_help_lists_every_command_and_each_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = run(capsys, "--help")
+    assert code == 0
+    for name in cli.COMMANDS:
+        assert f"  {name} " in text
+        code, own, err = run(capsys, *name.split(), "--help")
+        assert (code, err) == (0, "")
+        assert f"lmcache {name}" in own
+    assert run(capsys)[0] == 2
+
+
+@pytest.mark.parametrize("name", cli.UNBUILT)
+def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, out, err = run(capsys, *name.split(), "--any", "thing")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"lmcache {name} is not built yet")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["sever"], "'sever' is not a command; did you mean server?"),
+        (["zzz"], "lmcache --help lists them"),
+        (["kvcache"], "needs one more word: lmcache kvcache clear."),
+        (["kvcache", "wipe"], "lmcache kvcache has no 'wipe': lmcache kvcache clear."),
+        (["config"], "lmcache config check or lmcache config show"),
+        (["ping", "--timeot", "3"], "did you mean --timeout?"),
+        (["ping", "--timeout", "soon"], "--timeout must be a number of seconds, got 'soon'."),
+        (["ping", "--timeout", "0"], "--timeout must be more than 0 seconds, got 0."),
+        (["ping", "router"], "invalid choice: 'router'"),
+        (["ping", "--url", "ftp://x"], "--url must be like http://localhost:8080, got 'ftp://x'."),
+        (["ping", "--url", "http://x:99999"], "--url must be like"),
+        (["--format", "xml", "ping"], "invalid choice: 'xml'"),
+        (["kvcache", "clear", "--tier", "l3"], "invalid choice: 'l3'"),
+        (["bench", "l2"], "--l2-adapter"),
+        (["bench", "l2", "--l2-adapter", '{"type": "fs_native", "base_pth": "/x"}'], "did you mean base_path?"),
+        (["bench", "l2", "--l2-adapter", "{"], "--l2-adapter must be JSON"),
+        (["bench", "server", "--rounds", "0"], "--rounds must be at least 1, got 0."),
+        (["config", "check", "--l1-size-gb", "4"], "--eviction-policy is required"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_code_2(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_no_server_is_one_sentence_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["ping"], ["kvcache", "clear"], ["describe"]):
+        code, out, err = run(capsys, *command, "--url", "http://127.0.0.1:1")
+        assert (code, out) == (1, "")
+        assert (
+            err == "lmcache: nothing answers at http://127.0.0.1:1 (Connection refused): is the server running there?\n"
+        )
+
+
+def test_ping(capsys: pytest.CaptureFixture[str], http_server: Any) -> None:
+    url, answers, _ = http_server
+    answers["/healthcheck"] = (200, {"status": "healthy"})
+    code, out, _ = run(capsys, "ping", "--url", url)
+    assert code == 0
+    assert "OK" in out
+    code, out, _ = run(capsys, "--format", "json", "ping", "kvcache", "--url", url)
+    result = json.loads(out)
+    assert (code, result["title"], result["metrics"]["status"]) == (0, "Ping", "OK")
+    assert result["metrics"]["round_trip_ms"] > 0
+    assert run(capsys, "ping", "-q", "--url", url) == (0, "", "")
+    assert run(capsys, "--quiet", "ping", "--url", url) == (0, "", "")
+    answers["/healthcheck"] = (503, {"status": "unhealthy", "reason": "The storage loop did not answer."})
+    code, out, err = run(capsys, "ping", "--url", url)
+    assert (code, out) == (1, "")
+    assert "The storage loop did not answer." in err
+
+
+def test_ping_of_an_engine(capsys: pytest.CaptureFixture[str], http_server: Any) -> None:
+    url, answers, seen = http_server
+    answers["/health"] = (200, "")
+    assert run(capsys, "ping", "engine", "--url", url)[0] == 0
+    assert seen[-1][1] == "/health"
+
+
+def test_clear(capsys: pytest.CaptureFixture[str], http_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, answers, seen = http_server
+    answers["/cache/clear"] = (200, {"objects": 3, "bytes": 3 << 20})
+    code, out, _ = run(capsys, "kvcache", "clear", "--url", url)
+    assert code == 0
+    assert "3.0 MiB" in out
+    assert seen[-1] == ("POST", "/cache/clear", {"tier": "l1"})
+    run(capsys, "kvcache", "clear", "--url", url, "--tier", "all")
+    assert seen[-1][2] == {"tier": "all"}
+    answers["/cache/clear"] = (403, {"error": "From another host this needs an admin token."})
+    assert run(capsys, "kvcache", "clear", "--url", url)[::2] == (
+        1,
+        "lmcache: From another host this needs an admin token.\n",
+    )
+
+
+def test_the_admin_token_comes_from_the_environment(
+    capsys: pytest.CaptureFixture[str], http_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, answers, seen = http_server
+    answers["/healthcheck"] = (200, {})
+    monkeypatch.setenv("LMCACHE_ADMIN_TOKEN", "0123456789abcdef")
+    assert run(capsys, "ping", "--url", url)[0] == 0
+    assert seen[-1][2] == "Bearer 0123456789abcdef"
+
+
+def test_results_can_be_written_to_a_file(capsys: pytest.CaptureFixture[str], http_server: Any, tmp_path: Any) -> None:
+    url, answers, _ = http_server
+    answers["/healthcheck"] = (200, {})
+    path = tmp_path / "ping.json"
+    assert run(capsys, "ping", "--url", url, "--format", "json", "--output", str(path)) == (0, "", "")
+    assert json.loads(path.read_text())["metrics"]["status"] == "OK"
+    code, _, err = run(capsys, "ping", "--url", url, "--output", str(tmp_path / "none" / "x"))
+    assert code == 1
+    assert "--output" in err
+
+
+def test_config_check_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    import yaml
+
+    from lmcache.config.load import load_server_config
+
+    options = ["--l1-size-gb", "4", "--eviction-policy", "LRU", "--service-instance-id", "me"]
+    options += ["--l2-adapter", '{"type": "fs_native", "base_path": "/data"}']
+    assert run(capsys, "config", "check", *options)[0] == 0
+    code, out, _ = run(capsys, "config", "check", *options, "--format", "json", "--max-gpu-workers", "2")
+    assert code == 0
+    assert "--max-gpu-workers 2" in json.loads(out)["metrics"]["remarks"][0]
+    assert run(capsys, "config", "check", *options, "--l2-adapter", '{"type": "s3"}')[0] == 2
+
+    code, out, _ = run(capsys, "config", "show", *options)
+    assert code == 0
+    assert "chunk_size: 256" in out
+    assert yaml.safe_load(out)["l2_adapter"] == [{"type": "fs_native", "base_path": "/data"}]
+    path = tmp_path / "server.yaml"
+    path.write_text(out)
+    assert load_server_config(["--config", str(path)], {}) == load_server_config(options, {})  # it is a --config file
+
+    code, out, _ = run(capsys, "config", "show", *options, "--format", "json")
+    values = json.loads(out)["metrics"]
+    assert values["l1_size_gb"] == {"value": 4.0, "source": "--l1-size-gb"}
+    assert values["chunk_size"] == {"value": 256, "source": "default"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        (ConfigError("No such key."), 2, "lmcache: No such key.\n"),
+        (ResourceError("The port is in use"), 1, "lmcache: The port is in use.\n"),
+        (
+            ValueError("odd\nvalue"),
+            1,
+            "lmcache: unexpected ValueError: odd value (LMCACHE_LOG_LEVEL=DEBUG shows where).\n",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_every_fault_becomes_a_code_and_at_most_one_sentence(
+    capsys: pytest.CaptureFixture[str], fault: BaseException, code: int, said: str
+) -> None:
+    def fail() -> int:
+        raise fault
+
+    assert cli.guarded(fail, {}) == code
+    assert capsys.readouterr().err == said
+
+
+def test_debug_shows_where_a_fault_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise ResourceError("The port is in use.")
+
+    assert cli.guarded(fail, {"LMCACHE_LOG_LEVEL": "DEBUG"}) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert cli.guarded(lambda: 0, {"LMCACHE_LOG_LEVEL": "LOUD"}) == 2
+
+
+def test_short_commands_import_little() -> None:
+    code = (
+        "import sys; from lmcache.cli.main import main; main(['--help']); main(['server', '--help']);"
+        "print([name for name in ('zmq', 'msgspec', 'starlette', 'uvicorn', 'prometheus_client', 'yaml', 'asyncio',"
+        " 'lmcache._native') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m lmcache.cli.main server --help | head -n 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith("Usage: lmcache server")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,254 @@
+import contextlib
+import threading
+import time
+
+import pytest
+
+from lmcache.client import Client
+from lmcache.client.client import ClientState
+from lmcache.errors import ConfigError, RemoteError, ServerUnavailable
+from lmcache.protocol import messages as m
+from lmcache.transport.server import Method, RpcServer
+
+INSTANCE = m.RegisterInstance("engine", "model", 1, 1, 10.0)
+WORKER = m.RegisterWorker("engine", 0, 0, ["ab" * 16], [4096])
+
+
+class FakeServer:
+    """Answers as a server would, and remembers who is registered."""
+
+    def __init__(self, port: int = 0, token: bytes = b"a" * 16, protocol_version: int = 1) -> None:
+        self.token = token
+        self.protocol_version = protocol_version
+        self.registered: dict[tuple[str, int], int] = {}
+        self.registrations = 0
+        self.refuse: RemoteError | None = None
+        self.changed = threading.Condition()
+        self.rpc = RpcServer("localhost", port)
+        handlers = {
+            "hello": self.hello,
+            "ping": self.ping,
+            "noop": lambda message: m.Empty(),
+            "register_instance": lambda message: self.register(message.instance_id, -1),
+            "register_worker": lambda message: self.register(message.instance_id, message.worker_id),
+            "unregister": self.unregister,
+            "end_session": self.end_session,
+        }
+        self.rpc.start({name: Method(m.METHODS[name][0], handler) for name, handler in handlers.items()})
+        self.port = int(self.rpc.endpoint.rpartition(":")[2])
+
+    def hello(self, message):
+        return m.HelloReply(self.protocol_version, "test", self.token, 256, "blake3", ["shm"], "", 0, 300.0, 600.0)
+
+    def ping(self, message):
+        with self.changed:
+            self.changed.notify_all()
+        return m.PingReply(self.token, (message.instance_id, message.worker_id) in self.registered)
+
+    def register(self, instance_id, worker_id):
+        if self.refuse is not None:
+            raise self.refuse
+        with self.changed:
+            self.registrations += 1
+            self.registered[instance_id, worker_id] = self.registrations
+            self.changed.notify_all()
+        return m.RegisterReply(self.registrations)
+
+    def unregister(self, message):
+        self.registered.pop((message.instance_id, message.worker_id), None)
+        return m.Empty()
+
+    def end_session(self, message):
+        raise RemoteError(m.ErrorCode.UNKNOWN_INSTANCE, "register first")
+
+    def wait_for(self, condition):
+        with self.changed:
+            assert self.changed.wait_for(condition, 10.0)
+
+    def stop(self):
+        self.rpc.stop()
+
+
+@contextlib.contextmanager
+def a_client(port, **more):
+    client = Client(f"tcp://127.0.0.1:{port}", map_memory=False, **more)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@pytest.fixture
+def server():
+    server = FakeServer()
+    yield server
+    server.stop()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_connect_call_close(server):
+    with a_client(server.port) as client:
+        assert client.state is ClientState.CONNECTING
+        hello = client.connect(5.0)
+        assert (hello.chunk_tokens, client.boot_token) == (256, b"a" * 16)
+        assert client.state is ClientState.READY
+        assert client.call("noop", m.Empty(), 5.0) == m.Empty()
+        pending = client.submit("noop", m.Empty(), 5.0)
+        assert pending.wait(5.0)
+        assert pending.done()
+        assert pending.result() == m.Empty()
+    assert client.state is ClientState.CLOSED
+    client.close()
+    with pytest.raises(ServerUnavailable):
+        client.call("noop", m.Empty(), 5.0)
+
+
+def test_register_and_unregister(server):
+    with a_client(server.port) as client:
+        assert client.owner("engine") is None
+        assert client.register(INSTANCE, 5.0) == client.owner("engine")
+        assert client.register(WORKER, 5.0) == client.owner("engine", 0)
+        assert set(server.registered) == {("engine", -1), ("engine", 0)}
+    assert server.registered == {}
+
+
+def test_without_a_server_calls_fail_at_once_and_nothing_waits():
+    gone = FakeServer()
+    gone.stop()
+    with a_client(gone.port) as client:
+        client.start()
+        for _ in range(3):
+            started = time.monotonic()
+            with pytest.raises(ServerUnavailable):
+                client.call("noop", m.Empty(), 60.0)
+            assert time.monotonic() - started < 1.0
+        with pytest.raises(ServerUnavailable, match="Nothing answers"):
+            client.connect(0.5)
+
+
+def test_a_server_that_comes_later_is_found(caplog):
+    caplog.set_level("INFO", "lmcache")
+    gone = FakeServer()
+    gone.stop()
+    with a_client(gone.port) as client:
+        client.declare(INSTANCE)
+        client.start()
+        wait_until(lambda: client.state is ClientState.UNAVAILABLE)
+        server = FakeServer(gone.port)
+        client.connect(10.0)
+        server.wait_for(lambda: ("engine", -1) in server.registered)
+        server.stop()
+    messages = [record.message for record in caplog.records if record.name == "lmcache.client"]
+    assert sum("unavailable" in message for message in messages) <= 2
+    assert sum("Connected" in message for message in messages) == 1
+
+
+def test_a_new_incarnation_is_met_before_anything_is_registered():
+    first = FakeServer()
+    met = []
+
+    def meet(client):
+        met.append((client.boot_token, len(first.registered)))
+        client.declare(WORKER)
+
+    with a_client(first.port, on_new_incarnation=meet) as client:
+        client.declare(INSTANCE)
+        client.connect(5.0)
+        first.wait_for(lambda: len(first.registered) == 2)
+        assert met == [(b"a" * 16, 0)]
+        first.stop()
+        first.registered.clear()
+        wait_until(lambda: client.state is ClientState.UNAVAILABLE)
+        second = FakeServer(first.port, b"b" * 16)
+        client.connect(10.0)
+        second.wait_for(lambda: len(second.registered) == 2)
+        assert met == [(b"a" * 16, 0), (b"b" * 16, 0)]
+    second.stop()
+
+
+def test_the_same_server_seen_again_is_no_new_incarnation(server):
+    met = []
+    with a_client(server.port, on_new_incarnation=lambda client: met.append(client.boot_token)) as client:
+        client.register(INSTANCE, 5.0)
+        hello = client.hello
+        client._ready.fail("the network blinked")
+        wait_until(lambda: client.state is ClientState.UNAVAILABLE)
+        client.connect(10.0)
+        assert client.call("noop", m.Empty(), 5.0) == m.Empty()
+        assert client.hello is hello
+        assert len(met) == server.registrations == 1
+
+
+def test_a_server_that_forgot_is_told_again(server):
+    with a_client(server.port, heartbeat_interval_seconds=0.05) as client:
+        former = client.register(INSTANCE, 5.0)
+        server.registered.clear()
+        server.wait_for(lambda: ("engine", -1) in server.registered)
+        wait_until(lambda: client.owner("engine") not in (None, former))
+
+
+def test_a_call_of_an_unknown_instance_makes_the_client_look_at_once(server):
+    with a_client(server.port, heartbeat_interval_seconds=60.0) as client:
+        client.register(INSTANCE, 5.0)
+        server.registered.clear()
+        with pytest.raises(RemoteError, match="register first"):
+            client.call("end_session", m.EndSession("engine", "r"), 5.0)
+        server.wait_for(lambda: ("engine", -1) in server.registered)
+
+
+def test_another_token_in_a_ping_means_another_server(server):
+    met = []
+    with a_client(
+        server.port, heartbeat_interval_seconds=0.05, on_new_incarnation=lambda client: met.append(client.boot_token)
+    ) as client:
+        client.register(INSTANCE, 5.0)
+        server.token = b"c" * 16
+        wait_until(lambda: met == [b"a" * 16, b"c" * 16] and client.state is ClientState.READY)
+        assert server.registrations == 2
+
+
+def test_a_refused_registration_is_raised_and_tried_again(server, caplog):
+    server.refuse = RemoteError(m.ErrorCode.LAYOUT_CONFLICT, "another life is there")
+    with a_client(server.port, heartbeat_interval_seconds=0.05) as client:
+        with pytest.raises(RemoteError, match="another life") as refusal:
+            client.register(INSTANCE, 5.0)
+        assert refusal.value.code == "layout_conflict"
+        wait_until(lambda: client.state is ClientState.READY)
+        server.refuse = None
+        server.wait_for(lambda: ("engine", -1) in server.registered)
+    assert caplog.text.count("refused a registration") == 1
+
+
+def test_another_protocol_version_is_said_at_once():
+    server = FakeServer(protocol_version=99)
+    with a_client(server.port) as client:
+        started = time.monotonic()
+        with pytest.raises(Exception, match="speaks protocol version 99"):
+            client.connect(30.0)
+        assert time.monotonic() - started < 5.0
+    server.stop()
+
+
+def test_a_fault_in_the_callback_does_not_end_the_keeper(server, caplog):
+    faults = [ZeroDivisionError("first time")]
+
+    def meet(client):
+        if faults:
+            raise faults.pop()
+
+    with a_client(server.port, on_new_incarnation=meet) as client:
+        client.connect(10.0)
+        assert client.state is ClientState.READY
+    assert "failed and tries again" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1", "http://127.0.0.1:5"])
+def test_a_wrong_address_is_refused(url):
+    with pytest.raises(ConfigError):
+        Client(url)

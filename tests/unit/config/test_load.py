@@ -1,0 +1,279 @@
+"""How flags, environment and file become one configuration, and every sentence with which that is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from lmcache.config.check import remarks
+from lmcache.config.help import server_help
+from lmcache.config.load import load, load_server_config
+from lmcache.config.spec import ServerConfig, flag, options, variable
+from lmcache.errors import ConfigError
+
+REQUIRED = ["--l1-size-gb", "4", "--eviction-policy", "LRU"]
+ADAPTER = '{"type": "fs_native", "base_path": "/data"}'
+
+DOCUMENTED_DEFAULTS = {
+    "host": "localhost",
+    "port": 5555,
+    "chunk_size": 256,
+    "max_workers": 1,
+    "max_gpu_workers": 1,
+    "max_cpu_workers": 1,
+    "hash_algorithm": "blake3",
+    "engine_type": "default",
+    "runtime_plugin_locations": [],
+    "runtime_plugin_config": {},
+    "lookup_hash_log_dir": "",
+    "lookup_hash_log_rotation_interval": 21600,
+    "lookup_hash_log_rotation_max_size": 104857600,
+    "lookup_hash_log_max_files": 100,
+    "http_host": "0.0.0.0",
+    "http_port": 8080,
+    "l1_use_lazy": True,
+    "l1_align_bytes": 4096,
+    "l1_write_ttl_seconds": 600,
+    "l1_read_ttl_seconds": 300,
+    "eviction_trigger_watermark": 0.8,
+    "eviction_ratio": 0.2,
+    "l2_store_policy": "default",
+    "l2_prefetch_policy": "default",
+    "l2_prefetch_max_in_flight": 8,
+    "l2_adapter": [],
+    "disable_observability": False,
+    "disable_metrics": False,
+    "disable_logging": False,
+    "enable_tracing": False,
+    "event_bus_queue_size": 10000,
+    "otlp_endpoint": "",
+    "prometheus_port": 9090,
+    "metrics_sample_rate": 0.01,
+}
+
+DOCUMENTED_COMMAND = """
+--host 0.0.0.0 --port 6555 --chunk-size 512 --max-workers 4 --max-gpu-workers 2 --hash-algorithm blake3
+--engine-type default --lookup-hash-log-dir /data/lookups --lookup-hash-log-rotation-interval 21600
+--lookup-hash-log-rotation-max-size 104857600 --lookup-hash-log-max-files 100 --l1-size-gb 100 --l1-use-lazy
+--l1-init-size-gb 20 --l1-align-bytes 4096 --l1-write-ttl-seconds 600 --l1-read-ttl-seconds 300
+--eviction-policy noop --l2-store-policy skip_l1 --eviction-trigger-watermark 0.9 --eviction-ratio 0.1
+--l2-prefetch-policy default --l2-prefetch-max-in-flight 8 --prometheus-port 9090 --metrics-sample-rate 0.01
+"""
+
+
+def refusal(argv: list[str], environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(argv, environ or {})
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert sentence.endswith((".", "?"))
+    return sentence
+
+
+def test_documented_defaults() -> None:
+    config = load_server_config(REQUIRED, {})
+    assert {name: getattr(config, name) for name in DOCUMENTED_DEFAULTS} == DOCUMENTED_DEFAULTS
+    assert config.l1_size_gb == 4
+    assert config.l1_init_size_gb == 4  # 20, but never more than L1
+    assert load_server_config(["--l1-size-gb", "100", "--eviction-policy", "LRU"], {}).l1_init_size_gb == 20
+    assert config.shm_name == "lmcache-5555"
+
+
+def test_the_documented_complete_command_is_understood_up_to_what_is_not_built() -> None:
+    config = load_server_config([*DOCUMENTED_COMMAND.split(), "--l2-adapter", ADAPTER], {})
+    assert (config.max_gpu_workers, config.max_cpu_workers) == (2, 4)
+    assert config.l2_adapter == [{"type": "fs_native", "base_path": "/data"}]
+
+
+def test_every_option_has_a_flag_a_variable_a_key_and_help(tmp_path: Path) -> None:
+    text = server_help(100)
+    for name in (field.name for field in dataclasses.fields(ServerConfig)):
+        assert flag(name) + " " in text or flag(name) + "\n" in text
+        option, default = options()[name]
+        if default is dataclasses.MISSING or default is None:
+            continue
+        shown = default if isinstance(default, (str, list, dict)) else str(default)
+        if isinstance(shown, str):
+            assert getattr(load(REQUIRED, {variable(name): shown}).config, name) is not None
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"{name}: {str(default).lower() if isinstance(default, bool) else repr(default)}\n")
+        assert getattr(load([*REQUIRED, "--config", str(file)], {}).config, name) is not None
+        assert option.group
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("l1-size-gb: 1\neviction_policy: LRU\nport: 1001\nchunk_size: 16\nhttp_port: 1003\n")
+    environ = {"LMCACHE_PORT": "2001", "LMCACHE_CHUNK_SIZE": "32", "LMCACHE_CONFIG": str(file)}
+    loaded = load(["--port=3001"], environ)
+    config = loaded.config
+    assert (config.port, config.chunk_size, config.http_port, config.prometheus_port) == (3001, 32, 1003, 9090)
+    assert loaded.sources["port"] == "--port"
+    assert loaded.sources["chunk_size"] == "LMCACHE_CHUNK_SIZE"
+    assert loaded.sources["http_port"] == f"http_port in {file}"
+    assert "prometheus_port" not in loaded.sources
+
+
+def test_switches() -> None:
+    assert load([*REQUIRED, "--no-l1-use-lazy"], {}).config.l1_use_lazy is False
+    assert load([*REQUIRED, "--no-l1-use-lazy", "--l1-use-lazy"], {}).config.l1_use_lazy is True
+    assert load([*REQUIRED, "--l1-use-lazy=false"], {}).config.l1_use_lazy is False
+    assert load(REQUIRED, {"LMCACHE_DISABLE_METRICS": "1"}).config.disable_metrics is True
+    assert load([*REQUIRED, "--no-disable-metrics"], {"LMCACHE_DISABLE_METRICS": "1"}).config.disable_metrics is False
+    assert "true or false" in refusal(REQUIRED, {"LMCACHE_DISABLE_METRICS": "maybe"})
+
+
+def test_adapters_keep_their_order_from_every_source(tmp_path: Path) -> None:
+    flags = [*REQUIRED, "--l2-adapter", '{"type": "a"}', '--l2-adapter={"type": "b"}']
+    assert [one["type"] for one in load(flags, {}).config.l2_adapter] == ["a", "b"]
+    several = {"LMCACHE_L2_ADAPTER": '[{"type": "a"}, {"type": "b"}]'}
+    assert [one["type"] for one in load(REQUIRED, several).config.l2_adapter] == ["a", "b"]
+    file = tmp_path / "server.yaml"
+    file.write_text("l2_adapter:\n  - type: a\n    max_size_gb: 1\n  - type: b\n")
+    config = load([*REQUIRED, "--config", str(file)], {}).config
+    assert config.l2_adapter == [{"type": "a", "max_size_gb": 1}, {"type": "b"}]
+
+
+def test_an_instance_id_may_be_forced_empty() -> None:
+    assert load([*REQUIRED, "--service-instance-id="], {}).config.service_instance_id == ""
+    first, second = (load(REQUIRED, {}).config.service_instance_id for _ in range(2))
+    assert first and second and first != second
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--chunk-size", "0"], "--chunk-size must be at least 1 token, got 0."),
+        (["--chunk-size", "2.5"], "--chunk-size must be a whole number of tokens, got '2.5'."),
+        (["--chunk-size", "many"], "--chunk-size must be a whole number of tokens, got 'many'."),
+        (["--chunk-size"], "--chunk-size needs a value."),
+        (["--port", "70000"], "--port must be at most 65535, got 70000."),
+        (["--port", "--host"], "--port needs a value."),
+        (["--evicton-policy", "LRU"], "did you mean --eviction-policy?"),
+        (["--l1-size", "4"], "did you mean --l1-size-gb?"),
+        (["--no-port"], "--no-port is not an option"),
+        (["stray"], "'stray' is not expected"),
+        (["-p", "1"], "'-p' is not expected"),
+        (["--eviction-policy", "lru"], "must be one of LRU, noop, got 'lru'; did you mean LRU?"),
+        (["--eviction-policy", "IsolatedLRU"], "cannot be IsolatedLRU: that is not built yet"),
+        (["--eviction-policy", "S3FIFO"], "cannot be S3FIFO: that is not built yet"),
+        (["--engine-type", "blend"], "cannot be blend: that is not built yet"),
+        (["--hash-algorithm", "sha512"], "must be one of blake3, sha256_cbor, builtin"),
+        (["--eviction-ratio", "1.5"], "--eviction-ratio must be at most 1, got 1.5."),
+        (["--eviction-trigger-watermark", "0"], "must be more than 0, got 0."),
+        (["--l1-size-gb", "nan"], "--l1-size-gb must be a number of GB, got 'nan'."),
+        (["--l1-size-gb", "-1"], "--l1-size-gb must be more than 0 GB, got -1."),
+        (["--l1-size-gb", "0.000001"], "holds no object"),
+        (["--l1-align-bytes", "5000"], "--l1-align-bytes must be a power of two, got 5000."),
+        (["--l1-align-bytes", "512"], "must be at least 4096 bytes, got 512."),
+        (["--l2-adapter", "{'type': 'fs'}"], "--l2-adapter must be JSON, but at line 1, column 2"),
+        (["--l2-adapter", '{"typ": "fs"}'], '--l2-adapter must have the key "type"'),
+        (["--l2-adapter", '{"type": "fs", "type": "s3"}'], "--l2-adapter has the key 'type' twice."),
+        (["--l2-adapter", "3"], "--l2-adapter must be a JSON object"),
+        (["--l2-store-policy", "skip_l1"], "--l2-store-policy skip_l1 needs an --l2-adapter"),
+        (["--l2-store-policy", "skip-l1", "--l2-adapter", ADAPTER], "did you mean skip_l1?"),
+        (["--enable-tracing"], "--enable-tracing cannot be used: tracing is not built yet."),
+        (["--otlp-endpoint", "http://h:4317"], "export over OTLP is not built yet."),
+        (["--runtime-plugin-locations", "/a", "/b"], "runtime plugins are not built yet."),
+        (["--runtime-plugin-config", '{"a": 1}'], "runtime plugins are not built yet."),
+        (["--metrics-sample-rate", "0.5"], "--metrics-sample-rate cannot be used"),
+        (["--l1-numa", "0"], "--l1-numa cannot be used"),
+        (["--zmq-curve-server-key-file", "k"], "CURVE encryption is not built yet."),
+        (["--http-tls-cert", "c"], "HTTPS is not built yet."),
+        (["--http-port", "5555"], "--port and --http-port are both 5555"),
+        (["--prometheus-port", "8080"], "--http-port and --prometheus-port are both 8080"),
+        (["--shm-name", "../etc/passwd"], "--shm-name must be"),
+        (["--host", "tcp://localhost"], "--host must be a host name or an address"),
+        (["--http-host", ""], "--http-host must be a host name or an address"),
+        (["--lookup-hash-log-dir", "/l", "--disable-logging"], "which --disable-logging turns off"),
+        (["--lookup-hash-log-dir", "/l", "--disable-observability"], "which --disable-observability turns off"),
+    ],
+)
+def test_what_is_refused_and_how(argv: list[str], said: str) -> None:
+    assert said in refusal([*REQUIRED, *argv])
+
+
+def test_required_options_are_named_with_all_their_forms() -> None:
+    sentence = refusal(["--eviction-policy", "LRU"])
+    assert "--l1-size-gb" in sentence
+    assert "LMCACHE_L1_SIZE_GB" in sentence
+    assert "--eviction-policy is required" in refusal(["--l1-size-gb", "4"])
+
+
+def test_what_is_not_built_may_be_given_its_default() -> None:
+    config = load_server_config([*REQUIRED, "--no-enable-tracing", "--runtime-plugin-config", "{}"], {})
+    assert config.runtime_plugin_config == {}
+
+
+def test_environment_is_checked_like_flags() -> None:
+    assert refusal(REQUIRED, {"LMCACHE_PORT": "x"}) == "LMCACHE_PORT must be a whole number, got 'x'."
+    assert refusal(REQUIRED, {"LMCACHE_CHUNK_SIZE": ""}).startswith("LMCACHE_CHUNK_SIZE must be")
+    assert "did you mean LMCACHE_EVICTION_POLICY?" in refusal(REQUIRED, {"LMCACHE_EVICTON_POLICY": "LRU"})
+
+
+def test_environment_of_others_is_left_alone() -> None:
+    environ = {
+        "LMCACHE_LOG_LEVEL": "DEBUG",
+        "LMCACHE_ADMIN_TOKEN": "0123456789abcdef",
+        "LMCACHE_USE_UPSTREAM_MP": "1",
+        "LMCACHE_TRACK_USAGE": "false",
+        # what Kubernetes sets in every pod beside a service that is called lmcache
+        "LMCACHE_PORT": "tcp://10.0.0.7:5555",
+        "LMCACHE_PORT_5555_TCP": "tcp://10.0.0.7:5555",
+        "LMCACHE_PORT_5555_TCP_PORT": "5555",
+        "LMCACHE_SERVICE_HOST": "10.0.0.7",
+        "LMCACHE_SERVICE_PORT": "5555",
+        "LMCACHE_SERVICE_PORT_HTTP": "8080",
+    }
+    assert load(REQUIRED, environ).sources.keys() == {"l1_size_gb", "eviction_policy"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("evicton_policy: LRU", "evicton_policy in {file} is not an option; did you mean eviction_policy?"),
+        ("port: '80'\nport: 81", "has the key 'port' twice."),
+        ("http-port: 80\nhttp_port: 81", "gives http_port twice"),
+        ("port:", "port in {file} has no value."),
+        ("port: 80.5", "port in {file} must be a whole number, got 80.5."),
+        ("port: true", "port in {file} must be a whole number, got True."),
+        ("host: 7", "host in {file} must be text"),
+        ("l1_use_lazy: 3", "l1_use_lazy in {file} must be true or false, got 3."),
+        ("- port", "must hold one mapping"),
+        ("a: [", "is not YAML at line"),
+        ("!!python/object/apply:os.system ['true']", "is not YAML"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    assert said.format(file=file) in refusal([*REQUIRED, "--config", str(file)])
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "No such file" in refusal([*REQUIRED, "--config", str(tmp_path / "none.yaml")])
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in refusal([*REQUIRED, "--config", str(tmp_path / "binary")])
+
+
+def test_free_ports_may_be_asked_for_everywhere() -> None:
+    config = load_server_config([*REQUIRED, "--port", "0", "--http-port", "0", "--prometheus-port", "0"], {})
+    assert config.shm_name.startswith("lmcache-")
+    assert config.shm_name != "lmcache-0"
+
+
+def test_sizes_in_bytes_are_whole_frames() -> None:
+    config = load_server_config(["--l1-size-gb", "0.1", "--eviction-policy", "LRU"], {})
+    assert config.l1_size_bytes % 4096 == 0
+    assert 0 <= 0.1 * (1 << 30) - config.l1_size_bytes < 4096
+    assert config.l1_init_size_bytes == config.l1_size_bytes
+
+
+def test_remarks_are_about_what_may_be_meant_otherwise() -> None:
+    assert remarks(load_server_config(REQUIRED, {})) == []
+    (remark,) = remarks(load_server_config(["--l1-size-gb", "1", "--eviction-policy", "noop"], {}))
+    assert "nothing ever leaves L1" in remark
+    (remark,) = remarks(load_server_config([*REQUIRED, "--max-workers", "4"], {}))
+    assert "--max-gpu-workers 4" in remark

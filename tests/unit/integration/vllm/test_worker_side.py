@@ -1,0 +1,323 @@
+"""The worker side over real shared memory and real copies, against a server that does what the test says."""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lmcache import _native  # noqa: E402
+from lmcache.clock import ManualClock  # noqa: E402
+from lmcache.device.cpu import describe_group  # noqa: E402
+from lmcache.errors import ServerUnavailable  # noqa: E402
+from lmcache.integration.vllm.attachment import WorkerIdentity  # noqa: E402
+from lmcache.integration.vllm.orders import GroupLoad, LoadOrder, StepOrders, StoreOrder  # noqa: E402
+from lmcache.integration.vllm.worker_side import EndedLoads, WorkerSide  # noqa: E402
+from lmcache.memory.shared_memory import SharedMemory  # noqa: E402
+from lmcache.protocol.messages import CommitReply, RegisterWorker, ReserveReply  # noqa: E402
+from unit.integration.vllm.fakes import FakeClient, hello  # noqa: E402
+
+BLOCKS = 32
+BLOCK_TOKENS = 128
+CHUNK_TOKENS = 256
+BOOT = hello().boot_token
+SLOT_BYTES = 128 << 10
+MEMORY_BYTES = 4 << 20
+
+
+class WorkerClient(FakeClient):
+    """With memory, and the declaration that a worker makes."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        super().__init__(ManualClock())
+        self.memory = memory
+        self.hello = hello(chunk_tokens=CHUNK_TOKENS)
+        self.heartbeat_interval_seconds = 10.0
+        self.declared: list[RegisterWorker] = []
+        self.meet: Callable[[FakeClient], None] = lambda client: None
+
+    def declare(self, registration: RegisterWorker) -> None:
+        self.declared.append(registration)
+
+
+class Worker:
+    def __init__(self, memory: SharedMemory, *, groups: int = 1, stores: bool = True, kv_rank: int = 0) -> None:
+        storage = torch.zeros(groups, 2, BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.bfloat16)
+        self.layers = [storage[group, layer] for group in range(groups) for layer in range(2)]
+        self.groups = [
+            describe_group(
+                [(f"layer{layer}", storage[group, layer]) for layer in range(2)],
+                engine="e",
+                block_tokens=BLOCK_TOKENS,
+                num_blocks=BLOCKS,
+            )
+            for group in range(groups)
+        ]
+        self.client = WorkerClient(memory)
+        identity = WorkerIdentity("i", 0, "model", 2, kv_rank, stores)
+
+        def make_client(meet: Callable[[FakeClient], None]) -> WorkerClient:
+            self.client.meet = meet
+            return self.client
+
+        self.side = WorkerSide(make_client, identity, self.groups)  # type: ignore[arg-type]
+        self.slots_given = array("Q", [4096 + SLOT_BYTES * i for i in range(16)])
+        self.client.answers["reserve"] = self.reserve
+        self.client.answers["commit"] = lambda message: CommitReply(len(message.written))
+        self.client.meet(self.client)
+
+    def reserve(self, message) -> ReserveReply:
+        count = len(message.hashes) // 32 * len(self.groups)
+        return ReserveReply(5, self.slots_given[:count].tobytes(), 0)
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self.layers:
+            layer.copy_(torch.randn(layer.shape, generator=generator))
+
+    def store(self, job: int, blocks: list[list[int]], hashes: bytes, boot: bytes = BOOT) -> None:
+        packed = tuple(array("q", group).tobytes() for group in blocks)
+        self.side.start_stores(StepOrders(stores=[StoreOrder(job, boot, "", hashes, packed)]))
+
+    def load(self, request_id: str, loads: list[GroupLoad], hashes: bytes, slots: array, boot: bytes = BOOT) -> None:
+        chunks = len(hashes) // 32
+        order = LoadOrder(request_id, boot, "", chunks, hashes, slots.tobytes(), tuple(loads))
+        self.side.start_loads(StepOrders(loads=[order]), idle_step=True)
+
+    def ended_loads(self, count: int = 1) -> EndedLoads:
+        ended = EndedLoads()
+
+        def collect() -> bool:
+            now = self.side.ended_loads()
+            ended.requests |= now.requests
+            ended.failed_requests |= now.failed_requests
+            ended.failed_blocks |= now.failed_blocks
+            return len(ended.requests) >= count
+
+        until(collect)
+        return ended
+
+    def ended_stores(self, count: int = 1) -> Counter[int]:
+        ended: Counter[int] = Counter()
+
+        def collect() -> bool:
+            report = self.side.report()
+            if report is not None:
+                ended.update(report.ended_stores)
+            return ended.total() >= count
+
+        until(collect)
+        return ended
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def hashes(*names: int) -> bytes:
+    return b"".join(bytes([name]) * 32 for name in names)
+
+
+def packed(*blocks: int) -> bytes:
+    return array("q", blocks).tobytes()
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    shared = SharedMemory.create(f"lmcache-test-worker-{os.getpid()}", MEMORY_BYTES, BOOT)
+    shared.grow(MEMORY_BYTES)
+    yield shared
+    shared.close()
+    assert not Path(shared.path).exists()
+
+
+@pytest.fixture
+def worker(memory: SharedMemory) -> Iterator[Worker]:
+    made = Worker(memory)
+    yield made
+    made.side.close()
+
+
+def test_a_worker_registers_what_it_holds(worker: Worker) -> None:
+    (registration,) = worker.client.declared
+    layout = worker.groups[0].layout(CHUNK_TOKENS)
+    assert registration.layouts == [layout.fingerprint]
+    assert registration.payload_bytes == [layout.payload_bytes]
+    assert (registration.instance_id, registration.worker_id, registration.stores) == ("i", 0, True)
+
+
+def test_a_store_is_reserved_copied_committed_and_loads_back(worker: Worker) -> None:
+    worker.fill(1)
+    originals = [layer.clone() for layer in worker.layers]
+    worker.store(3, [[1, 2, 5, 9]], hashes(10, 11))
+    assert worker.ended_stores() == Counter({3: 1})
+    until(lambda: len(worker.client.messages("commit")) == 1)
+    (commit,) = worker.client.messages("commit")
+    assert (commit.reservation, commit.written) == (5, b"\1\1")
+
+    worker.fill(2)
+    slots = array("Q", [*worker.slots_given[:2], *worker.slots_given[:2]])  # [rank][group][chunk]
+    worker.load("r", [GroupLoad(0, packed(4, -1, 6, 7))], hashes(10, 11), slots)
+    ended = worker.ended_loads()
+    assert ended.requests == {"r"} and not ended.failed_blocks and not ended.failed_requests
+    for layer, original in zip(worker.layers, originals, strict=True):
+        assert torch.equal(layer[4], original[1])
+        assert torch.equal(layer[6], original[5])
+        assert torch.equal(layer[7], original[9])
+    assert worker.side.ended_loads().requests == set()  # once
+
+
+def test_each_rank_reads_its_own_slots(memory: SharedMemory) -> None:
+    second = Worker(memory, kv_rank=1)
+    second.fill(1)
+    original = second.layers[0][1].clone()
+    second.store(1, [[1, 2]], hashes(10))
+    second.ended_stores()
+    second.fill(2)
+    until(lambda: len(second.client.messages("commit")) == 1)
+    slots = array("Q", [1 << 20, second.slots_given[0]])
+    second.load("r", [GroupLoad(0, packed(3, 4))], hashes(10), slots)
+    assert not second.ended_loads().failed_blocks
+    assert torch.equal(second.layers[0][3], original)
+    second.side.close()
+
+
+def test_only_the_chunk_that_does_not_verify_fails(worker: Worker, memory: SharedMemory) -> None:
+    worker.fill(1)
+    worker.store(1, [[1, 2, 3, 4, 5, 6]], hashes(10, 11, 12))
+    worker.ended_stores()
+    until(lambda: len(worker.client.messages("commit")) == 1)
+    position = worker.slots_given[1] + _native.FRAME_HEADER_BYTES + 1000
+    view = memory.view(position, 1)
+    view[0] ^= 1
+    slots = array("Q", [*worker.slots_given[:3]] * 2)
+    worker.load("r", [GroupLoad(0, packed(11, 12, 13, 14, 15, 16))], hashes(10, 11, 12), slots)
+    assert worker.ended_loads().failed_blocks == {13, 14}
+    report = worker.side.report()
+    assert report is not None and report.unreadable == {"r": frozenset({1})}
+
+
+def test_bytes_of_another_key_are_never_loaded(worker: Worker) -> None:
+    worker.fill(1)
+    worker.store(1, [[1, 2]], hashes(10))
+    worker.ended_stores()
+    until(lambda: len(worker.client.messages("commit")) == 1)
+    worker.load("r", [GroupLoad(0, packed(3, 4))], hashes(99), array("Q", [worker.slots_given[0]] * 2))
+    assert worker.ended_loads().failed_blocks == {3, 4}
+
+
+def test_failures_with_several_groups_name_the_request(memory: SharedMemory) -> None:
+    several = Worker(memory, groups=2)
+    slots = array("Q", [*several.slots_given[:2]] * 2)
+    several.load("r", [GroupLoad(0, packed(3, 4)), GroupLoad(0, packed(5, 6))], hashes(10), slots)
+    ended = several.ended_loads()
+    assert ended.failed_requests == {"r"} == ended.requests and not ended.failed_blocks
+    several.side.close()
+
+
+def test_several_groups_go_to_slots_of_their_own(memory: SharedMemory) -> None:
+    several = Worker(memory, groups=2)
+    several.fill(1)
+    originals = [layer.clone() for layer in several.layers]
+    several.store(1, [[1, 2], [7, 8]], hashes(10))
+    several.ended_stores()
+    until(lambda: len(several.client.messages("commit")) == 1)
+    assert several.client.messages("commit")[0].written == b"\1\1"
+    several.fill(2)
+    slots = array("Q", [*several.slots_given[:2]] * 2)
+    several.load("r", [GroupLoad(0, packed(11, 12)), GroupLoad(0, packed(-1, 14))], hashes(10), slots)
+    assert not several.ended_loads().failed_requests
+    assert torch.equal(several.layers[0][11], originals[0][1])
+    assert torch.equal(several.layers[2][14], originals[2][8])
+    several.side.close()
+
+
+def test_orders_of_another_server_life_fail_and_end(worker: Worker) -> None:
+    worker.load("r", [GroupLoad(0, packed(3, 4))], hashes(10), array("Q", [4096, 4096]), boot=b"other-boot-token")
+    assert worker.ended_loads().failed_blocks == {3, 4}
+    worker.store(8, [[1, 2]], hashes(10), boot=b"other-boot-token")
+    assert worker.ended_stores() == Counter({8: 1})
+    assert worker.client.messages("reserve") == []
+
+
+def test_a_worker_that_does_not_store_reports_at_once(memory: SharedMemory) -> None:
+    copy = Worker(memory, stores=False)
+    copy.store(8, [[1, 2]], hashes(10))
+    assert copy.ended_stores() == Counter({8: 1})
+    assert copy.client.messages("reserve") == []
+    copy.side.close()
+
+
+@pytest.mark.parametrize("error", [ServerUnavailable("away"), RuntimeError("a fault")])
+def test_a_store_that_cannot_be_reserved_ends(worker: Worker, error: Exception) -> None:
+    def fail(message):
+        raise error
+
+    worker.client.answers["reserve"] = fail
+    worker.store(8, [[1, 2]], hashes(10))
+    assert worker.ended_stores() == Counter({8: 1})
+    worker.client.answers["reserve"] = worker.reserve
+    worker.store(9, [[1, 2]], hashes(10))
+    assert worker.ended_stores() == Counter({9: 1})
+
+
+def test_slots_that_come_too_late_are_given_back(worker: Worker) -> None:
+    del worker.client.answers["reserve"]
+    worker.store(8, [[1, 2]], hashes(10))
+    until(lambda: len(worker.client.pendings("reserve")) == 1)
+    assert worker.ended_stores() == Counter({8: 1})
+    worker.client.pendings("reserve")[0].outcome = ReserveReply(77, worker.slots_given[:1].tobytes(), 0)
+    until(lambda: len(worker.client.messages("commit")) == 1)
+    (commit,) = worker.client.messages("commit")
+    assert (commit.reservation, commit.written) == (77, b"\0")
+
+
+def test_slots_whose_number_was_lost_are_freed_by_registering_again(worker: Worker) -> None:
+    worker.client.answers["reserve"] = lambda message: ServerUnavailable("the connection broke")
+    worker.store(8, [[1, 2]], hashes(10))
+    assert worker.ended_stores() == Counter({8: 1})
+    until(lambda: len(worker.client.declared) == 2)
+    first, second = worker.client.declared
+    assert first == second
+    assert worker.client.messages("commit") == []
+
+
+def test_a_commit_that_did_not_come_through_is_sent_again(worker: Worker) -> None:
+    outcomes = iter([ServerUnavailable("no answer"), CommitReply(1)])
+    worker.client.answers["commit"] = lambda message: next(outcomes)
+    worker.store(8, [[1, 2]], hashes(10))
+    until(lambda: len(worker.client.messages("commit")) == 2)
+    first, second = worker.client.messages("commit")
+    assert first == second
+
+
+def test_a_new_server_life_gets_new_memory_and_new_chunks(worker: Worker, memory: SharedMemory) -> None:
+    worker.fill(1)
+    worker.store(1, [[1, 2]], hashes(10))
+    worker.ended_stores()
+    worker.client.hello = hello(b"boot-two-boot-tw", chunk_tokens=512)
+    worker.client.meet(worker.client)
+    first, second = worker.client.declared
+    assert first.layouts != second.layouts
+    worker.store(2, [[1, 2, 3, 4]], hashes(20), boot=b"boot-two-boot-tw")
+    worker.ended_stores()
+    until(lambda: len(worker.client.messages("commit")) == 2)
+    assert worker.client.messages("commit")[1].written == b"\1"
+
+
+def test_a_server_whose_chunks_do_not_fit_leaves_the_engine_uncached(worker: Worker, caplog) -> None:
+    worker.client.hello = hello(b"boot-two-boot-tw", chunk_tokens=200)
+    worker.client.meet(worker.client)
+    assert "uncached" in caplog.text and "--chunk-size" in caplog.text
+    worker.store(2, [[1, 2]], hashes(20), boot=b"boot-two-boot-tw")
+    assert worker.ended_stores() == Counter({2: 1})

@@ -1,0 +1,467 @@
+"""What the native L1 core promises, rule by rule."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+
+from lmcache._native import NO_SLOT, L1Core
+
+KIB4 = 4096
+FOREVER = 1e18
+
+
+def chunk_hashes(*names: object) -> bytes:
+    return b"".join(hashlib.sha256(str(name).encode()).digest() for name in names)
+
+
+def u32(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def u64(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def as_u64(packed: bytes) -> list[int]:
+    return [value for (value,) in struct.iter_unpack("<Q", packed)]
+
+
+def as_records(packed: bytes) -> list[tuple[int, ...]]:
+    return list(struct.iter_unpack("<4Q", packed))
+
+
+def make_core(slots: int = 8, *, policy: str = "LRU", align_bytes: int = KIB4) -> L1Core:
+    core = L1Core(slots * align_bytes, align_bytes, align_bytes, policy)
+    core.set_committed(slots * align_bytes)
+    return core
+
+
+def intern(core: L1Core, name: str = "n", salt: str = "") -> int:
+    return core.intern(hashlib.sha256(name.encode()).digest(), salt)
+
+
+def put(core: L1Core, namespaces: bytes, hashes: bytes, size_bytes: int = KIB4, owner: int = 1) -> None:
+    count = len(namespaces) // 4
+    reservation, _, without_room = core.reserve(owner, namespaces, u64(*[size_bytes] * count), hashes, FOREVER)
+    assert without_room == 0
+    core.commit(reservation, b"")
+
+
+def resident(core: L1Core, namespace: int, *names: object) -> list[bool]:
+    return [core.probe(u32(namespace), chunk_hashes(name)) == 1 for name in names]
+
+
+def test_a_reserved_object_is_invisible_until_it_is_committed() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    hashes = chunk_hashes(0, 1)
+    reservation, slots, without_room = core.reserve(1, namespace, u64(KIB4), hashes, FOREVER)
+    assert (reservation != 0, as_u64(slots), without_room) == (True, [KIB4, 2 * KIB4], 0)
+    assert core.probe(namespace, hashes) == 0
+    assert core.acquire(2, namespace, hashes, FOREVER) == (0, 0, b"")
+    objects, lease, records = core.commit(reservation, b"")
+    assert (objects, lease) == (2, 0)
+    assert as_records(records) == [(0, 0, KIB4, KIB4), (0, 1, 2 * KIB4, KIB4)]
+    assert core.probe(namespace, hashes) == 2
+    core.check()
+
+
+def test_what_was_not_written_is_not_published() -> None:
+    core = make_core()
+    namespaces = u32(intern(core, "a"), intern(core, "b"))
+    hashes = chunk_hashes(0, 1)
+    reservation, slots, _ = core.reserve(1, namespaces, u64(KIB4, 2 * KIB4), hashes, FOREVER)
+    offsets = as_u64(slots)
+    objects, _, records = core.commit(reservation, bytes([1, 1, 1, 0]))
+    assert objects == 3
+    assert as_records(records) == [(0, 0, offsets[0], KIB4), (1, 0, offsets[2], 2 * KIB4), (0, 1, offsets[1], KIB4)]
+    assert core.probe(namespaces, hashes) == 1
+    assert core.stats()["used_bytes"] == 4 * KIB4
+    core.check()
+
+
+def test_a_reservation_ends_once() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    reservation, _, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0), FOREVER)
+    assert core.abort(reservation)
+    assert core.commit(reservation, b"") == (0, 0, b"")
+    assert not core.abort(reservation)
+    assert core.stats()["used_bytes"] == 0
+    reservation, _, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0), FOREVER)
+    assert core.commit(reservation, b"")[0] == 1
+    assert core.commit(reservation, b"") == (0, 0, b"")
+    assert not core.abort(reservation)
+    assert core.probe(namespace, chunk_hashes(0)) == 1
+    core.check()
+
+
+def test_staged_and_resident_objects_get_no_second_slot() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    put(core, namespace, chunk_hashes(0))
+    first, slots, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0, 1), FOREVER)
+    assert as_u64(slots) == [NO_SLOT, 2 * KIB4]
+    assert core.reserve(2, namespace, u64(KIB4), chunk_hashes(0, 1), FOREVER) == (0, u64(NO_SLOT, NO_SLOT), 0)
+    second, slots, _ = core.reserve(2, namespace, u64(KIB4), chunk_hashes(2, 2), FOREVER)
+    assert as_u64(slots) == [3 * KIB4, NO_SLOT]
+    assert core.commit(first, b"\1\1")[0] == 1
+    assert core.commit(second, b"")[0] == 1
+    core.check()
+
+
+def test_an_expired_reservation_keeps_its_memory_but_never_publishes() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    hashes = chunk_hashes(0, 1)
+    reservation, slots, _ = core.reserve(7, namespace, u64(KIB4), hashes, 100.0)
+    assert core.expire(99.9) == (0, 0)
+    assert core.expire(100.0) == (0, 1)
+    assert core.expire(1e9) == (0, 0)
+    assert core.commit(reservation, b"") == (0, 0, b"")
+    assert core.stats()["quarantined_bytes"] == 2 * KIB4
+    # The key is free for another writer, the memory is not.
+    other, other_slots, _ = core.reserve(8, namespace, u64(KIB4), hashes, FOREVER)
+    assert not set(as_u64(slots)) & set(as_u64(other_slots))
+    assert core.commit(other, b"")[0] == 2
+    core.check()
+    assert core.drop_owner(7) == (0, 1)
+    assert core.stats()["quarantined_bytes"] == 0
+    assert core.probe(namespace, hashes) == 2
+    core.check()
+
+
+def test_abort_frees_a_quarantined_reservation() -> None:
+    core = make_core()
+    reservation, _, _ = core.reserve(7, u32(intern(core)), u64(KIB4), chunk_hashes(0), 1.0)
+    core.expire(2.0)
+    assert core.abort(reservation)
+    assert core.stats()["used_bytes"] == 0
+    core.check()
+
+
+def test_renewal_moves_deadlines_of_that_owner_only() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    put(core, namespace, chunk_hashes(0))
+    mine, _, _ = core.acquire(1, namespace, chunk_hashes(0), 10.0)
+    other, _, _ = core.acquire(2, namespace, chunk_hashes(0), 10.0)
+    reservation, _, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(1), 10.0)
+    assert core.renew(1, 20.0) == 2
+    assert core.expire(10.0) == (1, 0)
+    assert not core.release(other)
+    assert core.commit(reservation, b"")[0] == 1
+    assert core.release(mine)
+    assert core.renew(1, 30.0) == 0
+    core.check()
+
+
+def test_a_lease_blocks_eviction_and_ends_once() -> None:
+    core = make_core(slots=2)
+    namespace = u32(intern(core))
+    put(core, namespace, chunk_hashes("a", "b"))
+    lease, chunks, slots = core.acquire(1, namespace, chunk_hashes("a", "b"), FOREVER)
+    assert (chunks, as_u64(slots)) == (2, [KIB4, 2 * KIB4])
+    assert core.evict(KIB4) == (0, 0)
+    assert core.reserve(1, namespace, u64(KIB4), chunk_hashes("c"), FOREVER) == (0, u64(NO_SLOT), 1)
+    assert core.remove(namespace, chunk_hashes("a")) == 0
+    assert core.release(lease)
+    assert not core.release(lease)
+    assert core.evict(KIB4) == (1, KIB4)
+    core.check()
+
+
+def test_two_leases_on_an_object_count_separately() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    put(core, namespace, chunk_hashes(0))
+    first, _, _ = core.acquire(1, namespace, chunk_hashes(0), FOREVER)
+    second, _, _ = core.acquire(2, namespace, chunk_hashes(0), FOREVER)
+    assert core.stats()["leased_objects"] == 1
+    core.release(first)
+    assert core.evict(1) == (0, 0)
+    assert core.drop_owner(2) == (1, 0)
+    assert not core.release(second)
+    assert core.evict(1) == (1, KIB4)
+
+
+def test_a_hit_needs_every_namespace() -> None:
+    core = make_core()
+    both = u32(intern(core, "rank 0"), intern(core, "rank 1"))
+    put(core, both[:4], chunk_hashes(0, 1, 2))
+    put(core, both[4:], chunk_hashes(0, 2))
+    assert core.probe(both, chunk_hashes(0, 1, 2)) == 1
+    lease, chunks, slots = core.acquire(1, both, chunk_hashes(0, 1, 2), FOREVER)
+    assert (chunks, as_u64(slots)) == (1, [KIB4, 4 * KIB4])
+    assert core.stats()["leased_objects"] == 2
+    core.release(lease)
+
+
+def test_a_suffix_goes_before_its_prefix() -> None:
+    core = make_core(slots=6)
+    namespace = intern(core)
+    put(core, u32(namespace), chunk_hashes(*"abc"))
+    put(core, u32(namespace), chunk_hashes(*"xyz"))
+    lease, _, _ = core.acquire(1, u32(namespace), chunk_hashes(*"abc"), FOREVER)
+    core.release(lease)
+    order = []
+    while core.stats()["objects"]:
+        before = resident(core, namespace, *"abcxyz")
+        core.evict(1)
+        after = resident(core, namespace, *"abcxyz")
+        order += [name for name, was, still in zip("abcxyz", before, after, strict=True) if was and not still]
+    assert order == ["z", "y", "x", "c", "b", "a"]
+
+
+def test_touch_puts_a_prompt_that_was_stored_in_steps_into_order() -> None:
+    core = make_core(slots=4)
+    namespace = intern(core)
+    put(core, u32(namespace), chunk_hashes(0, 1))
+    put(core, u32(namespace), chunk_hashes(2, 3))
+    assert core.touch(u32(namespace), chunk_hashes(0, 1, 2, 3, 4)) == 4
+    core.evict(2 * KIB4)
+    assert resident(core, namespace, 0, 1, 2, 3) == [True, True, False, False]
+
+
+def test_reserve_makes_room_by_the_oldest_and_spares_its_own_prefix() -> None:
+    core = make_core(slots=4)
+    namespace = intern(core)
+    put(core, u32(namespace), chunk_hashes("own 0", "own 1"))
+    put(core, u32(namespace), chunk_hashes("other 0", "other 1"))
+    reservation, slots, without_room = core.reserve(
+        1, u32(namespace), u64(KIB4), chunk_hashes("own 0", "own 1", "own 2", "own 3", "own 4"), FOREVER
+    )
+    assert (as_u64(slots)[:2], without_room) == ([NO_SLOT, NO_SLOT], 1)
+    assert as_u64(slots)[4] == NO_SLOT
+    assert core.commit(reservation, b"")[0] == 2
+    assert resident(core, namespace, "own 0", "own 1", "own 2", "own 3") == [True] * 4
+    assert core.stats()["allocation_failures"] == 1
+    core.check()
+
+
+def test_making_room_spares_the_chunks_other_objects() -> None:
+    core = make_core(slots=4)
+    first, second = intern(core, "a"), intern(core, "b")
+    put(core, u32(second), chunk_hashes("shared"))  # the oldest
+    put(core, u32(second), chunk_hashes(1, 2, 3))
+    reservation, slots, _ = core.reserve(1, u32(first, second), u64(KIB4, KIB4), chunk_hashes("shared"), FOREVER)
+    assert as_u64(slots)[1] == NO_SLOT
+    core.commit(reservation, b"")
+    assert core.probe(u32(first, second), chunk_hashes("shared")) == 1
+
+
+def test_a_namespace_named_twice_gets_one_slot() -> None:
+    core = make_core()
+    namespace = intern(core)
+    reservation, slots, _ = core.reserve(1, u32(namespace, namespace), u64(KIB4, KIB4), chunk_hashes(0), FOREVER)
+    assert as_u64(slots) == [KIB4, NO_SLOT]
+    assert core.commit(reservation, b"")[0] == 1
+    core.check()
+
+
+def test_a_chunk_gets_room_in_all_namespaces_or_in_none() -> None:
+    core = make_core(slots=5)
+    both = u32(intern(core, "a"), intern(core, "b"))
+    reservation, slots, without_room = core.reserve(1, both, u64(KIB4, 2 * KIB4), chunk_hashes(0, 1), FOREVER)
+    assert without_room == 1
+    assert [offset == NO_SLOT for offset in as_u64(slots)] == [False, True, False, True]
+    assert core.stats()["staged"] == 2
+    core.abort(reservation)
+    assert core.stats()["used_bytes"] == 0
+    core.check()
+
+
+def test_a_request_that_cannot_fit_evicts_nothing() -> None:
+    core = make_core(slots=8)
+    namespace = intern(core)
+    put(core, u32(namespace), chunk_hashes(*range(8)))
+    lease, _, _ = core.acquire(1, u32(namespace), chunk_hashes(*range(6)), FOREVER)
+    assert core.reserve(1, u32(namespace), u64(3 * KIB4), chunk_hashes("big"), FOREVER)[2] == 1
+    assert core.stats()["objects"] == 8
+    core.release(lease)
+
+
+@pytest.mark.parametrize("size_bytes", [9 * KIB4, 2**44, 2**64 - 1])
+def test_an_object_larger_than_l1_finds_no_room(size_bytes: int) -> None:
+    core = make_core(slots=8)
+    namespace = intern(core)
+    put(core, u32(namespace), chunk_hashes(0))
+    assert core.reserve(1, u32(namespace), u64(size_bytes), chunk_hashes(1, 2), FOREVER) == (
+        0,
+        u64(NO_SLOT, NO_SLOT),
+        2,
+    )
+    assert (core.stats()["objects"], core.stats()["allocation_failures"]) == (1, 2)
+    core.check()
+
+
+def test_fragmented_room_is_made_whole_by_evicting_on() -> None:
+    core = make_core(slots=8)
+    namespace = intern(core)
+    put(core, u32(namespace), chunk_hashes(*range(8)))
+    # Every second slot becomes free: half of the memory, but no two slots side by side.
+    core.remove(u32(*[namespace] * 4), chunk_hashes(1, 3, 5, 7))
+    assert core.stats()["largest_free_bytes"] == KIB4
+    reservation, _, without_room = core.reserve(1, u32(namespace), u64(4 * KIB4), chunk_hashes("big"), FOREVER)
+    assert without_room == 0
+    assert core.commit(reservation, b"")[0] == 1
+    core.check()
+
+
+def test_noop_never_evicts() -> None:
+    core = make_core(slots=2, policy="noop")
+    namespace = u32(intern(core))
+    put(core, namespace, chunk_hashes(0, 1))
+    assert core.evict(KIB4) == (0, 0)
+    assert core.reserve(1, namespace, u64(KIB4), chunk_hashes(2), FOREVER)[2] == 1
+    assert core.clear() == (2, 2 * KIB4)
+
+
+def test_temporary_objects_vanish_with_their_last_lease() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    reservation, _, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0, 1), FOREVER)
+    objects, lease, _ = core.commit(reservation, b"", lease_owner=1, deadline=FOREVER, temporary=True)
+    assert objects == 2
+    second, _, _ = core.acquire(2, namespace, chunk_hashes(0, 1), FOREVER)
+    assert core.make_permanent(namespace, chunk_hashes(1)) == 1
+    assert core.make_permanent(namespace, chunk_hashes(1)) == 0
+    core.release(lease)
+    assert core.probe(namespace, chunk_hashes(0, 1)) == 2
+    core.release(second)
+    assert core.probe(namespace, chunk_hashes(0)) == 0
+    assert core.probe(namespace, chunk_hashes(1)) == 1
+    core.check()
+
+
+def test_cleared_objects_stay_for_their_readers_but_are_not_found_again() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    put(core, namespace, chunk_hashes(0, 1))
+    lease, _, slots = core.acquire(1, namespace, chunk_hashes(0), FOREVER)
+    assert core.clear() == (1, KIB4)
+    assert core.probe(namespace, chunk_hashes(0)) == 0
+    assert core.stats()["used_bytes"] == KIB4
+    put(core, namespace, chunk_hashes(0))  # a new copy beside the one that is being read
+    _, _, new_slots = core.acquire(2, namespace, chunk_hashes(0), FOREVER)
+    assert new_slots != slots
+    core.check()
+    assert core.release(lease)
+    assert core.probe(namespace, chunk_hashes(0)) == 1
+    assert core.stats()["used_bytes"] == KIB4
+    core.check()
+
+
+def test_nothing_beyond_the_committed_memory_is_handed_out() -> None:
+    core = L1Core(8 * KIB4, 0, KIB4, "LRU")
+    namespace = u32(intern(core))
+    assert core.reserve(1, namespace, u64(KIB4), chunk_hashes(0), FOREVER)[2] == 1
+    core.set_committed(2 * KIB4 + 100)
+    reservation, slots, without_room = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0, 1, 2), FOREVER)
+    assert (as_u64(slots), without_room) == ([0, KIB4, NO_SLOT], 1)
+    core.commit(reservation, b"")
+    core.set_committed(KIB4)  # never shrinks
+    core.set_committed(8 * KIB4)
+    stats = core.stats()
+    assert (stats["committed_bytes"], stats["used_bytes"], stats["free_bytes"]) == (8 * KIB4, 2 * KIB4, 6 * KIB4)
+    with pytest.raises(ValueError, match="more than the capacity"):
+        core.set_committed(9 * KIB4)
+    core.check()
+
+
+def test_slots_are_aligned_and_sizes_rounded_up() -> None:
+    core = make_core(slots=4, align_bytes=65536)
+    namespace = u32(intern(core))
+    reservation, slots, _ = core.reserve(1, namespace, u64(5000), chunk_hashes(0, 1), FOREVER)
+    assert as_u64(slots) == [65536, 131072]
+    assert [record[3] for record in as_records(core.commit(reservation, b"")[2])] == [65536, 65536]
+
+
+def test_memory_is_counted_by_salt() -> None:
+    core = make_core()
+    alice, alice_too, nobody = intern(core, "1", "alice"), intern(core, "2", "alice"), intern(core, "3")
+    assert intern(core, "1", "alice") == alice
+    put(core, u32(alice, alice_too), chunk_hashes(0))
+    put(core, u32(nobody), chunk_hashes(0, 1, 2))
+    assert sorted(core.salt_usage()) == [("", 3 * KIB4), ("alice", 2 * KIB4)]
+    core.remove(u32(alice, alice_too), chunk_hashes(0, 0))
+    assert core.salt_usage() == [("", 3 * KIB4)]
+
+
+def test_objects_are_listed_in_pages() -> None:
+    core = make_core()
+    namespace = intern(core)
+    put(core, u32(namespace), chunk_hashes(*range(5)))
+    core.remove(u32(namespace), chunk_hashes(1))
+    core.reserve(1, u32(namespace), u64(KIB4), chunk_hashes("staged"), FOREVER)
+    listed = b""
+    start = 0
+    pages = 0
+    while True:
+        namespaces, hashes, sizes, start = core.list_objects(start, 3)
+        assert len(namespaces) // 4 == len(hashes) // 32 == len(sizes) // 8
+        listed += hashes
+        pages += 1
+        if start == 0:
+            break
+    assert (pages, sorted(listed[i : i + 32] for i in range(0, len(listed), 32))) == (
+        2,
+        sorted(chunk_hashes(i) for i in (0, 2, 3, 4)),
+    )
+
+
+def test_wrong_arguments_are_refused_and_change_nothing() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    reservation, _, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0, 1), FOREVER)
+    with pytest.raises(ValueError, match="never interned"):
+        core.probe(u32(99), chunk_hashes(0))
+    with pytest.raises(ValueError, match="32 bytes"):
+        core.probe(namespace, b"short")
+    with pytest.raises(ValueError, match="at least one namespace"):
+        core.probe(b"", chunk_hashes(0))
+    with pytest.raises(ValueError, match="one size for each namespace"):
+        core.reserve(1, namespace, u64(KIB4, KIB4), chunk_hashes(2), FOREVER)
+    with pytest.raises(ValueError, match="more than 0"):
+        core.reserve(1, namespace, u64(0), chunk_hashes(2), FOREVER)
+    with pytest.raises(ValueError, match="one byte for each"):
+        core.commit(reservation, b"\1")
+    with pytest.raises(ValueError, match="namespaces must"):
+        core.probe(b"123", chunk_hashes(0))
+    with pytest.raises(ValueError, match="bytes-like"):
+        core.probe(namespace, "text")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="32 bytes"):
+        core.intern(b"short", "")
+    with pytest.raises(ValueError, match="policy"):
+        L1Core(KIB4, 0, KIB4, "FIFO")
+    with pytest.raises(ValueError, match="power of two"):
+        L1Core(KIB4, 0, 3000, "LRU")
+    with pytest.raises(ValueError, match="multiple of align_bytes"):
+        L1Core(KIB4, 100, KIB4, "LRU")
+    with pytest.raises(ValueError, match="at least align_bytes"):
+        L1Core(100, 0, KIB4, "LRU")
+    assert core.commit(reservation, b"")[0] == 2
+    core.check()
+
+
+def test_buffers_may_be_slices_that_are_not_aligned() -> None:
+    core = make_core()
+    namespace = intern(core)
+    reservation, _, _ = core.reserve(
+        1, memoryview(b"x" + u32(namespace))[1:], memoryview(b"x" + u64(KIB4))[1:], bytearray(chunk_hashes(0)), FOREVER
+    )
+    assert core.commit(reservation, memoryview(b"x\1")[1:])[0] == 1
+
+
+def test_nothing_to_do_is_no_error() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    assert core.probe(namespace, b"") == 0
+    assert core.acquire(1, namespace, b"", FOREVER) == (0, 0, b"")
+    assert core.reserve(1, namespace, u64(KIB4), b"", FOREVER) == (0, b"", 0)
+    assert core.commit(12345, b"") == (0, 0, b"")
+    assert core.drop_owner(5) == (0, 0)
+    assert core.list_objects(0, 10) == (b"", b"", b"", 0)

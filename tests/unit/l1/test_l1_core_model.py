@@ -1,0 +1,161 @@
+"""The L1 core against the dictionary model, from a printed seed. LMCACHE_TEST_SEED repeats a run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+
+import pytest
+
+from lmcache._native import L1Core
+from unit.l1.core_model import FIRST_OFFSET, UNIT, Key, Model
+
+STEPS = 20_000
+CAPACITY_UNITS = 48
+OWNERS = (1, 2, 3)
+PROMPTS = 5
+PROMPT_CHUNKS = 9
+SIZES = {0: UNIT, 1: 2 * UNIT - 100, 2: 5 * UNIT}  # by namespace, if they are mixed
+
+
+class Steps:
+    """Chooses calls at random, weighted so that L1 is full, partly leased and partly being written most of the time."""
+
+    def __init__(self, seed: int, *, has_one_size: bool) -> None:
+        self.random = random.Random(seed)
+        core = L1Core(CAPACITY_UNITS * UNIT, FIRST_OFFSET, UNIT, "LRU")
+        self.namespaces = [core.intern(hashlib.sha256(bytes([i])).digest(), f"salt {i % 2}") for i in range(3)]
+        self.sizes = {namespace: UNIT if has_one_size else SIZES[namespace] for namespace in self.namespaces}
+        self.model = Model(core, {i: f"salt {i % 2}" for i in self.namespaces}, has_one_size, 0)
+        self.model.commit_memory(CAPACITY_UNITS // 2 * UNIT)
+        self.prompts = [
+            [hashlib.sha256(f"{prompt} {chunk}".encode()).digest() for chunk in range(PROMPT_CHUNKS)]
+            for prompt in range(PROMPTS)
+        ]
+        self.now = 0.0
+        self.calls = {
+            self.reserve: 26,
+            self.commit: 22,
+            self.abort: 4,
+            self.acquire: 14,
+            self.release: 12,
+            self.probe: 6,
+            self.touch: 3,
+            self.renew: 3,
+            self.expire: 4,
+            self.drop_owner: 2,
+            self.make_permanent: 2,
+            self.evict: 3,
+            self.remove: 3,
+            self.clear: 1,
+            self.commit_memory: 1,
+        }
+
+    def run(self, steps: int) -> None:
+        calls, weights = list(self.calls), list(self.calls.values())
+        for step in range(steps):
+            self.random.choices(calls, weights)[0]()
+            if step % 10 == 0:
+                self.model.check()
+        self.finish()
+
+    def finish(self) -> None:
+        """When everybody has gone, nothing is held and everything can be taken back."""
+        for owner in OWNERS:
+            self.model.drop_owner(owner)
+        self.model.check()
+        self.model.clear()
+        self.model.check()
+        stats = self.model.core.stats()
+        assert (stats["used_bytes"], stats["leases"], stats["reservations"]) == (0, 0, 0)
+        assert stats["largest_free_bytes"] == stats["committed_bytes"]
+
+    # ---- arguments ---------------------------------------------------------------------------------------------------
+    def some_namespaces(self) -> list[int]:
+        return self.random.sample(self.namespaces, self.random.randint(1, 3))
+
+    def some_chunks(self, *, from_start: bool = False) -> list[bytes]:
+        prompt = self.random.choice(self.prompts)
+        first = 0 if from_start else self.random.choice((0, 0, self.random.randrange(PROMPT_CHUNKS)))
+        chunks = prompt[first : self.random.randint(first, PROMPT_CHUNKS)]
+        if self.random.random() < 0.03:
+            chunks = chunks + chunks[:2]  # a hash twice in one call
+        return chunks
+
+    def some_keys(self) -> list[Key]:
+        return [(self.random.choice(self.namespaces), chunk) for chunk in self.some_chunks()]
+
+    def some_deadline(self) -> float:
+        return self.now + self.random.choice((1.0, 5.0, 50.0))
+
+    def one_of(self, numbers: dict[int, object]) -> int:
+        """One that is there, or now and then one that is not."""
+        if not numbers or self.random.random() < 0.05:
+            return self.random.randint(0, 10_000)
+        return self.random.choice(list(numbers))
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+    def reserve(self) -> None:
+        namespaces = self.some_namespaces()
+        sizes = [self.sizes[namespace] for namespace in namespaces]
+        self.model.reserve(self.random.choice(OWNERS), namespaces, sizes, self.some_chunks(), self.some_deadline())
+
+    def commit(self) -> None:
+        number = self.one_of(dict(self.model.reservations))
+        written = None
+        claim = self.model.reservations.get(number)
+        if claim is not None and self.random.random() < 0.4:
+            written = [[self.random.choice((0, 1, 1, 255)) for _ in row] for row in claim.slots]
+        lease_owner = self.random.choice((0, 0, *OWNERS))
+        self.model.commit(number, written, lease_owner, self.some_deadline(), self.random.random() < 0.2)
+
+    def abort(self) -> None:
+        self.model.abort(self.one_of(dict(self.model.reservations)))
+
+    def acquire(self) -> None:
+        self.model.acquire(
+            self.random.choice(OWNERS), self.some_namespaces(), self.some_chunks(from_start=True), self.some_deadline()
+        )
+
+    def release(self) -> None:
+        self.model.release(self.one_of(dict(self.model.leases)))
+
+    def probe(self) -> None:
+        self.model.probe(self.some_namespaces(), self.some_chunks())
+
+    def touch(self) -> None:
+        self.model.touch(self.some_namespaces(), self.some_chunks())
+
+    def renew(self) -> None:
+        self.model.renew(self.random.choice(OWNERS), self.some_deadline())
+
+    def expire(self) -> None:
+        self.now += self.random.choice((0.0, 1.0, 3.0))
+        self.model.expire(self.now)
+
+    def drop_owner(self) -> None:
+        self.model.drop_owner(self.random.choice(OWNERS))
+
+    def make_permanent(self) -> None:
+        self.model.make_permanent(self.some_keys())
+
+    def evict(self) -> None:
+        self.model.evict(self.random.randint(0, 6) * UNIT)
+
+    def remove(self) -> None:
+        self.model.remove(self.some_keys())
+
+    def clear(self) -> None:
+        if self.random.random() < 0.3:
+            self.model.clear()
+
+    def commit_memory(self) -> None:
+        self.model.commit_memory(self.random.randint(1, CAPACITY_UNITS) * UNIT)
+
+
+@pytest.mark.parametrize("has_one_size", [True, False], ids=["one size", "mixed sizes"])
+def test_random_calls_agree_with_the_model(has_one_size: bool) -> None:
+    seed = int(os.environ.get("LMCACHE_TEST_SEED") or random.SystemRandom().getrandbits(32))
+    print(f"seed {seed}")  # pytest shows it when the test fails
+    Steps(seed, has_one_size=has_one_size).run(STEPS)

@@ -1,0 +1,293 @@
+"""L1Store over real shared memory."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache.clock import ManualClock
+from lmcache.core.key import Namespace
+from lmcache.core.limits import GIB, MIB
+from lmcache.errors import ResourceError
+from lmcache.l1 import growth
+from lmcache.l1.store import L1Store
+from lmcache.memory.room import Machine
+from lmcache.telemetry.metrics import Metrics
+
+TOKEN = bytes(16)
+FOREVER = 1e18
+DEADLINE_SECONDS = 20.0
+NAMESPACE = Namespace("model", 2, 0, 0, "00" * 16, "tenant")
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"lmcache_test_{os.getpid()}_{secrets.token_hex(4)}"
+    yield name
+    assert not os.path.exists(f"/dev/shm/{name}"), "the test left shared memory behind"
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "L1_GROW_STEP_BYTES", 2 * MIB)
+    monkeypatch.setattr(growth, "L1_GROW_INLINE_BYTES", 8 * MIB)
+    monkeypatch.setattr(growth, "L1_HEADROOM_BYTES", 4 * MIB)
+
+
+def reserve(store: L1Store, count: int, size_bytes: int, first: int = 0) -> tuple[int, bytes, int]:
+    hashes = b"".join(hashlib.sha256(str(first + i).encode()).digest() for i in range(count))
+    namespaces = struct.pack("<I", store.namespace_id(NAMESPACE))
+    return store.core.reserve(1, namespaces, struct.pack("<Q", size_bytes), hashes, FOREVER)
+
+
+def put(store: L1Store, count: int, size_bytes: int, first: int = 0) -> int:
+    """Stores `count` objects and returns how many found no room."""
+    reservation, _, without_room = reserve(store, count, size_bytes, first)
+    store.core.commit(reservation, b"")
+    return without_room
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.005)
+
+
+def committed(store: L1Store) -> int:
+    return store.core.stats()["committed_bytes"]
+
+
+def starve(store: L1Store, folder: Path, available_mib: int) -> None:
+    """Makes the machine tell that it has so much memory left beside the margin."""
+    (folder / "self").mkdir(parents=True, exist_ok=True)
+    (folder / "self/cgroup").write_text("")
+    (folder / "meminfo").write_text(f"MemAvailable: {(256 + available_mib) * 1024} kB\n")
+    store.memory._machine = Machine(folder, folder)
+
+
+def test_a_large_lazy_l1_is_ready_at_once_and_fills_in_the_background(name: str) -> None:
+    began = time.monotonic()
+    store = L1Store.open(name, 4 * GIB, TOKEN, policy="LRU", init_bytes=256 * MIB)
+    ready_seconds = time.monotonic() - began
+    try:
+        assert ready_seconds < 1.0
+        wait_until(lambda: committed(store) >= GIB)  # the headroom beyond what is used
+        store.check_idle()
+    finally:
+        store.close()
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_the_background_stays_ahead_of_use(name: str) -> None:
+    store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", init_bytes=2 * MIB)
+    try:
+        wait_until(lambda: committed(store) == 4 * MIB)
+        put(store, 3, MIB)
+        wait_until(lambda: committed(store) == 7 * MIB)
+        for step in range(1, 15):
+            put(store, 2, MIB, first=100 * step)
+            wait_until(lambda: committed(store) == min(7 + 2 * step, 32) * MIB)  # noqa: B023
+        assert store.stats()["evicted_objects"] == 0
+    finally:
+        store.close()
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_a_reservation_grows_l1_rather_than_evict(name: str) -> None:
+    store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", init_bytes=2 * MIB)
+    try:
+        assert isinstance(store.core, growth.GrowingCore)
+        wait_until(lambda: committed(store) == 4 * MIB)
+        store.core.stop()  # no background: only what reservations do themselves
+        assert put(store, 10, MIB) == 0
+        assert committed(store) == 10 * MIB
+        assert put(store, 8, MIB, first=100) == 0
+        assert (committed(store), store.stats()["evicted_objects"]) == (18 * MIB, 0)
+        # What one reservation may wait for is limited; beyond that it makes do by eviction.
+        assert put(store, 12, MIB, first=200) == 0
+        assert (committed(store), store.stats()["evicted_objects"]) == (26 * MIB, 4)
+        assert put(store, 8, MIB, first=300) == 0
+        assert (committed(store), store.stats()["evicted_objects"]) == (32 * MIB, 6)
+    finally:
+        store.close()
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_when_the_machine_has_no_more_l1_evicts_and_asks_again_later(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock()
+    store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", init_bytes=4 * MIB, clock=clock)
+    try:
+        assert isinstance(store.core, growth.GrowingCore)
+        wait_until(lambda: committed(store) == 4 * MIB)
+        store.core.stop()
+        starve(store, tmp_path, 1)
+        with caplog.at_level(logging.WARNING, logger="lmcache.l1"):
+            assert put(store, 4, MIB) == 0
+            assert put(store, 4, MIB, first=100) == 0
+            assert put(store, 4, MIB, first=200) == 0
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "this machine's memory leaves" in caplog.text
+        assert (committed(store), store.stats()["evicted_objects"]) == (4 * MIB, 8)
+        with caplog.at_level(logging.WARNING, logger="lmcache.l1"):
+            clock.advance(60)
+            put(store, 4, MIB, first=300)
+        assert len(caplog.records) == 1
+        starve(store, tmp_path, 1000)
+        put(store, 4, MIB, first=400)
+        assert committed(store) == 4 * MIB
+        clock.advance(60)
+        put(store, 4, MIB, first=500)
+        assert committed(store) == 8 * MIB
+    finally:
+        store.close()
+
+
+def test_an_eager_l1_has_all_its_memory_before_it_opens(name: str) -> None:
+    store = L1Store.open(name, 16 * MIB, TOKEN, policy="noop")
+    try:
+        assert committed(store) == 16 * MIB
+        assert os.stat(store.memory.path).st_blocks * 512 == 16 * MIB + 4096
+    finally:
+        store.close()
+        store.close()
+
+
+def test_what_cannot_be_had_leaves_nothing_behind(name: str) -> None:
+    with pytest.raises(ResourceError, match="L1 needs"):
+        L1Store.open(name, 1 << 44, TOKEN, policy="LRU", init_bytes=MIB)
+    with pytest.raises(ValueError, match="policy"):
+        L1Store.open(name, 16 * MIB, TOKEN, policy="guess", init_bytes=MIB)
+
+
+def test_slots_lie_aligned_behind_the_header(name: str) -> None:
+    store = L1Store.open(name, 16 * MIB, TOKEN, policy="LRU", align_bytes=65536, init_bytes=16 * MIB)
+    try:
+        _, slots, _ = reserve(store, 2, store.frame_bytes(100_000))
+        assert struct.unpack("<2Q", slots) == (65536, 65536 + 131072)
+        assert store.address_of(65536) == store.memory.address + 65536
+        store.memory.view(65536, 131072 * 2)[:] = bytes([1]) * (131072 * 2)
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("payload_bytes", "align_bytes", "expected"),
+    [(1, 4096, 8192), (4096, 4096, 8192), (4097, 4096, 12288), (2 * MIB, 4096, 2 * MIB + 4096), (5, 65536, 65536)],
+)
+def test_frame_bytes(name: str, payload_bytes: int, align_bytes: int, expected: int) -> None:
+    store = L1Store.open(name, MIB, TOKEN, policy="LRU", align_bytes=align_bytes, init_bytes=MIB)
+    try:
+        assert store.frame_bytes(payload_bytes) == expected
+    finally:
+        store.close()
+
+
+def test_namespaces_keep_their_numbers(name: str) -> None:
+    store = L1Store.open(name, 16 * MIB, TOKEN, policy="LRU", init_bytes=MIB)
+    try:
+        other = Namespace("model", 2, 1, 0, "00" * 16, "tenant")
+        first, second = store.namespace_id(NAMESPACE), store.namespace_id(other)
+        assert first != second
+        assert store.namespace_id(Namespace("model", 2, 0, 0, "00" * 16, "tenant")) == first
+        assert (store.namespace(first), store.namespace(second)) == (NAMESPACE, other)
+        with pytest.raises(KeyError):
+            store.namespace(second + 1)
+        put(store, 1, MIB)
+        assert store.core.salt_usage() == [("tenant", MIB)]
+    finally:
+        store.close()
+
+
+def test_metrics_follow_the_core(name: str) -> None:
+    metrics = Metrics()
+    store = L1Store.open(name, 4 * MIB, TOKEN, policy="LRU", init_bytes=4 * MIB, metrics=metrics)
+    try:
+        put(store, 4, MIB)
+        put(store, 2, MIB, first=10)
+        reserve(store, 1, 5 * MIB, first=20)
+        store.stats()
+        store.stats()
+        assert metrics.l1_usage_ratio._value.get() == 1.0
+        assert metrics.l1_memory_usage_bytes._value.get() == 4 * MIB
+        assert metrics.l1_evicted._value.get() == 2
+        assert metrics.l1_allocation_failure._value.get() == 1
+    finally:
+        store.close()
+
+
+def test_idle_means_that_nobody_holds_anything(name: str) -> None:
+    store = L1Store.open(name, 4 * MIB, TOKEN, policy="LRU", init_bytes=4 * MIB)
+    try:
+        reservation, _, _ = reserve(store, 1, MIB)
+        with pytest.raises(AssertionError, match="'reservations': 1, 'staged': 1"):
+            store.check_idle()
+        store.core.commit(reservation, b"", lease_owner=2, deadline=FOREVER)
+        with pytest.raises(AssertionError, match="'leases': 1"):
+            store.check_idle()
+        store.core.drop_owner(2)
+        store.check_idle()
+    finally:
+        store.close()
+
+
+def test_engines_can_map_ahead_what_the_server_has_filled(name: str) -> None:
+    store = L1Store.open(name, 16 * MIB, TOKEN, policy="LRU")
+    try:
+        engine = type(store.memory).attach(store.memory.path, store.memory.size_bytes, TOKEN)
+        assert engine.prefault_present(2) == store.memory.size_bytes
+        assert engine.prefault_present(2) == 0
+        engine.close()
+        assert engine.prefault_present(2) == 0
+    finally:
+        store.close()
+
+
+def resident_kib(address: int) -> int:
+    """How much of the mapping at `address` this process has in its page tables."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        found = found or line.startswith(f"{address:x}-")
+        if found and line.startswith("Rss:"):
+            return int(line.split()[1])
+    raise AssertionError("no such mapping")
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_mapping_ahead_follows_growth(name: str) -> None:
+    store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", align_bytes=65536, init_bytes=2 * MIB)
+    engine = type(store.memory).attach(store.memory.path, store.memory.size_bytes, TOKEN)
+    try:
+        engine.map_ahead()
+        wait_until(lambda: resident_kib(engine.address) >= 4 * 1024)
+        for step in range(1, 15):
+            put(store, 2, MIB, first=100 * step)
+        wait_until(lambda: committed(store) == 32 * MIB)
+        wait_until(lambda: resident_kib(engine.address) >= 28 * 1024)
+    finally:
+        engine.close()
+        store.close()
+
+
+def test_mapping_ahead_makes_no_memory(name: str) -> None:
+    store = L1Store.open(name, 2 * GIB, TOKEN, policy="LRU", init_bytes=MIB)
+    try:
+        assert isinstance(store.core, growth.GrowingCore)
+        store.core.stop()
+        before = os.stat(store.memory.path).st_blocks
+        engine = type(store.memory).attach(store.memory.path, store.memory.size_bytes, TOKEN)
+        assert engine.prefault_present(1) < 2 * GIB
+        assert os.stat(store.memory.path).st_blocks == before
+        engine.close()
+    finally:
+        store.close()

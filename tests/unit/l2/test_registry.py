@@ -1,0 +1,103 @@
+"""Adapter specifications: accepted whole, or refused in one sentence that says what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmcache.core.limits import GIB
+from lmcache.errors import ConfigError
+from lmcache.l2.config import EvictionConfig
+from lmcache.l2.registry import NOT_BUILT, build, parse_adapter
+
+FS = {"type": "fs_native", "base_path": "/nowhere/at/all"}
+MOCK = {"type": "mock", "max_size_gb": 2, "mock_bandwidth_gb": 10}
+
+
+def test_every_documented_key_is_read() -> None:
+    config = parse_adapter(
+        {
+            **FS,
+            "num_workers": 32,
+            "relative_tmp_dir": ".tmp",
+            "use_odirect": True,
+            "read_ahead_size": 1 << 20,
+            "max_capacity_gb": 1.5,
+            "persist_enabled": False,
+            "timeout_seconds": 2,
+            "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.1},
+        },
+        1,
+    )
+    assert config.name == "fs_native_1"
+    assert config.settings == {
+        "base_path": "/nowhere/at/all",
+        "num_workers": 32,
+        "relative_tmp_dir": ".tmp",
+        "use_odirect": True,
+        "read_ahead_size": 1 << 20,
+    }
+    assert (config.capacity_bytes, config.persist, config.timeout_seconds) == (3 * GIB // 2, False, 2.0)
+    assert config.eviction == EvictionConfig("LRU", 0.9, 0.1)
+
+
+def test_defaults() -> None:
+    config = parse_adapter(FS, 0)
+    assert config.settings["num_workers"] == 4 and config.settings["use_odirect"] is False
+    assert (config.capacity_bytes, config.persist, config.timeout_seconds, config.eviction) == (None, True, 30.0, None)
+    eviction = {"eviction_policy": "LRU"}
+    config = parse_adapter({**MOCK, "eviction": eviction, "max_capacity_gb": 1}, 0)
+    assert config.eviction == EvictionConfig("LRU", 0.8, 0.2)
+    assert config.capacity_bytes == GIB
+    assert parse_adapter(MOCK, 0).capacity_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"base_path": "/x"}, ["--l2-adapter 1", '"type"', "fs_native, mock"]),
+        ([1], ["must be a JSON object"]),
+        ({"type": "fs_nativ"}, ["unknown adapter type", "did you mean fs_native?"]),
+        ({"type": 3}, ['"type"']),
+        ({"type": "fs_native"}, ['"base_path" is required']),
+        ({**FS, "num_worker": 3}, ['"num_worker"', "did you mean num_workers?", "allowed are base_path, eviction,"]),
+        ({**FS, "Use_ODirect": True}, ["did you mean use_odirect?"]),
+        ({**FS, "num_workers": 0}, ['"num_workers" must be a whole number from 1 to 1024; got 0']),
+        ({**FS, "num_workers": True}, ["num_workers"]),
+        ({**FS, "num_workers": "4"}, ["num_workers", "'4'"]),
+        ({**FS, "use_odirect": "true"}, ['"use_odirect" must be true or false']),
+        ({**FS, "base_path": ""}, ["base_path", "non-empty"]),
+        ({**FS, "read_ahead_size": 0}, ["read_ahead_size"]),
+        ({**FS, "max_capacity_gb": -1}, ["max_capacity_gb"]),
+        ({**FS, "max_capacity_gb": float("nan")}, ["max_capacity_gb"]),
+        ({**FS, "timeout_seconds": 0}, ["timeout_seconds", "above 0"]),
+        ({**FS, "serde": {"type": "fp8"}}, ['"serde" is not built yet']),
+        ({**FS, "eviction": {"eviction_policy": "LRU"}}, ['"eviction" needs "max_capacity_gb"']),
+        ({**FS, "eviction": "LRU"}, ['"eviction" must be an object']),
+        ({**MOCK, "eviction": {}}, ["eviction", '"eviction_policy" is required']),
+        ({**MOCK, "eviction": {"eviction_policy": "lru"}}, ["one of LRU, noop", "did you mean LRU?"]),
+        ({**MOCK, "eviction": {"eviction_policy": "LRU", "ratio": 1}}, ['"ratio"', "did you mean eviction_ratio?"]),
+        ({**MOCK, "eviction": {"eviction_policy": "LRU", "trigger_watermark": 2}}, ["trigger_watermark"]),
+        ({**MOCK, "max_size_gb": 0}, ["max_size_gb", "above 0"]),
+        ({**MOCK, "base_path": "/x"}, ['unknown key "base_path"']),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_sentence(spec: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_adapter(spec, 0)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert message.startswith("--l2-adapter 1") and message.endswith(".") and "\n" not in message
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_what_is_not_built_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f'"{name}" is not built yet; built are fs_native, mock'):
+        parse_adapter({"type": name}, 0)
+
+
+@pytest.mark.parametrize("path", ["/abs", "../out", "a/../../out", "quarantine", ".lmcache/x", "a/b/c"])
+def test_temporary_files_stay_inside_the_folder(path: str) -> None:
+    with pytest.raises(ConfigError, match="relative_tmp_dir"):
+        build(parse_adapter({**FS, "relative_tmp_dir": path}, 0))

@@ -1,0 +1,247 @@
+import pytest
+
+from lmcache.core import limits
+from lmcache.errors import RemoteError
+from lmcache.protocol import messages as m
+from unit.service.support import FRAME_BYTES, LAYOUT, LEASE_TTL, RESERVATION_TTL, a_service, chunks
+
+SILENT = 31.0  # beyond three heartbeats of 10 s
+
+
+@pytest.fixture
+def service():
+    with a_service() as service:
+        service.register()
+        yield service
+
+
+def test_heartbeats_keep_leases_and_reservations_beyond_their_ttl(service):
+    service.store(chunks(1))
+    service.lookup("r", chunks(1))
+    reply = service.reserve(chunks(2))
+    for _ in range(200):
+        service.clock.advance(10.0)
+        assert service.beat()
+        assert service.beat(0)
+        service.liveness.sweep()
+    assert service.stat("leases") == 1
+    assert service.commit(reply.reservation) == 1
+
+
+def test_the_ttl_counts_from_the_last_heartbeat(service):
+    service.store(chunks(1))
+    service.lookup("r", chunks(1))
+    service.clock.advance(LEASE_TTL - 1)
+    service.beat()
+    service.clock.advance(LEASE_TTL - 1)
+    service.liveness.sweep()
+    assert service.stat("leases") == 1
+    service.clock.advance(2)
+    service.liveness.sweep()
+    assert service.stat("leases") == 0
+    service.end("r")
+
+
+def test_the_dead_lose_everything_at_once(service):
+    service.store(chunks(1))
+    service.lookup("r", chunks(1))
+    service.reserve(chunks(2))
+    service.locks.alive.clear()
+    service.clock.advance(29.0)
+    service.liveness.sweep()
+    assert (service.stat("leases"), service.stat("reservations")) == (1, 1)
+    service.clock.advance(2.0)
+    service.liveness.sweep()
+    assert (service.stat("leases"), service.stat("reservations"), service.stat("quarantined_bytes")) == (0, 0, 0)
+    assert service.registry.instances == {}
+    assert not service.liveness.needed
+    service.register("other")
+    assert service.lookup("r", chunks(1), instance="other").chunks == 1
+    assert service.lookup("s", chunks(2), instance="other").chunks == 0
+
+
+def test_the_silent_that_live_keep_what_they_hold_until_it_expires(service):
+    service.store(chunks(1))
+    service.lookup("r", chunks(1))
+    service.reserve(chunks(2))
+    service.clock.advance(SILENT)
+    service.liveness.sweep()
+    assert (service.stat("leases"), service.stat("reservations")) == (1, 1)
+    service.clock.advance(RESERVATION_TTL)
+    service.liveness.sweep()
+    assert (service.stat("leases"), service.stat("quarantined_bytes")) == (0, FRAME_BYTES)
+    assert service.liveness.needed
+    service.locks.alive.clear()
+    service.liveness.sweep()
+    assert service.stat("quarantined_bytes") == 0
+    assert service.registry.instances == {}
+
+
+def test_the_silent_that_come_back_go_on(service):
+    service.clock.advance(SILENT)
+    service.liveness.sweep()
+    assert service.beat()
+    assert service.beat(0)
+    service.store(chunks(1))
+    assert service.lookup("r", chunks(1)).chunks == 1
+
+
+def test_a_dead_worker_makes_its_instance_incomplete(service):
+    service.locks.alive.discard(service.registry.instances["engine"].workers[0].owner)
+    service.clock.advance(SILENT)
+    service.beat()
+    service.liveness.sweep()
+    assert service.lookup("r", chunks(1)).miss_reason == "instance_incomplete"
+    assert not service.beat(0)
+
+
+def test_a_dead_scheduler_side_leaves_the_workers(service):
+    reply = service.reserve(chunks(1))
+    service.locks.alive.discard(service.registry.instances["engine"].scheduler.owner)
+    service.clock.advance(SILENT)
+    service.beat(0)
+    service.liveness.sweep()
+    assert not service.beat()
+    assert service.commit(reply.reservation) == 1
+    service.liveness.register_instance(m.RegisterInstance("engine", "model", 1, 1, 10.0))
+    assert service.lookup("r", chunks(1)).chunks == 1
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+def test_registering_a_worker_again_ends_its_former_life(service):
+    reply = service.reserve(chunks(1))
+    service.locks.alive.discard(service.registry.instances["engine"].workers[0].owner)
+    service.register_worker("engine", 0)
+    assert service.stat("reservations") == 0
+    assert service.commit(reply.reservation) == 0
+    assert service.lookup("r", chunks(1)).chunks == 0
+
+
+def test_what_a_former_life_may_still_be_writing_stays_taken(service):
+    former = service.registry.instances["engine"].workers[0].owner
+    reply = service.reserve(chunks(1))
+    service.register_worker("engine", 0)
+    assert service.commit(reply.reservation) == 0
+    assert service.stat("used_bytes") == FRAME_BYTES
+    assert service.liveness.needed
+    service.liveness.sweep()
+    assert service.stat("used_bytes") == FRAME_BYTES
+    service.locks.alive.discard(former)
+    service.liveness.sweep()
+    assert service.stat("used_bytes") == 0
+    assert service.lookup("r", chunks(1)).chunks == 0
+
+
+def test_registering_the_same_instance_again_is_idempotent(service):
+    service.store(chunks(1))
+    service.lookup("r", chunks(1))
+    owner = service.registry.instances["engine"].scheduler.owner
+    again = service.liveness.register_instance(m.RegisterInstance("engine", "model", 1, 1, 10.0))
+    assert again.owner == owner
+    assert service.stat("leases") == 1
+
+
+def test_a_restarted_scheduler_side_starts_with_nothing(service):
+    service.store(chunks(1))
+    service.lookup("r", chunks(1))
+    former = service.registry.instances["engine"].scheduler.owner
+    service.locks.alive.discard(former)
+    again = service.liveness.register_instance(m.RegisterInstance("engine", "model", 1, 1, 10.0))
+    assert again.owner != former
+    assert service.stat("leases") == 0
+    assert service.lookup("s", chunks(1)).chunks == 1
+
+
+def test_other_properties_conflict_while_the_process_lives(service):
+    changed = m.RegisterInstance("engine", "another model", 1, 1, 10.0)
+    with pytest.raises(RemoteError) as refusal:
+        service.liveness.register_instance(changed)
+    assert refusal.value.code == "layout_conflict"
+    service.locks.alive.discard(service.registry.instances["engine"].scheduler.owner)
+    service.store(chunks(1))
+    service.liveness.register_instance(changed)
+    assert service.lookup("r", chunks(1)).chunks == 0  # stored for another model
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (m.RegisterWorker("engine", 1, 1, [LAYOUT], [1]), "layout_conflict"),
+        (m.RegisterWorker("engine", 1, 0, [LAYOUT, LAYOUT], [4096, 4096]), "layout_conflict"),
+        (m.RegisterWorker("engine", 1, 0, ["cd" * 16], [4096]), "layout_conflict"),
+        (m.RegisterWorker("engine", 1, 0, [LAYOUT], [8192]), "layout_conflict"),
+        (m.RegisterWorker("engine", -1, 0, [LAYOUT], [4096]), "bad_request"),
+        (m.RegisterWorker("engine", 1, -1, [LAYOUT], [4096]), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [], []), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [LAYOUT], []), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [LAYOUT], [0]), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [LAYOUT], [limits.MAX_OBJECT_BYTES + 1]), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, ["../../etc"], [4096]), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [LAYOUT.upper()], [4096]), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [LAYOUT], [4096], True, float("nan")), "bad_request"),
+        (m.RegisterWorker("", 1, 0, [LAYOUT], [4096]), "bad_request"),
+        (m.RegisterInstance("", "model", 1, 1, 10.0), "bad_request"),
+        (m.RegisterInstance("i" * 513, "model", 1, 1, 10.0), "too_large"),
+        (m.RegisterInstance("i", "m" * 513, 1, 1, 10.0), "too_large"),
+        (m.RegisterInstance("i", "model", 0, 1, 10.0), "bad_request"),
+        (m.RegisterInstance("i", "model", 1025, 1, 10.0), "bad_request"),
+        (m.RegisterInstance("i", "model", 1, 65, 10.0), "bad_request"),
+        (m.RegisterInstance("i", "model", 1024, 64, 10.0), "too_many"),
+        (m.RegisterInstance("i", "model", 1, 1, 0.0), "bad_request"),
+        (m.RegisterInstance("i", "model", 1, 1, float("inf")), "bad_request"),
+        (m.RegisterInstance("i", "model", 1, 1, 10.0, "e" * 513), "too_large"),
+    ],
+)
+def test_wrong_registrations_are_refused_and_change_nothing(service, message, code):
+    register = (
+        service.liveness.register_worker
+        if isinstance(message, m.RegisterWorker)
+        else service.liveness.register_instance
+    )
+    with pytest.raises(RemoteError) as refusal:
+        register(message)
+    assert refusal.value.code == code
+    assert list(service.registry.instances) == ["engine"]
+    assert list(service.registry.instances["engine"].workers) == [0]
+
+
+def test_copies_of_the_same_rank_count_once(service):
+    message = m.RegisterWorker("engine", 1, 0, [LAYOUT], [4096], False)
+    service.locks.alive.add(service.liveness.register_worker(message).owner)
+    service.store(chunks(1))
+    assert service.lookup("r", chunks(1)).chunks == 1
+
+
+def test_workers_may_register_first_and_are_checked_when_the_model_is_named():
+    with a_service() as service:
+        service.register_worker("engine", 0)
+        service.register_worker("engine", 1)
+        with pytest.raises(RemoteError) as refusal:
+            service.liveness.register_instance(m.RegisterInstance("engine", "model", 1, 1, 10.0))
+        assert refusal.value.code == "layout_conflict"
+        service.liveness.register_instance(m.RegisterInstance("engine", "model", 2, 1, 10.0))
+        assert service.lookup("r", chunks(1)).miss_reason == "not_stored"
+
+
+def test_instances_are_limited(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_INSTANCES", 2)
+    with a_service() as service:
+        service.register("a")
+        service.register("b")
+        for register in (lambda: service.register("c"), lambda: service.register_worker("c", 0)):
+            with pytest.raises(RemoteError) as refusal:
+                register()
+            assert refusal.value.code == "too_many"
+        assert service.beat(instance="a")
+
+
+def test_unregistering_is_idempotent_and_ends_everything(service):
+    service.store(chunks(1))
+    service.lookup("r", chunks(1))
+    service.reserve(chunks(2))
+    for _ in range(2):
+        service.liveness.unregister(m.Unregister("engine"))
+        service.liveness.unregister(m.Unregister("engine", 0))
+        service.liveness.unregister(m.Unregister("engine", 5))
+        assert (service.stat("leases"), service.stat("reservations")) == (0, 0)
+        assert service.registry.instances == {}

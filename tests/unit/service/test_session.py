@@ -1,0 +1,122 @@
+import pytest
+
+from lmcache.core.chunking import ChunkHasher
+from lmcache.errors import RemoteError
+from lmcache.protocol.messages import Append
+from lmcache.protocol.tokens import pack_tokens
+from lmcache.service import session
+from lmcache.service.session import TokenChain
+
+HASHER = ChunkHasher("blake3", 4)
+TOKENS = list(range(100, 119))  # four full chunks and three more
+
+
+def chain_of(tokens, identity=b""):
+    chain = TokenChain(HASHER, "", identity)
+    chain.extend(0, pack_tokens(tokens), [])
+    return chain
+
+
+def whole(tokens, identity=b"", extras=None):
+    return HASHER.extend(HASHER.root(identity), pack_tokens(tokens), extras or {})
+
+
+@pytest.mark.parametrize("cuts", [[19], [1] * 19, [4, 4, 4, 4, 3], [3, 5, 1, 10], [17, 2], [0, 19, 0]])
+def test_tokens_may_come_in_any_pieces(cuts):
+    chain = TokenChain(HASHER, "", b"lora")
+    position = 0
+    for count in cuts:
+        chunks_before = chain.chunks
+        assert chain.extend(position, pack_tokens(TOKENS[position : position + count]), []) == chunks_before
+        position += count
+    assert (chain.tokens, chain.chunks) == (19, 4)
+    assert bytes(chain.hashes) == whole(TOKENS, b"lora")
+
+
+@pytest.mark.parametrize("back_to", [4, 8, 12, 16, 17, 18, 19])
+def test_going_back_replaces_what_was_behind(back_to):
+    chain = chain_of(TOKENS)
+    later = [7, 7, 7, 7, 7, 7]
+    first_chunk = chain.extend(back_to, pack_tokens(later), [])
+    assert first_chunk == back_to // 4
+    assert bytes(chain.hashes) == whole(TOKENS[:back_to] + later)
+    assert chain.tokens == back_to + 6
+
+
+@pytest.mark.parametrize("position", [1, 5, 15, 20, 1000, -1, -4])
+def test_a_position_that_cannot_be_continued_is_refused(position):
+    chain = chain_of(TOKENS)
+    with pytest.raises(RemoteError) as refusal:
+        chain.extend(position, pack_tokens([1]), [])
+    assert refusal.value.code == "unknown_session"
+    assert bytes(chain.hashes) == whole(TOKENS)
+    assert chain.tokens == 19
+
+
+def test_identity_and_extras_change_the_hashes_from_their_chunk_on():
+    image = bytes(range(32))
+    chain = TokenChain(HASHER, "", b"")
+    chain.extend(0, pack_tokens(TOKENS[:6]), [(1, image)])
+    chain.extend(6, pack_tokens(TOKENS[6:]), [])
+    assert bytes(chain.hashes) == whole(TOKENS, extras={1: image})
+    assert chain.hashes[:32] == whole(TOKENS)[:32]
+    assert chain.hashes[32:64] != whole(TOKENS)[32:64]
+    assert chain_of(TOKENS, b"lora").hashes[:32] != whole(TOKENS)[:32]
+
+
+def test_an_extra_may_be_repeated_but_not_come_late_or_change():
+    image = bytes(range(32))
+    chain = TokenChain(HASHER, "", b"")
+    chain.extend(0, pack_tokens(TOKENS[:10]), [(1, image)])
+    chain.extend(10, b"", [(1, image)])
+    for late in [(0, image), (1, bytes(32))]:
+        with pytest.raises(RemoteError, match="hashed without this extra"):
+            chain.extend(10, b"", [late])
+
+
+def test_the_extra_of_a_chunk_that_is_cut_short_stays():
+    image = bytes(range(32))
+    chain = TokenChain(HASHER, "", b"")
+    chain.extend(0, pack_tokens(TOKENS[:6]), [(1, image), (4, image)])
+    chain.extend(5, pack_tokens(TOKENS[5:]), [])
+    assert bytes(chain.hashes) == whole(TOKENS, extras={1: image})
+    chain.extend(4, pack_tokens(TOKENS[4:]), [])
+    assert bytes(chain.hashes) == whole(TOKENS)
+
+
+@pytest.mark.parametrize("extra", [(-1, bytes(32)), (0, bytes(31)), (0, b"")])
+def test_a_wrong_extra_is_refused(extra):
+    with pytest.raises(RemoteError) as refusal:
+        TokenChain(HASHER, "", b"").extend(0, b"", [extra])
+    assert refusal.value.code == "bad_request"
+
+
+def test_half_a_token_is_refused():
+    with pytest.raises(RemoteError, match="not whole uint32"):
+        TokenChain(HASHER, "", b"").extend(0, b"12345", [])
+
+
+def test_limits(monkeypatch):
+    monkeypatch.setattr(session, "MAX_TOKENS_PER_SESSION", 20)
+    monkeypatch.setattr(session, "MAX_EXTRAS_PER_SESSION", 2)
+    chain = chain_of(TOKENS)
+    chain.extend(19, pack_tokens([1]), [])
+    for position in (20, 2**40):
+        with pytest.raises(RemoteError) as refusal:
+            chain.extend(position, pack_tokens([1]), [])
+        assert refusal.value.code == "too_large"
+    with pytest.raises(RemoteError) as refusal:
+        chain.extend(20, b"", [(9, bytes(32)), (10, bytes(32)), (11, bytes(32))])
+    assert refusal.value.code == "too_many"
+    with pytest.raises(RemoteError) as refusal:
+        TokenChain(HASHER, "", bytes(session.MAX_IDENTITY_BYTES + 1))
+    assert refusal.value.code == "too_large"
+
+
+def test_salt_and_identity_stay():
+    chain = TokenChain(HASHER, "salt", b"lora")
+    assert chain.continues(Append("i", "r", "salt", 4, b"", b"lora"))
+    assert not chain.continues(Append("i", "r", "other", 0, b"", b""))
+    for other in (Append("i", "r", "other", 4, b"", b"lora"), Append("i", "r", "salt", 4, b"", b"")):
+        with pytest.raises(RemoteError, match="cannot change"):
+            chain.continues(other)

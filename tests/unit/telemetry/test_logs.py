@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache.errors import ConfigError
+from lmcache.telemetry import logs
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    logger = logging.getLogger("lmcache")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield io.StringIO()
+    logger.handlers, logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+def test_a_line_is_time_level_message(stream: io.StringIO) -> None:
+    logs.configure_logs("INFO", stream=stream)
+    logs.configure_logs("INFO", stream=stream)  # twice does not mean every line twice
+    logging.getLogger("lmcache.tiering").info("Submitted store task %d", 7)
+    logging.getLogger("lmcache.tiering").debug("not shown")
+    assert re.fullmatch(
+        r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\] LMCache INFO: Submitted store task 7\n", stream.getvalue()
+    )
+
+
+def test_a_stack_is_only_for_debug(stream: io.StringIO) -> None:
+    logger = logging.getLogger("lmcache.x")
+
+    def fail() -> None:
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            logger.exception("It failed")
+
+    logs.configure_logs("INFO", stream=stream)
+    fail()
+    assert stream.getvalue().endswith("LMCache ERROR: It failed (ValueError: two lines)\n")
+    assert "Traceback" not in stream.getvalue()
+    logs.set_level("DEBUG")
+    fail()
+    assert "Traceback" in stream.getvalue()
+
+
+def test_disable_logging_leaves_warnings(stream: io.StringIO) -> None:
+    logs.configure_logs("INFO", warnings_only=True, stream=stream)
+    logging.getLogger("lmcache").info("quiet")
+    logging.getLogger("lmcache").warning("loud")
+    assert "quiet" not in stream.getvalue()
+    assert "loud" in stream.getvalue()
+    assert logs.current_level() == "WARNING"
+
+
+def test_level_from_environment() -> None:
+    assert logs.level_from({}) == "INFO"
+    assert logs.level_from({"LMCACHE_LOG_LEVEL": "debug"}) == "DEBUG"
+    with pytest.raises(ConfigError, match="DEBUG, INFO, WARNING, ERROR"):
+        logs.level_from({"LMCACHE_LOG_LEVEL": "loud"})

@@ -1,0 +1,79 @@
+"""Names as operators scrape them: prefix, unit, `_total`."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmcache.telemetry.metrics import MAX_LABEL_SETS, Metrics
+
+DOCUMENTED = """
+l1_read_chunks_total l1_write_chunks_total l1_evicted_chunks_total l1_memory_usage_bytes l1_usage_ratio
+l1_allocation_failure_chunks_total l1_read_failure_chunks_total lookups_total lookup_requested_tokens_total
+lookup_hit_tokens_total lookup_hit_l1_tokens_total lookup_hit_l2_tokens_total l2_store_submitted_requests_total
+l2_store_completed_requests_total l2_load_completed_requests_total l2_prefetch_lookup_requests_total
+l2_prefetch_load_submitted_requests_total l2_prefetch_load_completed_chunks_total l2_prefetch_failure_chunks_total
+l2_evicted_objects_total l2_usage_bytes l2_store_throughput_GB_per_second_count l2_load_throughput_GB_per_second_count
+num_inflight_l2_stores num_inflight_l2_loads num_submitted_stores_total num_finished_stores_total
+num_submitted_retrieves_total num_finished_retrieves_total timeouts_total event_bus_queue_depth
+event_bus_dropped_events_total event_bus_subscriber_exceptions_total misses_total corrupt_frames_total quarantined_bytes
+protocol_errors_total calls_total l2_full_total l2_store_dropped_total l2_breaker_open l2_buffered_fallbacks
+"""
+
+
+def touch_everything(metrics: Metrics) -> None:
+    """A labelled metric has no sample before its first use."""
+    for metric in vars(metrics).values():
+        names = getattr(metric, "_labelnames", None)
+        if names:
+            metric.labels(*["x"] * len(names))
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def test_every_documented_name_is_exposed_and_no_other() -> None:
+    metrics = Metrics(service_instance_id="here")
+    touch_everything(metrics)
+    names = {name for name in samples(metrics) if not name.endswith(("_bucket", "_sum"))}
+    assert names == {"lmcache_mp_" + name for name in DOCUMENTED.split()} | {"target_info"}
+
+
+def test_the_instance_is_named_as_opentelemetry_does() -> None:
+    assert 'target_info{service_instance_id="here",service_name="lmcache"} 1.0' in (
+        Metrics(service_instance_id="here").exposition().decode()
+    )
+
+
+def test_labels_from_requests_are_bounded_and_nothing_is_lost() -> None:
+    metrics = Metrics()
+    for number in range(MAX_LABEL_SETS + 500):
+        metrics.lookups.labels(model_name="m", cache_salt=f"salt-{number}").inc()
+    metrics.lookups.labels("m", "salt-0").inc()  # a known pair keeps its series
+    lines = [line for line in metrics.exposition().decode().splitlines() if line.startswith("lmcache_mp_lookups_total")]
+    assert len(lines) == MAX_LABEL_SETS + 1
+    assert 'lmcache_mp_lookups_total{cache_salt="salt-0",model_name="m"} 2.0' in lines
+    assert samples(metrics)["lmcache_mp_lookups_total"] == MAX_LABEL_SETS + 501
+
+
+def test_disabled_metrics_work_and_expose_nothing() -> None:
+    metrics = Metrics(enabled=False)
+    touch_everything(metrics)
+    metrics.lookup_hit.labels("m", "").inc(3)
+    assert metrics.exposition() == b""
+
+
+def test_figures_that_are_read_are_fresh_at_every_scrape() -> None:
+    metrics = Metrics()
+    used = {"bytes": 1.0}
+    forget = metrics.on_scrape(lambda: metrics.l1_memory_usage_bytes.set(used["bytes"]))
+    assert samples(metrics)["lmcache_mp_l1_memory_usage_bytes"] == 1
+    used["bytes"] = 2.0
+    assert samples(metrics)["lmcache_mp_l1_memory_usage_bytes"] == 2
+    forget()
+    used["bytes"] = 3.0
+    assert samples(metrics)["lmcache_mp_l1_memory_usage_bytes"] == 2

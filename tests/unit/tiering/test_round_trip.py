@@ -1,0 +1,137 @@
+"""L1 to L2 and back."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from lmcache.core.key import ObjectKey
+from lmcache.core.outcome import MissReason
+from lmcache.l2.registry import build, parse_adapter
+from unit.tiering.support import MOCK, eventually, faulty, keys, namespace, rig
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_left_l1_comes_back_from_disk(tmp_path: Path, direct: bool) -> None:
+    wanted = keys(300)
+    spec = {"type": "fs_native", "base_path": str(tmp_path), "use_odirect": direct}
+    with rig([build(parse_adapter(spec, 0))]) as it:
+        assert it.put(wanted) == 300
+        assert it.storage.flush(20)
+        assert it.storage.clear("l1")[0] == 300
+        result = it.fetch(wanted)
+        assert (result.chunks, result.miss_reason) == (300, None)
+        assert it.holds(result, wanted)
+        # Not retained: gone with its last lease.
+        assert it.resident(wanted) == 300
+        it.l1.core.release(result.lease)
+        assert it.resident(wanted) == 0
+        assert it.sample("l2_prefetch_load_completed_chunks_total") == 300
+    with rig([build(parse_adapter(spec, 0))], prefetch_policy="retain") as it:  # another server, the same folder
+        result = it.fetch(wanted)
+        assert result.chunks == 300 and it.holds(result, wanted)
+        it.l1.core.release(result.lease)
+        assert it.resident(wanted) == 300
+        assert it.storage.clear("all")[0] == 600
+        assert it.fetch(wanted).miss_reason is MissReason.NOT_STORED
+    assert not list(tmp_path.rglob("*.data")) and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_the_prefix_ends_at_the_first_chunk_that_is_nowhere() -> None:
+    wanted = keys(100)
+    with rig([faulty()[0]]) as it:
+        it.put(wanted[:40] + wanted[41:])
+        assert it.storage.flush(20)
+        it.storage.clear("l1")
+        result = it.fetch(wanted)
+        assert (result.chunks, result.miss_reason) == (40, MissReason.NOT_STORED)
+        assert it.holds(result, wanted)
+
+
+def test_a_chunk_is_there_when_every_namespace_has_it() -> None:
+    ranks = [namespace(rank=rank) for rank in range(3)]
+    wanted = keys(50)
+    with rig([faulty()[0]]) as it:
+        for rank, length in zip(ranks, (50, 45, 48), strict=True):
+            it.put([ObjectKey(rank, key.chunk_hash) for key in wanted[:length]])
+        assert it.storage.flush(20)
+        it.storage.clear("l1")
+        result = it.fetch(wanted, namespaces=ranks)
+        assert (result.chunks, result.miss_reason) == (45, MissReason.NOT_STORED)
+        assert it.holds(result, wanted, ranks)
+
+
+def test_what_l1_still_has_is_not_loaded_again() -> None:
+    """A hole in L1: the middle was evicted."""
+    wanted = keys(60)
+    with rig([faulty()[0]]) as it:
+        it.put(wanted[:20] + wanted[40:], tell=False)
+        it.put(wanted[20:40])
+        assert it.storage.flush(20)
+        ids = it.l1.namespace_id(wanted[0].namespace).to_bytes(4, "little") * 20
+        assert it.l1.core.remove(ids, b"".join(key.chunk_hash for key in wanted[20:40])) == 20
+        result = it.fetch(wanted)
+        assert result.chunks == 60 and it.holds(result, wanted)
+        assert it.sample("l2_prefetch_load_completed_chunks_total") == 20
+
+
+def test_adapters_are_asked_in_order_and_each_for_what_the_others_lack() -> None:
+    wanted = keys(30)
+    (first, one), (second, two) = faulty(), faulty(index=1)
+    with rig([first, second]) as it:
+        it.put(wanted)
+        assert it.storage.flush(20)
+        it.storage.clear("l1")
+        assert it.fetch(wanted).chunks == 30
+        assert (one.calls["load"], two.calls["load"]) == (1, 0)
+        it.l1.core.drop_owner(7)
+        for key in wanted[10:]:
+            del one.inner.objects[key]  # type: ignore[attr-defined]  # the backend lost them and nobody knows
+        result = it.fetch(wanted)
+        assert result.chunks == 30 and it.holds(result, wanted)
+        assert (one.calls["load"], two.calls["load"]) == (2, 1)
+
+
+def test_requests_for_the_same_objects_share_one_load() -> None:
+    wanted = keys(20)
+    configured, adapter = faulty()
+    with rig([configured]) as it:
+        it.put(wanted)
+        assert it.storage.flush(20)
+        it.storage.clear("l1")
+        adapter.gate.clear()
+        answers = [it.begin_fetch(wanted)[0] for _ in range(5)]
+        eventually(lambda: it.storage.status()["prefetch"]["in_flight"] == 5)
+        it.storage.call_soon(adapter.gate.set)
+        results = [answer.get(timeout=20) for answer in answers]
+        assert [result.chunks for result in results] == [20] * 5
+        assert all(it.holds(result, wanted) for result in results)
+        assert adapter.calls["load"] == 1
+        for result in results[1:]:
+            it.l1.core.release(result.lease)
+        assert it.resident(wanted) == 20
+        it.l1.core.release(results[0].lease)
+        assert it.resident(wanted) == 0
+
+
+def test_many_threads_at_once() -> None:
+    with rig([build(parse_adapter(MOCK, 0))], slots=4096) as it:
+
+        def client(seed: int) -> None:
+            for round_ in range(10):
+                wanted = keys(24, seed=100 * seed + round_ % 3)
+                it.put(wanted)
+                result = it.fetch(wanted)
+                assert it.holds(result, wanted)
+                it.l1.core.release(result.lease)
+
+        threads = [threading.Thread(target=client, args=(seed % 3,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert it.storage.flush(20)
+        eventually(it.idle)
+        assert it.storage.responsive(5)

@@ -1,0 +1,105 @@
+"""Everything at once, from a seed: whatever happens, a hit has the right bytes and nothing stays taken."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lmcache.core.limits import GIB
+from lmcache.core.outcome import StoreOutcome
+from lmcache.l2.registry import build as build_adapter
+from lmcache.l2.registry import parse_adapter
+from unit.tiering.support import FRAME_BYTES, Rig, eventually, faulty, keys, rig
+
+PROMPTS = 24
+SECONDS = 2.0
+
+
+def client(it: Rig, seed: int, until: float, hits: list[int], wrong: list[str]) -> None:
+    dice = random.Random(seed)
+    while time.monotonic() < until:
+        prompt = keys(dice.randrange(8, 60), seed=dice.randrange(PROMPTS))
+        if dice.random() < 0.5:
+            it.put(prompt)
+            continue
+        answers, cancel = it.begin_fetch(prompt, deadline_seconds=dice.choice([0.002, 0.05, 20.0]))
+        if dice.random() < 0.1:
+            cancel()
+        result = answers.get(timeout=30)
+        hits.append(result.chunks)
+        if not it.holds(result, prompt):
+            wrong.append(f"client {seed}: {result}")
+        it.l1.core.release(result.lease)
+
+
+@pytest.mark.parametrize("policies", [("default", "default"), ("default", "retain"), ("skip_l1", "default")])
+def test_storm(tmp_path: Path, policies: tuple[str, str]) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    capped = {
+        "type": "fs_native",
+        "base_path": str(tmp_path),
+        "max_capacity_gb": (6 << 20) / GIB,
+        "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.8, "eviction_ratio": 0.3},
+    }
+    second, shaky = faulty(index=1)
+    first = build_adapter(parse_adapter(capped, 0))
+    with rig(
+        [first, second],
+        slots=400,
+        store_policy=policies[0],
+        prefetch_policy=policies[1],
+        prefetch_max_in_flight=3,
+        eviction_watermark=0.7,
+    ) as it:
+        until = time.monotonic() + SECONDS
+        hits: list[int] = []
+        wrong: list[str] = []
+        threads = [threading.Thread(target=client, args=(it, seed + i, until, hits, wrong)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        while time.monotonic() < until:
+            time.sleep(0.02)
+            match dice.randrange(6):
+                case 0:
+                    files = [path for path in tmp_path.rglob("*.data") if "quarantine" not in path.parts]
+                    for path in dice.sample(files, min(3, len(files))):
+                        flip(path, dice.randrange(FRAME_BYTES))
+                case 1:
+                    it.storage.call_soon(shaky.gate.clear)
+                case 2:
+                    it.storage.call_soon(shaky.gate.set)
+                case 3:
+                    shaky.store_outcome = dice.choice([None, StoreOutcome.FULL, StoreOutcome.FAILED])
+                case 4:
+                    shaky.flip = dice.choice([0, 0, 1])
+                case 5:
+                    shaky.raises = dice.choice([None, None, OSError("fault")])
+        shaky.raises = None
+        it.storage.call_soon(shaky.gate.set)
+        for thread in threads:
+            thread.join(60)
+        assert not wrong
+        assert sum(hits) > 0
+        assert it.storage.flush(30)
+        eventually(it.idle)
+        assert int(subprocess.run(["du", "-s", "-B1", tmp_path], stdout=subprocess.PIPE).stdout.split()[0]) <= 6 << 20
+        it.storage.clear("all")
+        assert it.l1.core.stats()["objects"] == 0
+
+
+def flip(path: Path, at: int) -> None:
+    try:
+        with open(path, "r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]) if byte else b"")
+    except FileNotFoundError:
+        pass
