@@ -119,12 +119,14 @@ timespec microseconds_before(timespec time, std::size_t microseconds) {
     return time;
 }
 
-// Recency survives restarts as the access time, set by hand so that mount options do not matter. Best effort: a file of
-// another user, or one that is gone, is left as it is.
+// Recency survives restarts as the access time, set by hand so that mount options do not matter; a new file gets it as
+// modification time too, since the later of both counts. Best effort: a file of another user, or one that is gone, is
+// left as it is.
 struct UseTimes {
     UseTimes(const Batch& batch, std::size_t index) {
         values[0] = microseconds_before(batch.submitted, index);
-        values[1].tv_nsec = UTIME_OMIT;
+        values[1] = values[0];
+        if (batch.kind != Kind::kWrite) values[1].tv_nsec = UTIME_OMIT;
     }
     timespec values[2]{};
 };

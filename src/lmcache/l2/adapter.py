@@ -2,7 +2,7 @@
 
 An adapter moves bytes and nothing else. Deadlines, retries, the circuit breaker, limits on concurrency, capacity,
 accounting, eviction and draining are the runner's (l2/runner.py), and so they are the same for every adapter.
-`lmcache.testing.adapter_contract` checks an implementation.
+`lmcache.testing.adapter_contract` checks an implementation; docs/how-to/write-an-adapter.md is a guide to one.
 
 Rules:
 - All methods run on one asyncio loop and never block it.
@@ -11,7 +11,10 @@ Rules:
 - A buffer holds one frame (docs/formats/frame.md), 4 KiB aligned, its length a multiple of 4 KiB.
 - Keys are distinct within a call and in prefix order. When the process dies in the middle of `store`, what is there
   afterwards should be a prefix of the keys.
+- A key is a value: two that are equal name one object, and every part of a namespace counts. Names in it may hold any
+  characters; `namespace.digest` and `chunk_hash` (32 bytes each) are the whole key without them.
 - Expected things are outcomes. What concerns the whole call (no connection, no permission) is an AdapterError.
+- An object that is deleted and stored again has the new bytes.
 """
 
 from __future__ import annotations
@@ -59,23 +62,25 @@ class Inventory(Protocol):
 
 
 class Adapter(Protocol):
+    """Derive from it to inherit what has a body here; an implementation need not derive."""
+
     @property
     def capacity(self) -> Capacity:
         """Constant after open()."""
-        ...
+        return Capacity()
 
     def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
         """Bytes that other things than objects take (folders, quarantine) once `upcoming` are stored too."""
-        ...
+        return 0
 
     def status(self) -> dict[str, int]:
         """Figures of its own for operators; `buffered_fallbacks` is exposed as a metric too."""
-        ...
+        return {}
 
     async def open(self, inventory: Inventory) -> None:
         """Checks that the backend can be used, else ConfigError or ResourceError with one sentence. Must be quick: what
         takes time (searching for objects) goes on in the background."""
-        ...
+        inventory.complete()
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         """An object becomes visible complete or not at all. FULL (or CapacityError, for all of them) means that the
@@ -101,5 +106,5 @@ class Adapter(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends background work and gives everything back. Idempotent. Called when no operation runs."""
-        ...
+        """Ends background work and gives everything back. Called when no operation runs. Idempotent, also before `open`
+        and after it failed."""

@@ -36,10 +36,18 @@ class FrameMemory:
     def address(self, slot: int) -> int:
         return _native.buffer_address(self.buffers[slot])
 
-    def fill(self, slot: int, key: ObjectKey) -> memoryview:
-        """Writes the frame of a key, whose payload depends on the key alone."""
+    @staticmethod
+    def of(frame: bytes) -> memoryview:
+        """A copy of a whole frame in page-aligned memory."""
+        memory = mmap.mmap(-1, len(frame))
+        memory[:] = frame
+        return memoryview(memory)
+
+    def fill(self, slot: int, key: ObjectKey, payload: bytes | None = None) -> memoryview:
+        """Writes the frame of a key, whose payload depends on the key alone unless it is given."""
         buffer = self.buffers[slot]
-        buffer[FRAME_HEADER_BYTES : FRAME_HEADER_BYTES + self.payload_bytes] = self.payload_of(key)
+        payload = self.payload_of(key) if payload is None else payload
+        buffer[FRAME_HEADER_BYTES : FRAME_HEADER_BYTES + self.payload_bytes] = payload
         template = header_template(key.namespace, self.payload_bytes)
         _native.frame_seal(self.address(slot), template, key.chunk_hash)
         return buffer

@@ -117,6 +117,17 @@ def test_accounting_and_recency_survive_a_restart(tmp_path: Path) -> None:
     run(test)
 
 
+def test_the_order_of_a_batch_does_not_depend_on_when_its_files_were_written(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with Server(tmp_path) as server:
+            await server.store(8)
+            times = [name.stat() for name in data_files(tmp_path)]
+            assert all(info.st_mtime_ns == info.st_atime_ns for info in times)
+            assert len({info.st_mtime_ns for info in times}) == 8
+
+    run(test)
+
+
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     foreign = [
         tmp_path / "README",

@@ -262,7 +262,10 @@ class FsNativeAdapter:
         def move() -> tuple[list[bool], int]:
             names = [(key.namespace.digest.hex(), key.chunk_hash.hex()) for key in keys]
             gone = [folder.quarantine(self._base, *name) for name in names]
-            return gone, folder.trim_quarantine(self._base)
+            try:
+                return gone, folder.trim_quarantine(self._base)
+            except OSError:
+                return gone, self._other_bytes  # until the folder can be searched again
 
         gone, self._other_bytes = await in_thread("l2-quarantine", move)
         if len(self._unremovable) > MAX_UNREMOVABLE:

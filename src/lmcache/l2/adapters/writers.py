@@ -70,9 +70,10 @@ class Writer:
         if self._fd >= 0:
             try:
                 self._path.unlink(missing_ok=True)
-            finally:
-                os.close(self._fd)
-                self._fd = -1
+            except OSError:
+                pass  # the folder fails or is gone; without the lock the file means nothing
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _lives(path: Path, now: float) -> bool:

@@ -1,0 +1,73 @@
+"""How a test of the adapter contract runs: an adapter on its own loop, opened before the test and closed after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from lmcache.core.key import ObjectKey
+from lmcache.l2.adapter import Adapter
+
+T = TypeVar("T")
+
+# told: the inventory tells what is there. found: it is not told, but found when asked for. gone: nothing is left.
+AfterRestart = Literal["told", "found", "gone"]
+
+OPEN_SECONDS = 30.0
+TEST_SECONDS = 120.0
+
+
+class RecordingInventory:
+    """Remembers what the adapter tells."""
+
+    def __init__(self) -> None:
+        self.objects: dict[ObjectKey, int] = {}
+        self.order: list[ObjectKey] = []
+        self.completed = asyncio.Event()
+
+    def found(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
+        self.order += [key for key, _ in objects if key not in self.objects]
+        self.objects.update(objects)
+
+    def known(self) -> list[ObjectKey]:
+        return list(self.objects)
+
+    def lost(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            self.objects.pop(key, None)
+
+    def complete(self) -> None:
+        assert not self.completed.is_set(), "complete() is called once"
+        self.completed.set()
+
+
+class ContractRun:
+    """What the adapter under test promises beyond the contract, and how it is built."""
+
+    after_restart: AfterRestart = "gone"
+    keeps_prefix_order = True  # a batch becomes visible in the order of its keys
+    can_delete = True
+
+    def build(self, folder: Path) -> Adapter:
+        """An adapter that is not open yet. `folder` is new in every test; the same folder means the same backend."""
+        raise TypeError(f"{type(self).__name__} must say how to build its adapter: def build(self, folder)")
+
+    def break_backend(self, folder: Path) -> bool:
+        """Makes the backend fail under an open adapter. False: there is no way to."""
+        return False
+
+    def run(self, folder: Path, test: Callable[[Adapter, RecordingInventory], Awaitable[T]]) -> T:
+        """One life of the adapter. Everything within it has a deadline, so that a hang is a failure."""
+
+        async def whole() -> T:
+            adapter, inventory = self.build(folder), RecordingInventory()
+            try:
+                await asyncio.wait_for(adapter.open(inventory), OPEN_SECONDS)
+                await asyncio.wait_for(inventory.completed.wait(), OPEN_SECONDS)
+                return await asyncio.wait_for(test(adapter, inventory), TEST_SECONDS)
+            finally:
+                await asyncio.wait_for(adapter.close(), OPEN_SECONDS)
+
+        return asyncio.run(whole())

@@ -1,0 +1,45 @@
+"""Every adapter against the contract."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lmcache.l2.adapter import Adapter
+from lmcache.testing.adapter_contract import AdapterContract, adapter_contract, build_from
+from lmcache.testing.faults import FaultyAdapter
+
+MOCK = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100}
+FS_NATIVE = {"type": "fs_native", "base_path": "{folder}/base"}
+
+TestMock = adapter_contract(MOCK)
+TestFaultyAdapterPassesOn = adapter_contract(lambda folder: FaultyAdapter(build_from(MOCK, folder)), steps=1000)
+
+
+class TestFsNative(AdapterContract):
+    after_restart = "told"
+
+    def build(self, folder: Path) -> Adapter:
+        return build_from(FS_NATIVE, folder)
+
+    def break_backend(self, folder: Path) -> bool:
+        shutil.rmtree(folder / "base")
+        (folder / "base").write_text("a file now")
+        return True
+
+
+TestFsNativeDirect = adapter_contract(
+    {**FS_NATIVE, "use_odirect": True, "num_workers": 2, "relative_tmp_dir": "tmp/here"},
+    after_restart="told",
+    steps=1000,
+)
+TestFsNativeReadAhead = adapter_contract(
+    {**FS_NATIVE, "read_ahead_size": 5000, "max_capacity_gb": 0.01}, after_restart="told", steps=1000
+)
+
+
+def test_an_adapter_that_cannot_be_built_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="must say how to build its adapter"):
+        AdapterContract().build(tmp_path)
