@@ -4,12 +4,14 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <set>
 #include <span>
 #include <tuple>
 #include <vector>
 
 #include "bindings.h"
 #include "lmcache/l1_core.h"
+#include "lmcache/left_frames.h"
 
 namespace {
 
@@ -54,10 +56,10 @@ auto without_gil(Call&& call) {
 }
 
 lmcache::L1Options make_options(std::uint64_t capacity_bytes, std::uint64_t first_offset, std::uint64_t align_bytes,
-                                const std::string& policy) {
+                                const std::string& policy, std::uintptr_t slot_table) {
     if (policy != "LRU" && policy != "noop")
         throw std::invalid_argument("policy must be \"LRU\" or \"noop\", not \"" + policy + "\"");
-    return {capacity_bytes, first_offset, align_bytes, policy == "LRU"};
+    return {capacity_bytes, first_offset, align_bytes, policy == "LRU", slot_table};
 }
 
 nb::dict to_dict(const lmcache::L1Stats& stats) {
@@ -174,18 +176,62 @@ void bind_upkeep(nb::class_<L1Core>& core) {
     core.def("check", &L1Core::check, nb::call_guard<nb::gil_scoped_release>());
 }
 
+void bind_adoption(nb::module_& m, nb::class_<L1Core>& core) {
+    nb::class_<lmcache::LeftFrames>(m, "LeftFrames")
+        .def("__len__", [](const lmcache::LeftFrames& self) { return self.frames.size(); })
+        .def_prop_ro("namespaces",
+                     [](const lmcache::LeftFrames& self) {
+                         nb::list names;
+                         for (const auto& [digest, encoded] : self.namespaces) {
+                             names.append(nb::make_tuple(nb::bytes(digest.data(), digest.size()),
+                                                         nb::bytes(encoded.data(), encoded.size())));
+                         }
+                         return names;
+                     })
+        .def_prop_ro("owners", [](const lmcache::LeftFrames& self) {
+            std::set<lmcache::Owner> owners;
+            for (const lmcache::LeftSlot& slot : self.slots) owners.insert(slot.owner);
+            return std::vector<lmcache::Owner>(owners.begin(), owners.end());
+        });
+    m.def(
+        "find_left_frames",
+        [](std::uintptr_t slot_table, std::uintptr_t arena, std::uint64_t committed_bytes, std::uint64_t align_bytes,
+           std::size_t threads) {
+            if (align_bytes == 0) throw std::invalid_argument("align_bytes must be more than 0");
+            return without_gil([&] {
+                return lmcache::find_left_frames(
+                    lmcache::SlotTable(slot_table), reinterpret_cast<const std::byte*>(arena),
+                    static_cast<std::uint32_t>(committed_bytes / align_bytes), align_bytes, threads);
+            });
+        },
+        nb::arg("slot_table"), nb::arg("arena"), nb::arg("committed_bytes"), nb::arg("align_bytes"),
+        nb::arg("threads"));
+    core.def(
+        "adopt",
+        [](L1Core& self, const lmcache::LeftFrames& left, nb::handle namespaces, nb::handle live_owners) {
+            const auto ids = copy_elements<std::uint32_t>(namespaces, "namespaces");
+            const auto owners = copy_elements<lmcache::Owner>(live_owners, "live_owners");
+            const auto adopted = without_gil([&] { return self.adopt(left, ids, owners); });
+            return std::make_tuple(adopted.objects, adopted.size_bytes, adopted.refused, adopted.set_aside,
+                                   adopted.set_aside_bytes);
+        },
+        nb::arg("left"), nb::arg("namespaces"), nb::arg("live_owners"));
+}
+
 }  // namespace
 
 void bind_l1(nb::module_& m) {
     m.attr("NO_SLOT") = lmcache::kNoSlot;
+    m.attr("NO_NAMESPACE") = lmcache::kNoNamespace;
     nb::class_<L1Core> core(m, "L1Core");
     core.def(
         "__init__",
         [](L1Core* self, std::uint64_t capacity_bytes, std::uint64_t first_offset, std::uint64_t align_bytes,
-           const std::string& policy) {
-            new (self) L1Core(make_options(capacity_bytes, first_offset, align_bytes, policy));
+           const std::string& policy, std::uintptr_t slot_table) {
+            new (self) L1Core(make_options(capacity_bytes, first_offset, align_bytes, policy, slot_table));
         },
-        nb::arg("capacity_bytes"), nb::arg("first_offset"), nb::arg("align_bytes"), nb::arg("policy"));
+        nb::arg("capacity_bytes"), nb::arg("first_offset"), nb::arg("align_bytes"), nb::arg("policy"),
+        nb::arg("slot_table") = 0);
     core.def("set_committed", &L1Core::set_committed, nb::arg("committed_bytes"),
              nb::call_guard<nb::gil_scoped_release>());
     core.def(
@@ -198,6 +244,7 @@ void bind_l1(nb::module_& m) {
             return without_gil([&] { return self.intern(copy, salt); });
         },
         nb::arg("namespace_digest"), nb::arg("salt"));
+    bind_adoption(m, core);
     bind_reading(core);
     bind_writing(core);
     bind_upkeep(core);

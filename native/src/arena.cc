@@ -36,6 +36,28 @@ std::optional<std::uint32_t> Arena::allocate(std::uint32_t units, std::uint32_t 
     return first;
 }
 
+bool Arena::allocate_at(std::uint32_t first, std::uint32_t units, std::uint32_t tenant) {
+    if (units == 0 || units > committed_ || first > committed_ - units) return false;
+    auto cursor = extents_.at_or_after(pack(first, 0));
+    if (!cursor || high(extents_[*cursor]) != first) cursor = cursor ? extents_.previous(*cursor) : extents_.last();
+    const Extent around = extent(*cursor);  // there is one: extents cover the committed range
+    const std::uint32_t end = first + units;
+    if (around.tenant != kFree || end > around.end()) return false;
+    free_by_size_.erase(pack(around.units, around.first));
+    if (around.first == first) {
+        extents_.replace(*cursor, pack(first, tenant));
+    } else {
+        free_by_size_.insert(pack(first - around.first, around.first));
+        extents_.insert(pack(first, tenant));
+    }
+    if (around.end() != end) {
+        extents_.insert(pack(end, kFree));
+        free_by_size_.insert(pack(around.end() - end, end));
+    }
+    free_ -= units;
+    return true;
+}
+
 void Arena::free(std::uint32_t first, std::uint32_t tenant) {
     const auto cursor = find(first, tenant);
     const Extent freed = extent(cursor);

@@ -32,7 +32,11 @@ std::uint64_t multiply_fold(std::uint64_t a, std::uint64_t b) {
 
 }  // namespace
 
-L1Core::L1Core(const L1Options& options) : options_(options), arena_(capacity_units(options)), lru_(objects_) {
+L1Core::L1Core(const L1Options& options)
+    : options_(options), arena_(capacity_units(options)), slots_(options.slot_table), lru_(objects_) {
+    if (options.slot_table % sizeof(std::uint64_t) != 0) {
+        throw std::invalid_argument("slot_table must be a multiple of 8");
+    }
     std::random_device random;
     for (std::uint64_t& seed : seeds_) seed = std::uint64_t{random()} << 32 | random();
 }
@@ -92,7 +96,7 @@ std::size_t L1Core::check_pairs(NamespaceIds namespaces, Hashes hashes) const {
 
 std::uint64_t L1Core::offset_of(const Object& object) const { return options_.first_offset + bytes(object.first_unit); }
 
-std::uint32_t L1Core::stage(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash,
+std::uint32_t L1Core::stage(Owner owner, std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash,
                             std::uint32_t units) {
     const std::uint32_t index = objects_.take();
     const auto first = allocate(units, index);
@@ -106,6 +110,7 @@ std::uint32_t L1Core::stage(std::uint64_t key_hash, std::uint32_t name_space, co
     object.first_unit = *first;
     object.units = units;
     object.state = ObjectState::kStaged;
+    slots_.set_staged(*first, units, owner_word(owner));
     keys_.insert(key_hash, index);
     namespaces_.add_units(name_space, units);
     ++staged_;
@@ -113,12 +118,14 @@ std::uint32_t L1Core::stage(std::uint64_t key_hash, std::uint32_t name_space, co
 }
 
 void L1Core::erase(std::uint32_t index) {
-    arena_.free(objects_[index].first_unit, index);
+    const std::uint32_t first = objects_[index].first_unit;
     forget(index);
+    arena_.free(first, index);
 }
 
 void L1Core::forget(std::uint32_t index) {
     const Object& object = objects_[index];
+    slots_.clear(object.first_unit);
     switch (object.state) {
         case ObjectState::kStaged:
             keys_.erase(hash_object(object), index);

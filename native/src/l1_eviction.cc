@@ -105,6 +105,12 @@ void L1Core::prefetch_eviction(std::uint32_t index) const {
     objects_.prefetch(index);
 }
 
+void L1Core::enter_lru(std::uint32_t index) {
+    lru_.push_newest(index);
+    const Object& object = objects_[index];
+    if (!object.temporary) slots_.set_resident(object.first_unit, object.units, object.last_use);
+}
+
 void L1Core::leave_lru(std::uint32_t index) {
     prefetch_eviction(index);
     lru_.unlink(index);
@@ -140,6 +146,7 @@ Removed L1Core::clear() {
             keys_.erase(hash_object(object), index);
             --resident_;
             object.state = ObjectState::kDetached;
+            slots_.clear(object.first_unit);
             continue;
         }
         removed.size_bytes += bytes(object.units);

@@ -39,7 +39,7 @@ std::size_t L1Core::touch(NamespaceIds namespaces, Hashes hashes) {
     for (auto index = indexes.rbegin(); index != indexes.rend(); ++index) {
         if (objects_[*index].readers != 0) continue;
         lru_.unlink(*index);
-        lru_.push_newest(*index);
+        enter_lru(*index);
     }
     return indexes.size() / namespaces.size();
 }
@@ -123,6 +123,7 @@ std::size_t L1Core::make_permanent(NamespaceIds namespaces, Hashes hashes) {
         if (index == kNoObject || objects_[index].state != ObjectState::kResident || !objects_[index].temporary)
             continue;
         objects_[index].temporary = false;
+        slots_.set_resident(objects_[index].first_unit, objects_[index].units, objects_[index].last_use);
         ++changed;
     }
     return changed;
@@ -142,7 +143,7 @@ void L1Core::let_go(std::uint32_t index) {
     if (object.temporary || object.state == ObjectState::kDetached) {
         erase(index);
     } else {
-        lru_.push_newest(index);
+        enter_lru(index);
     }
 }
 

@@ -48,7 +48,7 @@ Reserved L1Core::reserve(Owner owner, NamespaceIds namespaces, std::span<const s
               if (position + 1 < width) return true;
               for (const auto& [row, row_hash] : absent) {
                   if (find(row_hash, namespaces[row], hash) != kNoObject) continue;  // the same namespace twice
-                  const std::uint32_t index = stage(row_hash, namespaces[row], hash, units[row]);
+                  const std::uint32_t index = stage(owner, row_hash, namespaces[row], hash, units[row]);
                   if (index == kNoObject) {
                       chunks_with_room = chunk;
                       return false;
@@ -75,7 +75,7 @@ Reserved L1Core::reserve(Owner owner, NamespaceIds namespaces, std::span<const s
     for (auto index = held.rbegin(); index != held.rend(); ++index) {
         if (--objects_[*index].readers != 0) continue;
         --leased_objects_;
-        lru_.push_newest(*index);
+        enter_lru(*index);
     }
     if (handed_out != 0) reserved.reservation = reservations_.add(std::move(reservation));
     return reserved;
@@ -110,7 +110,10 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
             if (leased) {
                 object.readers = 1;
                 ++leased_objects_;
+                lru_.stamp(index);
+                if (!object.temporary) slots_.set_resident(object.first_unit, object.units, object.last_use);
             }
+            if (object.temporary) slots_.clear(object.first_unit);  // nobody writes there, and nobody is to keep it
             committed.records.push_back({object.name_space, chunk, offset_of(object), bytes(object.units)});
         }
     }
@@ -127,7 +130,7 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
     for (std::size_t chunk = chunks; chunk-- > 0;) {
         for (std::size_t position = 0; position < width; ++position) {
             const std::uint32_t index = reservation.objects[position * chunks + chunk];
-            if (index != kNoObject) lru_.push_newest(index);
+            if (index != kNoObject) enter_lru(index);
         }
     }
     return committed;

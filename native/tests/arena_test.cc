@@ -47,7 +47,18 @@ void random_operations(std::uint64_t seed) {
             committed = std::min<std::uint32_t>(kUnits, committed + random() % 120);
             arena.set_committed(committed);
         }
-        if (random() % 2 == 0) {
+        if (random() % 6 == 0) {
+            const auto first = static_cast<std::uint32_t>(random() % kUnits);
+            const auto units = static_cast<std::uint32_t>(1 + random() % 24);
+            const bool fits =
+                first + units <= committed && std::all_of(tenants.begin() + first, tenants.begin() + first + units,
+                                                          [](auto t) { return t == Arena::kFree; });
+            CHECK(arena.allocate_at(first, units, step) == fits);
+            if (fits) {
+                std::fill_n(tenants.begin() + first, units, step);
+                held[step] = {first, units};
+            }
+        } else if (random() % 2 == 0) {
             const auto units = static_cast<std::uint32_t>(1 + random() % 24);
             const auto first = arena.allocate(units, step);
             CHECK(first == best_fit(tenants, committed, units));

@@ -92,6 +92,23 @@ class PagedCopier:
     def close(self) -> None:
         """Waits for running copies, then stops the threads. Idempotent."""
 
+# ---- L1: what a former server left ----------------------------------------------------------------------------------
+NO_NAMESPACE: Final[int]  # 2**32 - 1
+
+class LeftFrames:
+    """Frames whose header verifies, found by a slot table. len() counts them; payloads have not been looked at."""
+
+    @property
+    def namespaces(self) -> list[tuple[bytes, bytes]]:
+        """(digest, encoded) as the headers have them, not checked against each other."""
+    @property
+    def owners(self) -> list[int]:
+        """Who was writing into a slot that was not committed."""
+    def __len__(self) -> int: ...
+
+def find_left_frames(slot_table: int, arena: int, committed_bytes: int, align_bytes: int, threads: int) -> LeftFrames:
+    """Looks through a slot table at that address (no GIL). `arena`: where the first slot lies here."""
+
 # ---- L1: arena, index, leases --------------------------------------------------------------------------------------
 class L1Core:
     """Allocator, index, leases and reservations over one arena. Time is passed in. Offsets count from the arena start.
@@ -99,8 +116,14 @@ class L1Core:
     Object states: absent -> staged(owner) -> resident(readers) -> absent. Owners are small integers chosen by the caller.
     """
 
-    def __init__(self, capacity_bytes: int, first_offset: int, align_bytes: int, policy: str) -> None:
-        """policy: "LRU" or "noop". Usable range: [first_offset, first_offset + capacity_bytes)."""
+    def __init__(self, capacity_bytes: int, first_offset: int, align_bytes: int, policy: str, slot_table: int = 0) -> None:
+        """policy: "LRU" or "noop". Usable range: [first_offset, first_offset + capacity_bytes). `slot_table`: address of one
+        u64 for each align_bytes of the capacity, zero at first, in memory that outlives the process; what is handed out is
+        written down there (docs/formats/shared_memory.md). 0: nothing is kept."""
+    def adopt(self, left: LeftFrames, namespaces: Buffer, live_owners: Buffer) -> tuple[int, int, int, list[tuple[int, int]], int]:
+        """Takes over what a former life left, into a core that never held anything: (objects, bytes, words refused,
+        [(owner, quarantined reservation)], bytes quarantined). `namespaces`: u32 per `left.namespaces`, NO_NAMESPACE where
+        one is not wanted. Slots that owners in `live_owners` (i64) were writing are quarantined, those of others are free."""
     def set_committed(self, committed_bytes: int) -> None:
         """How much of the capacity has memory behind it; the allocator never goes beyond. Only grows."""
     def intern(self, namespace_digest: bytes, salt: str) -> int:

@@ -23,6 +23,7 @@ from lmcache.core.limits import GIB
 from lmcache.errors import ServerUnavailable
 from lmcache.l1.store import L1Store
 from lmcache.l2 import registry as adapters
+from lmcache.memory.inheritance import Inheritance
 from lmcache.service.service import CacheService, ServiceSettings
 from lmcache.telemetry.bus import EventBus
 from lmcache.telemetry.lookup_log import LookupHashLog
@@ -106,6 +107,7 @@ class Server:
             hugepages=config.l1_use_hugepages,
             metrics=self.metrics,
             clock=self._clock,
+            heir=self._heir(hasher),
         )
         closers.callback(self._close_l1)
         closers.callback(self.metrics.on_scrape(self._l1.stats))
@@ -136,6 +138,14 @@ class Server:
         self._service.start()
         closers.callback(self._rpc.drain)  # first when closing: from then on nothing new begins
         self._http.start()
+
+    def _heir(self, hasher: ChunkHasher) -> Inheritance | None:
+        config = self.config
+        if not config.l1_persist:
+            return None
+        return Inheritance(
+            config.l1_size_bytes, config.l1_align_bytes, hasher.chunk_tokens, hasher.algorithm, hasher.sample()
+        )
 
     def _event_bus(self) -> EventBus:
         config = self.config
@@ -179,10 +189,13 @@ class Server:
         self._left_behind = not self._storage.stop(DRAIN_SECONDS)
 
     def _close_l1(self, *, keep_mapped: bool = False) -> None:
-        """Removes the file. Under an operation that has not ended the memory stays mapped until the process ends."""
+        """Removes the file, or leaves it to the next server. Under an operation that has not ended the memory stays
+        mapped until the process ends."""
         if self._left_behind or keep_mapped:
             self._still_mapped = self._l1.memory.view(0, 1)
         self._l1.close()
+        if self.config.l1_persist:
+            log.info("L1 stays in %s; remove the file if no server is to go on with it", self._l1.memory.path)
 
     # ---- for the HTTP listener ---------------------------------------------------------------------------------------
     def health(self, within_seconds: float) -> str:

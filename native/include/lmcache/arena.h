@@ -28,6 +28,8 @@ public:
 
     // First unit of an extent of that size, or nothing. `units` > 0, `tenant` != kFree.
     std::optional<std::uint32_t> allocate(std::uint32_t units, std::uint32_t tenant);
+    // That very extent, if all of it is free; else false and nothing has changed.
+    bool allocate_at(std::uint32_t first, std::uint32_t units, std::uint32_t tenant);
     // The extent must be allocated: first unit and tenant as they were handed out, else std::logic_error.
     void free(std::uint32_t first, std::uint32_t tenant);
 

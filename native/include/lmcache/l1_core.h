@@ -1,5 +1,6 @@
 // The L1 tier's state: which objects are where in the arena, who reads and who writes them, and what goes first when
-// room is needed. Thread-safe: one mutex, held for the length of a call. It never touches the memory that it manages.
+// room is needed. Thread-safe: one mutex, held for the length of a call. It never touches the slots that it hands out;
+// with a slot table it writes down there what it has handed out, for the next server.
 //
 //   absent --reserve--> staged --commit--> resident --evict, remove, clear--> absent
 //                         |                   |  clear while leased --> detached --last release--> absent
@@ -23,21 +24,26 @@
 #include "lmcache/claim_table.h"
 #include "lmcache/courteous_mutex.h"
 #include "lmcache/key_table.h"
+#include "lmcache/left_frames.h"
 #include "lmcache/limits.h"
 #include "lmcache/lru_list.h"
 #include "lmcache/namespaces.h"
 #include "lmcache/object_pool.h"
+#include "lmcache/slot_table.h"
 
 namespace lmcache {
 
 using NamespaceIds = std::span<const std::uint32_t>;
 using Hashes = std::span<const std::uint8_t>;  // kChunkHashBytes each
 
+inline constexpr std::uint32_t kNoNamespace = ~std::uint32_t{0};
+
 struct L1Options {
     std::uint64_t capacity_bytes = 0;  // rounded down to the alignment
     std::uint64_t first_offset = 0;    // a multiple of the alignment
     std::uint64_t align_bytes = 0;     // a power of two
     bool evicts = true;                // false: only remove and clear make room
+    std::uintptr_t slot_table = 0;     // one word a unit, in memory that outlives the process; 0: nothing is kept
 };
 
 struct Acquired {
@@ -76,6 +82,14 @@ struct Removed {
     std::uint64_t size_bytes = 0;
 };
 
+struct Adopted {
+    std::size_t objects = 0;
+    std::uint64_t size_bytes = 0;
+    std::size_t refused = 0;  // words that were no slot's, frames that do not verify or have no namespace here
+    std::vector<std::pair<Owner, std::uint64_t>> set_aside;  // owners, and the quarantined reservations made for them
+    std::uint64_t set_aside_bytes = 0;
+};
+
 struct ObjectPage {
     std::vector<std::uint32_t> namespaces;
     std::vector<std::uint8_t> hashes;
@@ -96,6 +110,11 @@ public:
 
     void set_committed(std::uint64_t committed_bytes);
     std::uint32_t intern(const Digest& digest, std::string_view salt);
+
+    // Takes over, into an empty core, what a former life left in the memory of this core's slot table. `namespaces` are
+    // the numbers of `left.namespaces` here, kNoNamespace where one is not to be adopted. Slots of `live_owners` are
+    // quarantined until abort or drop_owner; those of others are free, as nobody writes there any more.
+    Adopted adopt(const LeftFrames& left, NamespaceIds namespaces, std::span<const Owner> live_owners);
 
     std::size_t probe(NamespaceIds namespaces, Hashes hashes);
     std::size_t touch(NamespaceIds namespaces, Hashes hashes);
@@ -147,8 +166,10 @@ private:
     // Indexes of the longest prefix of chunks that is resident everywhere, [chunk][namespace].
     std::vector<std::uint32_t> resident_prefix(NamespaceIds namespaces, Hashes hashes) const;
 
-    std::uint32_t stage(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash,
+    std::uint32_t stage(Owner owner, std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash,
                         std::uint32_t units);
+    bool adopt_frame(const LeftFrame& frame, std::uint32_t name_space);
+    void set_aside(const LeftFrames& left, std::span<const Owner> live_owners, Adopted& adopted);
     // An extent of that size for that object, after evicting what has to go for it, or nothing.
     std::optional<std::uint32_t> allocate(std::uint32_t units, std::uint32_t index);
     // A run of free extents and evictable objects side by side, at least as long as asked for.
@@ -162,6 +183,8 @@ private:
     // Fetches what evicting it and the next ones will read.
     void prefetch_eviction(std::uint32_t index) const;
     void leave_lru(std::uint32_t index);
+    // The object is the most recently used from now on. It must be resident and have no readers.
+    void enter_lru(std::uint32_t index);
     std::uint32_t evict_one(std::uint32_t index);
     // Frees an object's memory and forgets it. Must not be in the LRU list any more.
     void erase(std::uint32_t index);
@@ -180,6 +203,7 @@ private:
     L1Options options_;
     std::array<std::uint64_t, 4> seeds_;  // nobody can choose keys that collide
     Arena arena_;                         // its tenants are indexes of objects
+    SlotTable slots_;                     // its resident words are the permanent resident objects
     ObjectPool objects_;
     KeyTable keys_;
     LruList lru_;  // exactly the resident objects without a lease

@@ -13,6 +13,9 @@ class LruList {
 public:
     explicit LruList(ObjectPool& objects) : objects_(objects) {}
 
+    // A use of what is not in the list.
+    void stamp(std::uint32_t index) { objects_[index].last_use = ++uses_; }
+
     void push_newest(std::uint32_t index) {
         Object& object = objects_[index];
         object.last_use = ++uses_;

@@ -9,6 +9,8 @@ from lmcache.errors import ConfigError
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
+_RANDOM_SHM_NAME = re.compile(r"lmcache-[0-9a-f]{12}")  # as given where nothing names the memory
+
 
 def check_combinations(config: ServerConfig) -> None:
     """Raises ConfigError with the sentence that names the options."""
@@ -25,6 +27,10 @@ def check_combinations(config: ServerConfig) -> None:
         raise ConfigError(
             f"--l1-size-gb {config.l1_size_gb:g} holds no object at --l1-align-bytes {config.l1_align_bytes}: "
             "give L1 more."
+        )
+    if config.l1_persist and not config.port and _RANDOM_SHM_NAME.fullmatch(config.shm_name):
+        raise ConfigError(
+            "--l1-persist with --port 0 leaves memory that no later server finds: give a --shm-name or a --port."
         )
     _check_ports(config)
     if config.l2_store_policy == "skip_l1" and not config.l2_adapter:

@@ -121,6 +121,12 @@ class ServerConfig:
         "how long an engine may be silent before what it was reading may be evicted",
     )
     shm_name: str = _option(Text("NAME"), "", "name of the shared memory under /dev/shm", default_text="lmcache-PORT")
+    l1_persist: bool = _option(
+        Switch(),
+        False,
+        "leave L1 in place at the end, also after a crash, for the next server with the same settings to go on with; "
+        "costs 8 bytes of memory for every --l1-align-bytes",
+    )
     l1_use_hugepages: bool = _option(Switch(), False, "take L1 from the huge pages of a mounted hugetlbfs")
     l1_numa: str = _option(Text("NODES"), "", "NUMA nodes for L1", unbuilt="placing L1 on NUMA nodes is not built yet")
 

@@ -58,6 +58,10 @@ class ChunkHasher:
         prefix = b"lmcache chunk chain 1" + bytes([len(name)]) + name + struct.pack("<I", self.chunk_tokens)
         return _native.blake3(prefix + identity)
 
+    def sample(self) -> bytes:
+        """The hash of a fixed chunk, 32 bytes: the same wherever chunks are named the same way."""
+        return self.extend(self.root(b""), bytes(self.chunk_tokens * _TOKEN_BYTES))
+
     def extend(self, parent: bytes, tokens: bytes | memoryview, extras: Mapping[int, bytes] | None = None) -> bytes:
         """Hashes of every full chunk in `tokens` (packed little-endian u32), 32 bytes each; a short tail is ignored.
 

@@ -33,6 +33,7 @@ L1_GROW_STEP_BYTES = 64 * MIB  # taken at a time in the background
 L1_GROW_INLINE_BYTES = 256 * MIB  # at most, while a reservation waits
 L1_HEADROOM_BYTES = GIB  # what a lazy L1 keeps ready beyond what is used
 MAX_PREFAULT_THREADS = 8
+L1_LATE_IO_SECONDS = 60.0  # that I/O of a killed server may take to end in memory that its successor took over
 
 # storage
 MAX_L2_BATCH_OBJECTS = 64

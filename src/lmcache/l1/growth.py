@@ -35,7 +35,7 @@ class GrowingCore(L1Core):
     def __init__(
         self, memory: SharedMemory, capacity_bytes: int, first_offset: int, align_bytes: int, policy: str, clock: Clock
     ) -> None:
-        super().__init__(capacity_bytes, first_offset, align_bytes, policy)
+        super().__init__(capacity_bytes, first_offset, align_bytes, policy, memory.slot_table_address)
         self._memory = memory
         self._capacity_bytes = capacity_bytes
         self._first_offset = first_offset
@@ -50,6 +50,11 @@ class GrowingCore(L1Core):
         self._wake = threading.Event()
         self._is_stopping = False
         self._grower: threading.Thread | None = None
+
+    def resume(self) -> int:
+        """Goes on with the memory that a former life committed; the bytes of it that are for slots."""
+        self._commit(0)
+        return self.stats()["committed_bytes"]
 
     def start(self, init_bytes: int) -> None:
         """Commits a first step at once and, in the background, `init_bytes` and later whatever use asks for.

@@ -9,8 +9,10 @@ from lmcache.clock import Clock, SystemClock
 from lmcache.core.key import Namespace
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.errors import ResourceError
+from lmcache.l1.adoption import Adoption, adopt
 from lmcache.l1.growth import GrowingCore
 from lmcache.memory.header import HEADER_BYTES
+from lmcache.memory.inheritance import Inheritance
 from lmcache.memory.shared_memory import SharedMemory
 from lmcache.telemetry.metrics import Metrics
 
@@ -25,6 +27,7 @@ class L1Store:
         self.memory = memory
         self.core = core
         self.align_bytes = align_bytes
+        self.adoption = Adoption()  # what a former server left
         self._metrics = metrics
         self._lock = threading.Lock()  # guards what follows
         self._ids: dict[Namespace, int] = {}
@@ -44,16 +47,26 @@ class L1Store:
         hugepages: bool = False,
         metrics: Metrics | None = None,
         clock: Clock | None = None,
+        heir: Inheritance | None = None,
     ) -> L1Store:
         """Makes shared memory `name` for `capacity_bytes` of slots. ResourceError when the machine does not give it.
 
         With `init_bytes` L1 is lazy: that much is prepared in the background, more as it fills. None takes all of it
-        before this returns.
+        before this returns. With an `heir` the memory stays at the end, and what a former server left to such an heir
+        is resident at once.
         """
-        first_offset = max(HEADER_BYTES, align_bytes)
-        memory = SharedMemory.create(name, first_offset + capacity_bytes, boot_token, hugepages=hugepages)
+        clock = clock or SystemClock()
+        first_offset = heir.first_offset if heir else max(HEADER_BYTES, align_bytes)
+        size_bytes = first_offset + capacity_bytes
+        former = SharedMemory.take_over(name, size_bytes, boot_token, heir, hugepages=hugepages) if heir else None
+        memory = former or SharedMemory.create(name, size_bytes, boot_token, hugepages=hugepages, heir=heir)
         try:
-            core = GrowingCore(memory, capacity_bytes, first_offset, align_bytes, policy, clock or SystemClock())
+            core = GrowingCore(memory, capacity_bytes, first_offset, align_bytes, policy, clock)
+            store = cls(memory, core, metrics, align_bytes=align_bytes)
+            if former is not None:
+                store.adoption = adopt(memory, core, first_offset, align_bytes, store.namespace_id, clock)
+                if metrics is not None:
+                    metrics.l1_adopted.inc(store.adoption.objects)
             if init_bytes is None:
                 core.commit_all()
             else:
@@ -61,10 +74,10 @@ class L1Store:
         except BaseException:
             memory.close()
             raise
-        return cls(memory, core, metrics, align_bytes=align_bytes)
+        return store
 
     def close(self) -> None:
-        """Stops growth and gives the memory back; removes the file if this process made it. Idempotent."""
+        """Stops growth and gives the memory back; removes the file unless it is left to an heir. Idempotent."""
         if isinstance(self.core, GrowingCore):
             self.core.stop()
         self.memory.close()

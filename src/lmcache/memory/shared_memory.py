@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
 import logging
 import mmap
 import os
-import stat
 import threading
 import weakref
 from pathlib import Path
@@ -16,8 +15,17 @@ from lmcache import _native
 from lmcache.core.limits import MAX_SHM_NAME_BYTES, MIB
 from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
 from lmcache.memory import ownership
-from lmcache.memory.header import BOOT_TOKEN_BYTES, HEADER_BYTES, Header, is_ours
+from lmcache.memory.former import open_former, same_file
+from lmcache.memory.header import BOOT_TOKEN_BYTES, HEADER_BYTES, Header
 from lmcache.memory.hugepages import find_hugepages
+from lmcache.memory.inheritance import (
+    COMMITTED_WORD_OFFSET,
+    LAST_OWNER_WORD_OFFSET,
+    PAGE_BYTES,
+    PAGE_OFFSET,
+    TABLE_OFFSET,
+    Inheritance,
+)
 from lmcache.memory.room import Machine, refuse_if_short
 
 logger = logging.getLogger("lmcache.memory")
@@ -44,6 +52,8 @@ class SharedMemory:
         self.boot_token = boot_token
         self.committed_bytes = 0
         self._is_creator = is_creator
+        self._is_kept = False  # left in place for the next server
+        self._last_owner = 0
         self._mapped_bytes = 0
         self._machine: Machine | None = None  # asked for room before growth
         self._lock = threading.Lock()  # of growth, mapping ahead and closing
@@ -76,11 +86,14 @@ class SharedMemory:
         hugepages: bool = False,
         directory: Path = DIRECTORY,
         machine: Machine | None = None,
+        heir: Inheritance | None = None,
     ) -> SharedMemory:
         """Makes `directory`/`name` for this process alone, mode 0600. Only the header has memory behind it yet.
 
         ResourceError when a live server owns the name, when the file there is not ours to replace, or when the machine
         could not hold all of it. What a dead server left behind is replaced; engines that still map that keep it.
+        With an `heir` the file stays in place at the end, for a server that calls `take_over`; the first bytes, up to
+        its `first_offset`, are then not for slots.
         """
         if name in ("", ".", "..") or "/" in name or "\0" in name or len(name.encode()) > MAX_SHM_NAME_BYTES:
             raise ConfigError(f'--shm-name "{name}" is not a plain file name of at most {MAX_SHM_NAME_BYTES} bytes')
@@ -95,10 +108,13 @@ class SharedMemory:
         path = directory / name
         try:
             for _ in range(_CLAIM_ATTEMPTS):
-                _remove_dead(path)
+                former = open_former(path)
+                if former is not None:
+                    with contextlib.closing(former):
+                        former.remove()
                 if not hugepages:
                     refuse_if_short(size_bytes, directory, machine, "L1")
-                memory = cls._create_file(path, size_bytes, boot_token)
+                memory = cls._create_file(path, size_bytes, boot_token, heir)
                 if memory is not None:
                     memory._machine = None if hugepages else machine
                     return memory
@@ -109,7 +125,9 @@ class SharedMemory:
         )
 
     @classmethod
-    def _create_file(cls, path: Path, size_bytes: int, boot_token: bytes) -> SharedMemory | None:
+    def _create_file(
+        cls, path: Path, size_bytes: int, boot_token: bytes, heir: Inheritance | None
+    ) -> SharedMemory | None:
         """None if somebody else made the file first. The file gets its name when it is complete and locked, so that no
         other process ever meets it half made, and a crash leaves nothing."""
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -118,13 +136,17 @@ class SharedMemory:
             if not ownership.try_lock_server(fd):
                 raise ResourceError(f"cannot lock shared memory {path}: this file system has no working locks")
             os.ftruncate(fd, size_bytes)
-            os.posix_fallocate(fd, 0, HEADER_BYTES)
+            os.posix_fallocate(fd, 0, HEADER_BYTES + PAGE_BYTES if heir else HEADER_BYTES)
             memory = cls(str(path), fd, size_bytes, boot_token, is_creator=True)
         except BaseException:
             os.close(fd)
             raise
         memory._map[:HEADER_BYTES] = Header(size_bytes, boot_token, os.getpid()).pack()
         memory.committed_bytes = HEADER_BYTES
+        if heir is not None:
+            memory._is_kept = True
+            page = heir.pack()
+            memory._map[PAGE_OFFSET : PAGE_OFFSET + len(page)] = page
         directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # With a directory given, this is linkat(AT_SYMLINK_FOLLOW), which gives an unnamed file its name.
@@ -138,6 +160,70 @@ class SharedMemory:
         finally:
             os.close(directory_fd)
         return memory
+
+    @classmethod
+    def take_over(
+        cls,
+        name: str,
+        size_bytes: int,
+        boot_token: bytes,
+        heir: Inheritance,
+        *,
+        hugepages: bool = False,
+        directory: Path = DIRECTORY,
+        machine: Machine | None = None,
+    ) -> SharedMemory | None:
+        """Goes on with the file that a former server left under the name, if that left it to such an heir. Else None,
+        after a line in the log that says why, and `create` makes a new one. ResourceError as of `create`.
+
+        Engines of the former server may still map it, and those that live may still write where it let them.
+        """
+        if hugepages:
+            huge = find_hugepages()
+            directory = huge.directory
+            size_bytes = -(-size_bytes // huge.page_bytes) * huge.page_bytes
+        former = open_former(directory / name)
+        if former is None:
+            return None
+        try:
+            status = os.fstat(former.fd)
+            page = os.pread(former.fd, PAGE_BYTES, PAGE_OFFSET)
+            committed_bytes = _word(page, COMMITTED_WORD_OFFSET)
+            difference = heir.difference(page)
+            if not difference and (former.header is None or former.header.size_bytes != status.st_size):
+                difference = "its header is damaged"
+            if not difference and (status.st_size != size_bytes or not _is_present(status, committed_bytes)):
+                difference = "its size is not what its description says"
+            if difference:
+                logger.warning("L1 starts empty: what a former server left in %s is not used: %s", name, difference)
+                former.close()
+                return None
+            memory = cls(str(former.path), former.fd, size_bytes, boot_token, is_creator=True)
+        except BaseException:
+            former.close()
+            raise
+        memory._is_kept = True
+        memory.committed_bytes = committed_bytes
+        memory._last_owner = _word(page, LAST_OWNER_WORD_OFFSET)
+        memory._machine = None if hugepages else machine or Machine()
+        memory._map[:HEADER_BYTES] = Header(size_bytes, boot_token, os.getpid()).pack()
+        return memory
+
+    @property
+    def slot_table_address(self) -> int:
+        """Of the table that the next server finds the slots by; 0 where the file goes with this server."""
+        return self.address + TABLE_OFFSET if self._is_kept else 0
+
+    def new_owner(self) -> int:
+        """A number that no owner of this file has had, in this life of the server or a former one."""
+        with self._lock:
+            self._last_owner += 1
+            self._keep_word(LAST_OWNER_WORD_OFFSET, self._last_owner)
+            return self._last_owner
+
+    def _keep_word(self, offset: int, value: int) -> None:
+        if self._is_kept and self._fd >= 0:
+            ctypes.c_uint64.from_address(self.address + offset).value = value  # one store: whole whenever we die
 
     def grow(self, committed_bytes: int) -> None:
         """Puts memory behind the first `committed_bytes` of the file, so that using them can never end in SIGBUS.
@@ -156,6 +242,7 @@ class SharedMemory:
                         f"L1 {self.path} cannot grow beyond {self.committed_bytes >> 20} MiB: {error.strerror}"
                     ) from error
                 self.committed_bytes += step_bytes
+                self._keep_word(COMMITTED_WORD_OFFSET, self.committed_bytes)
 
     def owner_alive(self, owner: int) -> bool:
         """Whether the process that locked this owner's byte is still there."""
@@ -243,7 +330,8 @@ class SharedMemory:
             logger.exception("mapping %s ahead of use ended", self.path)
 
     def close(self) -> None:
-        """Gives up locks and mapping; the creator also removes the file, if the name still leads to it. Idempotent.
+        """Gives up locks and mapping; the creator also removes the file, unless it is left to an heir and if the name
+        still leads to it. Idempotent.
 
         Nothing native may use `address` any more. Memory under a `view` is unmapped with the last one.
         """
@@ -253,7 +341,7 @@ class SharedMemory:
                 return
             self._closed.set()
             _opened.discard(self)
-            if self._is_creator and _same_file(fd, self.path):
+            if self._is_creator and not self._is_kept and same_file(fd, self.path):
                 os.unlink(self.path)
             try:
                 self._map.close()
@@ -269,46 +357,13 @@ class SharedMemory:
             os.close(fd)
 
 
-def _remove_dead(path: Path) -> None:
-    """Removes what a dead server left at `path`. ResourceError if a live one owns it or if it is not ours."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
-        raise ResourceError(
-            f"{path} exists and cannot be used ({why}); remove it or choose another --shm-name"
-        ) from error
-    try:
-        status = os.fstat(fd)
-        page = os.pread(fd, HEADER_BYTES, 0) if stat.S_ISREG(status.st_mode) else b""
-        if not is_ours(page) or status.st_uid != os.geteuid():
-            raise ResourceError(
-                f"{path} exists and is not L1 memory of this user; remove it or choose another --shm-name"
-            )
-        if not ownership.try_lock_server(fd):
-            header = Header.unpack(page)
-            by = f"process {header.pid}" if header is not None else "another process"
-            raise ResourceError(
-                f'shared memory "{path.name}" is in use by a running server ({by}); '
-                "stop that server or choose another --shm-name"
-            )
-        # Only the holder of the lock may remove the file, and only while the name still leads to it.
-        if _same_file(fd, str(path)):
-            os.unlink(path)
-            logger.warning("removed shared memory %s that a dead server left behind", path)
-    finally:
-        os.close(fd)
+def _word(page: bytes, file_offset: int) -> int:
+    return int.from_bytes(page[file_offset - PAGE_OFFSET : file_offset - PAGE_OFFSET + 8], "little")
 
 
-def _same_file(fd: int, path: str) -> bool:
-    try:
-        named = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    opened = os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+def _is_present(status: os.stat_result, committed_bytes: int) -> bool:
+    """Whether the file still has the memory that it is said to have."""
+    return HEADER_BYTES + PAGE_BYTES <= committed_bytes <= min(status.st_size, status.st_blocks * 512)
 
 
 def _forget_locks_in_child() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 
 from lmcache.clock import Clock
+from lmcache.core.limits import L1_LATE_IO_SECONDS
+from lmcache.l1.adoption import STORAGE_OWNER
 from lmcache.l1.store import L1Store
 from lmcache.protocol.messages import Empty, Ping, RegisterInstance, RegisterReply, RegisterWorker, Unregister
 from lmcache.service.registry import OwnerLocks, Party, Registry
@@ -38,6 +40,14 @@ class LivenessService:
         self._clock = clock
         self._lease_ttl_seconds = lease_ttl_seconds
         self._reservation_ttl_seconds = reservation_ttl_seconds
+        # Slots that the former server itself was loading into: its I/O may end after it.
+        self._late_io: list[int] = []
+        self._late_io_until = clock.monotonic() + L1_LATE_IO_SECONDS
+        for owner, reservation in l1.adoption.set_aside:
+            if owner == STORAGE_OWNER:
+                self._late_io.append(reservation)
+            else:
+                registry.inherit(owner)
 
     def register_instance(self, message: RegisterInstance) -> RegisterReply:
         return RegisterReply(self._registry.register_instance(message))
@@ -81,6 +91,9 @@ class LivenessService:
                     log.warning("Worker %d of instance %s has died", worker_id, instance.instance_id)
                     self._registry.remove_worker(instance, worker_id, said_so=False)
         self._registry.drop_retired()
+        if now >= self._late_io_until:
+            while self._late_io:
+                self._l1.core.abort(self._late_io.pop())
         leases, reservations = self._l1.core.expire(now)
         if leases:
             log.warning("%d leases ended because their engine lives and did not renew them", leases)
@@ -90,7 +103,7 @@ class LivenessService:
     @property
     def needed(self) -> bool:
         """Whether a sweep can find anything."""
-        return bool(self._registry.instances) or bool(self._registry.retired)
+        return bool(self._registry.instances) or bool(self._registry.retired) or bool(self._late_io)
 
     def _dead(self, party: Party, now: float) -> bool:
         return party.silent(now) and not self._locks.owner_alive(party.owner)

@@ -7,7 +7,6 @@ still be running, so what the owner had reserved stays taken (`_retired`) until 
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -91,7 +90,6 @@ class Registry:
         self._locks = locks
         self._metrics = metrics
         self._clock = clock
-        self._owners = itertools.count(1)
         self._retired: set[int] = set()
 
     # ---- finding -----------------------------------------------------------------------------------------------------
@@ -175,7 +173,7 @@ class Registry:
             instance = self._new_instance(message.instance_id)
         elif former is not None:
             self._end_scheduler(instance, former)
-        owner = next(self._owners)
+        owner = self._l1.memory.new_owner()
         now = self._clock.monotonic()
         instance.scheduler = Scheduler(owner, now, message.heartbeat_interval_seconds, message)
         instance.tenants.clear()
@@ -204,7 +202,7 @@ class Registry:
         former = instance.workers.pop(message.worker_id, None)
         if former is not None:
             self._end_owner(former.owner)
-        owner = next(self._owners)
+        owner = self._l1.memory.new_owner()
         now = self._clock.monotonic()
         instance.workers[message.worker_id] = Worker(owner, now, message.heartbeat_interval_seconds, message)
         instance.tenants.clear()
@@ -232,6 +230,10 @@ class Registry:
             self._end_owner(worker.owner, said_so=said_so)
             instance.tenants.clear()
         self._forget_if_empty(instance)
+
+    def inherit(self, owner: int) -> None:
+        """An owner of a former life of the server, who may still write into slots that are set aside for it."""
+        self._retired.add(owner)
 
     def drop_retired(self) -> None:
         """Frees what ended registrations held, for those whose process has gone since."""

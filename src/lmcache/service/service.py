@@ -101,6 +101,7 @@ class CacheService:
 
     def start(self) -> None:
         self._rpc.start(self._methods())
+        self._rpc.post(self._begin_sweeping)
 
     def close(self) -> None:
         self._clearer.shutdown(wait=False, cancel_futures=True)
@@ -167,12 +168,15 @@ class CacheService:
 
         def handler(message: Any) -> Message:
             reply = register(message)
-            if not self._sweeping:
-                self._sweeping = True
-                self._rpc.call_later(SWEEP_SECONDS, self._sweep)
+            self._begin_sweeping()
             return reply
 
         return handler
+
+    def _begin_sweeping(self) -> None:
+        if not self._sweeping and self._liveness.needed:
+            self._sweeping = True
+            self._rpc.call_later(SWEEP_SECONDS, self._sweep)
 
     def _sweep(self) -> None:
         try:

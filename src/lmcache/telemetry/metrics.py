@@ -60,6 +60,7 @@ class Metrics:
         # L1
         self.l1_read = self._counter("l1_read", "Chunks leased from L1", unit="chunks")
         self.l1_write = self._counter("l1_write", "Chunks made resident in L1", unit="chunks")
+        self.l1_adopted = self._counter("l1_adopted", "Objects taken over from a former server", unit="chunks")
         self.l1_evicted = self._counter("l1_evicted", "Objects evicted from L1", unit="chunks")
         self.l1_memory_usage_bytes = self._gauge("l1_memory_usage_bytes", "Bytes that L1 holds, free slots not counted")
         self.l1_usage_ratio = self._gauge("l1_usage_ratio", "Used bytes of L1 over its configured size, 0 to 1")

@@ -7,9 +7,9 @@ from array import array
 from collections.abc import Sequence
 
 from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
+from lmcache.l1.adoption import STORAGE_OWNER
 from lmcache.l1.store import L1Store
 
-STORAGE_OWNER = -1  # engines' owners count from 1
 FOREVER = math.inf  # ended by the code that took it; there is no other life to outlive
 
 

@@ -19,10 +19,11 @@ from lmcache import _native
 from lmcache.clock import Clock
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, MissReason
+from lmcache.l1.adoption import STORAGE_OWNER
 from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from lmcache.tiering.leases import FOREVER, STORAGE_OWNER
+from lmcache.tiering.leases import FOREVER
 
 log = logging.getLogger("lmcache.tiering")
 

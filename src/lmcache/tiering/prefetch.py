@@ -16,10 +16,11 @@ from lmcache import _native
 from lmcache.core import limits
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.outcome import MissReason
+from lmcache.l1.adoption import STORAGE_OWNER
 from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from lmcache.tiering.leases import FOREVER, STORAGE_OWNER
+from lmcache.tiering.leases import FOREVER
 from lmcache.tiering.loads import Load, Loader, Slot
 
 log = logging.getLogger("lmcache.tiering")
