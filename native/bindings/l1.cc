@@ -55,11 +55,13 @@ auto without_gil(Call&& call) {
     return call();
 }
 
-lmcache::L1Options make_options(std::uint64_t capacity_bytes, std::uint64_t first_offset, std::uint64_t align_bytes,
-                                const std::string& policy, std::uintptr_t slot_table) {
-    if (policy != "LRU" && policy != "noop")
-        throw std::invalid_argument("policy must be \"LRU\" or \"noop\", not \"" + policy + "\"");
-    return {capacity_bytes, first_offset, align_bytes, policy == "LRU", slot_table};
+lmcache::EvictionPolicy policy_of(const std::string& name) {
+    using lmcache::EvictionPolicy;
+    if (name == "LRU") return EvictionPolicy::kLru;
+    if (name == "IsolatedLRU") return EvictionPolicy::kIsolatedLru;
+    if (name == "S3FIFO") return EvictionPolicy::kS3Fifo;
+    if (name == "noop") return EvictionPolicy::kNoop;
+    throw std::invalid_argument("policy must be LRU, IsolatedLRU, S3FIFO or noop, not \"" + name + "\"");
 }
 
 nb::dict to_dict(const lmcache::L1Stats& stats) {
@@ -99,13 +101,14 @@ void bind_reading(nb::class_<L1Core>& core) {
         nb::arg("namespaces"), nb::arg("hashes"));
     core.def(
         "acquire",
-        [](L1Core& self, lmcache::Owner owner, nb::handle namespaces, nb::handle hashes, double deadline) {
+        [](L1Core& self, lmcache::Owner owner, nb::handle namespaces, nb::handle hashes, double deadline, bool is_use) {
             const Keys keys(namespaces, hashes);
-            const auto acquired =
-                without_gil([&] { return self.acquire(owner, keys.namespaces, keys.hashes.span(), deadline); });
+            const auto reading = is_use ? lmcache::Reading::kUse : lmcache::Reading::kCopy;
+            const auto acquired = without_gil(
+                [&] { return self.acquire(owner, keys.namespaces, keys.hashes.span(), deadline, reading); });
             return std::make_tuple(acquired.lease, acquired.chunks, pack(acquired.offsets));
         },
-        nb::arg("owner"), nb::arg("namespaces"), nb::arg("hashes"), nb::arg("deadline"));
+        nb::arg("owner"), nb::arg("namespaces"), nb::arg("hashes"), nb::arg("deadline"), nb::arg("is_use") = true);
     core.def("release", &L1Core::release, nb::arg("lease"), nb::call_guard<nb::gil_scoped_release>());
     core.def("renew", &L1Core::renew, nb::arg("owner"), nb::arg("deadline"), nb::call_guard<nb::gil_scoped_release>());
     core.def(
@@ -153,6 +156,16 @@ void bind_upkeep(nb::class_<L1Core>& core) {
             return std::make_pair(removed.objects, removed.size_bytes);
         },
         nb::arg("target_bytes"));
+    core.def(
+        "set_limit",
+        [](L1Core& self, const std::string& salt, std::uint64_t limit_bytes) {
+            without_gil([&] { self.set_limit(salt, limit_bytes); });
+        },
+        nb::arg("salt"), nb::arg("limit_bytes"));
+    core.def("enforce_limits", [](L1Core& self) {
+        const auto removed = without_gil([&] { return self.enforce_limits(); });
+        return std::make_pair(removed.objects, removed.size_bytes);
+    });
     core.def(
         "remove",
         [](L1Core& self, nb::handle namespaces, nb::handle hashes) {
@@ -228,7 +241,7 @@ void bind_l1(nb::module_& m) {
         "__init__",
         [](L1Core* self, std::uint64_t capacity_bytes, std::uint64_t first_offset, std::uint64_t align_bytes,
            const std::string& policy, std::uintptr_t slot_table) {
-            new (self) L1Core(make_options(capacity_bytes, first_offset, align_bytes, policy, slot_table));
+            new (self) L1Core({capacity_bytes, first_offset, align_bytes, policy_of(policy), slot_table});
         },
         nb::arg("capacity_bytes"), nb::arg("first_offset"), nb::arg("align_bytes"), nb::arg("policy"),
         nb::arg("slot_table") = 0);

@@ -64,7 +64,7 @@ Adopted L1Core::adopt(const LeftFrames& left, NamespaceIds namespaces, std::span
         }
     }
     for (const std::uint32_t position : by_last_use(left.frames)) {
-        if (indexes[position] != kNoObject) enter_lru(indexes[position]);
+        if (indexes[position] != kNoObject) make_newest(indexes[position]);
     }
     return adopted;
 }
@@ -83,6 +83,7 @@ bool L1Core::adopt_frame(const LeftFrame& frame, std::uint32_t name_space) {
     object.state = ObjectState::kResident;
     keys_.insert(key_hash, index);
     namespaces_.add_units(name_space, frame.units);
+    order_.enter(index, key_hash);
     ++resident_;
     return true;
 }

@@ -33,7 +33,10 @@ std::uint64_t multiply_fold(std::uint64_t a, std::uint64_t b) {
 }  // namespace
 
 L1Core::L1Core(const L1Options& options)
-    : options_(options), arena_(capacity_units(options)), slots_(options.slot_table), lru_(objects_) {
+    : options_(options),
+      arena_(capacity_units(options)),
+      slots_(options.slot_table),
+      order_(options.policy, objects_, namespaces_) {
     if (options.slot_table % sizeof(std::uint64_t) != 0) {
         throw std::invalid_argument("slot_table must be a multiple of 8");
     }
@@ -46,6 +49,7 @@ void L1Core::set_committed(std::uint64_t committed_bytes) {
     const std::lock_guard lock(mutex_);
     if (units > arena_.capacity()) throw std::invalid_argument("committed_bytes is more than the capacity");
     arena_.set_committed(static_cast<std::uint32_t>(units));
+    order_.set_room(arena_.committed());
 }
 
 std::uint32_t L1Core::intern(const Digest& digest, std::string_view salt) {
@@ -99,7 +103,7 @@ std::uint64_t L1Core::offset_of(const Object& object) const { return options_.fi
 std::uint32_t L1Core::stage(Owner owner, std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash,
                             std::uint32_t units) {
     const std::uint32_t index = objects_.take();
-    const auto first = allocate(units, index);
+    const auto first = allocate(units, index, name_space);
     if (!first) {
         objects_.give_back(index);
         return kNoObject;
@@ -133,6 +137,7 @@ void L1Core::forget(std::uint32_t index) {
             break;
         case ObjectState::kResident:
             keys_.erase(hash_object(object), index);
+            order_.leave(index);
             --resident_;
             break;
         case ObjectState::kQuarantined:
@@ -155,7 +160,6 @@ std::size_t L1Core::remove(NamespaceIds namespaces, Hashes hashes) {
         const std::uint32_t index = find(hash_key(namespaces[i], hash), namespaces[i], hash);
         if (index == kNoObject || objects_[index].state != ObjectState::kResident || objects_[index].readers != 0)
             continue;
-        lru_.unlink(index);
         erase(index);
         ++removed;
     }

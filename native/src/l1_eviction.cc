@@ -1,4 +1,6 @@
 // Making room: who goes, and how free memory that is scattered becomes one extent again.
+#include <limits>
+
 #include "lmcache/l1_core.h"
 
 namespace lmcache {
@@ -16,41 +18,56 @@ bool L1Core::is_evictable(std::uint32_t index) const {
     return objects_[index].state == ObjectState::kResident && objects_[index].readers == 0;
 }
 
-std::optional<std::uint32_t> L1Core::allocate(std::uint32_t units, std::uint32_t index) {
+bool L1Core::fits_limit(std::uint32_t units, std::uint32_t name_space) {
+    const std::uint64_t limit = order_.limit_of(name_space);
+    const std::uint32_t salt = namespaces_.salt_of(name_space);
+    const auto lacking = [&] {
+        const std::uint64_t wanted = namespaces_.units_of_salt(salt) + units;
+        return wanted > limit ? wanted - limit : 0;
+    };
+    if (lacking() > order_.evictable_units_of(name_space)) return false;  // evicting everything would not help
+    while (lacking() != 0) evict_one(order_.victim_of(name_space));
+    return true;
+}
+
+std::optional<std::uint32_t> L1Core::allocate(std::uint32_t units, std::uint32_t index, std::uint32_t name_space) {
+    if (order_.has_limits() && !fits_limit(units, name_space)) return std::nullopt;
     auto first = arena_.allocate(units, index);
-    if (first || !options_.evicts) return first;
-    if (units > arena_.free_units() + lru_.units()) return std::nullopt;  // evicting everything would not help
-    while (!first && lru_.oldest() != kNoObject) {
-        const std::uint32_t oldest = lru_.oldest();
-        if (objects_[oldest].units == units) {  // the usual case, kept short: its memory changes hands as it is
-            first = objects_[oldest].first_unit;
-            arena_.reassign(*first, oldest, index);
-            leave_lru(oldest);
-            forget(oldest);
+    if (first || !order_.evicts()) return first;
+    if (units > arena_.free_units() + order_.evictable_units()) return std::nullopt;
+    while (!first) {
+        const std::uint32_t victim = order_.victim();
+        if (victim == kNoObject) break;
+        if (objects_[victim].units == units) {  // the usual case, kept short: its memory changes hands as it is
+            first = objects_[victim].first_unit;
+            arena_.reassign(*first, victim, index);
+            count_eviction(victim);
+            forget(victim);
             return first;
         }
-        const auto window = objects_[oldest].units < units ? best_window(units) : std::nullopt;
+        const auto window = objects_[victim].units < units ? best_window(victim, units) : std::nullopt;
         if (window) {
-            for (const std::uint32_t victim : window->objects) evict_one(victim);
+            for (const std::uint32_t object : window->objects) evict_one(object);
         } else {
-            evict_one(oldest);
+            evict_one(victim);
         }
         first = arena_.allocate(units, index);
     }
     return first;
 }
 
-// With objects of one size the window is the oldest object alone: plain LRU. With mixed sizes it costs about as many
-// bytes as are needed, where evicting by age alone would free scattered extents until nearly everything is gone.
-std::optional<L1Core::Window> L1Core::best_window(std::uint32_t units) const {
+// With objects of one size the window is the oldest object alone. With mixed sizes it costs about as many bytes as are
+// needed, where evicting by age alone would free scattered extents until nearly everything is gone.
+std::optional<L1Core::Window> L1Core::best_window(std::uint32_t oldest, std::uint32_t units) const {
     std::optional<Window> best;
     std::size_t compared = 0;
-    std::uint32_t base = lru_.oldest();
+    std::uint32_t base = oldest;
     for (std::uint32_t tried = 0; tried < kMaxWindows && base != kNoObject; ++tried, base = objects_[base].newer) {
+        if (!is_evictable(base)) continue;
         auto window = window_around(base, units);
         if (!window) continue;
         compared += window->objects.size();
-        if (!best || lru_.is_older(window->youngest, best->youngest)) best = std::move(window);
+        if (!best || order_.is_older(window->youngest, best->youngest)) best = std::move(window);
         if (best->objects.size() == 1 || compared >= kMaxObjectsCompared) break;
     }
     return best;
@@ -60,7 +77,7 @@ std::optional<L1Core::Window> L1Core::window_around(std::uint32_t index, std::ui
     Window window;
     const auto add = [&](std::uint32_t object) {
         window.objects.push_back(object);
-        if (window.youngest == kNoObject || lru_.is_older(window.youngest, object)) window.youngest = object;
+        if (window.youngest == kNoObject || order_.is_older(window.youngest, object)) window.youngest = object;
     };
     add(index);
     std::uint32_t begin = objects_[index].first_unit;
@@ -77,10 +94,10 @@ std::optional<L1Core::Window> L1Core::window_around(std::uint32_t index, std::ui
             right = arena_.extent_at(end);
         }
         if (end - begin >= units) return window;
-        const bool can_go_left = left && is_evictable(left->tenant);
-        const bool can_go_right = right && is_evictable(right->tenant);
+        const bool can_go_left = left && is_evictable(left->tenant) && order_.may_go_together(index, left->tenant);
+        const bool can_go_right = right && is_evictable(right->tenant) && order_.may_go_together(index, right->tenant);
         if (!can_go_left && !can_go_right) return std::nullopt;
-        if (can_go_left && (!can_go_right || lru_.is_older(left->tenant, right->tenant))) {
+        if (can_go_left && (!can_go_right || order_.is_older(left->tenant, right->tenant))) {
             add(left->tenant);
             begin = left->first;
         } else {
@@ -105,34 +122,51 @@ void L1Core::prefetch_eviction(std::uint32_t index) const {
     objects_.prefetch(index);
 }
 
-void L1Core::enter_lru(std::uint32_t index) {
-    lru_.push_newest(index);
+void L1Core::make_newest(std::uint32_t index) {
+    order_.to_newest(index);
     const Object& object = objects_[index];
     if (!object.temporary) slots_.set_resident(object.first_unit, object.units, object.last_use);
 }
 
-void L1Core::leave_lru(std::uint32_t index) {
+void L1Core::count_eviction(std::uint32_t index) {
     prefetch_eviction(index);
-    lru_.unlink(index);
+    order_.evicted(index, hash_object(objects_[index]));
     ++evicted_objects_;
     evicted_units_ += objects_[index].units;
 }
 
 std::uint32_t L1Core::evict_one(std::uint32_t index) {
     const std::uint32_t units = objects_[index].units;
-    leave_lru(index);
+    count_eviction(index);
     erase(index);
     return units;
 }
 
-Removed L1Core::evict(std::uint64_t target_bytes) {
-    const std::lock_guard lock(mutex_);
+template <typename Next>
+Removed L1Core::evict_while(std::uint64_t target_bytes, Next&& next) {
     Removed removed;
-    while (options_.evicts && removed.size_bytes < target_bytes && lru_.oldest() != kNoObject) {
-        removed.size_bytes += bytes(evict_one(lru_.oldest()));
+    while (removed.size_bytes < target_bytes) {
+        const std::uint32_t victim = next();
+        if (victim == kNoObject) break;
+        removed.size_bytes += bytes(evict_one(victim));
         if (++removed.objects % kObjectsAtOnce == 0) mutex_.let_others_in();
     }
     return removed;
+}
+
+Removed L1Core::evict(std::uint64_t target_bytes) {
+    const std::lock_guard lock(mutex_);
+    return evict_while(target_bytes, [this] { return order_.victim(); });
+}
+
+void L1Core::set_limit(std::string_view salt, std::uint64_t limit_bytes) {
+    const std::lock_guard lock(mutex_);
+    order_.set_limit(namespaces_.intern_salt(salt), limit_bytes / options_.align_bytes);
+}
+
+Removed L1Core::enforce_limits() {
+    const std::lock_guard lock(mutex_);
+    return evict_while(std::numeric_limits<std::uint64_t>::max(), [this] { return order_.victim_above_limit(); });
 }
 
 Removed L1Core::clear() {
@@ -144,6 +178,7 @@ Removed L1Core::clear() {
         if (object.state != ObjectState::kResident) continue;
         if (object.readers != 0) {
             keys_.erase(hash_object(object), index);
+            order_.leave(index);
             --resident_;
             object.state = ObjectState::kDetached;
             slots_.clear(object.first_unit);
@@ -151,7 +186,6 @@ Removed L1Core::clear() {
         }
         removed.size_bytes += bytes(object.units);
         ++removed.objects;
-        lru_.unlink(index);
         erase(index);
     }
     return removed;

@@ -37,14 +37,12 @@ std::size_t L1Core::touch(NamespaceIds namespaces, Hashes hashes) {
     check_product(namespaces, hashes);
     const std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes);
     for (auto index = indexes.rbegin(); index != indexes.rend(); ++index) {
-        if (objects_[*index].readers != 0) continue;
-        lru_.unlink(*index);
-        enter_lru(*index);
+        make_newest(*index);
     }
     return indexes.size() / namespaces.size();
 }
 
-Acquired L1Core::acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, double deadline) {
+Acquired L1Core::acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, double deadline, Reading reading) {
     const std::lock_guard lock(mutex_);
     check_product(namespaces, hashes);
     const std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes);
@@ -57,12 +55,13 @@ Acquired L1Core::acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, do
     lease.owner = owner;
     lease.deadline = deadline;
     lease.chunks = acquired.chunks;
+    lease.reading = reading;
     lease.objects.resize(indexes.size());
     for (std::size_t i = 0; i < indexes.size(); ++i) {
         const std::size_t place = i % width * acquired.chunks + i / width;
         lease.objects[place] = indexes[i];
         acquired.offsets[place] = offset_of(objects_[indexes[i]]);
-        hold(indexes[i]);
+        hold(indexes[i], reading);
     }
     acquired.lease = leases_.add(std::move(lease));
     return acquired;
@@ -129,21 +128,29 @@ std::size_t L1Core::make_permanent(NamespaceIds namespaces, Hashes hashes) {
     return changed;
 }
 
-void L1Core::hold(std::uint32_t index) {
-    Object& object = objects_[index];
-    if (object.readers++ != 0) return;
-    lru_.unlink(index);
-    ++leased_objects_;
+void L1Core::hold(std::uint32_t index, Reading reading) {
+    if (objects_[index].readers++ == 0) {
+        order_.begin_reading(index);
+        ++leased_objects_;
+    }
+    if (reading == Reading::kUse) order_.use(index);
 }
 
-void L1Core::let_go(std::uint32_t index) {
+void L1Core::let_go(std::uint32_t index, Reading reading) {
     Object& object = objects_[index];
-    if (--object.readers != 0) return;
-    --leased_objects_;
-    if (object.temporary || object.state == ObjectState::kDetached) {
+    const bool is_last = --object.readers == 0;
+    leased_objects_ -= is_last;
+    if (object.state == ObjectState::kDetached) {
+        if (is_last) erase(index);
+        return;
+    }
+    if (is_last) order_.end_reading(index);
+    if (is_last && object.temporary) {
         erase(index);
-    } else {
-        enter_lru(index);
+    } else if (reading == Reading::kUse) {
+        make_newest(index);  // also while others read on: its place must not depend on when they end
+    } else if (is_last) {
+        order_.put_back(index);
     }
 }
 
@@ -154,7 +161,7 @@ void L1Core::end_lease(std::uint64_t id) {
     for (std::size_t chunk = lease.chunks; chunk-- > 0;) {
         for (std::size_t position = 0; position < width; ++position) {
             const std::uint32_t index = lease.objects[position * lease.chunks + chunk];
-            if (index != kNoObject) let_go(index);
+            if (index != kNoObject) let_go(index, lease.reading);
         }
     }
 }

@@ -40,8 +40,8 @@ L1Stats L1Core::stats() {
     stats.evicted_objects = evicted_objects_;
     stats.evicted_bytes = bytes(evicted_units_);
     stats.allocation_failures = allocation_failures_;
-    stats.index_bytes =
-        objects_.memory_bytes() + keys_.memory_bytes() + arena_.memory_bytes() + namespaces_.memory_bytes();
+    stats.index_bytes = objects_.memory_bytes() + keys_.memory_bytes() + arena_.memory_bytes() +
+                        namespaces_.memory_bytes() + order_.memory_bytes();
     return stats;
 }
 
@@ -76,8 +76,8 @@ void L1Core::check() {
         }
     }
 
-    std::size_t resident = 0, staged = 0, leased = 0, unleased = 0;
-    std::uint64_t used = 0, quarantined = 0, evictable = 0;
+    std::size_t resident = 0, staged = 0, leased = 0;
+    std::uint64_t used = 0, quarantined = 0;
     std::size_t with_memory = 0;
     for (std::uint32_t index = 0; index < objects_.size(); ++index) {
         const Object& object = objects_[index];
@@ -99,10 +99,6 @@ void L1Core::check() {
         leased += object.readers != 0;
         used += object.units;
         if (object.state == ObjectState::kQuarantined) quarantined += object.units;
-        if (object.state == ObjectState::kResident && object.readers == 0) {
-            ++unleased;
-            evictable += object.units;
-        }
         ++with_memory;
     }
     expect(resident == resident_ && staged == staged_ && leased == leased_objects_, "counts of objects");
@@ -122,19 +118,7 @@ void L1Core::check() {
     });
     expect(extents == with_memory, "every object has its own memory");
 
-    std::size_t linked = 0;
-    std::uint32_t previous = kNoObject;
-    for (std::uint32_t index = lru_.newest(); index != kNoObject; index = objects_[index].older) {
-        const Object& object = objects_[index];
-        expect(object.state == ObjectState::kResident && object.readers == 0,
-               "the LRU list holds unleased residents only");
-        expect(object.newer == previous, "links of the LRU list");
-        expect(++linked <= unleased, "the LRU list holds every unleased resident once");
-        previous = index;
-    }
-    expect(lru_.oldest() == previous, "end of the LRU list");
-    expect(linked == unleased && linked == lru_.size(), "the LRU list holds every unleased resident once");
-    expect(evictable == lru_.units(), "evictable memory");
+    order_.check();
 }
 
 }  // namespace lmcache

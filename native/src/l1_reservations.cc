@@ -42,7 +42,7 @@ Reserved L1Core::reserve(Owner owner, NamespaceIds namespaces, std::span<const s
               if (found == kNoObject) {
                   absent.emplace_back(position, key_hash);
               } else if (objects_[found].state == ObjectState::kResident) {
-                  hold(found);
+                  hold(found, Reading::kCopy);
                   held.push_back(found);
               }
               if (position + 1 < width) return true;
@@ -73,9 +73,11 @@ Reserved L1Core::reserve(Owner owner, NamespaceIds namespaces, std::span<const s
         }
     }
     for (auto index = held.rbegin(); index != held.rend(); ++index) {
-        if (--objects_[*index].readers != 0) continue;
-        --leased_objects_;
-        enter_lru(*index);
+        if (--objects_[*index].readers == 0) {
+            order_.end_reading(*index);
+            --leased_objects_;
+        }
+        make_newest(*index);
     }
     if (handed_out != 0) reserved.reservation = reservations_.add(std::move(reservation));
     return reserved;
@@ -110,9 +112,9 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
             if (leased) {
                 object.readers = 1;
                 ++leased_objects_;
-                lru_.stamp(index);
-                if (!object.temporary) slots_.set_resident(object.first_unit, object.units, object.last_use);
             }
+            order_.enter(index, hash_object(object));
+            if (leased && !object.temporary) slots_.set_resident(object.first_unit, object.units, object.last_use);
             if (object.temporary) slots_.clear(object.first_unit);  // nobody writes there, and nobody is to keep it
             committed.records.push_back({object.name_space, chunk, offset_of(object), bytes(object.units)});
         }
@@ -130,7 +132,7 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
     for (std::size_t chunk = chunks; chunk-- > 0;) {
         for (std::size_t position = 0; position < width; ++position) {
             const std::uint32_t index = reservation.objects[position * chunks + chunk];
-            if (index != kNoObject) enter_lru(index);
+            if (index != kNoObject) make_newest(index);
         }
     }
     return committed;

@@ -15,16 +15,21 @@ std::uint32_t Namespaces::intern(const Digest& digest, std::string_view salt) {
     const auto found = ids_.find(digest);
     if (found != ids_.end()) return found->second;
     if (salt_of_.size() >= kMaxNamespaces) throw std::length_error("too many namespaces");
+    const std::uint32_t number = intern_salt(salt);
+    const auto id = static_cast<std::uint32_t>(salt_of_.size());
+    salt_of_.push_back(number);
+    ids_.emplace(digest, id);
+    return id;
+}
+
+std::uint32_t Namespaces::intern_salt(std::string_view salt) {
     const auto [entry, is_new] =
         salts_.try_emplace(std::string(salt), static_cast<std::uint32_t>(units_of_salt_.size()));
     if (is_new) {
         units_of_salt_.push_back(0);
         salt_text_bytes_ += entry->first.capacity();
     }
-    const auto id = static_cast<std::uint32_t>(salt_of_.size());
-    salt_of_.push_back(entry->second);
-    ids_.emplace(digest, id);
-    return id;
+    return entry->second;
 }
 
 std::vector<std::pair<std::string, std::uint64_t>> Namespaces::usage() const {

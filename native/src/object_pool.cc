@@ -20,6 +20,9 @@ std::uint32_t ObjectPool::take() {
     object.readers = 0;
     object.state = ObjectState::kUnused;
     object.temporary = false;
+    object.linked = false;
+    object.in_main = false;
+    object.sampled = false;
     return index;
 }
 

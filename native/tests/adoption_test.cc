@@ -42,9 +42,9 @@ public:
           table_(units),
           slots_(static_cast<std::byte*>(std::aligned_alloc(kUnit, units * kUnit)), &std::free) {}
 
-    std::unique_ptr<L1Core> start(bool evicts = true) {
-        auto core = std::make_unique<L1Core>(
-            L1Options{units_ * kUnit, kUnit, kUnit, evicts, reinterpret_cast<std::uintptr_t>(table_.data())});
+    std::unique_ptr<L1Core> start() {
+        auto core = std::make_unique<L1Core>(L1Options{units_ * kUnit, kUnit, kUnit, EvictionPolicy::kLru,
+                                                       reinterpret_cast<std::uintptr_t>(table_.data())});
         core->set_committed(units_ * kUnit);
         return core;
     }
@@ -332,7 +332,7 @@ void without_a_table_nothing_is_found() {
     CHECK(find_left_frames(SlotTable(0), nullptr, 100, kUnit, 2).frames.empty());
     bool thrown = false;
     try {
-        L1Core({kUnit, kUnit, kUnit, true, 4});
+        L1Core({kUnit, kUnit, kUnit, EvictionPolicy::kLru, 4});
     } catch (const std::invalid_argument&) {
         thrown = true;
     }

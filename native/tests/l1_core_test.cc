@@ -27,8 +27,11 @@ std::vector<std::uint8_t> make_hashes(std::uint64_t prompt, std::size_t first, s
 }
 
 struct Core {
-    explicit Core(std::uint64_t units) : core({units * kUnit, kUnit, kUnit, true}) {
+    explicit Core(std::uint64_t units, EvictionPolicy policy = EvictionPolicy::kLru)
+        : core({units * kUnit, kUnit, kUnit, policy}) {
         core.set_committed(units * kUnit);
+        core.set_limit("", units * kUnit);
+        core.set_limit("salt", units / 2 * kUnit);
         for (std::uint8_t i = 0; i < 2; ++i) namespaces.push_back(core.intern(Digest{i}, i ? "salt" : ""));
     }
     L1Core core;
@@ -71,7 +74,8 @@ void store(Core& shared, Slots& slots, Owner owner, std::mt19937_64& random) {
 
 void load(Core& shared, Slots& slots, Owner owner, std::mt19937_64& random) {
     const std::vector<std::uint8_t> hashes = make_hashes(random() % 12, 0, 8);
-    const Acquired acquired = shared.core.acquire(owner, shared.namespaces, hashes, kForever);
+    const Reading reading = random() % 2 ? Reading::kUse : Reading::kCopy;
+    const Acquired acquired = shared.core.acquire(owner, shared.namespaces, hashes, kForever, reading);
     if (acquired.lease == 0) return;
     for (const std::uint64_t offset : acquired.offsets) slots.begin_read(offset);
     for (const std::uint64_t offset : acquired.offsets) slots.end_read(offset);
@@ -103,6 +107,8 @@ void upkeep(Core& shared, std::mt19937_64& random) {
         case 6:
             shared.core.list_objects(0, 10);
             shared.core.salt_usage();
+            shared.core.set_limit("salt", (20 + random() % 30) * kUnit);
+            shared.core.enforce_limits();
             break;
         case 7:
             shared.core.touch(shared.namespaces, hashes);
@@ -114,10 +120,10 @@ void upkeep(Core& shared, std::mt19937_64& random) {
     }
 }
 
-void many_threads() {
+void many_threads(EvictionPolicy policy) {
     constexpr int kThreads = 4;
-    constexpr int kRounds = 1500;
-    Core shared(60);
+    constexpr int kRounds = 800;
+    Core shared(60, policy);
     Slots slots(60);
     std::vector<std::thread> threads;
     for (int number = 0; number < kThreads; ++number) {
@@ -186,7 +192,9 @@ void everything_in_use_is_a_refusal() {
 }  // namespace
 
 int main() {
-    many_threads();
+    for (const auto policy : {EvictionPolicy::kLru, EvictionPolicy::kIsolatedLru, EvictionPolicy::kS3Fifo}) {
+        many_threads(policy);
+    }
     mixed_sizes_evict_about_what_they_need();
     everything_in_use_is_a_refusal();
 }

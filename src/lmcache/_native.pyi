@@ -117,9 +117,9 @@ class L1Core:
     """
 
     def __init__(self, capacity_bytes: int, first_offset: int, align_bytes: int, policy: str, slot_table: int = 0) -> None:
-        """policy: "LRU" or "noop". Usable range: [first_offset, first_offset + capacity_bytes). `slot_table`: address of one
-        u64 for each align_bytes of the capacity, zero at first, in memory that outlives the process; what is handed out is
-        written down there (docs/formats/shared_memory.md). 0: nothing is kept."""
+        """policy: "LRU", "IsolatedLRU", "S3FIFO" or "noop". Usable range: [first_offset, first_offset + capacity_bytes).
+        `slot_table`: address of one u64 for each align_bytes of the capacity, zero at first, in memory that outlives the
+        process; what is handed out is written down there (docs/formats/shared_memory.md). 0: nothing is kept."""
     def adopt(self, left: LeftFrames, namespaces: Buffer, live_owners: Buffer) -> tuple[int, int, int, list[tuple[int, int]], int]:
         """Takes over what a former life left, into a core that never held anything: (objects, bytes, words refused,
         [(owner, quarantined reservation)], bytes quarantined). `namespaces`: u32 per `left.namespaces`, NO_NAMESPACE where
@@ -130,9 +130,12 @@ class L1Core:
         """Small integer of a namespace; the same digest gives the same number. Digests are 32 bytes."""
     def probe(self, namespaces: Buffer, hashes: Buffer) -> int:
         """Length in chunks of the longest prefix that is resident in every namespace (u32). Takes nothing, touches nothing."""
-    def acquire(self, owner: int, namespaces: Buffer, hashes: Buffer, deadline: float) -> tuple[int, int, bytes]:
+    def acquire(
+        self, owner: int, namespaces: Buffer, hashes: Buffer, deadline: float, is_use: bool = True
+    ) -> tuple[int, int, bytes]:
         """Leases that prefix: (lease, chunks, u64 offsets [namespace][chunk]); lease 0 when chunks is 0.
-        Marks use so that a suffix is evicted before its prefix."""
+        Marks use so that a suffix is evicted before its prefix; without `is_use` the objects are held and keep the turn
+        that they had."""
     def touch(self, namespaces: Buffer, hashes: Buffer) -> int:
         """Marks use of that prefix without leasing it; returns its chunks. A prompt that was stored in several steps gets
         its order (suffix evicted before prefix) when its whole prefix is touched at the end of the request."""
@@ -162,6 +165,11 @@ class L1Core:
         """Temporary objects stay beyond their last lease, pairwise (namespace_i, hash_i): how many changed."""
     def evict(self, target_bytes: int) -> tuple[int, int]:
         """Frees at least that many bytes if it can: (objects, bytes). Leased objects are never victims."""
+    def set_limit(self, salt: str, limit_bytes: int) -> None:
+        """Under IsolatedLRU, what the objects of a salt may take; 0 is what a salt has that was never given one. Reserving
+        evicts within the salt and never goes beyond. Without effect under other policies."""
+    def enforce_limits(self) -> tuple[int, int]:
+        """Evicts what salts have above their limits as far as nobody reads it: (objects, bytes)."""
     def remove(self, namespaces: Buffer, hashes: Buffer) -> int:
         """Removes unleased objects, pairwise (namespace_i, hash_i): how many."""
     def clear(self) -> tuple[int, int]:

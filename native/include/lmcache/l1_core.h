@@ -23,10 +23,10 @@
 #include "lmcache/arena.h"
 #include "lmcache/claim_table.h"
 #include "lmcache/courteous_mutex.h"
+#include "lmcache/eviction_order.h"
 #include "lmcache/key_table.h"
 #include "lmcache/left_frames.h"
 #include "lmcache/limits.h"
-#include "lmcache/lru_list.h"
 #include "lmcache/namespaces.h"
 #include "lmcache/object_pool.h"
 #include "lmcache/slot_table.h"
@@ -42,8 +42,8 @@ struct L1Options {
     std::uint64_t capacity_bytes = 0;  // rounded down to the alignment
     std::uint64_t first_offset = 0;    // a multiple of the alignment
     std::uint64_t align_bytes = 0;     // a power of two
-    bool evicts = true;                // false: only remove and clear make room
-    std::uintptr_t slot_table = 0;     // one word a unit, in memory that outlives the process; 0: nothing is kept
+    EvictionPolicy policy = EvictionPolicy::kLru;
+    std::uintptr_t slot_table = 0;  // one word a unit, in memory that outlives the process; 0: nothing is kept
 };
 
 struct Acquired {
@@ -57,6 +57,9 @@ struct Reserved {
     std::vector<std::uint64_t> offsets;
     std::size_t chunks_without_room = 0;
 };
+
+// Whether reading counts as a use by which objects are kept longer. What only copies objects elsewhere is no user.
+enum class Reading : bool { kUse, kCopy };
 
 struct CommitRecord {
     std::uint64_t name_space;
@@ -118,7 +121,8 @@ public:
 
     std::size_t probe(NamespaceIds namespaces, Hashes hashes);
     std::size_t touch(NamespaceIds namespaces, Hashes hashes);
-    Acquired acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, double deadline);
+    Acquired acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, double deadline,
+                     Reading reading = Reading::kUse);
     bool release(std::uint64_t lease);
     std::size_t renew(Owner owner, double deadline);
 
@@ -132,6 +136,10 @@ public:
 
     std::size_t make_permanent(NamespaceIds namespaces, Hashes hashes);
     Removed evict(std::uint64_t target_bytes);
+    // Under IsolatedLRU: how much the objects of a salt may take; 0 for a salt without a limit.
+    void set_limit(std::string_view salt, std::uint64_t limit_bytes);
+    // Evicts what salts have above their limits, as far as nobody reads it.
+    Removed enforce_limits();
     std::size_t remove(NamespaceIds namespaces, Hashes hashes);
     Removed clear();
 
@@ -143,6 +151,7 @@ public:
 private:
     struct Lease : Claim {
         std::size_t chunks = 0;
+        Reading reading = Reading::kUse;
         std::vector<std::uint32_t> objects;  // [namespace][chunk], kNoObject where there is none
     };
     struct Reservation : Claim {
@@ -171,27 +180,32 @@ private:
     bool adopt_frame(const LeftFrame& frame, std::uint32_t name_space);
     void set_aside(const LeftFrames& left, std::span<const Owner> live_owners, Adopted& adopted);
     // An extent of that size for that object, after evicting what has to go for it, or nothing.
-    std::optional<std::uint32_t> allocate(std::uint32_t units, std::uint32_t index);
+    std::optional<std::uint32_t> allocate(std::uint32_t units, std::uint32_t index, std::uint32_t name_space);
+    // Whether the namespace's salt may take so much more, after evicting what it has to.
+    bool fits_limit(std::uint32_t units, std::uint32_t name_space);
     // A run of free extents and evictable objects side by side, at least as long as asked for.
     struct Window {
         std::vector<std::uint32_t> objects;
         std::uint32_t youngest = kNoObject;
     };
     std::optional<Window> window_around(std::uint32_t index, std::uint32_t units) const;
-    std::optional<Window> best_window(std::uint32_t units) const;
+    std::optional<Window> best_window(std::uint32_t oldest, std::uint32_t units) const;
     bool is_evictable(std::uint32_t index) const;
     // Fetches what evicting it and the next ones will read.
     void prefetch_eviction(std::uint32_t index) const;
-    void leave_lru(std::uint32_t index);
-    // The object is the most recently used from now on. It must be resident and have no readers.
-    void enter_lru(std::uint32_t index);
+    void count_eviction(std::uint32_t index);
+    // The object is the most recently used of its queue from now on. It must be resident.
+    void make_newest(std::uint32_t index);
     std::uint32_t evict_one(std::uint32_t index);
-    // Frees an object's memory and forgets it. Must not be in the LRU list any more.
+    // Evicts what `next` names, until it names nobody or enough is freed.
+    template <typename Next>
+    Removed evict_while(std::uint64_t target_bytes, Next&& next);
+    // Frees an object's memory and forgets it.
     void erase(std::uint32_t index);
-    // Takes an object out of every structure but the LRU list and the arena.
+    // Takes an object out of every structure but the arena.
     void forget(std::uint32_t index);
-    void hold(std::uint32_t index);
-    void let_go(std::uint32_t index);
+    void hold(std::uint32_t index, Reading reading);
+    void let_go(std::uint32_t index, Reading reading);
     void end_lease(std::uint64_t id);
     void end_reservation(std::uint64_t id);
     void quarantine(Reservation& reservation);
@@ -206,8 +220,8 @@ private:
     SlotTable slots_;                     // its resident words are the permanent resident objects
     ObjectPool objects_;
     KeyTable keys_;
-    LruList lru_;  // exactly the resident objects without a lease
     Namespaces namespaces_;
+    EvictionOrder order_;
     ClaimTable<Lease> leases_;
     ClaimTable<Reservation> reservations_;
     std::size_t resident_ = 0;

@@ -21,6 +21,11 @@ public:
     // The same digest gives the same number, and its first salt stays. std::length_error beyond kMaxNamespaces.
     std::uint32_t intern(const Digest& digest, std::string_view salt);
 
+    // The number of a salt, which it keeps.
+    std::uint32_t intern_salt(std::string_view salt);
+
+    std::uint32_t salt_of(std::uint32_t id) const { return salt_of_[id]; }
+    std::uint64_t units_of_salt(std::uint32_t salt) const { return units_of_salt_[salt]; }
     bool known(std::uint32_t id) const { return id < salt_of_.size(); }
     std::size_t size() const { return salt_of_.size(); }
 

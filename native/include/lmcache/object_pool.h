@@ -28,12 +28,15 @@ struct alignas(64) Object {
     std::uint32_t name_space;
     std::uint32_t first_unit;
     std::uint32_t units;
-    std::uint32_t newer;  // links of the LRU list while unleased and resident; `older` links the unused records
+    std::uint32_t newer;  // links of its eviction queue while resident; `older` links the unused records
     std::uint32_t older;
     std::uint32_t readers;   // leases that hold it
     std::uint32_t last_use;  // position in the order of all uses; wraps around
     ObjectState state;
-    bool temporary;  // gone with its last lease
+    bool temporary : 1;  // gone with its last lease
+    bool linked : 1;     // in its eviction queue
+    bool in_main : 1;    // S3FIFO: which queue that is
+    bool sampled : 1;    // its ages are measured
 };
 static_assert(sizeof(Object) == 64);
 

@@ -131,9 +131,10 @@ class ServerConfig:
     l1_numa: str = _option(Text("NODES"), "", "NUMA nodes for L1", unbuilt="placing L1 on NUMA nodes is not built yet")
 
     eviction_policy: str = _option(
-        Choice(("LRU", "noop"), unbuilt=("IsolatedLRU", "S3FIFO")),
+        Choice(("LRU", "S3FIFO", "noop"), unbuilt=("IsolatedLRU",)),
         _REQUIRED,
-        "which objects leave a full L1: the least recently used, or (noop) none",
+        "which objects leave a full L1: the least recently used; with S3FIFO, those never used again before others; "
+        "with noop, none",
     )
     eviction_trigger_watermark: float = _option(_FRACTION, 0.8, "used fraction of L1 at which eviction starts")
     eviction_ratio: float = _option(_FRACTION, 0.2, "fraction of the used bytes that one eviction frees")

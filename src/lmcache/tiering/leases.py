@@ -30,7 +30,8 @@ class Leased:
 
 
 def lease_objects(l1: L1Store, objects: Sequence[tuple[int, ObjectKey, int]]) -> Leased:
-    """Leases (namespace id, key, bytes), each on its own: what was evicted meanwhile is left out."""
+    """Leases (namespace id, key, bytes), each on its own: what was evicted meanwhile is left out. To be copied
+    elsewhere is no use: the objects keep their place in the order of eviction."""
     leased = Leased(l1)
     offsets: list[int | None] = [None] * len(objects)
     by_namespace: dict[int, list[int]] = {}
@@ -42,7 +43,8 @@ def lease_objects(l1: L1Store, objects: Sequence[tuple[int, ObjectKey, int]]) ->
         at = 0
         while at < len(indices):
             # A prefix at a time: what follows a gap is asked for again.
-            lease, chunks, found = l1.core.acquire(STORAGE_OWNER, namespaces, hashes[at * CHUNK_HASH_BYTES :], FOREVER)
+            rest = hashes[at * CHUNK_HASH_BYTES :]
+            lease, chunks, found = l1.core.acquire(STORAGE_OWNER, namespaces, rest, FOREVER, is_use=False)
             if lease:
                 leased.leases.append(lease)
                 for index, offset in zip(indices[at : at + chunks], array("Q", found), strict=True):

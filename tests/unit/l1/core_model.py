@@ -2,7 +2,7 @@
 
 It knows nothing of the allocator's order: which slots are handed out, and with mixed sizes who is evicted for them, is
 the core's choice within rules: no two objects share memory, only unleased residents go, none goes without need, and
-nothing is refused that evicting would have made room for. With one size, eviction is exactly least recently used first.
+nothing is refused that evicting would have made room for. With one size, LRU is exactly least recently used first.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Stored:
     state: str = "staged"
     is_temporary: bool = False
     readers: int = 0
+    last_use: int = 0
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Lease:
     owner: int
     deadline: float
     objects: list[Stored]  # in the order in which they are given back: last chunk first
+    is_use: bool = True
 
 
 @dataclass
@@ -69,9 +71,10 @@ class Model:
     salts: dict[int, str]
     has_one_size: bool
     committed_bytes: int
+    is_exact: bool = True  # whether `order` is the order in which objects go (LRU)
     found: dict[Key, Stored] = field(default_factory=dict)  # staged and resident
     memory: set[Stored] = field(default_factory=set)
-    order: list[Stored] = field(default_factory=list)  # unleased residents, oldest use first
+    uses: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
     evicted: int = 0
@@ -88,25 +91,27 @@ class Model:
                 return chunk
         return len(hashes)
 
-    def hold(self, stored: Stored) -> None:
-        if stored.readers == 0:
-            self.order.remove(stored)
-        stored.readers += 1
+    @property
+    def order(self) -> list[Stored]:
+        """Unleased residents, oldest use first."""
+        unleased = [stored for stored in self.found.values() if stored.state == "resident" and not stored.readers]
+        return sorted(unleased, key=lambda stored: stored.last_use)
 
-    def let_go(self, stored: Stored) -> None:
+    def use(self, stored: Stored) -> None:
+        self.uses += 1
+        stored.last_use = self.uses
+
+    def let_go(self, stored: Stored, is_use: bool) -> None:
         stored.readers -= 1
-        if stored.readers == 0:
-            if stored.is_temporary or stored.state == "detached":
-                self.drop(stored)
-            else:
-                self.order.append(stored)
+        if stored.readers == 0 and (stored.is_temporary or stored.state == "detached"):
+            self.drop(stored)
+        elif is_use:
+            self.use(stored)
 
     def drop(self, stored: Stored) -> None:
         self.memory.remove(stored)
         if stored.state in ("staged", "resident"):
             del self.found[stored.key]
-        if stored in self.order:
-            self.order.remove(stored)
 
     def gaps(self, without: Sequence[Stored] = ()) -> list[int]:
         """Sizes of the free ranges, if `without` were gone; fails if objects share memory or one lies outside."""
@@ -166,13 +171,11 @@ class Model:
             used += self._check_refusal(namespaces, sizes, hashes[with_room], used)
             self.failures += without_room
         self.gaps()
-        if gone and self.has_one_size:
+        if gone and self.has_one_size and self.is_exact:
             candidates = [stored for stored in [*gone, *untouched] if stored not in used]
             assert gone == candidates[: len(gone)], "evicted something that was used after what stayed"
         for stored in reversed(used):
-            if stored.readers == 0:
-                self.order.remove(stored)
-                self.order.append(stored)
+            self.use(stored)
         assert (reservation != 0) == bool(staged)
         if reservation:
             self.reservations[reservation] = Reservation(owner, deadline, rows)
@@ -253,10 +256,10 @@ class Model:
         assert list(struct.iter_unpack("<4Q", packed)) == records
         assert (lease != 0) == bool(lease_owner and published)
         in_order = self._last_chunk_first(claim, published)
+        for stored in in_order:
+            self.use(stored)
         if lease:
             self.leases[lease] = Lease(lease_owner, deadline, in_order)
-        else:
-            self.order += in_order
 
     @staticmethod
     def _last_chunk_first(claim: Reservation, published: list[Stored]) -> list[Stored]:
@@ -279,23 +282,22 @@ class Model:
         assert self.core.touch(pack_u32(namespaces), b"".join(hashes)) == chunks
         for chunk in reversed(range(chunks)):
             for namespace in reversed(namespaces):
-                stored = self.found[namespace, hashes[chunk]]
-                if stored.readers == 0:
-                    self.order.remove(stored)
-                    self.order.append(stored)
+                self.use(self.found[namespace, hashes[chunk]])
 
-    def acquire(self, owner: int, namespaces: Sequence[int], hashes: Sequence[bytes], deadline: float) -> None:
+    def acquire(
+        self, owner: int, namespaces: Sequence[int], hashes: Sequence[bytes], deadline: float, is_use: bool = True
+    ) -> None:
         chunks = self.prefix(namespaces, hashes)
-        lease, count, packed = self.core.acquire(owner, pack_u32(namespaces), b"".join(hashes), deadline)
+        lease, count, packed = self.core.acquire(owner, pack_u32(namespaces), b"".join(hashes), deadline, is_use)
         assert (count, lease != 0) == (chunks, chunks > 0)
         expected = [[self.found[namespace, h].offset for h in hashes[:chunks]] for namespace in namespaces]
         assert [value for (value,) in struct.iter_unpack("<Q", packed)] == [slot for row in expected for slot in row]
         if lease:
             objects = [self.found[ns, hashes[chunk]] for chunk in reversed(range(chunks)) for ns in namespaces]
             for stored in objects:
-                self.hold(stored)
+                stored.readers += 1
             assert lease not in self.leases
-            self.leases[lease] = Lease(owner, deadline, objects)
+            self.leases[lease] = Lease(owner, deadline, objects, is_use)
 
     def release(self, lease: int) -> None:
         assert self.core.release(lease) == (lease in self.leases)
@@ -303,8 +305,9 @@ class Model:
             self.end_lease(lease)
 
     def end_lease(self, lease: int) -> None:
-        for stored in self.leases.pop(lease).objects:
-            self.let_go(stored)
+        ended = self.leases.pop(lease)
+        for stored in ended.objects:
+            self.let_go(stored, ended.is_use)
 
     def make_permanent(self, keys: Sequence[Key]) -> None:
         changed = 0
@@ -349,13 +352,20 @@ class Model:
 
     # ---- upkeep ------------------------------------------------------------------------------------------------------
     def evict(self, target_bytes: int) -> None:
-        gone: list[Stored] = []
-        while self.order and sum(stored.size_bytes for stored in gone) < target_bytes:
-            gone.append(self.order[0])
-            self.drop(self.order[0])
-        assert self.core.evict(target_bytes) == (len(gone), sum(stored.size_bytes for stored in gone))
-        assert self.listed() == {key for key, stored in self.found.items() if stored.state == "resident"}
-        self.evicted += len(gone)
+        count, freed_bytes = self.core.evict(target_bytes)
+        listed = self.listed()
+        gone = [stored for stored in self.order if stored.key not in listed]
+        assert (count, freed_bytes) == (len(gone), sum(stored.size_bytes for stored in gone))
+        assert freed_bytes >= target_bytes or not len(gone) < len(self.order), (
+            "stopped although there was more to evict"
+        )
+        if self.is_exact:
+            assert gone == self.order[: len(gone)], "evicted something that was used after what stayed"
+        assert freed_bytes < target_bytes + max((stored.size_bytes for stored in gone), default=1), "evicted too much"
+        for stored in gone:
+            self.drop(stored)
+        assert listed == {key for key, stored in self.found.items() if stored.state == "resident"}
+        self.evicted += count
 
     def remove(self, keys: Sequence[Key]) -> None:
         gone = [

@@ -22,12 +22,15 @@ SIZES = {0: UNIT, 1: 2 * UNIT - 100, 2: 5 * UNIT}  # by namespace, if they are m
 class Steps:
     """Chooses calls at random, weighted so that L1 is full, partly leased and partly being written most of the time."""
 
-    def __init__(self, seed: int, *, has_one_size: bool) -> None:
+    def __init__(self, seed: int, *, has_one_size: bool, policy: str) -> None:
         self.random = random.Random(seed)
-        core = L1Core(CAPACITY_UNITS * UNIT, FIRST_OFFSET, UNIT, "LRU")
+        core = L1Core(CAPACITY_UNITS * UNIT, FIRST_OFFSET, UNIT, policy)
+        for salt in ("salt 0", "salt 1"):
+            core.set_limit(salt, CAPACITY_UNITS * UNIT)  # no limit in effect: the model knows none
         self.namespaces = [core.intern(hashlib.sha256(bytes([i])).digest(), f"salt {i % 2}") for i in range(3)]
         self.sizes = {namespace: UNIT if has_one_size else SIZES[namespace] for namespace in self.namespaces}
-        self.model = Model(core, {i: f"salt {i % 2}" for i in self.namespaces}, has_one_size, 0)
+        salts = {i: f"salt {i % 2}" for i in self.namespaces}
+        self.model = Model(core, salts, has_one_size, 0, is_exact=policy == "LRU")
         self.model.commit_memory(CAPACITY_UNITS // 2 * UNIT)
         self.prompts = [
             [hashlib.sha256(f"{prompt} {chunk}".encode()).digest() for chunk in range(PROMPT_CHUNKS)]
@@ -115,7 +118,11 @@ class Steps:
 
     def acquire(self) -> None:
         self.model.acquire(
-            self.random.choice(OWNERS), self.some_namespaces(), self.some_chunks(from_start=True), self.some_deadline()
+            self.random.choice(OWNERS),
+            self.some_namespaces(),
+            self.some_chunks(from_start=True),
+            self.some_deadline(),
+            is_use=self.random.random() < 0.7,
         )
 
     def release(self) -> None:
@@ -154,8 +161,9 @@ class Steps:
         self.model.commit_memory(self.random.randint(1, CAPACITY_UNITS) * UNIT)
 
 
+@pytest.mark.parametrize("policy", ["LRU", "IsolatedLRU", "S3FIFO"])
 @pytest.mark.parametrize("has_one_size", [True, False], ids=["one size", "mixed sizes"])
-def test_random_calls_agree_with_the_model(has_one_size: bool) -> None:
+def test_random_calls_agree_with_the_model(has_one_size: bool, policy: str) -> None:
     seed = int(os.environ.get("LMCACHE_TEST_SEED") or random.SystemRandom().getrandbits(32))
     print(f"seed {seed}")  # pytest shows it when the test fails
-    Steps(seed, has_one_size=has_one_size).run(STEPS)
+    Steps(seed, has_one_size=has_one_size, policy=policy).run(STEPS if policy == "LRU" else STEPS // 4)

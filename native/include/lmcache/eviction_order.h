@@ -1,0 +1,119 @@
+// Who goes first when room is needed: the resident objects in one or several queues, each in the order of last use.
+//
+//   LRU          one queue
+//   IsolatedLRU  one queue a salt, each with a limit; the salt that has most of its limit gives first
+//   S3FIFO       `small` for what was never used again and `main` for what was, and a memory (ghosts) of what has gone.
+//                small gives first while it is above its share; the share follows the ghosts that come back, between
+//                scans (a small share protects what is reused) and plain LRU (a large one). Unlike the published
+//                S3-FIFO, the queues are ordered by last use, so that a suffix goes before its prefix here, too.
+//
+// Invariant: every resident object that nobody reads is linked in its queue. One that is being read may be linked as
+// well; it is passed over, and takes its place again when it is let go. Not thread-safe.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "lmcache/ghosts.h"
+#include "lmcache/namespaces.h"
+#include "lmcache/object_pool.h"
+
+namespace lmcache {
+
+enum class EvictionPolicy : std::uint8_t { kNoop, kLru, kIsolatedLru, kS3Fifo };
+
+class EvictionOrder {
+public:
+    EvictionOrder(EvictionPolicy policy, ObjectPool& objects, const Namespaces& namespaces)
+        : policy_(policy),
+          objects_(objects),
+          namespaces_(namespaces),
+          queues_(policy == EvictionPolicy::kS3Fifo ? 2 : 1) {}
+
+    // ---- the life of an object in the order -------------------------------------------------------------------------
+    // It became resident; it is not linked yet. With readers it counts as being read.
+    void enter(std::uint32_t index, std::uint64_t key_hash);
+    // It is no longer resident. `evicted`: to make room.
+    void leave(std::uint32_t index);
+    void evicted(std::uint32_t index, std::uint64_t key_hash);
+    // Its first reader came, its last reader went.
+    void begin_reading(std::uint32_t index);
+    void end_reading(std::uint32_t index);
+    // It was used by a request. Objects of a prefix are used last chunk first.
+    void use(std::uint32_t index);
+    // The youngest of its queue from now on.
+    void to_newest(std::uint32_t index);
+    // Out of the queue while it is read, so that nobody who looks for victims meets it.
+    void set_aside(std::uint32_t index);
+    // Linked where it was, as far as can be told, if it is not linked.
+    void put_back(std::uint32_t index);
+
+    // ---- decisions --------------------------------------------------------------------------------------------------
+    // Who goes next, or kNoObject.
+    std::uint32_t victim();
+    // Who goes next of those that share a limit with this namespace, or kNoObject.
+    std::uint32_t victim_of(std::uint32_t name_space);
+    // Of which salts one is above its limit: its next victim, or kNoObject.
+    std::uint32_t victim_above_limit();
+    // Whether making room for one may cost the other.
+    bool may_go_together(std::uint32_t a, std::uint32_t b) const;
+    // Whether `a` was used before `b`. The order holds beyond the wrap of the counter.
+    bool is_older(std::uint32_t a, std::uint32_t b) const {
+        return static_cast<std::int32_t>(objects_[a].last_use - objects_[b].last_use) < 0;
+    }
+    std::uint64_t evictable_units() const { return evictable_units_; }
+    std::uint64_t evictable_units_of(std::uint32_t name_space) const;
+
+    // ---- limits of salts, in force under IsolatedLRU ----------------------------------------------------------------
+    bool has_limits() const { return policy_ == EvictionPolicy::kIsolatedLru; }
+    void set_limit(std::uint32_t salt, std::uint64_t units);
+    std::uint64_t limit_of(std::uint32_t name_space) const;
+
+    bool evicts() const { return policy_ != EvictionPolicy::kNoop; }
+    // What `small` may grow to is a part of this.
+    void set_room(std::uint64_t units);
+    std::size_t memory_bytes() const;
+    // Throws std::runtime_error that names the broken invariant.
+    void check() const;
+
+private:
+    struct Queue {
+        std::uint32_t newest = kNoObject;
+        std::uint32_t oldest = kNoObject;
+        std::uint64_t units = 0;  // of all its objects, linked or not
+        std::uint64_t evictable_units = 0;
+        std::uint64_t limit_units = 0;
+    };
+    static constexpr std::size_t kSmall = 0;
+    static constexpr std::size_t kMain = 1;
+
+    std::size_t queue_number(const Object& object) const;
+    Queue& queue_of(const Object& object) { return queue_at(queue_number(object)); }
+    Queue& queue_at(std::size_t number);
+    void link_newest(std::uint32_t index);
+    void unlink(std::uint32_t index);
+    std::uint32_t oldest_evictable(Queue& queue);
+    std::uint32_t s3_victim();
+    std::uint32_t fullest_salts_victim();
+    void learn(bool was_in_main, std::uint32_t units);
+
+    EvictionPolicy policy_;
+    ObjectPool& objects_;
+    const Namespaces& namespaces_;
+    std::vector<Queue> queues_;
+    std::uint32_t uses_ = 0;
+    std::uint64_t evictable_units_ = 0;
+    std::size_t residents_ = 0;
+
+    std::size_t fullest_ = 0;        // the salt that gives, and ...
+    std::size_t fullest_gives_ = 0;  // how often before it is looked for again
+
+    Ghosts ghosts_;
+    std::uint64_t room_units_ = 0;
+    std::uint64_t small_share_units_ = 0;
+};
+
+}  // namespace lmcache

@@ -1,0 +1,41 @@
+// Which objects have been evicted lately, as 32-bit fingerprints: 8 bytes each. A wrong "yes" (about one in 10^8) costs
+// a decision of little worth, never data. Not thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace lmcache {
+
+class Ghosts {
+public:
+    // Remembers about `count` evictions from now on. Forgets what it knew when the table has to grow.
+    void remember(std::size_t count);
+    void add(std::uint64_t key_hash, bool was_in_main);
+    // Whether it is known, and then from which queue; it is forgotten with that.
+    std::optional<bool> take(std::uint64_t key_hash);
+
+    std::size_t memory_bytes() const { return buckets_.capacity() * sizeof(Bucket); }
+
+private:
+    static constexpr std::size_t kBucketGhosts = 8;
+    struct Ghost {
+        std::uint32_t fingerprint = 0;  // 0: none
+        std::uint32_t stamp = 0;        // number of the eviction << 1 | was in main
+    };
+    struct alignas(64) Bucket {
+        Ghost ghosts[kBucketGhosts];
+    };
+
+    static std::uint32_t fingerprint_of(std::uint64_t key_hash);
+    Bucket& bucket_of(std::uint32_t fingerprint) { return buckets_[fingerprint & (buckets_.size() - 1)]; }
+    std::uint32_t age(const Ghost& ghost) const { return (evictions_ - (ghost.stamp >> 1)) & 0x7FFFFFFFU; }
+
+    std::vector<Bucket> buckets_;
+    std::uint32_t evictions_ = 0;
+    std::uint32_t limit_ = 0;
+};
+
+}  // namespace lmcache

@@ -1,0 +1,182 @@
+"""Who goes first from L1, under each policy."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+
+from lmcache._native import L1Core
+
+UNIT = 4096
+FOREVER = 1e18
+
+
+class Tier:
+    """An L1 of `slots` objects of one unit each; objects are called by names."""
+
+    def __init__(self, policy: str, slots: int) -> None:
+        self.core = L1Core(slots * UNIT, 0, UNIT, policy)
+        self.core.set_committed(slots * UNIT)
+        self.names: dict[bytes, str] = {}
+
+    def namespace(self, salt: str) -> bytes:
+        return struct.pack("<I", self.core.intern(hashlib.sha256(salt.encode()).digest(), salt))
+
+    def hashes(self, names: str) -> bytes:
+        packed = [hashlib.sha256(name.encode()).digest() for name in names]
+        self.names.update(zip(packed, names, strict=True))
+        return b"".join(packed)
+
+    def store(self, names: str, salt: str = "") -> int:
+        """A prompt of these chunks; how many of them got no room."""
+        reservation, _, without_room = self.core.reserve(
+            1, self.namespace(salt), struct.pack("<Q", UNIT), self.hashes(names), FOREVER
+        )
+        self.core.commit(reservation, b"")
+        return without_room
+
+    def read(self, names: str, salt: str = "", *, is_use: bool = True) -> int:
+        lease, chunks, _ = self.core.acquire(1, self.namespace(salt), self.hashes(names), FOREVER, is_use)
+        self.core.release(lease)
+        return chunks
+
+    def hold(self, names: str, salt: str = "", *, is_use: bool = True) -> int:
+        return self.core.acquire(1, self.namespace(salt), self.hashes(names), FOREVER, is_use)[0]
+
+    def resident(self) -> str:
+        _, hashes, _, _ = self.core.list_objects(0, 1000)
+        return "".join(sorted(self.names[hashes[at : at + 32]] for at in range(0, len(hashes), 32)))
+
+    def evicted(self, count: int = 1) -> str:
+        """The names that go when so many must."""
+        before = self.resident()
+        gone = ""
+        for _ in range(count):
+            self.core.evict(1)
+            gone += "".join(sorted(set(before) - set(self.resident()) - set(gone)))
+        self.core.check()
+        return gone
+
+
+@pytest.mark.parametrize("policy", ["LRU", "S3FIFO"])
+def test_a_suffix_goes_before_its_prefix(policy: str) -> None:
+    tier = Tier(policy, 8)
+    tier.store("abcd")
+    assert tier.evicted(4) == "dcba"
+    tier.store("ab")
+    tier.store("abcd")  # a conversation that went on; at the end of a request its whole prompt is touched
+    tier.core.touch(tier.namespace(""), tier.hashes("abcd"))
+    assert tier.evicted(4) == "dcba"
+
+
+@pytest.mark.parametrize("policy", ["LRU", "S3FIFO"])
+def test_copying_an_object_elsewhere_is_no_use(policy: str) -> None:
+    tier = Tier(policy, 8)
+    tier.store("a")
+    tier.store("b")
+    tier.store("c")
+    tier.read("a", is_use=False)
+    assert tier.evicted() == "a"
+    tier.read("b")
+    assert tier.evicted(2) == "cb"
+
+
+@pytest.mark.parametrize("policy", ["LRU", "IsolatedLRU", "S3FIFO"])
+def test_what_is_being_copied_stays_and_keeps_its_turn(policy: str) -> None:
+    tier = Tier(policy, 8)
+    tier.core.set_limit("", 8 * UNIT)
+    for name in "abcd":
+        tier.store(name)
+    first, second = tier.hold("b", is_use=False), tier.hold("a", is_use=False)
+    assert tier.evicted() == "c"  # a and b were passed over
+    tier.core.release(first)
+    tier.core.release(second)
+    tier.store("e")
+    assert tier.evicted(4) == "abde"
+
+
+def test_a_use_that_ends_while_a_copy_goes_on_counts() -> None:
+    tier = Tier("LRU", 8)
+    tier.store("ab")
+    tier.store("c")
+    copy, use = tier.hold("ab", is_use=False), tier.hold("ab")
+    tier.core.release(use)
+    assert tier.evicted() == "c"
+    assert tier.evicted() == ""
+    tier.core.release(copy)
+    assert tier.evicted(2) == "ba"
+
+
+def test_s3fifo_keeps_what_is_reused_through_a_scan() -> None:
+    chats = {policy: Tier(policy, 20) for policy in ("LRU", "S3FIFO")}
+    for tier in chats.values():
+        tier.store("abcdefgh")
+        tier.read("abcdefgh")
+        for start in range(0, 400, 10):  # documents that nobody asks for again
+            tier.store("".join(chr(1000 + start + i) for i in range(10)))
+    assert chats["LRU"].read("abcdefgh") == 0
+    assert chats["S3FIFO"].read("abcdefgh") == 8
+
+
+def test_s3fifo_takes_back_what_it_sent_away_too_early() -> None:
+    tier = Tier("S3FIFO", 20)
+    tier.store("abcdefghijklmnop")
+    tier.read("abcdefghijklmnop")
+    tier.store("wxyz")
+    tier.store("123456")
+    assert tier.read("wxyz") < 4  # it went, and was stored again ...
+    tier.store("wxyz")
+    for start in range(0, 100, 5):
+        tier.store("".join(chr(1000 + start + i) for i in range(5)))
+    assert tier.read("wxyz") == 4  # ... for longer
+
+
+def test_isolated_lru_caches_nothing_for_a_salt_without_a_limit() -> None:
+    tier = Tier("IsolatedLRU", 8)
+    assert tier.store("ab") == 2
+    tier.core.set_limit("", 2 * UNIT)
+    assert tier.store("abc") == 1  # the longest prefix that the limit allows
+    assert tier.resident() == "ab"
+
+
+def test_isolated_lru_evicts_within_the_salt() -> None:
+    tier = Tier("IsolatedLRU", 8)
+    tier.core.set_limit("x", 2 * UNIT)
+    tier.core.set_limit("y", 4 * UNIT)
+    tier.store("ab", "x")
+    tier.store("pqrs", "y")
+    tier.store("c", "x")
+    tier.store("d", "x")
+    assert tier.resident() == "cdpqrs"  # y was left alone although it is older
+    lease = tier.hold("cd", "x")
+    assert tier.store("e", "x") == 1  # everything of x is being read
+    tier.core.release(lease)
+    assert tier.store("e", "x") == 0
+
+
+def test_a_lower_limit_takes_effect() -> None:
+    tier = Tier("IsolatedLRU", 8)
+    tier.core.set_limit("x", 4 * UNIT)
+    tier.store("abcd", "x")
+    lease = tier.hold("abc", "x")
+    tier.core.set_limit("x", 1 * UNIT)
+    assert tier.core.enforce_limits() == (1, UNIT)
+    tier.core.release(lease)
+    assert tier.core.enforce_limits() == (2, 2 * UNIT)
+    assert tier.resident() == "a"
+    assert tier.core.enforce_limits() == (0, 0)
+
+
+def test_limits_that_promise_more_than_there_is_share_it() -> None:
+    tier = Tier("IsolatedLRU", 8)
+    tier.core.set_limit("x", 8 * UNIT)
+    tier.core.set_limit("y", 8 * UNIT)
+    tier.store("abcdefgh", "x")
+    for name in "pqrstuvw":
+        assert tier.store(name, "y") == 0
+    usage = dict(tier.core.salt_usage())
+    assert sum(usage.values()) == 8 * UNIT
+    assert min(usage["x"], usage["y"]) >= 3 * UNIT
+    tier.core.check()
