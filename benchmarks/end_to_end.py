@@ -20,6 +20,7 @@ from lmcache.testing.tiny_models import make_llama
 from measure import MIB, Buffer, Result, at_least, at_most, best_copy_seconds, report, spread
 
 SMALLEST_BLOCK = "32"
+SETTLE_SECONDS = 3.0
 
 
 def prompt_of(seed: int, tokens: int) -> list[int]:
@@ -27,8 +28,22 @@ def prompt_of(seed: int, tokens: int) -> list[int]:
     return [source.randrange(3, 1000) for _ in range(tokens)]
 
 
+def settle() -> None:
+    """Before a request to another engine: a vLLM worker polls for its next step for some seconds after an answer, and
+    would take a core from the engine that is measured."""
+    time.sleep(SETTLE_SECONDS)
+
+
+def first_token_seconds(engine: VllmEngine, prompt: list[int]) -> tuple[float, int]:
+    """Time to first token, and how many tokens of the prompt came from a cache."""
+    settle()
+    completion = engine.complete(prompt, max_tokens=1)
+    return completion.time_to_first_token_seconds, completion.cached_tokens
+
+
 def together(engine: VllmEngine, prompts: Sequence[list[int]], max_tokens: int) -> float:
     """Seconds until the last of the concurrent requests is answered."""
+    settle()
     threads = [
         threading.Thread(target=engine.complete, args=(prompt,), kwargs={"max_tokens": max_tokens})
         for prompt in prompts
@@ -43,15 +58,15 @@ def together(engine: VllmEngine, prompts: Sequence[list[int]], max_tokens: int) 
 
 def first_token(cached: VllmEngine, own: VllmEngine, tokens: int, runs: int) -> list[Result]:
     prompt = prompt_of(1, tokens)
-    cold = cached.complete(prompt, max_tokens=1).time_to_first_token_seconds
-    own.complete(prompt, max_tokens=1)
+    cold, _ = first_token_seconds(cached, prompt)
+    first_token_seconds(own, prompt)
     hits, floors = [], []
-    hit_tokens = 0
+    hit_tokens = own_tokens = 0
     for _ in range(runs):
-        completion = cached.complete(prompt, max_tokens=1)
-        hits.append(completion.time_to_first_token_seconds)
-        hit_tokens = completion.cached_tokens
-        floors.append(own.complete(prompt, max_tokens=1).time_to_first_token_seconds)
+        seconds, hit_tokens = first_token_seconds(cached, prompt)
+        hits.append(seconds)
+        seconds, own_tokens = first_token_seconds(own, prompt)
+        floors.append(seconds)
     copied_bytes = tokens * 8192
     source, destination = Buffer(copied_bytes), Buffer(copied_bytes)
     copy = best_copy_seconds(source, destination, copied_bytes)
@@ -60,7 +75,7 @@ def first_token(cached: VllmEngine, own: VllmEngine, tokens: int, runs: int) -> 
         Result(f"{tokens} tokens: cold", cold * 1000, "ms"),
         Result(f"{tokens} tokens: L1 hit ({hit_tokens} cached)", hit * 1000, "ms", detail=spread(hits, 1000)),
         Result(
-            f"{tokens} tokens: own prefix cache, block {SMALLEST_BLOCK}",
+            f"{tokens} tokens: own prefix cache, block {SMALLEST_BLOCK} ({own_tokens})",
             floor * 1000,
             "ms",
             detail=spread(floors, 1000),
