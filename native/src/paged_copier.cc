@@ -174,9 +174,8 @@ PagedCopier::JobId PagedCopier::start(std::shared_ptr<Job> job) {
     if (job->left == 0) {
         finish(*job);
     } else {
-        const bool several = job->left > job->chunks_per_piece;
         queue_.push_back(std::move(job));
-        several ? work_ready_.notify_all() : work_ready_.notify_one();
+        work_ready_.notify_one();
     }
     return id;
 }
@@ -191,7 +190,11 @@ void PagedCopier::work() noexcept {
         const std::size_t end = std::min(begin + job->chunks_per_piece, job->slots.size());
         job->next = end;
         if (end == job->slots.size()) queue_.pop_front();
+        const bool more = !queue_.empty();
         lock.unlock();
+        // Each thread wakes the next. Were all woken at once, two could be put on one core, because the submitter still
+        // runs on the other, and stay there for most of a job.
+        if (more) work_ready_.notify_one();
         for (std::size_t chunk = begin; chunk < end; ++chunk) {
             job->results[chunk] = job->is_store ? store_chunk(*job, chunk) : load_chunk(*job, chunk);
         }
