@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from lmcache.testing.faults import FaultyAdapter
 
 MOCK = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100}
 FS_NATIVE = {"type": "fs_native", "base_path": "{folder}/base"}
+
+NATIVE = {"type": "native_plugin", "module_path": str(Path(__file__).with_name("native_client.py"))}
 
 TestMock = adapter_contract(MOCK)
 TestFaultyAdapterPassesOn = adapter_contract(lambda folder: FaultyAdapter(build_from(MOCK, folder)), steps=1000)
@@ -37,6 +40,42 @@ TestFsNativeDirect = adapter_contract(
 )
 TestFsNativeReadAhead = adapter_contract(
     {**FS_NATIVE, "read_ahead_size": 5000, "max_capacity_gb": 0.01}, after_restart="told", steps=1000
+)
+
+
+TestFs = adapter_contract(
+    {"type": "fs", "base_path": "{folder}", "relative_tmp_dir": "tmp"}, after_restart="told", steps=1000
+)
+
+
+class TestNativePlugin(AdapterContract):
+    after_restart = "found"
+
+    def build(self, folder: Path) -> Adapter:
+        spec = {**NATIVE, "class_name": "DeletingClient", "adapter_params": {"space": "{folder}"}}
+        self.adapter = build_from(spec, folder)
+        return self.adapter
+
+    def break_backend(self, folder: Path) -> bool:
+        client: Any = self.adapter._client  # type: ignore[attr-defined]
+        client.fails |= {"set", "get", "exists", "delete"}
+        return True
+
+
+TestNativePluginThatSaysLittle = adapter_contract(
+    {
+        **NATIVE,
+        "class_name": "DeletingClient",
+        "adapter_params": {"space": "{folder}", "says_each": False, "resets": False},
+    },
+    after_restart="found",
+    steps=1000,
+)
+TestNativePluginWithoutDelete = adapter_contract(
+    {**NATIVE, "class_name": "Client", "adapter_params": {"space": "{folder}"}},
+    after_restart="found",
+    can_delete=False,
+    steps=1000,
 )
 
 

@@ -54,3 +54,13 @@ def header_template(namespace: Namespace, payload_bytes: int, serde: str = "", s
 def parse_header(header: bytes | bytearray | memoryview) -> FrameHeader:
     """Reads a header; ValueError says what is wrong with it. Says nothing about the payload."""
     return FrameHeader(**_native.frame_parse(header))  # type: ignore[arg-type]
+
+
+def holds_whole_frame(buffer: memoryview, size_bytes: int) -> bool:
+    """Whether the first `size_bytes` of a buffer have room for what the header in them announces. A frame may be
+    shorter or longer than a slot where a server with another --l1-align-bytes wrote it."""
+    try:
+        header = parse_header(buffer.cast("B")[:FRAME_HEADER_BYTES])
+    except ValueError:
+        return False
+    return size_bytes > FRAME_HEADER_BYTES and FRAME_HEADER_BYTES + header.payload_bytes <= size_bytes

@@ -58,8 +58,8 @@ def _eviction(where: str, spec: object) -> EvictionConfig:
     return EvictionConfig(**values)
 
 
-def parse(spec: Mapping[str, Any], index: int, keys: tuple[Key, ...]) -> AdapterConfig:
-    """`keys` are those of the type; the common ones are added here."""
+def parse(spec: Mapping[str, Any], index: int, keys: tuple[Key, ...], bounds_itself: bool = False) -> AdapterConfig:
+    """`keys` are those of the type; the common ones are added here. `bounds_itself`: the backend has a limit anyway."""
     where = f"--l2-adapter {index + 1} ({spec['type']})"
     if "serde" in spec:
         raise ConfigError(f'{where}: "serde" is not built yet; leave the key out to store KV as it is.')
@@ -75,7 +75,7 @@ def parse(spec: Mapping[str, Any], index: int, keys: tuple[Key, ...]) -> Adapter
     if "max_size_gb" in values:
         capacity_gb = min(capacity_gb, values["max_size_gb"])
     eviction = values["eviction"]
-    if eviction is not None and not capacity_gb:
+    if eviction is not None and not capacity_gb and not bounds_itself:
         raise ConfigError(f'{where}: "eviction" needs "max_capacity_gb" above 0: it is a fraction of that.')
     return AdapterConfig(
         type=spec["type"],

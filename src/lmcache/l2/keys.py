@@ -40,6 +40,12 @@ def switch(value: Any) -> bool:
     return value
 
 
+def mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("a JSON object")
+    return dict(value)
+
+
 def whole(minimum: int, maximum: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:

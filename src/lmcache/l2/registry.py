@@ -9,28 +9,28 @@ from typing import Any
 from lmcache.errors import ConfigError
 from lmcache.l2 import config as configuration
 from lmcache.l2.adapter import Adapter
-from lmcache.l2.adapters import fs_native, mock
+from lmcache.l2.adapters import fs, fs_native, mock, native_plugin, plugin
 from lmcache.l2.config import AdapterConfig
 from lmcache.l2.keys import Key, nearest
 
 NOT_BUILT = (
     "nixl_store",
     "nixl_store_dynamic",
-    "fs",
     "raw_block",
     "dax",
     "mooncake_store",
     "s3",
     "resp",
-    "plugin",
-    "native_plugin",
 )
 
 
 @dataclass(frozen=True)
 class AdapterType:
+    """`bounds_itself`: the backend has a capacity without max_capacity_gb."""
+
     keys: tuple[Key, ...]
     build: Callable[[AdapterConfig], Adapter]
+    bounds_itself: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,11 @@ class ConfiguredAdapter:
 
 
 TYPES: dict[str, AdapterType] = {
+    "fs": AdapterType(fs.KEYS, fs.build),
     "fs_native": AdapterType(fs_native.KEYS, fs_native.build),
-    "mock": AdapterType(mock.KEYS, mock.build),
+    "plugin": AdapterType(plugin.KEYS, plugin.build, bounds_itself=True),
+    "native_plugin": AdapterType(native_plugin.KEYS, native_plugin.build),
+    "mock": AdapterType(mock.KEYS, mock.build, bounds_itself=True),
 }
 
 
@@ -60,7 +63,7 @@ def parse_adapter(spec: Mapping[str, Any], index: int) -> AdapterConfig:
         raise ConfigError(f'{where}: the adapter type "{name}" is not built yet; built are {built}.')
     if name not in TYPES:
         raise ConfigError(f'{where}: unknown adapter type "{name}"{nearest(name, tuple(TYPES))}; built are {built}.')
-    return configuration.parse(spec, index, TYPES[name].keys)
+    return configuration.parse(spec, index, TYPES[name].keys, TYPES[name].bounds_itself)
 
 
 def build(config: AdapterConfig) -> ConfiguredAdapter:

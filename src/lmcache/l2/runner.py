@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.errors import AdapterError, CapacityError, ResourceError
+from lmcache.errors import AdapterError, CapacityError, ConfigError, ResourceError
 from lmcache.eviction.registry import build_policy
 from lmcache.l2.accounting import Ledger
 from lmcache.l2.breaker import Breaker
@@ -70,7 +71,15 @@ class Runner:
                 f"{self.config.where}: the backend did not answer within {self.config.timeout_seconds:g} s; "
                 "see whether it is up, or raise timeout_seconds."
             ) from None
-        self.ledger.capacity = self._adapter.capacity
+        capacity, configured_bytes = self._adapter.capacity, self.config.capacity_bytes
+        if configured_bytes is not None:
+            capacity = replace(capacity, limit_bytes=min(configured_bytes, capacity.limit_bytes or configured_bytes))
+        if self.config.eviction and capacity.limit_bytes is None:
+            await self._adapter.close()
+            raise ConfigError(
+                f'{self.config.where}: "eviction" needs "max_capacity_gb" above 0; this adapter has no limit itself.'
+            )
+        self.ledger.capacity = capacity
 
     async def drain(self, seconds: float) -> bool:
         """Refuses new stores and loads and waits for those under way. False when some did not end in time: their

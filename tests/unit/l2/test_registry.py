@@ -56,7 +56,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"base_path": "/x"}, ["--l2-adapter 1", '"type"', "fs_native, mock"]),
+        ({"base_path": "/x"}, ["--l2-adapter 1", '"type"', "fs, fs_native, "]),
         ([1], ["must be a JSON object"]),
         ({"type": "fs_nativ"}, ["unknown adapter type", "did you mean fs_native?"]),
         ({"type": 3}, ['"type"']),
@@ -79,6 +79,11 @@ def test_defaults() -> None:
         ({**MOCK, "eviction": {"eviction_policy": "lru"}}, ["one of LRU, noop", "did you mean LRU?"]),
         ({**MOCK, "eviction": {"eviction_policy": "LRU", "ratio": 1}}, ['"ratio"', "did you mean eviction_ratio?"]),
         ({**MOCK, "eviction": {"eviction_policy": "LRU", "trigger_watermark": 2}}, ["trigger_watermark"]),
+        ({"type": "fs", "base_path": "/x", "num_workers": 4}, ['unknown key "num_workers"', "read_ahead_size"]),
+        ({"type": "fs"}, ['"base_path" is required']),
+        ({"type": "plugin", "module_path": "x"}, ['"class_name" is required']),
+        ({"type": "plugin", "module_path": "x", "class_name": "X", "adapter_params": "y"}, ["must be a JSON object"]),
+        ({"type": "native_plugin", "module_path": "x", "class_name": "X", "config_class_name": "Y"}, ["unknown key"]),
         ({**MOCK, "max_size_gb": 0}, ["max_size_gb", "above 0"]),
         ({**MOCK, "base_path": "/x"}, ['unknown key "base_path"']),
     ],
@@ -93,7 +98,7 @@ def test_what_is_wrong_is_refused_in_one_sentence(spec: Any, words: list[str]) -
 
 @pytest.mark.parametrize("name", NOT_BUILT)
 def test_what_is_not_built_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f'"{name}" is not built yet; built are fs_native, mock'):
+    with pytest.raises(ConfigError, match=f'"{name}" is not built yet; built are fs, fs_native, '):
         parse_adapter({"type": name}, 0)
 
 

@@ -13,9 +13,9 @@ import os
 from array import array
 from collections.abc import Sequence
 
-from lmcache.core.frame import parse_header
+from lmcache.core.frame import holds_whole_frame
 from lmcache.core.key import ObjectKey
-from lmcache.core.limits import FRAME_ALIGN_BYTES, FRAME_HEADER_BYTES
+from lmcache.core.limits import FRAME_ALIGN_BYTES
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapter import Capacity, Inventory
@@ -176,7 +176,7 @@ class FsNativeAdapter:
         outcomes = []
         for index, (result, error) in enumerate(zip(moved, errors, strict=True)):
             if error == 0:
-                fits = result == buffers[index].nbytes or _is_whole_frame(buffers[index], result)
+                fits = result == buffers[index].nbytes or holds_whole_frame(buffers[index], result)
                 outcomes.append(LoadOutcome.LOADED if fits else LoadOutcome.CORRUPT)
             elif error in (errno.ENOENT, errno.ENOTDIR):
                 outcomes.append(LoadOutcome.MISSING)
@@ -348,15 +348,6 @@ class FsNativeAdapter:
             part = missing[start : start + INVENTORY_SLICE]  # asked again: it may have been stored during the scan
             sizes = await self.probe(part)
             self._inventory.lost([key for key, size in zip(part, sizes, strict=True) if size is None])
-
-
-def _is_whole_frame(buffer: memoryview, size_bytes: int) -> bool:
-    """A file of another length than the slot is right where a server with another --l1-align-bytes wrote it."""
-    try:
-        header = parse_header(buffer.cast("B")[:FRAME_HEADER_BYTES])
-    except ValueError:
-        return False
-    return size_bytes > FRAME_HEADER_BYTES and FRAME_HEADER_BYTES + header.payload_bytes <= size_bytes
 
 
 def _checked_tmp(relative: str, where: str) -> str:

@@ -1,0 +1,73 @@
+"""Classes that somebody else wrote, found by the names in an adapter's specification."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from lmcache.errors import ConfigError, LMCacheError
+from lmcache.l2.keys import nearest
+
+
+def import_module(where: str, module_path: str) -> ModuleType:
+    """A dotted name as in `import`, or the path of a .py file. ConfigError says what Python said."""
+    try:
+        if not module_path.endswith(".py"):
+            return importlib.import_module(module_path)
+        path = os.path.realpath(module_path)
+        name = f"lmcache_outside_{os.path.basename(path)[:-3]}_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+        if name in sys.modules:
+            return sys.modules[name]
+        found = importlib.util.spec_from_file_location(name, path)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+        sys.modules[name] = module
+        return module
+    except Exception as error:  # code from outside may raise anything while it is imported
+        raise ConfigError(
+            f'{where}: "module_path" {module_path!r} cannot be imported ({type(error).__name__}: {error}); it must be '
+            "a module that Python finds where the server runs, or the path of a .py file."
+        ) from error
+
+
+def construct(where: str, module: ModuleType, class_name: str, parameters: Mapping[str, Any], config_class: str) -> Any:
+    """`class_name(**parameters)`; with a configuration class `class_name(config)`, where config comes from its
+    `from_dict(parameters)` if it has one and from `config_class(**parameters)` otherwise."""
+    kind = _attribute(where, module, "class_name", class_name)
+    try:
+        if not config_class:
+            return kind(**parameters)
+        configuration = _attribute(where, module, "config_class_name", config_class)
+        from_dict = getattr(configuration, "from_dict", None)
+        return kind(from_dict(dict(parameters)) if from_dict else configuration(**parameters))
+    except LMCacheError:
+        raise
+    except Exception as error:  # code from outside may raise anything
+        raise ConfigError(
+            f'{where}: {class_name} does not take "adapter_params" {dict(parameters)!r} '
+            f"({type(error).__name__}: {error})."
+        ) from error
+
+
+def need_methods(where: str, adapter: object, names: tuple[str, ...], guide: str) -> None:
+    missing = [name for name in names if not callable(getattr(adapter, name, None))]
+    if missing:
+        raise ConfigError(f"{where}: {type(adapter).__name__} lacks {', '.join(missing)}; {guide} says what it needs.")
+
+
+def _attribute(where: str, module: ModuleType, key: str, name: str) -> Any:
+    found = getattr(module, name, None)
+    if not callable(found):
+        classes = [candidate for candidate, value in vars(module).items() if isinstance(value, type)]
+        raise ConfigError(
+            f'{where}: "{key}" {name!r} is not a class in {module.__name__}{nearest(name, classes)}; '
+            "write it as in the module."
+        )
+    return found
