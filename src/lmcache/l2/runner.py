@@ -120,6 +120,13 @@ class Runner:
         log.info("%s: holds %d objects, %d bytes", self.name, len(self.ledger), self.ledger.held_bytes)
         self._show_usage()
 
+    async def wait_for_inventory(self) -> None:
+        """Until the adapter has told what it holds, or its deadline has passed."""
+        try:
+            await asyncio.wait_for(self._inventory_complete.wait(), self.config.timeout_seconds)
+        except asyncio.TimeoutError:
+            pass
+
     # ---- operations --------------------------------------------------------------------------------------------------
     async def store(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], release: Callable[[], None]

@@ -22,6 +22,7 @@ from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering import policies
+from lmcache.tiering.catch_up import CatchUp
 from lmcache.tiering.eviction import EvictionController
 from lmcache.tiering.loads import Loader
 from lmcache.tiering.prefetch import PrefetchController, PrefetchRequest, PrefetchResult
@@ -77,7 +78,10 @@ class Storage:
         self._eviction = EvictionController(
             l1, self._runners, self._store, watermark=eviction_watermark, ratio=eviction_ratio
         )
-        self._evicting: asyncio.Task[None] | None = None
+        self._catch_up: CatchUp | None = None
+        if self._runners and l1.adoption.objects:
+            self._catch_up = CatchUp(l1, self._runners, self._store, self._verifier, metrics)
+        self._background: list[asyncio.Task[None]] = []
 
     # ---- life --------------------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -123,15 +127,25 @@ class Storage:
         for runner in self._runners:
             await runner.open()
         self._store.start()
-        self._evicting = asyncio.get_running_loop().create_task(self._eviction.run(), name="eviction")
+        loop = asyncio.get_running_loop()
+        self._background.append(loop.create_task(self._eviction.run(), name="eviction"))
+        if self._catch_up is not None:
+            self._background.append(loop.create_task(self._run_catch_up(self._catch_up), name="catch-up"))
+
+    @staticmethod
+    async def _run_catch_up(catch_up: CatchUp) -> None:
+        try:
+            await catch_up.run()
+        except Exception:  # the root of a task
+            log.exception("What a former server left could not be given to L2")
 
     async def _drain(self, seconds: float) -> bool:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         await self._store.flush(deadline - loop.time())
         self._store.stop()
-        if self._evicting is not None:
-            self._evicting.cancel()
+        for background in self._background:
+            background.cancel()
         for task in self._prefetches:
             task.cancel()
         drained = [await runner.drain(deadline - loop.time()) for runner in self._runners]

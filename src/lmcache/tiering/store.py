@@ -54,6 +54,7 @@ class StoreController:
         self._batches = 0  # taken from a queue, not yet given back
         self._targets_left: dict[ObjectKey, int] = {}  # only where objects leave L1 afterwards
         self._to_drop: dict[ObjectKey, int] = {}  # stored, but somebody was reading: namespace ids
+        self._taken = asyncio.Event()  # from a queue
         self._idle = asyncio.Event()
         self._idle.set()
         self._task_numbers = count(1)
@@ -77,6 +78,23 @@ class StoreController:
             self._enqueue(QueuedObject(key, namespace_id, frame_bytes))
         for event in self._wake:
             event.set()
+
+    def offer(self, objects: Sequence[QueuedObject]) -> None:
+        """Objects that were resident before; adapters that have them keep what they have."""
+        for queued in objects:
+            self._enqueue(queued)
+        for event in self._wake:
+            event.set()
+
+    async def wait_for_room(self, objects: int) -> None:
+        """Until fewer than that many are queued."""
+        while self.queued_objects >= objects:
+            self._taken.clear()
+            await self._taken.wait()
+
+    @property
+    def drops_from_l1(self) -> bool:
+        return self._policy.drops_from_l1
 
     def _enqueue(self, queued: QueuedObject) -> None:
         targets = self._policy.targets(queued.key, len(self._runners))
@@ -104,6 +122,7 @@ class StoreController:
         for queue in self._queues:
             waiting = list(queue)
             queue.clear()
+            self._taken.set()
             self._finish(waiting)
 
     async def flush(self, seconds: float) -> bool:
@@ -148,6 +167,7 @@ class StoreController:
             if size_bytes > self._batch_bytes:
                 break
             batch.append(queue.popleft())
+        self._taken.set()
         return batch
 
     async def _store(self, runner: Runner, batch: Sequence[QueuedObject]) -> None:
