@@ -6,7 +6,7 @@ STAMPS := $(VENV)/.stamps
 SOURCES := $(shell git ls-files native src pyproject.toml CMakeLists.txt 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types native native-test python-test bench clean
+.PHONY: help demo test lint format types native native-test python-test nightly bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,9 @@ native-test: ## C++ tests: plain, with ASan and UBSan, with TSan
 
 python-test: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## Python tests, the ones with real vLLM included
 	$(PY) -m pytest tests
+
+nightly: $(STAMPS)/package $(STAMPS)/tools ## what takes long: 200 rounds of load, kill -9 and restart for everything that keeps objects
+	LMCACHE_KILL_ROUNDS=200 $(PY) -m pytest tests/process/test_kill_loop.py
 
 bench: $(STAMPS)/engine $(STAMPS)/package ## the measurements behind the README, about 15 minutes
 	$(PY) benchmarks/run.py

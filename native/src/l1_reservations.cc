@@ -114,8 +114,11 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
                 ++leased_objects_;
             }
             order_.enter(index, hash_object(object));
-            if (leased && !object.temporary) slots_.set_resident(object.first_unit, object.units, object.last_use);
-            if (object.temporary) slots_.clear(object.first_unit);  // nobody writes there, and nobody is to keep it
+            if (object.temporary) {
+                slots_.clear(object.first_unit);  // nobody writes there, and nobody is to keep it
+            } else {                              // in chunk order: whoever dies in the middle leaves a prefix
+                slots_.set_resident(object.first_unit, object.units, object.last_use);
+            }
             committed.records.push_back({object.name_space, chunk, offset_of(object), bytes(object.units)});
         }
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lmcache import _native
 from lmcache.client import Client
@@ -23,8 +23,20 @@ NO_SLOT = 2**64 - 1
 class SmallEngine:
     """One instance with one worker of one rank and one object group, over one client."""
 
-    def __init__(self, port: int, *, instance_id: str = "", payload_bytes: int = 4096, heartbeat: float = 10.0) -> None:
-        self.client = Client(f"tcp://127.0.0.1:{port}", heartbeat_interval_seconds=heartbeat)
+    def __init__(
+        self,
+        port: int,
+        *,
+        instance_id: str = "",
+        payload_bytes: int = 4096,
+        heartbeat: float = 10.0,
+        on_new_incarnation: Callable[[Client], None] | None = None,
+    ) -> None:
+        self.client = Client(
+            f"tcp://127.0.0.1:{port}",
+            heartbeat_interval_seconds=heartbeat,
+            on_new_incarnation=on_new_incarnation,
+        )
         self.instance_id = instance_id or f"engine-{uuid.uuid4().hex[:8]}"
         self.payload_bytes = payload_bytes
         self._heartbeat = heartbeat
