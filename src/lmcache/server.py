@@ -21,6 +21,8 @@ from lmcache.config.spec import ServerConfig
 from lmcache.core.chunking import ChunkHasher
 from lmcache.core.limits import GIB
 from lmcache.errors import ServerUnavailable
+from lmcache.eviction.limits import SaltLimits
+from lmcache.l1.quota import Quotas
 from lmcache.l1.store import L1Store
 from lmcache.l2 import registry as adapters
 from lmcache.memory.inheritance import Inheritance
@@ -111,6 +113,9 @@ class Server:
         )
         closers.callback(self._close_l1)
         closers.callback(self.metrics.on_scrape(self._l1.stats))
+        salt_limits = SaltLimits()
+        self.quotas = Quotas(self._l1.core, salt_limits, enforced=config.eviction_policy == "IsolatedLRU")
+        closers.callback(self.metrics.on_scrape(lambda: self.quotas.publish(self.metrics)))
         self._storage = Storage(
             self._l1,
             configured,
@@ -122,6 +127,7 @@ class Server:
             metrics=self.metrics,
             clock=self._clock,
             verify_threads=config.max_cpu_workers or 1,
+            salt_limits=salt_limits,
         )
         self._storage.start()
         closers.callback(self._drain_storage)

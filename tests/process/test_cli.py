@@ -75,7 +75,6 @@ def adapter(**keys: object) -> tuple[str, str]:
         (["--l2-adapter", '{"type": "s3", "s3_endpoint": "s3://b", "s3_region": "r"}'], '"s3" is not built yet'),
         (["--l2-adapter", '{"type": "fs_nativ", "base_path": "/x"}'], "fs_native"),
         (["--l1-size-gb", "much"], "--l1-size-gb must be a number of GB, got 'much'."),
-        (["--eviction-policy", "IsolatedLRU"], "that is not built yet"),
         (["--admin-token-file", "/nonexistent/token"], "--admin-token-file /nonexistent/token cannot be read"),
         (["--config", "/nonexistent/server.yaml"], "--config /nonexistent/server.yaml cannot be read"),
     ],
@@ -189,7 +188,27 @@ def test_resources_of_a_running_server(server: CacheServer) -> None:
     assert server.metric("lmcache_mp_l1_usage_ratio") >= 0
     status, config = http_json(server.http_port, "GET", "/config")
     assert config["port"] == server.port
-    assert http_json(server.http_port, "GET", "/quota")[0] == 501
+    assert http_json(server.http_port, "GET", "/cache/pins")[0] == 501
+
+
+def test_quotas_of_a_running_server(server: CacheServer) -> None:
+    url = ("--url", f"http://127.0.0.1:{server.http_port}", "--format", "json")
+    done = lmcache("quota", "set", "tenant/1 ", "0.5", *url)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["metrics"] == {
+        "cache_salt": "tenant/1 ",
+        "limit_gb": 0.5,
+        "current_usage_gb": 0.0,
+        "exists": True,
+        "enforced": False,
+    }
+    assert lmcache("quota", "set", "_default", "1", *url).returncode == 0
+    listed = json.loads(lmcache("quota", "list", *url).stdout)["metrics"]["quotas"]
+    assert [(quota["cache_salt"], quota["limit_gb"]) for quota in listed] == [("_default", 1.0), ("tenant/1 ", 0.5)]
+    assert json.loads(lmcache("quota", "delete", "tenant/1 ", *url).stdout)["metrics"]["exists"] is False
+    assert json.loads(lmcache("quota", "get", "tenant/1 ", *url).stdout)["metrics"]["limit_gb"] == 0
+    refused = lmcache("quota", "set", "tenant", "-1", *url)
+    assert refused.returncode != 0 and "Traceback" not in refused.stderr
 
 
 def test_health_tells_when_the_process_is_stopped_and_comes_back(server: CacheServer) -> None:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from lmcache import __version__
 from lmcache.admin.access import why_refused
+from lmcache.admin.quota import QuotaResources
 from lmcache.admin.state import ServerState
 from lmcache.config.redact import redacted
 from lmcache.config.values import did_you_mean
@@ -40,8 +41,6 @@ _UNBUILT = {
     "/cache/prefetches": "Prefetching on request",
     "/cache/prefetches/{id}": "Prefetching on request",
     "/cache/pins": "Pinning",
-    "/quota": "A quota for each cache salt",
-    "/quota/{cache_salt}": "A quota for each cache salt",
 }
 _INDEX = """LMCache server {version}
 
@@ -53,6 +52,8 @@ GET  /config           options in force, secrets hidden; /config/adapters: the L
 GET  /version
 GET  /loglevel         PUT {{"level": "DEBUG"}} changes it
 POST /cache/clear      {{"tier": "l1"}}, "l2" or "all"
+GET  /quota            what each cache salt may keep, and has
+PUT  /quota/SALT       {{"limit_gb": 1.5}} sets it; GET shows one, DELETE removes it; _default is the empty salt
 """
 
 
@@ -93,7 +94,7 @@ class Resources:
         self._health.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+    async def in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def index(self, request: Request) -> Response:
@@ -119,7 +120,7 @@ class Resources:
         )
 
     async def status(self, request: Request) -> Response:
-        return JSONResponse(await self._in_thread(self._state.status))
+        return JSONResponse(await self.in_thread(self._state.status))
 
     async def version(self, request: Request) -> Response:
         protocol = {"current": PROTOCOL_VERSION, "oldest_supported": OLDEST_SUPPORTED_PROTOCOL_VERSION}
@@ -136,11 +137,11 @@ class Resources:
             raise HTTPException(
                 404, "Metrics are off: the server was started with --disable-metrics or --disable-observability."
             )
-        return Response(await self._in_thread(self._state.metrics.exposition), media_type=EXPOSITION_TYPE)
+        return Response(await self.in_thread(self._state.metrics.exposition), media_type=EXPOSITION_TYPE)
 
     async def loglevel(self, request: Request) -> Response:
         if request.method == "PUT":
-            body = await self._change(request, {"level"})
+            body = await self.change(request, {"level"})
             level = str(body.get("level") or request.query_params.get("level") or "").upper()
             if level not in logs.LEVELS:
                 raise HTTPException(400, f'"level" must be one of {", ".join(logs.LEVELS)}.')
@@ -149,18 +150,18 @@ class Resources:
         return JSONResponse({"level": logs.current_level()})
 
     async def clear(self, request: Request) -> Response:
-        body = await self._change(request, {"tier", "force"})
+        body = await self.change(request, {"tier", "force"})
         tier = body.get("tier", "l1")
         if tier not in TIERS:
             raise HTTPException(400, f'"tier" must be one of {", ".join(TIERS)}, got {tier!r}.')
         if not isinstance(body.get("force", False), bool):
             raise HTTPException(400, '"force" must be true or false.')
         # With force or without: what an engine is reading is unreachable at once and freed when it has finished.
-        objects, size_bytes = await self._in_thread(lambda: self._state.clear(tier))
+        objects, size_bytes = await self.in_thread(lambda: self._state.clear(tier))
         logger.info("Cleared %s by request: %d objects, %d bytes", tier, objects, size_bytes)
         return JSONResponse({"status": "ok", "ok": True, "tier": tier, "objects": objects, "bytes": size_bytes})
 
-    async def _change(self, request: Request, allowed: set[str]) -> dict[str, Any]:
+    async def change(self, request: Request, allowed: set[str]) -> dict[str, Any]:
         """The body of a request that changes state, once it is known that it may."""
         if refusal := why_refused(request, self._token):
             raise HTTPException(403, refusal)
@@ -230,6 +231,7 @@ def build_app(state: ServerState, token: str = "") -> Starlette:
         Route("/metrics", resources.metrics),
         Route("/loglevel", resources.loglevel, methods=["GET", "PUT"]),
         Route("/cache/clear", resources.clear, methods=["POST"]),
+        *QuotaResources(state, resources.in_thread, resources.change).routes(),
     ]
     every_method = ["GET", "POST", "PUT", "DELETE"]
     routes += [Route(path, _unbuilt(what), methods=every_method) for path, what in _UNBUILT.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from lmcache.config.spec import ServerConfig
+from lmcache.l1.quota import Quotas
 from lmcache.telemetry.metrics import Metrics
 
 
@@ -16,6 +17,9 @@ class ServerState(Protocol):
 
     @property
     def metrics(self) -> Metrics: ...
+
+    @property
+    def quotas(self) -> Quotas: ...
 
     def health(self, within_seconds: float) -> str:
         """ "" when the message loop and the storage loop both answered within the bound, else one sentence that names

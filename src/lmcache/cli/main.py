@@ -20,6 +20,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ping": ("lmcache.cli.ping", "is a server (or an engine) alive?"),
     "describe": ("lmcache.cli.describe", "what a running server holds and does"),
     "kvcache clear": ("lmcache.cli.kvcache", "remove what a running server has cached"),
+    "quota set": ("lmcache.cli.quota", "set how much of L1 a cache salt may keep"),
+    "quota get": ("lmcache.cli.quota", "the quota of one cache salt, and what it takes"),
+    "quota list": ("lmcache.cli.quota", "all quotas"),
+    "quota delete": ("lmcache.cli.quota", "remove the quota of a cache salt"),
     "doctor": ("lmcache.cli.doctor", "can this machine run the server and its engines well?"),
     "demo": ("lmcache.cli.demo", "a real vLLM on CPU, cold against cached, in one table"),
     "bench server": ("lmcache.cli.bench_server", "measure calls and copies against a server"),
@@ -30,9 +34,8 @@ UNBUILT: dict[str, str] = {
     "coordinator": "one server is all there is so far",
     "bench engine": "benchmarks/ has scripts that measure an engine",
     "query": "`lmcache describe` shows a running server",
-    "quota": "all salts share L1 so far",
-    "trace": "a --lookup-hash-log-dir records lookups",
     "tool": "there is no cache simulator so far",
+    "trace": "a --lookup-hash-log-dir records lookups",
     "top": "`lmcache describe` and /metrics show a running server",
 }
 
@@ -143,7 +146,7 @@ def _help(beginning: str = "") -> str:
         "",
         "Commands:",
     ]
-    lines += [f"  {name:<15}{text}" for name, (_, text) in COMMANDS.items() if name.startswith(beginning)]
+    lines += [f"  {name:<22}{text}" for name, (_, text) in COMMANDS.items() if name.startswith(beginning)]
     lines += [
         "",
         "Options of every command (lmcache server has --help and --quiet of these):",

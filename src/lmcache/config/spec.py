@@ -131,9 +131,10 @@ class ServerConfig:
     l1_numa: str = _option(Text("NODES"), "", "NUMA nodes for L1", unbuilt="placing L1 on NUMA nodes is not built yet")
 
     eviction_policy: str = _option(
-        Choice(("LRU", "S3FIFO", "noop"), unbuilt=("IsolatedLRU",)),
+        Choice(("LRU", "IsolatedLRU", "S3FIFO", "noop")),
         _REQUIRED,
-        "which objects leave a full L1: the least recently used; with S3FIFO, those never used again before others; "
+        "which objects leave a full L1: the least recently used; with IsolatedLRU, those of cache salts above their "
+        "quota, which is 0 until `lmcache quota set` raises it; with S3FIFO, those never used again before others; "
         "with noop, none",
     )
     eviction_trigger_watermark: float = _option(_FRACTION, 0.8, "used fraction of L1 at which eviction starts")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Noop(Generic[K]):
-    def add(self, keys: Sequence[K]) -> None:
+    def add(self, keys: Sequence[K], sizes: Sequence[int]) -> None:
         pass
 
-    def add_older(self, keys: Sequence[K]) -> None:
+    def add_older(self, keys: Sequence[K], sizes: Sequence[int]) -> None:
         pass
 
     def touch(self, keys: Sequence[K]) -> None:
@@ -21,5 +21,5 @@ class Noop(Generic[K]):
     def remove(self, key: K) -> None:
         pass
 
-    def victims(self, size_of: Callable[[K], int], wanted_bytes: int) -> list[K]:
+    def victims(self, wanted_bytes: int) -> list[K]:
         return []

@@ -6,11 +6,36 @@ Invariant: `used_bytes` is the sum of the charges of known objects, `reserved_by
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lmcache.core.key import ObjectKey
 from lmcache.eviction.base import EvictionPolicy
 from lmcache.l2.adapter import Capacity
+
+
+class Room:
+    """What one store may still write. Given back when the store has really ended, whoever still waits for it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._bytes = 0
+
+    def reserve(self, charge_bytes: int) -> None:
+        self._bytes += charge_bytes
+        self._ledger.reserved_bytes += charge_bytes
+
+    def stored(self, keys: Sequence[ObjectKey], sizes_bytes: Sequence[int]) -> None:
+        """Objects of this store that are there now."""
+        self._ledger.add(keys, sizes_bytes)
+        self._free(min(self._bytes, sum(map(self._ledger.charge_of, keys))))
+
+    def give_back(self) -> None:
+        self._free(self._bytes)
+
+    def _free(self, charge_bytes: int) -> None:
+        self._bytes -= charge_bytes
+        self._ledger.reserved_bytes -= charge_bytes
 
 
 class Ledger:
@@ -23,6 +48,7 @@ class Ledger:
         self.reserved_bytes = 0
         self._overhead_bytes = overhead_bytes
         self._charges: dict[ObjectKey, int] = {}
+        self._held: Counter[ObjectKey] = Counter()  # being read
 
     def __contains__(self, key: ObjectKey) -> bool:
         return key in self._charges
@@ -52,25 +78,18 @@ class Ledger:
         limit = self.capacity.limit_bytes
         return 0 if limit is None else max(0, total - limit)
 
-    def reserve(self, charge_bytes: int) -> None:
-        self.reserved_bytes += charge_bytes
-
-    def unreserve(self, charge_bytes: int) -> None:
-        self.reserved_bytes -= charge_bytes
-        assert self.reserved_bytes >= 0
-
     def add(self, keys: Sequence[ObjectKey], sizes_bytes: Sequence[int]) -> None:
         """Objects that were just stored or seen, in prefix order; the youngest from now on."""
         for key, size in zip(keys, sizes_bytes, strict=True):
             self._charge(key, size)
-        self.policy.add(keys)
+        self.policy.add(keys, [self._charges[key] for key in keys])
 
     def add_older(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
         """Objects found at start, youngest first."""
         new = [(key, size) for key, size in objects if key not in self._charges]
         for key, size in new:
             self._charge(key, size)
-        self.policy.add_older([key for key, _ in new])
+        self.policy.add_older([key for key, _ in new], [self._charges[key] for key, _ in new])
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
         self.policy.touch(keys)
@@ -82,8 +101,27 @@ class Ledger:
         self.used_bytes -= charge
         return charge
 
+    def hold(self, keys: Sequence[ObjectKey]) -> None:
+        """They are being read, and no victims until `let_go`."""
+        self._held.update(keys)
+
+    def let_go(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
+
     def victims(self, wanted_bytes: int) -> list[ObjectKey]:
-        return self.policy.victims(self.charge_of, wanted_bytes)
+        """Who goes to free so much, or as much as there is."""
+        passed_over = sum(map(self.charge_of, self._held))
+        chosen: list[ObjectKey] = []
+        for key in self.policy.victims(wanted_bytes + passed_over if wanted_bytes > 0 else 0):
+            if wanted_bytes <= 0:
+                break
+            if key not in self._held:
+                chosen.append(key)
+                wanted_bytes -= self._charges[key]
+        return chosen
 
     def check(self) -> None:
         """Asserts the invariant. O(objects)."""

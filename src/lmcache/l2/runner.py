@@ -19,8 +19,10 @@ from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import AdapterError, CapacityError, ConfigError, ResourceError
+from lmcache.eviction.base import EvictionPolicy
+from lmcache.eviction.limits import SaltLimits
 from lmcache.eviction.registry import build_policy
-from lmcache.l2.accounting import Ledger
+from lmcache.l2.accounting import Ledger, Room
 from lmcache.l2.breaker import Breaker
 from lmcache.l2.operations import Hold, Lane
 from lmcache.l2.registry import ConfiguredAdapter
@@ -32,14 +34,22 @@ U = TypeVar("U")
 log = logging.getLogger("lmcache.l2")
 
 DELETE_SLICE = 1024
+_THERE = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
 
 
 def _nothing() -> None:
     pass
 
 
+def _salt_of(key: ObjectKey) -> str:
+    return key.namespace.cache_salt
+
+
 class Runner:
-    def __init__(self, configured: ConfiguredAdapter, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self, configured: ConfiguredAdapter, metrics: Metrics, clock: Clock, salt_limits: SaltLimits | None = None
+    ) -> None:
+        """`salt_limits` is what IsolatedLRU goes by."""
         self.config = configured.config
         self.name = self.config.name
         self._adapter = configured.adapter
@@ -54,9 +64,10 @@ class Runner:
             max_open_seconds=limits.L2_BREAKER_MAX_OPEN_SECONDS,
         )
         eviction = self.config.eviction
-        self.ledger = Ledger(
-            build_policy(eviction.eviction_policy if eviction else "noop"), self._adapter.overhead_bytes
+        policy: EvictionPolicy[ObjectKey] = build_policy(
+            eviction.eviction_policy if eviction else "noop", _salt_of, salt_limits or SaltLimits()
         )
+        self.ledger = Ledger(policy, self._adapter.overhead_bytes)
         self._inventory_complete = asyncio.Event()
         self._evicting = asyncio.Lock()
         self._draining = False
@@ -132,11 +143,17 @@ class Runner:
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], release: Callable[[], None]
     ) -> list[StoreOutcome]:
         """Stores what is not there yet. `release` is called once, when the buffers are no longer needed."""
-        hold = Hold(release)
+        room = Room(self.ledger)
+
+        def ended() -> None:
+            room.give_back()
+            release()
+
+        hold = Hold(ended)
         outcomes = [StoreOutcome.FAILED] * len(keys)
         try:
             if not self._draining:
-                await self._store(keys, buffers, outcomes, hold)
+                await self._store(keys, buffers, outcomes, room, hold)
         finally:
             hold.done()
             self._show_usage()
@@ -145,8 +162,15 @@ class Runner:
     async def load(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], release: Callable[[], None]
     ) -> list[LoadOutcome]:
-        """Fills the buffers. `release` is called once, when nothing writes into them any more."""
-        hold = Hold(release)
+        """Fills the buffers. `release` is called once, when nothing writes into them any more. Until then the objects
+        are not evicted."""
+
+        def ended() -> None:
+            self.ledger.let_go(keys)
+            release()
+
+        self.ledger.hold(keys)
+        hold = Hold(ended)
         outcomes = [LoadOutcome.FAILED] * len(keys)
         try:
             if not self._draining:
@@ -215,7 +239,12 @@ class Runner:
 
     # ---- stores ------------------------------------------------------------------------------------------------------
     async def _store(
-        self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], outcomes: list[StoreOutcome], hold: Hold
+        self,
+        keys: Sequence[ObjectKey],
+        buffers: Sequence[memoryview],
+        outcomes: list[StoreOutcome],
+        room: Room,
+        hold: Hold,
     ) -> None:
         deadline = self._deadline()
         if self.ledger.capacity.limit_bytes is not None and not self._inventory_complete.is_set():
@@ -237,20 +266,16 @@ class Runner:
             self._set_full(outcomes, todo)
             return
         charges = {index: self.ledger.capacity.charge(buffers[index].nbytes) for index in todo}
-        admitted = await self._admit(keys, todo, charges)
+        admitted = await self._admit(keys, todo, charges, room)
         refused = todo[len(admitted) :]
-        reserved = sum(charges[index] for index in admitted)
-        try:
-            await self._write(keys, buffers, outcomes, admitted, hold, deadline)
-            if self.config.eviction and any(outcomes[index] is StoreOutcome.FULL for index in admitted):
-                # The medium is smaller than the capacity that was configured: make room there, too.
-                await self.evict(max(reserved, int(self.config.eviction.eviction_ratio * self.ledger.used_bytes)))
-                again = [index for index in admitted if outcomes[index] is StoreOutcome.FULL]
-                await self._write(keys, buffers, outcomes, again, hold, deadline)
-        finally:
-            self.ledger.unreserve(reserved)
-        done = [index for index in admitted if outcomes[index] in (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)]
-        self.ledger.add([keys[index] for index in done], [buffers[index].nbytes for index in done])
+        await self._write(keys, buffers, outcomes, admitted, room, hold, deadline)
+        if self.config.eviction and any(outcomes[index] is StoreOutcome.FULL for index in admitted):
+            # The medium is smaller than the capacity that was configured: make room there, too.
+            wanted_bytes = sum(charges[index] for index in admitted)
+            await self.evict(max(wanted_bytes, int(self.config.eviction.eviction_ratio * self.ledger.used_bytes)))
+            again = [index for index in admitted if outcomes[index] is StoreOutcome.FULL]
+            await self._write(keys, buffers, outcomes, again, room, hold, deadline)
+        done = [index for index in admitted if outcomes[index] in _THERE]
         full = refused + [index for index in admitted if outcomes[index] is StoreOutcome.FULL]
         if full:
             self._set_full(outcomes, full)
@@ -270,17 +295,28 @@ class Runner:
         buffers: Sequence[memoryview],
         outcomes: list[StoreOutcome],
         todo: list[int],
+        room: Room,
         hold: Hold,
         deadline: float,
     ) -> None:
+        async def store(some_keys: Sequence[ObjectKey], some_buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+            """Counts what is there when the write ends, also when nobody waits for it any more."""
+            results = await self._adapter.store(some_keys, some_buffers)
+            there = [index for index, result in enumerate(results) if result in _THERE]
+            room.stored([some_keys[index] for index in there], [sizes[some_keys[index]] for index in there])
+            return results
+
+        sizes = {keys[index]: buffers[index].nbytes for index in todo}  # a buffer may be gone when a late write ends
         try:
-            await self._repeat(self._stores, self._adapter.store, keys, buffers, outcomes, todo, hold, deadline)
+            await self._repeat(self._stores, store, keys, buffers, outcomes, todo, hold, deadline)
         except CapacityError:
             for index in todo:
                 if outcomes[index] is StoreOutcome.FAILED:
                     outcomes[index] = StoreOutcome.FULL
 
-    async def _admit(self, keys: Sequence[ObjectKey], todo: list[int], charges: dict[int, int]) -> list[int]:
+    async def _admit(
+        self, keys: Sequence[ObjectKey], todo: list[int], charges: dict[int, int], room: Room
+    ) -> list[int]:
         """Makes room and reserves it: the longest prefix of `todo` that fits."""
         limit_bytes = self.ledger.capacity.limit_bytes
         total = sum(charges[index] for index in todo)
@@ -298,7 +334,7 @@ class Runner:
         for index in todo:
             if self.ledger.lacking_bytes([keys[index]], charges[index]):
                 break
-            self.ledger.reserve(charges[index])
+            room.reserve(charges[index])
             admitted.append(index)
         return admitted
 

@@ -74,6 +74,13 @@ class Metrics:
             "quarantined_bytes", "Bytes reserved by a silent worker, held until it is known to be gone"
         )
 
+        self.quota_limit_bytes = self._gauge(
+            "quota_limit_bytes", "Bytes that a cache salt may keep in L1", ("cache_salt",)
+        )
+        self.quota_usage_bytes = self._gauge(
+            "quota_usage_bytes", "Bytes that a cache salt takes in L1", ("cache_salt",)
+        )
+
         # engines
         self.num_submitted_stores = self._counter("num_submitted_stores", "Reservations that were handed slots")
         self.num_finished_stores = self._counter("num_finished_stores", "Reservations that ended by commit or abort")

@@ -37,6 +37,9 @@ class EvictionController:
             await asyncio.sleep(PERIOD_SECONDS)
 
     async def round(self) -> None:
+        objects, freed_bytes = self._l1.core.enforce_limits()
+        if objects:
+            log.debug("Evicted %d objects, %d bytes of salts above their limits from L1", objects, freed_bytes)
         stats = self._l1.stats()
         if stats["used_bytes"] > self._watermark * stats["capacity_bytes"]:
             objects, freed_bytes = self._l1.core.evict(int(self._ratio * stats["used_bytes"]))

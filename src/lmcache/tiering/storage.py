@@ -17,6 +17,7 @@ from lmcache.clock import Clock, SystemClock
 from lmcache.core import limits
 from lmcache.core.outcome import MissReason
 from lmcache.errors import AdapterError, LMCacheError
+from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.store import L1Store
 from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.l2.runner import Runner
@@ -52,6 +53,7 @@ class Storage:
         metrics: Metrics,
         clock: Clock | None = None,
         verify_threads: int = 1,
+        salt_limits: SaltLimits | None = None,
     ) -> None:
         """ConfigError for an unknown policy."""
         clock = clock or SystemClock()
@@ -65,7 +67,7 @@ class Storage:
         self._thread = threading.Thread(target=self._run, name="storage", daemon=True)
         self._stopped = False
         self._verifier = concurrent.futures.ThreadPoolExecutor(verify_threads, thread_name_prefix="verify")
-        self._runners = [Runner(adapter, metrics, clock) for adapter in adapters]
+        self._runners = [Runner(adapter, metrics, clock, salt_limits) for adapter in adapters]
         prefetch = policies.prefetch_policy(prefetch_policy)
         ordered = [self._runners[index] for index in prefetch.order(len(self._runners))]
         self._loader = Loader(

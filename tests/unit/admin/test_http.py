@@ -14,11 +14,14 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from lmcache._native import L1Core
 from lmcache.admin.access import is_loopback, read_token, why_refused
 from lmcache.admin.app import Health
 from lmcache.admin.listener import HttpListener
 from lmcache.config.spec import ServerConfig
 from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
+from lmcache.eviction.limits import SaltLimits
+from lmcache.l1.quota import Quotas
 from lmcache.telemetry.metrics import Metrics
 
 SECRET = "s3cr3t-value"
@@ -37,6 +40,9 @@ class FakeServer:
     hold: threading.Event | None = None
     health_calls: int = 0
     asked: threading.Event = field(default_factory=threading.Event)
+    quotas: Quotas = field(
+        default_factory=lambda: Quotas(L1Core(1 << 20, 0, 4096, "LRU"), SaltLimits(), enforced=False)
+    )
 
     def health(self, within_seconds: float) -> str:
         self.health_calls += 1
@@ -272,7 +278,7 @@ def test_log_level_can_be_changed(http: httpx.Client) -> None:
 
 def test_what_is_not_there_says_so(http: httpx.Client) -> None:
     assert http.get("/cache/objects").status_code == 501
-    assert "not built yet" in http.put("/quota/tenant", json={"limit_gb": 1}).json()["error"]
+    assert "not built yet" in http.get("/cache/pins").json()["error"]
     assert http.get("/nowhere").status_code == 404
     assert http.delete("/cache/clear").status_code == 405
 

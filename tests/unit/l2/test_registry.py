@@ -76,7 +76,10 @@ def test_defaults() -> None:
         ({**FS, "eviction": {"eviction_policy": "LRU"}}, ['"eviction" needs "max_capacity_gb"']),
         ({**FS, "eviction": "LRU"}, ['"eviction" must be an object']),
         ({**MOCK, "eviction": {}}, ["eviction", '"eviction_policy" is required']),
-        ({**MOCK, "eviction": {"eviction_policy": "lru"}}, ["one of LRU, noop", "did you mean LRU?"]),
+        (
+            {**MOCK, "eviction": {"eviction_policy": "lru"}},
+            ["one of LRU, IsolatedLRU, S3FIFO, noop", "did you mean LRU?"],
+        ),
         ({**MOCK, "eviction": {"eviction_policy": "LRU", "ratio": 1}}, ['"ratio"', "did you mean eviction_ratio?"]),
         ({**MOCK, "eviction": {"eviction_policy": "LRU", "trigger_watermark": 2}}, ["trigger_watermark"]),
         ({"type": "fs", "base_path": "/x", "num_workers": 4}, ['unknown key "num_workers"', "read_ahead_size"]),

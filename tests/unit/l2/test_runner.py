@@ -201,6 +201,40 @@ def test_stores_that_run_together_share_the_capacity() -> None:
     run(test, **capacity_gb(10))
 
 
+def test_a_store_that_nobody_waits_for_any_more_is_counted_when_it_ends() -> None:
+    async def test(bench: Bench) -> None:
+        bench.adapter.gate.clear()
+        bench.be_impatient()
+        assert await bench.store(6, seed=1) == [StoreOutcome.FAILED] * 6
+        assert bench.runner.ledger.reserved_bytes == 6 * bench.memory.slot_bytes
+        bench.runner.config = replace(bench.runner.config, timeout_seconds=30)
+        bench.adapter.gate.set()
+        outcomes = await bench.store(6, seed=2)
+        assert outcomes == [StoreOutcome.STORED] * 4 + [StoreOutcome.FULL] * 2
+        assert await bench.runner.drain(5)
+        await asyncio.sleep(0)
+        assert bench.runner.ledger.used_bytes == 10 * bench.memory.slot_bytes
+        assert len(bench.adapter.inner.objects) == 10  # type: ignore[attr-defined]
+
+    run(test, **capacity_gb(10))
+
+
+def test_what_is_being_read_is_no_victim() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.store(4, seed=1)
+        await bench.store(4, seed=2)
+        bench.adapter.gate.clear()
+        bench.be_impatient()
+        assert await bench.load(4, seed=1) == [LoadOutcome.FAILED] * 4  # it goes on in the background
+        assert bench.runner.ledger.victims(1 << 30) == keys(4, 2)[::-1]
+        bench.adapter.gate.set()
+        assert await bench.runner.drain(5)
+        await asyncio.sleep(0)
+        assert len(bench.runner.ledger.victims(1 << 30)) == 8
+
+    run(test, **capacity_gb(10), **LRU)
+
+
 def test_room_is_made_when_asked() -> None:
     async def test(bench: Bench) -> None:
         for seed in range(4):

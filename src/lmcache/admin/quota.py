@@ -1,0 +1,80 @@
+"""The quota of each cache salt over HTTP. `_default` in a path stands for the empty salt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lmcache.admin.state import ServerState
+from lmcache.core.limits import GIB, MAX_NAME_BYTES
+from lmcache.l1.quota import Quota
+
+DEFAULT_SALT = "_default"
+MAX_LIMIT_GB = 1 << 20
+
+
+class QuotaResources:
+    def __init__(
+        self,
+        state: ServerState,
+        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
+        change: Callable[[Request, set[str]], Awaitable[dict[str, Any]]],
+    ) -> None:
+        """`change` reads the body of a request that may change state, or raises HTTPException."""
+        self._state = state
+        self._in_thread = in_thread
+        self._change = change
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/quota", self.every),
+            Route("/quota/{cache_salt:path}", self.one, methods=["GET", "PUT", "DELETE"]),
+        ]
+
+    async def every(self, request: Request) -> Response:
+        quotas = await self._in_thread(self._state.quotas.all)
+        return JSONResponse(
+            {"quotas": [_shown(quota) for quota in quotas], "enforced": self._state.quotas.enforced},
+        )
+
+    async def one(self, request: Request) -> Response:
+        name = request.path_params["cache_salt"]
+        if not name:
+            raise HTTPException(400, f"The path must name a cache salt; {DEFAULT_SALT} is the empty one.")
+        if len(name.encode()) > MAX_NAME_BYTES:
+            raise HTTPException(400, f"A cache salt has at most {MAX_NAME_BYTES} bytes.")
+        salt = "" if name == DEFAULT_SALT else name
+        quotas = self._state.quotas
+        if request.method == "PUT":
+            limit_bytes = _limit_bytes(await self._change(request, {"limit_gb"}))
+            quota = await self._in_thread(lambda: quotas.put(salt, limit_bytes))
+        elif request.method == "DELETE":
+            await self._change(request, set())
+            quota = await self._in_thread(lambda: quotas.delete(salt))
+        else:
+            quota = await self._in_thread(lambda: quotas.get(salt))
+        return JSONResponse({**_shown(quota), "enforced": quotas.enforced})
+
+
+def _limit_bytes(body: dict[str, Any]) -> int:
+    limit = body.get("limit_gb")
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not math.isfinite(limit):
+        raise HTTPException(400, '"limit_gb" must be a number; 1 GB is 2^30 bytes.')
+    if not 0 <= limit <= MAX_LIMIT_GB:
+        raise HTTPException(400, f'"limit_gb" must be at least 0 and at most {MAX_LIMIT_GB}, got {limit:g}.')
+    return int(limit * GIB)
+
+
+def _shown(quota: Quota) -> dict[str, Any]:
+    return {
+        "cache_salt": quota.cache_salt or DEFAULT_SALT,
+        "limit_gb": quota.limit_bytes / GIB,
+        "current_usage_gb": quota.usage_bytes / GIB,
+        "exists": quota.exists,
+    }

@@ -1,0 +1,69 @@
+"""`lmcache quota set|get|list|delete`: how much of a running server's cache each cache salt may keep."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache.cli.arguments import Arguments
+from lmcache.cli.http import DEFAULT_URL, TOKEN_VARIABLE, request
+from lmcache.cli.output import Report
+
+_ABOUT = {
+    "set": "Sets how much the objects of one cache salt may take in L1 under --eviction-policy IsolatedLRU.",
+    "get": "Shows the quota of one cache salt and what it takes in L1.",
+    "list": "Shows every cache salt that has a quota or takes room in L1.",
+    "delete": "Removes the quota of one cache salt. Under IsolatedLRU nothing of it is kept from then on.",
+}
+_CHANGES = f" From another host the server's admin token is needed, in {TOKEN_VARIABLE}."
+
+
+def run(argv: Sequence[str]) -> int:
+    verb = argv[0]
+    arguments = Arguments(f"quota {verb}", _ABOUT[verb] + (_CHANGES if verb in ("set", "delete") else ""))
+    if verb != "list":
+        arguments.add_argument("cache_salt", help="the salt; _default is the empty one")
+    if verb == "set":
+        arguments.add_argument("limit_gb", type=float, help="GB; 1 GB is 2^30 bytes")
+    arguments.add_argument("--url", default=DEFAULT_URL, help="the server's HTTP address")
+    arguments.add_number("--timeout", 10.0, "give up waiting after that long", unit="seconds", above=0)
+    options = arguments.read(argv[1:])
+    if verb == "list":
+        answer = request(options.url, "GET", "/quota", timeout_seconds=options.timeout)
+        report = _listed(answer["quotas"])
+    else:
+        method = {"set": "PUT", "get": "GET", "delete": "DELETE"}[verb]
+        path = "/quota/" + urllib.parse.quote(options.cache_salt, safe="")
+        body = {"limit_gb": options.limit_gb} if verb == "set" else None
+        answer = request(options.url, method, path, body, timeout_seconds=options.timeout)
+        report = _shown(answer)
+    if not answer["enforced"]:
+        report.text("This server does not enforce quotas: it runs without --eviction-policy IsolatedLRU.")
+    report.metrics["enforced"] = answer["enforced"]
+    report.emit(options)
+    return 0
+
+
+def _shown(quota: dict[str, Any]) -> Report:
+    report = Report("Quota")
+    report.add("cache_salt", "Cache salt", quota["cache_salt"])
+    report.add("limit_gb", "Limit", quota["limit_gb"], _limit_text(quota))
+    report.add("current_usage_gb", "Takes in L1", quota["current_usage_gb"], f"{quota['current_usage_gb']:.3f} GB")
+    report.add("exists", "Was set", quota["exists"], "yes" if quota["exists"] else "no")
+    return report
+
+
+def _listed(quotas: list[dict[str, Any]]) -> Report:
+    report = Report("Quotas")
+    for quota in quotas:
+        shown = f"{quota['current_usage_gb']:.3f} of {_limit_text(quota)}"
+        report.add(quota["cache_salt"], quota["cache_salt"], quota, shown)
+    if not quotas:
+        report.text("No cache salt has a quota or takes room.")
+    report.metrics = {"quotas": quotas}
+    return report
+
+
+def _limit_text(quota: dict[str, Any]) -> str:
+    return f"{quota['limit_gb']:.3f} GB" if quota["exists"] else "0 GB (none set)"

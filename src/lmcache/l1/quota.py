@@ -1,0 +1,70 @@
+"""How much each cache salt may keep, as operators set it, and how much it has in L1."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from lmcache._native import L1Core
+from lmcache.core.limits import MAX_QUOTAS
+from lmcache.errors import LMCacheError
+from lmcache.eviction.limits import SaltLimits
+from lmcache.telemetry.metrics import MAX_LABEL_SETS, Metrics
+
+
+@dataclass(frozen=True)
+class Quota:
+    cache_salt: str
+    limit_bytes: int  # 0 where none was set
+    usage_bytes: int  # in L1, what is being written included
+    exists: bool
+
+
+class Quotas:
+    """Limits of salts; in force under IsolatedLRU, only kept otherwise. Forgotten with the server. Thread-safe."""
+
+    def __init__(self, core: L1Core, limits: SaltLimits, *, enforced: bool) -> None:
+        """`limits` is shared with what else goes by them."""
+        self.enforced = enforced
+        self._core = core
+        self._limits = limits
+        self._lock = threading.Lock()  # so that the core and `limits` agree
+
+    def put(self, salt: str, limit_bytes: int) -> Quota:
+        """In force when this returns, but for what is being read. LMCacheError beyond MAX_QUOTAS."""
+        with self._lock:
+            known = self._limits.all()
+            if salt not in known and len(known) >= MAX_QUOTAS:
+                raise LMCacheError(f"There are {MAX_QUOTAS} quotas already; delete some before you add others.")
+            self._limits.set(salt, limit_bytes)
+            self._core.set_limit(salt, limit_bytes)
+        self._core.enforce_limits()
+        return self.get(salt)
+
+    def delete(self, salt: str) -> Quota:
+        """The salt has no limit any more, and so under IsolatedLRU keeps nothing. Idempotent."""
+        with self._lock:
+            if self._limits.remove(salt):
+                self._core.set_limit(salt, 0)
+        self._core.enforce_limits()
+        return self.get(salt)
+
+    def get(self, salt: str) -> Quota:
+        usage = dict(self._core.salt_usage())
+        return Quota(salt, self._limits.of(salt), usage.get(salt, 0), salt in self._limits)
+
+    def publish(self, metrics: Metrics) -> None:
+        """Brings the metrics up to date: the salts with a quota, at most MAX_LABEL_SETS of them."""
+        metrics.quota_limit_bytes.clear()
+        metrics.quota_usage_bytes.clear()
+        usage = dict(self._core.salt_usage())
+        for salt, limit_bytes in sorted(self._limits.all().items())[:MAX_LABEL_SETS]:
+            metrics.quota_limit_bytes.labels(salt).set(limit_bytes)
+            metrics.quota_usage_bytes.labels(salt).set(usage.get(salt, 0))
+
+    def all(self) -> list[Quota]:
+        """Of every salt that has a limit or holds something, by name."""
+        usage, limits = dict(self._core.salt_usage()), self._limits.all()
+        return [
+            Quota(salt, limits.get(salt, 0), usage.get(salt, 0), salt in limits) for salt in sorted({*usage, *limits})
+        ]
