@@ -15,6 +15,7 @@ void bind_frame(nb::module_& m);
 void bind_paged_copy(nb::module_& m);
 void bind_l1(nb::module_& m);
 void bind_file_io(nb::module_& m);
+void bind_mapped_copy(nb::module_& m);
 
 // A contiguous Python buffer seen as elements of T, held for the length of a call. Throws std::invalid_argument
 // (ValueError) that names the argument when it is not a buffer or its size is not a multiple of the element.

@@ -11,4 +11,5 @@ NB_MODULE(_native, m) {
     bind_paged_copy(m);
     bind_l1(m);
     bind_file_io(m);
+    bind_mapped_copy(m);
 }

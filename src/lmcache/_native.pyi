@@ -202,3 +202,25 @@ class FileIO:
         """Operations that wanted O_DIRECT and had to go without."""
     def close(self) -> None:
         """Waits for everything submitted. Idempotent."""
+
+# ---- mapped storage ------------------------------------------------------------------------------------------------
+class MappedCopier:
+    """Streaming copies between memory and storage that is mapped into it, on native threads; completion is signalled by
+    an eventfd. A page that the medium cannot give fails an element instead of raising SIGBUS. All lists are u64, one
+    element each; what is in the mapping is named by its address."""
+
+    def __init__(self, mapping_address: int, mapping_bytes: int, threads: int, flush: bool) -> None:
+        """`flush`: what was written has left the processor's caches before its record is written, and the record before
+        the job is reported."""
+    def event_fd(self) -> int: ...
+    def submit_read(self, destinations: Buffer, sources: Buffer, sizes: Buffer) -> int:
+        """Out of the mapping, elements on all threads. Returns a job number."""
+    def submit_write(
+        self, destinations: Buffer, sources: Buffer, sizes: Buffer, record_places: Buffer, records: Buffer, record_bytes: int
+    ) -> int:
+        """Into the mapping, in order, on one thread: each element, then its record. Size 0: the record alone. After an
+        element that failed nothing more of the job is written."""
+    def drain(self) -> list[tuple[int, bytes]]:
+        """Finished jobs: (job, one byte an element, 1 = copied)."""
+    def close(self) -> None:
+        """Waits for everything submitted. Idempotent."""

@@ -43,6 +43,21 @@ TestFsNativeReadAhead = adapter_contract(
 )
 
 
+class TestDax(AdapterContract):
+    after_restart = "told"
+    settings: dict[str, Any] = {}
+
+    def build(self, folder: Path) -> Adapter:
+        (folder / "device").touch()
+        spec = {"type": "dax", "device_path": "{folder}/device", "max_dax_size_gb": 0.125, "slot_bytes": 1 << 18}
+        return build_from({**spec, **self.settings}, folder)
+
+
+class TestDaxWithManyWorkers(TestDax):
+    settings = {"num_store_workers": 3, "num_lookup_workers": 2, "num_load_workers": 8}
+    steps = 1000
+
+
 TestFs = adapter_contract(
     {"type": "fs", "base_path": "{folder}", "relative_tmp_dir": "tmp"}, after_restart="told", steps=1000
 )

@@ -9,6 +9,7 @@ class StoreOutcome(enum.Enum):
     STORED = "stored"
     ALREADY_THERE = "already_there"
     FULL = "full"  # the backend is at its capacity
+    TOO_LARGE = "too_large"  # the backend can never hold an object of this size
     FAILED = "failed"  # an I/O fault; the adapter counted it
 
 

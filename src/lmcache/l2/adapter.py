@@ -34,6 +34,7 @@ class Capacity:
     limit_bytes: int | None = None  # None: not bounded by configuration
     unit_bytes: int = 1  # an object is charged its size rounded up to this ...
     object_overhead_bytes: int = 0  # ... plus this (its directory entry, say)
+    largest_object_bytes: int | None = None  # a larger one is TOO_LARGE
 
     def charge(self, size_bytes: int) -> int:
         return -(-size_bytes // self.unit_bytes) * self.unit_bytes + self.object_overhead_bytes

@@ -9,7 +9,7 @@ from typing import Any
 from lmcache.errors import ConfigError
 from lmcache.l2 import config as configuration
 from lmcache.l2.adapter import Adapter
-from lmcache.l2.adapters import fs, fs_native, mock, native_plugin, plugin
+from lmcache.l2.adapters import dax, fs, fs_native, mock, native_plugin, plugin
 from lmcache.l2.config import AdapterConfig
 from lmcache.l2.keys import Key, nearest
 
@@ -17,7 +17,6 @@ NOT_BUILT = (
     "nixl_store",
     "nixl_store_dynamic",
     "raw_block",
-    "dax",
     "mooncake_store",
     "s3",
     "resp",
@@ -42,6 +41,7 @@ class ConfiguredAdapter:
 TYPES: dict[str, AdapterType] = {
     "fs": AdapterType(fs.KEYS, fs.build),
     "fs_native": AdapterType(fs_native.KEYS, fs_native.build),
+    "dax": AdapterType(dax.KEYS, dax.build, bounds_itself=True),
     "plugin": AdapterType(plugin.KEYS, plugin.build, bounds_itself=True),
     "native_plugin": AdapterType(native_plugin.KEYS, native_plugin.build),
     "mock": AdapterType(mock.KEYS, mock.build, bounds_itself=True),

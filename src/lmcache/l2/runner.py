@@ -71,6 +71,7 @@ class Runner:
         self._inventory_complete = asyncio.Event()
         self._evicting = asyncio.Lock()
         self._draining = False
+        self._said_too_large = False
 
     # ---- life --------------------------------------------------------------------------------------------------------
     async def open(self) -> None:
@@ -82,14 +83,19 @@ class Runner:
                 f"{self.config.where}: the backend did not answer within {self.config.timeout_seconds:g} s; "
                 "see whether it is up, or raise timeout_seconds."
             ) from None
-        capacity, configured_bytes = self._adapter.capacity, self.config.capacity_bytes
-        if configured_bytes is not None:
-            capacity = replace(capacity, limit_bytes=min(configured_bytes, capacity.limit_bytes or configured_bytes))
-        if self.config.eviction and capacity.limit_bytes is None:
+        self._take_capacity()
+        if self.config.eviction and self.ledger.capacity.limit_bytes is None:
             await self._adapter.close()
             raise ConfigError(
                 f'{self.config.where}: "eviction" needs "max_capacity_gb" above 0; this adapter has no limit itself.'
             )
+
+    def _take_capacity(self) -> None:
+        """The adapter's, bounded by what is configured. Before the first object is told, which may be before `open`
+        goes on."""
+        capacity, configured_bytes = self._adapter.capacity, self.config.capacity_bytes
+        if configured_bytes is not None:
+            capacity = replace(capacity, limit_bytes=min(configured_bytes, capacity.limit_bytes or configured_bytes))
         self.ledger.capacity = capacity
 
     async def drain(self, seconds: float) -> bool:
@@ -117,6 +123,7 @@ class Runner:
 
     # ---- the inventory that the adapter fills ------------------------------------------------------------------------
     def found(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
+        self._take_capacity()
         self.ledger.add_older(objects)
 
     def known(self) -> list[ObjectKey]:
@@ -260,6 +267,7 @@ class Runner:
             else:
                 todo.append(index)
         self.ledger.touch([key for key in keys if key in self.ledger])
+        todo = self._without_too_large(buffers, outcomes, todo)
         if not todo:
             return
         if not self._full.admits():
@@ -337,6 +345,25 @@ class Runner:
             room.reserve(charges[index])
             admitted.append(index)
         return admitted
+
+    def _without_too_large(
+        self, buffers: Sequence[memoryview], outcomes: list[StoreOutcome], todo: list[int]
+    ) -> list[int]:
+        largest_bytes = self.ledger.capacity.largest_object_bytes
+        if largest_bytes is None:
+            return todo
+        for index in todo:
+            if buffers[index].nbytes > largest_bytes:
+                outcomes[index] = StoreOutcome.TOO_LARGE
+                if not self._said_too_large:
+                    self._said_too_large = True
+                    log.warning(
+                        "%s: objects of %d bytes are not stored: its largest may have %d, header included",
+                        self.name,
+                        buffers[index].nbytes,
+                        largest_bytes,
+                    )
+        return [index for index in todo if outcomes[index] is not StoreOutcome.TOO_LARGE]
 
     def _set_full(self, outcomes: list[StoreOutcome], indices: Sequence[int]) -> None:
         for index in indices:

@@ -192,7 +192,7 @@ class StoreController:
         stored = sum(outcome is StoreOutcome.STORED for outcome in outcomes)
         if stored == len(outcomes) and seconds > 0:
             self._metrics.l2_store_throughput.labels(runner.name).observe(size_bytes / seconds / 1e9)
-        lost = sum(outcome in (StoreOutcome.FULL, StoreOutcome.FAILED) for outcome in outcomes)
+        lost = sum(outcome not in (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE) for outcome in outcomes)
         self._drop(lost, "not_stored")
         log.debug(
             "L2 store task %d completed: %d of %d objects stored, %d there already, in %.1f ms",

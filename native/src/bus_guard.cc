@@ -1,0 +1,60 @@
+#include "lmcache/bus_guard.h"
+
+#include <signal.h>
+
+#include <cerrno>
+#include <mutex>
+#include <system_error>
+
+namespace lmcache {
+namespace {
+
+struct sigaction previous{};
+std::mutex install_mutex;
+
+void pass_on(int signal, siginfo_t* info, void* context) {
+    if ((previous.sa_flags & SA_SIGINFO) != 0 && previous.sa_sigaction != nullptr) {
+        previous.sa_sigaction(signal, info, context);
+    } else if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
+        previous.sa_handler(signal);
+    } else {
+        // The access is tried again on return and then ends the process, as it would have without us.
+        struct sigaction as_ever{};
+        as_ever.sa_handler = SIG_DFL;
+        sigaction(SIGBUS, &as_ever, nullptr);
+    }
+}
+
+void on_bus_error(int signal, siginfo_t* info, void* context) {
+    bus_guard::Guard* const guard = bus_guard::current();
+    const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
+    if (guard != nullptr && address >= guard->begin && address < guard->end) siglongjmp(guard->jump, 1);
+    pass_on(signal, info, context);
+}
+
+}  // namespace
+
+namespace bus_guard {
+
+Guard*& current() {
+    static thread_local Guard* guard = nullptr;
+    return guard;
+}
+
+}  // namespace bus_guard
+
+void install_bus_handler() {
+    std::lock_guard lock(install_mutex);
+    struct sigaction installed{};
+    if (sigaction(SIGBUS, nullptr, &installed) != 0)
+        throw std::system_error(errno, std::generic_category(), "sigaction");
+    if ((installed.sa_flags & SA_SIGINFO) != 0 && installed.sa_sigaction == on_bus_error) return;
+    previous = installed;
+    struct sigaction ours{};
+    ours.sa_sigaction = on_bus_error;
+    ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigemptyset(&ours.sa_mask);
+    if (sigaction(SIGBUS, &ours, nullptr) != 0) throw std::system_error(errno, std::generic_category(), "sigaction");
+}
+
+}  // namespace lmcache

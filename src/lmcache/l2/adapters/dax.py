@@ -1,0 +1,359 @@
+"""Slots of one size in memory-mapped storage: DAX devices, or files on hugetlbfs or tmpfs (docs/formats/dax.md).
+
+The index is in memory; the device has a directory beside the slots from which it is rebuilt. An entry is written after
+its frame and erased before its slot is used again, so that it never names bytes of another object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from lmcache.core.frame import parse_header
+from lmcache.core.key import Namespace, ObjectKey
+from lmcache.core.limits import FRAME_HEADER_BYTES, GIB
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.errors import ConfigError
+from lmcache.l2.adapter import Capacity, Inventory
+from lmcache.l2.adapters import dax_format as layout
+from lmcache.l2.adapters.dax_device import MappedDevice, refuse_foreign
+from lmcache.l2.background import in_thread
+from lmcache.l2.config import MAX_GB, AdapterConfig
+from lmcache.l2.keys import Key, number, text, whole
+from lmcache.l2.native_mapping import NativeMapping
+
+log = logging.getLogger("lmcache.l2")
+
+KEYS = (
+    Key("device_path", text),
+    Key("max_dax_size_gb", number(0, MAX_GB, above=True)),
+    Key("slot_bytes", whole(1, 4 * GIB)),
+    Key("num_store_workers", whole(1, 1024), 1),
+    Key("num_lookup_workers", whole(1, 1024), 1),
+    Key("num_load_workers", whole(1, 1024), min(4, os.cpu_count() or 1)),
+)
+
+ENTRIES_AT_ONCE = 65_536
+INVENTORY_SLICE = 4096
+HEADERS_TRIED = 8
+
+
+class Held:
+    """An object. Its slot is free again when it is gone and nobody reads it any more."""
+
+    __slots__ = ("frame_bytes", "gone", "readers", "slot")
+
+    def __init__(self, slot: int, frame_bytes: int) -> None:
+        self.slot = slot
+        self.frame_bytes = frame_bytes
+        self.readers = 0
+        self.gone = False
+
+
+def _name(key: ObjectKey) -> bytes:
+    return key.namespace.digest + key.chunk_hash
+
+
+class DaxAdapter:
+    def __init__(self, config: AdapterConfig) -> None:
+        settings = config.settings
+        self._name = config.name
+        self._where = config.where
+        self._path: str = settings["device_path"]
+        self._size_bytes = int(settings["max_dax_size_gb"] * GIB)
+        self._slot_bytes: int = settings["slot_bytes"]
+        self._store_threads: int = settings["num_store_workers"]
+        self._load_threads: int = settings["num_load_workers"]
+        if layout.Geometry.of(self._size_bytes, self._slot_bytes).slots < 1:
+            raise ConfigError(
+                f'{config.where}: "max_dax_size_gb" of {settings["max_dax_size_gb"]:g} has no room for a slot of '
+                f'"slot_bytes" {self._slot_bytes}; raise the one or lower the other.'
+            )
+        self.capacity = Capacity()
+        self._objects: dict[bytes, Held] = {}
+        self._free: list[int] = []
+        self._lost_slots = 0
+        self._recovered = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._device: MappedDevice | None = None
+        self._stopping = False
+
+    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+        return 0
+
+    def status(self) -> dict[str, int]:
+        return {
+            "slots": self._geometry.slots if self._device else 0,
+            "free_slots": len(self._free),
+            "lost_slots": self._lost_slots,
+        }
+
+    async def open(self, inventory: Inventory) -> None:
+        device = await in_thread("l2-open", MappedDevice, self._where, self._path, self._size_bytes)
+        self._device = device
+        self._writes = self._mapping(device, self._store_threads)
+        self._reads = self._mapping(device, self._load_threads)
+        try:
+            await self._find_superblock(device)
+        except BaseException:
+            await self.close()
+            raise
+        stride = self._geometry.stride
+        self.capacity = Capacity(self._geometry.slots * stride, stride, largest_object_bytes=stride)
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._recover(inventory), name=f"{self._name}-recover"),
+            loop.create_task(self._prefault(device), name=f"{self._name}-prefault"),
+        ]
+
+    def _mapping(self, device: MappedDevice, threads: int) -> NativeMapping:
+        return NativeMapping(device.address, device.size_bytes, threads=threads, flush=device.persistent)
+
+    async def _find_superblock(self, device: MappedDevice) -> None:
+        """Goes on with what is there if it has the same geometry, else begins anew."""
+        block = memoryview(bytearray(layout.SUPERBLOCK_BYTES))
+        await self._reads.read([0], [block])
+        refuse_foreign(self._where, self._path, bytes(block))
+        self._geometry = layout.Geometry.of(device.size_bytes, self._slot_bytes)
+        found = layout.read_superblock(bytes(block))
+        if found is not None and found[1] == self._geometry:
+            self._id = found[0]
+            return
+        if found is not None:
+            log.warning(
+                "%s: %s was made with other sizes (%d slots of %d bytes); what it holds cannot be used and is given up",
+                self._name,
+                self._path,
+                found[1].slots,
+                found[1].stride,
+            )
+        # A new id makes every older entry invalid.
+        self._id = os.urandom(16)
+        await self._writes.write_records([0], layout.superblock(self._id, self._geometry), layout.SUPERBLOCK_BYTES)
+
+    async def _prefault(self, device: MappedDevice) -> None:
+        begin = 0
+        try:
+            while begin < device.size_bytes and not self._stopping:
+                begin = await in_thread("l2-prefault", device.prefault, begin)
+        except OSError as error:
+            log.info("%s: pages of %s are mapped as they are used: %s", self._name, self._path, error)
+
+    async def close(self) -> None:
+        device, self._device = self._device, None
+        if device is None:
+            return
+        self._stopping = True
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._writes.close()
+        await self._reads.close()
+        await in_thread("l2-close", device.close)
+
+    # ---- objects -----------------------------------------------------------------------------------------------------
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        await self._recovered.wait()
+        outcomes = [StoreOutcome.FAILED] * len(keys)
+        taken: list[tuple[int, int]] = []  # (index, slot)
+        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            if _name(key) in self._objects:
+                outcomes[index] = StoreOutcome.ALREADY_THERE
+            elif buffer.nbytes > self._geometry.stride:
+                outcomes[index] = StoreOutcome.TOO_LARGE
+            elif self._free:
+                taken.append((index, self._free.pop()))
+            else:
+                outcomes[index] = StoreOutcome.FULL
+        if not taken:
+            return outcomes
+        now = time.time_ns()
+        written = await self._writes.write(
+            [self._geometry.slot_place(slot) for _, slot in taken],
+            [buffers[index] for index, _ in taken],
+            [self._geometry.entry_place(slot) for _, slot in taken],
+            b"".join(
+                layout.entry(self._id, slot, keys[index], buffers[index].nbytes, now - index * 1000)
+                for index, slot in taken
+            ),
+            layout.ENTRY_BYTES,
+        )
+        twice: list[int] = []
+        for copied, (index, slot) in zip(written, taken, strict=True):
+            if not copied:
+                continue
+            name = _name(keys[index])
+            if name in self._objects:  # another call was faster
+                outcomes[index] = StoreOutcome.ALREADY_THERE
+                twice.append(slot)
+            else:
+                outcomes[index] = StoreOutcome.STORED
+                self._objects[name] = Held(slot, buffers[index].nbytes)
+        failed = [slot for copied, (_, slot) in zip(written, taken, strict=True) if not copied]
+        if failed:
+            self._lose_slot(failed[0])
+        await self._erase(twice + failed[1:])
+        self._free += twice + failed[1:]
+        return outcomes
+
+    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        outcomes = [LoadOutcome.MISSING] * len(keys)
+        reading: list[tuple[int, Held]] = []
+        corrupt: list[ObjectKey] = []
+        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            held = self._objects.get(_name(key))
+            if held is None:
+                continue
+            if held.frame_bytes > buffer.nbytes:
+                outcomes[index] = LoadOutcome.CORRUPT
+                corrupt.append(key)
+                continue
+            held.readers += 1
+            reading.append((index, held))
+        try:
+            results = await self._reads.read(
+                [self._geometry.slot_place(held.slot) for _, held in reading],
+                [buffers[index][: held.frame_bytes] for index, held in reading],
+            )
+        finally:
+            for _, held in reading:
+                self._done_reading(held)
+        for copied, (index, held) in zip(results, reading, strict=True):
+            outcomes[index] = LoadOutcome.LOADED if copied else LoadOutcome.CORRUPT
+            if not copied and self._objects.get(_name(keys[index])) is held:
+                del self._objects[_name(keys[index])]  # its slot stays out of use
+                self._lose_slot(held.slot)
+        self._mark_used([(index, held) for copied, (index, held) in zip(results, reading, strict=True) if copied])
+        if corrupt:
+            await self.delete(corrupt, corrupt=True)
+        return outcomes
+
+    async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        objects = self._objects
+        found = [objects.get(key.namespace.digest + key.chunk_hash) for key in keys]
+        return [held.frame_bytes if held is not None else None for held in found]
+
+    async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
+        await self._remove([_name(key) for key in keys])
+        return [True] * len(keys)
+
+    async def clear(self) -> tuple[int, int]:
+        await self._recovered.wait()
+        removed = await self._remove(list(self._objects))
+        return len(removed), sum(held.frame_bytes for held in removed)
+
+    # ---- slots -------------------------------------------------------------------------------------------------------
+    async def _remove(self, names: Sequence[bytes]) -> list[Held]:
+        removed = [held for name in names if (held := self._objects.pop(name, None)) is not None]
+        for held in removed:
+            held.readers += 1  # until its entry is erased
+            held.gone = True
+        await self._erase([held.slot for held in reversed(removed)])  # suffixes first: what a kill leaves is a prefix
+        for held in removed:
+            self._done_reading(held)
+        return removed
+
+    def _done_reading(self, held: Held) -> None:
+        held.readers -= 1
+        if held.gone and not held.readers:
+            self._free.append(held.slot)
+
+    async def _erase(self, slots: Sequence[int]) -> None:
+        if slots:
+            places = [self._geometry.entry_place(slot) for slot in slots]
+            await self._writes.write_records(places, bytes(len(slots) * layout.ENTRY_BYTES), layout.ENTRY_BYTES)
+
+    def _mark_used(self, reading: Sequence[tuple[int, Held]]) -> None:
+        """Nobody waits for it; what comes too late marks a free or another slot, which does no harm."""
+        now = time.time_ns()
+        if reading:
+            self._writes.write_records(
+                [self._geometry.entry_place(held.slot) + layout.USED_OFFSET for _, held in reading],
+                b"".join(layout.used_time(now - index * 1000) for index, _ in reading),
+                layout.USED_BYTES,
+            )
+
+    def _lose_slot(self, slot: int) -> None:
+        self._lost_slots += 1
+        log.warning("%s: the medium fails in slot %d of %s; it is not used any more", self._name, slot, self._path)
+
+    # ---- recovery ----------------------------------------------------------------------------------------------------
+    async def _recover(self, inventory: Inventory) -> None:
+        try:
+            await self._read_directory(inventory)
+        except Exception as error:  # the root of a task: the cache goes on with what it found
+            log.warning("%s: the directory of %s could not be read: %s", self._name, self._path, error)
+        self._recovered.set()
+        inventory.complete()
+
+    async def _read_directory(self, inventory: Inventory) -> None:
+        found: list[tuple[int, bytes, Held]] = []
+        free: list[int] = []
+        for first in range(0, self._geometry.slots, ENTRIES_AT_ONCE):
+            count = min(ENTRIES_AT_ONCE, self._geometry.slots - first)
+            entries = memoryview(bytearray(count * layout.ENTRY_BYTES))
+            (copied,) = await self._reads.read([self._geometry.entry_place(first)], [entries])
+            if copied:
+                used, unused = await in_thread("l2-recover", self._parse, first, entries)
+                found += used
+                free += unused
+            else:
+                self._lost_slots += count
+        found.sort(key=lambda each: each[0], reverse=True)
+        namespaces = await self._identify(found)
+        known: list[tuple[ObjectKey, int]] = []
+        useless: list[int] = []
+        for _, name, held in found:
+            namespace = namespaces.get(name[:32])
+            if namespace is None or name in self._objects:
+                useless.append(held.slot)
+            else:
+                self._objects[name] = held
+                known.append((ObjectKey(namespace, name[32:]), held.frame_bytes))
+        await self._erase(useless)
+        self._free = (useless + free)[::-1]
+        for start in range(0, len(known), INVENTORY_SLICE):
+            inventory.found(known[start : start + INVENTORY_SLICE])
+            await asyncio.sleep(0)
+
+    def _parse(self, first: int, entries: memoryview) -> tuple[list[tuple[int, bytes, Held]], list[int]]:
+        found, free = [], []
+        for slot in range(first, first + entries.nbytes // layout.ENTRY_BYTES):
+            start = (slot - first) * layout.ENTRY_BYTES
+            entry = layout.read_entry(self._id, slot, entries[start : start + layout.ENTRY_BYTES])
+            if entry is None or entry[2] > self._geometry.stride:
+                free.append(slot)
+            else:
+                found.append((entry[3], entry[0] + entry[1], Held(slot, entry[2])))
+        return found, free
+
+    async def _identify(self, found: Sequence[tuple[int, bytes, Held]]) -> dict[bytes, Namespace]:
+        """The directory has the digests of namespaces; the namespaces themselves are in the headers of their frames."""
+        slots: dict[bytes, list[int]] = {}
+        for _, name, held in found:
+            some = slots.setdefault(name[:32], [])
+            if len(some) < HEADERS_TRIED:
+                some.append(held.slot)
+        namespaces = {}
+        for digest, candidates in slots.items():
+            for slot in candidates:
+                namespace = await self._namespace_in(slot)
+                if namespace is not None and namespace.digest == digest:
+                    namespaces[digest] = namespace
+                    break
+        return namespaces
+
+    async def _namespace_in(self, slot: int) -> Namespace | None:
+        header = memoryview(bytearray(FRAME_HEADER_BYTES))
+        await self._reads.read([self._geometry.slot_place(slot)], [header])
+        try:
+            return Namespace.decode(parse_header(header).namespace)
+        except (ValueError, msgspec.MsgspecError):
+            return None
+
+
+def build(config: AdapterConfig) -> DaxAdapter:
+    return DaxAdapter(config)

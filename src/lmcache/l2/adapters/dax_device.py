@@ -1,0 +1,125 @@
+"""A DAX device, or a file that stands in for one, mapped into memory. Everything here blocks."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+from pathlib import Path
+
+from lmcache import _native
+from lmcache.errors import ConfigError, ResourceError
+from lmcache.l2.adapters.dax_format import SUPERBLOCK_BYTES, read_superblock
+
+MAP_SHARED_VALIDATE = 0x03
+MAP_SYNC = 0x80000
+PREFAULT_SLICE_BYTES = 1 << 28
+
+
+def refuse_foreign(where: str, path: str, start: bytes) -> None:
+    """`start`: the first bytes of the device or file."""
+    if any(start) and read_superblock(start.ljust(SUPERBLOCK_BYTES, b"\x00")) is None:
+        raise ConfigError(
+            f"{where}: {path} holds something that is not this cache's; to give it to the cache anyway, zero its first "
+            f"{SUPERBLOCK_BYTES} bytes."
+        )
+
+
+def _attribute(info: os.stat_result, name: str) -> Path:
+    """What the kernel says about a device."""
+    return Path(f"/sys/dev/char/{os.major(info.st_rdev)}:{os.minor(info.st_rdev)}/{name}")
+
+
+class MappedDevice:
+    """Locked for as long as it is open. ConfigError or ResourceError: it cannot be used; the sentence says why."""
+
+    def __init__(self, where: str, path: str, wanted_bytes: int) -> None:
+        self._where = where
+        self._path = path
+        self._fd = self._open()
+        try:
+            info = os.fstat(self._fd)
+            self.is_device = stat.S_ISCHR(info.st_mode) and _attribute(info, "subsystem").resolve().name == "dax"
+            if not self.is_device and not stat.S_ISREG(info.st_mode):
+                raise ConfigError(
+                    f'{where}: "device_path" {path} is neither a DAX device nor a file; name one of these.'
+                )
+            self._lock()
+            if not self.is_device:
+                refuse_foreign(where, path, os.pread(self._fd, SUPERBLOCK_BYTES, 0))
+            unit_bytes = self._unit_bytes(info)
+            self.size_bytes = wanted_bytes // unit_bytes * unit_bytes
+            self._make_room(info, wanted_bytes)
+            self._mapping, self.persistent = self._map()
+        except OSError as error:
+            os.close(self._fd)
+            raise ResourceError(
+                f"{where}: cannot map {wanted_bytes} bytes of {path}: {error.strerror or error}; see that this user "
+                "may write to it and that it has the room."
+            ) from None
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.address = _native.buffer_address(memoryview(self._mapping))
+
+    def prefault(self, begin: int) -> int:
+        """Maps the pages of a slice, so that the first copies need not; where the next slice begins."""
+        size_bytes = min(PREFAULT_SLICE_BYTES, self.size_bytes - begin)
+        _native.prefault(self.address + begin, size_bytes, 1)
+        return begin + size_bytes
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            self._mapping.close()
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ConfigError(
+                f'{self._where}: "device_path" {self._path} does not exist; for a file that stands in for a device '
+                "create an empty one first."
+            ) from None
+        except OSError as error:
+            raise ResourceError(
+                f"{self._where}: cannot open {self._path}: {error.strerror}; see that this user may read and write it."
+            ) from None
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResourceError(
+                f"{self._where}: {self._path} is in use by another process; each server needs a device of its own."
+            ) from None
+
+    def _unit_bytes(self, info: os.stat_result) -> int:
+        """What the size of a mapping must be a multiple of."""
+        if self.is_device:
+            align = _attribute(info, "align")
+            return int(align.read_text()) if align.exists() else 2 << 20
+        return info.st_blksize if info.st_blksize > 1 << 20 else mmap.PAGESIZE  # huge pages
+
+    def _make_room(self, info: os.stat_result, wanted_bytes: int) -> None:
+        """A page without anything behind it would be a SIGBUS later; here it is an error."""
+        if not self.is_device:
+            os.posix_fallocate(self._fd, 0, self.size_bytes)
+            return
+        size = _attribute(info, "size")
+        device_bytes = int(size.read_text()) if size.exists() else self.size_bytes
+        if device_bytes < self.size_bytes:
+            raise ConfigError(
+                f'{self._where}: "max_dax_size_gb" asks for {wanted_bytes} bytes and {self._path} has {device_bytes}; '
+                "lower it."
+            )
+
+    def _map(self) -> tuple[mmap.mmap, bool]:
+        """Persistent: what has left the processor's caches is on the medium. For files that is what MAP_SYNC is for."""
+        try:
+            return mmap.mmap(self._fd, self.size_bytes, flags=MAP_SHARED_VALIDATE | MAP_SYNC), True
+        except OSError:
+            return mmap.mmap(self._fd, self.size_bytes, flags=mmap.MAP_SHARED), self.is_device

@@ -1,0 +1,89 @@
+"""What lies on a DAX device (docs/formats/dax.md): a superblock, a directory of slots, the slots."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from lmcache.core.key import ObjectKey
+from lmcache.core.limits import FRAME_ALIGN_BYTES, FRAME_HEADER_BYTES
+
+MAGIC = b"LMCDAX\x00\x01"
+SUPERBLOCK_BYTES = 4096
+ENTRY_BYTES = 128
+USED_OFFSET = 80  # of the time of the last use in an entry: the one field that changes while the entry is valid
+USED_BYTES = 8
+
+_SUPERBLOCK = struct.Struct("<8s16sQQ")  # magic, device id, slot stride, slots; then the checksum
+_ENTRY = struct.Struct("<32s32sQ")  # namespace digest, chunk hash, frame bytes; then the checksum
+_CHECKSUM = struct.Struct("<I")
+_USED = struct.Struct("<Q")
+_SLOT = struct.Struct("<16sQ")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """`stride`: bytes from slot to slot, which is what a frame may have."""
+
+    stride: int
+    slots: int
+
+    @classmethod
+    def of(cls, size_bytes: int, slot_bytes: int) -> Geometry:
+        """As many slots as fit, each for a frame whose payload has `slot_bytes`."""
+        stride = -(-slot_bytes // FRAME_ALIGN_BYTES) * FRAME_ALIGN_BYTES + FRAME_HEADER_BYTES
+        usable_bytes = size_bytes - SUPERBLOCK_BYTES - (FRAME_ALIGN_BYTES - 1)
+        return cls(stride, max(0, usable_bytes // (stride + ENTRY_BYTES)))
+
+    @property
+    def first_slot(self) -> int:
+        directory_bytes = self.slots * ENTRY_BYTES
+        return SUPERBLOCK_BYTES + -(-directory_bytes // FRAME_ALIGN_BYTES) * FRAME_ALIGN_BYTES
+
+    def slot_place(self, slot: int) -> int:
+        return self.first_slot + slot * self.stride
+
+    def entry_place(self, slot: int) -> int:
+        return SUPERBLOCK_BYTES + slot * ENTRY_BYTES
+
+
+def superblock(device_id: bytes, geometry: Geometry) -> bytes:
+    fields = _SUPERBLOCK.pack(MAGIC, device_id, geometry.stride, geometry.slots)
+    return (fields + _CHECKSUM.pack(zlib.crc32(fields))).ljust(SUPERBLOCK_BYTES, b"\x00")
+
+
+def read_superblock(block: bytes) -> tuple[bytes, Geometry] | None:
+    """The device id and geometry; None when these bytes are not a superblock."""
+    fields = block[: _SUPERBLOCK.size]
+    magic, device_id, stride, slots = _SUPERBLOCK.unpack(fields)
+    (checksum,) = _CHECKSUM.unpack_from(block, _SUPERBLOCK.size)
+    if magic != MAGIC or checksum != zlib.crc32(fields):
+        return None
+    return device_id, Geometry(stride, slots)
+
+
+def entry(device_id: bytes, slot: int, key: ObjectKey, frame_bytes: int, used: int) -> bytes:
+    """`used` in nanoseconds. The checksum covers device and slot too: an entry of another device, of an earlier life
+    with another geometry, or in the wrong place is none."""
+    fields = _ENTRY.pack(key.namespace.digest, key.chunk_hash, frame_bytes)
+    checksum = zlib.crc32(_SLOT.pack(device_id, slot), zlib.crc32(fields))
+    return (fields + _CHECKSUM.pack(checksum)).ljust(USED_OFFSET, b"\x00") + used_time(used).ljust(
+        ENTRY_BYTES - USED_OFFSET, b"\x00"
+    )
+
+
+def used_time(used: int) -> bytes:
+    return _USED.pack(used)
+
+
+def read_entry(device_id: bytes, slot: int, data: bytes | memoryview) -> tuple[bytes, bytes, int, int] | None:
+    """(namespace digest, chunk hash, frame bytes, used); None when the slot is free."""
+    digest, chunk_hash, frame_bytes = _ENTRY.unpack_from(data)
+    if not frame_bytes:
+        return None
+    (checksum,) = _CHECKSUM.unpack_from(data, _ENTRY.size)
+    if checksum != zlib.crc32(_SLOT.pack(device_id, slot), zlib.crc32(data[: _ENTRY.size])):
+        return None
+    (used,) = _USED.unpack_from(data, USED_OFFSET)
+    return digest, chunk_hash, frame_bytes, used
