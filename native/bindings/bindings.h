@@ -6,6 +6,9 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
+
+#include "lmcache/file_io.h"
 
 namespace nb = nanobind;
 
@@ -16,6 +19,7 @@ void bind_paged_copy(nb::module_& m);
 void bind_l1(nb::module_& m);
 void bind_file_io(nb::module_& m);
 void bind_mapped_copy(nb::module_& m);
+void bind_raw_block(nb::module_& m);
 
 // A contiguous Python buffer seen as elements of T, held for the length of a call. Throws std::invalid_argument
 // (ValueError) that names the argument when it is not a buffer or its size is not a multiple of the element.
@@ -43,3 +47,16 @@ public:
 private:
     Py_buffer view_{};
 };
+
+template <typename T>
+nb::bytes packed(const std::vector<T>& values) {
+    return nb::bytes(values.data(), values.size() * sizeof(T));
+}
+
+// Finished batches as (number, i64 results, i32 errors).
+inline nb::list packed_batches(const std::vector<lmcache::FinishedBatch>& finished) {
+    nb::list batches;
+    for (const auto& batch : finished)
+        batches.append(nb::make_tuple(batch.batch, packed(batch.results), packed(batch.errors)));
+    return batches;
+}

@@ -16,11 +16,6 @@ std::vector<std::uint64_t> numbers(nb::handle buffer, const char* name) {
     return {view.data(), view.data() + view.size()};
 }
 
-template <typename T>
-nb::bytes packed(const std::vector<T>& values) {
-    return nb::bytes(values.data(), values.size() * sizeof(T));
-}
-
 }  // namespace
 
 void bind_file_io(nb::module_& m) {
@@ -62,10 +57,7 @@ void bind_file_io(nb::module_& m) {
                      nb::gil_scoped_release released;
                      finished = self.drain();
                  }
-                 nb::list batches;
-                 for (const auto& batch : finished)
-                     batches.append(nb::make_tuple(batch.batch, packed(batch.results), packed(batch.errors)));
-                 return batches;
+                 return packed_batches(finished);
              })
         .def("buffered_fallbacks", &FileIO::buffered_fallbacks)
         .def("close", &FileIO::close, nb::call_guard<nb::gil_scoped_release>());

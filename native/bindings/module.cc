@@ -12,4 +12,5 @@ NB_MODULE(_native, m) {
     bind_l1(m);
     bind_file_io(m);
     bind_mapped_copy(m);
+    bind_raw_block(m);
 }

@@ -224,3 +224,36 @@ class MappedCopier:
         """Finished jobs: (job, one byte an element, 1 = copied)."""
     def close(self) -> None:
         """Waits for everything submitted. Idempotent."""
+
+# ---- raw devices ---------------------------------------------------------------------------------------------------
+def io_uring_refusal() -> int:
+    """0 where this process may use io_uring, else the errno that says why not."""
+
+class DeviceIO:
+    """Ranges of one open file or block device, moved by threads (`queue_depth` 0) or by io_uring with at most
+    `queue_depth` transfers under way. `fd` stays the caller's. OSError where io_uring is refused."""
+
+    def __init__(self, fd: int, threads: int, queue_depth: int, align_bytes: int, copy_always: bool = False) -> None: ...
+    def event_fd(self) -> int: ...
+    def submit_write(self, offsets: Buffer, addresses: Buffer, sizes: Buffer, heads: Buffer) -> int:
+        """u64 each. `heads`: empty, or the address of 4096 bytes that take the place of the first 4096 (0: none)."""
+    def submit_read(self, offsets: Buffer, addresses: Buffer, sizes: Buffer) -> int: ...
+    def submit_sync(self) -> int:
+        """fdatasync."""
+    def drain(self) -> list[tuple[int, bytes, bytes]]:
+        """As FileIO.drain; results are bytes moved. A read ends early at the end of the file."""
+    def copied(self) -> int:
+        """Transfers that did not fit O_DIRECT and went through memory of their own."""
+    def close(self) -> None:
+        """Waits for everything submitted. Idempotent."""
+
+def slot_headers_seal(heads: int, frames: Buffer, sizes: Buffer, namespace_digests: Buffer, hashes: Buffer, device: Buffer, slots: Buffer, generations: Buffer) -> list[str]:
+    """Writes the slot headers of n frames (u64 addresses and sizes) to n x 4096 bytes at `heads`; "" or why a frame cannot
+    be stored (docs/formats/raw_block.md)."""
+
+def slot_headers_open(frames: Buffer, sizes: Buffer, namespace_digests: Buffer, hashes: Buffer, device: Buffer, slots: Buffer, generations: Buffer) -> list[str]:
+    """Turns n slots that were read (u64 addresses, u64 bytes read) back into the frames that were stored, in place; "" or
+    what is wrong: the faults of `frame_verify` and "device", "slot", "generation"."""
+
+def slot_header_parse(header: Buffer) -> tuple[bytes, int, int, bytes, bytes, int]:
+    """(device, slot, generation, encoded namespace, chunk hash, payload bytes), else ValueError."""

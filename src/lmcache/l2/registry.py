@@ -9,14 +9,13 @@ from typing import Any
 from lmcache.errors import ConfigError
 from lmcache.l2 import config as configuration
 from lmcache.l2.adapter import Adapter
-from lmcache.l2.adapters import dax, fs, fs_native, mock, native_plugin, plugin
+from lmcache.l2.adapters import dax, fs, fs_native, mock, native_plugin, plugin, raw_block
 from lmcache.l2.config import AdapterConfig
 from lmcache.l2.keys import Key, nearest
 
 NOT_BUILT = (
     "nixl_store",
     "nixl_store_dynamic",
-    "raw_block",
     "mooncake_store",
     "s3",
     "resp",
@@ -41,6 +40,7 @@ class ConfiguredAdapter:
 TYPES: dict[str, AdapterType] = {
     "fs": AdapterType(fs.KEYS, fs.build),
     "fs_native": AdapterType(fs_native.KEYS, fs_native.build),
+    "raw_block": AdapterType(raw_block.KEYS, raw_block.build, bounds_itself=True),
     "dax": AdapterType(dax.KEYS, dax.build, bounds_itself=True),
     "plugin": AdapterType(plugin.KEYS, plugin.build, bounds_itself=True),
     "native_plugin": AdapterType(native_plugin.KEYS, native_plugin.build),

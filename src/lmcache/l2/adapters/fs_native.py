@@ -22,9 +22,10 @@ from lmcache.l2.adapter import Capacity, Inventory
 from lmcache.l2.adapters import folder
 from lmcache.l2.adapters.writers import Writer
 from lmcache.l2.background import in_thread
+from lmcache.l2.completions import Results
 from lmcache.l2.config import AdapterConfig
 from lmcache.l2.keys import Key, switch, text, text_or_empty, whole
-from lmcache.l2.native_files import NativeFiles, Results
+from lmcache.l2.native_files import NativeFiles
 
 log = logging.getLogger("lmcache.l2")
 

@@ -1,0 +1,390 @@
+"""Objects in slots of equal size on a raw block device or a pre-sized file (docs/formats/raw_block.md).
+
+One server owns the device. What is where is known in memory, so lookups do no I/O; the table on the device follows
+every store and deletion before it is confirmed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+
+from lmcache import _native
+from lmcache.core.key import ObjectKey
+from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.errors import ResourceError
+from lmcache.l2.adapter import Capacity, Inventory
+from lmcache.l2.adapters.raw_format import UNNAMED, Entry
+from lmcache.l2.adapters.raw_index import SlotIndex, superblock_pages
+from lmcache.l2.adapters.raw_recovery import HEADERS_AT_ONCE, Located, Recovered, read_headers, read_table
+from lmcache.l2.adapters.raw_settings import KEYS, open_and_claim, plan
+from lmcache.l2.adapters.raw_table import OrderedPages
+from lmcache.l2.background import in_thread
+from lmcache.l2.completions import ranges, words
+from lmcache.l2.config import AdapterConfig
+from lmcache.l2.native_device import NativeDevice
+
+__all__ = ["KEYS", "RawBlockAdapter", "build"]
+
+log = logging.getLogger("lmcache.l2")
+
+INVENTORY_SLICE = 4096
+SYNC_SECONDS = 1.0
+CLOSE_SECONDS = 10.0
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+
+
+class RawBlockAdapter:
+    def __init__(self, config: AdapterConfig) -> None:
+        self.capacity = Capacity()
+        self._config = config
+        self._name = config.name
+        self._settings = config.settings
+        self._geometry = plan(config)
+        # What header_bytes reserves beyond the header of a frame is not used.
+        self._frame_limit_bytes = self._geometry.slot_bytes - (config.settings["header_bytes"] - FRAME_HEADER_BYTES)
+        self._heads: list[mmap.mmap] = []
+        self._said: set[object] = set()
+        self._figures = {"scanned_slots": 0, "recovery_ms": 0, "buffered_fallbacks": 0}
+        self._last_io = 0.0
+        self._unsynced = False
+        self._opened = False
+        self._index: SlotIndex | None = None  # once recovered
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+        return 0
+
+    def status(self) -> dict[str, int]:
+        if not self._opened:
+            return {}
+        return {
+            **self._figures,
+            "slots": self._slots,
+            "free_slots": self._index.free_slots if self._index else 0,
+            "io_uring": int(self._depth > 0),
+            "copied_transfers": self._stores.copied + self._loads.copied,
+            "metadata_writes_waiting": len(self._pages),
+            "metadata_faults": self._pages.faults,
+        }
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+    async def open(self, inventory: Inventory) -> None:
+        settings = self._settings
+        try:
+            self._device, claim, self._slots = await in_thread("l2-open", open_and_claim, self._config, self._geometry)
+        except OSError as error:
+            raise ResourceError(
+                f"{self._config.where}: cannot use {settings['device_path']}: {error.strerror or error}; "
+                "see the kernel's log, or choose another device."
+            ) from None
+        if settings["use_odirect"] and not self._device.direct:
+            self._figures["buffered_fallbacks"] = 1
+            log.warning(
+                "%s: O_DIRECT is not possible on %s; it goes through the page cache", self._name, self._device.path
+            )
+        self._superblock = claim.superblock
+        self._geometry = claim.superblock.geometry
+        self._depth = self._queue_depth()
+        slot_bytes = self._geometry.slot_bytes
+        self.capacity = Capacity(self._slots * slot_bytes, slot_bytes, largest_object_bytes=self._frame_limit_bytes)
+        # Loads have threads of their own: an engine waits for them, and nobody waits for stores.
+        self._stores = self._io(settings["num_store_workers"])
+        self._loads = self._io(settings["num_load_workers"])
+        self._pages = OrderedPages(self._stores, self._geometry.page_bytes, self._name)
+        self._inventory = inventory
+        self._recovered = asyncio.Event()
+        self._opened = True
+        forget = claim.forgets or not settings["load_checkpoint_on_init"]
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._recover(forget), name=f"{self._name}-recovery"),
+            loop.create_task(self._sync_now_and_then(), name=f"{self._name}-sync"),
+        ]
+        if settings["meta_enable_periodic"]:
+            self._tasks.append(loop.create_task(self._checkpoint_periodically(), name=f"{self._name}-checkpoint"))
+
+    def _queue_depth(self) -> int:
+        if self._settings["io_engine"] != "io_uring":
+            return 0
+        refusal = _native.io_uring_refusal()
+        if refusal:
+            log.warning("%s: io_uring is refused (%s); threads do the I/O", self._name, os.strerror(refusal))
+            return 0
+        return int(self._settings["iouring_queue_depth"])
+
+    def _io(self, threads: int) -> NativeDevice:
+        return NativeDevice(
+            self._device.fd,
+            threads,
+            self._depth,
+            align_bytes=self._settings["block_align"] if self._device.direct else 1,
+            copy_always=not self._settings["enable_zero_copy"],
+        )
+
+    async def close(self) -> None:
+        if not self._opened:
+            return
+        self._opened = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._index:
+            self._index.write_touched()
+        if not await self._pages.close(CLOSE_SECONDS):
+            log.warning("%s: some metadata could not be written; the objects that it names are lost", self._name)
+        await self._stores.sync()
+        await self._stores.close()
+        await self._loads.close()
+        await in_thread("l2-close", self._device.close)
+
+    # ---- recovery ----------------------------------------------------------------------------------------------------
+    async def _recover(self, forget: bool) -> None:
+        started = asyncio.get_running_loop().time()
+        try:
+            recovered = await in_thread("l2-recovery", self._read_table, forget)
+            await self._scan(recovered)
+        except Exception as error:  # the root of a task: a cache that cannot be read starts empty
+            log.warning("%s: starts empty, the table could not be read: %s", self._name, error)
+            forget, recovered = True, await in_thread("l2-recovery", self._read_table, True)
+        if forget:
+            self._superblock = self._superblock.following(recovered.next_generation)
+            for page in superblock_pages(self._superblock):
+                await self._pages.put([page])
+        youngest = await in_thread("l2-recovery", recovered.youngest_first)
+        found = list(recovered.objects.items())
+        self._index = await in_thread("l2-recovery", SlotIndex, self._superblock, recovered, self._slots, self._pages)
+        self._index.write_touched()
+        self._figures["recovery_ms"] = int((asyncio.get_running_loop().time() - started) * 1000)
+        self._recovered.set()
+        for start in range(0, len(youngest), INVENTORY_SLICE):
+            self._inventory.found(youngest[start : start + INVENTORY_SLICE])
+            await asyncio.sleep(0)
+        self._inventory.complete()
+        if self._settings["meta_verify_on_load"]:
+            await self._verify(self._index, found)
+
+    def _read_table(self, forget: bool) -> Recovered:
+        return read_table(self._device, self._superblock, self._slots, forget=forget)
+
+    async def _scan(self, recovered: Recovered) -> None:
+        """Looks into the slots of which the table cannot tell."""
+        self._figures["scanned_slots"] = len(recovered.unread)
+        if recovered.unread:
+            log.warning("%s: the table does not tell of %d slots; their headers do", self._name, len(recovered.unread))
+        numbers = {namespace: number for number, namespace in recovered.namespaces.items()}
+        for slot, header in (await read_headers(self._loads, self._superblock, recovered.unread)).items():
+            if header is None:
+                continue
+            recovered.next_generation = max(recovered.next_generation, header.generation + 1)
+            number = numbers.get(header.key.namespace, UNNAMED)
+            entry = Entry(header.key.chunk_hash, number, header.size_bytes, header.generation, 0)
+            recovered.table.set(slot, entry)
+            recovered.add(slot, header.key, header.size_bytes, header.generation, 0)
+
+    async def _verify(self, index: SlotIndex, objects: list[tuple[ObjectKey, Located]]) -> None:
+        """Drops what the table claims and the slot header does not. Loads would notice too, one by one."""
+        for start in range(0, len(objects), HEADERS_AT_ONCE):
+            part = [entry for entry in objects[start : start + HEADERS_AT_ONCE] if index.holds(*entry)]
+            headers = await read_headers(self._loads, self._superblock, [located.slot for _, located in part])
+            wrong = []
+            for key, located in part:
+                header = headers.get(located.slot)
+                right = header is not None and (header.key, header.generation) == (key, located.generation)
+                if located.slot in headers and not right and index.holds(key, located):
+                    wrong.append(key)
+            if wrong:
+                log.warning("%s: %d objects are not where the table says; they are gone", self._name, len(wrong))
+                self._inventory.lost(wrong)
+                await index.remove(wrong)
+
+    async def _ready(self) -> SlotIndex:
+        await self._recovered.wait()
+        assert self._index is not None
+        return self._index
+
+    # ---- objects -----------------------------------------------------------------------------------------------------
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        index = await self._ready()
+        outcomes = [StoreOutcome.FAILED] * len(keys)
+        todo = []
+        for position, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            if key in index:
+                outcomes[position] = StoreOutcome.ALREADY_THERE
+            elif buffer.nbytes > self._frame_limit_bytes:
+                outcomes[position] = StoreOutcome.TOO_LARGE
+            else:
+                todo.append(position)
+        slots = await index.take(len(todo))
+        for position in todo[len(slots) :]:
+            outcomes[position] = StoreOutcome.FULL
+        todo = todo[: len(slots)]
+        heads = self._heads.pop() if self._heads else mmap.mmap(-1, HEADERS_AT_ONCE * FRAME_HEADER_BYTES)
+        for start in range(0, len(slots), HEADERS_AT_ONCE):
+            part = todo[start : start + HEADERS_AT_ONCE]
+            results = await self._write(
+                index,
+                [keys[position] for position in part],
+                [buffers[position] for position in part],
+                slots[start : start + HEADERS_AT_ONCE],
+                _native.buffer_address(memoryview(heads)),
+            )
+            for position, outcome in zip(part, results, strict=True):
+                outcomes[position] = outcome
+        self._heads.append(heads)
+        return outcomes
+
+    async def _write(
+        self,
+        index: SlotIndex,
+        keys: Sequence[ObjectKey],
+        buffers: Sequence[memoryview],
+        slots: Sequence[int],
+        heads: int,
+    ) -> list[StoreOutcome]:
+        """`heads`: memory for the slot headers."""
+        generations = index.generations(len(keys))
+        frames, sizes = ranges(buffers)
+        faults = _native.slot_headers_seal(heads, frames, sizes, *self._places(keys, slots, generations))
+        good = [position for position, fault in enumerate(faults) if not fault]
+        index.give_back([slot for slot, fault in zip(slots, faults, strict=True) if fault])
+        self._note_io()
+        _, errors = await self._stores.write(
+            [self._geometry.slot_offset(slots[position]) for position in good],
+            [buffers[position] for position in good],
+            [heads + position * FRAME_HEADER_BYTES for position in good],
+        )
+        self._note_io()
+        self._unsynced = True
+        outcomes = [StoreOutcome.FAILED] * len(keys)
+        stored: list[tuple[ObjectKey, Located]] = []
+        for position, error in zip(good, errors, strict=True):
+            if error:
+                outcomes[position] = self._store_fault(error)
+                index.give_back([slots[position]], suspect=error not in _NO_ROOM)
+            elif keys[position] in index:  # by another call, meanwhile
+                outcomes[position] = StoreOutcome.ALREADY_THERE
+                index.give_back([slots[position]])
+            elif index.is_cleared(generations[position]):
+                index.give_back([slots[position]])
+            else:
+                outcomes[position] = StoreOutcome.STORED
+                located = Located(slots[position], buffers[position].nbytes, generations[position])
+                stored.append((keys[position], located))
+        await index.enter(stored)
+        return outcomes
+
+    def _store_fault(self, error: int) -> StoreOutcome:
+        if error in _NO_ROOM:
+            return StoreOutcome.FULL
+        self._say_once(error, f"cannot write: {os.strerror(error)} (errno {error})")
+        return StoreOutcome.FAILED
+
+    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        index = await self._ready()
+        outcomes = [LoadOutcome.MISSING] * len(keys)
+        todo = [(position, located) for position, located in enumerate(index.find(keys)) if located is not None]
+        if not todo:
+            return outcomes
+        slots = [located.slot for _, located in todo]
+        index.pin(slots)
+        try:
+            self._note_io()
+            moved, errors = await self._loads.read(
+                [self._geometry.slot_offset(slot) for slot in slots],
+                [buffers[position][: located.size_bytes] for position, located in todo],
+            )
+            self._note_io()
+        finally:
+            index.unpin(slots)
+        read = []
+        for (position, located), size, error in zip(todo, moved, errors, strict=True):
+            if error:
+                outcomes[position] = LoadOutcome.FAILED
+                self._say_once(error, f"cannot read: {os.strerror(error)} (errno {error})")
+            else:
+                read.append((position, located, size))
+        frames, _ = ranges([buffers[position] for position, _, _ in read])
+        faults = _native.slot_headers_open(
+            frames,
+            words([size for _, _, size in read]),
+            *self._places(
+                [keys[position] for position, _, _ in read],
+                [located.slot for _, located, _ in read],
+                [located.generation for _, located, _ in read],
+            ),
+        )
+        used: list[int] = []
+        corrupt: list[ObjectKey] = []
+        for (position, located, _), fault in zip(read, faults, strict=True):
+            outcomes[position] = LoadOutcome.CORRUPT if fault else LoadOutcome.LOADED
+            if not index.holds(keys[position], located):
+                continue  # deleted, or stored anew, meanwhile
+            if fault:
+                corrupt.append(keys[position])
+            else:
+                used.append(located.slot)
+        index.touch(used)
+        await index.remove(corrupt)
+        return outcomes
+
+    def _places(
+        self, keys: Sequence[ObjectKey], slots: Sequence[int], generations: Sequence[int]
+    ) -> tuple[bytes, bytes, bytes, memoryview, memoryview]:
+        digests = b"".join([key.namespace.digest for key in keys])
+        hashes = b"".join([key.chunk_hash for key in keys])
+        return digests, hashes, self._superblock.device, words(slots), words(generations)
+
+    async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        return [located and located.size_bytes for located in (await self._ready()).find(keys)]
+
+    async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
+        await (await self._ready()).remove(keys)
+        return [True] * len(keys)
+
+    async def clear(self) -> tuple[int, int]:
+        return await (await self._ready()).clear()
+
+    # ---- recency and durability --------------------------------------------------------------------------------------
+    def _note_io(self) -> None:
+        self._last_io = asyncio.get_running_loop().time()
+
+    async def _checkpoint_periodically(self) -> None:
+        """Recency goes to the device when it is quiet, or when it has not been for an interval."""
+        loop = asyncio.get_running_loop()
+        interval = self._settings["meta_checkpoint_interval_sec"]
+        quiet_seconds = self._settings["meta_idle_quiet_ms"] / 1000
+        index = await self._ready()
+        while True:
+            await asyncio.sleep(interval)
+            latest = loop.time() + interval
+            idle_seconds = loop.time() - self._last_io
+            while idle_seconds < quiet_seconds and loop.time() < latest:
+                await asyncio.sleep(quiet_seconds - idle_seconds)
+                idle_seconds = loop.time() - self._last_io
+            index.write_touched()
+
+    async def _sync_now_and_then(self) -> None:
+        """What was confirmed more than this long ago survives a power failure too."""
+        while True:
+            await asyncio.sleep(SYNC_SECONDS)
+            if self._unsynced:
+                self._unsynced = False
+                error = await self._stores.sync()
+                if error:
+                    self._say_once(("sync", error), f"cannot flush the device: {os.strerror(error)}")
+
+    def _say_once(self, what: object, sentence: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            log.warning("%s: %s: %s", self._name, self._settings["device_path"], sentence)
+
+
+def build(config: AdapterConfig) -> RawBlockAdapter:
+    return RawBlockAdapter(config)

@@ -1,0 +1,236 @@
+"""Opening a raw device for one server alone, and never over something that is not a cache of ours."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import struct
+from dataclasses import dataclass, replace
+
+from lmcache.errors import ConfigError, ResourceError
+from lmcache.l2.adapters.raw_format import (
+    MIN_PAGE_BYTES,
+    SUPERBLOCK_MAGIC,
+    SUPERBLOCKS,
+    Superblock,
+    UnknownVersion,
+    decode_superblock,
+)
+
+log = logging.getLogger("lmcache.l2")
+
+FORMAT_STEP_BYTES = 1 << 20
+SEARCHED_BYTES = 1 << 20  # at both ends of a device, for what others wrote
+_BLKSSZGET = 0x1268
+
+# Name, offset and content of what may be there, for the sentence only: anything but zeros is refused.
+SIGNATURES = (
+    ("a damaged cache", 0, SUPERBLOCK_MAGIC),
+    ("a GPT partition table", 512, b"EFI PART"),
+    ("a LUKS volume", 0, b"LUKS\xba\xbe"),
+    ("an XFS file system", 0, b"XFSB"),
+    ("an ext file system", 0x438, b"\x53\xef"),
+    ("a Btrfs file system", 0x10040, b"_BHRfS_M"),
+    ("an LVM volume", 512, b"LABELONE"),
+    ("a RAID member", 4096, b"\xfc\x4e\x2b\xa9"),
+    ("a swap area", 4086, b"SWAPSPACE2"),
+    ("an ISO 9660 file system", 0x8001, b"CD001"),
+    ("an NTFS file system", 3, b"NTFS    "),
+    ("an F2FS file system", 1024, b"\x10\x20\xf5\xf2"),
+    ("an MBR partition table or a FAT file system", 510, b"\x55\xaa"),
+)
+
+
+@dataclass
+class RawDevice:
+    """An open, locked device. `size_bytes` is that of the device or file."""
+
+    path: str
+    fd: int
+    size_bytes: int
+    direct: bool
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        """Both multiples of the block size. Shorter at the end."""
+        with mmap.mmap(-1, max(size_bytes, 1)) as memory:
+            done = 0
+            view = memoryview(memory)
+            try:
+                while done < size_bytes:
+                    moved = os.preadv(self.fd, [view[done:]], offset + done)
+                    done += moved
+                    if moved == 0 or moved % MIN_PAGE_BYTES:
+                        break
+                return bytes(view[: min(done, size_bytes)])
+            finally:
+                view.release()
+
+    def write(self, offset: int, content: bytes) -> None:
+        with mmap.mmap(-1, len(content)) as memory:
+            memory[:] = content
+            view = memoryview(memory)
+            try:
+                done = 0
+                while done < len(content):
+                    moved = os.pwritev(self.fd, [view[done:]], offset + done)
+                    if moved == 0:
+                        raise OSError(errno.EIO, "nothing was written")
+                    done += moved
+            finally:
+                view.release()
+
+    def sync(self) -> None:
+        os.fdatasync(self.fd)
+
+    def close(self) -> None:
+        """Gives up the lock too. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def superblock(self, page_bytes: int) -> Superblock | None:
+        """The valid copy with the highest sequence. UnknownVersion: of a later version."""
+        copies = [self.read(0, MIN_PAGE_BYTES), self.read(page_bytes, MIN_PAGE_BYTES)]
+        found = [copy for copy in map(decode_superblock, copies) if copy is not None]
+        return max(found, key=lambda copy: copy.sequence, default=None)
+
+    def content(self) -> str:
+        """What somebody else has written, "" for nothing."""
+        size = self.size_bytes // MIN_PAGE_BYTES * MIN_PAGE_BYTES
+        head = self.read(0, min(size, SEARCHED_BYTES))
+        for name, offset, magic in SIGNATURES:
+            if head[offset : offset + len(magic)] == magic:
+                return name
+        tail_offset = max(0, size - SEARCHED_BYTES)
+        for part in (head, self.read(tail_offset, size - tail_offset)):
+            if part.strip(b"\0"):
+                return "data of an unknown kind"
+        return ""
+
+
+def open_device(path: str, where: str, *, direct: bool, block_align: int) -> RawDevice:
+    """ConfigError or ResourceError: one sentence that says what to change."""
+    try:
+        kind = os.stat(path).st_mode
+    except OSError as error:
+        raise ResourceError(
+            f"{where}: cannot open {path}: {error.strerror}; give the path of a block device or of a file that has "
+            "its final size (fallocate -l SIZE FILE)."
+        ) from None
+    block = stat.S_ISBLK(kind)
+    if not block and not stat.S_ISREG(kind):
+        raise ConfigError(f'{where}: "device_path" must be a block device or a file; {path} is neither.')
+    # On a block device O_EXCL is the kernel's own lock: mounted, part of a RAID, or held by another server.
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_EXCL if block else 0)
+    try:
+        fd, direct = _open(path, flags, direct)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise ResourceError(
+                f"{where}: {path} is in use (mounted, part of another volume, or held by another server); "
+                "stop the other user or choose another device."
+            ) from None
+        raise ResourceError(
+            f"{where}: cannot open {path} for reading and writing: {error.strerror}; "
+            "make it accessible to this user or choose another device."
+        ) from None
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResourceError(
+                f"{where}: {path} is in use by another server; give every server a device or file of its own."
+            ) from None
+        if block and direct:
+            (sector_bytes,) = struct.unpack("i", fcntl.ioctl(fd, _BLKSSZGET, bytes(4)))
+            if block_align % sector_bytes:
+                raise ConfigError(
+                    f'{where}: "block_align" must be a multiple of {sector_bytes}, the sector of {path}; '
+                    f"got {block_align}."
+                )
+        return RawDevice(path, fd, os.lseek(fd, 0, os.SEEK_END), direct)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _open(path: str, flags: int, direct: bool) -> tuple[int, bool]:
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT), True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    return os.open(path, flags), False
+
+
+@dataclass(frozen=True)
+class Claim:
+    """How to go on with a device."""
+
+    superblock: Superblock
+    is_new: bool = False  # must be formatted with it
+    forgets: bool = False  # the objects of before do not count
+
+
+def claim(device: RawDevice, wanted: Superblock, where: str, *, reformat: bool) -> Claim:
+    """An empty device is new, and with `reformat` any other that is not a cache of this configuration. ResourceError
+    else. Changes nothing."""
+    try:
+        found = device.superblock(wanted.geometry.page_bytes)
+    except UnknownVersion as error:
+        found, obstacle = None, f"a cache of format version {error}, which this release does not know"
+    else:
+        obstacle = device.content() if found is None else _difference(found, wanted)
+    if found is not None and not obstacle:
+        if found.meta_version == wanted.meta_version:
+            return Claim(found)
+        log.info("%s: starts empty, as meta_version was %d", where, found.meta_version)
+        return Claim(replace(found, meta_version=wanted.meta_version), forgets=True)
+    if obstacle and not reformat:
+        raise ResourceError(
+            f'{where}: {device.path} holds {obstacle}; nothing was changed. Choose another device, or set "reformat" '
+            "to true to destroy what is there."
+        )
+    if obstacle:
+        log.warning("%s: %s held %s and is formatted, as reformat is set", where, device.path, obstacle)
+    return Claim(wanted, is_new=True)
+
+
+def format_device(device: RawDevice, superblock: Superblock, used_bytes: int) -> None:
+    """`used_bytes`: of the metadata that this capacity needs, from the start. The superblock goes last: interrupted,
+    the device is empty or what it was. OSError."""
+    blank = bytes(FORMAT_STEP_BYTES)
+    for start in range(0, used_bytes, FORMAT_STEP_BYTES):
+        device.write(start, blank[: min(FORMAT_STEP_BYTES, used_bytes - start)])
+    tail = max(used_bytes, device.size_bytes // MIN_PAGE_BYTES * MIN_PAGE_BYTES - SEARCHED_BYTES)
+    if device.size_bytes - tail >= MIN_PAGE_BYTES and device.content():
+        device.write(tail, blank[: (device.size_bytes - tail) // MIN_PAGE_BYTES * MIN_PAGE_BYTES])
+    device.sync()
+    write_superblock(device, superblock)
+
+
+def write_superblock(device: RawDevice, superblock: Superblock) -> None:
+    """One copy after the other, so that one is always whole."""
+    encoded = superblock.encode()
+    for copy in reversed(range(SUPERBLOCKS)):
+        device.write(copy * len(encoded), encoded)
+        device.sync()
+
+
+def _difference(found: Superblock, wanted: Superblock) -> str:
+    differences = [
+        f"{name} {theirs!r}"
+        for name, theirs, ours in (
+            ("slot_bytes", found.geometry.slot_bytes, wanted.geometry.slot_bytes),
+            ("meta_total_bytes", found.geometry.meta_total_bytes, wanted.geometry.meta_total_bytes),
+            ("block_align", found.geometry.page_bytes, wanted.geometry.page_bytes),
+            ("meta_magic", found.meta_magic.decode("ascii", "replace"), wanted.meta_magic.decode("ascii")),
+        )
+        if theirs != ours
+    ]
+    return f"a cache with {' and '.join(differences)}" if differences else ""

@@ -1,0 +1,41 @@
+"""Ranges of one open device or file, moved natively, as coroutines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmcache import _native
+from lmcache.l2.completions import Completions, Results, ranges, words
+
+
+class NativeDevice:
+    """Construct on the loop that uses it. `queue_depth` 0: `threads` threads, else io_uring (OSError where it is
+    refused). `fd` is closed by the caller, afterwards."""
+
+    def __init__(self, fd: int, threads: int, queue_depth: int, *, align_bytes: int, copy_always: bool = False) -> None:
+        self._io = _native.DeviceIO(fd, threads, queue_depth, align_bytes, copy_always)
+        self._completions = Completions(self._io)
+
+    @property
+    def copied(self) -> int:
+        return self._io.copied()
+
+    async def write(self, offsets: Sequence[int], buffers: Sequence[memoryview], heads: Sequence[int] = ()) -> Results:
+        """`heads`: addresses of 4096 bytes each that take the place of the first 4096 of a buffer."""
+        addresses, sizes = ranges(buffers)
+        return await self._completions.of(
+            self._io.submit_write(words(offsets), addresses, sizes, words(heads)), buffers
+        )
+
+    async def read(self, offsets: Sequence[int], buffers: Sequence[memoryview]) -> Results:
+        addresses, sizes = ranges(buffers)
+        return await self._completions.of(self._io.submit_read(words(offsets), addresses, sizes), buffers)
+
+    async def sync(self) -> int:
+        """Everything that has been written is on the medium; 0 or an errno."""
+        _, errors = await self._completions.of(self._io.submit_sync())
+        return errors[0]
+
+    async def close(self) -> None:
+        """Waits for everything submitted. Idempotent."""
+        await self._completions.close()

@@ -1,0 +1,87 @@
+"""Free slots, and metadata pages in order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from array import array
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from lmcache.l2.adapters import raw_table
+from lmcache.l2.adapters.raw_table import OrderedPages, SlotPool
+from lmcache.l2.completions import Results
+from lmcache.l2.native_device import NativeDevice
+
+
+def test_slots_are_given_out_once_and_lowest_first() -> None:
+    pool = SlotPool({1, 4}, 8)
+    assert len(pool) == 6
+    assert pool.take(3) == [0, 2, 3] and pool.take(1) == [5]
+    pool.give([3])
+    pool.give([2], suspect=True)
+    assert pool.take(3) == [3, 6, 7] and pool.take(3) == [2] and pool.take(1) == [] and len(pool) == 0
+
+
+class FakeDevice:
+    """Records what is written; `errors` are the outcomes to come, then everything succeeds."""
+
+    def __init__(self, errors: Sequence[int] = ()) -> None:
+        self.written: list[list[tuple[int, bytes]]] = []
+        self.errors = list(errors)
+
+    async def write(self, offsets: Sequence[int], buffers: Sequence[memoryview]) -> Results:
+        await asyncio.sleep(0)
+        error = self.errors.pop(0) if self.errors else 0
+        if not error:
+            self.written.append([(offset, bytes(buffer)) for offset, buffer in zip(offsets, buffers, strict=True)])
+        return array("q", [0] * len(offsets)), array("i", [error] * len(offsets))
+
+
+def pages_on(device: FakeDevice) -> OrderedPages:
+    return OrderedPages(cast(NativeDevice, device), 4096, "test")
+
+
+def test_pages_are_written_in_order_and_then_said() -> None:
+    async def test() -> None:
+        device = FakeDevice()
+        pages = pages_on(device)
+        said: list[int] = []
+        for number in range(5):
+            last = pages.put([(number, bytes([number]) * 4096)], lambda number=number: said.append(number))  # type: ignore[misc]
+        assert await last and said == list(range(5))
+        assert [step[0][0] for step in device.written] == list(range(5))
+        many = [(number, bytes(4096)) for number in range(600)]
+        assert await pages.put(many)
+        assert [len(step) for step in device.written[5:]] == [256, 256, 88]
+        assert await pages.close(1)
+
+    asyncio.run(test())
+
+
+def test_a_page_that_fails_is_tried_again_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_table, "RETRY_SECONDS", 0.001)
+
+    async def test() -> None:
+        device = FakeDevice([errno.EIO, errno.EIO])
+        pages = pages_on(device)
+        said: list[str] = []
+        first = pages.put([(0, bytes(4096))], lambda: said.append("first"))
+        second = pages.put([(1, bytes(4096))])
+        assert await first is False and said == []
+        assert await second is True and said == ["first"]
+        assert [step[0][0] for step in device.written] == [0, 1] and pages.faults == 2
+        assert await pages.close(1)
+
+    asyncio.run(test())
+
+
+def test_closing_does_not_wait_for_ever() -> None:
+    async def test() -> None:
+        pages = pages_on(FakeDevice([errno.EIO] * 1000))
+        assert await pages.put([(0, bytes(4096))]) is False
+        assert not await pages.close(0.01)
+
+    asyncio.run(test())
