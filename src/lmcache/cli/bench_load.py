@@ -63,7 +63,10 @@ class Engine:
             RegisterInstance(self.instance_id, _MODEL, 1, 1, _HEARTBEAT_SECONDS, "lmcache bench"),
             CALL_SECONDS,
         )
-        client.register(RegisterWorker(self.instance_id, 0, 0, [layout], [payload_bytes]), CALL_SECONDS)
+        client.register(
+            RegisterWorker(self.instance_id, 0, 0, [layout], [payload_bytes], tensors=[("uint8", [payload_bytes])]),
+            CALL_SECONDS,
+        )
         self._template = header_template(namespace, payload_bytes)
         self._digest = namespace.digest
         self.source = Region(chunks * payload_bytes)

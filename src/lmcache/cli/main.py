@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "quota get": ("lmcache.cli.quota", "the quota of one cache salt, and what it takes"),
     "quota list": ("lmcache.cli.quota", "all quotas"),
     "quota delete": ("lmcache.cli.quota", "remove the quota of a cache salt"),
+    "tool cache-simulator": ("lmcache.cli.cache_simulator", "hit rate against size, for each eviction policy"),
     "doctor": ("lmcache.cli.doctor", "can this machine run the server and its engines well?"),
     "demo": ("lmcache.cli.demo", "a real vLLM on CPU, cold against cached, in one table"),
     "bench server": ("lmcache.cli.bench_server", "measure calls and copies against a server"),
@@ -34,7 +35,6 @@ UNBUILT: dict[str, str] = {
     "coordinator": "one server is all there is so far",
     "bench engine": "benchmarks/ has scripts that measure an engine",
     "query": "`lmcache describe` shows a running server",
-    "tool": "there is no cache simulator so far",
     "trace": "a --lookup-hash-log-dir records lookups",
     "top": "`lmcache describe` and /metrics show a running server",
 }

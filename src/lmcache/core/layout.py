@@ -43,6 +43,14 @@ class KVLayout:
         return self.blocks_per_chunk * sum(layer.content_bytes for layer in self.layers)
 
     @property
+    def tensors(self) -> list[tuple[str, list[int]]]:
+        """(dtype, shape) of one object: equal layers are one tensor [layers, blocks, *dimensions of a block]."""
+        alike: dict[tuple[str, tuple[int, ...]], int] = {}
+        for layer in self.layers:
+            alike[layer.dtype, layer.block_shape] = alike.get((layer.dtype, layer.block_shape), 0) + 1
+        return [(dtype, [layers, self.blocks_per_chunk, *shape]) for (dtype, shape), layers in alike.items()]
+
+    @property
     def fingerprint(self) -> str:
         """First 32 hex digits of SHA-256 over the msgpack of every field."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:32]

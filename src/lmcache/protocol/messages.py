@@ -86,6 +86,7 @@ class RegisterWorker(Message):
     payload_bytes: list[int]  # per object group
     stores: bool = True  # False: another worker stores the same KV (tensor-parallel copies of MLA)
     heartbeat_interval_seconds: float = 10.0
+    tensors: list[tuple[str, list[int]]] = []  # dtype and shape of a chunk's KV, for the lookup log
 
 
 class RegisterReply(Message):

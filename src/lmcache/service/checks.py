@@ -49,6 +49,7 @@ def check_worker(message: RegisterWorker, instance: RegisterInstance | None, oth
     for layout in message.layouts:
         if not _FINGERPRINT.fullmatch(layout):
             raise RemoteError(ErrorCode.BAD_REQUEST, "A layout fingerprint must be 32 hexadecimal digits.")
+    _check_tensors(message.tensors)
     for size_bytes in message.payload_bytes:
         _check_range("payload size", size_bytes, 1, limits.MAX_OBJECT_BYTES)
     if instance is not None:
@@ -69,6 +70,15 @@ def check_worker(message: RegisterWorker, instance: RegisterInstance | None, oth
                 ErrorCode.LAYOUT_CONFLICT,
                 f"Workers {other.worker_id} and {message.worker_id} have rank {message.kv_rank} and different layouts.",
             )
+
+
+def _check_tensors(tensors: list[tuple[str, list[int]]]) -> None:
+    _check_range("number of tensors", len(tensors), 0, limits.MAX_TENSORS)
+    for dtype, shape in tensors:
+        _check_range("length of a dtype", len(dtype), 1, limits.MAX_DTYPE_CHARACTERS)
+        _check_range("number of dimensions", len(shape), 0, limits.MAX_TENSOR_DIMENSIONS)
+        for size in shape:
+            _check_range("size of a dimension", size, 0, limits.MAX_OBJECT_BYTES)
 
 
 def _check_heartbeat(seconds: float) -> None:

@@ -350,7 +350,7 @@ class LookupService:
         return LookupReply(hit.chunks, chunks_l1, number, asked.hashes, hit.offsets, reason.value if reason else "")
 
     def _publish(self, events: EventBus, asked: _Asked, hit_chunks: int) -> None:
-        scheduler = asked.instance.scheduler
+        scheduler, ranks = asked.instance.scheduler, asked.instance.by_rank()
         events.publish(
             LookupEvent(
                 wall_seconds=self._clock.wall(),
@@ -360,6 +360,8 @@ class LookupService:
                 total_tokens=asked.session.chain.tokens,
                 chunk_hashes=asked.hashes,
                 hit_chunks=hit_chunks,
+                cache_salt=asked.session.chain.cache_salt,
+                tensors=tuple(tensor for _, rank in sorted(ranks.items()) for tensor in rank.tensors),
             )
         )
 

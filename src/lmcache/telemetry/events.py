@@ -16,6 +16,8 @@ class LookupEvent:
     total_tokens: int  # of the request so far, a last incomplete chunk included
     chunk_hashes: bytes  # 32 bytes a full chunk
     hit_chunks: int
+    cache_salt: str = ""
+    tensors: tuple[tuple[str, list[int]], ...] = ()  # dtype and shape of one chunk's KV, of every rank
 
 
 Event = LookupEvent

@@ -51,7 +51,7 @@ class LookupHashLog:
             ) from None
 
     def handle(self, events: Sequence[Event]) -> None:
-        lines = b"".join(_line(event) for event in events)
+        lines = b"".join(line_of(event) for event in events)
         try:
             self._rotate_if_due()
             self._write(lines)
@@ -99,7 +99,8 @@ class LookupHashLog:
             (self._folder / name).unlink(missing_ok=True)
 
 
-def _line(event: LookupEvent) -> bytes:
+def line_of(event: LookupEvent) -> bytes:
+    """One object and its end of line."""
     hashes = event.chunk_hashes
     record: dict[str, Any] = {
         "timestamp": event.wall_seconds,
@@ -107,11 +108,12 @@ def _line(event: LookupEvent) -> bytes:
         "model_name": event.model_name,
         "chunk_size": event.chunk_tokens,
         "seq_len": event.total_tokens,
-        "dtypes": [],  # the server knows layouts by fingerprint only
-        "shapes": [],
+        "dtypes": [dtype for dtype, _ in event.tensors],
+        "shapes": [shape for _, shape in event.tensors],
         "chunk_hashes": [
             "0x" + hashes[start : start + CHUNK_HASH_BYTES].hex() for start in range(0, len(hashes), CHUNK_HASH_BYTES)
         ],
         "hit_chunks": event.hit_chunks,
+        "cache_salt": event.cache_salt,
     }
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"

@@ -22,7 +22,9 @@ EXAMPLES: dict[str, m.Message] = {
     "Ping": m.Ping("engine-1", 0),
     "PingReply": m.PingReply(bytes(range(16)), True, False),
     "RegisterInstance": m.RegisterInstance("engine-1", "model", 2, 1, 10.0, "vllm 0.32.0"),
-    "RegisterWorker": m.RegisterWorker("engine-1", 1, 1, ["ab" * 16], [2 << 20], False, 5.0),
+    "RegisterWorker": m.RegisterWorker(
+        "engine-1", 1, 1, ["ab" * 16], [2 << 20], False, 5.0, [("bfloat16", [8, 2, 4, 128, 128])]
+    ),
     "RegisterReply": m.RegisterReply(7),
     "Unregister": m.Unregister("engine-1", -1),
     "Lookup": m.Lookup("engine-1", "req-1", "tenant", 512, b"\1\0\0\0\2\0\0\0", b"lora", [(2, bytes(range(32)))], 1.5),

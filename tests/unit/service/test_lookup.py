@@ -414,3 +414,27 @@ def test_the_deadline_of_a_lookup_is_bounded(tiered):
     tiered.ask("r", chunks(1), deadline_seconds=1e9)
     assert tiered.storage.asked[0][0].deadline_seconds == lookup_module.MAX_LOOKUP_DEADLINE_SECONDS
     tiered.end("r")
+
+
+# ---- the lookup log --------------------------------------------------------------------------------------------------
+class Events:
+    active = True
+
+    def __init__(self):
+        self.published = []
+
+    def publish(self, event):
+        self.published.append(event)
+
+
+def test_a_lookup_is_told_with_the_layout_of_every_rank():
+    with a_service() as service:
+        service.register(ranks=2)
+        tensors = [("bfloat16", [2, 2, 16])]
+        service.liveness.unregister(m.Unregister("engine", 1))
+        service.liveness.register_worker(m.RegisterWorker("engine", 1, 1, ["ab" * 16], [4096], tensors=tensors))
+        events = service.lookups._events = Events()
+        service.lookup("r", chunks(1, 2), salt="tenant")
+        (event,) = events.published
+        assert event.tensors == (("bfloat16", [2, 2, 16]),)
+        assert (event.cache_salt, event.hit_chunks, len(event.chunk_hashes)) == ("tenant", 0, 64)

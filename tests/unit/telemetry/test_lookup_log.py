@@ -14,7 +14,17 @@ from lmcache.telemetry.lookup_log import LookupHashLog
 
 def event(request_id: str = "r1", chunks: int = 2) -> LookupEvent:
     hashes = b"".join(bytes([index]) * 32 for index in range(chunks))
-    return LookupEvent(1000.5, request_id, "model", 256, chunks * 256 + 7, hashes, hit_chunks=1)
+    return LookupEvent(
+        1000.5,
+        request_id,
+        "model",
+        256,
+        chunks * 256 + 7,
+        hashes,
+        hit_chunks=1,
+        cache_salt="tenant",
+        tensors=(("bfloat16", [2, 8, 16]),),
+    )
 
 
 def make_log(folder: Path, clock: ManualClock, **options: int) -> LookupHashLog:
@@ -39,6 +49,7 @@ def test_one_json_object_a_line(tmp_path: Path) -> None:
         "seq_len": 519,
     }
     assert second["chunk_hashes"] == []
+    assert (first["dtypes"], first["shapes"], first["cache_salt"]) == (["bfloat16"], [[2, 8, 16]], "tenant")
 
 
 def test_a_new_file_after_the_interval(tmp_path: Path) -> None:

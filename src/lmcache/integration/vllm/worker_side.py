@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lmcache.client.client import Client
+from lmcache.core.limits import MAX_TENSORS
 from lmcache.device.affinity import engine_cpus, unpinned
 from lmcache.device.cpu import PagedGroup
 from lmcache.errors import LayoutRefused, LMCacheError
@@ -102,6 +103,7 @@ class WorkerSide:
                 [layout.payload_bytes for layout in attachment.layouts],
                 self._identity.stores,
                 self.client.heartbeat_interval_seconds,
+                [tensor for layout in attachment.layouts for tensor in layout.tensors][:MAX_TENSORS],
             )
         )
 

@@ -1,0 +1,1 @@
+"""Traces of lookups, replayed against the eviction policies of the server without any payload."""
