@@ -35,10 +35,8 @@ def ask_all(stack: Stack, lengths: list[int]) -> list[Completion]:
     return [stack.engine.complete(sample_tokens(length, seed=length), max_tokens=24) for length in lengths]
 
 
-@pytest.mark.parametrize(
-    "lengths", [[2100, 8192], pytest.param([2048, 8200, 16384], marks=pytest.mark.slow)], ids=["8k", "16k"]
-)
-def test_every_tier_gives_what_was_computed(lengths: list[int], llama: Path, start_stack: Callable[..., Stack]) -> None:
+def test_every_tier_gives_what_was_computed(llama: Path, start_stack: Callable[..., Stack]) -> None:
+    lengths = [2100, 8192, 16384]
     stack = start_stack(llama)
     chunks = sum(length // 256 for length in lengths)
     bytes_seen = Bytes()

@@ -210,7 +210,7 @@ def test_a_server_that_hangs_is_noticed_and_one_that_wakes_up_is_used_again(serv
             started = time.monotonic()
             with pytest.raises(ServerUnavailable):
                 engine.lookup("r", engine.tokens(1))
-            assert time.monotonic() - started < 0.5
+            assert time.monotonic() - started < 0.1 * CALL_SECONDS
         finally:
             server.signal_group(signal.SIGCONT)
         engine.client.connect(20.0)
@@ -286,12 +286,11 @@ def test_pings_are_answered_while_lookups_wait_for_a_slow_l2(tmp_path):
                 )
                 for number in range(50)
             ]
-            slowest = 0.0
+            pings = 0
             while not calls[0].done():
-                started = time.monotonic()
                 assert engine.client.call("ping", m.Ping(), CALL_SECONDS).ready
-                slowest = max(slowest, time.monotonic() - started)
-            assert slowest < 0.5
+                pings += 1
+            assert pings > 3  # a loop that waited for the adapter would have answered one
             replies = [call.result() for call in calls]
             assert max(reply.chunks for reply in replies) == 16
             for number, reply in enumerate(replies):

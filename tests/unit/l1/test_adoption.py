@@ -184,4 +184,4 @@ def test_many_objects_are_taken_over_quickly(name: str) -> None:
         seconds = time.monotonic() - began
         assert l1.adoption.objects == len(wanted)
         assert l1.core.touch(array("I", [0]).tobytes(), b"".join(key.chunk_hash for key in wanted)) == len(wanted)
-    assert seconds < 2.0
+    assert seconds < 10.0

@@ -75,11 +75,9 @@ def starve(store: L1Store, folder: Path, available_mib: int) -> None:
 
 
 def test_a_large_lazy_l1_is_ready_at_once_and_fills_in_the_background(name: str) -> None:
-    began = time.monotonic()
     store = L1Store.open(name, 4 * GIB, TOKEN, policy="LRU", init_bytes=256 * MIB)
-    ready_seconds = time.monotonic() - began
     try:
-        assert ready_seconds < 1.0
+        assert committed(store) < GIB
         wait_until(lambda: committed(store) >= GIB)  # the headroom beyond what is used
         store.check_idle()
     finally:
