@@ -185,6 +185,13 @@ void bind_upkeep(nb::class_<L1Core>& core) {
         },
         nb::arg("start"), nb::arg("count"));
     core.def("stats", [](L1Core& self) { return to_dict(without_gil([&] { return self.stats(); })); });
+    core.def("set_age_sample_rate", &L1Core::set_age_sample_rate, nb::arg("rate"),
+             nb::call_guard<nb::gil_scoped_release>());
+    core.def("take_ages", [](L1Core& self) {
+        auto ages = without_gil([&] { return self.take_ages(); });
+        return std::make_tuple(std::move(ages.lifetimes), std::move(ages.idle_before_eviction),
+                               std::move(ages.reuse_gaps));
+    });
     core.def("salt_usage", &L1Core::salt_usage, nb::call_guard<nb::gil_scoped_release>());
     core.def("check", &L1Core::check, nb::call_guard<nb::gil_scoped_release>());
 }
@@ -241,7 +248,11 @@ void bind_l1(nb::module_& m) {
         "__init__",
         [](L1Core* self, std::uint64_t capacity_bytes, std::uint64_t first_offset, std::uint64_t align_bytes,
            const std::string& policy, std::uintptr_t slot_table) {
-            new (self) L1Core({capacity_bytes, first_offset, align_bytes, policy_of(policy), slot_table});
+            new (self) L1Core({.capacity_bytes = capacity_bytes,
+                               .first_offset = first_offset,
+                               .align_bytes = align_bytes,
+                               .policy = policy_of(policy),
+                               .slot_table = slot_table});
         },
         nb::arg("capacity_bytes"), nb::arg("first_offset"), nb::arg("align_bytes"), nb::arg("policy"),
         nb::arg("slot_table") = 0);

@@ -36,7 +36,8 @@ L1Core::L1Core(const L1Options& options)
     : options_(options),
       arena_(capacity_units(options)),
       slots_(options.slot_table),
-      order_(options.policy, objects_, namespaces_) {
+      order_(options.policy, objects_, namespaces_),
+      ages_(options.now) {
     if (options.slot_table % sizeof(std::uint64_t) != 0) {
         throw std::invalid_argument("slot_table must be a multiple of 8");
     }
@@ -148,6 +149,7 @@ void L1Core::forget(std::uint32_t index) {
         case ObjectState::kUnused:
             throw std::logic_error("L1Core: object erased twice");
     }
+    if (object.sampled) ages_.gone(index);
     namespaces_.subtract_units(object.name_space, object.units);
     objects_.give_back(index);
 }

@@ -131,6 +131,7 @@ void L1Core::make_newest(std::uint32_t index) {
 void L1Core::count_eviction(std::uint32_t index) {
     prefetch_eviction(index);
     order_.evicted(index, hash_object(objects_[index]));
+    if (objects_[index].sampled) ages_.evicted(index);
     ++evicted_objects_;
     evicted_units_ += objects_[index].units;
 }

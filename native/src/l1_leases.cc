@@ -133,7 +133,9 @@ void L1Core::hold(std::uint32_t index, Reading reading) {
         order_.begin_reading(index);
         ++leased_objects_;
     }
-    if (reading == Reading::kUse) order_.use(index);
+    if (reading == Reading::kCopy) return;
+    order_.use(index);
+    if (objects_[index].sampled) ages_.used(index);
 }
 
 void L1Core::let_go(std::uint32_t index, Reading reading) {

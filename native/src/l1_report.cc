@@ -41,8 +41,19 @@ L1Stats L1Core::stats() {
     stats.evicted_bytes = bytes(evicted_units_);
     stats.allocation_failures = allocation_failures_;
     stats.index_bytes = objects_.memory_bytes() + keys_.memory_bytes() + arena_.memory_bytes() +
-                        namespaces_.memory_bytes() + order_.memory_bytes();
+                        namespaces_.memory_bytes() + order_.memory_bytes() + ages_.memory_bytes();
     return stats;
+}
+
+void L1Core::set_age_sample_rate(double rate) {
+    if (!(rate >= 0 && rate <= 1)) throw std::invalid_argument("the sample rate must be from 0 to 1");
+    const std::lock_guard lock(mutex_);
+    ages_.set_rate(rate);
+}
+
+Ages L1Core::take_ages() {
+    const std::lock_guard lock(mutex_);
+    return ages_.take();
 }
 
 std::vector<std::pair<std::string, std::uint64_t>> L1Core::salt_usage() {

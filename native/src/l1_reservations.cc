@@ -113,7 +113,10 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
                 object.readers = 1;
                 ++leased_objects_;
             }
-            order_.enter(index, hash_object(object));
+            const std::uint64_t key_hash = hash_object(object);
+            order_.enter(index, key_hash);
+            object.sampled = ages_.wants(key_hash);
+            if (object.sampled) ages_.stored(index);
             if (object.temporary) {
                 slots_.clear(object.first_unit);  // nobody writes there, and nobody is to keep it
             } else {                              // in chunk order: whoever dies in the middle leaves a prefix

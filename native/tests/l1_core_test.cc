@@ -30,6 +30,7 @@ struct Core {
     explicit Core(std::uint64_t units, EvictionPolicy policy = EvictionPolicy::kLru)
         : core({units * kUnit, kUnit, kUnit, policy}) {
         core.set_committed(units * kUnit);
+        core.set_age_sample_rate(0.5);
         core.set_limit("", units * kUnit);
         core.set_limit("salt", units / 2 * kUnit);
         for (std::uint8_t i = 0; i < 2; ++i) namespaces.push_back(core.intern(Digest{i}, i ? "salt" : ""));
@@ -106,6 +107,7 @@ void upkeep(Core& shared, std::mt19937_64& random) {
             break;
         case 6:
             shared.core.list_objects(0, 10);
+            shared.core.take_ages();
             shared.core.salt_usage();
             shared.core.set_limit("salt", (20 + random() % 30) * kUnit);
             shared.core.enforce_limits();

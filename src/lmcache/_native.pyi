@@ -179,6 +179,10 @@ class L1Core:
     def stats(self) -> dict[str, int]:
         """capacity_bytes, committed_bytes, used_bytes, free_bytes, largest_free_bytes, objects, staged, leases,
         leased_objects, reservations, quarantined_bytes, evicted_objects, evicted_bytes, allocation_failures (chunks), index_bytes."""
+    def set_age_sample_rate(self, rate: float) -> None:
+        """Which part of the objects stored from now on is watched for `take_ages`: 0 (as at first) to 1. Always the same keys."""
+    def take_ages(self) -> tuple[list[float], list[float], list[float]]:
+        """Of watched objects since the last call, in seconds: store to eviction, last use to eviction, between uses."""
     def salt_usage(self) -> list[tuple[str, int]]: ...
     def check(self) -> None:
         """Asserts every invariant (used + free == committed, lists, counts); RuntimeError names the one broken. O(objects)."""

@@ -112,6 +112,8 @@ class Server:
             heir=self._heir(hasher),
         )
         closers.callback(self._close_l1)
+        if config.metrics_enabled:
+            self._l1.core.set_age_sample_rate(config.metrics_sample_rate)
         closers.callback(self.metrics.on_scrape(self._l1.stats))
         salt_limits = SaltLimits()
         self.quotas = Quotas(self._l1.core, salt_limits, enforced=config.eviction_policy == "IsolatedLRU")

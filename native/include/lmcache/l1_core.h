@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "lmcache/age_samples.h"
 #include "lmcache/arena.h"
 #include "lmcache/claim_table.h"
 #include "lmcache/courteous_mutex.h"
@@ -44,6 +45,7 @@ struct L1Options {
     std::uint64_t align_bytes = 0;     // a power of two
     EvictionPolicy policy = EvictionPolicy::kLru;
     std::uintptr_t slot_table = 0;  // one word a unit, in memory that outlives the process; 0: nothing is kept
+    double (*now)() = steady_seconds;
 };
 
 struct Acquired {
@@ -143,6 +145,11 @@ public:
     std::size_t remove(NamespaceIds namespaces, Hashes hashes);
     Removed clear();
 
+    // Which part of the objects is watched for `take_ages`, from 0 to 1. Those that are resident already are not.
+    void set_age_sample_rate(double rate);
+    // How old watched objects were when they were used again or evicted, since the last call.
+    Ages take_ages();
+
     ObjectPage list_objects(std::uint32_t start, std::size_t count);
     L1Stats stats();
     std::vector<std::pair<std::string, std::uint64_t>> salt_usage();
@@ -222,6 +229,7 @@ private:
     KeyTable keys_;
     Namespaces namespaces_;
     EvictionOrder order_;
+    AgeSamples ages_;
     ClaimTable<Lease> leases_;
     ClaimTable<Reservation> reservations_;
     std::size_t resident_ = 0;

@@ -42,7 +42,6 @@ _REQUIRED = dataclasses.MISSING
 _PORT = Whole(minimum=0, maximum=65535, shown_as="PORT")
 _GB = "GB"
 _FRACTION = Number(above=0, maximum=1, shown_as="FRACTION")
-_DEFAULT_SAMPLE_RATE = 0.01
 _NO_PLUGINS = "runtime plugins are not built yet"
 _ADAPTER_EXAMPLE = '{"type": "fs_native", "base_path": "/data/lmcache"}'
 
@@ -174,10 +173,9 @@ class ServerConfig:
         "events kept for the logs; more are dropped, counted",
     )
     metrics_sample_rate: float = _option(
-        _FRACTION,
-        _DEFAULT_SAMPLE_RATE,
-        "fraction of objects in per-object histograms",
-        unbuilt="histograms of single objects are not built yet, so there is nothing to sample",
+        Number(minimum=0, maximum=1, shown_as="FRACTION"),
+        0.01,
+        "fraction of the objects in the histograms of ages in L1; 0 leaves them empty",
     )
     service_instance_id: str | None = _option(
         Text("ID"), None, 'names this server in its metrics; "" for none', default_text="a random UUID"

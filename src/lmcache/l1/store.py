@@ -115,6 +115,7 @@ class L1Store:
             stats = self.core.stats()
             if self._metrics is not None:
                 self._publish(self._metrics, stats)
+                self._publish_ages(self._metrics)
         return stats
 
     def _publish(self, metrics: Metrics, stats: dict[str, int]) -> None:
@@ -127,6 +128,18 @@ class L1Store:
         ):
             counter.inc(stats[name] - self._published[name])
             self._published[name] = stats[name]
+
+    def _publish_ages(self, metrics: Metrics) -> None:
+        lifetimes, idle, gaps = self.core.take_ages()
+        for histogram, seconds in (
+            (metrics.l1_chunk_lifetime, lifetimes),
+            (metrics.l1_chunk_idle_before_evict, idle),
+            (metrics.l1_chunk_reuse_gap, gaps),
+        ):
+            for one in seconds:
+                histogram.observe(one)
+        if idle:
+            metrics.l1_eviction_age_seconds.set(sum(idle) / len(idle))
 
     def check_idle(self) -> None:
         """AssertionError or RuntimeError unless L1 is consistent and nobody holds or writes anything."""

@@ -24,6 +24,8 @@ MAX_LABEL_SETS = 1024  # tenants and models come from outside: beyond this many 
 
 _THROUGHPUT_BUCKETS_GB = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
+_AGE_BUCKETS_SECONDS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 3600, 3 * 24 * 3600, 7 * 24 * 3600)
+
 
 class BoundedCounter(Counter):
     """A counter whose label values come from requests. Label sets beyond MAX_LABEL_SETS are counted under `_other`."""
@@ -74,6 +76,14 @@ class Metrics:
             "quarantined_bytes", "Bytes reserved by a silent worker, held until it is known to be gone"
         )
 
+        self.l1_chunk_lifetime = self._ages("l1_chunk_lifetime", "From store to eviction, of sampled objects")
+        self.l1_chunk_idle_before_evict = self._ages(
+            "l1_chunk_idle_before_evict", "From last use to eviction, of sampled objects"
+        )
+        self.l1_chunk_reuse_gap = self._ages("l1_chunk_reuse_gap", "Between two uses, of sampled objects")
+        self.l1_eviction_age_seconds = self._gauge(
+            "l1_eviction_age_seconds", "How long the latest sampled objects evicted had not been used, mean"
+        )
         self.quota_limit_bytes = self._gauge(
             "quota_limit_bytes", "Bytes that a cache salt may keep in L1", ("cache_salt",)
         )
@@ -154,6 +164,9 @@ class Metrics:
 
     def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         return Gauge(PREFIX + name, text, labels, registry=self._registry())
+
+    def _ages(self, name: str, text: str) -> Histogram:
+        return Histogram(PREFIX + name, text, unit="seconds", buckets=_AGE_BUCKETS_SECONDS, registry=self._registry())
 
     def _throughput(self, name: str, text: str, labels: Sequence[str]) -> Histogram:
         return Histogram(

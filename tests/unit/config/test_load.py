@@ -176,7 +176,7 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         (["--otlp-endpoint", "http://h:4317"], "export over OTLP is not built yet."),
         (["--runtime-plugin-locations", "/a", "/b"], "runtime plugins are not built yet."),
         (["--runtime-plugin-config", '{"a": 1}'], "runtime plugins are not built yet."),
-        (["--metrics-sample-rate", "0.5"], "--metrics-sample-rate cannot be used"),
+        (["--metrics-sample-rate", "1.5"], "--metrics-sample-rate must be"),
         (["--l1-numa", "0"], "--l1-numa cannot be used"),
         (["--zmq-curve-server-key-file", "k"], "CURVE encryption is not built yet."),
         (["--http-tls-cert", "c"], "HTTPS is not built yet."),

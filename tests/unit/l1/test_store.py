@@ -10,9 +10,11 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from lmcache._native import L1Core
 from lmcache.clock import ManualClock
 from lmcache.core.key import Namespace
 from lmcache.core.limits import GIB, MIB
@@ -20,6 +22,7 @@ from lmcache.errors import ResourceError
 from lmcache.l1 import growth
 from lmcache.l1.store import L1Store
 from lmcache.memory.room import Machine
+from lmcache.memory.shared_memory import SharedMemory
 from lmcache.telemetry.metrics import Metrics
 
 TOKEN = bytes(16)
@@ -289,3 +292,57 @@ def test_mapping_ahead_makes_no_memory(name: str) -> None:
         engine.close()
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_ages_of_sampled_objects_are_metrics(rate: float) -> None:
+    core = L1Core(4 * 4096, 0, 4096, "LRU")
+    core.set_committed(4 * 4096)
+    core.set_age_sample_rate(rate)
+    metrics = Metrics()
+    store = L1Store(cast(SharedMemory, None), core, metrics)
+    namespace = core.intern(bytes(32), "").to_bytes(4, "little")
+
+    def put(number: int) -> bytes:
+        chunk_hash = bytes([number]) * 32
+        core.commit(core.reserve(1, namespace, (4096).to_bytes(8, "little"), chunk_hash, 1e18)[0], b"")
+        return chunk_hash
+
+    for number in range(4):
+        chunk_hash = put(number)
+    for is_use in (True, False, True):
+        core.release(core.acquire(1, namespace, chunk_hash, 1e18, is_use)[0])
+    core.touch(namespace, chunk_hash)
+    for number in range(4, 7):
+        put(number)
+    core.remove(namespace, chunk_hash)
+    store.stats()
+
+    def sample(name: str) -> float | None:
+        return metrics.registry.get_sample_value(f"lmcache_mp_{name}")
+
+    assert sample("l1_chunk_reuse_gap_seconds_count") == 2 * rate
+    assert sample("l1_chunk_lifetime_seconds_count") == sample("l1_chunk_idle_before_evict_seconds_count") == 3 * rate
+    assert (
+        0 <= (sample("l1_chunk_idle_before_evict_seconds_sum") or 0) <= (sample("l1_chunk_lifetime_seconds_sum") or 0)
+    )
+    assert (sample("l1_eviction_age_seconds") or 0) * 3 == pytest.approx(
+        sample("l1_chunk_idle_before_evict_seconds_sum")
+    )
+    store.stats()
+    assert sample("l1_chunk_lifetime_seconds_count") == 3 * rate
+
+
+def test_a_sample_is_about_as_large_as_asked_for() -> None:
+    core = L1Core(20_000 * 4096, 0, 4096, "LRU")
+    core.set_committed(20_000 * 4096)
+    core.set_age_sample_rate(0.1)
+    namespace = core.intern(bytes(32), "").to_bytes(4, "little")
+    hashes = os.urandom(32 * 20_000)
+    core.commit(core.reserve(1, namespace, (4096).to_bytes(8, "little"), hashes, 1e18)[0], b"")
+    core.evict(20_000 * 4096)
+    lifetimes, idle, gaps = core.take_ages()
+    assert 1500 < len(lifetimes) == len(idle) < 2500
+    assert gaps == []
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        core.set_age_sample_rate(1.5)
