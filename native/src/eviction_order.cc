@@ -187,9 +187,9 @@ std::uint32_t EvictionOrder::victim_of(std::uint32_t name_space) {
     return oldest_evictable(queue_at(namespaces_.salt_of(name_space)));
 }
 
-std::uint32_t EvictionOrder::victim_above_limit() {
+std::uint32_t EvictionOrder::victim_above_limit(std::uint32_t& salt) {
     if (!has_limits()) return kNoObject;
-    for (std::uint32_t salt = 0; salt < queues_.size(); ++salt) {
+    for (; salt < queues_.size(); ++salt) {
         if (queues_[salt].evictable_units == 0 || namespaces_.units_of_salt(salt) <= queues_[salt].limit_units)
             continue;
         return oldest_evictable(queues_[salt]);

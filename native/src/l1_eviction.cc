@@ -167,7 +167,8 @@ void L1Core::set_limit(std::string_view salt, std::uint64_t limit_bytes) {
 
 Removed L1Core::enforce_limits() {
     const std::lock_guard lock(mutex_);
-    return evict_while(std::numeric_limits<std::uint64_t>::max(), [this] { return order_.victim_above_limit(); });
+    std::uint32_t salt = 0;
+    return evict_while(std::numeric_limits<std::uint64_t>::max(), [&] { return order_.victim_above_limit(salt); });
 }
 
 Removed L1Core::clear() {

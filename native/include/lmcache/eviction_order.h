@@ -56,8 +56,8 @@ public:
     std::uint32_t victim();
     // Who goes next of those that share a limit with this namespace, or kNoObject.
     std::uint32_t victim_of(std::uint32_t name_space);
-    // Of which salts one is above its limit: its next victim, or kNoObject.
-    std::uint32_t victim_above_limit();
+    // The next victim of the first salt from `salt` on that is above its limit, or kNoObject. Moves `salt` there.
+    std::uint32_t victim_above_limit(std::uint32_t& salt);
     // Whether making room for one may cost the other.
     bool may_go_together(std::uint32_t a, std::uint32_t b) const;
     // Whether `a` was used before `b`. The order holds beyond the wrap of the counter.

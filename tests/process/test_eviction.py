@@ -1,0 +1,84 @@
+"""Eviction policies of a real server: quotas of tenants, ages as metrics, the lookup log and its simulator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmcache.core.limits import GIB
+from lmcache.testing.processes import CacheServer, http_json
+from process.support import SmallEngine
+
+FRAME_BYTES = 8192
+
+
+def quota(server: CacheServer, method: str, salt: str, limit_bytes: int | None = None) -> dict[str, object]:
+    body = None if limit_bytes is None else {"limit_gb": limit_bytes / GIB}
+    status, answer = http_json(server.http_port, method, f"/quota/{salt}", body)
+    assert status == 200 and isinstance(answer, dict), answer
+    return answer
+
+
+def test_tenants_keep_to_their_quotas(tmp_path: Path) -> None:
+    with CacheServer(tmp_path, extra=("--eviction-policy", "IsolatedLRU"), l1_size_gb=0.0625) as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
+            assert engine.store(engine.tokens(1, 2), salt="a") == 0  # nobody gave it a quota
+            assert quota(server, "PUT", "a", 3 * FRAME_BYTES)["enforced"] is True
+            quota(server, "PUT", "_default", 100 * FRAME_BYTES)
+            assert engine.store(engine.tokens(1, 2), salt="a") == 2
+            assert engine.store(engine.tokens(*range(50, 90))) == 40
+            assert engine.store(engine.tokens(5, 6), salt="a") == 2  # one of the older two went
+            assert quota(server, "GET", "a")["current_usage_gb"] == 3 * FRAME_BYTES / GIB
+            reply = engine.lookup("r", engine.tokens(5, 6), salt="a")
+            assert reply.chunks == 2 and engine.read(reply, salt="a")
+            engine.end("r")
+            assert engine.lookup("s", engine.tokens(*range(50, 90))).chunks == 40  # the other tenant lost nothing
+            engine.end("s")
+            quota(server, "DELETE", "a")
+            assert quota(server, "GET", "a") == {
+                "cache_salt": "a",
+                "limit_gb": 0.0,
+                "current_usage_gb": 0.0,
+                "exists": False,
+                "enforced": True,
+            }
+            assert engine.lookup("t", engine.tokens(5, 6), salt="a").chunks == 0
+            engine.end("t")
+        assert server.stop() == 0, server.log()
+        assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("policy", ["LRU", "S3FIFO"])
+def test_ages_are_metrics_and_lookups_can_be_simulated(tmp_path: Path, policy: str) -> None:
+    logs = tmp_path / "lookups"
+    flags = ["--eviction-policy", policy, "--metrics-sample-rate", "1", "--lookup-hash-log-dir", str(logs)]
+    flags += ["--eviction-trigger-watermark", "1"]  # room is made when asked for, never in the background
+    with CacheServer(tmp_path, extra=flags, l1_size_gb=64 * FRAME_BYTES / GIB) as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
+            for start in range(100, 300, 20):
+                tokens = engine.tokens(*range(start, start + 20))
+                engine.lookup(f"r{start}", tokens)
+                engine.store(tokens)
+                engine.end(f"r{start}")
+            tokens = engine.tokens(*range(280, 300))
+            assert engine.lookup("again", tokens).chunks == 20
+            engine.end("again")
+            assert server.metric("lmcache_mp_l1_chunk_reuse_gap_seconds_count") == 20
+            evicted = server.metric("lmcache_mp_l1_evicted_chunks_total")
+            assert evicted >= 200 - 64
+            assert server.metric("lmcache_mp_l1_chunk_lifetime_seconds_count") == evicted
+        assert server.stop() == 0, server.log()
+    command = [sys.executable, "-m", "lmcache.cli.main", "tool", "cache-simulator", str(logs), "--format", "json"]
+    command += ["--policy", policy, "--size-gb", "1", "--chunk-mb", "1"]
+    environment = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)["metrics"]
+    assert (report["lookups"], report["requested_chunks"]) == (11, 220)
+    assert report["results"][0]["hit_rate"] == report["ceiling"] == 20 / 220
