@@ -7,7 +7,17 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ORDER = ("kernels.py", "index.py", "rpc.py", "copies.py", "files.py", "startup.py", "warm_restart.py", "end_to_end.py")
+ORDER = (
+    "kernels.py",
+    "index.py",
+    "rpc.py",
+    "copies.py",
+    "files.py",
+    "dax.py",
+    "startup.py",
+    "warm_restart.py",
+    "end_to_end.py",
+)
 
 
 def main() -> int:

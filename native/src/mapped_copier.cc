@@ -5,8 +5,10 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -17,6 +19,8 @@
 
 namespace lmcache {
 namespace {
+
+constexpr std::size_t kPieceBytes = 256 << 10;  // small elements are taken several at a time
 
 std::byte* at(std::uint64_t address) { return reinterpret_cast<std::byte*>(address); }
 
@@ -82,6 +86,8 @@ std::uint64_t MappedCopier::submit_read(std::vector<std::uint64_t> destinations,
     job->destinations = std::move(destinations);
     job->sources = std::move(sources);
     job->sizes = std::move(sizes);
+    const std::uint64_t total = std::accumulate(job->sizes.begin(), job->sizes.end(), std::uint64_t{1});
+    job->piece = std::max<std::size_t>(1, kPieceBytes * job->sizes.size() / total);
     return start(std::move(job));
 }
 
@@ -130,27 +136,30 @@ void MappedCopier::work() noexcept {
         work_ready_.wait(lock, [this] { return closing_ || !queue_.empty(); });
         if (queue_.empty()) return;
         const std::shared_ptr<Job> job = queue_.front();
-        const std::size_t index = job->next++;
-        if (job->is_write || job->next == job->sizes.size()) queue_.pop_front();
+        const std::size_t begin = job->next;
+        const std::size_t end = job->is_write ? job->sizes.size() : std::min(begin + job->piece, job->sizes.size());
+        job->next = end;
+        if (end == job->sizes.size()) queue_.pop_front();
         const bool more = !queue_.empty();
         lock.unlock();
         if (more) work_ready_.notify_one();  // each wakes the next, as in PagedCopier
         if (job->is_write) {
             write(*job);
         } else {
-            read(*job, index);
+            read(*job, begin, end);
         }
         lock.lock();
-        job->left -= job->is_write ? job->sizes.size() : 1;
+        job->left -= end - begin;
         if (job->left == 0) finish(*job);
     }
 }
 
-void MappedCopier::read(Job& job, std::size_t index) const noexcept {
+void MappedCopier::read(Job& job, std::size_t begin, std::size_t end) const noexcept {
     const CopyKernels& kernels = best_copy_kernels();
-    job.results[index] = guarded(options_.mapping, options_.mapping_bytes, [&] {
-        kernels.stream(at(job.destinations[index]), at(job.sources[index]), job.sizes[index]);
-    });
+    for (std::size_t i = begin; i < end; ++i) {
+        job.results[i] = guarded(options_.mapping, options_.mapping_bytes,
+                                 [&] { kernels.stream(at(job.destinations[i]), at(job.sources[i]), job.sizes[i]); });
+    }
     store_fence();
 }
 

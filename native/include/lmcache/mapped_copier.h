@@ -64,15 +64,16 @@ private:
         std::vector<std::uint64_t> destinations, sources, sizes, record_places;
         std::vector<std::byte> records;
         std::size_t record_bytes = 0;
-        Results results;       // each element is written by one thread, and read after `left` reached 0
-        std::size_t next = 0;  // guarded by mutex_, as is `left`
+        Results results;        // each element is written by one thread, and read after `left` reached 0
+        std::size_t piece = 1;  // elements that a thread takes at a time
+        std::size_t next = 0;   // guarded by mutex_, as is `left`
         std::size_t left = 0;
     };
 
     std::uint64_t start(std::shared_ptr<Job> job);
     void check_inside(std::uint64_t address, std::uint64_t size, const char* what) const;
     void work() noexcept;
-    void read(Job& job, std::size_t index) const noexcept;
+    void read(Job& job, std::size_t begin, std::size_t end) const noexcept;
     void write(Job& job) const noexcept;
     void finish(Job& job) noexcept;
 

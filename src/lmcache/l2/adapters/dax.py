@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -79,9 +80,8 @@ class DaxAdapter:
         self._free: list[int] = []
         self._lost_slots = 0
         self._recovered = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._recovery: asyncio.Task[None] | None = None
         self._device: MappedDevice | None = None
-        self._stopping = False
 
     def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
         return 0
@@ -105,11 +105,7 @@ class DaxAdapter:
             raise
         stride = self._geometry.stride
         self.capacity = Capacity(self._geometry.slots * stride, stride, largest_object_bytes=stride)
-        loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(self._recover(inventory), name=f"{self._name}-recover"),
-            loop.create_task(self._prefault(device), name=f"{self._name}-prefault"),
-        ]
+        self._recovery = asyncio.get_running_loop().create_task(self._recover(inventory), name=f"{self._name}-recover")
 
     def _mapping(self, device: MappedDevice, threads: int) -> NativeMapping:
         return NativeMapping(device.address, device.size_bytes, threads=threads, flush=device.persistent)
@@ -136,10 +132,10 @@ class DaxAdapter:
         self._id = os.urandom(16)
         await self._writes.write_records([0], layout.superblock(self._id, self._geometry), layout.SUPERBLOCK_BYTES)
 
-    async def _prefault(self, device: MappedDevice) -> None:
+    async def _prefault(self) -> None:
         begin = 0
         try:
-            while begin < device.size_bytes and not self._stopping:
+            while (device := self._device) is not None and begin < device.size_bytes:
                 begin = await in_thread("l2-prefault", device.prefault, begin)
         except OSError as error:
             log.info("%s: pages of %s are mapped as they are used: %s", self._name, self._path, error)
@@ -148,8 +144,8 @@ class DaxAdapter:
         device, self._device = self._device, None
         if device is None:
             return
-        self._stopping = True
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._recovery is not None:
+            await self._recovery
         await self._writes.close()
         await self._reads.close()
         await in_thread("l2-close", device.close)
@@ -158,9 +154,10 @@ class DaxAdapter:
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         await self._recovered.wait()
         outcomes = [StoreOutcome.FAILED] * len(keys)
+        names = [_name(key) for key in keys]
         taken: list[tuple[int, int]] = []  # (index, slot)
-        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            if _name(key) in self._objects:
+        for index, (name, buffer) in enumerate(zip(names, buffers, strict=True)):
+            if name in self._objects:
                 outcomes[index] = StoreOutcome.ALREADY_THERE
             elif buffer.nbytes > self._geometry.stride:
                 outcomes[index] = StoreOutcome.TOO_LARGE
@@ -176,7 +173,7 @@ class DaxAdapter:
             [buffers[index] for index, _ in taken],
             [self._geometry.entry_place(slot) for _, slot in taken],
             b"".join(
-                layout.entry(self._id, slot, keys[index], buffers[index].nbytes, now - index * 1000)
+                layout.entry(self._id, slot, names[index], buffers[index].nbytes, now - index * 1000)
                 for index, slot in taken
             ),
             layout.ENTRY_BYTES,
@@ -185,7 +182,7 @@ class DaxAdapter:
         for copied, (index, slot) in zip(written, taken, strict=True):
             if not copied:
                 continue
-            name = _name(keys[index])
+            name = names[index]
             if name in self._objects:  # another call was faster
                 outcomes[index] = StoreOutcome.ALREADY_THERE
                 twice.append(slot)
@@ -216,7 +213,10 @@ class DaxAdapter:
         try:
             results = await self._reads.read(
                 [self._geometry.slot_place(held.slot) for _, held in reading],
-                [buffers[index][: held.frame_bytes] for index, held in reading],
+                [
+                    buffer if (buffer := buffers[index]).nbytes == held.frame_bytes else buffer[: held.frame_bytes]
+                    for index, held in reading
+                ],
             )
         finally:
             for _, held in reading:
@@ -272,7 +272,7 @@ class DaxAdapter:
         if reading:
             self._writes.write_records(
                 [self._geometry.entry_place(held.slot) + layout.USED_OFFSET for _, held in reading],
-                b"".join(layout.used_time(now - index * 1000) for index, _ in reading),
+                array("Q", [now - index * 1000 for index, _ in reading]).tobytes(),
                 layout.USED_BYTES,
             )
 
@@ -288,46 +288,50 @@ class DaxAdapter:
             log.warning("%s: the directory of %s could not be read: %s", self._name, self._path, error)
         self._recovered.set()
         inventory.complete()
+        await self._prefault()
 
     async def _read_directory(self, inventory: Inventory) -> None:
         found: list[tuple[int, bytes, Held]] = []
         free: list[int] = []
         for first in range(0, self._geometry.slots, ENTRIES_AT_ONCE):
             count = min(ENTRIES_AT_ONCE, self._geometry.slots - first)
-            entries = memoryview(bytearray(count * layout.ENTRY_BYTES))
-            (copied,) = await self._reads.read([self._geometry.entry_place(first)], [entries])
+            entries = bytearray(count * layout.ENTRY_BYTES)
+            (copied,) = await self._reads.read([self._geometry.entry_place(first)], [memoryview(entries)])
             if copied:
                 used, unused = await in_thread("l2-recover", self._parse, first, entries)
                 found += used
                 free += unused
             else:
                 self._lost_slots += count
-        found.sort(key=lambda each: each[0], reverse=True)
         namespaces = await self._identify(found)
-        known: list[tuple[ObjectKey, int]] = []
-        useless: list[int] = []
-        for _, name, held in found:
-            namespace = namespaces.get(name[:32])
-            if namespace is None or name in self._objects:
-                useless.append(held.slot)
-            else:
-                self._objects[name] = held
-                known.append((ObjectKey(namespace, name[32:]), held.frame_bytes))
+
+        def index() -> tuple[dict[bytes, Held], list[tuple[ObjectKey, int]], list[int]]:
+            objects: dict[bytes, Held] = {}
+            known: list[tuple[ObjectKey, int]] = []
+            useless: list[int] = []
+            for _, name, held in sorted(found, key=lambda each: each[0], reverse=True):
+                namespace = namespaces.get(name[:32])
+                if namespace is None or name in objects:
+                    useless.append(held.slot)
+                else:
+                    objects[name] = held
+                    known.append((ObjectKey(namespace, name[32:]), held.frame_bytes))
+            return objects, known, useless
+
+        self._objects, known, useless = await in_thread("l2-recover", index)
         await self._erase(useless)
         self._free = (useless + free)[::-1]
         for start in range(0, len(known), INVENTORY_SLICE):
             inventory.found(known[start : start + INVENTORY_SLICE])
             await asyncio.sleep(0)
 
-    def _parse(self, first: int, entries: memoryview) -> tuple[list[tuple[int, bytes, Held]], list[int]]:
+    def _parse(self, first: int, entries: bytearray) -> tuple[list[tuple[int, bytes, Held]], list[int]]:
         found, free = [], []
-        for slot in range(first, first + entries.nbytes // layout.ENTRY_BYTES):
-            start = (slot - first) * layout.ENTRY_BYTES
-            entry = layout.read_entry(self._id, slot, entries[start : start + layout.ENTRY_BYTES])
-            if entry is None or entry[2] > self._geometry.stride:
+        for slot, entry in enumerate(layout.read_entries(self._id, first, entries), first):
+            if entry is None or entry[1] > self._geometry.stride:
                 free.append(slot)
             else:
-                found.append((entry[3], entry[0] + entry[1], Held(slot, entry[2])))
+                found.append((entry[2], entry[0], Held(slot, entry[1])))
         return found, free
 
     async def _identify(self, found: Sequence[tuple[int, bytes, Held]]) -> dict[bytes, Namespace]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 
-from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_ALIGN_BYTES, FRAME_HEADER_BYTES
 
 MAGIC = b"LMCDAX\x00\x01"
@@ -16,10 +16,11 @@ USED_OFFSET = 80  # of the time of the last use in an entry: the one field that 
 USED_BYTES = 8
 
 _SUPERBLOCK = struct.Struct("<8s16sQQ")  # magic, device id, slot stride, slots; then the checksum
-_ENTRY = struct.Struct("<32s32sQ")  # namespace digest, chunk hash, frame bytes; then the checksum
 _CHECKSUM = struct.Struct("<I")
-_USED = struct.Struct("<Q")
-_SLOT = struct.Struct("<16sQ")
+_ENTRY = struct.Struct("<64sQI4xQ40x")  # name, frame bytes, checksum, used
+_CHECKED = struct.Struct("<64sQ16sQ")  # name, frame bytes, device id, slot
+
+assert _ENTRY.size == ENTRY_BYTES
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Geometry:
         usable_bytes = size_bytes - SUPERBLOCK_BYTES - (FRAME_ALIGN_BYTES - 1)
         return cls(stride, max(0, usable_bytes // (stride + ENTRY_BYTES)))
 
-    @property
+    @cached_property
     def first_slot(self) -> int:
         directory_bytes = self.slots * ENTRY_BYTES
         return SUPERBLOCK_BYTES + -(-directory_bytes // FRAME_ALIGN_BYTES) * FRAME_ALIGN_BYTES
@@ -63,27 +64,18 @@ def read_superblock(block: bytes) -> tuple[bytes, Geometry] | None:
     return device_id, Geometry(stride, slots)
 
 
-def entry(device_id: bytes, slot: int, key: ObjectKey, frame_bytes: int, used: int) -> bytes:
-    """`used` in nanoseconds. The checksum covers device and slot too: an entry of another device, of an earlier life
-    with another geometry, or in the wrong place is none."""
-    fields = _ENTRY.pack(key.namespace.digest, key.chunk_hash, frame_bytes)
-    checksum = zlib.crc32(_SLOT.pack(device_id, slot), zlib.crc32(fields))
-    return (fields + _CHECKSUM.pack(checksum)).ljust(USED_OFFSET, b"\x00") + used_time(used).ljust(
-        ENTRY_BYTES - USED_OFFSET, b"\x00"
-    )
+def entry(device_id: bytes, slot: int, name: bytes, frame_bytes: int, used: int) -> bytes:
+    """`name`: namespace digest and chunk hash. `used` in nanoseconds. The checksum covers device and slot too: an entry
+    of another device, of an earlier life with another geometry, or in the wrong place is none."""
+    checksum = zlib.crc32(_CHECKED.pack(name, frame_bytes, device_id, slot))
+    return _ENTRY.pack(name, frame_bytes, checksum, used)
 
 
-def used_time(used: int) -> bytes:
-    return _USED.pack(used)
-
-
-def read_entry(device_id: bytes, slot: int, data: bytes | memoryview) -> tuple[bytes, bytes, int, int] | None:
-    """(namespace digest, chunk hash, frame bytes, used); None when the slot is free."""
-    digest, chunk_hash, frame_bytes = _ENTRY.unpack_from(data)
-    if not frame_bytes:
-        return None
-    (checksum,) = _CHECKSUM.unpack_from(data, _ENTRY.size)
-    if checksum != zlib.crc32(_SLOT.pack(device_id, slot), zlib.crc32(data[: _ENTRY.size])):
-        return None
-    (used,) = _USED.unpack_from(data, USED_OFFSET)
-    return digest, chunk_hash, frame_bytes, used
+def read_entries(device_id: bytes, first_slot: int, data: bytes | bytearray) -> list[tuple[bytes, int, int] | None]:
+    """Of each entry (name, frame bytes, used), or None when the slot is free."""
+    return [
+        (name, frame_bytes, used)
+        if frame_bytes and checksum == zlib.crc32(_CHECKED.pack(name, frame_bytes, device_id, slot))
+        else None
+        for slot, (name, frame_bytes, checksum, used) in enumerate(_ENTRY.iter_unpack(data), first_slot)
+    ]
