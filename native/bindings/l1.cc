@@ -144,6 +144,9 @@ void bind_writing(nb::class_<L1Core>& core) {
         nb::arg("reservation"), nb::arg("written"), nb::arg("lease_owner") = 0, nb::arg("deadline") = 0.0,
         nb::arg("temporary") = false);
     core.def("abort", &L1Core::abort, nb::arg("reservation"), nb::call_guard<nb::gil_scoped_release>());
+    core.def(
+        "quarantine", [](L1Core& self, std::uint64_t reservation) { return self.quarantine(reservation); },
+        nb::arg("reservation"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 void bind_upkeep(nb::class_<L1Core>& core) {

@@ -151,6 +151,14 @@ bool L1Core::abort(std::uint64_t reservation) {
     return true;
 }
 
+bool L1Core::quarantine(std::uint64_t id) {
+    const std::lock_guard lock(mutex_);
+    Reservation* const reservation = reservations_.find(id);
+    if (reservation == nullptr) return false;
+    if (!reservation->quarantined) quarantine(*reservation);
+    return true;
+}
+
 void L1Core::end_reservation(std::uint64_t id) {
     for (const std::uint32_t index : reservations_.take(id).objects) {
         if (index != kNoObject) erase(index);

@@ -156,6 +156,8 @@ class L1Core:
         objects are leased at once. `temporary` objects vanish with their last lease. Unknown, expired or already ended
         reservation: (0, 0, b"") - never an error, never a publish."""
     def abort(self, reservation: int) -> bool: ...
+    def quarantine(self, reservation: int) -> bool:
+        """Its writer is late: the keys are free for others at once, the memory with abort. It cannot be committed any more."""
     def expire(self, now: float) -> tuple[int, int]:
         """(leases ended, reservations quarantined): those past their deadline. A quarantined reservation can no longer be
         committed; its memory stays taken until drop_owner or abort."""

@@ -132,6 +132,8 @@ public:
                      double deadline);
     Committed commit(std::uint64_t reservation, std::span<const std::uint8_t> written, const CommitOptions& options);
     bool abort(std::uint64_t reservation);
+    // The writer is late: its keys are free for others, its memory when it ends the reservation. False if unknown.
+    bool quarantine(std::uint64_t reservation);
 
     std::pair<std::size_t, std::size_t> expire(double now);
     std::pair<std::size_t, std::size_t> drop_owner(Owner owner);

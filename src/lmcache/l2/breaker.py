@@ -6,7 +6,8 @@ from lmcache.clock import Clock
 
 
 class Breaker:
-    """Closed (everything passes), open for a while after `failures` in a row, one trial, closed or open for longer."""
+    """Closed (everything passes), open for a while after `failures` in a row or a costly one, one trial, closed or open
+    for longer."""
 
     def __init__(self, clock: Clock, *, failures: int, open_seconds: float, max_open_seconds: float) -> None:
         self._clock = clock
@@ -16,6 +17,7 @@ class Breaker:
         self._open_seconds = open_seconds
         self._failures = 0
         self._next_trial_at: float | None = None  # None: closed
+        self._trial_runs = False
 
     @property
     def is_open(self) -> bool:
@@ -32,6 +34,7 @@ class Breaker:
         now = self._clock.monotonic()
         if now < self._next_trial_at:
             return False
+        self._trial_runs = True
         # If nothing is ever heard of this trial, the next one starts a period later.
         self._next_trial_at = now + self._open_seconds
         return True
@@ -41,15 +44,19 @@ class Breaker:
         was_open = self.is_open
         self._failures = 0
         self._next_trial_at = None
+        self._trial_runs = False
         self._open_seconds = self._first_open_seconds
         return was_open
 
-    def failed(self) -> bool:
-        """True when this opened it."""
+    def failed(self, *, at_once: bool = False) -> bool:
+        """True when this opened it. `at_once`: another one of this kind would be one too many."""
         was_open = self.is_open
         self._failures += 1
+        if was_open and not self._trial_runs:
+            return False  # it began before
+        self._trial_runs = False
         if was_open:
             self._open_seconds = min(2 * self._open_seconds, self._max_open_seconds)
-        if was_open or self._failures >= self._failures_allowed:
+        if was_open or at_once or self._failures >= self._failures_allowed:
             self._next_trial_at = self._clock.monotonic() + self._open_seconds
         return self.is_open and not was_open

@@ -93,7 +93,7 @@ class Lane:
             raise AdapterError(f"{self._adapter_name}: {self.name} are suspended after faults")
         loop = asyncio.get_running_loop()
         if not await self._slots.acquire(deadline):
-            raise self.fault("no operation ended in time to start another one")
+            raise self.fault("no operation ended in time to start another one", at_once=True)
         hold.add()
         task = loop.create_task(call())
         self.running.add(task)
@@ -109,7 +109,7 @@ class Lane:
             self.abandoned += 1
             self._late.inc()
             task.add_done_callback(self._came_late)
-            raise self.fault("an operation did not end within its deadline")
+            raise self.fault("an operation did not end within its deadline", at_once=True)
         try:
             return task.result()
         except CapacityError:
@@ -126,11 +126,11 @@ class Lane:
         if self.breaker.succeeded():
             log.info("%s: %s go on", self._adapter_name, self.name)
 
-    def fault(self, reason: str) -> AdapterError:
-        """Counts a fault and says so when it was the one too many."""
-        if self.breaker.failed():
+    def fault(self, reason: str, *, at_once: bool = False) -> AdapterError:
+        """Counts a fault and says so when it was the one too many: `at_once` for one that cost a whole deadline."""
+        if self.breaker.failed(at_once=at_once):
             log.warning(
-                "%s: %s are suspended for %.0f s after repeated faults, the last: %s",
+                "%s: %s are suspended for %.0f s after faults, the last: %s",
                 self._adapter_name,
                 self.name,
                 self.breaker.open_seconds,

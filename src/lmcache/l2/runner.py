@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -72,6 +73,7 @@ class Runner:
         self._evicting = asyncio.Lock()
         self._draining = False
         self._said_too_large = False
+        self._trials: set[asyncio.Task[None]] = set()
 
     # ---- life --------------------------------------------------------------------------------------------------------
     async def open(self) -> None:
@@ -191,6 +193,9 @@ class Runner:
         there = [key in self.ledger for key in keys]
         unknown = [key for key, known in zip(keys, there, strict=True) if not known]
         if not unknown or self._draining:
+            return there
+        if self._loads.breaker.is_open:
+            self._try_loads(partial(self._adapter.probe, unknown))
             return there
         nothing: list[int | None] = [None] * len(unknown)
         sizes = await self._call(self._loads, partial(self._adapter.probe, unknown), nothing)
@@ -374,6 +379,9 @@ class Runner:
     async def _load(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], outcomes: list[LoadOutcome], hold: Hold
     ) -> None:
+        if self._loads.breaker.is_open:
+            self._try_loads(partial(self._load_aside, keys[0], buffers[0].nbytes))
+            return
         await self._repeat(
             self._loads, self._adapter.load, keys, buffers, outcomes, list(range(len(keys))), hold, self._deadline()
         )
@@ -382,6 +390,27 @@ class Runner:
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
         if corrupt:
             self._note_corrupt(corrupt, "length or header")
+
+    def _try_loads(self, operation: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Whether suspended loads can go on is found out behind the back of who asks: nobody waits for it."""
+        if self._loads.breaker.admits():
+            task = asyncio.get_running_loop().create_task(self._trial(operation))
+            self._trials.add(task)
+            task.add_done_callback(self._trials.discard)
+
+    async def _trial(self, operation: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        try:
+            await self._loads.run(operation, Hold(_nothing), self._deadline(), asked_for=True)
+        except AdapterError:
+            return
+        self._loads.ok()
+        self._show_usage()
+
+    async def _load_aside(self, key: ObjectKey, size_bytes: int) -> None:
+        """Loads an object into memory that nobody else has: it may be late."""
+        (outcome,) = await self._adapter.load([key], [memoryview(mmap.mmap(-1, size_bytes))])
+        if outcome is LoadOutcome.FAILED:
+            raise AdapterError("the trial failed")
 
     def _note_corrupt(self, keys: Sequence[ObjectKey], reason: str) -> None:
         self.lost(keys)

@@ -103,6 +103,9 @@ class Metrics:
         # L2
         self.l2_store_submitted = self._counter("l2_store_submitted", "Store batches begun", adapter, "requests")
         self.l2_store_completed = self._counter("l2_store_completed", "Store batches ended", adapter, "requests")
+        self.l2_store_lost = self._counter(
+            "l2_store_lost", "Objects that left L1 and that no adapter took", unit="chunks"
+        )
         self.l2_store_dropped = self._counter(
             "l2_store_dropped", "Objects that did not reach an adapter, by reason", ("reason",)
         )

@@ -14,6 +14,7 @@ class FaultyAdapter:
     """Passes everything on to `inner`, except where told otherwise.
 
     `gate` cleared: stores and loads stall, as long as it stays so, after they have taken their buffers.
+    `stalls_probes`: the gate holds up probes as well.
     `raises`: every operation but clear raises this; `clear_raises`: clear does.
     `store_outcome`, `load_outcome`: nothing is done, this is the answer.
     `flip`: that many bytes are turned over in everything that is loaded.
@@ -23,6 +24,7 @@ class FaultyAdapter:
         self.inner = inner
         self.gate = asyncio.Event()
         self.gate.set()
+        self.stalls_probes = False
         self.raises: Exception | None = None
         self.clear_raises: Exception | None = None
         self.store_outcome: StoreOutcome | None = None
@@ -61,7 +63,7 @@ class FaultyAdapter:
         return outcomes
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        await self._enter("probe", stalls=False)
+        await self._enter("probe", stalls=self.stalls_probes)
         return await self.inner.probe(keys)
 
     async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:

@@ -123,6 +123,7 @@ class Loader:
             if load.operations:
                 # A late operation writes somewhere into these slots: nothing of them can be published.
                 missing = {slot.key: MissReason.L2_DEADLINE for slot in load.slots}
+                self._l1.core.quarantine(load.reservation)  # their keys can be loaded or stored elsewhere
             else:
                 self._publish(load, missing)
         except Exception:  # the root of a task: waiting requests get a miss

@@ -66,6 +66,7 @@ class _Run:
             request.hashes[at : at + CHUNK_HASH_BYTES] for at in range(0, len(request.hashes), CHUNK_HASH_BYTES)
         ]
         self.loads: dict[Load, int] = {}  # joined, with the first chunk of this request that each matters to
+        self.awaited: set[Load] = set()
         self.leases: list[int] = []  # on objects that were resident already
         self.reason = MissReason.NOT_STORED
         self.chunks = 0  # expected to be resident once the loads are done
@@ -137,16 +138,26 @@ class PrefetchController:
             self.waiting -= 1
         self.in_flight += 1
         try:
-            await self._start_loads(run)
-            for load in list(run.loads):
-                # Shielded: others may wait for the same load.
-                missing = await asyncio.shield(load.done)
-                self._shorten(run, load, missing)
-                if run.chunks <= run.loads[load]:
-                    break
+            for _ in self._runners:
+                run.reason = MissReason.NOT_STORED
+                await self._start_loads(run)
+                await self._await_loads(run)
+                if run.reason is not MissReason.L2_DEADLINE:
+                    return  # else an adapter was late: it is left alone now, and the others are asked for the rest
         finally:
             self.in_flight -= 1
             self._slots.release()
+
+    async def _await_loads(self, run: _Run) -> None:
+        for load in list(run.loads):
+            if load in run.awaited:
+                continue
+            run.awaited.add(load)
+            # Shielded: others may wait for the same load.
+            missing = await asyncio.shield(load.done)
+            self._shorten(run, load, missing)
+            if run.chunks <= run.loads[load] and run.reason is not MissReason.L2_DEADLINE:
+                return
 
     async def _start_loads(self, run: _Run) -> None:
         total, window = len(run.hashes), FIRST_WINDOW_CHUNKS

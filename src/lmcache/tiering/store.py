@@ -28,6 +28,8 @@ from lmcache.tiering.policies import StorePolicy
 log = logging.getLogger("lmcache.tiering")
 
 COMMIT_RECORD_BYTES = 32  # four u64: namespace id, chunk index, offset, bytes
+LOST_SAID_EVERY_SECONDS = 60.0
+_THERE = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class StoreController:
         self._workers: list[asyncio.Task[None]] = []
         self._batches = 0  # taken from a queue, not yet given back
         self._targets_left: dict[ObjectKey, int] = {}  # only where objects leave L1 afterwards
+        self._kept: set[ObjectKey] = set()  # of those, what some adapter has
+        self._lost_unsaid = 0
+        self._lost_said_until = 0.0
         self._to_drop: dict[ObjectKey, int] = {}  # stored, but somebody was reading: namespace ids
         self._taken = asyncio.Event()  # from a queue
         self._idle = asyncio.Event()
@@ -123,6 +128,7 @@ class StoreController:
             waiting = list(queue)
             queue.clear()
             self._taken.set()
+            self._kept.update(queued.key for queued in waiting)  # not lost: an operator asked for it
             self._finish(waiting)
 
     async def flush(self, seconds: float) -> bool:
@@ -192,7 +198,10 @@ class StoreController:
         stored = sum(outcome is StoreOutcome.STORED for outcome in outcomes)
         if stored == len(outcomes) and seconds > 0:
             self._metrics.l2_store_throughput.labels(runner.name).observe(size_bytes / seconds / 1e9)
-        lost = sum(outcome not in (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE) for outcome in outcomes)
+        there = [key for key, outcome in zip(leased.keys, outcomes, strict=True) if outcome in _THERE]
+        if self._policy.drops_from_l1:
+            self._kept.update(there)
+        lost = len(outcomes) - len(there)
         self._drop(lost, "not_stored")
         log.debug(
             "L2 store task %d completed: %d of %d objects stored, %d there already, in %.1f ms",
@@ -228,9 +237,28 @@ class StoreController:
             self._idle.set()
 
     def _leave_l1(self, objects: Sequence[QueuedObject]) -> None:
+        lost = 0
         for queued in objects:
             self._targets_left.pop(queued.key, None)
+            lost += queued.key not in self._kept
+            self._kept.discard(queued.key)
+        if lost:
+            self._note_lost(lost)
         self._remove({queued.key: queued.namespace_id for queued in objects})
+
+    def _note_lost(self, objects: int) -> None:
+        """Engines were told that these are stored, and now they are nowhere."""
+        self._metrics.l2_store_lost.inc(objects)
+        self._lost_unsaid += objects
+        now = self._clock.monotonic()
+        if now >= self._lost_said_until:
+            log.warning(
+                "%d objects were lost: no adapter took them, and --l2-store-policy skip_l1 keeps nothing in L1; "
+                "they are computed again when they are needed (said once a minute at most)",
+                self._lost_unsaid,
+            )
+            self._lost_unsaid = 0
+            self._lost_said_until = now + LOST_SAID_EVERY_SECONDS
 
     def _remove(self, objects: Mapping[ObjectKey, int]) -> None:
         if not objects:

@@ -143,6 +143,21 @@ def test_abort_frees_a_quarantined_reservation() -> None:
     core.check()
 
 
+def test_what_a_late_writer_was_to_write_can_be_written_elsewhere() -> None:
+    core = make_core()
+    namespace = u32(intern(core))
+    late, slots, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0, 1), FOREVER)
+    assert core.quarantine(late) and core.quarantine(late)
+    put(core, namespace, chunk_hashes(0, 1))
+    _, _, offsets = core.acquire(2, namespace, chunk_hashes(0, 1), FOREVER)
+    assert not set(as_u64(offsets)) & set(as_u64(slots))
+    assert core.commit(late, b"") == (0, 0, b"")
+    core.check()
+    assert core.abort(late) and not core.quarantine(late)
+    assert core.stats()["quarantined_bytes"] == 0
+    core.check()
+
+
 def test_renewal_moves_deadlines_of_that_owner_only() -> None:
     core = make_core()
     namespace = u32(intern(core))

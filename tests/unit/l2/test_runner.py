@@ -138,12 +138,16 @@ def test_a_failing_backend_is_left_alone_and_tried_again(caplog: pytest.LogCaptu
         assert bench.sample("l2_breaker_open", l2_name="mock_0") == 0  # shown with the next change
         assert (await bench.runner.probe(keys(8))) == [True] * 8  # known, without asking
         bench.clock.advance(limits.L2_BREAKER_OPEN_SECONDS)
-        await bench.load()  # the trial fails: open for twice as long
+        await bench.load()  # begins a trial, which fails: open for twice as long
+        await asyncio.gather(*bench.runner._trials)
         bench.clock.advance(limits.L2_BREAKER_OPEN_SECONDS)
         await bench.load()
+        assert not bench.runner._trials
         assert bench.adapter.calls["load"] == limits.L2_BREAKER_FAILURES + 1
         bench.adapter.raises = None
         bench.clock.advance(limits.L2_BREAKER_OPEN_SECONDS)
+        assert await bench.load() == [LoadOutcome.FAILED] * 8  # nobody waits for the trial
+        await asyncio.gather(*bench.runner._trials)
         assert await bench.load() == [LoadOutcome.LOADED] * 8
         assert await bench.load() == [LoadOutcome.LOADED] * 8
         said = [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache.clock import ManualClock
 from lmcache.core import limits
 from lmcache.core.outcome import MissReason, StoreOutcome
 from lmcache.errors import AdapterError, ConfigError, LMCacheError, ResourceError
@@ -70,19 +71,23 @@ def test_the_next_adapter_helps_out_with_what_was_corrupt() -> None:
 
 def test_a_stalled_load_is_a_miss_at_the_deadline_and_keeps_its_slots() -> None:
     configured, adapter = faulty()
-    with rig([configured]) as it:
+    clock = ManualClock()
+    with rig([configured], clock=clock) as it:
         stored_and_forgotten(it)
         adapter.gate.clear()
         it.be_impatient()
         result = it.fetch(keys(20))
         assert (result.chunks, result.miss_reason) == (0, MissReason.L2_DEADLINE)
         stats = it.l1.core.stats()
-        assert (stats["staged"], stats["reservations"]) == (20, 1)  # somebody may still write there
+        assert (stats["quarantined_bytes"], stats["reservations"]) == (20 * FRAME_BYTES, 1)  # it may still write there
         assert it.resident(keys(20)) == 0
         it.be_impatient(30)
         it.storage.call_soon(adapter.gate.set)
         eventually(it.idle)
         assert it.storage.status()["prefetch"]["bytes_in_flight"] == 0
+        clock.advance(limits.L2_BREAKER_OPEN_SECONDS + 1)
+        it.fetch(keys(20))  # begins a trial, for which it does not wait
+        eventually(lambda: not it.storage.status()["adapters"][0]["loads_suspended"])
         assert it.fetch(keys(20)).chunks == 20
 
 

@@ -1,0 +1,197 @@
+"""Several adapters in a row: each gives what it has, and one that is slow or dead costs its deadline once."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from lmcache.clock import ManualClock
+from lmcache.core.limits import L2_BREAKER_OPEN_SECONDS
+from lmcache.core.outcome import StoreOutcome
+from lmcache.errors import AdapterError
+from lmcache.testing.faults import FaultyAdapter
+from unit.tiering.support import ENGINE, MOCK, Rig, eventually, faulty, keys, rig
+
+TIMEOUT_SECONDS = 0.3  # of the first adapter once it is dead; the requests have 20
+
+
+def stored_in_both(it: Rig, count: int = 20) -> None:
+    it.put(keys(count))
+    assert it.storage.flush(20)
+    it.storage.clear("l1")
+
+
+def kill(it: Rig, adapter: FaultyAdapter) -> None:
+    """From now on the first adapter does not answer."""
+    it.storage.call_soon(adapter.gate.clear)
+    assert it.storage.responsive(20)
+    it.be_impatient(TIMEOUT_SECONDS)
+
+
+def revive(it: Rig, adapter: FaultyAdapter) -> None:
+    it.be_impatient(30)
+    it.storage.call_soon(adapter.gate.set)
+
+
+def suspended(it: Rig, index: int = 0) -> bool:
+    return bool(it.storage.status()["adapters"][index]["loads_suspended"])
+
+
+def test_a_prefix_may_come_from_several() -> None:
+    wanted = keys(60)
+    (first, one), (second, two), (third, three) = faulty(), faulty(index=1), faulty(index=2)
+    with rig([first, second, third]) as it:
+        it.put(wanted)
+        assert it.storage.flush(20)
+        it.storage.clear("l1")
+        for number, adapter in enumerate((one, two, three)):
+            for chunk, key in enumerate(wanted):
+                if chunk // 5 % 3 != number:
+                    del adapter.inner.objects[key]  # type: ignore[attr-defined]  # nobody knows
+        result = it.fetch(wanted)
+        assert result.chunks == 60 and it.holds(result, wanted)
+
+
+@pytest.mark.parametrize("dies_at", ["load", "probe"])
+def test_a_dead_adapter_costs_its_deadline_once(dies_at: str, caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    (first, dead), (second, alive) = faulty(), faulty(index=1)
+    with rig([first, second], clock=clock) as it:
+        stored_in_both(it, 100)
+        if dies_at == "probe":
+            runner = it.storage._runners[0]
+            it.storage.call_soon(lambda: runner.lost(keys(100)))  # as after a restart: it has to be asked
+            dead.stalls_probes = True
+        kill(it, dead)
+        result = it.fetch(keys(100))
+        assert result.chunks == 100 and it.holds(result, keys(100))
+        assert suspended(it) and dead.stalled > 0
+        asked = dict(dead.calls)
+        for _ in range(3):
+            it.l1.core.release(result.lease)
+            result = it.fetch(keys(100))
+            assert result.chunks == 100 and it.holds(result, keys(100))
+        assert dead.calls == asked
+        # Time for a trial: it happens behind the back of the request, which does not wait for it.
+        clock.advance(L2_BREAKER_OPEN_SECONDS + 0.1)
+        stalled = dead.stalled
+        it.l1.core.release(result.lease)
+        result = it.fetch(keys(100))
+        assert result.chunks == 100
+        eventually(lambda: dead.stalled == stalled + 1)
+        assert dead.stalled == stalled + 1
+        # The trial fails: left alone for twice as long.
+        eventually(lambda: it.storage.status()["adapters"][0]["abandoned"] == dead.stalled)
+        clock.advance(L2_BREAKER_OPEN_SECONDS + 0.1)
+        it.l1.core.release(result.lease)
+        assert it.fetch(keys(100)).chunks == 100
+        assert dead.stalled == stalled + 1
+        it.l1.core.drop_owner(ENGINE)
+        # It lives again.
+        clock.advance(L2_BREAKER_OPEN_SECONDS + 0.1)
+        dead.stalls_probes = False
+        revive(it, dead)
+        eventually(it.idle)
+        it.fetch(keys(100))
+        eventually(lambda: not suspended(it))
+        it.l1.core.drop_owner(ENGINE)
+        loads = dead.calls["load"], alive.calls["load"]
+        assert it.fetch(keys(100)).chunks == 100
+        assert dead.calls["load"] > loads[0] and alive.calls["load"] == loads[1]
+    assert sum("loads are suspended" in record.message for record in caplog.records) == 1
+    assert sum("loads go on" in record.message for record in caplog.records) <= 1
+
+
+def test_what_a_late_load_was_for_can_be_stored_and_loaded_elsewhere() -> None:
+    """An operation that never ends keeps its memory, not its keys."""
+    (first, dead), (second, _) = faulty(), faulty(index=1)
+    with rig([first, second]) as it:
+        stored_in_both(it)
+        kill(it, dead)
+        assert it.fetch(keys(20)).chunks == 20
+        assert it.l1.core.stats()["quarantined_bytes"] == 20 * 8192
+        it.l1.core.drop_owner(ENGINE)
+        assert it.put(keys(20)) == 20
+        assert it.resident(keys(20)) == 20
+        revive(it, dead)
+        eventually(lambda: it.l1.core.stats()["quarantined_bytes"] == 0)
+        result = it.fetch(keys(20))
+        assert result.chunks == 20 and it.holds(result, keys(20))
+
+
+def test_a_failing_adapter_is_left_alone_and_the_next_one_serves() -> None:
+    (first, bad), (second, _) = faulty(), faulty(index=1)
+    with rig([first, second]) as it:
+        stored_in_both(it)
+        bad.raises = AdapterError("input/output error")
+        for _ in range(8):
+            result = it.fetch(keys(20))
+            assert result.chunks == 20 and it.holds(result, keys(20))
+            it.l1.core.release(result.lease)
+        assert suspended(it)
+        asked = bad.calls["load"]
+        assert it.fetch(keys(20)).chunks == 20
+        assert bad.calls["load"] == asked
+
+
+def test_a_slow_store_holds_up_neither_the_other_adapter_nor_loads() -> None:
+    (first, slow), (second, _) = faulty(), faulty(index=1)
+    with rig([first, second]) as it:
+        kill(it, slow)
+        for seed in range(6):
+            it.put(keys(20, seed))
+        eventually(lambda: it.storage.status()["adapters"][1]["objects"] == 120)
+        revive(it, slow)
+        assert it.storage.flush(20)
+        it.storage.clear("l1")
+        result = it.fetch(keys(20, 5))
+        assert result.chunks == 20 and it.holds(result, keys(20, 5))
+
+
+@pytest.mark.parametrize("outcome", [StoreOutcome.FAILED, StoreOutcome.FULL])
+def test_what_skip_l1_loses_is_counted_and_said(outcome: StoreOutcome, caplog: pytest.LogCaptureFixture) -> None:
+    (first, one), (second, two) = faulty(), faulty(index=1)
+    with rig([first, second], slots=64, l1_policy="noop", store_policy="skip_l1") as it:
+        one.store_outcome = outcome
+        it.put(keys(40, seed=1))  # the second adapter takes them: not lost
+        eventually(lambda: it.l1.core.stats()["objects"] == 0)
+        assert it.sample("l2_store_lost_chunks_total") == 0
+        assert it.fetch(keys(40, seed=1)).chunks == 40
+        it.l1.core.drop_owner(ENGINE)
+        two.store_outcome = outcome
+        for seed in range(2, 10):
+            assert it.put(keys(40, seed)) == 40  # there is always room again
+            eventually(lambda: it.l1.core.stats()["objects"] == 0)
+        assert it.storage.flush(20)
+        assert it.sample("l2_store_lost_chunks_total") == 8 * 40
+        it.storage.clear("all")
+    assert sum("objects were lost" in record.message for record in caplog.records) == 1
+
+
+def test_clearing_loses_nothing() -> None:
+    configured, adapter = faulty(MOCK)
+    with rig([configured], l1_policy="noop", store_policy="skip_l1") as it:
+        it.storage.call_soon(adapter.gate.clear)
+        for seed in range(4):
+            it.put(keys(80, seed))
+        eventually(lambda: adapter.stalled == 2)
+        began = time.monotonic()
+        revive(it, adapter)
+        it.storage.clear("all")
+        assert time.monotonic() - began < 10
+        assert it.sample("l2_store_lost_chunks_total") == 0
+
+
+def test_late_stores_are_lost_only_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A store that hangs: its lease lasts, the object leaves L1 when it ends, and that is said."""
+    caplog.set_level(logging.WARNING)
+    configured, adapter = faulty()
+    with rig([configured], slots=64, l1_policy="noop", store_policy="skip_l1") as it:
+        kill(it, adapter)
+        it.put(keys(4))
+        eventually(lambda: it.sample("l2_store_lost_chunks_total") == 4)
+        assert it.l1.core.stats()["leased_objects"] == 4
+        revive(it, adapter)
+        eventually(lambda: it.l1.core.stats()["objects"] == 0)
