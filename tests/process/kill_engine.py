@@ -28,8 +28,8 @@ from lmcache.errors import LMCacheError
 from lmcache.protocol import messages as m
 from process.support import CALL_SECONDS, LAYOUT, NO_SLOT, SmallEngine, split, unpack_slots
 
-PROMPTS = 16
-MAX_CHUNKS = 24
+PROMPTS = 12
+MAX_CHUNKS = 16
 PAYLOAD_BYTES = 28 * 1024
 WAIT_SECONDS = 60.0
 

@@ -14,7 +14,7 @@ import pytest
 from lmcache import _native
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError, ResourceError
-from lmcache.l2.adapters import raw_format
+from lmcache.l2.adapters import raw_device, raw_format
 from lmcache.l2.registry import parse_adapter
 from lmcache.testing.frames import FrameMemory, keys, namespace
 from lmcache.testing.raw_devices import META_BYTES, SLOT_BYTES, RawServer, build_raw_block, make_device
@@ -135,7 +135,9 @@ def test_a_real_file_system_is_refused(device: Path) -> None:
     run(test)
 
 
-def test_one_server_at_a_time(device: Path) -> None:
+def test_one_server_at_a_time(device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_device, "RELEASE_SECONDS", 0.05)
+
     async def test() -> None:
         async with RawServer(device) as server:
             with pytest.raises(ResourceError, match="in use by another server"):

@@ -213,6 +213,7 @@ def test_a_store_that_nobody_waits_for_any_more_is_counted_when_it_ends() -> Non
         assert bench.runner.ledger.reserved_bytes == 6 * bench.memory.slot_bytes
         bench.runner.config = replace(bench.runner.config, timeout_seconds=30)
         bench.adapter.gate.set()
+        bench.clock.advance(limits.L2_BREAKER_OPEN_SECONDS)
         outcomes = await bench.store(6, seed=2)
         assert outcomes == [StoreOutcome.STORED] * 4 + [StoreOutcome.FULL] * 2
         assert await bench.runner.drain(5)

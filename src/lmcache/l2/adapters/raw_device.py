@@ -9,6 +9,7 @@ import mmap
 import os
 import stat
 import struct
+import time
 from dataclasses import dataclass, replace
 
 from lmcache.errors import ConfigError, ResourceError
@@ -22,6 +23,9 @@ from lmcache.l2.adapters.raw_format import (
 )
 
 log = logging.getLogger("lmcache.l2")
+
+RELEASE_SECONDS = 5.0
+_RELEASE_POLL_SECONDS = 0.02
 
 FORMAT_STEP_BYTES = 1 << 20
 SEARCHED_BYTES = 1 << 20  # at both ends of a device, for what others wrote
@@ -112,8 +116,24 @@ class RawDevice:
         return ""
 
 
+class _Busy(ResourceError):
+    pass
+
+
 def open_device(path: str, where: str, *, direct: bool, block_align: int) -> RawDevice:
-    """ConfigError or ResourceError: one sentence that says what to change."""
+    """ConfigError or ResourceError: one sentence that says what to change. Waits a little for a device that is in use:
+    the I/O of a killed server, and with io_uring its lock, outlive its process for a moment."""
+    deadline = time.monotonic() + RELEASE_SECONDS
+    while True:
+        try:
+            return _open_now(path, where, direct=direct, block_align=block_align)
+        except _Busy:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RELEASE_POLL_SECONDS)
+
+
+def _open_now(path: str, where: str, *, direct: bool, block_align: int) -> RawDevice:
     try:
         kind = os.stat(path).st_mode
     except OSError as error:
@@ -130,7 +150,7 @@ def open_device(path: str, where: str, *, direct: bool, block_align: int) -> Raw
         fd, direct = _open(path, flags, direct)
     except OSError as error:
         if error.errno == errno.EBUSY:
-            raise ResourceError(
+            raise _Busy(
                 f"{where}: {path} is in use (mounted, part of another volume, or held by another server); "
                 "stop the other user or choose another device."
             ) from None
@@ -142,7 +162,7 @@ def open_device(path: str, where: str, *, direct: bool, block_align: int) -> Raw
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ResourceError(
+            raise _Busy(
                 f"{where}: {path} is in use by another server; give every server a device or file of its own."
             ) from None
         if block and direct:
