@@ -153,6 +153,28 @@ void bind_frame(nb::module_& m) {
             return nb::bytes(checksum.data(), checksum.size());
         },
         nb::arg("data"));
+    m.def(
+        "frame_write_part",
+        [](std::uintptr_t frame_address, std::uint64_t offset, nb::object part) {
+            const PackedView<std::byte> view(part, "part");
+            nb::gil_scoped_release release;
+            lmcache::frame_write_part(reinterpret_cast<std::byte*>(frame_address), offset, {view.data(), view.size()});
+        },
+        nb::arg("frame_address"), nb::arg("offset"), nb::arg("part"));
+    m.def(
+        "frame_read_part",
+        [](std::uintptr_t frame_address, std::uint64_t available_bytes, std::uint64_t offset, nb::object part,
+           const nb::bytes& namespace_digest, const nb::bytes& chunk_hash) {
+            const PackedView<std::byte> view(part, "part", true);
+            const auto digest = bytes32_of(namespace_digest, "namespace_digest");
+            const auto hash = bytes32_of(chunk_hash, "chunk_hash");
+            nb::gil_scoped_release release;
+            return lmcache::frame_fault_name(
+                lmcache::frame_read_part(reinterpret_cast<const std::byte*>(frame_address), available_bytes, offset,
+                                         {const_cast<std::byte*>(view.data()), view.size()}, digest, hash));
+        },
+        nb::arg("frame_address"), nb::arg("available_bytes"), nb::arg("offset"), nb::arg("part"),
+        nb::arg("namespace_digest"), nb::arg("chunk_hash"));
     m.def("copy_with_checksum", copy_with_checksum, nb::arg("destination"), nb::arg("source"), nb::arg("size_bytes"));
     m.def("copy_plain", copy_plain, nb::arg("destination"), nb::arg("source"), nb::arg("size_bytes"),
           nb::arg("path") = "");

@@ -159,4 +159,25 @@ PayloadChecksum payload_checksum(std::span<const std::byte> payload) {
     return sum.finish();
 }
 
+void frame_write_part(std::byte* frame, std::uint64_t offset, std::span<const std::byte> part) {
+    if (offset == 0) frame_invalidate(frame);
+    best_copy_kernels().stream(frame + offset, part.data(), part.size());
+    store_fence();
+}
+
+FrameFault frame_read_part(const std::byte* frame, std::uint64_t available_bytes, std::uint64_t offset,
+                           std::span<std::byte> part, std::span<const std::byte, kDigestBytes> namespace_digest,
+                           std::span<const std::byte, kChunkHashBytes> chunk_hash) {
+    if (available_bytes < kFrameHeaderBytes) return FrameFault::kLength;
+    FrameHeader header;
+    std::memcpy(&header, frame, sizeof header);
+    const FrameFault fault =
+        frame_check_header(header, available_bytes - kFrameHeaderBytes, namespace_digest, chunk_hash);
+    if (fault != FrameFault::kNone) return fault;
+    const std::uint64_t frame_bytes = kFrameHeaderBytes + header.payload_bytes;
+    if (offset > frame_bytes || part.size() > frame_bytes - offset) return FrameFault::kLength;
+    std::memcpy(part.data(), frame + offset, part.size());
+    return frame_header_unchanged(frame, header) ? FrameFault::kNone : FrameFault::kMagic;
+}
+
 }  // namespace lmcache

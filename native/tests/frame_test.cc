@@ -105,6 +105,32 @@ void invalidated_is_no_frame() {
     CHECK(!frame_header_unchanged(frame.data(), before));
 }
 
+void frames_travel_in_parts() {
+    const std::vector<std::byte> original = sealed();
+    std::vector<std::byte> taken(original.size());
+    std::vector<std::byte> put = sealed();
+    const std::size_t cuts[] = {0, kFrameHeaderBytes, kFrameHeaderBytes + 1, original.size()};
+    for (std::size_t i = 0; i + 1 < std::size(cuts); ++i) {
+        const std::size_t size = cuts[i + 1] - cuts[i];
+        const std::span<std::byte> part = std::span(taken).subspan(cuts[i], size);
+        CHECK(frame_read_part(original.data(), original.size(), cuts[i], part, kDigest, kHash) == FrameFault::kNone);
+        frame_write_part(put.data(), cuts[i], part);
+    }
+    CHECK(taken == original && put == original);
+    const std::span<std::byte> all(taken);
+    const auto read = [&](std::uint64_t available, std::uint64_t offset, std::span<std::byte> part) {
+        return frame_read_part(original.data(), available, offset, part, kDigest, kHash);
+    };
+    CHECK(read(original.size(), 1, all) == FrameFault::kLength);
+    CHECK(read(original.size(), ~0ull, all.first(1)) == FrameFault::kLength);
+    CHECK(read(original.size() - 1, 0, all.first(1)) == FrameFault::kLength);
+    CHECK(read(kFrameHeaderBytes - 1, 0, all.first(1)) == FrameFault::kLength);
+    CHECK(frame_read_part(original.data(), original.size(), 0, all, kHash, kHash) == FrameFault::kNamespace);
+    CHECK(frame_read_part(original.data(), original.size(), 0, all, kDigest, kDigest) == FrameFault::kChunkHash);
+    frame_write_part(put.data(), 0, std::span(original).first(4));
+    CHECK(verdict(put) == FrameFault::kMagic);  // what it was is gone with the first part
+}
+
 template <class Call>
 bool refused(Call&& call) {
     try {
@@ -149,6 +175,7 @@ int main() {
     every_truncation_is_found();
     lengths_beyond_limits_are_found_even_with_a_right_checksum();
     invalidated_is_no_frame();
+    frames_travel_in_parts();
     templates_keep_their_limits();
     every_fault_has_its_own_name();
 }

@@ -55,6 +55,16 @@ def frame_parse(header: Buffer) -> dict[str, object]:
 def payload_checksum(data: Buffer) -> bytes:
     """16 bytes: four CRC-32C over interleaved 8-byte words (docs/formats/frame.md)."""
 
+def frame_write_part(frame_address: int, offset: int, part: Buffer) -> None:
+    """Copies a part of a frame to its place (no GIL). The part at offset 0 first makes the memory no frame. The caller
+    answers for the range."""
+
+def frame_read_part(
+    frame_address: int, available_bytes: int, offset: int, part: Buffer, namespace_digest: bytes, chunk_hash: bytes
+) -> str:
+    """Fills the writable `part` from `offset` of the frame (no GIL). "" if the header that the key names was there before
+    and after, else the reason as `frame_verify` has it; then `part` holds garbage. The payload is not checked."""
+
 def copy_with_checksum(destination: int, source: int, size_bytes: int) -> bytes:
     """One streaming copy with the checksum fused in, on the calling thread. For benchmarks and tests."""
 

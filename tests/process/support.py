@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from lmcache import _native
 from lmcache.client import Client
+from lmcache.client.frames import Frame, FrameMover
+from lmcache.client.transfer import WantedTransfer
 from lmcache.core.frame import header_template
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.core.limits import FRAME_HEADER_BYTES
@@ -31,11 +33,13 @@ class SmallEngine:
         payload_bytes: int = 4096,
         heartbeat: float = 10.0,
         on_new_incarnation: Callable[[Client], None] | None = None,
+        transfer: WantedTransfer = WantedTransfer.AUTO,
     ) -> None:
         self.client = Client(
             f"tcp://127.0.0.1:{port}",
             heartbeat_interval_seconds=heartbeat,
             on_new_incarnation=on_new_incarnation,
+            transfer=transfer,
         )
         self.instance_id = instance_id or f"engine-{uuid.uuid4().hex[:8]}"
         self.payload_bytes = payload_bytes
@@ -108,13 +112,17 @@ class SmallEngine:
     def store(self, tokens: bytes, *, salt: str = "") -> int:
         hashes = self.hashes(tokens)
         reply = self.reserve(hashes, salt=salt)
-        self.fill(hashes, unpack_slots(reply.slots), salt=salt)
+        if self.client.memory is None:
+            self.send(hashes, reply, salt=salt)
+        else:
+            self.fill(hashes, unpack_slots(reply.slots), salt=salt)
         return self.commit(reply.reservation) if reply.reservation else 0
 
     def read(self, reply: m.LookupReply, *, salt: str = "") -> bool:
         """Whether every hit chunk is exactly what was stored for it."""
         memory = self.client.memory
-        assert memory is not None
+        if memory is None:
+            return all(fetched == "" for fetched in self.fetch(reply, salt=salt))
         digest = Namespace("model", 1, 0, 0, LAYOUT, salt).digest
         frame_bytes = FRAME_HEADER_BYTES + self.payload_bytes
         for chunk_hash, slot in zip(split(reply.hashes), unpack_slots(reply.slots)):  # noqa: B905
@@ -123,6 +131,40 @@ class SmallEngine:
             if bytes(memory.view(slot + FRAME_HEADER_BYTES, self.payload_bytes)) != self.payload(chunk_hash):
                 return False
         return True
+
+    # ---- bytes over the socket ---------------------------------------------------------------------------------------
+    def mover(self) -> FrameMover:
+        return FrameMover(self.client, self.client.boot_token, self.instance_id, 0, lambda: False)
+
+    def frame(self, chunk_hash: bytes, *, salt: str = "") -> memoryview:
+        memory = bytearray(FRAME_HEADER_BYTES + self.payload_bytes)
+        memory[FRAME_HEADER_BYTES:] = self.payload(chunk_hash)
+        template = header_template(Namespace("model", 1, 0, 0, LAYOUT, salt), self.payload_bytes)
+        _native.frame_seal(_native.buffer_address(memory), template, chunk_hash)
+        return memoryview(memory)
+
+    def send(self, hashes: bytes, reply: m.ReserveReply, *, salt: str = "") -> list[bool]:
+        frames = [
+            Frame(0, chunk, self.frame(chunk_hash, salt=salt))
+            for chunk, (chunk_hash, slot) in enumerate(zip(split(hashes), unpack_slots(reply.slots), strict=True))
+            if slot != NO_SLOT
+        ]
+        return self.mover().send(reply.reservation, frames)
+
+    def fetch(self, reply: m.LookupReply, *, salt: str = "") -> list[str]:
+        """What is wrong with each hit chunk, "" for nothing."""
+        frame_bytes = FRAME_HEADER_BYTES + self.payload_bytes
+        frames = [Frame(0, chunk, memoryview(bytearray(frame_bytes))) for chunk in range(reply.chunks)]
+        digest = Namespace("model", 1, 0, 0, LAYOUT, salt).digest
+        faults = []
+        for came, frame, chunk_hash in zip(self.mover().fetch(reply.lease, frames), frames, split(reply.hashes)):  # noqa: B905
+            if not came:
+                faults.append("did not come")
+                continue
+            fault = _native.frame_verify(_native.buffer_address(frame.memory), frame_bytes, digest, chunk_hash)
+            same = bytes(frame.memory[FRAME_HEADER_BYTES:]) == self.payload(chunk_hash)
+            faults.append(fault or ("" if same else "other bytes"))
+        return faults
 
 
 def split(hashes: bytes) -> list[bytes]:

@@ -129,7 +129,7 @@ def test_well_formed_nonsense_for_every_method(server, honest):
             return random_.choice(wild_integers)
         if kind is str:
             return random_.choice(wild_texts)
-        if kind is bytes:
+        if kind in (bytes, memoryview):
             return random_.randbytes(random_.choice((0, 1, 4, 31, 32, 64, 1024)))
         if kind is float:
             return random_.choice(wild_floats)

@@ -85,4 +85,14 @@ FrameFault frame_verify(const std::byte* frame, std::uint64_t available_bytes,
 
 PayloadChecksum payload_checksum(std::span<const std::byte> payload);
 
+// Parts of whole frames, for those who cannot map the memory. A frame is written from its start on; the memory stops
+// being the frame that it was before any other byte changes, as with frame_invalidate.
+void frame_write_part(std::byte* frame, std::uint64_t offset, std::span<const std::byte> part);
+
+// Copies part.size() bytes at `offset` out. Without a fault they belong to the frame that the key names: its header was
+// there before the copy and is unchanged after it. The payload is not checked.
+FrameFault frame_read_part(const std::byte* frame, std::uint64_t available_bytes, std::uint64_t offset,
+                           std::span<std::byte> part, std::span<const std::byte, kDigestBytes> namespace_digest,
+                           std::span<const std::byte, kChunkHashBytes> chunk_hash);
+
 }  // namespace lmcache

@@ -50,7 +50,7 @@ def _ping_rpc(url: str, timeout_seconds: float) -> float:
     from lmcache.clock import SystemClock
     from lmcache.protocol.messages import Ping
 
-    client = Client(url, clock=SystemClock())
+    client = Client(url, clock=SystemClock(), map_memory=False)  # it may be another host's
     try:
         client.connect(timeout_seconds)
         started = time.perf_counter()

@@ -13,9 +13,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import zmq
 
 from lmcache import __version__
+from lmcache.client.transfer import Transfer, WantedTransfer, agree
 from lmcache.clock import Clock, SystemClock
 from lmcache.errors import LMCacheError, RemoteError, ServerUnavailable, VersionError
 from lmcache.memory.shared_memory import SharedMemory
@@ -73,14 +75,18 @@ class Client:
         clock: Clock | None = None,
         heartbeat_interval_seconds: float = 10.0,
         map_memory: bool = True,
+        transfer: WantedTransfer = WantedTransfer.AUTO,
         on_new_incarnation: Callable[[Client], None] | None = None,
     ) -> None:
+        """`map_memory` False: for those who move no frames."""
         self.endpoint = connect_endpoint(url)
         self.hello: HelloReply | None = None
         self.memory: SharedMemory | None = None
         self.heartbeat_interval_seconds = heartbeat_interval_seconds
         self._clock = clock or SystemClock()
         self._map_memory = map_memory
+        self._wanted = transfer
+        self._transfer: Transfer | None = None  # agreed on with the present server
         self._on_new_incarnation = on_new_incarnation
         self._changed = threading.Condition()
         self._state = ClientState.CONNECTING
@@ -92,6 +98,7 @@ class Client:
         self._owners: dict[_RegistrationKey, int] = {}
         self._locked: dict[_RegistrationKey, int] = {}  # the keeper's: owner bytes held in the present memory
         self._refused: dict[_RegistrationKey, LMCacheError] = {}
+        self._transfer_said = ""
         self._beat_now = False
         self._closing = False
         self._keeper: threading.Thread | None = None
@@ -231,11 +238,14 @@ class Client:
 
     def _meet(self, hello: HelloReply) -> None:
         """A server that this client has not seen: its memory takes the place of the former one's."""
-        memory = SharedMemory.attach(hello.shm_path, hello.shm_bytes, hello.boot_token) if self._map_memory else None
+        transfer = agree(hello, self._wanted) if self._map_memory else None
+        self._say_transfer(transfer)
+        memory = transfer.memory if transfer is not None else None
         if memory is not None:
             memory.map_ahead()  # otherwise the first store and the first hit pay for it
         former_hello, former_memory = self.hello, self.memory
-        self.hello, self.memory = hello, memory
+        former_transfer = self._transfer
+        self.hello, self.memory, self._transfer = hello, memory, transfer
         with self._changed:
             self._owners.clear()
             self._refused.clear()
@@ -243,13 +253,19 @@ class Client:
             if self._on_new_incarnation is not None:
                 self._on_new_incarnation(self)
         except BaseException:
-            self.hello, self.memory = former_hello, former_memory
+            self.hello, self.memory, self._transfer = former_hello, former_memory, former_transfer
             if memory is not None:
                 memory.close()
             raise
         self._locked.clear()
         if former_memory is not None:
             former_memory.close()
+
+    def _say_transfer(self, transfer: Transfer | None) -> None:
+        if transfer is not None and transfer.reason and transfer.reason != self._transfer_said:
+            self._transfer_said = transfer.reason
+            level = logging.INFO if self._wanted is WantedTransfer.SOCKET else logging.WARNING
+            log.log(level, "KV travels over the socket, slower than through shared memory: %s", transfer.reason)
 
     def _register_all(self, connection: Connection, *, retry_refused: bool = True) -> None:
         """Registers whatever is declared and not yet known to this server."""
@@ -260,9 +276,11 @@ class Client:
                 if key not in self._owners and (retry_refused or key not in self._refused)
             }
         for key, registration in missing.items():
-            method = "register_instance" if isinstance(registration, RegisterInstance) else "register_worker"
+            method, message = "register_instance", registration
+            if isinstance(registration, RegisterWorker):
+                method, message = "register_worker", self._with_transfer(registration)
             try:
-                reply = connection.submit(method, registration, RegisterReply, _CONTROL_TIMEOUT_SECONDS).result()
+                reply = connection.submit(method, message, RegisterReply, _CONTROL_TIMEOUT_SECONDS).result()
             except RemoteError as error:
                 with self._changed:
                     news = str(self._refused.get(key)) != str(error)
@@ -277,6 +295,13 @@ class Client:
                     self._owners[key] = reply.owner
                     self._refused.pop(key, None)
                 self._changed.notify_all()
+
+    def _with_transfer(self, registration: RegisterWorker) -> RegisterWorker:
+        if self._transfer is None:
+            return registration
+        return msgspec.structs.replace(
+            registration, transfer_mode=self._transfer.mode.value, transfer_reason=self._transfer.reason
+        )
 
     def _lock_owner(self, key: _RegistrationKey, owner: int) -> None:
         """Holds the byte that tells the server that this process lives."""

@@ -28,6 +28,13 @@ MAX_CALLS_IN_FLIGHT_PER_CLIENT = 4096
 MAX_NOTICES_OWED = 16_384  # unconfirmed releases and ends of sessions of one engine
 MAX_DEFERRED_CALLS = 16_384  # of all clients: lookups that wait for L2
 
+# payload over the socket
+MAX_PAYLOAD_PART_BYTES = MIB  # of one message: what PING and other engines may have to wait behind
+PAYLOAD_WINDOW_BYTES = 8 * MIB  # that a worker has on its way, asked for or sent
+MAX_PAYLOAD_BYTES_PER_WORKER = 32 * MIB  # that the server holds for a worker: not yet copied, or not yet sent
+MAX_PAYLOAD_BYTES = GIB  # the same for all workers
+PAYLOAD_STAGING_BYTES = 64 * MIB  # of a worker's own memory, half for loads and half for stores; at least a frame each
+
 # memory
 L1_MEMORY_MARGIN_BYTES = 256 * MIB  # of the machine's or container's memory that L1 leaves to others
 MAX_SHM_NAME_BYTES = 200
@@ -65,3 +72,5 @@ HEARTBEAT_MISSES_BEFORE_LOST = 3
 
 assert FRAME_HEADER_BYTES % FRAME_ALIGN_BYTES == 0
 assert MAX_TOKENS_PER_SESSION * 4 < MAX_MESSAGE_BYTES
+assert FRAME_HEADER_BYTES < MAX_PAYLOAD_PART_BYTES < MAX_MESSAGE_BYTES
+assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_WORKER // 2 <= MAX_PAYLOAD_BYTES

@@ -26,6 +26,14 @@ class ErrorCode(str, enum.Enum):
     CANCELLED = "cancelled"  # a later call (EndSession, another Lookup) made this answer pointless
     SHUTTING_DOWN = "shutting_down"
     INTERNAL = "internal"
+    ENDED = "ended"  # the lease or reservation that is named is no more, or belongs to another life of the server
+
+
+class TransferMode(str, enum.Enum):
+    """How frames travel between a worker and L1."""
+
+    SHM = "shm"  # the worker maps the memory and copies
+    SOCKET = "socket"  # `write` and `read` carry them
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -44,7 +52,7 @@ class HelloReply(Message):
     boot_token: bytes  # 16 random bytes of this server's life
     chunk_tokens: int
     hash_algorithm: str
-    transfer_modes: list[str]  # "shm" (later also "socket")
+    transfer_modes: list[str]  # values of TransferMode, the fastest first
     shm_path: str
     shm_bytes: int
     lease_ttl_seconds: float
@@ -87,6 +95,8 @@ class RegisterWorker(Message):
     stores: bool = True  # False: another worker stores the same KV (tensor-parallel copies of MLA)
     heartbeat_interval_seconds: float = 10.0
     tensors: list[tuple[str, list[int]]] = []  # dtype and shape of a chunk's KV, for the lookup log
+    transfer_mode: str = "shm"  # a TransferMode
+    transfer_reason: str = ""  # one sentence for operators: why not "shm"
 
 
 class RegisterReply(Message):
@@ -188,6 +198,43 @@ class AppendReply(Message):
     hashes: bytes
 
 
+# ---- payload over the socket (workers registered with transfer_mode "socket") ----------------------------------------
+class Write(Message):
+    """The next bytes of the frame that a reservation has a slot for: parts of one frame come in order, without a gap.
+
+    Only frames that arrived whole and verify are published by the commit."""
+
+    instance_id: str
+    worker_id: int
+    boot_token: bytes
+    reservation: int
+    group: int
+    chunk: int  # of the reservation
+    offset: int  # in the frame
+    data: memoryview  # 1..MAX_PAYLOAD_PART_BYTES; a view of the message, never a copy
+
+
+class WriteReply(Message):
+    received_bytes: int  # of the frame; sent when they are in L1
+
+
+class Read(Message):
+    """Bytes of one frame of a lease, of the worker's rank."""
+
+    instance_id: str
+    worker_id: int
+    boot_token: bytes
+    lease: int
+    group: int
+    chunk: int  # of the lease
+    offset: int  # in the frame
+    size_bytes: int  # 1..MAX_PAYLOAD_PART_BYTES
+
+
+class ReadReply(Message):
+    data: memoryview
+
+
 # ---- administration --------------------------------------------------------------------------------------------------
 class Clear(Message):
     tier: str = "all"  # l1, l2, all
@@ -215,5 +262,7 @@ METHODS: dict[str, tuple[type[Message], type[Message]]] = {
     "end_session": (EndSession, Empty),
     "reserve": (Reserve, ReserveReply),
     "commit": (Commit, CommitReply),
+    "write": (Write, WriteReply),
+    "read": (Read, ReadReply),
     "clear": (Clear, ClearReply),
 }

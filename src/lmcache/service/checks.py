@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from lmcache.core import limits
 from lmcache.errors import RemoteError
-from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker
+from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker, TransferMode
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _HEARTBEAT_SECONDS = (0.05, 3600.0)
@@ -50,6 +50,10 @@ def check_worker(message: RegisterWorker, instance: RegisterInstance | None, oth
         if not _FINGERPRINT.fullmatch(layout):
             raise RemoteError(ErrorCode.BAD_REQUEST, "A layout fingerprint must be 32 hexadecimal digits.")
     _check_tensors(message.tensors)
+    if message.transfer_mode not in [mode.value for mode in TransferMode]:
+        raise RemoteError(ErrorCode.BAD_REQUEST, f"There is no transfer mode {message.transfer_mode[:64]!r}.")
+    if len(message.transfer_reason.encode()) > limits.MAX_NAME_BYTES:
+        raise RemoteError(ErrorCode.TOO_LARGE, f"A reason has at most {limits.MAX_NAME_BYTES} bytes.")
     for size_bytes in message.payload_bytes:
         _check_range("payload size", size_bytes, 1, limits.MAX_OBJECT_BYTES)
     if instance is not None:

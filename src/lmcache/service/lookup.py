@@ -329,7 +329,7 @@ class LookupService:
         if hit.parts and keyspace is not None:
             number = hit.parts[0]
             leased_hashes = asked.hashes[: hit.chunks * CHUNK_HASH_BYTES]
-            asked.session.lease = Lease(number, hit.parts, keyspace, leased_hashes)
+            asked.session.lease = Lease(number, hit.parts, keyspace, leased_hashes, hit.offsets)
             asked.instance.leases[number] = asked.session
             self._metrics.num_submitted_retrieves.inc()
         chunk_tokens = self._hasher.chunk_tokens

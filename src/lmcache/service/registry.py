@@ -19,6 +19,7 @@ from lmcache.l1.store import L1Store
 from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker
 from lmcache.service.checks import check_instance, check_worker
 from lmcache.service.keyspace import Keyspace, TenantCounters, rank_keyspace, whole_keyspace
+from lmcache.service.reservation import Reservation
 from lmcache.service.session import Session
 from lmcache.telemetry.metrics import Metrics
 
@@ -49,7 +50,7 @@ class Party:
 @dataclass
 class Worker(Party):
     registration: RegisterWorker
-    reservations: dict[int, tuple[Keyspace, bytes]] = field(default_factory=dict)  # with the hashes
+    reservations: dict[int, Reservation] = field(default_factory=dict)
 
 
 @dataclass
@@ -81,11 +82,14 @@ class Instance:
 
 
 class Registry:
-    """All instances. `on_scheduler_gone` settles an instance's sessions before its owner number ends."""
+    """All instances. `on_scheduler_gone` settles an instance's sessions before its owner number ends.
+
+    `is_copying` tells whether this server itself still writes into slots of an owner."""
 
     def __init__(self, l1: L1Store, locks: OwnerLocks, metrics: Metrics, clock: Clock) -> None:
         self.instances: dict[str, Instance] = {}
         self.on_scheduler_gone: Callable[[Instance], None] = lambda instance: None
+        self.is_copying: Callable[[int], bool] = lambda owner: False
         self._l1 = l1
         self._locks = locks
         self._metrics = metrics
@@ -207,7 +211,11 @@ class Registry:
         instance.workers[message.worker_id] = Worker(owner, now, message.heartbeat_interval_seconds, message)
         instance.tenants.clear()
         log.info(
-            "Worker %d of instance %s registered as rank %d", message.worker_id, message.instance_id, message.kv_rank
+            "Worker %d of instance %s registered as rank %d, transfer mode %s",
+            message.worker_id,
+            message.instance_id,
+            message.kv_rank,
+            f"{message.transfer_mode}: {message.transfer_reason}" if message.transfer_reason else message.transfer_mode,
         )
         return owner
 
@@ -237,7 +245,7 @@ class Registry:
 
     def drop_retired(self) -> None:
         """Frees what ended registrations held, for those whose process has gone since."""
-        for owner in [owner for owner in self._retired if not self._locks.owner_alive(owner)]:
+        for owner in [owner for owner in self._retired if not self._may_be_written(owner)]:
             self._retired.discard(owner)
             self._l1.core.drop_owner(owner)
 
@@ -252,12 +260,15 @@ class Registry:
         self._end_owner(scheduler.owner, said_so=said_so)
 
     def _end_owner(self, owner: int, *, said_so: bool = False) -> None:
-        if said_so or not self._locks.owner_alive(owner):
+        if not self.is_copying(owner) and (said_so or not self._locks.owner_alive(owner)):
             leases, reservations = self._l1.core.drop_owner(owner)
             if leases or reservations:
                 log.info("Released %d leases and %d reservations of an engine that has gone", leases, reservations)
         else:
             self._retired.add(owner)
+
+    def _may_be_written(self, owner: int) -> bool:
+        return self.is_copying(owner) or self._locks.owner_alive(owner)
 
     def _forget_if_empty(self, instance: Instance) -> None:
         if instance.scheduler is None and not instance.workers:

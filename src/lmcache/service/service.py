@@ -24,10 +24,12 @@ from lmcache.protocol.messages import (
     Message,
     Ping,
     PingReply,
+    TransferMode,
 )
 from lmcache.protocol.version import OLDEST_SUPPORTED_PROTOCOL_VERSION, PROTOCOL_VERSION
 from lmcache.service.liveness import SWEEP_SECONDS, LivenessService
 from lmcache.service.lookup import LookupService
+from lmcache.service.payload import PayloadService
 from lmcache.service.registry import Registry
 from lmcache.service.transfer import TransferService
 from lmcache.telemetry.bus import EventBus
@@ -37,7 +39,7 @@ from lmcache.transport.server import Deferred, Method, RpcServer
 
 log = logging.getLogger("lmcache.service")
 
-TRANSFER_MODES = ["shm"]
+TRANSFER_MODES = [mode.value for mode in TransferMode]
 TIERS = ("l1", "l2", "all")
 _MAX_CLEARS_WAITING = 4
 _STORAGE_SILENT_SECONDS = 5.0
@@ -93,6 +95,9 @@ class CacheService:
             clock,
             settings.reservation_ttl_seconds,
         )
+        # One thread: a copy is faster than the network, and the order of a frame's parts is kept.
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="lmcache-payload")
+        self._payload = PayloadService(self.registry, l1, settings.boot_token, rpc, self._copying, metrics)
         self._clock = clock
         self._storage_asked_at: float | None = None
         self._sweeping = False
@@ -104,6 +109,7 @@ class CacheService:
         self._rpc.post(self._begin_sweeping)
 
     def close(self) -> None:
+        self._copying.shutdown()  # L1 is unmapped next; a copy takes a millisecond
         self._clearer.shutdown(wait=False, cancel_futures=True)
 
     def _methods(self) -> dict[str, Method]:
@@ -120,6 +126,8 @@ class CacheService:
             "end_session": self._lookup.end_session,
             "reserve": self._transfer.reserve,
             "commit": self._transfer.commit,
+            "write": self._payload.write,
+            "read": self._payload.read,
             "clear": self._clear,
         }
         assert handlers.keys() == METHODS.keys()
@@ -231,6 +239,14 @@ class CacheService:
                     "engine": instance.scheduler.registration.engine if instance.scheduler else None,
                     "ranks": instance.scheduler.registration.kv_world_size if instance.scheduler else None,
                     "workers": sorted(instance.workers),
+                    "transfer": [
+                        {
+                            "worker": number,
+                            "mode": worker.registration.transfer_mode,
+                            "reason": worker.registration.transfer_reason,
+                        }
+                        for number, worker in sorted(instance.workers.items())
+                    ],
                     "sessions": len(instance.sessions),
                     "leases": len(instance.leases),
                 }

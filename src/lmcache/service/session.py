@@ -135,6 +135,7 @@ class Lease(NamedTuple):
     parts: tuple[int, ...]  # numbers in the native core
     keyspace: Keyspace
     hashes: bytes  # of the leased chunks
+    offsets: bytes  # u64 [namespace][chunk]
 
     @property
     def chunks(self) -> int:

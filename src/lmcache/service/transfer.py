@@ -1,4 +1,4 @@
-"""Stores: slots reserved for a worker, filled by it in shared memory, published by its commit.
+"""Stores: slots reserved for a worker, filled by it (in shared memory, or by `write`), published by its commit.
 
 What is reserved and not committed never becomes visible, whatever dies.
 """
@@ -13,9 +13,11 @@ from lmcache.core import limits
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import RemoteError
 from lmcache.l1.store import L1Store
-from lmcache.protocol.messages import Commit, CommitReply, ErrorCode, Reserve, ReserveReply
+from lmcache.protocol.messages import Commit, CommitReply, ErrorCode, Reserve, ReserveReply, TransferMode
 from lmcache.service.registry import Registry
+from lmcache.service.reservation import Reservation
 from lmcache.telemetry.metrics import Metrics
+from lmcache.transport.server import Deferred
 
 log = logging.getLogger("lmcache.service")
 
@@ -66,24 +68,30 @@ class TransferService:
             worker.owner, keyspace.ids, keyspace.sizes, message.hashes, deadline
         )
         if reservation:
-            worker.reservations[reservation] = (keyspace, message.hashes)
+            worker.reservations[reservation] = Reservation(keyspace, message.hashes, slots)
             self._metrics.num_submitted_stores.inc()
         return ReserveReply(reservation, slots, without_room)
 
-    def commit(self, message: Commit) -> CommitReply:
-        """Idempotent: a reservation that has ended, however, commits nothing."""
+    def commit(self, message: Commit) -> CommitReply | Deferred:
+        """Idempotent: a reservation that has ended, however, commits nothing. Waits for copies into its slots."""
         _, worker = self._registry.worker(message.instance_id, message.worker_id)
         reserved = worker.reservations.get(message.reservation)
         if reserved is None:
             return CommitReply(0)
-        keyspace, hashes = reserved
-        flags = len(keyspace.namespaces) * (len(hashes) // CHUNK_HASH_BYTES)
-        if message.written and len(message.written) != flags:
+        if message.written and len(message.written) != reserved.positions:
             raise RemoteError(
-                ErrorCode.BAD_REQUEST, f"`written` has {len(message.written)} bytes; the reservation needs {flags}."
+                ErrorCode.BAD_REQUEST,
+                f"`written` has {len(message.written)} bytes; the reservation needs {reserved.positions}.",
             )
+        if reserved.copies:
+            deferred = Deferred()
+            reserved.when_copied.append(lambda: self._commit_late(message, deferred))
+            return deferred
         del worker.reservations[message.reservation]
-        committed, _, records = self._l1.core.commit(message.reservation, message.written)
+        written = message.written
+        if worker.registration.transfer_mode == TransferMode.SOCKET:
+            written = reserved.only_whole(written)
+        committed, _, records = self._l1.core.commit(message.reservation, written)
         if not committed:
             # Set aside after its deadline: its owner says by this call that it writes no more, so the memory is free.
             self._l1.core.abort(message.reservation)
@@ -91,5 +99,14 @@ class TransferService:
         if committed:
             self._metrics.l1_write.inc(committed)
             if self._sink is not None:
-                self._sink.objects_committed(records, hashes)
+                self._sink.objects_committed(records, reserved.hashes)
         return CommitReply(committed)
+
+    def _commit_late(self, message: Commit, deferred: Deferred) -> None:
+        try:
+            reply = self.commit(message)
+        except RemoteError as refusal:
+            deferred.answer(refusal)
+        else:
+            assert isinstance(reply, CommitReply)
+            deferred.answer(reply)

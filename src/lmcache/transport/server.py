@@ -27,10 +27,11 @@ from lmcache.errors import RemoteError, ResourceError
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import wire
 from lmcache.transport.address import bind_endpoint
+from lmcache.transport.bulk import Bulk
 
 log = logging.getLogger("lmcache.transport")
 
-Answer = msgspec.Struct | RemoteError
+Answer = msgspec.Struct | Bulk | RemoteError
 _BURST_MESSAGES = 64  # then timers and posted work get their turn
 _TIMERS_BEFORE_SWEEP = 1024
 _HANDSHAKE_SECONDS = 10
@@ -326,9 +327,10 @@ class RpcServer:
         if isinstance(answer, RemoteError):
             self._refuse(peer, call_id, answer.code, str(answer))
             self._count_call(route, answer.code)
-        else:
-            self._send_frames(peer, call_id, wire.STATUS_OK, wire.encode_payload(answer))
-            self._count_call(route, "ok")
+            return
+        payload = answer.frame() if isinstance(answer, Bulk) else wire.encode_payload(answer)
+        self._send_frames(peer, call_id, wire.STATUS_OK, payload)
+        self._count_call(route, "ok")
 
     def _refuse(self, peer: bytes, call_id: bytes, code: str, sentence: str) -> None:
         if code in (wire.BAD_REQUEST, wire.UNKNOWN_METHOD, wire.INTERNAL, wire.TOO_MANY):
@@ -336,14 +338,14 @@ class RpcServer:
             self._say(code, sentence)
         self._send_frames(peer, call_id, code.encode(), wire.encode_sentence(sentence))
 
-    def _send_frames(self, peer: bytes, call_id: bytes, status: bytes, payload: bytes) -> None:
+    def _send_frames(self, peer: bytes, call_id: bytes, status: bytes, payload: bytes | zmq.Frame) -> None:
         send = self._router.send
         try:
             # A peer that has gone or does not read is dropped by ZMQ here: its call has nobody left to answer.
             send(peer, wire.MORE)
             send(call_id, wire.MORE)
             send(status, wire.MORE)
-            send(payload, zmq.NOBLOCK)
+            send(payload, zmq.NOBLOCK, copy=not isinstance(payload, zmq.Frame))
         except zmq.ZMQError as error:
             self._count_protocol_error("unreachable")
             self._say("unreachable", f"an answer could not be sent: {error}")

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 from lmcache import _native
-from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
+from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.layout import KVLayout
 from lmcache.device.cpu import PagedGroup
 from lmcache.errors import ServerUnavailable
+from lmcache.integration.vllm.frame_names import FrameNames, WorkerIdentity
 from lmcache.integration.vllm.orders import LoadOrder, StoreOrder
 from lmcache.memory.shared_memory import SharedMemory
+from lmcache.protocol.messages import ReserveReply
 
 _SLOT_BYTES = 8
-_MAX_SALTS_KEPT = 256
 
 
-@dataclass(frozen=True)
-class WorkerIdentity:
-    instance_id: str
-    worker_id: int
-    model_name: str
-    kv_ranks: int
-    kv_rank: int
-    stores: bool
+COPIED = 1
+UNREADABLE = 0  # a load's frame is not what its key says
+NOT_FETCHED = 2  # a load's frame did not come at all: nothing is known of it
+
+
+class TransferJob(Protocol):
+    """A part of an order under way."""
+
+    def wait(self, seconds: float) -> bytes | None:
+        """One byte a chunk, COPIED if all went well; None while it runs."""
+        ...
+
+
+class AnyAttachment(Protocol):
+    """A worker's hold on one life of the server. `submit_*` raise ServerUnavailable once it is closed."""
+
+    boot_token: bytes
+    layouts: tuple[KVLayout, ...]
+
+    def submit_load(self, order: LoadOrder) -> Sequence[TransferJob]: ...
+    def submit_store(self, order: StoreOrder, reply: ReserveReply) -> Sequence[TransferJob]: ...
+    def close(self) -> None: ...
 
 
 class CopyJob:
@@ -47,12 +61,6 @@ class CopyJob:
             return self._result
 
 
-@dataclass(frozen=True)
-class _Names:
-    digest: bytes
-    template: bytes
-
-
 class Attachment:
     """`submit_*` raise ServerUnavailable once it is closed; `close` returns when no copy touches the memory."""
 
@@ -69,7 +77,7 @@ class Attachment:
         self.boot_token = boot_token
         self.layouts: tuple[KVLayout, ...] = tuple(group.layout(chunk_tokens) for group in groups)
         self._identity = identity
-        self._names: OrderedDict[str, tuple[_Names, ...]] = OrderedDict()
+        self._names = FrameNames(identity, self.layouts)
         self._lock = threading.Lock()
         self._open = True
         self._jobs: list[CopyJob] = []
@@ -81,7 +89,7 @@ class Attachment:
 
     def submit_load(self, order: LoadOrder) -> list[CopyJob]:
         """A job per group, in their order."""
-        names = self._names_of(order.cache_salt)
+        names = self._names.of(order.cache_salt)
         with self._submitting() as jobs:
             for index, (group, load) in enumerate(zip(self._groups, order.groups, strict=True)):
                 row = (self._identity.kv_rank * len(self._groups) + index) * order.hit_chunks
@@ -91,13 +99,13 @@ class Attachment:
                 jobs.append(CopyJob(self._copier, number))
         return jobs
 
-    def submit_store(self, order: StoreOrder, slots: bytes) -> list[CopyJob]:
-        """A job per group. `slots`: u64 [group][chunk]."""
-        names = self._names_of(order.cache_salt)
+    def submit_store(self, order: StoreOrder, reply: ReserveReply) -> list[CopyJob]:
+        """A job per group."""
+        names = self._names.of(order.cache_salt)
         row_bytes = len(order.hashes) // CHUNK_HASH_BYTES * _SLOT_BYTES
         with self._submitting() as jobs:
             for index, (group, blocks) in enumerate(zip(self._groups, order.blocks, strict=True)):
-                row = slots[index * row_bytes : (index + 1) * row_bytes]
+                row = reply.slots[index * row_bytes : (index + 1) * row_bytes]
                 number = self._copier.submit_store(group, row, blocks, order.hashes, names[index].template)
                 jobs.append(CopyJob(self._copier, number))
         return jobs
@@ -123,22 +131,6 @@ class Attachment:
             jobs, self._jobs = self._jobs, []
         _wait_for(jobs)
         self._copier.close()
-
-    def _names_of(self, salt: str) -> tuple[_Names, ...]:
-        names = self._names.get(salt)
-        if names is None:
-            names = tuple(self._name(group, layout, salt) for group, layout in enumerate(self.layouts))
-            with self._lock:
-                self._names[salt] = names
-                if len(self._names) > _MAX_SALTS_KEPT:
-                    self._names.popitem(last=False)
-        return names
-
-    def _name(self, group: int, layout: KVLayout, salt: str) -> _Names:
-        identity = self._identity
-        namespace = Namespace(identity.model_name, identity.kv_ranks, identity.kv_rank, group, layout.fingerprint, salt)
-        template = _native.frame_template(namespace.encode(), namespace.digest, layout.payload_bytes)
-        return _Names(namespace.digest, template)
 
 
 def _wait_for(jobs: Sequence[CopyJob]) -> None:

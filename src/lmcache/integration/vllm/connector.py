@@ -27,7 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from lmcache.client.client import Client
 from lmcache.device.cpu import PagedGroup, describe_group
 from lmcache.errors import LayoutRefused, LMCacheError
-from lmcache.integration.vllm.attachment import WorkerIdentity
+from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
 from lmcache.integration.vllm.identity import engine_identity
 from lmcache.integration.vllm.orders import StepOrders, WorkerReport
@@ -96,6 +96,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         client = Client(
             self._settings.url,
             heartbeat_interval_seconds=self._settings.heartbeat_interval_seconds,
+            transfer=self._settings.transfer_mode,
         )
         client.declare(
             RegisterInstance(
@@ -138,6 +139,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return Client(
                 self._settings.url,
                 heartbeat_interval_seconds=self._settings.heartbeat_interval_seconds,
+                transfer=self._settings.transfer_mode,
                 on_new_incarnation=meet,
             )
 

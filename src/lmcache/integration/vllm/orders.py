@@ -37,6 +37,7 @@ class LoadOrder:
     hashes: bytes
     slots: bytes
     groups: tuple[GroupLoad, ...]
+    lease: int = 0
 
 
 @dataclass(frozen=True)

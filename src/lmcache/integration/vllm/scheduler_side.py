@@ -193,6 +193,7 @@ class SchedulerSide:
                 reply.hashes,
                 reply.slots,
                 tuple(loads),
+                reply.lease,
             )
         )
         state.loading = True

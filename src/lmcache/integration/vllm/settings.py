@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache.client.transfer import WantedTransfer
 from lmcache.errors import ConfigError
 from lmcache.transport.address import connect_endpoint
 
@@ -16,6 +17,7 @@ log = logging.getLogger("lmcache.vllm")
 _PREFIX = "lmcache."
 _HOST, _PORT = "lmcache.mp.host", "lmcache.mp.port"
 _TIMEOUT, _HEARTBEAT = "lmcache.mp.mq_timeout", "lmcache.mp.heartbeat_interval"
+_TRANSFER = "lmcache.mp.transfer_mode"
 SHORT_START_SECONDS = 3.0
 
 
@@ -29,11 +31,12 @@ class ConnectorSettings:
     url: str = "tcp://127.0.0.1:5555"
     mq_timeout_seconds: float | None = None
     heartbeat_interval_seconds: float = 10.0
+    transfer_mode: WantedTransfer = WantedTransfer.AUTO
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """ConfigError names the key and what it may be."""
-        known = (_HOST, _PORT, _TIMEOUT, _HEARTBEAT)
+        known = (_HOST, _PORT, _TIMEOUT, _HEARTBEAT, _TRANSFER)
         for key in extra:
             if key.startswith(_PREFIX) and key not in known:
                 near = difflib.get_close_matches(key, known, 1)
@@ -44,10 +47,16 @@ class ConnectorSettings:
             port = int(port)
         except (TypeError, ValueError):
             raise ConfigError(f"{_PORT} is {port!r}; it must be a port from 1 to 65535.") from None
+        try:
+            transfer_mode = WantedTransfer(extra.get(_TRANSFER, WantedTransfer.AUTO))
+        except ValueError:
+            allowed = ", ".join(mode.value for mode in WantedTransfer)
+            raise ConfigError(f"{_TRANSFER} is {extra[_TRANSFER]!r}; it must be one of {allowed}.") from None
         return cls(
             url=connect_endpoint(str(extra.get(_HOST, "tcp://localhost")), port),
             mq_timeout_seconds=_seconds(extra, _TIMEOUT) if _TIMEOUT in extra else None,
             heartbeat_interval_seconds=_seconds(extra, _HEARTBEAT) if _HEARTBEAT in extra else 10.0,
+            transfer_mode=transfer_mode,
         )
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import LMCacheError, ServerUnavailable
-from lmcache.integration.vllm.attachment import Attachment, CopyJob, WorkerIdentity
+from lmcache.integration.vllm.attachment import AnyAttachment, TransferJob
+from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.orders import StoreOrder
 from lmcache.protocol.messages import Commit, Reserve, ReserveReply
 
@@ -45,7 +46,7 @@ class Storer:
         self,
         client: Client,
         identity: WorkerIdentity,
-        attachment: Callable[[], Attachment | None],
+        attachment: Callable[[], AnyAttachment | None],
         register_again: Callable[[], None],
     ) -> None:
         """`register_again` makes the server drop whatever this worker has reserved and does not know of."""
@@ -138,7 +139,7 @@ class Storer:
         if reply.reservation == 0:
             return None
         try:
-            jobs = attachment.submit_store(order, reply.slots)
+            jobs = attachment.submit_store(order, reply)
             written = b"".join(_result(job) for job in jobs)
         except LMCacheError as error:
             log.debug("Nothing was copied into %d reserved chunks: %s", len(nothing), error)
@@ -192,7 +193,7 @@ class Storer:
             self._changed.notify_all()
 
 
-def _result(job: CopyJob) -> bytes:
+def _result(job: TransferJob) -> bytes:
     while (result := job.wait(1.0)) is None:
         pass
     return result

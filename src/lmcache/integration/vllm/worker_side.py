@@ -15,8 +15,10 @@ from lmcache.core.limits import MAX_TENSORS
 from lmcache.device.affinity import engine_cpus, unpinned
 from lmcache.device.cpu import PagedGroup
 from lmcache.errors import LayoutRefused, LMCacheError
-from lmcache.integration.vllm.attachment import Attachment, CopyJob, WorkerIdentity
+from lmcache.integration.vllm.attachment import COPIED, UNREADABLE, AnyAttachment, Attachment, TransferJob
+from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.orders import LoadOrder, StepOrders, WorkerReport
+from lmcache.integration.vllm.socket_attachment import SocketAttachment
 from lmcache.integration.vllm.storer import Storer
 from lmcache.protocol.messages import RegisterWorker
 
@@ -30,7 +32,7 @@ _MAX_COPY_THREADS = 4
 @dataclass
 class _Load:
     order: LoadOrder
-    jobs: Sequence[CopyJob]
+    jobs: Sequence[TransferJob]
 
 
 @dataclass
@@ -54,7 +56,7 @@ class WorkerSide:
         self._groups = tuple(groups)
         cpus = engine_cpus()
         self._threads = min(_MAX_COPY_THREADS, len(cpus))
-        self._attachment: Attachment | None = None
+        self._attachment: AnyAttachment | None = None
         self._refusal_said = False
         self._loads: list[_Load] = []
         self._ended = EndedLoads()
@@ -72,16 +74,14 @@ class WorkerSide:
         former, self._attachment = self._attachment, None
         if former is not None:
             former.close()
-        assert client.hello is not None and client.memory is not None
+        assert client.hello is not None
+        life = client.hello.boot_token, client.hello.chunk_tokens, self._groups, self._identity, self._threads
         try:
-            attachment = Attachment(
-                client.memory,
-                client.hello.boot_token,
-                client.hello.chunk_tokens,
-                self._groups,
-                self._identity,
-                self._threads,
-            )
+            attachment: AnyAttachment
+            if client.memory is not None:
+                attachment = Attachment(client.memory, *life)
+            else:
+                attachment = SocketAttachment(client, *life)
         except LayoutRefused as refusal:
             if not self._refusal_said:
                 log.error("This engine runs uncached: %s", refusal)
@@ -158,8 +158,9 @@ class WorkerSide:
         for index, load in enumerate(order.groups):
             chunks: Sequence[int] = range(load.first_chunk, order.hit_chunks)
             if results is not None:
-                chunks = [chunk for chunk, copied in zip(chunks, results[index], strict=True) if not copied]
-                unreadable.update(chunks)
+                flags = list(zip(chunks, results[index], strict=True))
+                chunks = [chunk for chunk, flag in flags if flag != COPIED]
+                unreadable.update(chunk for chunk, flag in flags if flag == UNREADABLE)
             failed.update(block for chunk in chunks for block in load.written_blocks(chunk, order.hit_chunks))
         if unreadable:
             self._unreadable[order.request_id] = frozenset(unreadable)

@@ -32,6 +32,9 @@ class FakePending:
             self._clock.advance(seconds)
         return self.done()
 
+    def cancel(self) -> None:
+        return
+
     def result(self) -> Any:
         assert self.done()
         if isinstance(self.outcome, Exception):

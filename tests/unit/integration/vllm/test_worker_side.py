@@ -16,12 +16,21 @@ torch = pytest.importorskip("torch")
 from lmcache import _native  # noqa: E402
 from lmcache.clock import ManualClock  # noqa: E402
 from lmcache.device.cpu import describe_group  # noqa: E402
-from lmcache.errors import ServerUnavailable  # noqa: E402
-from lmcache.integration.vllm.attachment import WorkerIdentity  # noqa: E402
+from lmcache.errors import RemoteError, ServerUnavailable  # noqa: E402
+from lmcache.integration.vllm import socket_attachment  # noqa: E402
+from lmcache.integration.vllm.frame_names import WorkerIdentity  # noqa: E402
 from lmcache.integration.vllm.orders import GroupLoad, LoadOrder, StepOrders, StoreOrder  # noqa: E402
 from lmcache.integration.vllm.worker_side import EndedLoads, WorkerSide  # noqa: E402
 from lmcache.memory.shared_memory import SharedMemory  # noqa: E402
-from lmcache.protocol.messages import CommitReply, RegisterWorker, ReserveReply  # noqa: E402
+from lmcache.protocol.messages import (  # noqa: E402
+    CommitReply,
+    Read,
+    ReadReply,
+    RegisterWorker,
+    ReserveReply,
+    Write,
+    WriteReply,
+)
 from unit.integration.vllm.fakes import FakeClient, hello  # noqa: E402
 
 BLOCKS = 32
@@ -48,7 +57,9 @@ class WorkerClient(FakeClient):
 
 
 class Worker:
-    def __init__(self, memory: SharedMemory, *, groups: int = 1, stores: bool = True, kv_rank: int = 0) -> None:
+    def __init__(
+        self, memory: SharedMemory, mode: str = "shm", *, groups: int = 1, stores: bool = True, kv_rank: int = 0
+    ) -> None:
         storage = torch.zeros(groups, 2, BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.bfloat16)
         self.layers = [storage[group, layer] for group in range(groups) for layer in range(2)]
         self.groups = [
@@ -61,6 +72,12 @@ class Worker:
             for group in range(groups)
         ]
         self.client = WorkerClient(memory)
+        self.lease_slots = array("Q")
+        if mode == "socket":
+            self.client.memory = None
+            self.client.answers["write"] = lambda message: self.write(memory, message)
+            self.client.answers["read"] = lambda message: self.read(memory, message)
+        self.kv_rank = kv_rank
         identity = WorkerIdentity("i", 0, "model", 2, kv_rank, stores)
 
         def make_client(meet: Callable[[FakeClient], None]) -> WorkerClient:
@@ -77,6 +94,18 @@ class Worker:
         count = len(message.hashes) // 32 * len(self.groups)
         return ReserveReply(5, self.slots_given[:count].tobytes(), 0)
 
+    def write(self, memory: SharedMemory, message: Write) -> WriteReply:
+        chunks = len(self.client.messages("reserve")[-1].hashes) // 32
+        slot = self.slots_given[message.group * chunks + message.chunk]
+        memory.view(slot + message.offset, len(message.data))[:] = message.data
+        return WriteReply(message.offset + len(message.data))
+
+    def read(self, memory: SharedMemory, message: Read) -> ReadReply:
+        chunks = len(self.lease_slots) // (2 * len(self.groups))
+        row = self.kv_rank * len(self.groups) + message.group
+        slot = self.lease_slots[row * chunks + message.chunk]
+        return ReadReply(memoryview(bytes(memory.view(slot + message.offset, message.size_bytes))))
+
     def fill(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for layer in self.layers:
@@ -88,7 +117,8 @@ class Worker:
 
     def load(self, request_id: str, loads: list[GroupLoad], hashes: bytes, slots: array, boot: bytes = BOOT) -> None:
         chunks = len(hashes) // 32
-        order = LoadOrder(request_id, boot, "", chunks, hashes, slots.tobytes(), tuple(loads))
+        self.lease_slots = slots
+        order = LoadOrder(request_id, boot, "", chunks, hashes, slots.tobytes(), tuple(loads), 1)
         self.side.start_loads(StepOrders(loads=[order]), idle_step=True)
 
     def ended_loads(self, count: int = 1) -> EndedLoads:
@@ -141,9 +171,15 @@ def memory() -> Iterator[SharedMemory]:
     assert not Path(shared.path).exists()
 
 
+@pytest.fixture(params=["shm", "socket"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """Both transfer modes come to the same."""
+    return str(request.param)
+
+
 @pytest.fixture
-def worker(memory: SharedMemory) -> Iterator[Worker]:
-    made = Worker(memory)
+def worker(memory: SharedMemory, mode: str) -> Iterator[Worker]:
+    made = Worker(memory, mode)
     yield made
     made.side.close()
 
@@ -177,8 +213,8 @@ def test_a_store_is_reserved_copied_committed_and_loads_back(worker: Worker) -> 
     assert worker.side.ended_loads().requests == set()  # once
 
 
-def test_each_rank_reads_its_own_slots(memory: SharedMemory) -> None:
-    second = Worker(memory, kv_rank=1)
+def test_each_rank_reads_its_own_slots(memory: SharedMemory, mode: str) -> None:
+    second = Worker(memory, mode, kv_rank=1)
     second.fill(1)
     original = second.layers[0][1].clone()
     second.store(1, [[1, 2]], hashes(10))
@@ -216,8 +252,8 @@ def test_bytes_of_another_key_are_never_loaded(worker: Worker) -> None:
     assert worker.ended_loads().failed_blocks == {3, 4}
 
 
-def test_failures_with_several_groups_name_the_request(memory: SharedMemory) -> None:
-    several = Worker(memory, groups=2)
+def test_failures_with_several_groups_name_the_request(memory: SharedMemory, mode: str) -> None:
+    several = Worker(memory, mode, groups=2)
     slots = array("Q", [*several.slots_given[:2]] * 2)
     several.load("r", [GroupLoad(0, packed(3, 4)), GroupLoad(0, packed(5, 6))], hashes(10), slots)
     ended = several.ended_loads()
@@ -225,8 +261,8 @@ def test_failures_with_several_groups_name_the_request(memory: SharedMemory) -> 
     several.side.close()
 
 
-def test_several_groups_go_to_slots_of_their_own(memory: SharedMemory) -> None:
-    several = Worker(memory, groups=2)
+def test_several_groups_go_to_slots_of_their_own(memory: SharedMemory, mode: str) -> None:
+    several = Worker(memory, mode, groups=2)
     several.fill(1)
     originals = [layer.clone() for layer in several.layers]
     several.store(1, [[1, 2], [7, 8]], hashes(10))
@@ -321,3 +357,79 @@ def test_a_server_whose_chunks_do_not_fit_leaves_the_engine_uncached(worker: Wor
     assert "uncached" in caplog.text and "--chunk-size" in caplog.text
     worker.store(2, [[1, 2]], hashes(20), boot=b"boot-two-boot-tw")
     assert worker.ended_stores() == Counter({2: 1})
+
+
+# ---- over the socket -------------------------------------------------------------------------------------------------
+@pytest.fixture
+def remote(memory: SharedMemory) -> Iterator[Worker]:
+    made = Worker(memory, "socket")
+    yield made
+    made.side.close()
+
+
+def stored(worker: Worker, *names: int) -> list[int]:
+    """Stores a chunk for each name from blocks of its own; the slots."""
+    worker.fill(1)
+    worker.store(1, [list(range(1, 1 + 2 * len(names)))], hashes(*names))
+    worker.ended_stores()
+    until(lambda: len(worker.client.messages("commit")) == 1)
+    return list(worker.slots_given[: len(names)])
+
+
+def test_frames_that_do_not_come_fail_and_are_not_called_corrupt(remote: Worker) -> None:
+    slots = stored(remote, 10, 11, 12)
+
+    def read(message: Read) -> ReadReply | Exception:
+        return RemoteError("ended", "gone") if message.chunk == 1 else whole(message)
+
+    whole = remote.client.answers["read"]
+    remote.client.answers["read"] = read
+    remote.load("r", [GroupLoad(0, packed(11, 12, 13, 14, 15, 16))], hashes(10, 11, 12), array("Q", slots * 2))
+    assert remote.ended_loads().failed_blocks == {13, 14}
+    assert remote.side.report() is None
+
+
+@pytest.mark.parametrize("short", [0, 4095])
+def test_answers_of_another_length_are_no_frames(remote: Worker, short: int) -> None:
+    slots = stored(remote, 10)
+    remote.client.answers["read"] = lambda message: ReadReply(memoryview(bytes(short)))
+    remote.load("r", [GroupLoad(0, packed(3, 4))], hashes(10), array("Q", slots * 2))
+    assert remote.ended_loads().failed_blocks == {3, 4}
+    assert remote.side.report() is None
+
+
+def test_when_the_server_goes_every_load_ends(remote: Worker) -> None:
+    slots = stored(remote, 10, 11)
+    remote.client.answers["read"] = lambda message: ServerUnavailable("the connection broke")
+    for name in ("a", "b", "c"):
+        remote.load(name, [GroupLoad(0, packed(3, 4, 5, 6))], hashes(10, 11), array("Q", slots * 2))
+    assert remote.ended_loads(3).failed_blocks == {3, 4, 5, 6}
+    assert remote.side.report() is None
+
+
+def test_a_store_larger_than_the_staging_arena_goes_in_batches(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_attachment, "PAYLOAD_STAGING_BYTES", 2 * 3 * 40960)  # three frames a half
+    worker = Worker(memory, "socket")
+    names = tuple(range(10, 18))
+    slots = stored(worker, *names)
+    assert worker.client.messages("commit")[0].written == b"\1" * 8
+    originals = [layer.clone() for layer in worker.layers]
+    worker.fill(2)
+    worker.load("r", [GroupLoad(0, packed(*range(1, 17)))], hashes(*names), array("Q", slots * 2))
+    assert not worker.ended_loads().failed_blocks
+    for layer, original in zip(worker.layers, originals, strict=True):
+        assert torch.equal(layer[1:17], original[1:17])
+    worker.side.close()
+
+
+def test_a_frame_that_the_server_refuses_is_not_committed(remote: Worker) -> None:
+    whole = remote.client.answers["write"]
+    remote.client.answers["write"] = lambda message: (
+        RemoteError("bad_request", "no") if message.chunk == 0 else whole(message)
+    )
+    remote.store(3, [[1, 2, 3, 4]], hashes(10, 11))
+    assert remote.ended_stores() == Counter({3: 1})
+    until(lambda: len(remote.client.messages("commit")) == 1)
+    assert remote.client.messages("commit")[0].written == b"\0\1"
