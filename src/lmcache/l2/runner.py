@@ -203,8 +203,13 @@ class Runner:
         return [key in self.ledger for key in keys]
 
     async def corrupted(self, keys: Sequence[ObjectKey], reason: str) -> None:
-        """Frames that did not verify after they were loaded: counted, said, moved aside."""
-        await self._call(self._stores, partial(self._adapter.delete, keys, corrupt=True), [False] * len(keys))
+        """Frames that did not verify after they were loaded: counted, said, moved aside. Also while stores are
+        suspended: the adapter must hear of them, or it would be asked for them again and again."""
+        delete = partial(self._adapter.delete, keys, corrupt=True)
+        try:
+            await self._stores.run(delete, Hold(_nothing), self._deadline(), asked_for=True)
+        except AdapterError as error:
+            log.debug("%s: corrupt objects could not be moved aside: %s", self.name, error)
         self._note_corrupt(keys, reason)
 
     async def clear(self) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +80,17 @@ def scan(base: str, relative_tmp_dir: str, stop: Callable[[], bool]) -> Contents
         found.namespace = _identify(base, found)
         contents.namespaces.append(found)
     return contents
+
+
+def stamps(base: str, folders: Iterable[str]) -> dict[str, int]:
+    """When something was last added to or removed from each folder, in nanoseconds; 0 where it is gone."""
+    found = {}
+    for name in folders:
+        try:
+            found[name] = os.stat(f"{base}/{name}").st_mtime_ns
+        except OSError:
+            found[name] = 0
+    return found
 
 
 def _folders(path: Path, pattern: re.Pattern[str], contents: Contents) -> list[Path]:

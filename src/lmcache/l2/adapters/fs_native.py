@@ -64,6 +64,7 @@ class FsNativeAdapter:
         self._use_odirect: bool = settings["use_odirect"]
         self._read_ahead_bytes: int = settings["read_ahead_size"] or 0
         self._folders: set[str] = set()
+        self._stamps: dict[str, int] = {}
         self._namespaces: set[bytes] = set()
         self._other_bytes = 0  # quarantine and files of namespaces that nobody can name
         self._unremovable: set[ObjectKey] = set()  # corrupt, and the folder does not let them go
@@ -76,7 +77,7 @@ class FsNativeAdapter:
 
     def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
         for key in upcoming:
-            self._folders.add(folder.object_folder(key.namespace.digest.hex(), key.chunk_hash.hex()))
+            self._folders.add(self._folder_of(key))
             self._namespaces.add(key.namespace.digest)
         fixed = 6  # base, temporary files, .lmcache, its writers, this writer's file, quarantine
         return (fixed + len(self._namespaces) + len(self._folders)) * folder.FOLDER_BYTES + self._other_bytes
@@ -286,7 +287,7 @@ class FsNativeAdapter:
         return self._stopping
 
     async def _watch(self) -> None:
-        """Scans once, then again as long as other servers write here too."""
+        """Scans once, then again as long as other servers write here too; alone, looks for what somebody removed."""
         scan_seconds = await self._scan_or_say()
         self._inventory.complete()
         while True:
@@ -298,6 +299,8 @@ class FsNativeAdapter:
                 self._say(error.errno or errno.EIO, "search", self._base)
             if self._shared or before:
                 scan_seconds = await self._scan_or_say()
+            else:
+                await self._notice_deletions()
 
     async def _scan_or_say(self) -> float:
         """How long it took."""
@@ -342,6 +345,20 @@ class FsNativeAdapter:
                 except FileNotFoundError:
                     pass
         return contents, folder.trim_quarantine(self._base), others
+
+    async def _notice_deletions(self) -> None:
+        """Looks for known files in the folders that changed since the last time."""
+        stamps = await in_thread("l2-watch", folder.stamps, self._base, list(self._folders))
+        changed = {name for name, stamp in stamps.items() if self._stamps.get(name) != stamp}
+        self._stamps = stamps
+        known = self._inventory.known() if changed else []
+        for start in range(0, len(known), INVENTORY_SLICE):
+            part = known[start : start + INVENTORY_SLICE]
+            await self._report_lost([key for key in part if self._folder_of(key) in changed], set())
+            await asyncio.sleep(0)
+
+    def _folder_of(self, key: ObjectKey) -> str:
+        return folder.object_folder(key.namespace.digest.hex(), key.chunk_hash.hex())
 
     async def _report_lost(self, known: Sequence[ObjectKey], found: set[ObjectKey]) -> None:
         missing = [key for key in known if key not in found]
