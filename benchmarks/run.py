@@ -14,6 +14,7 @@ ORDER = (
     "copies.py",
     "files.py",
     "dax.py",
+    "tiers.py",
     "startup.py",
     "warm_restart.py",
     "end_to_end.py",

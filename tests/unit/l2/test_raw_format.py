@@ -63,7 +63,13 @@ def test_the_golden_file_is_read() -> None:
     assert raw_format.decode_superblock(pages[0]) == SUPERBLOCK
     assert raw_format.decode_namespace(pages[1], 1, DEVICE) == NAMESPACE.encode()
     entries = raw_format.decode_table_page(pages[2], 0, DEVICE)
-    assert entries is not None and list(raw_format.unpack_entries(entries))[SLOT] == ENTRY
+    assert entries is not None and list(raw_format.unpack_entries(entries))[SLOT] == (
+        KEY.chunk_hash,
+        1,
+        SLOT_BYTES // 4096,
+        GENERATION,
+        USED_AT,
+    )
     assert _native.slot_header_parse(pages[3])[:5] == (DEVICE, SLOT, GENERATION, NAMESPACE.encode(), KEY.chunk_hash)
 
 

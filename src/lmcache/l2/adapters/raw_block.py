@@ -95,9 +95,12 @@ class RawBlockAdapter:
         slot_bytes = self._geometry.slot_bytes
         self.capacity = Capacity(self._slots * slot_bytes, slot_bytes, largest_object_bytes=self._frame_limit_bytes)
         # Loads have threads of their own: an engine waits for them, and nobody waits for stores.
-        self._stores = self._io(settings["num_store_workers"])
-        self._loads = self._io(settings["num_load_workers"])
-        self._pages = OrderedPages(self._stores, self._geometry.page_bytes, self._name)
+        self._stores = self._io(settings["num_store_workers"], self._depth)
+        self._loads = self._io(settings["num_load_workers"], self._depth)
+        # The table too: its pages would queue behind objects, and the next stores behind its pages.
+        self._meta = self._io(1, 0)
+        self._syncs = self._io(1, 0)
+        self._pages = OrderedPages(self._meta, self._geometry.page_bytes, self._name)
         self._inventory = inventory
         self._recovered = asyncio.Event()
         self._opened = True
@@ -119,11 +122,11 @@ class RawBlockAdapter:
             return 0
         return int(self._settings["iouring_queue_depth"])
 
-    def _io(self, threads: int) -> NativeDevice:
+    def _io(self, threads: int, depth: int) -> NativeDevice:
         return NativeDevice(
             self._device.fd,
             threads,
-            self._depth,
+            depth,
             align_bytes=self._settings["block_align"] if self._device.direct else 1,
             copy_always=not self._settings["enable_zero_copy"],
         )
@@ -139,9 +142,9 @@ class RawBlockAdapter:
             self._index.write_touched()
         if not await self._pages.close(CLOSE_SECONDS):
             log.warning("%s: some metadata could not be written; the objects that it names are lost", self._name)
-        await self._stores.sync()
-        await self._stores.close()
-        await self._loads.close()
+        await self._meta.sync()
+        for device in (self._meta, self._syncs, self._stores, self._loads):
+            await device.close()
         await in_thread("l2-close", self._device.close)
 
     # ---- recovery ----------------------------------------------------------------------------------------------------
@@ -184,9 +187,10 @@ class RawBlockAdapter:
                 continue
             recovered.next_generation = max(recovered.next_generation, header.generation + 1)
             number = numbers.get(header.key.namespace, UNNAMED)
+            key = ObjectKey(recovered.namespaces.get(number, header.key.namespace), header.key.chunk_hash)
             entry = Entry(header.key.chunk_hash, number, header.size_bytes, header.generation, 0)
             recovered.table.set(slot, entry)
-            recovered.add(slot, header.key, header.size_bytes, header.generation, 0)
+            recovered.add(key, Located(slot, header.size_bytes, header.generation), 0)
 
     async def _verify(self, index: SlotIndex, objects: list[tuple[ObjectKey, Located]]) -> None:
         """Drops what the table claims and the slot header does not. Loads would notice too, one by one."""
@@ -376,7 +380,7 @@ class RawBlockAdapter:
             await asyncio.sleep(SYNC_SECONDS)
             if self._unsynced:
                 self._unsynced = False
-                error = await self._stores.sync()
+                error = await self._syncs.sync()
                 if error:
                     self._say_once(("sync", error), f"cannot flush the device: {os.strerror(error)}")
 

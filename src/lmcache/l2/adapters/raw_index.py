@@ -36,8 +36,9 @@ class SlotIndex:
         # Pages that are newer here than on the device and may wait: recency, and what a scan found.
         self._touched = {self._geometry.page_of(slot) for slot in recovered.stale}
         self._last_used = 0
-        used = {key.namespace for key in recovered.objects}
-        self._namespaces = {space: number for number, space in recovered.namespaces.items() if space in used}
+        # By identity, as the keys have been made of these very namespaces: there may be many keys.
+        used = {id(key.namespace) for key in recovered.objects}
+        self._namespaces = {space: number for number, space in recovered.namespaces.items() if id(space) in used}
         numbers = set(self._namespaces.values())
         self._free_namespaces = [n for n in reversed(range(self._geometry.namespace_pages)) if n not in numbers]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +16,7 @@ from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.l2.adapters import raw_format
 from lmcache.l2.adapters.raw_device import RawDevice
-from lmcache.l2.adapters.raw_format import Entry, Geometry, Superblock
+from lmcache.l2.adapters.raw_format import Geometry, Superblock
 from lmcache.l2.adapters.raw_table import SlotTable
 from lmcache.l2.native_device import NativeDevice
 
@@ -38,70 +39,76 @@ class Recovered:
     table: SlotTable
     namespaces: dict[int, Namespace] = field(default_factory=dict)
     objects: dict[ObjectKey, Located] = field(default_factory=dict)
-    used_at: dict[ObjectKey, int] = field(default_factory=dict)
+    found: list[tuple[int, ObjectKey, Located]] = field(default_factory=list)  # (used at, ...), also what is outdated
     unread: list[int] = field(default_factory=list)  # slots of which only the header can tell
     stale: list[int] = field(default_factory=list)  # slots of which the table on the device says what is not so
     next_generation: int = 0
 
-    def add(self, slot: int, key: ObjectKey, size_bytes: int, generation: int, used_at: int) -> None:
+    def add(self, key: ObjectKey, located: Located, used_at: int) -> None:
         """Of two slots with the same key the younger one counts."""
-        before = self.objects.get(key)
-        if before is not None:
-            older = slot if before.generation >= generation else before.slot
-            self.table.free(older)
-            self.stale.append(older)
-            if older == slot:
-                return
-        self.objects[key] = Located(slot, size_bytes, generation)
-        self.used_at[key] = used_at
+        before = self.objects.setdefault(key, located)
+        if before is not located:
+            older, younger = sorted((before, located), key=lambda place: place.generation)
+            self.objects[key] = younger
+            self.table.free(older.slot)
+            self.stale.append(older.slot)
+        self.found.append((used_at, key, located))
 
     def youngest_first(self) -> list[tuple[ObjectKey, int]]:
-        ordered = sorted(self.objects, key=self.used_at.__getitem__, reverse=True)
-        return [(key, self.objects[key].size_bytes) for key in ordered]
+        self.found.sort(key=itemgetter(0), reverse=True)
+        if len(self.found) == len(self.objects):
+            return [(key, located.size_bytes) for _, key, located in self.found]
+        return [(key, located.size_bytes) for _, key, located in self.found if self.objects[key] is located]
 
 
 def read_table(device: RawDevice, superblock: Superblock, slots: int, *, forget: bool) -> Recovered:
     """Blocks; for a thread. `forget`: nothing of what is there counts. OSError."""
     geometry = superblock.geometry
-    recovered = Recovered(SlotTable(geometry, superblock.device, slots))
-    highest = superblock.first_generation
+    recovered = Recovered(SlotTable(geometry, superblock.device, slots), next_generation=superblock.first_generation)
     for number, page in _pages(device, geometry, geometry.namespace_page_offset(0), geometry.namespace_pages):
         encoded = raw_format.decode_namespace(page, number, superblock.device)
         if encoded is not None and not forget:
             recovered.namespaces[number] = Namespace.decode(encoded)
     pages = _pages(device, geometry, geometry.table_offset, geometry.table_pages(slots))
     for number, page in pages:
-        first = number * geometry.entries_per_page
         entries = raw_format.decode_table_page(page, number, superblock.device)
         if entries is None:
+            first = number * geometry.entries_per_page
             recovered.unread += range(first, min(first + geometry.entries_per_page, slots))
             recovered.stale.append(first)
-            continue
-        if not forget:
-            recovered.table.load_page(number, entries)
-        for slot, entry in enumerate(raw_format.unpack_entries(entries), first):
-            if entry.size_bytes == 0:
-                continue
-            highest = max(highest, entry.generation)
-            if not forget:
-                _take_in(recovered, superblock, slot, entry, slots)
+        else:
+            _take_in(recovered, superblock, number, entries, slots, forget=forget)
     if forget:
         recovered.unread.clear()
-    recovered.next_generation = highest + GENERATION_GAP
+    recovered.next_generation += GENERATION_GAP
     return recovered
 
 
-def _take_in(recovered: Recovered, superblock: Superblock, slot: int, entry: Entry, slots: int) -> None:
-    if slot >= slots or entry.generation < superblock.first_generation:
-        recovered.table.free(slot)
-        return
-    namespace = recovered.namespaces.get(entry.namespace)
-    if namespace is None or entry.size_bytes > superblock.geometry.slot_bytes:
-        recovered.table.free(slot)
-        recovered.unread.append(slot)
-        return
-    key = ObjectKey(namespace, entry.chunk_hash)
-    recovered.add(slot, key, entry.size_bytes, entry.generation, entry.used_at)
+def _take_in(
+    recovered: Recovered, superblock: Superblock, number: int, entries: bytes, slots: int, *, forget: bool
+) -> None:
+    """One page of the table. A hundred thousand entries are to take a fraction of a second."""
+    geometry, first_generation = superblock.geometry, superblock.first_generation
+    if not forget:
+        recovered.table.load_page(number, entries)
+    name, new = recovered.namespaces.get, tuple.__new__
+    first = number * geometry.entries_per_page
+    for slot, (chunk_hash, space, units, generation, used_at) in enumerate(raw_format.unpack_entries(entries), first):
+        if not units:
+            continue
+        recovered.next_generation = max(recovered.next_generation, generation)
+        if forget:
+            continue
+        size_bytes = units * raw_format.UNIT_BYTES
+        namespace = name(space)
+        if slot >= slots or generation < first_generation:
+            recovered.table.free(slot)
+        elif namespace is None or size_bytes > geometry.slot_bytes:
+            recovered.table.free(slot)
+            recovered.unread.append(slot)
+        else:
+            key = new(ObjectKey, (namespace, chunk_hash))
+            recovered.add(key, new(Located, (slot, size_bytes, generation)), used_at)
 
 
 def _pages(device: RawDevice, geometry: Geometry, offset: int, count: int) -> Iterator[tuple[int, bytes]]:

@@ -1,0 +1,309 @@
+"""raw_block and fs_native with O_DIRECT beside fio: same disk, block size, depth and engine, in turn in one run.
+
+    python benchmarks/tiers.py [--folder FOLDER] [--rounds N] [--only NAME] [--small]
+
+Target: 90% of fio. fio moves everything through the same few buffers, which stay in the processor's caches; here every
+object has memory of its own. So each engine is also measured without the adapter: the same transfers, the same memory.
+Then, on raw_block: lookup of 500 keys, recovery of 100,000 objects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import select
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lmcache import _native
+from lmcache.clock import SystemClock
+from lmcache.core.frame import header_template
+from lmcache.core.key import Namespace, ObjectKey
+from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_L2_BATCH_OBJECTS
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.l2.adapters import raw_format
+from lmcache.l2.adapters.raw_format import Entry, Geometry
+from lmcache.l2.completions import words
+from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.runner import Runner
+from lmcache.telemetry.metrics import Metrics
+from measure import Buffer, Result, at_least, at_most, report, spread
+
+SHAPES = ((96, 2 << 20), (1024, 64 << 10))
+TARGET = 0.9
+THREADS = 4
+QUEUE_DEPTH = 16
+META_BYTES = 4 << 20
+RECOVERED_OBJECTS = 100_000
+LOOKUP_KEYS = 500
+NAMESPACE = Namespace("bench", 1, 0, 0, "0" * 32)
+
+
+class Fio:
+    """The same transfers by fio, on a file or on files of its own."""
+
+    def __init__(self, folder: Path, count: int, size_bytes: int, engine: str, *, one_file: bool) -> None:
+        self._folder = folder / "fio"
+        self.file = self._folder / "device"
+        self._folder.mkdir()
+        self._one_file = one_file
+        jobs = 1 if engine == "io_uring" else THREADS
+        self._options = [
+            f"--bs={size_bytes}",
+            f"--ioengine={'io_uring' if engine == 'io_uring' else 'psync'}",
+            f"--iodepth={QUEUE_DEPTH if engine == 'io_uring' else 1}",
+            f"--numjobs={jobs}",
+            f"--size={count * size_bytes // jobs}",
+        ]
+        if one_file:
+            write_whole(self.file, count * size_bytes)
+            self._options += [f"--filename={self.file}", f"--offset_increment={count * size_bytes // jobs}"]
+        else:
+            files = count // jobs
+            self._options += [
+                f"--directory={self._folder}",
+                f"--nrfiles={files}",
+                f"--filesize={size_bytes}",
+                f"--openfiles={max(1, QUEUE_DEPTH // jobs)}",
+                "--file_service_type=sequential",
+                "--create_on_open=1",
+                "--fallocate=none",
+            ]
+
+    def run(self, which: str) -> float:
+        """Bytes a second."""
+        if which == "write" and not self._one_file:
+            for path in self._folder.iterdir():
+                path.unlink()
+        command = ["fio", "--name=floor", f"--rw={which}", "--direct=1", "--thread", "--group_reporting"]
+        command += ["--invalidate=0", "--output-format=json", "--mem=mmap", *self._options]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return float(json.loads(done.stdout)["jobs"][0][which]["bw_bytes"])
+
+
+class Engine:
+    """The native engine alone on fio's file: the same transfers as fio's, the same memory as the adapter's."""
+
+    def __init__(self, path: Path, memory: Buffer, count: int, size_bytes: int, engine: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+        self._io = _native.DeviceIO(self._fd, THREADS, QUEUE_DEPTH if engine == "io_uring" else 0, 4096)
+        self._offsets = words([index * size_bytes for index in range(count)])
+        self._addresses = words([memory.address + index * size_bytes for index in range(count)])
+        self._sizes = words([size_bytes] * count)
+        self._total_bytes = count * size_bytes
+
+    def run(self, which: str) -> float:
+        """Bytes a second."""
+        started = time.perf_counter()
+        if which == "write":
+            self._io.submit_write(self._offsets, self._addresses, self._sizes, b"")
+        else:
+            self._io.submit_read(self._offsets, self._addresses, self._sizes)
+        select.select([self._io.event_fd()], [], [])
+        speed = self._total_bytes / (time.perf_counter() - started)
+        assert not any(array("i", errors).tolist() != [0] * len(self._sizes) for _, _, errors in self._io.drain())
+        return speed
+
+    def close(self) -> None:
+        self._io.close()
+        os.close(self._fd)
+
+
+def write_whole(path: Path, size_bytes: int) -> None:
+    """Every block has been written: reading a hole or an unwritten extent costs nothing and would prove nothing."""
+    block = b"\0" * (1 << 20)
+    with path.open("wb") as file:
+        for start in range(0, size_bytes, len(block)):
+            file.write(block[: min(len(block), size_bytes - start)])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class Bench:
+    """`size_bytes` is that of a frame, header included: what fio moves in one transfer."""
+
+    def __init__(self, folder: Path, kind: str, engine: str, count: int, size_bytes: int) -> None:
+        self.folder = folder
+        self.name = f"{kind} {engine}"
+        self.count, self.size_bytes = count, size_bytes
+        self.memory = Buffer(count * size_bytes)
+        view = memoryview(self.memory.map)
+        self.views = [view[i * size_bytes : (i + 1) * size_bytes] for i in range(count)]
+        self.fio = Fio(folder, count, size_bytes, engine, one_file=kind == "raw_block")
+        self.engine = Engine(self.fio.file, self.memory, count, size_bytes, engine) if kind == "raw_block" else None
+        self.runner = Runner(build(parse_adapter(self._spec(kind, engine), 0)), Metrics(), SystemClock())
+        self.ratios: dict[str, list[float]] = {"store": [], "load": []}
+        self.speeds: dict[str, list[tuple[float, float, float]]] = {"store": [], "load": []}
+
+    def _spec(self, kind: str, engine: str) -> dict[str, Any]:
+        if kind == "fs_native":
+            return {"type": kind, "base_path": str(self.folder / "l2"), "use_odirect": True, "num_workers": THREADS}
+        device = self.folder / "device"
+        write_whole(device, META_BYTES + self.count * self.size_bytes)
+        return {
+            "type": kind,
+            "device_path": str(device),
+            "slot_bytes": self.size_bytes,
+            "meta_total_bytes": META_BYTES,
+            "io_engine": engine,
+            "iouring_queue_depth": QUEUE_DEPTH,
+            "num_store_workers": THREADS,
+            "num_load_workers": THREADS,
+        }
+
+    async def run(self, rounds: int) -> list[Result]:
+        await self.runner.open()
+        await asyncio.wait_for(self.runner._inventory_complete.wait(), 60)
+        for number in range(rounds + 1):
+            await self._round(number)
+        await self.runner.drain(10)
+        await self.runner.close(10)
+        if self.engine is not None:
+            self.engine.close()
+        return [self._result("store"), self._result("load")]
+
+    async def _round(self, number: int) -> None:
+        """The first one warms up. Who goes first changes from round to round."""
+        template = header_template(NAMESPACE, self.size_bytes - FRAME_HEADER_BYTES)
+        keys = [ObjectKey(NAMESPACE, bytes([index % 256]) + os.urandom(31)) for index in range(self.count)]
+        for index, key in enumerate(keys):
+            _native.frame_seal(self.memory.address + index * self.size_bytes, template, key.chunk_hash)
+        for ours, theirs in (("store", "write"), ("load", "read")):
+            speeds = {}
+            for who in ("fio", "we") if number % 2 else ("we", "fio"):
+                if who == "fio":
+                    speeds[who] = await asyncio.to_thread(self.fio.run, theirs)
+                else:
+                    speeds[who] = self.count * self.size_bytes / await self._ours(ours, keys)
+                await asyncio.to_thread(os.sync)
+            alone = 0.0
+            if self.engine is not None:
+                alone = await asyncio.to_thread(self.engine.run, theirs)
+            if number:
+                self.ratios[ours].append(speeds["we"] / speeds["fio"])
+                self.speeds[ours].append((speeds["we"], speeds["fio"], alone))
+        await self.runner.clear()
+
+    async def _ours(self, which: str, keys: Sequence[ObjectKey]) -> float:
+        operation = self.runner.store if which == "store" else self.runner.load
+        started = time.perf_counter()
+        outcomes = await asyncio.gather(
+            *(
+                operation(
+                    keys[at : at + MAX_L2_BATCH_OBJECTS], self.views[at : at + MAX_L2_BATCH_OBJECTS], lambda: None
+                )
+                for at in range(0, len(keys), MAX_L2_BATCH_OBJECTS)
+            )
+        )
+        seconds = time.perf_counter() - started
+        good = StoreOutcome.STORED if which == "store" else LoadOutcome.LOADED
+        assert all(outcome is good for batch in outcomes for outcome in batch), outcomes
+        return seconds
+
+    def _result(self, which: str) -> Result:
+        own, floor, alone = (statistics.median(column) for column in zip(*self.speeds[which], strict=True))
+        beside = f", engine alone {alone / 1e6:.0f}" if alone else ""
+        return at_least(
+            f"{self.name} {which}, {self.count} x {self.size_bytes >> 10} KiB, of fio",
+            statistics.median(self.ratios[which]),  # of each round: a shared disk changes its speed
+            "ratio",
+            TARGET,
+            f"{own / 1e6:.0f} of {floor / 1e6:.0f} MB/s{beside}, ratios {spread(self.ratios[which])}",
+        )
+
+
+def write_full_table(path: Path, objects: int) -> tuple[Geometry, list[ObjectKey]]:
+    """A device whose table claims that many objects; their slots are holes."""
+    geometry = Geometry.plan(8192, 4096, 16 << 20)
+    spec = {"type": "raw_block", "device_path": str(path), "slot_bytes": 8192, "meta_total_bytes": 16 << 20}
+    with path.open("wb") as file:
+        file.truncate(geometry.meta_total_bytes + objects * geometry.slot_bytes)
+
+    async def form() -> None:
+        runner = Runner(build(parse_adapter(spec, 0)), Metrics(), SystemClock())
+        await runner.open()
+        await runner.close(10)
+
+    asyncio.run(form())
+    with path.open("r+b") as file:
+        superblock = raw_format.decode_superblock(file.read(4096))
+        assert superblock is not None
+        keys = [ObjectKey(NAMESPACE, os.urandom(32)) for _ in range(objects)]
+        file.seek(geometry.namespace_page_offset(0))
+        file.write(raw_format.encode_namespace(0, superblock.device, NAMESPACE.encode(), 4096))
+        for page in range(geometry.table_pages(objects)):
+            first = page * geometry.entries_per_page
+            entries = [
+                raw_format.pack_entry(Entry(key.chunk_hash, 0, 8192, slot + 2, 1_000_000_000 + slot))
+                for slot, key in enumerate(keys[first : first + geometry.entries_per_page], first)
+            ]
+            file.seek(geometry.table_page_offset(page))
+            file.write(raw_format.encode_table_page(page, superblock.device, b"".join(entries), 4096))
+    return geometry, keys
+
+
+async def recovery_and_lookup(path: Path, keys: Sequence[ObjectKey], runs: int) -> list[Result]:
+    spec = {"type": "raw_block", "device_path": str(path), "slot_bytes": 8192, "meta_total_bytes": 16 << 20}
+    recoveries, lookups = [], []
+    for _ in range(runs):
+        runner = Runner(build(parse_adapter({**spec, "meta_verify_on_load": False}, 0)), Metrics(), SystemClock())
+        started = time.perf_counter()
+        await runner.open()
+        await asyncio.wait_for(runner._inventory_complete.wait(), 120)
+        recoveries.append(time.perf_counter() - started)
+        assert len(runner.ledger) == len(keys)
+        for _ in range(20):
+            started = time.perf_counter()
+            found = await runner.probe(keys[:LOOKUP_KEYS])
+            lookups.append(time.perf_counter() - started)
+            assert all(found)
+        await runner.close(10)
+    count = min(LOOKUP_KEYS, len(keys))
+    return [
+        at_most(f"raw_block recovery of {len(keys)}", statistics.median(recoveries), "s", 1.0, spread(recoveries)),
+        at_most(f"raw_block lookup of {count} keys", statistics.median(lookups) * 1e3, "ms", 0.5, spread(lookups, 1e3)),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", default=str(Path(__file__).resolve().parents[1]), help="on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="a part of the names of what to measure")
+    parser.add_argument("--small", action="store_true", help="a quick run of everything, without targets")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    refused = _native.io_uring_refusal()
+    cases = [("raw_block", "posix"), ("raw_block", "io_uring"), ("fs_native", "posix")]
+    results = []
+    if not shutil.which("fio"):
+        print("fio is not installed (Debian: apt-get install fio); nothing is compared with it", file=sys.stderr)
+        cases = []
+    for kind, engine in cases:
+        for count, size_bytes in ((8, 64 << 10),) if options.small else SHAPES:
+            if options.only not in f"{kind} {engine} {size_bytes}" or (engine == "io_uring" and refused):
+                continue
+            with tempfile.TemporaryDirectory(dir=options.folder, prefix=".bench-tiers-") as folder:
+                bench = Bench(Path(folder), kind, engine, count, size_bytes)
+                results += asyncio.run(bench.run(1 if options.small else options.rounds))
+    if options.only in "recovery":
+        with tempfile.TemporaryDirectory(dir=options.folder, prefix=".bench-tiers-") as folder:
+            path = Path(folder) / "device"
+            _, keys = write_full_table(path, 1000 if options.small else RECOVERED_OBJECTS)
+            results += asyncio.run(recovery_and_lookup(path, keys, 1 if options.small else 5))
+    status = report(results, as_json=options.json)
+    return 0 if options.small else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
