@@ -505,6 +505,7 @@ class Runner:
         self._metrics.l2_usage_bytes.labels(self.name).set(self.ledger.held_bytes)
         suspended = self._loads.breaker.is_open or self._stores.breaker.is_open
         self._metrics.l2_breaker_open.labels(self.name).set(suspended)
+        self._metrics.l2_is_full.labels(self.name).set(self._full.is_open)
         figures = self._adapter.status()
         if "buffered_fallbacks" in figures:
             self._metrics.l2_buffered_fallbacks.labels(self.name).set(figures["buffered_fallbacks"])

@@ -127,6 +127,7 @@ class Metrics:
         self.num_inflight_l2_stores = self._gauge("num_inflight_l2_stores", "Store batches under way", adapter)
         self.num_inflight_l2_loads = self._gauge("num_inflight_l2_loads", "Load batches under way", adapter)
         self.l2_full = self._counter("l2_full", "Objects not stored because the backend is full", adapter)
+        self.l2_is_full = self._gauge("l2_is_full", "1 while nothing is stored because the backend is full", adapter)
         self.l2_breaker_open = self._gauge("l2_breaker_open", "1 while the adapter is left alone after faults", adapter)
         self.l2_buffered_fallbacks = self._gauge(
             "l2_buffered_fallbacks", "Operations that wanted O_DIRECT and went through the page cache", adapter

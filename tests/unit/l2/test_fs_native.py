@@ -260,6 +260,7 @@ def test_a_full_disk_is_said_once_and_ends(small_disk: Path, caplog: pytest.LogC
             for outcomes in stored:  # always a prefix
                 assert outcomes == sorted(outcomes, key=lambda outcome: outcome is StoreOutcome.FULL)
             assert server.runner.status()["full"]
+            assert server.metrics.registry.get_sample_value("lmcache_mp_l2_is_full", {"l2_name": "fs_native_0"}) == 1
             assert await server.load(8, 0) == [LoadOutcome.LOADED] * 8
             assert not list(small_disk.rglob("*.tmp"))
             for path in data_files(small_disk)[:40]:
@@ -267,7 +268,9 @@ def test_a_full_disk_is_said_once_and_ends(small_disk: Path, caplog: pytest.LogC
             assert await server.store(8, 50) == [StoreOutcome.FULL] * 8  # not asked yet
             clock.advance(L2_BREAKER_OPEN_SECONDS)
             assert await server.store(8, 51) == [StoreOutcome.STORED] * 8
-            assert server.metrics.registry.get_sample_value("lmcache_mp_l2_full_total", {"l2_name": "fs_native_0"})
+            sample = server.metrics.registry.get_sample_value
+            assert sample("lmcache_mp_l2_full_total", {"l2_name": "fs_native_0"})
+            assert sample("lmcache_mp_l2_is_full", {"l2_name": "fs_native_0"}) == 0
         said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(said) == 1 and "no space left" in said[0]
 

@@ -51,8 +51,8 @@ def construct(where: str, module: ModuleType, class_name: str, parameters: Mappi
         raise
     except Exception as error:  # code from outside may raise anything
         raise ConfigError(
-            f'{where}: {class_name} does not take "adapter_params" {dict(parameters)!r} '
-            f"({type(error).__name__}: {error})."
+            f'{where}: {class_name} cannot be made from "adapter_params" with the keys '
+            f"{', '.join(parameters) or '(none)'} ({type(error).__name__}: {error})."
         ) from error
 
 
