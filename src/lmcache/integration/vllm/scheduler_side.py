@@ -295,12 +295,12 @@ class SchedulerSide:
         if state is None:
             return
         state.finished = True
-        self._storing.pop(request_id, None)
         if not state.loading:
             self._forget(request_id, state)
 
     def _forget(self, request_id: str, state: _Request) -> None:
         del self._requests[request_id]
+        self._storing.pop(request_id, None)
         self._asker.end(state.question)
 
     @property

@@ -248,6 +248,18 @@ def test_what_replaces_an_unreadable_chunk_is_stored() -> None:
     assert blocks_of(order.blocks[0]) == [3, 4, 5, 6]
 
 
+def test_nothing_is_kept_of_a_request_that_left_during_a_load_that_failed() -> None:
+    engine = Engine()
+    engine.side.on_new_request(one := request("a", 800))
+    engine.settle(answer(3, 800))
+    engine.side.matched_tokens(one, 0)
+    engine.side.after_allocation(one, ([1, 2, 3, 4, 5, 6],), 768)
+    engine.side.step_orders(step())
+    engine.side.request_finished("a")
+    engine.side.step_ended(output(report=WorkerReport(unreadable={"a": frozenset({1})}), received={"a"}))
+    assert not engine.side._requests and not engine.side._storing
+
+
 def test_other_requests_failures_are_not_ours() -> None:
     engine = Engine()
     engine.side.on_new_request(one := request("a", 600))

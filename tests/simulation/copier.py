@@ -1,0 +1,78 @@
+"""The copier of the product, whose copies happen when the simulation says so: often at once, sometimes very late."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from lmcache import _native
+from simulation.world import World
+
+
+class SimCopier:
+    """Stands in for _native.PagedCopier. A copy reads and writes all its memory at one late moment."""
+
+    world: World
+    before_load: Callable[[list[int]], None]
+    before_store: Callable[[list[int], dict[int, bytes]], None]
+    snapshot: Callable[[int, list[int]], dict[int, bytes]]
+
+    def __init__(self, address: int, size_bytes: int, threads: int) -> None:
+        self._real = _native.PagedCopier(address, size_bytes, 1)
+        self._next = 1
+        self._waiting: dict[int, Callable[[], int]] = {}
+        self._results: dict[int, bytes] = {}
+        self._memory: dict[int, int] = {}
+        self._closed = False
+
+    def add_group(self, segments: Any, blocks_per_chunk: int, num_blocks: int) -> int:
+        group = self._real.add_group(segments, blocks_per_chunk, num_blocks)
+        self._memory[group] = segments[0][0]
+        return group
+
+    def submit_store(self, group: int, slots: bytes, blocks: bytes, hashes: bytes, template: bytes) -> int:
+        sources = array("q", blocks).tolist()
+        before = self.snapshot(self._memory[group], sources)
+
+        def run() -> int:
+            self.before_store(sources, self.snapshot(self._memory[group], sources))
+            assert before == self.snapshot(self._memory[group], sources), "a block was reused before it was stored"
+            return self._real.submit_store(group, slots, blocks, hashes, template)
+
+        return self._submit(run)
+
+    def submit_load(self, group: int, slots: bytes, blocks: bytes, hashes: bytes, digest: bytes) -> int:
+        def run() -> int:
+            self.before_load([block for block in array("q", blocks) if block >= 0])
+            return self._real.submit_load(group, slots, blocks, hashes, digest)
+
+        return self._submit(run)
+
+    def _submit(self, run: Callable[[], int]) -> int:
+        assert not self._closed
+        number = self._next
+        self._next += 1
+        self._waiting[number] = run
+        seconds = self.world.random.choice((0.0, 0.0, 0.001, 0.002, 0.004, 0.02) * 6 + (0.2, 0.2, 5.0))
+        self.world.at(seconds, lambda: self._run(number))
+        return number
+
+    def _run(self, number: int) -> None:
+        run = self._waiting.pop(number, None)
+        if run is None:
+            return
+        job = run()
+        while (result := self._real.wait(job, 1.0)) is None:
+            pass
+        self._results[number] = result
+
+    def wait(self, number: int, seconds: float) -> bytes | None:
+        self.world.block(lambda: number in self._results, seconds)
+        return self._results.pop(number, None)
+
+    def close(self) -> None:
+        self._closed = True
+        for number in list(self._waiting):
+            self._run(number)
+        self._real.close()

@@ -1,0 +1,317 @@
+"""vLLM's own scheduler and both sides of the connector around a model whose KV says which tokens it stands for.
+
+The model checks, whenever it attends to a position, that the block holds what these tokens give, so a wrong byte, a
+block that was given to somebody else and a copy that came late all show at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import pickle
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from lmcache.integration.vllm.connector import LMCacheMPConnector
+from simulation.world import World
+
+VOCABULARY = 8192
+_MASK = 2**64 - 1
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One engine's form. Token counts are small, so that a request passes many boundaries in a few steps."""
+
+    block_tokens: int = 16
+    blocks: int = 40
+    ranks: int = 1
+    mla: bool = False
+    window: int | None = None  # of a second KV cache group
+    prefix_caching: bool = True
+    overlapped: bool = False  # the next step is scheduled before the last one's result is known
+    step_tokens: int = 64
+    running: int = 6
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@functools.cache
+def _model_config(folder: str) -> ModelConfig:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    return ModelConfig(
+        model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=1024
+    )
+
+
+def _configs(shape: Shape, folder: str, engine_id: str) -> tuple[VllmConfig, KVCacheConfig]:
+    config = VllmConfig(
+        model_config=_model_config(folder),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=shape.running,
+            max_num_batched_tokens=shape.step_tokens,
+            max_model_len=1024,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=shape.overlapped,
+        ),
+        cache_config=CacheConfig(
+            block_size=shape.block_tokens, gpu_memory_utilization=0.9, enable_prefix_caching=shape.prefix_caching
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="LMCacheMPConnector",
+            kv_role="kv_both",
+            engine_id=engine_id,
+            kv_connector_extra_config={"lmcache.mp.heartbeat_interval": 2.0, **shape.extra},
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+    config.cache_config.num_gpu_blocks = shape.blocks
+    config.parallel_config.tensor_parallel_size = shape.ranks
+    config.parallel_config.world_size = shape.ranks
+    common = {"block_size": shape.block_tokens, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
+    groups = [KVCacheGroupSpec(["layer0"], FullAttentionSpec(**common))]
+    if shape.window is not None:
+        groups.append(KVCacheGroupSpec(["layer1"], SlidingWindowSpec(**common, sliding_window=shape.window)))
+    return config, KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+class Chain:
+    """What every position of a sequence of tokens has in its KV: it depends on all tokens up to there."""
+
+    def __init__(self, request: Request) -> None:
+        lora = request.lora_request.lora_name if request.lora_request else ""
+        seed = hash((request.cache_salt or "", lora)) & _MASK
+        self._states = [seed]
+
+    def upto(self, tokens: Any, count: int) -> np.ndarray:
+        states = self._states
+        for position in range(len(states) - 1, count):
+            states.append((states[-1] * 6364136223846793005 + tokens[position] * 2 + 1442695040888963407) & _MASK)
+        return np.array(states[1 : count + 1], dtype=np.uint64)
+
+    def next_token(self, count: int) -> int:
+        return 2 + (self._states[count] >> 33) % (VOCABULARY - 2)
+
+
+@dataclass
+class _Scheduled:
+    request: Request
+    start: int
+    count: int
+    blocks: tuple[list[int], ...]
+    samples: bool
+
+
+class Engine:
+    def __init__(self, world: World, shape: Shape, folder: Path, engine_id: str = "engine") -> None:
+        init_none_hash(sha256)
+        self.world = world
+        self.shape = shape
+        config, kv_config = _configs(shape, str(folder), engine_id)
+        self._groups = len(kv_config.kv_cache_groups)
+        self.scheduler = (AsyncScheduler if shape.overlapped else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=shape.block_tokens,
+            log_stats=False,
+        )
+        self.connector: LMCacheMPConnector = self.scheduler.connector
+        self.memory = [np.zeros((shape.blocks, shape.block_tokens), np.uint64) for _ in range(shape.ranks)]
+        self.workers = [self._worker(config, kv_config, rank) for rank in range(shape.ranks)]
+        self._aggregator = KVOutputAggregator(shape.ranks)
+        self._hasher = get_request_block_hasher(shape.block_tokens, sha256)
+        self.chains: dict[str, Chain] = {}
+        self.live: dict[str, Request] = {}
+        self.finished: list[Request] = []
+        self.in_flight: deque[tuple[Any, list[_Scheduled]]] = deque()
+        self.loaded_tokens = self.steps = self.preemptions = 0
+
+    def _worker(self, config: VllmConfig, kv_config: KVCacheConfig, rank: int) -> LMCacheMPConnector:
+        mine = copy.copy(config)
+        mine.parallel_config = copy.copy(config.parallel_config)
+        mine.parallel_config.rank = rank
+        connector = LMCacheMPConnector(mine, KVConnectorRole.WORKER, kv_config)
+        tensor = torch.from_numpy(self.memory[rank].view(np.int64))
+        connector.register_kv_caches({f"layer{group}": tensor for group in range(self._groups)})
+        return connector
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+    def add(self, name: str, tokens: list[int], max_tokens: int, salt: str | None, lora: str | None) -> Request:
+        request = Request(
+            name,
+            tokens,
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            None,
+            cache_salt=salt,
+            lora_request=LoRARequest(lora, 1, "/" + lora) if lora else None,
+            block_hasher=self._hasher,
+        )
+        self.chains[name] = Chain(request)
+        self.live[name] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+    def step(self) -> None:
+        """Schedules and runs a step; its result is taken at once or, when overlapped, after the next is scheduled."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        self.in_flight.append((output, self._snapshot(output)))
+        if len(self.in_flight) > (1 if self.shape.overlapped else 0):
+            self.settle_one()
+
+    def settle_one(self) -> None:
+        output, scheduled = self.in_flight.popleft()
+        results = [self._run_worker(rank, output, scheduled) for rank in range(self.shape.ranks)]
+        result = self._aggregator.aggregate(results)
+        self.world.sleep(self.world.random.choice((0.0, 0.001, 0.005, 0.02)))
+        self.scheduler.update_from_output(output, result)
+        for name in [name for name, request in self.live.items() if request.is_finished()]:
+            self.finished.append(self.live.pop(name))
+
+    def _snapshot(self, output: Any) -> list[_Scheduled]:
+        scheduled = []
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(name)
+            known = request.num_tokens + request.num_output_placeholders
+            end = starts[name] + count
+            # In overlapped scheduling this step's own placeholder is counted already.
+            samples = end >= (known - (1 if self.shape.overlapped and request.num_output_placeholders else 0))
+            scheduled.append(_Scheduled(request, starts[name], count, tuple(map(list, blocks)), samples))
+        return scheduled
+
+    def _run_worker(self, rank: int, output: Any, scheduled: list[_Scheduled]) -> ModelRunnerOutput:
+        connector = self.workers[rank]
+        metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
+        connector.bind_connector_metadata(metadata)
+        context = SimpleNamespace(attn_metadata={} if scheduled else None)
+        if output.has_sync_kv_loads:
+            connector.start_load_kv(context)
+        sampled = [self._forward(rank, one) for one in scheduled]
+        if not output.has_sync_kv_loads:
+            connector.start_load_kv(context)
+        connector.wait_for_save()
+        results = connector.get_transfer_results(output.finished_req_ids)
+        kv_output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=pickle.loads(pickle.dumps(connector.build_connector_worker_meta())),
+        )
+        connector.clear_connector_metadata()
+        names = [one.request.request_id for one in scheduled]
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=kv_output,
+        )
+
+    def _forward(self, rank: int, one: _Scheduled) -> list[int]:
+        end = one.start + one.count
+        request, chain = one.request, self.chains[one.request.request_id]
+        tokens = self._tokens(one)
+        expected = chain.upto(tokens, end)
+        for group, blocks in enumerate(one.blocks):
+            values = expected ^ np.uint64(self._flavour(rank, group))
+            table = np.array(blocks, dtype=np.int64)
+            positions = np.arange(end)
+            where = table[positions // self.shape.block_tokens], positions % self.shape.block_tokens
+            first = 0 if group == 0 else max(0, one.start - self.shape.window + 1)
+            there = self.memory[rank][where][first : one.start]
+            wrong = np.nonzero(there != values[first : one.start])[0]
+            assert not wrong.size, (
+                f"{request.request_id} attends to wrong KV at positions {(wrong + first).tolist()} of {one.start}, "
+                f"group {group}, rank {rank}, blocks {blocks}"
+            )
+            written = slice(one.start, end)
+            assert (where[0][written] != 0).all(), "the null block is written"
+            self.memory[rank][where[0][written], where[1][written]] = values[written]
+        return [chain.next_token(end)] if one.samples else []
+
+    def _tokens(self, one: _Scheduled) -> Any:
+        """The tokens as the worker knows them: with those sampled in steps whose result the scheduler has not seen."""
+        tokens = list(one.request.all_token_ids)
+        chain = self.chains[one.request.request_id]
+        while len(tokens) < one.start + one.count:
+            chain.upto(tokens, len(tokens))
+            tokens.append(chain.next_token(len(tokens)))
+        return tokens
+
+    def _flavour(self, rank: int, group: int) -> int:
+        return (1 if self.shape.mla else rank + 1) * 0x9E3779B97F4A7C15 * (group + 1) & _MASK
+
+    # ---- what must hold ----------------------------------------------------------------------------------------------
+    def owned_blocks(self) -> set[int]:
+        """Blocks of requests that a forward pass may read or write now."""
+        manager = self.scheduler.kv_cache_manager
+        tables = [manager.get_block_ids(request.request_id) for request in self.scheduler.running]
+        return {block for table in tables for blocks in table for block in blocks}
+
+    def check_output(self, request: Request) -> None:
+        chain = Chain(request)
+        tokens = list(request.prompt_token_ids)
+        for token in request.output_token_ids:
+            chain.upto(tokens, len(tokens))
+            assert token == chain.next_token(len(tokens)), f"{request.request_id} got a wrong token"
+            tokens.append(token)
+
+    def check_idle(self) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.shape.blocks - 1, "blocks leaked"
+        assert not self.scheduler.requests
+        side = self.connector._scheduler
+        assert side is not None
+        assert not side._requests and not side._storing and not side.has_pins
+        assert not side._pins._pinned_blocks
+        for worker in self.workers:
+            assert worker._worker is not None
+            assert not worker._worker._loads and not worker._worker._storer.busy
+            assert not worker._worker._storer._unsettled
+
+    def close(self) -> None:
+        self.connector.shutdown()
+        for worker in self.workers:
+            worker.shutdown()

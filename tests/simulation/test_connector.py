@@ -1,0 +1,274 @@
+"""Both sides of the connector under everything that can happen to them, from a seed.
+
+LMCACHE_SIMULATED_RUNS sets how many runs each shape gets, LMCACHE_SIMULATED_SEED the first seed. A failure prints its
+seed. The scheduler is vLLM's own, so what it does with blocks is not guessed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from lmcache import _native
+from lmcache.client import client as client_module
+from lmcache.integration.vllm import attachment, connector, lookup, notices, pins, pulse, scheduler_side, storer
+from lmcache.memory.shared_memory import SharedMemory
+from simulation.copier import SimCopier
+from simulation.engine import Engine, Shape
+from simulation.network import Life, Network, SimConnection
+from simulation.world import World
+
+pytestmark = pytest.mark.engine
+
+RUNS = int(os.environ.get("LMCACHE_SIMULATED_RUNS", "2"))
+FIRST_SEED = int(os.environ.get("LMCACHE_SIMULATED_SEED", "1"))
+REQUESTS = 150
+L1_BYTES = 160 * 8192
+
+SHAPES = {
+    "plain": Shape(),
+    "small chunks": Shape(block_tokens=32, blocks=30),
+    "no prefix cache": Shape(prefix_caching=False),
+    "overlapped": Shape(overlapped=True),
+    "two ranks": Shape(ranks=2),
+    "two ranks alike": Shape(ranks=2, mla=True),
+    "window": Shape(window=40, blocks=60),
+}
+
+
+class _Errors(logging.Handler):
+    """Faults that the connector contains are still faults."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.faults: list[str] = []
+        self.counts: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.counts[str(record.msg)] += 1
+        if record.exc_info:
+            self.faults.append(self.format(record))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("simulated-model")
+
+
+@pytest.fixture
+def errors() -> Iterator[_Errors]:
+    handler = _Errors()
+    logger = logging.getLogger("lmcache")
+    logger.addHandler(handler)
+    logger.propagate = False
+    yield handler
+    logger.removeHandler(handler)
+
+
+def stand_in(patch: pytest.MonkeyPatch, world: World, network: Network, shape: Shape) -> None:
+    """Time, threads, sockets and the moment of a copy belong to the simulation; everything else is the product."""
+    threads, queues = world.threading(), world.queue()
+    for module in (client_module, attachment, connector, lookup, notices, pins, pulse, scheduler_side, storer):
+        if hasattr(module, "threading"):
+            patch.setattr(module, "threading", threads)
+        if hasattr(module, "queue"):
+            patch.setattr(module, "queue", queues)
+        if hasattr(module, "SystemClock"):
+            patch.setattr(module, "SystemClock", lambda: world)
+    patch.setattr(client_module, "Connection", SimConnection)
+    patch.setattr(SimConnection, "network", network, raising=False)
+    patch.setattr(SharedMemory, "map_ahead", lambda self: None)
+    patch.setattr(connector, "mla_enabled", lambda model: shape.mla)
+    native = SimpleNamespace(**{name: getattr(_native, name) for name in dir(_native) if not name.startswith("__")})
+    native.PagedCopier = SimCopier
+    patch.setattr(attachment, "_native", native)
+    patch.setattr(SimCopier, "world", world, raising=False)
+
+
+@dataclass
+class Odds:
+    """How often what happens, in a hundred steps."""
+
+    requests: float = 10.0
+    aborts: float = 3.0
+    resets: float = 6.0
+    preempts: float = 2.0
+    kills: float = 0.1
+    drops: float = 0.1
+    pauses: float = 0.1
+    freezes: float = 0.1
+    spoils: float = 0.6
+    clears: float = 0.1
+
+
+class Run:
+    def __init__(self, seed: int, shape: Shape, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.seed = seed
+        self.world = World(seed)
+        self.random = self.world.random
+        self.shape = shape
+        self.objects: dict[tuple[bytes, bytes], bytes] = {}
+        self.network = Network(self.world)
+        stand_in(patch, self.world, self.network, shape)
+        self.start_server()
+        self.engine = Engine(self.world, shape, folder)
+        patch.setattr(SimCopier, "snapshot", staticmethod(self.snapshot), raising=False)
+        patch.setattr(SimCopier, "before_load", staticmethod(self.before_load), raising=False)
+        patch.setattr(SimCopier, "before_store", staticmethod(self.before_store), raising=False)
+        self.odds = Odds()
+        self.texts: list[list[int]] = [self.fresh(16 * self.random.randint(1, 14)) for _ in range(4)]
+        self.named = 0
+        self.did: Counter[str] = Counter()
+
+    def start_server(self) -> None:
+        if self.network.life is None:
+            chunk = self.shape.block_tokens * self.random.choice((1, 2, 2, 2, 4))
+            self.network.life = Life(self.world, self.objects, chunk, L1_BYTES)
+
+    # ---- what the copier asks ----------------------------------------------------------------------------------------
+    def snapshot(self, address: int, blocks: list[int]) -> dict[int, bytes]:
+        memory = next(one for one in self.engine.memory if one.ctypes.data == address)
+        return {block: memory[block].tobytes() for block in blocks}
+
+    def before_load(self, blocks: list[int]) -> None:
+        owned = self.engine.owned_blocks()
+        assert not owned & set(blocks), "a load writes into blocks that a running request uses"
+        pool = self.engine.scheduler.kv_cache_manager.block_pool
+        assert all(pool.blocks[block].ref_cnt > 0 for block in blocks), "a load writes into free blocks"
+        self.did["blocks loaded"] += len(blocks)
+
+    def before_store(self, blocks: list[int], content: dict[int, bytes]) -> None:
+        pool = self.engine.scheduler.kv_cache_manager.block_pool
+        assert all(pool.blocks[block].ref_cnt > 0 for block in blocks), "a store reads free blocks"
+        self.did["blocks stored"] += len(blocks)
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+    def fresh(self, count: int) -> list[int]:
+        return [self.random.randrange(2, 8192) for _ in range(count)]
+
+    def add_request(self) -> None:
+        self.named += 1
+        if self.random.random() < 0.8:
+            text = self.random.choice(self.texts)
+            tokens = text[: self.random.randint(1, len(text))] + self.fresh(self.random.choice((0, 1, 7, 40)))
+        else:
+            tokens = self.fresh(self.random.randint(1, 200))
+        salt = self.random.choice((None,) * 8 + ("one", "two"))
+        lora = self.random.choice((None,) * 14 + ("l1", "l2"))
+        self.engine.add(f"r{self.named}", tokens, self.random.choice((1, 1, 2, 5, 20, 70)), salt, lora)
+
+    def disturb(self) -> None:
+        for name, percent in vars(self.odds).items():
+            if self.random.random() * 100 < percent:
+                getattr(self, "do_" + name)()
+                self.did[name] += 1
+
+    def do_requests(self) -> None:
+        if self.named < REQUESTS:
+            for _ in range(self.random.choice((1, 1, 2, 6))):
+                self.add_request()
+
+    def do_aborts(self) -> None:
+        if self.engine.live:
+            self.engine.abort(self.random.choice(list(self.engine.live)))
+
+    def do_resets(self) -> None:
+        self.engine.scheduler.reset_prefix_cache()
+
+    def do_preempts(self) -> None:
+        scheduler = self.engine.scheduler
+        if scheduler.running and not self.engine.in_flight:
+            scheduler._preempt_request(scheduler.running.pop(), 0.0)
+
+    def do_kills(self) -> None:
+        self.network.kill()
+        self.world.at(self.random.choice((0.01, 0.1, 1.0, 8.0)), self.start_server)
+
+    def do_drops(self) -> None:
+        self.network.drop()
+
+    def do_pauses(self) -> None:
+        if self.network.life is not None:
+            until = self.world.now + self.random.choice((0.1, 0.5, 2.0, 15.0))
+            self.network.life.paused_until = max(until, self.network.life.paused_until)
+
+    def do_freezes(self) -> None:
+        self.world.freeze(self.random.choice((0.1, 1.0, 5.0, 40.0)), lambda name: name == "lmcache-keeper")
+
+    def do_spoils(self) -> None:
+        if self.network.life is not None:
+            self.network.life.spoil()
+
+    def do_clears(self) -> None:
+        if self.network.life is not None:
+            self.network.life.l1.core.clear()
+
+    # ---- the course --------------------------------------------------------------------------------------------------
+    def go(self) -> None:
+        engine = self.engine
+        while self.named < REQUESTS:
+            self.disturb()
+            self.step()
+        waited_from, steps = self.world.now, 0
+        while engine.scheduler.has_requests() or engine.in_flight:
+            self.step()
+            steps += 1
+            assert steps < 20_000 and self.world.now - waited_from < 900.0, f"hangs: {list(engine.scheduler.requests)}"
+        self.settle()
+
+    def step(self) -> None:
+        if self.engine.scheduler.has_requests():
+            self.engine.step()
+        elif self.engine.in_flight:
+            self.engine.settle_one()
+        else:
+            self.world.sleep(0.01)
+        for request in self.engine.finished:
+            self.did["finished"] += 1
+            self.engine.check_output(request)
+            self.texts[self.random.randrange(len(self.texts))] = list(request.all_token_ids)[:400]
+        self.engine.finished.clear()
+
+    def settle(self) -> None:
+        self.start_server()
+        self.world.sleep(200.0)
+        self.engine.check_idle()
+        life = self.network.life
+        assert life is not None
+        held = life.service.snapshot()
+        assert not (held["sessions"] or held["leases"] or held["reservations"]), held
+        assert all(not connection.pendings for connection in self.network.connections)
+        life.l1.check_idle()
+        self.engine.close()
+        self.world.sleep(1.0)
+
+    def close(self) -> None:
+        self.world.close()
+        self.network.kill()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("run", range(RUNS))
+def test_nothing_leaks_hangs_or_lies(
+    name: str, run: int, monkeypatch: pytest.MonkeyPatch, model_folder: Path, errors: _Errors
+) -> None:
+    seed = FIRST_SEED + run * len(SHAPES) + list(SHAPES).index(name)
+    print(f"seed {seed}, shape {name}")
+    simulation = Run(seed, SHAPES[name], monkeypatch, model_folder)
+    try:
+        simulation.go()
+    finally:
+        simulation.close()
+        print(dict(simulation.did), simulation.engine.steps, "steps", round(simulation.world.now - 1000), "s")
+        print(dict(errors.counts))
+    assert not errors.faults, errors.faults[0]
+    assert simulation.did["finished"] == simulation.named
