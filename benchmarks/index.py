@@ -95,7 +95,8 @@ class Filled:
 
 
 def measure_policy(policy: str, objects: int, runs: int) -> list[Result]:
-    """What the other policies cost. Half of the objects are in the second queue of S3FIFO."""
+    """What the other policies cost. Half of the objects are in the second queue of S3FIFO, which also writes down every
+    object that it evicts: it may take twice the time of LRU."""
     core = Filled(objects, seed=3, policy=policy)
     for prompt in core.prompts[::2]:
         core.core.release(core.core.acquire(OWNER, core.namespace, prompt, FOREVER)[0])
@@ -111,8 +112,8 @@ def measure_policy(policy: str, objects: int, runs: int) -> list[Result]:
     return [
         in_milliseconds("probe of a prompt of 500 chunks", probes, CALL_LIMIT_MS),
         in_milliseconds("lease and release of 500 keys", leases, CALL_LIMIT_MS),
-        in_milliseconds("reserve of 500 chunks, evicting 500", reserves, CALL_LIMIT_MS),
-        in_milliseconds("evicting 10,000", evictions, 10.0),
+        in_milliseconds("reserve of 500 chunks, evicting 500", reserves, 2 * CALL_LIMIT_MS),
+        in_milliseconds("evicting 10,000", evictions, 20.0),
         at_most(f"{policy}: index memory", index_bytes, "bytes/obj", 200),
     ]
 

@@ -115,7 +115,9 @@ void L1Core::prefetch_eviction(std::uint32_t index) const {
         index = objects_[index].newer;
         if (index == kNoObject) return;
         if (ahead == 1) {
-            keys_.prefetch(hash_object(objects_[index]));
+            const std::uint64_t key_hash = hash_object(objects_[index]);
+            keys_.prefetch(key_hash);
+            order_.prefetch_evicted(key_hash);
             arena_.prefetch(objects_[index].first_unit);
         }
     }

@@ -36,8 +36,13 @@ std::size_t L1Core::touch(NamespaceIds namespaces, Hashes hashes) {
     const std::lock_guard lock(mutex_);
     check_product(namespaces, hashes);
     const std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes);
-    for (auto index = indexes.rbegin(); index != indexes.rend(); ++index) {
-        make_newest(*index);
+    // By namespace: whether the chunk behind is kept longer. Its prefix is then, too, or it would be kept in vain.
+    std::vector<bool> suffix_in_main(namespaces.size());
+    for (std::size_t i = indexes.size(); i-- > 0;) {
+        const std::size_t position = i % namespaces.size();
+        if (suffix_in_main[position]) order_.use(indexes[i]);
+        suffix_in_main[position] = objects_[indexes[i]].in_main;
+        make_newest(indexes[i]);
     }
     return indexes.size() / namespaces.size();
 }

@@ -39,6 +39,8 @@ public:
     // It is no longer resident. `evicted`: to make room.
     void leave(std::uint32_t index);
     void evicted(std::uint32_t index, std::uint64_t key_hash);
+    // Fetches what `evicted` will read.
+    void prefetch_evicted(std::uint64_t key_hash) const { ghosts_.prefetch(key_hash); }
     // Its first reader came, its last reader went.
     void begin_reading(std::uint32_t index);
     void end_reading(std::uint32_t index);

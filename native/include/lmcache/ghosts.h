@@ -17,6 +17,10 @@ public:
     // Whether it is known, and then from which queue; it is forgotten with that.
     std::optional<bool> take(std::uint64_t key_hash);
 
+    // Fetches what `add` and `take` will read.
+    void prefetch(std::uint64_t key_hash) const {
+        if (!buckets_.empty()) __builtin_prefetch(&buckets_[fingerprint_of(key_hash) & (buckets_.size() - 1)], 1);
+    }
     std::size_t memory_bytes() const { return buckets_.capacity() * sizeof(Bucket); }
 
 private:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 
 import pytest
@@ -180,3 +181,34 @@ def test_limits_that_promise_more_than_there_is_share_it() -> None:
     assert sum(usage.values()) == 8 * UNIT
     assert min(usage["x"], usage["y"]) >= 3 * UNIT
     tier.core.check()
+
+
+@pytest.mark.parametrize("policy", ["LRU", "IsolatedLRU", "S3FIFO"])
+def test_no_chunk_outlives_its_prefix(policy: str) -> None:
+    """Prompts that branch anywhere, used and stored as a server does: a chunk without its prefix is of no use."""
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    tier = Tier(policy, 60)
+    tier.core.set_limit("", 60 * UNIT)
+    namespace = tier.namespace("")
+    names = (chr(0x100 + number) for number in range(1 << 20))
+    parents: dict[str, str] = {}
+    prompts = [next(names)]
+    for _ in range(1500):
+        prompt = rng.choice(prompts[-30:])
+        prompt = prompt[: rng.randint(1, len(prompt))] + "".join(next(names) for _ in range(rng.randint(0, 4)))
+        if len(prompt) > 25:
+            prompt = next(names)
+        prompts.append(prompt)
+        parents.update(zip(prompt[1:], prompt, strict=False))
+        lease, _, _ = tier.core.acquire(1, namespace, tier.hashes(prompt), FOREVER)
+        tier.store(prompt)
+        tier.core.release(lease)
+        tier.core.touch(namespace, tier.hashes(prompt))
+        if rng.random() < 0.2:
+            tier.core.evict(rng.randint(1, 20) * UNIT)
+        resident = set(tier.resident())
+        orphans = [name for name in resident if name in parents and parents[name] not in resident]
+        assert not orphans
+    assert tier.core.stats()["evicted_objects"] > 500
