@@ -32,7 +32,7 @@ format: $(STAMPS)/tools ## rewrites sources in the house format
 native: ## the extension, built in place for work on the sources (src/lmcache/_native*.so)
 	cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE=$(abspath $(PY)) > /dev/null
 	cmake --build build/dev
-	cp build/dev/_native*.so src/lmcache/
+	cp --remove-destination build/dev/_native*.so src/lmcache/
 
 native-test: ## C++ tests: plain, with ASan and UBSan, with TSan
 	@for kind in plain address,undefined thread; do \

@@ -148,6 +148,33 @@ def test_what_is_larger_than_a_slot_is_no_fault(tmp_path: Path, caplog: pytest.L
     run(test)
 
 
+def test_a_slot_that_is_read_is_not_written(tmp_path: Path) -> None:
+    """Objects are deleted, and others stored in a full device, while they are loaded: what is loaded is right."""
+
+    async def test() -> None:
+        async with Server(tmp_path / "d", num_load_workers=2, num_store_workers=2) as server:
+            adapter, sources, target = server.runner._adapter, FrameMemory(2 * SLOTS), FrameMemory(SLOTS)
+            batches = [keys(SLOTS, 1), keys(SLOTS, 2)]
+            for turn, batch in enumerate(batches):
+                for slot, key in enumerate(batch):
+                    sources.fill(turn * SLOTS + slot, key)
+            await adapter.store(batches[0], sources.buffers[:SLOTS])
+            for turn in range(1, 20):
+                there, coming = batches[1 - turn % 2], batches[turn % 2]
+                buffers = sources.buffers[SLOTS:] if turn % 2 else sources.buffers[:SLOTS]
+                loading = asyncio.ensure_future(adapter.load(there, target.buffers))
+                await asyncio.sleep(0)
+                await adapter.delete(there)
+                stored = await adapter.store(coming, buffers)
+                assert await loading == [LOADED] * SLOTS
+                assert all(target.verify(slot, key) == "" for slot, key in enumerate(there))
+                missing = [at for at, outcome in enumerate(stored) if outcome is FULL]  # slots that were still read
+                rest = await adapter.store([coming[at] for at in missing], [buffers[at] for at in missing])
+                assert rest == [STORED] * len(missing)
+
+    run(test)
+
+
 # ---- content that is not what it should be ---------------------------------------------------------------------------
 def entries(device: Path) -> list[int]:
     """Slots in use, by the directory."""
