@@ -12,6 +12,7 @@ ORDER = (
     "index.py",
     "rpc.py",
     "copies.py",
+    "socket_mode.py",
     "files.py",
     "dax.py",
     "tiers.py",

@@ -18,26 +18,30 @@ class KVProbe:
 
     def kv_watch(self) -> int:
         """Begins to take digests; the number of KV cache groups."""
-        from lmcache.integration.vllm.attachment import Attachment
+        from lmcache.integration.vllm.attachment import COPIED, Attachment
+        from lmcache.integration.vllm.socket_attachment import SocketAttachment
         from lmcache.integration.vllm.worker_side import WorkerSide
 
         self._stored, self._loaded = {}, {}
-        submit_store, load_ended = Attachment.submit_store, WorkerSide._load_ended
+        submit_stores = {kind: kind.submit_store for kind in (Attachment, SocketAttachment)}
+        load_ended = WorkerSide._load_ended
 
-        def watched_store(attachment: Any, order: Any, slots: bytes) -> Any:
+        def watched_store(attachment: Any, order: Any, reply: Any) -> Any:
             for group, blocks in enumerate(order.blocks):
                 self._digest_chunks(self._stored, group, array("q", blocks), order.hashes)
-            return submit_store(attachment, order, slots)
+            return submit_stores[type(attachment)](attachment, order, reply)
 
         def watched_load(side: Any, order: Any, results: Any) -> None:
             for group, load in enumerate(order.groups):
-                if results is not None and all(results[group]):
+                if results is not None and all(flag == COPIED for flag in results[group]):
                     self._digest_chunks(
                         self._loaded, group, array("q", load.blocks), order.hashes[32 * load.first_chunk :]
                     )
             load_ended(side, order, results)
 
-        Attachment.submit_store, WorkerSide._load_ended = watched_store, watched_load  # type: ignore[method-assign]
+        for kind in submit_stores:
+            kind.submit_store = watched_store  # type: ignore[attr-defined]
+        WorkerSide._load_ended = watched_load  # type: ignore[method-assign]
         return len(self.model_runner.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
 
     def kv_seen(self) -> dict[str, dict[str, str]]:

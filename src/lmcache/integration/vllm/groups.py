@@ -30,7 +30,7 @@ class CacheGroup:
 
 def cacheable_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
     """Every group of the engine, in its order. LayoutRefused when the engine has to run uncached."""
-    _refuse_settings(vllm_config)
+    refuse_settings(vllm_config)
     groups = []
     for group in kv_cache_config.kv_cache_groups:
         specs = list(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values()) or [group.kv_cache_spec]
@@ -55,7 +55,8 @@ def cacheable_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup
     return tuple(groups)
 
 
-def _refuse_settings(vllm_config: Any) -> None:
+def refuse_settings(vllm_config: Any) -> None:
+    """LayoutRefused where a setting makes KV depend on more than its tokens."""
     parallel = vllm_config.parallel_config
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting, 1) > 1:

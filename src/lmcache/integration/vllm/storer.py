@@ -85,6 +85,11 @@ class Storer:
         with self._changed:
             self._changed.wait_for(lambda: self._ended, seconds)
 
+    def wait_idle(self, seconds: float) -> None:
+        """Until every order has ended, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, seconds)
+
     def close(self, drain_seconds: float) -> None:
         """Ends what is queued as far as time allows. Idempotent."""
         self._closing = True

@@ -26,6 +26,7 @@ log = logging.getLogger("lmcache.vllm")
 
 IDLE_WAIT_SECONDS = 0.004  # a step without a forward pass waits this long for copies instead of spinning
 DRAIN_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 _MAX_COPY_THREADS = 4
 
 
@@ -144,6 +145,11 @@ class WorkerSide:
         self._loads = running
         ended, self._ended = self._ended, EndedLoads()
         return ended
+
+    def await_stores_read(self) -> None:
+        """Returns when no store reads the engine's blocks. For engines that may reuse blocks without asking."""
+        while self._storer.busy:
+            self._storer.wait_idle(_LOOK_SECONDS)
 
     def report(self) -> WorkerReport | None:
         ended = self._storer.take_ended()

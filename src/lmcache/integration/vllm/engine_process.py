@@ -1,0 +1,24 @@
+"""A name that the processes of one engine agree on without being told: that of the process that runs its scheduler."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_START_TIME_FIELD = 21  # of /proc/PID/stat, counted from 0
+
+
+def scheduler_process_id(*, in_scheduler: bool, executor: str, workers: int) -> int:
+    """In a worker: of the process that runs the scheduler, by vLLM's executor ("" when that is not known)."""
+    if in_scheduler or executor == "uni" or (not executor and workers == 1):
+        return os.getpid()
+    return os.getppid()
+
+
+def instance_name(pid: int) -> str:
+    """Unlike that of any other process on any machine, in any container, before or after."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    # The second field is the program's name in parentheses, which may hold spaces.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return f"vllm-{boot}-{namespace}-{pid}-{fields[_START_TIME_FIELD - 2]}"

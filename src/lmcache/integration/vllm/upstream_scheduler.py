@@ -1,0 +1,142 @@
+"""What vLLM's own connector class calls in the scheduler, answered by the parts of ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache.client.client import Client
+from lmcache.clock import Clock, SystemClock
+from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
+from lmcache.errors import ConfigError, LMCacheError
+from lmcache.integration.vllm.engine_process import instance_name, scheduler_process_id
+from lmcache.integration.vllm.lookup import Asker, Progress, Question
+from lmcache.integration.vllm.scheduler_side import STEP_WAIT_SECONDS
+from lmcache.integration.vllm.upstream_types import ParallelStrategy
+from lmcache.protocol.messages import HelloReply, RegisterInstance
+from lmcache.protocol.tokens import pack_tokens
+
+log = logging.getLogger("lmcache.vllm")
+
+
+def chunk_blocks(hello: HelloReply, block_tokens: int) -> int:
+    """Engine blocks in one chunk. ConfigError when chunks are not whole blocks."""
+    if hello.chunk_tokens % block_tokens:
+        raise ConfigError(
+            f"The server's chunk size of {hello.chunk_tokens} tokens is not a multiple of this engine's block size of "
+            f"{block_tokens}: start the server with --chunk-size set to a multiple of it."
+        )
+    return hello.chunk_tokens // block_tokens
+
+
+def connect(client: Client, timeout_seconds: float) -> HelloReply:
+    """ConnectionError past the deadline: this interface asks for the chunk size at once."""
+    try:
+        return client.connect(timeout_seconds)
+    except LMCacheError as error:
+        client.close()
+        raise ConnectionError(f"{error} Start the server before the engine.") from error
+
+
+class LMCacheMPSchedulerAdapter:
+    """One lookup a request, leased until the request's end: nothing tells this side when its workers have loaded."""
+
+    def __init__(
+        self,
+        *,
+        server_url: str,
+        context: Any,
+        model_name: str,
+        vllm_block_size: int,
+        parallel_strategy: ParallelStrategy,
+        mq_timeout: float = 300.0,
+        heartbeat_interval: float = 10.0,
+        clock: Clock | None = None,
+    ) -> None:
+        """`context` (a ZMQ context) is not used: the client has its own. ConnectionError without a server."""
+        self._clock = clock or SystemClock()
+        client = Client(server_url, heartbeat_interval_seconds=heartbeat_interval)
+        pid = scheduler_process_id(in_scheduler=True, executor="", workers=parallel_strategy.actual_world_size)
+        instance_id = instance_name(pid)
+        client.declare(
+            RegisterInstance(
+                *(instance_id, model_name, parallel_strategy.kv_world_size, 1),
+                *(heartbeat_interval, "vllm, its own connector class"),
+            )
+        )
+        hello = connect(client, mq_timeout)
+        self._start(Asker(client, instance_id, self._clock), hello, vllm_block_size)
+
+    def _start(self, asker: Asker, hello: HelloReply, block_tokens: int) -> None:
+        self._asker = asker
+        self._chunk_tokens = hello.chunk_tokens
+        self._chunk_blocks = chunk_blocks(hello, block_tokens)
+        self._questions: dict[str, Question] = {}
+        self._hits: dict[str, int] = {}  # tokens, of the lookups that are answered and not yet cleaned up
+
+    def num_blocks_per_chunk(self) -> int:
+        """Fixed for the life of the engine: a later server with other chunks is not used."""
+        return self._chunk_blocks
+
+    # ---- lookups -----------------------------------------------------------------------------------------------------
+    def maybe_submit_lookup_request(self, request_id: str, token_ids: Sequence[int], cache_salt: str = "") -> None:
+        """Asks, unless the question is on its way or answered."""
+        if request_id in self._hits or request_id in self._questions:
+            return
+        hello = self._asker.client.hello
+        if (
+            hello is None
+            or hello.chunk_tokens != self._chunk_tokens
+            or not self._chunk_tokens <= len(token_ids) <= MAX_TOKENS_PER_SESSION
+            or max(len(request_id.encode()), len(cache_salt.encode())) > MAX_NAME_BYTES
+        ):
+            self._hits[request_id] = 0
+            return
+        question = Question(request_id, cache_salt, b"", pack_tokens(token_ids))
+        if self._asker.ask(question):
+            self._questions[request_id] = question
+        else:
+            self._hits[request_id] = 0
+
+    def check_lookup_result(self, request_id: str) -> int | None:
+        """Tokens that may be loaded, a multiple of the chunk size; None: not known yet. Waits a moment at most."""
+        hit_tokens = self._hits.get(request_id)
+        if hit_tokens is not None:
+            return hit_tokens
+        question = self._questions.get(request_id)
+        if question is None:
+            return 0
+        progress = self._asker.settle(question, STEP_WAIT_SECONDS)
+        if progress is Progress.WAITING:
+            return None
+        reply = question.reply
+        hit_tokens = reply.chunks * self._chunk_tokens if progress is Progress.ANSWERED and reply is not None else 0
+        self._hits[request_id] = min(hit_tokens, len(question.tokens) // 4)
+        return self._hits[request_id]
+
+    def cleanup_lookup_result(self, request_id: str) -> None:
+        """The engine has allocated by the answer. What is leased stays so until the request ends.
+
+        From now on this request hits nothing: that class would announce a second load and never order it."""
+        self._hits[request_id] = 0
+
+    def free_lookup_locks(self, token_ids: Sequence[int], start: int, end: int, request_id: str) -> None:
+        """The engine will not load these tokens. One lease covers a whole hit: it is given back when all are named."""
+        question = self._questions.get(request_id)
+        reply = question.reply if question is not None else None
+        if question is not None and reply is not None and start == 0 and end >= reply.chunks * self._chunk_tokens:
+            self._asker.give_back(question)
+
+    def end_session(self, request_id: str) -> None:
+        """The request is over: the server forgets its tokens and every lease."""
+        self._hits.pop(request_id, None)
+        question = self._questions.pop(request_id, None)
+        if question is not None:
+            self._asker.end(question)
+
+    def report_block_allocations(self, records: Sequence[Any]) -> None:
+        """For observers of the engine's own memory, which this server has none of: nothing is kept."""
+
+    def shutdown(self) -> None:
+        self._asker.close()
