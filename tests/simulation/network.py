@@ -140,7 +140,7 @@ class Life:
         """Flips a bit of some object in L1, or of many."""
         ids, hashes, _, _ = self.l1.core.list_objects(0, 1000)
         count = len(hashes) // 32
-        for index in self.world.random.sample(range(count), min(count, self.world.random.choice((1, 3, 50)))):
+        for index in self.world.random.sample(range(count), min(count, self.world.random.choice((3, 20, 100)))):
             lease, _, offsets = self.l1.core.acquire(
                 STORAGE_OWNER, ids[4 * index : 4 * index + 4], hashes[32 * index : 32 * index + 32], float("inf"), False
             )

@@ -34,6 +34,7 @@ FIRST_SEED = int(os.environ.get("LMCACHE_SIMULATED_SEED", "1"))
 REQUESTS = 150
 L1_BYTES = 160 * 8192
 
+DECODED = {"lmcache.mp.save_decode_cache": True}
 SHAPES = {
     "plain": Shape(),
     "small chunks": Shape(block_tokens=32, blocks=30),
@@ -42,6 +43,10 @@ SHAPES = {
     "two ranks": Shape(ranks=2),
     "two ranks alike": Shape(ranks=2, mla=True),
     "window": Shape(window=40, blocks=60),
+    "decoded": Shape(extra=DECODED),
+    "decoded, overlapped": Shape(overlapped=True, extra=DECODED),
+    "decoded, two ranks": Shape(ranks=2, prefix_caching=False, extra=DECODED),
+    "decoded, window": Shape(window=70, blocks=60, extra=DECODED),
 }
 
 
@@ -106,7 +111,7 @@ class Odds:
     drops: float = 0.1
     pauses: float = 0.1
     freezes: float = 0.1
-    spoils: float = 0.6
+    spoils: float = 1.2
     clears: float = 0.1
 
 
@@ -131,7 +136,7 @@ class Run:
 
     def start_server(self) -> None:
         if self.network.life is None:
-            chunk = self.shape.block_tokens * self.random.choice((1, 2, 2, 2, 4))
+            chunk = self.shape.block_tokens * self.random.choice((1, 1, 2, 2, 4))
             self.network.life = Life(self.world, self.objects, chunk, L1_BYTES)
 
     # ---- what the copier asks ----------------------------------------------------------------------------------------

@@ -85,6 +85,106 @@ def make_gemma3(folder: Path, *, seed: int = 0) -> Path:
     )
 
 
+def make_qwen3(folder: Path, *, seed: int = 0) -> Path:
+    """A Qwen3 of four layers with normalized queries and keys: 4 KiB of KV a token."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return _save(
+        folder,
+        lambda: Qwen3ForCausalLM(
+            Qwen3Config(
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=4,
+                num_attention_heads=8,
+                num_key_value_heads=4,
+                head_dim=64,
+                tie_word_embeddings=False,
+                **_common(),
+            )
+        ),
+        vocabulary_size=8192,
+        seed=seed,
+    )
+
+
+def make_deepseek_v2(folder: Path, *, seed: int = 0) -> Path:
+    """A DeepSeek-V2 of three layers, one without experts: a latent vector of 576 values a token and layer (MLA)."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    return _save(
+        folder,
+        lambda: DeepseekV2ForCausalLM(
+            DeepseekV2Config(
+                hidden_size=256,
+                intermediate_size=512,
+                moe_intermediate_size=128,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                kv_lora_rank=512,
+                q_lora_rank=None,
+                qk_nope_head_dim=128,
+                qk_rope_head_dim=64,
+                v_head_dim=128,
+                n_routed_experts=4,
+                n_shared_experts=1,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=1,
+                **_common(),
+            )
+        ),
+        vocabulary_size=8192,
+        seed=seed,
+    )
+
+
+def make_qwen3_next(folder: Path, *, seed: int = 0) -> Path:
+    """A Qwen3-Next of four layers, three of which keep a recurrent state instead of KV."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    return _save(
+        folder,
+        lambda: Qwen3NextForCausalLM(
+            Qwen3NextConfig(
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=128,
+                linear_num_key_heads=4,
+                linear_num_value_heads=8,
+                linear_key_head_dim=64,
+                linear_value_head_dim=64,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=128,
+                shared_expert_intermediate_size=128,
+                tie_word_embeddings=False,
+                **_common(),
+            )
+        ),
+        vocabulary_size=8192,
+        seed=seed,
+    )
+
+
+def _common() -> dict[str, Any]:
+    import torch
+
+    return {
+        "vocab_size": 8192,
+        "max_position_embeddings": 65_536,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+        "dtype": torch.bfloat16,
+    }
+
+
 def _save(folder: Path, build: Any, *, vocabulary_size: int, seed: int, embedding_deviation: float = 0.2) -> Path:
     import torch
     from transformers.utils import logging as transformers_logging

@@ -79,7 +79,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 raise LayoutRefused("Only KV caches in host memory are supported so far (vLLM for CPU).")
             self._groups = cacheable_groups(vllm_config, kv_cache_config)
         except LayoutRefused as refusal:
-            log.error("This engine runs uncached: %s", refusal)
+            if role == KVConnectorRole.SCHEDULER:  # every worker comes to the same: said once
+                log.error("This engine runs uncached: %s", refusal)
             return
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler_side()
@@ -115,17 +116,18 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups=self._groups,
             ranks=self._kv_ranks,
             workers=parallel.world_size,
+            save_decode=self._settings.save_decode_cache,
         )
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if not self._groups:
             return
+        parallel = self._vllm_config.parallel_config
         try:
             groups = self._describe(kv_caches)
         except LayoutRefused as refusal:
-            log.error("This engine runs uncached: %s", refusal)
+            log.log(logging.ERROR if parallel.rank == 0 else logging.INFO, "This engine runs uncached: %s", refusal)
             return
-        parallel = self._vllm_config.parallel_config
         identity = WorkerIdentity(
             self._instance_id,
             parallel.rank,
@@ -240,7 +242,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are never kept by request: those that a store still reads are pinned one by one."""
         if self._scheduler is not None:
-            self._scheduler.request_finished(request.request_id)
+            self._scheduler.request_finished(request, block_ids)
         return False, None
 
     def has_pending_block_frees(self) -> bool:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmcache.clock import Clock
+from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import LMCacheError
 from lmcache.integration.vllm.identity import content_extras
 from lmcache.integration.vllm.notices import Notices
 from lmcache.integration.vllm.pulse import Pulse
-from lmcache.protocol.messages import EndSession, HelloReply, Lookup, LookupReply, Release
+from lmcache.protocol.messages import Append, AppendReply, EndSession, HelloReply, Lookup, LookupReply, Release
 
 if TYPE_CHECKING:
     from lmcache.client.client import Client
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lmcache.vllm")
 
 LOOKUP_SECONDS = 30.0  # what L2 gets to bring a prefix into L1
+APPEND_SECONDS = 2.0  # blocks may be pinned meanwhile
 _GRACE_SECONDS = 1.0  # the server keeps the deadline itself; this is for its answer to travel
 
 
@@ -38,16 +40,18 @@ class Question:
     request_id: str
     cache_salt: str
     identity: bytes
-    tokens: bytes  # u32, the prompt
+    tokens: bytes  # u32: the prompt, and of what was decoded as much as somebody asked for
     features: Sequence[Any] = ()  # images, audio ... inside the prompt
     hello: HelloReply | None = None  # the server life that holds the session, as far as is known
     told: HelloReply | None = None  # the last server life that was told of this request
+    sent_tokens: int = 0  # how many the session in `hello` has
     unanswered: bool = False  # some lookup may have arrived or not
     pending: Pending[LookupReply] | None = None
     sent_at: float = 0.0
     given_up: bool = False  # nobody waits for `pending`, but its hashes would still be welcome
     reply: LookupReply | None = None
     hashes: bytes = b""
+    appending: Pending[AppendReply] | None = None
 
     @property
     def boot_token(self) -> bytes:
@@ -74,8 +78,8 @@ class Asker:
             self.instance_id,
             question.request_id,
             question.cache_salt,
-            len(question.tokens) // 4 if known else 0,
-            b"" if known else question.tokens,
+            question.sent_tokens if known else 0,
+            question.tokens[4 * question.sent_tokens :] if known else question.tokens,
             question.identity,
             [] if known else content_extras(question.features, hello.chunk_tokens),
             LOOKUP_SECONDS,
@@ -88,7 +92,8 @@ class Asker:
         question.told = self.client.hello
         if question.told is not hello:  # another server took over in between: which of them was asked is unknown
             return False
-        question.hello, question.pending = hello, pending
+        question.hello, question.pending, question.appending = hello, pending, None
+        question.sent_tokens = len(question.tokens) // 4
         question.sent_at = self._clock.monotonic()
         question.given_up, question.reply, question.hashes = False, None, b""
         return True
@@ -123,6 +128,54 @@ class Asker:
         if question.given_up:
             self.give_back(question)
             return Progress.FAILED
+        return Progress.ANSWERED
+
+    def append(self, question: Question) -> bool:
+        """Sends the tokens that the session lacks, to learn the hashes of the chunks they fill. False: cannot be."""
+        hello = self.client.hello
+        known = question.hello is hello
+        if hello is None or self._pulse.silent or not (known or question.told is None):
+            return False
+        message = Append(
+            self.instance_id,
+            question.request_id,
+            question.cache_salt,
+            question.sent_tokens if known else 0,
+            question.tokens[4 * question.sent_tokens :] if known else question.tokens,
+            question.identity,
+            [] if known else content_extras(question.features, hello.chunk_tokens),
+        )
+        try:
+            pending = self.client.submit("append", message, APPEND_SECONDS)
+        except LMCacheError as error:
+            log.debug("Nothing more of request %s is stored: %s", question.request_id, error)
+            return False
+        question.told = self.client.hello
+        if question.told is not hello:
+            return False
+        question.hello, question.appending = hello, pending
+        question.sent_tokens = len(question.tokens) // 4
+        return True
+
+    def settle_append(self, question: Question, wait_seconds: float = 0.0) -> Progress:
+        """Takes the hashes if they are there or come within `wait_seconds`."""
+        pending = question.appending
+        if pending is None:
+            return Progress.ANSWERED
+        if not (pending.wait(wait_seconds) if wait_seconds > 0 else pending.done()):
+            return Progress.WAITING
+        question.appending = None
+        try:
+            reply = pending.result()
+        except LMCacheError as error:
+            log.debug("Nothing more of request %s is stored: %s", question.request_id, error)
+            question.hello = None  # what its session has is unknown
+            question.unanswered = True
+            return Progress.FAILED
+        first_byte = reply.first_chunk * CHUNK_HASH_BYTES
+        if question.hello is not self.client.hello or len(question.hashes) < first_byte:
+            return Progress.FAILED
+        question.hashes = question.hashes[:first_byte] + reply.hashes
         return Progress.ANSWERED
 
     def give_back(self, question: Question) -> None:

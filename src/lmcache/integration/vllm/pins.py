@@ -78,3 +78,7 @@ class Pins:
                 # The pool evicts in this order, and a prefix is worth more than what follows it.
                 self._pool.free_blocks(reversed(job.blocks))
                 self._since = self._clock.monotonic()
+
+    def drop(self, number: int) -> None:
+        """No worker was told of this job."""
+        self.ended({number: self._workers})

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache.clock import Clock, SystemClock
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
+from lmcache.integration.vllm.decoded import DecodedChunks, take_tokens
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.identity import is_cacheable, request_identity
 from lmcache.integration.vllm.lookup import Asker, Progress, Question
@@ -42,6 +43,7 @@ NOT_WRITTEN = -1
 @dataclass
 class _Request:
     question: Question
+    request: Any  # vLLM's
     prompt_tokens: int
     stored_chunks: int = 0  # stored, being stored, or not to be stored
     chunks_in_l1: int = 0  # of the hit that is being loaded
@@ -63,17 +65,20 @@ class SchedulerSide:
         groups: Sequence[CacheGroup],
         ranks: int,
         workers: int,
+        save_decode: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV."""
+        """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV. `save_decode`: chunks that
+        decoding fills are stored too."""
         self._clock = clock or SystemClock()
         self._client = client
         self._groups = tuple(groups)
         self._ranks = ranks
         self._asker = Asker(client, instance_id, self._clock)
         self._pins = Pins(workers, self._clock)
+        self._decoded = DecodedChunks(self._asker, self._pins) if save_decode else None
         self._requests: dict[str, _Request] = {}
-        self._storing: dict[str, _Request] = {}  # those whose prompt has chunks that are not stored yet
+        self._storing: dict[str, _Request] = {}  # those that have, or may get, chunks that are not stored yet
         self._loads: list[LoadOrder] = []
         self._step_wait_seconds = STEP_WAIT_SECONDS
         self._engine_busy = False
@@ -98,7 +103,8 @@ class SchedulerSide:
         ):
             return
         hello = self._client.hello
-        if hello is not None and len(prompt) < hello.chunk_tokens:
+        short = hello is not None and len(prompt) < hello.chunk_tokens
+        if short and self._decoded is None:
             return
         question = Question(
             request.request_id,
@@ -107,8 +113,11 @@ class SchedulerSide:
             pack_tokens(prompt),
             tuple(request.mm_features),
         )
-        state = self._requests[request.request_id] = _Request(question, len(prompt))
-        self._ask(state)
+        state = self._requests[request.request_id] = _Request(question, request, len(prompt))
+        if self._decoded is not None:
+            self._storing[request.request_id] = state
+        if not short:
+            self._ask(state)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `computed_tokens` that will be loaded, asynchronously); (None, False): not known yet."""
@@ -120,8 +129,11 @@ class SchedulerSide:
             question.reply = None  # its server is gone
         if question.given_up:
             return 0, False
-        if question.reply is None and question.pending is None and not self._ask(state):
-            return 0, False
+        if question.reply is None and question.pending is None:
+            if self._decoded is not None:
+                take_tokens(question, request)  # of a request that was preempted while it decoded
+            if self._too_short(question) or not self._ask(state):
+                return 0, False
         if question.reply is None:
             progress = self._settle(question)
             if progress is Progress.WAITING:
@@ -134,6 +146,10 @@ class SchedulerSide:
         if external_tokens <= 0:
             return 0, False
         return external_tokens, True
+
+    def _too_short(self, question: Question) -> bool:
+        hello = self._client.hello
+        return hello is not None and len(question.tokens) // 4 < hello.chunk_tokens
 
     def _ask(self, state: _Request) -> bool:
         former = state.question.hello
@@ -159,7 +175,7 @@ class SchedulerSide:
         assert reply is not None and hello is not None
         slots = self._ranks * len(self._groups) * reply.chunks
         if (
-            reply.chunks * hello.chunk_tokens > state.prompt_tokens
+            reply.chunks * hello.chunk_tokens > len(state.question.tokens) // 4
             or len(reply.hashes) < reply.chunks * CHUNK_HASH_BYTES
             or len(reply.slots) != slots * 8
         ):
@@ -217,6 +233,8 @@ class SchedulerSide:
         self._loads = []
         self._step_wait_seconds = STEP_WAIT_SECONDS
         self._engine_busy = scheduler_output.total_num_scheduled_tokens > 0
+        if self._decoded is not None:
+            orders.stores += self._decoded.orders(idle=not self._engine_busy)
         if self._storing:
             for request_id, computed_tokens in _computed_after_step(scheduler_output):
                 state = self._storing.get(request_id)
@@ -237,13 +255,18 @@ class SchedulerSide:
         question = state.question
         if not question.hashes and question.pending is not None:
             self._asker.settle(question)
+        # Of what is decoded only known tokens count: drafts may be rejected, placeholders stand for nothing yet.
+        known_tokens = state.prompt_tokens
+        if self._decoded is not None:
+            known_tokens = state.request.num_tokens
+            self._decoded.learn(question, state.request, min(computed_tokens, known_tokens))
         if not question.hashes or question.hello is None or question.hello is not self._client.hello:
             return None
         chunk_tokens = question.hello.chunk_tokens
-        if computed_tokens >= state.prompt_tokens // chunk_tokens * chunk_tokens:
+        if self._decoded is None and computed_tokens >= known_tokens // chunk_tokens * chunk_tokens:
             del self._storing[request_id]
         first = state.stored_chunks
-        end = min(computed_tokens, state.prompt_tokens) // chunk_tokens
+        end = min(computed_tokens, known_tokens) // chunk_tokens
         end = min(end, len(question.hashes) // CHUNK_HASH_BYTES)
         if end <= first:
             return None
@@ -290,13 +313,30 @@ class SchedulerSide:
             self._forget(request_id, state)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
-    def request_finished(self, request_id: str) -> None:
-        state = self._requests.get(request_id)
+    def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+        """`block_ids` of every group go back to the engine as soon as this returns, but for those pinned here."""
+        state = self._requests.get(request.request_id)
         if state is None:
             return
         state.finished = True
-        if not state.loading:
-            self._forget(request_id, state)
+        if state.loading:
+            return
+        try:
+            if self._decoded is not None:
+                self._keep_tail(self._decoded, state, block_ids)
+        finally:
+            self._forget(request.request_id, state)
+
+    def _keep_tail(self, decoded: DecodedChunks, state: _Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """The last token was sampled from the KV of those before it and has none of its own."""
+        request, hello = state.request, self._client.hello
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if hello is None or tokens // hello.chunk_tokens <= state.stored_chunks:
+            return
+        groups = [
+            (hello.chunk_tokens // group.block_tokens, ids) for group, ids in zip(self._groups, block_ids, strict=True)
+        ]
+        decoded.keep(state.question, request, state.stored_chunks, tokens, groups)
 
     def _forget(self, request_id: str, state: _Request) -> None:
         del self._requests[request_id]

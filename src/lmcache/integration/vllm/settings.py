@@ -18,6 +18,7 @@ _PREFIX = "lmcache."
 _HOST, _PORT = "lmcache.mp.host", "lmcache.mp.port"
 _TIMEOUT, _HEARTBEAT = "lmcache.mp.mq_timeout", "lmcache.mp.heartbeat_interval"
 _TRANSFER = "lmcache.mp.transfer_mode"
+_SAVE_DECODE = "lmcache.mp.save_decode_cache"
 SHORT_START_SECONDS = 3.0
 
 
@@ -32,11 +33,12 @@ class ConnectorSettings:
     mq_timeout_seconds: float | None = None
     heartbeat_interval_seconds: float = 10.0
     transfer_mode: WantedTransfer = WantedTransfer.AUTO
+    save_decode_cache: bool = False
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """ConfigError names the key and what it may be."""
-        known = (_HOST, _PORT, _TIMEOUT, _HEARTBEAT, _TRANSFER)
+        known = (_HOST, _PORT, _TIMEOUT, _HEARTBEAT, _TRANSFER, _SAVE_DECODE)
         for key in extra:
             if key.startswith(_PREFIX) and key not in known:
                 near = difflib.get_close_matches(key, known, 1)
@@ -57,6 +59,7 @@ class ConnectorSettings:
             mq_timeout_seconds=_seconds(extra, _TIMEOUT) if _TIMEOUT in extra else None,
             heartbeat_interval_seconds=_seconds(extra, _HEARTBEAT) if _HEARTBEAT in extra else 10.0,
             transfer_mode=transfer_mode,
+            save_decode_cache=_flag(extra, _SAVE_DECODE, default=False),
         )
 
 
@@ -68,3 +71,12 @@ def _seconds(extra: Mapping[str, Any], key: str) -> float:
     if not seconds > 0:
         raise ConfigError(f"{key} is {extra[key]!r}; it must be a number of seconds above 0.")
     return seconds
+
+
+def _flag(extra: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = extra.get(key, default)
+    known = {True: True, False: False, "true": True, "false": False}
+    wanted = known.get(value.lower() if isinstance(value, str) else value) if isinstance(value, (bool, str)) else None
+    if wanted is None:
+        raise ConfigError(f"{key} is {value!r}; it must be true or false.")
+    return wanted

@@ -85,7 +85,8 @@ class WorkerSide:
                 attachment = SocketAttachment(client, *life)
         except LayoutRefused as refusal:
             if not self._refusal_said:
-                log.error("This engine runs uncached: %s", refusal)
+                level = logging.ERROR if self._identity.worker_id == 0 else logging.INFO
+                log.log(level, "This engine runs uncached: %s", refusal)
             self._refusal_said = True
             return
         self._attachment = attachment

@@ -105,7 +105,7 @@ def test_a_hit_is_loaded_into_its_blocks_and_the_lease_kept_until_the_copy_ended
     engine.side.step_ended(output(received={"a"}))
     assert engine.leases_given_back() == [7]
     engine.side.after_allocation(one, ([5, 6, 7, 8, 9],), 0)  # vLLM's second call, when the request is scheduled
-    engine.side.request_finished("a")
+    engine.side.request_finished(request("a", 600), ((),))
     assert [m.request_id for m in engine.client.messages("end_session")] == ["a"]
     assert engine.leases_given_back() == [7]
 
@@ -185,7 +185,7 @@ def test_source_blocks_stay_pinned_until_every_worker_has_read_them() -> None:
     assert isinstance(order, StoreOrder)
     assert engine.pool.pinned() == {3, 4, 5, 6}
     assert engine.side.has_pins and engine.side.pins_end_soon
-    engine.side.request_finished("a")
+    engine.side.request_finished(request("a", 600), ((),))
     engine.side.step_ended(output(report=WorkerReport(Counter([order.job]))))
     assert engine.pool.pinned() == {3, 4, 5, 6}
     engine.clock.advance(10.0)
@@ -255,7 +255,7 @@ def test_nothing_is_kept_of_a_request_that_left_during_a_load_that_failed() -> N
     engine.side.matched_tokens(one, 0)
     engine.side.after_allocation(one, ([1, 2, 3, 4, 5, 6],), 768)
     engine.side.step_orders(step())
-    engine.side.request_finished("a")
+    engine.side.request_finished(request("a", 600), ((),))
     engine.side.step_ended(output(report=WorkerReport(unreadable={"a": frozenset({1})}), received={"a"}))
     assert not engine.side._requests and not engine.side._storing
 
@@ -297,7 +297,7 @@ def test_an_abort_during_a_load_keeps_session_and_lease_until_the_copy_ended() -
     engine.side.matched_tokens(one, 0)
     engine.side.after_allocation(one, ([5, 6, 7, 8],), 512)
     engine.side.step_orders(step())
-    engine.side.request_finished("a")
+    engine.side.request_finished(request("a", 600), ((),))
     assert engine.client.messages("end_session") == []
     engine.side.step_ended(output(received={"a"}))
     assert [m.request_id for m in engine.client.messages("end_session")] == ["a"]
@@ -310,7 +310,7 @@ def test_an_abort_before_scheduling_ends_the_session(answered: bool) -> None:
     engine.side.on_new_request(request("a", 600))
     if answered:
         engine.settle(answer(2, 600))
-    engine.side.request_finished("a")
+    engine.side.request_finished(request("a", 600), ((),))
     assert [m.request_id for m in engine.client.messages("end_session")] == ["a"]
 
 
@@ -322,7 +322,7 @@ def test_without_a_server_nothing_is_asked_waited_for_or_stored() -> None:
     assert engine.side.matched_tokens(one, 0) == (0, False)
     engine.tables["a"] = ([1, 2, 3, 4, 5],)
     assert engine.side.step_orders(step(new=[("a", 0, 600)])).stores == []
-    engine.side.request_finished("a")
+    engine.side.request_finished(request("a", 600), ((),))
     assert engine.clock.now_seconds == before
     assert engine.client.sent == []
 
@@ -406,7 +406,7 @@ def test_a_failed_lookup_is_a_miss(error: Exception) -> None:
     engine.side.on_new_request(one := request("a", 600))
     engine.settle(error)
     assert engine.side.matched_tokens(one, 0) == (0, False)
-    engine.side.request_finished("a")
+    engine.side.request_finished(request("a", 600), ((),))
 
 
 def test_an_answer_that_does_not_add_up_is_a_miss() -> None:
