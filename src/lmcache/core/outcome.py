@@ -28,5 +28,6 @@ class MissReason(enum.Enum):
     INSTANCE_INCOMPLETE = "instance_incomplete"  # not every rank has registered
     NO_ROOM = "no_room"  # L1 could not hold what L2 has
     L2_DEADLINE = "l2_deadline"
+    RECOMPUTE_FASTER = "recompute_faster"  # the engine expects to compute sooner than to load
     L2_FAILED = "l2_failed"
     CORRUPT = "corrupt"

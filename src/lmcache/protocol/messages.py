@@ -122,6 +122,7 @@ class Lookup(Message):
     identity: bytes = b""  # "" or bytes that seed the first chunk's parent (LoRA name ...)
     extras: list[tuple[int, bytes]] = []  # (absolute chunk index, 32 bytes): multimodal content of that chunk
     deadline_seconds: float = 30.0
+    recompute: bool = False  # the engine computes sooner than L2 answers: L1 alone decides, and the miss is named so
 
 
 class LookupReply(Message):
@@ -142,6 +143,7 @@ class Release(Message):
     instance_id: str
     lease: int
     unreadable_chunks: list[int] = []  # positions in the lease, 0..chunks-1
+    recomputed: bool = False  # left out because computing is expected to be faster
 
 
 class EndSession(Message):

@@ -140,8 +140,9 @@ class LookupService:
         in_l1 = _Hit((lease,) if lease else (), chunks, offsets)
         if chunks == total:
             return self._answer(asked, keyspace, in_l1, chunks, None)
-        if self._prefetcher is None or message.deadline_seconds <= 0:
-            reason = MissReason.NOT_STORED if self._prefetcher is None else MissReason.L2_DEADLINE
+        if self._prefetcher is None or message.recompute or message.deadline_seconds <= 0:
+            late = MissReason.RECOMPUTE_FASTER if message.recompute else MissReason.L2_DEADLINE
+            reason = MissReason.NOT_STORED if self._prefetcher is None else late
             return self._answer(asked, keyspace, in_l1, chunks, reason)
         request = PrefetchRequest(
             owner=scheduler.owner,
@@ -170,6 +171,8 @@ class LookupService:
         if unreadable and not 0 <= unreadable[0] <= unreadable[-1] < lease.chunks:
             raise RemoteError(ErrorCode.BAD_REQUEST, f"The lease has {lease.chunks} chunks; positions begin with 0.")
         self._release(instance, session)
+        if message.recomputed:
+            self._misses[MissReason.RECOMPUTE_FASTER].inc()
         if unreadable:
             self._remove_unreadable(lease, unreadable)
         return Empty()

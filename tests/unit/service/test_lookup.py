@@ -438,3 +438,16 @@ def test_a_lookup_is_told_with_the_layout_of_every_rank():
         (event,) = events.published
         assert event.tensors == (("bfloat16", [2, 2, 16]),)
         assert (event.cache_salt, event.hit_chunks, len(event.chunk_hashes)) == ("tenant", 0, 64)
+
+
+def test_a_hit_that_would_be_slower_than_computing_is_left_out_and_counted() -> None:
+    with a_service(with_l2=True) as service:
+        service.register()
+        service.store(chunks(1))
+        message = m.Lookup("engine", "r", "", 0, chunks(1, 2), recompute=True)
+        reply = service.lookups.lookup(message)
+        assert isinstance(reply, m.LookupReply)
+        assert (reply.chunks, reply.miss_reason) == (1, "recompute_faster")
+        assert service.storage.asked == []
+        service.lookups.release(m.Release("engine", reply.lease, recomputed=True))
+        assert service.sample("misses_total", reason="recompute_faster") == 2

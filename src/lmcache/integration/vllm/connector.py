@@ -117,6 +117,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ranks=self._kv_ranks,
             workers=parallel.world_size,
             save_decode=self._settings.save_decode_cache,
+            load_or_recompute=self._settings.load_or_recompute,
         )
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

@@ -68,8 +68,11 @@ class Asker:
         self._pulse = Pulse(client, clock)
         self._notices = Notices(client, clock)
 
-    def ask(self, question: Question) -> bool:
-        """Sends the lookup, with the tokens unless this server has them. False: no server to ask."""
+    def ask(self, question: Question, *, recompute: bool = False) -> bool:
+        """Sends the lookup, with the tokens unless this server has them. False: no server to ask.
+
+        `recompute`: what L1 does not have is computed.
+        """
         hello = self.client.hello
         if hello is None or self._pulse.silent:
             return False
@@ -83,6 +86,7 @@ class Asker:
             question.identity,
             [] if known else content_extras(question.features, hello.chunk_tokens),
             LOOKUP_SECONDS,
+            recompute,
         )
         try:
             pending = self.client.submit("lookup", message, LOOKUP_SECONDS + _GRACE_SECONDS)
@@ -178,14 +182,14 @@ class Asker:
         question.hashes = question.hashes[:first_byte] + reply.hashes
         return Progress.ANSWERED
 
-    def give_back(self, question: Question) -> None:
-        """Releases the lease of the answer that is held, if any."""
+    def give_back(self, question: Question, *, recomputed: bool = False) -> None:
+        """Releases the lease of the answer that is held, if any. `recomputed`: computing is expected to be faster."""
         reply, question.reply = question.reply, None
         if reply is not None and reply.lease:
-            self.release(reply.lease)
+            self.release(reply.lease, recomputed=recomputed)
 
-    def release(self, lease: int, unreadable_chunks: Iterable[int] = ()) -> None:
-        self._notices.send("release", Release(self.instance_id, lease, sorted(unreadable_chunks)))
+    def release(self, lease: int, unreadable_chunks: Iterable[int] = (), *, recomputed: bool = False) -> None:
+        self._notices.send("release", Release(self.instance_id, lease, sorted(unreadable_chunks), recomputed))
 
     def end(self, question: Question) -> None:
         """The request is over: the server forgets its tokens and every lease."""

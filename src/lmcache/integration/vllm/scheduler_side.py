@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache.clock import Clock, SystemClock
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
+from lmcache.integration.vllm.costs import Costs, Stopwatch, Tier
 from lmcache.integration.vllm.decoded import DecodedChunks, take_tokens
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.identity import is_cacheable, request_identity
@@ -52,6 +53,9 @@ class _Request:
     loading_blocks: frozenset[int] = frozenset()
     loading: bool = False
     load_failed: bool = False
+    load_began: float = 0.0
+    load_tokens: int = 0
+    worth_loading: bool | None = None  # the hit that is held; None: not decided
     unreadable: set[int] = field(default_factory=set)  # chunks of the load that were not what their keys say
     finished: bool = False
 
@@ -66,10 +70,11 @@ class SchedulerSide:
         ranks: int,
         workers: int,
         save_decode: bool = False,
+        load_or_recompute: bool = True,
         clock: Clock | None = None,
     ) -> None:
         """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV. `save_decode`: chunks that
-        decoding fills are stored too."""
+        decoding fills are stored too. `load_or_recompute`: a hit that would be slower than computing is not loaded."""
         self._clock = clock or SystemClock()
         self._client = client
         self._groups = tuple(groups)
@@ -77,6 +82,8 @@ class SchedulerSide:
         self._asker = Asker(client, instance_id, self._clock)
         self._pins = Pins(workers, self._clock)
         self._decoded = DecodedChunks(self._asker, self._pins) if save_decode else None
+        self._costs = Costs() if load_or_recompute else None
+        self._stopwatch = Stopwatch(self._clock)
         self._requests: dict[str, _Request] = {}
         self._storing: dict[str, _Request] = {}  # those that have, or may get, chunks that are not stored yet
         self._loads: list[LoadOrder] = []
@@ -145,6 +152,10 @@ class SchedulerSide:
         external_tokens = hit_tokens - computed_tokens
         if external_tokens <= 0:
             return 0, False
+        if state.worth_loading is None:
+            state.worth_loading = self._worth_loading(Tier.L1, external_tokens)
+        if not state.worth_loading:
+            return 0, False
         return external_tokens, True
 
     def _too_short(self, question: Question) -> bool:
@@ -153,12 +164,23 @@ class SchedulerSide:
 
     def _ask(self, state: _Request) -> bool:
         former = state.question.hello
-        if not self._asker.ask(state.question):
+        state.worth_loading = None
+        recompute = not self._worth_loading(Tier.L2, len(state.question.tokens) // 4)
+        if not self._asker.ask(state.question, recompute=recompute):
             return False
         if state.question.hello is not former:  # a server that holds nothing of this request, perhaps in other chunks
             state.stored_chunks = 0
             self._storing[state.question.request_id] = state
         return True
+
+    @property
+    def _alone(self) -> bool:
+        """Whether one request is there at most: then waiting is its own time, and nothing else distorts a measure."""
+        return len(self._requests) <= 1
+
+    def _worth_loading(self, tier: Tier, tokens: int) -> bool:
+        """While others run, a load is waited for beside their work, which computing would take time from."""
+        return self._costs is None or not self._alone or self._costs.worth_loading(tier, tokens)
 
     def _settle(self, question: Question) -> Progress:
         """Within what is left of this step's budget for waiting."""
@@ -167,7 +189,13 @@ class SchedulerSide:
         if self._engine_busy:
             wait_seconds = min(wait_seconds, question.sent_at + LOOKUP_PATIENCE_SECONDS - started)
         progress = self._asker.settle(question, max(0.0, wait_seconds))
-        self._step_wait_seconds = max(0.0, self._step_wait_seconds - (self._clock.monotonic() - started))
+        now = self._clock.monotonic()
+        self._step_wait_seconds = max(0.0, self._step_wait_seconds - (now - started))
+        reply = question.reply
+        if progress is Progress.ANSWERED and reply is not None and question.hello is not None:
+            from_l2 = (reply.chunks - reply.chunks_l1) * question.hello.chunk_tokens
+            if self._costs is not None and self._alone and from_l2 > 0:
+                self._costs.loaded(Tier.L2, from_l2, now - question.sent_at)
         return progress
 
     def _hit_tokens(self, state: _Request) -> int:
@@ -192,7 +220,7 @@ class SchedulerSide:
         assert question.hello is not None and reply is not None
         state.stored_chunks = max(state.stored_chunks, reply.chunks)
         if external_tokens <= 0:
-            self._asker.give_back(question)
+            self._asker.give_back(question, recomputed=state.worth_loading is False)
             return
         chunk_tokens = question.hello.chunk_tokens
         start_token = reply.chunks * chunk_tokens - external_tokens
@@ -213,6 +241,7 @@ class SchedulerSide:
             )
         )
         state.loading = True
+        state.load_began, state.load_tokens = self._clock.monotonic(), external_tokens
         state.hit_chunks, state.chunks_in_l1 = reply.chunks, reply.chunks_l1
         state.loading_lease = reply.lease
         state.loading_blocks = frozenset(
@@ -233,6 +262,7 @@ class SchedulerSide:
         self._loads = []
         self._step_wait_seconds = STEP_WAIT_SECONDS
         self._engine_busy = scheduler_output.total_num_scheduled_tokens > 0
+        self._stopwatch.step_begins(scheduler_output.total_num_scheduled_tokens)
         if self._decoded is not None:
             orders.stores += self._decoded.orders(idle=not self._engine_busy)
         if self._storing:
@@ -287,6 +317,8 @@ class SchedulerSide:
 
     def step_ended(self, output: Any) -> None:
         """Takes what the workers reported. A load has ended when all have said so; failures may come earlier."""
+        if self._costs is not None:
+            self._costs.computed(*self._stopwatch.step_ends())
         report = output.kv_connector_worker_meta or WorkerReport()
         self._pins.ended(report.ended_stores)
         for request_id, chunks in report.unreadable.items():
@@ -304,6 +336,8 @@ class SchedulerSide:
     def _load_ended(self, request_id: str, state: _Request, failed: bool) -> None:
         state.loading = False
         state.load_failed |= failed
+        if self._costs is not None and self._alone and not (state.load_failed or state.unreadable or state.finished):
+            self._costs.loaded(Tier.L1, state.load_tokens, self._clock.monotonic() - state.load_began)
         self._asker.release(state.loading_lease, state.unreadable)
         if state.unreadable:  # the server drops those; what is computed in their place is stored
             state.stored_chunks = min(state.unreadable)

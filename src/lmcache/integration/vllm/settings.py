@@ -19,6 +19,7 @@ _HOST, _PORT = "lmcache.mp.host", "lmcache.mp.port"
 _TIMEOUT, _HEARTBEAT = "lmcache.mp.mq_timeout", "lmcache.mp.heartbeat_interval"
 _TRANSFER = "lmcache.mp.transfer_mode"
 _SAVE_DECODE = "lmcache.mp.save_decode_cache"
+_LOAD_OR_RECOMPUTE = "lmcache.mp.load_or_recompute"
 SHORT_START_SECONDS = 3.0
 
 
@@ -34,11 +35,12 @@ class ConnectorSettings:
     heartbeat_interval_seconds: float = 10.0
     transfer_mode: WantedTransfer = WantedTransfer.AUTO
     save_decode_cache: bool = False
+    load_or_recompute: bool = True
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """ConfigError names the key and what it may be."""
-        known = (_HOST, _PORT, _TIMEOUT, _HEARTBEAT, _TRANSFER, _SAVE_DECODE)
+        known = (_HOST, _PORT, _TIMEOUT, _HEARTBEAT, _TRANSFER, _SAVE_DECODE, _LOAD_OR_RECOMPUTE)
         for key in extra:
             if key.startswith(_PREFIX) and key not in known:
                 near = difflib.get_close_matches(key, known, 1)
@@ -60,6 +62,7 @@ class ConnectorSettings:
             heartbeat_interval_seconds=_seconds(extra, _HEARTBEAT) if _HEARTBEAT in extra else 10.0,
             transfer_mode=transfer_mode,
             save_decode_cache=_flag(extra, _SAVE_DECODE, default=False),
+            load_or_recompute=_flag(extra, _LOAD_OR_RECOMPUTE, default=True),
         )
 
 
