@@ -25,18 +25,60 @@ from lmcache.protocol.messages import ErrorCode, Read, TransferMode, Write, Writ
 from lmcache.service.registry import Instance, Registry, Worker
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport.bulk import Bulk
-from lmcache.transport.server import Answer, Deferred
+from lmcache.transport.server import Answer, Deferred, Timer
 
 log = logging.getLogger("lmcache.service")
 
 _READ_REPLY_HEAD = struct.Struct(">2sI")  # msgpack: an array of one bin
 _ARRAY_OF_BIN32 = b"\x91\xc6"
+_SPARE_SECONDS = 1.0
 
 
 class Loop(Protocol):
     """The message loop, as far as payload needs it."""
 
     def post(self, action: Callable[[], None]) -> None: ...
+    def call_later(self, delay_seconds: float, action: Callable[[], None]) -> Timer: ...
+
+
+class _Buffers:
+    """Payloads of answers, filled again when they have been sent: fresh memory costs more than the copy into it.
+
+    `take` is called by the copying thread, everything else by the message loop."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._spare: deque[bytearray] = deque()
+        self._taken = 0
+        self._taken_before = 0
+        self._looking = False
+
+    def take(self, size_bytes: int) -> bytearray:
+        self._taken += 1
+        try:
+            spare = self._spare.pop()
+        except IndexError:
+            return bytearray(size_bytes)
+        return spare if len(spare) == size_bytes else bytearray(size_bytes)
+
+    def give(self, payload: bytearray) -> None:
+        if len(self._spare) * limits.MAX_PAYLOAD_PART_BYTES < limits.PAYLOAD_WINDOW_BYTES:
+            self._spare.append(payload)
+
+    def look_later(self, collect: Callable[[], bool]) -> None:
+        """Lets all spare memory go when nothing was taken for a while and `collect` says that nothing is unsent."""
+        if not self._looking:
+            self._looking = True
+            self._loop.call_later(_SPARE_SECONDS, lambda: self._look(collect))
+
+    def _look(self, collect: Callable[[], bool]) -> None:
+        self._looking = False
+        all_sent = collect()
+        if not all_sent or self._taken != self._taken_before:
+            self._taken_before = self._taken
+            self.look_later(collect)
+        else:
+            self._spare.clear()
 
 
 @dataclass
@@ -47,10 +89,14 @@ class _Held:
     copying_bytes: int = 0
     unsent: deque[Bulk] = field(default_factory=deque)
 
+    def collect_sent(self, buffers: _Buffers) -> bool:
+        """Whether everything has been sent."""
+        while self.unsent and self.unsent[0].sent:
+            buffers.give(self.unsent.popleft().payload)
+        return not self.unsent
+
     @property
     def size_bytes(self) -> int:
-        while self.unsent and self.unsent[0].sent:
-            self.unsent.popleft()
         return self.copying_bytes + sum(bulk.size_bytes for bulk in self.unsent)
 
 
@@ -68,6 +114,7 @@ class PayloadService:
         self._threads = threads
         self._metrics = metrics
         self._held: dict[int, _Held] = {}
+        self._buffers = _Buffers(loop)
         registry.is_copying = self.is_copying
 
     def is_copying(self, owner: int) -> bool:
@@ -107,7 +154,7 @@ class PayloadService:
                     return RemoteError(ErrorCode.BAD_REQUEST, f"What arrived is not the frame: wrong {fault}.")
             return WriteReply(message.offset + size_bytes)
 
-        def ended(answer: Answer) -> None:
+        def ended(answer: Answer, delivered: bool) -> None:
             if is_last and not isinstance(answer, RemoteError):
                 reservation.whole.add(position)
             elif is_last:
@@ -138,7 +185,7 @@ class PayloadService:
         chunk_hash = lease.hashes[first : first + CHUNK_HASH_BYTES]
 
         def copy() -> Answer:
-            payload = bytearray(_READ_REPLY_HEAD.size + message.size_bytes)
+            payload = self._buffers.take(_READ_REPLY_HEAD.size + message.size_bytes)
             _READ_REPLY_HEAD.pack_into(payload, 0, _ARRAY_OF_BIN32, message.size_bytes)
             part = memoryview(payload)[_READ_REPLY_HEAD.size :]
             fault = _native.frame_read_part(address, frame_bytes, message.offset, part, digest, chunk_hash)
@@ -146,25 +193,25 @@ class PayloadService:
                 return RemoteError(ErrorCode.ENDED, f"The slot does not hold this frame (any more): wrong {fault}.")
             return Bulk(payload)
 
-        def ended(answer: Answer) -> None:
-            if isinstance(answer, Bulk):
+        def ended(answer: Answer, delivered: bool) -> None:
+            if isinstance(answer, Bulk) and delivered:  # else it was refused meanwhile, and is never sent
                 self._held[worker.owner].unsent.append(answer)
+                self._buffers.look_later(self._collect_sent)
 
         return self._copy(worker, message.size_bytes, copy, ended)
 
     # ---- copies ------------------------------------------------------------------------------------------------------
     def _copy(
-        self, worker: Worker, size_bytes: int, copy: Callable[[], Answer], ended: Callable[[Answer], None]
+        self, worker: Worker, size_bytes: int, copy: Callable[[], Answer], ended: Callable[[Answer, bool], None]
     ) -> Deferred:
-        """Runs `copy` on the copying thread, then `ended` on the loop, which then sends the answer."""
+        """Runs `copy` on the copying thread, then answers and calls `ended` on the loop."""
         held = self._room_for(worker.owner, size_bytes)
         deferred = Deferred()
 
         def finish(answer: Answer) -> None:
             held.copies -= 1
             held.copying_bytes -= size_bytes
-            ended(answer)
-            deferred.answer(answer)
+            ended(answer, deferred.answer(answer))
 
         def run() -> None:
             try:
@@ -182,11 +229,17 @@ class PayloadService:
         held.copying_bytes += size_bytes
         return deferred
 
+    def _collect_sent(self) -> bool:
+        all_sent = [held.collect_sent(self._buffers) for held in self._held.values()]
+        return all(all_sent)
+
     def _room_for(self, owner: int, size_bytes: int) -> _Held:
         held = self._held.get(owner)
         if held is None:
+            self._collect_sent()
             self._held = {one: what for one, what in self._held.items() if what.size_bytes or what.copies}
             held = self._held[owner] = _Held()
+        held.collect_sent(self._buffers)
         if held.size_bytes + size_bytes > limits.MAX_PAYLOAD_BYTES_PER_WORKER:
             raise RemoteError(ErrorCode.TOO_MANY, "Too much payload of this worker is on its way; take some first.")
         if sum(what.size_bytes for what in self._held.values()) + size_bytes > limits.MAX_PAYLOAD_BYTES:

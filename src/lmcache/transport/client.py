@@ -15,8 +15,8 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, cast, get_type_hints
 
 import msgspec
 import zmq
@@ -81,9 +81,9 @@ class Pending(Generic[Reply]):
         """Nobody wants the answer any more. The server is not told."""
         self._connection.forget(self)
 
-    def settle(self, status: bytes, payload: bytes) -> None:
+    def settle(self, status: bytes, payload: bytes | memoryview) -> None:
         if status != wire.STATUS_OK:
-            self.fail(RemoteError(status.decode("ascii", "replace"), wire.decode_sentence(payload)))
+            self.fail(RemoteError(status.decode("ascii", "replace"), wire.decode_sentence(bytes(payload))))
             return
         try:
             self._outcome = self._decoder.decode(payload)
@@ -117,6 +117,7 @@ class Connection:
         self._decoders: dict[type[Any], Any] = {}
         self._broken: str = ""
         self._closed = False
+        self._has_large_answers = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         # Not -1: ZMQ would then discard answers that had arrived before the connection ended.
@@ -157,6 +158,8 @@ class Connection:
         decoder = self._decoders.get(reply_type)
         if decoder is None:
             decoder = self._decoders[reply_type] = wire.decoder_of(reply_type)
+            if memoryview in get_type_hints(reply_type).values():  # an answer that is a view of its message
+                self._has_large_answers = True
         deadline = self._clock.monotonic() + timeout_seconds
         with self._lock:
             if self._broken:
@@ -296,19 +299,25 @@ class Connection:
         """Everything that has arrived; only up to the wanted answer while nobody sleeps over the socket: whoever
         waits next reads on before it sleeps."""
         while not self._closed and self._socket.getsockopt(zmq.EVENTS) & wire.READABLE:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            frames = self._receive()
             if len(frames) != wire.CALL_FRAMES or len(frames[0]) != wire.CALL_ID_BYTES:
                 self._break(f"What listens on {self.endpoint} does not speak this protocol.")
                 return
-            pending = self._pendings.pop(wire.unpack_call_id(frames[0]), None)
+            pending = self._pendings.pop(wire.unpack_call_id(bytes(frames[0])), None)
             if pending is not None:  # None: given up, or expired
-                pending.settle(frames[1], frames[2])
+                pending.settle(bytes(frames[1]), frames[2])
                 if pending.error is not None:
                     self._on_trouble(pending.error)
                 if pending is not wanted:
                     self._notify(pending)
                 elif self._leader is None:
                     return
+
+    def _receive(self) -> Sequence[bytes | memoryview]:
+        """The frames of one answer; where large ones come, without a copy of them."""
+        if not self._has_large_answers:
+            return cast(list[bytes], self._socket.recv_multipart(zmq.NOBLOCK))
+        return [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
 
     def _notify(self, pending: Pending[Any]) -> None:
         """Wakes the thread that waits for it, if any; the leader's own thread finds out by itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 
 import pytest
@@ -117,6 +118,13 @@ def _decode(payload: bytes) -> list[bytes]:
 
     reply = msgspec.msgpack.Decoder(m.ReadReply).decode(payload)
     return [bytes(reply.data)]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -314,3 +322,31 @@ def test_a_closing_server_refuses(payload):
     payload.copies.closed = False
     assert payload.write(reply.reservation, payload.frames(chunks(1))[0]) == m.WriteReply(FRAME)
     payload.service.commit(reply.reservation)
+
+
+def test_memory_of_answers_is_used_again_and_let_go_when_idle(payload):
+    [content] = payload.store(chunks(1))
+    hit = payload.service.lookup("r", chunks(1))
+    for _ in range(20):
+        assert payload.read(hit.lease) == content
+        assert payload.read(hit.lease, 100, offset=4000) == content[4000:4100]
+    buffers = payload.payload._buffers
+    until(payload.payload._collect_sent)  # a thread of ZMQ's says so
+    assert 0 < len(buffers._spare) <= 8
+    payload.service.clock.advance(1.5)
+    payload.service.loop.run()
+    payload.service.clock.advance(1.5)
+    payload.service.loop.run()
+    assert not buffers._spare and not payload.service.loop.timers
+    assert payload.read(hit.lease) == content
+    payload.service.end("r")
+
+
+def test_an_answer_that_is_refused_meanwhile_does_not_stay(payload):
+    payload.store(chunks(1))
+    hit = payload.service.lookup("r", chunks(1))
+    deferred = payload.start_read(hit.lease)
+    deferred.answer(RemoteError("too_many", "as the message loop does"))
+    payload.run()
+    assert not any(held.unsent for held in payload.payload._held.values())
+    payload.service.end("r")

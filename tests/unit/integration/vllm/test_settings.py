@@ -1,0 +1,40 @@
+"""What `kv_connector_extra_config` may say, and the sentence for what it may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.client.transfer import WantedTransfer
+from lmcache.errors import ConfigError
+from lmcache.integration.vllm.settings import ConnectorSettings
+
+
+def test_nothing_said_means_the_defaults() -> None:
+    assert ConnectorSettings.read({}) == ConnectorSettings()
+    assert ConnectorSettings().transfer_mode is WantedTransfer.AUTO
+
+
+@pytest.mark.parametrize("mode", ["auto", "shm", "socket"])
+def test_the_transfer_mode_is_taken(mode: str) -> None:
+    assert ConnectorSettings.read({"lmcache.mp.transfer_mode": mode}).transfer_mode.value == mode
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("lmcache.mp.transfer_mode", "pigeon", "one of auto, shm, socket"),
+        ("lmcache.mp.transfer_mode", ["shm"], "one of auto, shm, socket"),
+        ("lmcache.mp.port", "x", "a port from 1 to 65535"),
+        ("lmcache.mp.heartbeat_interval", 0, "seconds above 0"),
+        ("lmcache.mp.mq_timeout", "soon", "seconds above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_key_and_rule(key: str, value: object, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule) as refusal:
+        ConnectorSettings.read({key: value})
+    assert key in str(refusal.value)
+
+
+def test_a_misspelled_key_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    ConnectorSettings.read({"lmcache.mp.transfer_mod": "shm"})
+    assert "did you mean lmcache.mp.transfer_mode" in caplog.text
