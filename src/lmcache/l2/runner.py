@@ -202,6 +202,10 @@ class Runner:
         self.ledger.add_older([(key, size) for key, size in zip(unknown, sizes, strict=True) if size is not None])
         return [key in self.ledger for key in keys]
 
+    def used(self, keys: Sequence[ObjectKey]) -> None:
+        """A prompt was used, of which the backend may hold some: keys in prefix order."""
+        self.ledger.touch(keys)
+
     async def corrupted(self, keys: Sequence[ObjectKey], reason: str) -> None:
         """Frames that did not verify after they were loaded: counted, said, moved aside. Also while stores are
         suspended: the adapter must hear of them, or it would be asked for them again and again."""

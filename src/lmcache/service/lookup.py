@@ -151,7 +151,7 @@ class LookupService:
             frame_bytes=keyspace.frame_bytes,
             hashes=asked.hashes[chunks * CHUNK_HASH_BYTES :],
             deadline_seconds=min(message.deadline_seconds, MAX_LOOKUP_DEADLINE_SECONDS),
-            l1_chunks=chunks,
+            l1_hashes=asked.hashes[: chunks * CHUNK_HASH_BYTES],
         )
         return self._load(_Waiting(asked, keyspace, in_l1), request, self._prefetcher)
 

@@ -39,7 +39,7 @@ class PrefetchRequest:
     frame_bytes: Sequence[int]  # by namespace
     hashes: bytes
     deadline_seconds: float
-    l1_chunks: int = 0  # chunks before `hashes` that L1 had, for the log
+    l1_hashes: bytes = b""  # the chunks before `hashes`, which L1 had
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,11 @@ class PrefetchController:
         chunks = len(request.hashes) // CHUNK_HASH_BYTES
         if not chunks or not request.namespaces or not self._runners:
             return PrefetchResult(0, 0, b"", MissReason.NOT_STORED if chunks else None)
+        l1_chunks = len(request.l1_hashes) // CHUNK_HASH_BYTES
         log.debug(
             "Prefetch request submitted: %d total keys, %d L1 prefix hits, %d remaining for L2",
-            (chunks + request.l1_chunks) * len(request.namespaces),
-            request.l1_chunks * len(request.namespaces),
+            (chunks + l1_chunks) * len(request.namespaces),
+            l1_chunks * len(request.namespaces),
             chunks * len(request.namespaces),
         )
         self._metrics.l2_prefetch_lookup.inc()
@@ -122,7 +123,11 @@ class PrefetchController:
             elif work.exception() is not None:
                 log.error("A prefetch failed", exc_info=work.exception())
                 run.reason = MissReason.L2_FAILED
-            return NOTHING_ASKED if cancelled.is_set() else self._lease(run, chunks)
+            if cancelled.is_set():
+                return NOTHING_ASKED
+            result = self._lease(run, chunks)
+            self._note_use(request, result.chunks)
+            return result
         finally:
             stop.cancel()
             work.cancel()
@@ -284,6 +289,20 @@ class PrefetchController:
             run.request.owner, run.namespace_ids, run.request.hashes, run.request.lease_deadline
         )
         return PrefetchResult(leased, lease, offsets, run.reason if leased < chunks else None)
+
+    def _note_use(self, request: PrefetchRequest, chunks: int) -> None:
+        """Loads touch what they load, batch by batch, and L1's part of a prompt is not loaded at all. So that no prefix
+        leaves L2 before its suffix, all of the prompt has been used once more."""
+        if not chunks:
+            return
+        hashes = request.l1_hashes + request.hashes[: chunks * CHUNK_HASH_BYTES]
+        keys = [
+            ObjectKey(namespace, hashes[at : at + CHUNK_HASH_BYTES])
+            for at in range(0, len(hashes), CHUNK_HASH_BYTES)
+            for namespace in request.namespaces
+        ]
+        for runner in self._runners:
+            runner.used(keys)
 
     def _give_back(self, run: _Run) -> None:
         for load in run.loads:

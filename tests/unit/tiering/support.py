@@ -81,12 +81,17 @@ class Rig:
         return self.l1.core.probe(ids, b"".join(key.chunk_hash for key in chunks))
 
     def begin_fetch(
-        self, chunks: Sequence[ObjectKey], deadline_seconds: float = 20.0, namespaces: Sequence[Namespace] = ()
+        self,
+        chunks: Sequence[ObjectKey],
+        deadline_seconds: float = 20.0,
+        namespaces: Sequence[Namespace] = (),
+        in_l1: Sequence[ObjectKey] = (),
     ) -> tuple[queue.Queue[PrefetchResult], Callable[[], None]]:
         answers: queue.Queue[PrefetchResult] = queue.Queue()
         of = list(namespaces) or [chunks[0].namespace]
         hashes = b"".join(key.chunk_hash for key in chunks)
-        request = PrefetchRequest(ENGINE, FOREVER, of, [FRAME_BYTES] * len(of), hashes, deadline_seconds)
+        before = b"".join(key.chunk_hash for key in in_l1)
+        request = PrefetchRequest(ENGINE, FOREVER, of, [FRAME_BYTES] * len(of), hashes, deadline_seconds, before)
         return answers, self.storage.prefetch(request, answers.put)
 
     def fetch(self, chunks: Sequence[ObjectKey], **options: Any) -> PrefetchResult:

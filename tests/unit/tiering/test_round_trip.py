@@ -39,6 +39,24 @@ def test_what_left_l1_comes_back_from_disk(tmp_path: Path, direct: bool) -> None
     assert not list(tmp_path.rglob("*.data")) and not list(tmp_path.rglob("*.tmp"))
 
 
+def test_no_prefix_is_due_to_leave_l2_before_its_suffix(tmp_path: Path) -> None:
+    wanted = keys(300)  # several batches
+    eviction = {"eviction_policy": "LRU"}
+    spec = {"type": "fs_native", "base_path": str(tmp_path), "max_capacity_gb": 1, "eviction": eviction}
+    with rig([build(parse_adapter(spec, 0))]) as it:
+        it.put(wanted)
+        assert it.storage.flush(20)
+        ledger = it.storage._runners[0].ledger
+        for in_l1 in (0, 40):  # the second time L1 still has a part
+            it.storage.clear("l1")
+            if in_l1:
+                it.put(wanted[:in_l1], tell=False)
+            result = it.fetch(wanted[in_l1:], in_l1=wanted[:in_l1])
+            assert result.chunks == 300 - in_l1
+            it.l1.core.release(result.lease)
+            assert ledger.victims(ledger.used_bytes) == wanted[::-1]
+
+
 def test_the_prefix_ends_at_the_first_chunk_that_is_nowhere() -> None:
     wanted = keys(100)
     with rig([faulty()[0]]) as it:
