@@ -10,7 +10,7 @@ import pytest
 from e2e.harness import Stack, until
 from lmcache.testing.tiny_models import sample_tokens
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 
 def test_each_rank_loads_what_it_stored(llama: Path, start_stack: Callable[..., Stack]) -> None:
