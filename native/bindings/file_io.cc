@@ -22,11 +22,12 @@ void bind_file_io(nb::module_& m) {
     nb::class_<FileIO>(m, "FileIO")
         .def(
             "__init__",
-            [](FileIO* self, unsigned threads, bool use_odirect, std::size_t block_bytes,
-               std::size_t read_ahead_bytes) {
-                new (self) FileIO(FileIOOptions{threads, use_odirect, block_bytes, read_ahead_bytes});
+            [](FileIO* self, unsigned threads, bool use_odirect, std::size_t block_bytes, std::size_t read_ahead_bytes,
+               unsigned queue_depth) {
+                new (self) FileIO(FileIOOptions{threads, use_odirect, block_bytes, read_ahead_bytes, queue_depth});
             },
-            nb::arg("threads"), nb::arg("use_odirect"), nb::arg("block_bytes"), nb::arg("read_ahead_bytes") = 0)
+            nb::arg("threads"), nb::arg("use_odirect"), nb::arg("block_bytes"), nb::arg("read_ahead_bytes") = 0,
+            nb::arg("queue_depth") = 0)
         .def("event_fd", &FileIO::event_fd)
         .def(
             "submit_write",

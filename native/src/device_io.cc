@@ -19,6 +19,7 @@
 
 #include "lmcache/limits.h"
 #include "lmcache/ring.h"
+#include "lmcache/ring_loop.h"
 
 namespace lmcache {
 namespace {
@@ -26,7 +27,6 @@ namespace {
 enum class Kind { kWrite, kRead, kSync };
 
 constexpr std::size_t kHeadBytes = kFrameHeaderBytes;
-constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
 
 struct Batch {
     std::uint64_t number = 0;
@@ -136,7 +136,7 @@ public:
         queue_.push_back(batch);
         lock.unlock();
         if (options_.queue_depth != 0)
-            signal(wake_fd_);
+            add_event(wake_fd_);
         else if (count == 1)
             work_ready_.notify_one();
         else
@@ -146,7 +146,7 @@ public:
 
     std::vector<FinishedBatch> drain() {
         std::lock_guard lock(mutex_);
-        silence(event_fd_);
+        take_events(event_fd_);
         std::vector<FinishedBatch> finished;
         finished.swap(finished_);
         return finished;
@@ -157,7 +157,7 @@ public:
             std::lock_guard lock(mutex_);
             closing_ = true;
             work_ready_.notify_all();
-            if (wake_fd_ >= 0) signal(wake_fd_);
+            if (wake_fd_ >= 0) add_event(wake_fd_);
         }
         std::lock_guard lock(close_mutex_);
         for (auto& thread : threads_)
@@ -168,18 +168,6 @@ private:
     void close_descriptors() {
         if (event_fd_ >= 0) ::close(event_fd_);
         if (wake_fd_ >= 0) ::close(wake_fd_);
-    }
-
-    static void signal(int fd) {
-        const std::uint64_t one = 1;
-        while (::write(fd, &one, sizeof one) < 0 && errno == EINTR) {
-        }
-    }
-
-    static void silence(int fd) {
-        std::uint64_t count;
-        while (::read(fd, &count, sizeof count) < 0 && errno == EINTR) {
-        }
     }
 
     // Needs mutex_ and a queue that is not empty.
@@ -264,7 +252,7 @@ private:
     // Needs mutex_.
     void finish(Batch& batch) {
         finished_.push_back({batch.number, std::move(batch.results), std::move(batch.errors)});
-        signal(event_fd_);
+        add_event(event_fd_);
     }
 
     // ---- threads ----
@@ -298,71 +286,40 @@ private:
         return moved < 0 ? -errno : moved;
     }
 
-    // ---- io_uring ----
+    // ---- io_uring: what run_ring asks for ----
+    struct RingSource {
+        using Step = lmcache::Step;
+        Taken take(Step& step) {
+            std::lock_guard lock(state.mutex_);
+            if (state.queue_.empty()) return state.closing_ ? Taken::kEnd : Taken::kNothing;
+            step = state.take();
+            return Taken::kStep;
+        }
+        bool begin(Step& step) {
+            const int error = state.prepare(step);
+            return error == 0 || !state.end(step, error);
+        }
+        void start(Ring& ring, const Step& step, std::uint64_t tag) {
+            const unsigned count = step.part_count - step.first_part;
+            const int fd = state.options_.fd;
+            if (step.batch->kind == Kind::kSync)
+                ring.sync_data(fd, tag);
+            else if (step.writes())
+                ring.write(fd, step.parts + step.first_part, count, step.offset, tag);
+            else
+                ring.read(fd, step.parts + step.first_part, count, step.offset, tag);
+        }
+        bool absorb(Step& step, std::int64_t moved) { return state.absorb(step, moved); }
+        State& state;
+    };
+
     void work_ring(std::promise<int> created) {
         int error = 0;
         const auto ring = Ring::create(options_.queue_depth + 1, error);  // one more, to be woken
         created.set_value(ring ? 0 : error);
         if (!ring) return;
-        std::vector<Step> steps(options_.queue_depth);
-        std::vector<std::size_t> idle(options_.queue_depth);
-        for (std::size_t i = 0; i < idle.size(); ++i) idle[i] = idle.size() - 1 - i;
-        bool listening = false;
-        for (;;) {
-            if (!fill(*ring, steps, idle)) return;
-            if (!listening) {
-                ring->poll_readable(wake_fd_, kWakeTag);
-                listening = true;
-            }
-            if (const int fault = ring->submit_and_wait(); fault != 0)
-                std::abort();  // a defect of ours, never the disk
-            while (const auto completion = ring->pop()) {
-                if (completion->tag == kWakeTag) {
-                    silence(wake_fd_);
-                    listening = false;
-                    continue;
-                }
-                const auto index = static_cast<std::size_t>(completion->tag);
-                Step& step = steps[index];
-                if (absorb(step, completion->result)) {
-                    step = {};
-                    idle.push_back(index);
-                } else {
-                    start(*ring, step, index);
-                }
-            }
-        }
-    }
-
-    // Starts as many steps as there is room for. False when there is nothing under way and never will be.
-    bool fill(Ring& ring, std::vector<Step>& steps, std::vector<std::size_t>& idle) {
-        for (;;) {
-            if (idle.empty()) return true;
-            const std::size_t index = idle.back();
-            Step& step = steps[index];
-            {
-                std::lock_guard lock(mutex_);
-                if (queue_.empty()) return !(closing_ && idle.size() == steps.size());
-                step = take();
-            }
-            if (const int error = prepare(step); error != 0) {
-                end(step, error);
-                step = {};
-                continue;
-            }
-            idle.pop_back();
-            start(ring, step, index);
-        }
-    }
-
-    void start(Ring& ring, const Step& step, std::uint64_t tag) {
-        const unsigned count = step.part_count - step.first_part;
-        if (step.batch->kind == Kind::kSync)
-            ring.sync_data(options_.fd, tag);
-        else if (step.writes())
-            ring.write(options_.fd, step.parts + step.first_part, count, step.offset, tag);
-        else
-            ring.read(options_.fd, step.parts + step.first_part, count, step.offset, tag);
+        RingSource source{*this};
+        run_ring(*ring, options_.queue_depth, wake_fd_, source);
     }
 
     const DeviceIOOptions options_;

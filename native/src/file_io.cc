@@ -12,10 +12,15 @@
 #include <condition_variable>
 #include <ctime>
 #include <deque>
+#include <future>
 #include <mutex>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <utility>
+
+#include "lmcache/ring.h"
+#include "lmcache/ring_loop.h"
 
 namespace lmcache {
 namespace {
@@ -66,9 +71,13 @@ struct Batch {
 
 class Descriptor {
 public:
+    Descriptor() = default;
     explicit Descriptor(int fd) : fd_(fd) {}
-    Descriptor(const Descriptor&) = delete;
-    Descriptor& operator=(const Descriptor&) = delete;
+    Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    Descriptor& operator=(Descriptor&& other) noexcept {
+        std::swap(fd_, other.fd_);
+        return *this;
+    }
     ~Descriptor() {
         if (fd_ >= 0) ::close(fd_);
     }
@@ -82,7 +91,7 @@ public:
     }
 
 private:
-    int fd_;
+    int fd_ = -1;
 };
 
 int open_file(const std::string& path, int flags, mode_t mode = 0) {
@@ -131,6 +140,18 @@ struct UseTimes {
     timespec values[2]{};
 };
 
+// A file on its way to or from memory.
+struct FileStep {
+    std::shared_ptr<Batch> batch;
+    std::size_t index = 0;
+    Descriptor file;
+    bool direct = false;
+    std::uint64_t done = 0, size = 0;
+    iovec part{};  // what is asked for next
+
+    bool writes() const { return batch->kind == Kind::kWrite; }
+};
+
 }  // namespace
 
 class FileIO::State {
@@ -140,24 +161,31 @@ public:
             throw std::invalid_argument("threads must be between 1 and " + std::to_string(kMaxThreads));
         const std::size_t block = options.block_bytes;
         if (block == 0 || (block & (block - 1)) != 0) throw std::invalid_argument("block_bytes must be a power of two");
-        event_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-        if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+        if (options.queue_depth > kMaxQueueDepth)
+            throw std::invalid_argument("queue_depth must be at most " + std::to_string(kMaxQueueDepth));
+        event_fd_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+        wake_fd_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+        if (!event_fd_.valid() || !wake_fd_.valid()) throw std::system_error(errno, std::generic_category(), "eventfd");
         try {
-            threads_.reserve(options.threads);
+            threads_.reserve(options.threads + 1);
             for (unsigned i = 0; i < options.threads; ++i) threads_.emplace_back([this] { work(); });
+            if (uses_ring()) {
+                std::promise<int> created;
+                auto refusal = created.get_future();
+                threads_.emplace_back(
+                    [this, created = std::move(created)]() mutable { work_ring(std::move(created)); });
+                if (const int error = refusal.get(); error != 0)
+                    throw std::system_error(error, std::generic_category(), "io_uring");
+            }
         } catch (...) {
             close();
-            ::close(event_fd_);
             throw;
         }
     }
 
-    ~State() {
-        close();
-        ::close(event_fd_);
-    }
+    ~State() { close(); }
 
-    int event_fd() const { return event_fd_; }
+    int event_fd() const { return event_fd_.get(); }
     std::uint64_t buffered_fallbacks() const { return buffered_fallbacks_.load(std::memory_order_relaxed); }
 
     std::uint64_t submit(Kind kind, std::vector<std::string> paths, std::vector<std::string> temporary_paths,
@@ -197,7 +225,9 @@ public:
         (has_memory ? transfers_ : quick_).push_back(batch);
         const std::uint64_t number = batch->number;
         lock.unlock();
-        if (count == 1)
+        if (has_memory && uses_ring())
+            add_event(wake_fd_.get());
+        else if (count == 1)
             work_ready_.notify_one();
         else
             work_ready_.notify_all();
@@ -206,9 +236,7 @@ public:
 
     std::vector<FinishedBatch> drain() {
         std::lock_guard lock(mutex_);
-        std::uint64_t count;
-        while (::read(event_fd_, &count, sizeof count) < 0 && errno == EINTR) {
-        }
+        take_events(event_fd_.get());
         std::vector<FinishedBatch> finished;
         finished.swap(finished_);
         return finished;
@@ -219,6 +247,7 @@ public:
             std::unique_lock lock(mutex_);
             closing_ = true;
             work_ready_.notify_all();
+            add_event(wake_fd_.get());
         }
         std::lock_guard lock(close_mutex_);
         for (auto& thread : threads_)
@@ -226,12 +255,14 @@ public:
     }
 
 private:
+    bool uses_ring() const { return options_.queue_depth != 0; }
+
     void work() {
         std::unique_lock lock(mutex_);
         for (;;) {
             // Lookups and deletions are short and go first; lookups decide how long an engine waits. Marks wait until
             // nobody waits: each may have to wait itself, for the file system's journal.
-            auto& queue = !quick_.empty() ? quick_ : !transfers_.empty() ? transfers_ : unmarked_;
+            auto& queue = !quick_.empty() ? quick_ : !transfers_.empty() && !uses_ring() ? transfers_ : unmarked_;
             if (queue.empty()) {
                 // A thread with nothing to take may leave: what others still run was taken by them.
                 if (closing_) return;
@@ -254,16 +285,17 @@ private:
 
     void run(const std::shared_ptr<Batch>& batch, std::size_t index) {
         switch (batch->kind) {
-            case Kind::kWrite: {
-                const Outcome outcome =
-                    batch->broken.load(std::memory_order_relaxed) ? failure(ECANCELED) : write(*batch, index);
-                batch->set(index, outcome);
-                publish(*batch, index, outcome.error == 0 ? Publication::kWritten : Publication::kFailed);
+            case Kind::kWrite:
+            case Kind::kRead: {
+                FileStep step;
+                step.batch = batch;
+                step.index = index;
+                if (begin(step)) {
+                    while (!absorb(step, move(step))) {
+                    }
+                }
                 return;
             }
-            case Kind::kRead:
-                batch->set(index, read(*batch, index));
-                break;
             case Kind::kStat:
                 batch->set(index, stat(batch->paths[index]));
                 break;
@@ -282,14 +314,13 @@ private:
         batch->next = 0;
         unmarked_.push_back(batch);
         if (unmarked_.size() > kMaxUnmarkedBatches) unmarked_.pop_front();
+        if (uses_ring()) work_ready_.notify_one();
     }
 
     // Needs mutex_.
     void finish(Batch& batch) {
         finished_.push_back({batch.number, std::move(batch.results), std::move(batch.errors)});
-        const std::uint64_t one = 1;
-        while (::write(event_fd_, &one, sizeof one) < 0 && errno == EINTR) {
-        }
+        add_event(event_fd_.get());
     }
 
     // Renames, in order of submission, whatever is ready. One thread at a time publishes; the others leave their file
@@ -358,90 +389,134 @@ private:
         return true;
     }
 
-    Outcome write(Batch& batch, std::size_t index) {
-        const std::string& path = batch.temporary_paths[index];
-        constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL;
-        bool direct = options_.use_odirect;
-        if (direct && !(aligned(batch.addresses[index]) && aligned(batch.sizes[index]))) {
-            direct = false;
+    // Opens the file of a step. False when the step has ended with that.
+    bool begin(FileStep& step) {
+        Batch& batch = *step.batch;
+        if (step.writes() && batch.broken.load(std::memory_order_relaxed)) return !end(step, failure(ECANCELED));
+        step.direct = options_.use_odirect;
+        if (step.direct && !(aligned(batch.addresses[step.index]) && aligned(batch.sizes[step.index]))) {
+            step.direct = false;
             count_fallback();
         }
-        int fd = open_for_transfer(path, kFlags, kFileMode, direct);
-        if (fd < 0 && errno == ENOENT) {
-            const int error = make_parents(path);
-            if (error != 0) return failure(error);
-            fd = open_for_transfer(path, kFlags, kFileMode, direct);
-        }
-        if (fd < 0) return failure(errno);
-        Descriptor file(fd);
-        int error = write_all(file.get(), batch.addresses[index], batch.sizes[index], direct);
-        if (error == 0) {
-            (void)::futimens(file.get(), UseTimes(batch, index).values);
-            error = file.close();
-        }
-        if (error != 0) {
-            ::unlink(path.c_str());
-            return failure(error);
-        }
-        return {static_cast<std::int64_t>(batch.sizes[index]), 0};
+        const int error = step.writes() ? open_new(step) : open_existing(step);
+        if (error != 0) return !end(step, failure(error));
+        if (step.size == 0) return !end(step, {0, 0});
+        return next_part(step) || !end(step, failure(errno));
     }
 
-    int write_all(int fd, std::uint64_t address, std::uint64_t size, bool direct) {
-        std::uint64_t done = 0;
-        while (done < size) {
-            // What remains after a short write may not be aligned any more.
-            if (direct && !aligned(done) && !leave_direct(fd, direct)) return errno;
-            iovec part{reinterpret_cast<void*>(address + done), size - done};
-            const ssize_t moved = ::pwritev(fd, &part, 1, static_cast<off_t>(done));
-            if (moved > 0) {
-                done += static_cast<std::uint64_t>(moved);
-            } else if (moved == 0) {
-                return EIO;
-            } else if (errno == EINVAL && direct) {
-                if (!leave_direct(fd, direct)) return EINVAL;
-            } else if (errno != EINTR) {
-                return errno;
-            }
+    int open_new(FileStep& step) {
+        const std::string& path = step.batch->temporary_paths[step.index];
+        constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL;
+        step.size = step.batch->sizes[step.index];
+        step.file = Descriptor(open_for_transfer(path, kFlags, kFileMode, step.direct));
+        if (!step.file.valid() && errno == ENOENT) {
+            const int error = make_parents(path);
+            if (error != 0) return error;
+            step.file = Descriptor(open_for_transfer(path, kFlags, kFileMode, step.direct));
         }
+        return step.file.valid() ? 0 : errno;
+    }
+
+    int open_existing(FileStep& step) {
+        // O_NONBLOCK: somebody's FIFO under this name must not hang a thread. It means nothing to a file.
+        step.file = Descriptor(open_for_transfer(step.batch->paths[step.index], O_RDONLY | O_NONBLOCK, 0, step.direct));
+        if (!step.file.valid()) return errno;
+        struct stat info{};
+        if (::fstat(step.file.get(), &info) != 0) return errno;
+        if (!S_ISREG(info.st_mode)) return EINVAL;
+        step.size = std::min<std::uint64_t>(static_cast<std::uint64_t>(info.st_size), step.batch->sizes[step.index]);
         return 0;
     }
 
-    Outcome read(Batch& batch, std::size_t index) {
-        const std::uint64_t address = batch.addresses[index];
-        const std::uint64_t capacity = batch.sizes[index];
-        bool direct = options_.use_odirect;
-        if (direct && !(aligned(address) && aligned(capacity))) {
-            direct = false;
-            count_fallback();
-        }
-        // O_NONBLOCK: somebody's FIFO under this name must not hang a thread. It means nothing to a file.
-        Descriptor file(open_for_transfer(batch.paths[index], O_RDONLY | O_NONBLOCK, 0, direct));
-        if (!file.valid()) return failure(errno);
-        struct stat info{};
-        if (::fstat(file.get(), &info) != 0) return failure(errno);
-        if (!S_ISREG(info.st_mode)) return failure(EINVAL);
-        const std::uint64_t size = std::min<std::uint64_t>(static_cast<std::uint64_t>(info.st_size), capacity);
-        std::uint64_t done = 0;
-        while (done < size) {
-            if (direct && !aligned(done) && !leave_direct(file.get(), direct)) return failure(errno);
-            std::uint64_t wanted = size - done;
-            if (done == 0 && options_.read_ahead_bytes != 0)
+    // Plans what to ask for. False, with errno, when that is not possible.
+    bool next_part(FileStep& step) {
+        // What remains after a short transfer may not be aligned any more.
+        if (step.direct && !aligned(step.done) && !leave_direct(step.file.get(), step.direct)) return false;
+        std::uint64_t wanted = step.size - step.done;
+        if (!step.writes()) {
+            if (step.done == 0 && options_.read_ahead_bytes != 0)
                 wanted = std::min<std::uint64_t>(wanted, options_.read_ahead_bytes);
-            // Whole blocks, as O_DIRECT asks; the read ends at the end of the file, and `capacity` is whole blocks too.
-            if (direct) wanted = (wanted + options_.block_bytes - 1) & ~(options_.block_bytes - 1);
-            iovec part{reinterpret_cast<void*>(address + done), wanted};
-            const ssize_t moved = ::preadv(file.get(), &part, 1, static_cast<off_t>(done));
-            if (moved > 0) {
-                done += static_cast<std::uint64_t>(moved);
-            } else if (moved == 0) {
-                break;  // truncated since fstat
-            } else if (errno == EINVAL && direct) {
-                if (!leave_direct(file.get(), direct)) return failure(EINVAL);
-            } else if (errno != EINTR) {
-                return failure(errno);
-            }
+            // Whole blocks, as O_DIRECT asks; the read ends at the end of the file, and the memory is whole blocks too.
+            if (step.direct) wanted = (wanted + options_.block_bytes - 1) & ~(options_.block_bytes - 1);
         }
-        return {static_cast<std::int64_t>(std::min(done, capacity)), 0};
+        step.part = {reinterpret_cast<void*>(step.batch->addresses[step.index] + step.done), wanted};
+        return true;
+    }
+
+    static std::int64_t move(const FileStep& step) {
+        const auto offset = static_cast<off_t>(step.done);
+        const ssize_t moved = step.writes() ? ::pwritev(step.file.get(), &step.part, 1, offset)
+                                            : ::preadv(step.file.get(), &step.part, 1, offset);
+        return moved < 0 ? -errno : moved;
+    }
+
+    // Takes in what the kernel said. True when the step has ended; else the next part is planned.
+    bool absorb(FileStep& step, std::int64_t moved) {
+        if (moved == -EINTR || moved == -EAGAIN) return false;
+        if (moved == -EINVAL && step.direct) {
+            if (!leave_direct(step.file.get(), step.direct)) return end(step, failure(EINVAL));
+            return !next_part(step) && end(step, failure(errno));
+        }
+        if (moved < 0) return end(step, failure(static_cast<int>(-moved)));
+        if (moved == 0 && step.writes()) return end(step, failure(EIO));
+        step.done += static_cast<std::uint64_t>(moved);
+        // Nothing more where there should be: truncated since fstat.
+        if (moved == 0 || step.done >= step.size)
+            return end(step, {static_cast<std::int64_t>(std::min(step.done, step.batch->sizes[step.index])), 0});
+        return !next_part(step) && end(step, failure(errno));
+    }
+
+    // Closes the file and hands the outcome on. Always true: the step has ended.
+    bool end(FileStep& step, Outcome outcome) {
+        Batch& batch = *step.batch;
+        if (!step.writes()) {
+            step.file.close();
+            batch.set(step.index, outcome);
+            settle(step.batch);
+            return true;
+        }
+        if (step.file.valid()) {
+            if (outcome.error == 0) {
+                (void)::futimens(step.file.get(), UseTimes(batch, step.index).values);
+                if (const int error = step.file.close(); error != 0) outcome = failure(error);
+            }
+            if (outcome.error != 0) ::unlink(batch.temporary_paths[step.index].c_str());
+        }
+        batch.set(step.index, outcome);
+        publish(batch, step.index, outcome.error == 0 ? Publication::kWritten : Publication::kFailed);
+        return true;
+    }
+
+    // ---- io_uring: what run_ring asks for ----
+    struct RingSource {
+        using Step = FileStep;
+        Taken take(Step& step) {
+            std::lock_guard lock(state.mutex_);
+            if (state.transfers_.empty()) return state.closing_ ? Taken::kEnd : Taken::kNothing;
+            step.batch = state.transfers_.front();
+            step.index = step.batch->next++;
+            if (step.batch->next == step.batch->paths.size()) state.transfers_.pop_front();
+            return Taken::kStep;
+        }
+        bool begin(Step& step) { return state.begin(step); }
+        void start(Ring& ring, const Step& step, std::uint64_t tag) {
+            if (step.writes())
+                ring.write(step.file.get(), &step.part, 1, step.done, tag);
+            else
+                ring.read(step.file.get(), &step.part, 1, step.done, tag);
+        }
+        bool absorb(Step& step, std::int64_t moved) { return state.absorb(step, moved); }
+        State& state;
+    };
+
+    void work_ring(std::promise<int> created) {
+        int error = 0;
+        const auto ring = Ring::create(options_.queue_depth + 1, error);  // one more, to be woken
+        created.set_value(ring ? 0 : error);
+        if (!ring) return;
+        RingSource source{*this};
+        run_ring(*ring, options_.queue_depth, wake_fd_.get(), source);
+        work();  // the marks of the last reads; the other threads may have left
     }
 
     static Outcome stat(const std::string& path) {
@@ -452,7 +527,7 @@ private:
     }
 
     const FileIOOptions options_;
-    int event_fd_ = -1;
+    Descriptor event_fd_, wake_fd_;
     std::atomic<std::uint64_t> buffered_fallbacks_{0};
 
     std::mutex mutex_;

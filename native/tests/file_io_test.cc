@@ -20,12 +20,15 @@
 #include <vector>
 
 #include "check.h"
+#include "lmcache/ring.h"
 
 using lmcache::FileIO;
 using lmcache::FileIOOptions;
 using lmcache::FinishedBatch;
 
 namespace {
+
+unsigned queue_depth = 0;  // of the io_uring that the tests use; 0: threads
 
 std::string make_folder() {
     char name[] = "/tmp/lmcache_file_io_XXXXXX";
@@ -99,7 +102,7 @@ void test_round_trip() {
         for (const std::size_t size : {std::size_t{8192}, std::size_t{5000}, std::size_t{1}, std::size_t{262144}}) {
             for (const std::size_t shift : {std::size_t{0}, std::size_t{16}}) {
                 const std::size_t read_ahead = shift == 0 ? 0 : 4096;
-                FileIO io({2, direct, 4096, read_ahead});
+                FileIO io({2, direct, 4096, read_ahead, queue_depth});
                 constexpr std::size_t kCount = 9;
                 const std::size_t room = 270336;
                 Memory source(room * kCount), target(room * kCount);
@@ -140,7 +143,7 @@ void test_round_trip() {
 // hang.
 void test_strange_files() {
     const std::string folder = make_folder();
-    FileIO io({2, false, 4096, 0});
+    FileIO io({2, false, 4096, 0, queue_depth});
     Memory memory(16384);
     memory.fill(1);
     const std::string path = folder + "/long";
@@ -169,7 +172,7 @@ void test_strange_files() {
 // After the first failure of a batch nothing behind it is published, no temporary file stays, other batches go on.
 void test_failure_ends_the_batch() {
     const std::string folder = make_folder();
-    FileIO io({4, false, 4096, 0});
+    FileIO io({4, false, 4096, 0, queue_depth});
     Memory memory(4096);
     memory.fill(2);
     constexpr std::size_t kCount = 32;
@@ -203,7 +206,7 @@ void test_kill_leaves_a_prefix() {
         const pid_t child = ::fork();
         CHECK(child >= 0);
         if (child == 0) {
-            FileIO io({4, round % 2 == 0, 4096, 0});
+            FileIO io({4, round % 2 == 0, 4096, 0, queue_depth});
             Memory memory(1 << 20);
             memory.fill(3);
             const auto temporary = names(folder, ".t", 64);
@@ -237,7 +240,7 @@ void test_kill_leaves_a_prefix() {
 // Recency on disk: what was read last is youngest; within a batch the first file (the prefix) is youngest.
 void test_recency() {
     const std::string folder = make_folder();
-    FileIO io({2, false, 4096, 0});
+    FileIO io({2, false, 4096, 0, queue_depth});
     FileIO reader({2, false, 4096, 0});
     Memory memory(4096);
     memory.fill(4);
@@ -266,7 +269,7 @@ void test_full_disk() {
         return;
     }
     {
-        FileIO io({2, false, 4096, 0});
+        FileIO io({2, false, 4096, 0, queue_depth});
         Memory memory(65536);
         memory.fill(5);
         const auto paths = names(folder, "object", 8);
@@ -296,7 +299,7 @@ void test_short_write() {
         ::signal(SIGXFSZ, SIG_IGN);
         const rlimit limit{100000, 100000};
         CHECK(::setrlimit(RLIMIT_FSIZE, &limit) == 0);
-        FileIO io({1, true, 4096, 0});
+        FileIO io({1, true, 4096, 0, queue_depth});
         Memory memory(1 << 18);
         memory.fill(6);
         const std::string path = folder + "/object";
@@ -315,7 +318,7 @@ void test_short_write() {
 // Many threads submit every kind at once while another drains; close() ends everything that was submitted.
 void test_concurrency_and_close() {
     const std::string folder = make_folder();
-    FileIO io({3, true, 4096, 0});
+    FileIO io({3, true, 4096, 0, queue_depth});
     Memory memory(65536);
     memory.fill(7);
     std::atomic<std::size_t> submitted{0};
@@ -364,7 +367,8 @@ void test_bad_arguments() {
     CHECK(refused([] { FileIO({0, false, 4096, 0}); }));
     CHECK(refused([] { FileIO({FileIO::kMaxThreads + 1, false, 4096, 0}); }));
     CHECK(refused([] { FileIO({1, false, 1000, 0}); }));
-    FileIO io({1, false, 4096, 0});
+    CHECK(refused([] { FileIO({1, false, 4096, 0, FileIO::kMaxQueueDepth + 1}); }));
+    FileIO io({1, false, 4096, 0, queue_depth});
     CHECK(refused([&] { io.submit_write({"/a", "/b"}, {"/c", "/d"}, {1}, {1, 2}); }));
     CHECK(refused([&] { io.submit_write({"/a"}, {}, {1}, {1}); }));
     CHECK(refused([&] { io.submit_read({"/a"}, {1}, {}); }));
@@ -375,14 +379,21 @@ void test_bad_arguments() {
 }  // namespace
 
 int main() {
-    test_bad_arguments();
-    test_kill_leaves_a_prefix();  // forks: before other threads exist
-    test_short_write();
-    test_round_trip();
-    test_strange_files();
-    test_failure_ends_the_batch();
-    test_recency();
-    test_full_disk();
-    test_concurrency_and_close();
+    for (const unsigned depth : {0U, 1U, 8U}) {
+        queue_depth = depth;
+        if (depth != 0 && lmcache::ring_refusal() != 0) {
+            std::printf("io_uring is refused here: only threads are tested\n");
+            break;
+        }
+        test_bad_arguments();
+        test_kill_leaves_a_prefix();  // forks: before other threads exist
+        test_short_write();
+        test_round_trip();
+        test_strange_files();
+        test_failure_ends_the_batch();
+        test_recency();
+        test_full_disk();
+        test_concurrency_and_close();
+    }
     return 0;
 }

@@ -203,7 +203,8 @@ class L1Core:
 class FileIO:
     """Reads and writes whole files from and into memory on native threads; completion is signalled by an eventfd."""
 
-    def __init__(self, threads: int, use_odirect: bool, block_bytes: int, read_ahead_bytes: int = 0) -> None: ...
+    def __init__(self, threads: int, use_odirect: bool, block_bytes: int, read_ahead_bytes: int = 0, queue_depth: int = 0) -> None:
+        """`queue_depth` above 0: transfers by io_uring, at most that many at once; OSError where it is refused."""
     def event_fd(self) -> int: ...
     def submit_write(self, paths: Sequence[str], temporary_paths: Sequence[str], addresses: Buffer, sizes: Buffer) -> int:
         """Each file: write to the temporary path, then rename. u64 addresses and sizes. Returns a batch number. Files of

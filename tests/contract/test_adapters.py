@@ -38,6 +38,9 @@ TestFsNativeDirect = adapter_contract(
     after_restart="told",
     steps=1000,
 )
+TestFsNativeIoUring = adapter_contract(
+    {**FS_NATIVE, "use_odirect": True, "io_engine": "io_uring"}, after_restart="told", steps=1000
+)
 TestFsNativeReadAhead = adapter_contract(
     {**FS_NATIVE, "read_ahead_size": 5000, "max_capacity_gb": 0.01}, after_restart="told", steps=1000
 )

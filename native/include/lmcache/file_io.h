@@ -27,14 +27,17 @@ struct FileIOOptions {
     bool use_odirect = false;
     std::size_t block_bytes = 4096;    // O_DIRECT wants addresses and lengths that are multiples of it
     std::size_t read_ahead_bytes = 0;  // size of the first read of a file, 0: all at once
+    unsigned queue_depth = 0;          // above 0: transfers by io_uring, at most that many at once; threads do the rest
 };
 
 // All methods are thread-safe. Submitting after close(), or lists of different lengths, throws std::invalid_argument.
 class FileIO {
 public:
     static constexpr unsigned kMaxThreads = 1024;
+    static constexpr unsigned kMaxQueueDepth = 4096;
     static constexpr std::size_t kMaxBatchFiles = 16384;
 
+    // std::system_error where io_uring is refused.
     explicit FileIO(const FileIOOptions& options);
     FileIO(const FileIO&) = delete;
     FileIO& operator=(const FileIO&) = delete;

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 
 from lmcache import _native
 from lmcache.l2.completions import Completions, Results, ranges, words
+
+log = logging.getLogger("lmcache.l2")
+
+
+def usable_queue_depth(io_engine: str, queue_depth: int, name: str) -> int:
+    """0, for threads, unless `io_engine` is "io_uring" and this process may use it. `name` of who asks, for the log."""
+    if io_engine != "io_uring":
+        return 0
+    refusal = _native.io_uring_refusal()
+    if refusal:
+        log.warning("%s: io_uring is refused (%s); threads do the I/O", name, os.strerror(refusal))
+        return 0
+    return queue_depth
 
 
 class NativeDevice:

@@ -9,10 +9,13 @@ from lmcache.l2.completions import Completions, Results, ranges
 
 
 class NativeFiles:
-    """Construct on the loop that uses it."""
+    """Construct on the loop that uses it. `queue_depth` above 0: io_uring moves the content (OSError where it is
+    refused), the threads do the rest."""
 
-    def __init__(self, threads: int, *, use_odirect: bool, block_bytes: int, read_ahead_bytes: int = 0) -> None:
-        self._io = _native.FileIO(threads, use_odirect, block_bytes, read_ahead_bytes)
+    def __init__(
+        self, threads: int, *, use_odirect: bool, block_bytes: int, read_ahead_bytes: int = 0, queue_depth: int = 0
+    ) -> None:
+        self._io = _native.FileIO(threads, use_odirect, block_bytes, read_ahead_bytes, queue_depth)
         self._completions = Completions(self._io)
 
     @property

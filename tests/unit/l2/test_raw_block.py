@@ -25,6 +25,12 @@ LOADED, MISSING, CORRUPT = LoadOutcome.LOADED, LoadOutcome.MISSING, LoadOutcome.
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
 
 
+@pytest.fixture(autouse=True)
+def soon_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device in use is waited for; nobody gives it up here."""
+    monkeypatch.setattr(raw_device, "RELEASE_SECONDS", 0.05)
+
+
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def whole() -> None:
         await asyncio.wait_for(test(), 60)
@@ -135,9 +141,7 @@ def test_a_real_file_system_is_refused(device: Path) -> None:
     run(test)
 
 
-def test_one_server_at_a_time(device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_device, "RELEASE_SECONDS", 0.05)
-
+def test_one_server_at_a_time(device: Path) -> None:
     async def test() -> None:
         async with RawServer(device) as server:
             with pytest.raises(ResourceError, match="in use by another server"):

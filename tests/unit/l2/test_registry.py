@@ -23,6 +23,7 @@ def test_every_documented_key_is_read() -> None:
             "relative_tmp_dir": ".tmp",
             "use_odirect": True,
             "read_ahead_size": 1 << 20,
+            "io_engine": "io_uring",
             "max_capacity_gb": 1.5,
             "persist_enabled": False,
             "timeout_seconds": 2,
@@ -37,6 +38,7 @@ def test_every_documented_key_is_read() -> None:
         "relative_tmp_dir": ".tmp",
         "use_odirect": True,
         "read_ahead_size": 1 << 20,
+        "io_engine": "io_uring",
     }
     assert (config.capacity_bytes, config.persist, config.timeout_seconds) == (3 * GIB // 2, False, 2.0)
     assert config.eviction == EvictionConfig("LRU", 0.9, 0.1)

@@ -24,7 +24,8 @@ from lmcache.l2.adapters.writers import Writer
 from lmcache.l2.background import in_thread
 from lmcache.l2.completions import Results
 from lmcache.l2.config import AdapterConfig
-from lmcache.l2.keys import Key, switch, text, text_or_empty, whole
+from lmcache.l2.keys import Key, choice, switch, text, text_or_empty, whole
+from lmcache.l2.native_device import usable_queue_depth
 from lmcache.l2.native_files import NativeFiles
 
 log = logging.getLogger("lmcache.l2")
@@ -35,6 +36,9 @@ KEYS = (
     Key("relative_tmp_dir", text_or_empty, ""),
     Key("use_odirect", switch, False),
     Key("read_ahead_size", whole(1, 1 << 40), None),
+    # Threads unless told otherwise: what io_uring saves in transfers it loses where files are opened, made and renamed,
+    # which it does one after the other (docs/formats/files.md).
+    Key("io_engine", choice(("posix", "io_uring")), "posix"),
 )
 
 DIRECTORY_ENTRY_BYTES = (
@@ -63,6 +67,7 @@ class FsNativeAdapter:
         self._threads: int = settings["num_workers"]
         self._use_odirect: bool = settings["use_odirect"]
         self._read_ahead_bytes: int = settings["read_ahead_size"] or 0
+        self._queue_depth = usable_queue_depth(settings.get("io_engine", "posix"), self._threads, config.name)
         self._folders: set[str] = set()
         self._stamps: dict[str, int] = {}
         self._namespaces: set[bytes] = set()
@@ -83,7 +88,9 @@ class FsNativeAdapter:
         return (fixed + len(self._namespaces) + len(self._folders)) * folder.FOLDER_BYTES + self._other_bytes
 
     def status(self) -> dict[str, int]:
-        return {"buffered_fallbacks": self.buffered_fallbacks} if self._watcher else {}
+        if not self._watcher:
+            return {}
+        return {"buffered_fallbacks": self.buffered_fallbacks, "io_uring": int(self._queue_depth > 0)}
 
     @property
     def buffered_fallbacks(self) -> int:
@@ -111,6 +118,7 @@ class FsNativeAdapter:
             use_odirect=self._use_odirect,
             block_bytes=FRAME_ALIGN_BYTES,
             read_ahead_bytes=self._read_ahead_bytes,
+            queue_depth=self._queue_depth,
         )
 
     def _prepare(self) -> Writer:

@@ -27,7 +27,7 @@ from lmcache.l2.adapters.raw_table import OrderedPages
 from lmcache.l2.background import in_thread
 from lmcache.l2.completions import ranges, words
 from lmcache.l2.config import AdapterConfig
-from lmcache.l2.native_device import NativeDevice
+from lmcache.l2.native_device import NativeDevice, usable_queue_depth
 
 __all__ = ["KEYS", "RawBlockAdapter", "build"]
 
@@ -91,7 +91,7 @@ class RawBlockAdapter:
             )
         self._superblock = claim.superblock
         self._geometry = claim.superblock.geometry
-        self._depth = self._queue_depth()
+        self._depth = usable_queue_depth(settings["io_engine"], settings["iouring_queue_depth"], self._name)
         slot_bytes = self._geometry.slot_bytes
         self.capacity = Capacity(self._slots * slot_bytes, slot_bytes, largest_object_bytes=self._frame_limit_bytes)
         # Loads have threads of their own: an engine waits for them, and nobody waits for stores.
@@ -112,15 +112,6 @@ class RawBlockAdapter:
         ]
         if settings["meta_enable_periodic"]:
             self._tasks.append(loop.create_task(self._checkpoint_periodically(), name=f"{self._name}-checkpoint"))
-
-    def _queue_depth(self) -> int:
-        if self._settings["io_engine"] != "io_uring":
-            return 0
-        refusal = _native.io_uring_refusal()
-        if refusal:
-            log.warning("%s: io_uring is refused (%s); threads do the I/O", self._name, os.strerror(refusal))
-            return 0
-        return int(self._settings["iouring_queue_depth"])
 
     def _io(self, threads: int, depth: int) -> NativeDevice:
         return NativeDevice(
