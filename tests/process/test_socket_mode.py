@@ -15,6 +15,7 @@ import pytest
 
 import lmcache
 from lmcache.cli.main import main
+from lmcache.client import frames
 from lmcache.client.transfer import WantedTransfer
 from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_PAYLOAD_PART_BYTES
 from lmcache.errors import LMCacheError, ServerUnavailable
@@ -224,6 +225,41 @@ def test_an_engine_that_dies_in_the_middle_of_a_store(server, tmp_path):
         assert other.lookup("r", other.tokens(1, 2)).chunks == 0
         assert other.store(other.tokens(1, 2)) == 2
         other.end("r")
+
+
+def test_parts_that_come_after_their_store_was_given_up_change_nothing(server, monkeypatch):
+    monkeypatch.setattr(frames, "PART_SECONDS", 0.2)
+    with over_socket(server) as engine:
+        tokens = engine.tokens(1, 2, 3)
+        assert engine.store(engine.tokens(9)) == 1
+        hit = engine.lookup("r", engine.tokens(9))
+        hashes = engine.hashes(tokens)
+        first = engine.reserve(hashes)
+        server.signal_group(signal.SIGSTOP)
+        try:
+            assert not any(engine.send(hashes, first))  # the parts lie in the server's socket
+            assert engine.fetch(hit) == ["did not come"]
+            given_up = engine.client.submit(
+                "commit", m.Commit(engine.instance_id, 0, first.reservation, b"\0\0\0"), 20.0
+            )
+        finally:
+            server.signal_group(signal.SIGCONT)
+        assert given_up.result().committed == 0
+        monkeypatch.setattr(frames, "PART_SECONDS", CALL_SECONDS)
+        second = engine.reserve(hashes)  # perhaps in the very same slots
+        assert second.reservation != first.reservation
+        stale = m.Write(
+            engine.instance_id, 0, engine.client.boot_token, first.reservation, 0, 0, 0, memoryview(b"late" * 2000)
+        )
+        with pytest.raises(LMCacheError, match="has ended"):
+            engine.client.call("write", stale, CALL_SECONDS)
+        assert all(engine.send(hashes, second))
+        assert engine.commit(second.reservation) == 3
+        reply = engine.lookup("s", tokens)
+        assert reply.chunks == 3 and engine.read(reply)
+        assert engine.read(hit)  # the lease outlived the pause
+        engine.end("r")
+        engine.end("s")
 
 
 def test_pings_are_answered_while_frames_travel(server):

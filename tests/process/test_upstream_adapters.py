@@ -263,6 +263,34 @@ def test_a_chunk_that_is_gone_or_spoilt_fails_its_blocks_only(upstream, monkeypa
     engine.close()
 
 
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_request_that_is_aborted_while_it_loads_is_named_once(upstream, monkeypatch, server, spoilt):
+    engine = Engine(upstream, monkeypatch, server.port)
+    tokens = list(range(2 * CHUNK_TOKENS))
+    engine.fill(1)
+    engine.compute("cold", tokens, list(range(1, 9)))
+    until(lambda: server.status()["l1"]["objects"] == 2)
+    assert engine.matched("hit", tokens) == 2 * CHUNK_TOKENS
+    if spoilt:
+        slots = engine.scheduler.scheduler_adapter._questions["hit"].reply.slots
+        memory = engine.worker.worker_adapter._worker.client.memory
+        memory.view(int.from_bytes(slots[:8], "little") + 5000, 1)[0] ^= 1
+    engine.allocate("hit", list(range(20, 28)), 2 * CHUNK_TOKENS)
+    adapter = engine.worker.worker_adapter
+    with monkeypatch.context() as answer_withheld:
+        answer_withheld.setattr(adapter, "_start_answered_loads", lambda: None)
+        assert engine.step() == (set(), set())
+        engine.scheduler.request_finished(engine.requests.pop("hit"), [])
+        assert engine.step(finished=frozenset({"hit"})) == (set(), set())
+    named = []
+    until(lambda: named.append(engine.step()) or named[-1] != (set(), set()))
+    named += [engine.step() for _ in range(3)]
+    assert [one for one in named if one != (set(), set())] == [(set(), {"hit"})]
+    assert not (adapter._aborted or adapter._spoilt or adapter._loading or adapter._asked)
+    until(lambda: not held(server) and server.status()["l1"]["objects"] == (1 if spoilt else 2))
+    engine.close()
+
+
 def test_every_load_ends_when_the_server_dies(upstream, monkeypatch, server):
     engine = Engine(upstream, monkeypatch, server.port)
     tokens = list(range(CHUNK_TOKENS))

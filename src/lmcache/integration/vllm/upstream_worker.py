@@ -87,7 +87,8 @@ class LMCacheMPWorkerAdapter:
         # Loads with frames that were not what their keys say. The server removes what nobody leases, so it is told when
         # the scheduler's lease has ended with the request.
         self._spoilt: dict[str, tuple[_Loading, frozenset[int]]] = {}
-        self._ended: set[str] = set()  # loads that never began
+        self._aborted: set[str] = set()  # requests that ended before their load
+        self._ended: set[str] = set()  # loads that are to be reported
         self._failed_blocks: set[int] = set()
         self._policy_said = False
 
@@ -254,11 +255,17 @@ class LMCacheMPWorkerAdapter:
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """(requests whose blocks no store reads any more, requests whose load has ended), each request once."""
-        worker = self._worker
-        if worker is None:
-            ended, self._ended = self._ended, set()
-            return finished_req_ids or None, ended or None
+        """(requests whose blocks no store reads any more, requests whose load has ended).
+
+        The engine gives a finished request's blocks back when it is named in either, and knows it no more from then on:
+        one that was aborted while it loads is named when the load has ended, and only then."""
+        if self._worker is not None:
+            self._end_loads(self._worker, finished_req_ids)
+        ended, self._ended = self._ended, set()
+        loading = self._asked.keys() | self._loading.keys()
+        return (finished_req_ids - loading - ended) or None, ended or None
+
+    def _end_loads(self, worker: WorkerSide, finished_req_ids: set[str]) -> None:
         self._start_answered_loads()
         worker.await_stores_read()
         loads = worker.ended_loads()
@@ -267,18 +274,20 @@ class LMCacheMPWorkerAdapter:
         self._failed_blocks |= loads.failed_blocks
         if loads.failed_blocks:
             self._say_policy()
+        self._aborted |= finished_req_ids & (self._asked.keys() | self._loading.keys())
         for request_id in loads.requests:
             load = self._loading.pop(request_id)
             if request_id in unreadable:
                 self._spoilt[request_id] = load, unreadable[request_id]
             else:
                 self._end_session(load)
-        for request_id in finished_req_ids & self._spoilt.keys():
+        self._ended |= loads.requests
+        over = finished_req_ids | (self._aborted & self._ended)
+        self._aborted -= self._ended
+        for request_id in over & self._spoilt.keys():
             # The scheduler says this too, on a connection of its own: it has to come before what follows.
             self._end_session(_Loading(request_id, 0))
             self._end_session(*self._spoilt.pop(request_id))
-        ended, self._ended = loads.requests | self._ended, set()
-        return set(finished_req_ids) or None, ended or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
