@@ -15,6 +15,7 @@ _ATTENTION_SPECS = {
     "SlidingWindowSpec": "sliding_window",
     "ChunkedLocalAttentionSpec": "attention_chunk_size",
 }
+_OPAQUE_QUANTIZATION = (0, 1)  # none, and fp8 with the scales of the weights: a block is nothing but its tokens
 _EXACT_SPECULATION = ("ngram", "ngram_gpu", "suffix", "draft_model")
 
 
@@ -41,6 +42,7 @@ def cacheable_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup
                     f"This model keeps {kind} state beside or instead of plain attention KV, which this version cannot "
                     "restore exactly."
                 )
+            _refuse_format(spec)
         if not group.enable_kv_transfer or group.host_resident:
             raise LayoutRefused("This model has a KV cache group that the engine keeps for itself.")
         groups.append(
@@ -53,6 +55,22 @@ def cacheable_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup
     if not groups:
         raise LayoutRefused("This model has no KV cache.")
     return tuple(groups)
+
+
+def _refuse_format(spec: Any) -> None:
+    """What a spec of a known class may say that makes its blocks more, or less, than the KV of their tokens."""
+    if getattr(spec, "non_causal", False):
+        raise LayoutRefused("This model attends to later tokens, so the KV of a prefix depends on what follows it.")
+    if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "model_version", None) is not None:
+        raise LayoutRefused("This model keeps compressed KV, which this version cannot restore exactly.")
+    if getattr(spec, "prefix_replay_tokens", 0):
+        raise LayoutRefused("This model rebuilds a part of its KV after a prefix hit, which this version cannot do.")
+    mode = getattr(spec, "kv_quant_mode", 0)
+    if mode not in _OPAQUE_QUANTIZATION:
+        raise LayoutRefused(
+            f"The KV cache format {getattr(mode, 'name', mode)} keeps scales beside the values, which this version "
+            "cannot prove to restore; use --kv-cache-dtype auto or fp8."
+        )
 
 
 def refuse_settings(vllm_config: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 
 _SAMPLES_PER_FILE = 16
 _SAMPLE_BYTES = 4096
+_MAX_ADAPTERS_KEPT = 1024
 
 
 def engine_identity(vllm_config: Any, version: str, layers: Mapping[str, Any], layer_names: tuple[str, ...]) -> str:
@@ -75,7 +77,22 @@ def request_identity(request: Any) -> bytes:
     lora = request.lora_request
     if lora is None:
         return b""
-    return msgspec.msgpack.encode(("lora", lora.lora_name, lora.lora_path))
+    return msgspec.msgpack.encode(("lora", lora.lora_name, lora.lora_path, _adapter_sample(lora)))
+
+
+# By the number that the engine gives an adapter when it loads it: another content comes with another number.
+_adapter_samples: OrderedDict[tuple[str, int], str] = OrderedDict()
+
+
+def _adapter_sample(lora: Any) -> str:
+    """Notices an adapter that was trained on and saved under the same name. Reads its files once."""
+    key = lora.lora_path, lora.lora_int_id
+    sample = None if getattr(lora, "load_inplace", False) else _adapter_samples.get(key)
+    if sample is None:
+        sample = _adapter_samples[key] = _weights_sample(Path(lora.lora_path))
+        if len(_adapter_samples) > _MAX_ADAPTERS_KEPT:
+            _adapter_samples.popitem(last=False)
+    return sample
 
 
 def content_extras(features: Sequence[Any], chunk_tokens: int) -> list[tuple[int, bytes]]:

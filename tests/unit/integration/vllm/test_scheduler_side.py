@@ -445,7 +445,7 @@ def test_chunks_without_all_their_blocks_are_not_stored() -> None:
 def test_media_and_adapters_enter_the_question() -> None:
     engine = Engine()
     image = SimpleNamespace(identifier="image-1", mm_position=SimpleNamespace(offset=200, length=100))
-    lora = SimpleNamespace(lora_name="l", lora_path="/p")
+    lora = SimpleNamespace(lora_name="l", lora_path="/p", lora_int_id=1)
     engine.side.on_new_request(request("a", 600, mm_features=[image], lora_request=lora))
     engine.side.on_new_request(request("b", 600, mm_features=[image]))
     moved = SimpleNamespace(identifier="image-1", mm_position=SimpleNamespace(offset=201, length=100))

@@ -1,0 +1,71 @@
+"""What keeps engines and requests apart that must not share KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmcache.integration.vllm.identity import engine_identity, request_identity
+
+
+def engine(folder: Path, *, isa: str = "amx", dtype: str = "auto", version: str = "0.32.0", **model: Any) -> str:
+    layer = SimpleNamespace(impl=object(), isa=isa, kv_cache_dtype=dtype)
+    values: dict[str, Any] = {
+        "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 64}),
+        "revision": None,
+        "dtype": "bfloat16",
+        "quantization": None,
+        "model": str(folder),
+        "max_model_len": 4096,
+    }
+    config = SimpleNamespace(model_config=SimpleNamespace(**{**values, **model}), speculative_config=None)
+    return engine_identity(config, version, {"layer0": layer}, ("layer0",))
+
+
+def test_the_instruction_set_that_packs_blocks_and_their_type_are_part_of_the_layout(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    same = engine(tmp_path)
+    assert engine(tmp_path) == same
+    assert engine(tmp_path, version="0.32.7") == same
+    others = [
+        engine(tmp_path, isa="vec"),
+        engine(tmp_path, dtype="fp8"),
+        engine(tmp_path, version="0.33.0"),
+        engine(tmp_path, quantization="awq"),
+        engine(tmp_path, revision="other"),
+    ]
+    assert len({same, *others}) == 6
+
+
+def test_weights_that_were_replaced_in_place_are_another_engine(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(60_000))
+    before = engine(tmp_path)
+    weights.write_bytes(b"1" + bytes(59_999))
+    assert engine(tmp_path) != before
+
+
+def lora(folder: Path, number: int, **fields: Any) -> Any:
+    return SimpleNamespace(lora_name="style", lora_path=str(folder), lora_int_id=number, **fields)
+
+
+def test_adapters_are_told_apart_by_name_path_and_content(tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one" * 1000)
+
+    def identity(adapter: Any) -> bytes:
+        return request_identity(SimpleNamespace(lora_request=adapter))
+
+    assert identity(None) == b""
+    first = identity(lora(tmp_path, 1))
+    assert identity(lora(tmp_path / "elsewhere", 2)) != first
+    weights.write_bytes(b"two" * 1000)
+    assert identity(lora(tmp_path, 1)) == first  # what the engine has loaded
+    again = identity(lora(tmp_path, 3))  # unloaded and loaded anew
+    assert again != first
+    weights.write_bytes(b"six" * 1000)
+    assert identity(lora(tmp_path, 3, load_inplace=True)) not in (first, again)
