@@ -49,6 +49,7 @@ python-test: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## Python tests,
 nightly: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## what takes long: every model shape; 200 rounds of load, kill -9 and restart; long simulations; 10 GB under a cap; 50,000 random operations an adapter
 	$(PY) -m pytest tests -m slow
 	LMCACHE_KILL_ROUNDS=200 LMCACHE_SIMULATION_STEPS=100000 $(PY) -m pytest tests/process/test_kill_loop.py tests/simulation
+	LMCACHE_SIMULATED_RUNS=50 LMCACHE_SIMULATED_SEED=$$(date +%s) $(PY) -m pytest tests/simulation/test_connector.py
 	LMCACHE_TEST_CAP_STORE_GB=10 $(PY) -m pytest tests/process/test_cap.py
 	LMCACHE_CONTRACT_STEPS=50000 LMCACHE_CONTRACT_SEED=$$(date +%s) $(PY) -m pytest tests/contract -k like_a_dictionary
 

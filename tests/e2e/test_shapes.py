@@ -1,6 +1,6 @@
 """Every model shape with a real engine: KV that is restored byte by byte, or an engine that runs uncached and says why.
 
-The cheap ones run always; the others are slow, since each engine takes half a minute to start.
+Each engine takes half a minute to start, so only a cheap one runs always, the others nightly.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ class SimCopier:
     before_load: Callable[[list[int]], None]
     before_store: Callable[[list[int], dict[int, bytes]], None]
     snapshot: Callable[[int, list[int]], dict[int, bytes]]
+    stored: dict[tuple[bytes, bytes], list[bytes]]  # by namespace and chunk hash: the same name, the same bytes
 
     def __init__(self, address: int, size_bytes: int, threads: int) -> None:
         self._real = _native.PagedCopier(address, size_bytes, 1)
@@ -34,6 +35,11 @@ class SimCopier:
     def submit_store(self, group: int, slots: bytes, blocks: bytes, hashes: bytes, template: bytes) -> int:
         sources = array("q", blocks).tolist()
         before = self.snapshot(self._memory[group], sources)
+        per_chunk = len(sources) * 32 // len(hashes)
+        for chunk in range(len(hashes) // 32):
+            name = template, hashes[32 * chunk : 32 * chunk + 32]
+            content = [before[block] for block in sources[chunk * per_chunk : (chunk + 1) * per_chunk]]
+            assert self.stored.setdefault(name, content) == content, "two contents are stored under one name"
 
         def run() -> int:
             self.before_store(sources, self.snapshot(self._memory[group], sources))

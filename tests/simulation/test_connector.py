@@ -29,9 +29,9 @@ from simulation.world import World
 
 pytestmark = pytest.mark.engine
 
-RUNS = int(os.environ.get("LMCACHE_SIMULATED_RUNS", "2"))
+RUNS = int(os.environ.get("LMCACHE_SIMULATED_RUNS", "1"))
 FIRST_SEED = int(os.environ.get("LMCACHE_SIMULATED_SEED", "1"))
-REQUESTS = 150
+REQUESTS = 200
 L1_BYTES = 160 * 8192
 
 DECODED = {"lmcache.mp.save_decode_cache": True}
@@ -97,6 +97,7 @@ def stand_in(patch: pytest.MonkeyPatch, world: World, network: Network, shape: S
     native.PagedCopier = SimCopier
     patch.setattr(attachment, "_native", native)
     patch.setattr(SimCopier, "world", world, raising=False)
+    patch.setattr(SimCopier, "stored", {}, raising=False)
 
 
 @dataclass
