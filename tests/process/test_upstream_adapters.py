@@ -44,7 +44,7 @@ class Event:
 
 @pytest.fixture
 def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("LMCACHE_USE_UPSTREAM_MP", "1")
+    # The module is imported as it is in every other test: which class it prefers stays decided for the process.
     from vllm.distributed.kv_transfer.kv_connector.v1 import lmcache_mp_connector
 
     Event.made = []
