@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import pickle
+import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,7 +114,7 @@ class Chain:
 
     def __init__(self, request: Request) -> None:
         lora = request.lora_request.lora_name if request.lora_request else ""
-        seed = hash((request.cache_salt or "", lora)) & _MASK
+        seed = zlib.crc32(repr((request.cache_salt or "", lora)).encode())  # the same in every process
         self._states = [seed]
 
     def upto(self, tokens: Any, count: int) -> np.ndarray:

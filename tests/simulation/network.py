@@ -203,12 +203,12 @@ class SimPending:
         return self._outcome
 
     def cancel(self) -> None:
-        self._connection.pendings.discard(self)
+        self._connection.pendings.pop(self, None)
 
     def settle(self, outcome: Any) -> None:
         if self._outcome is None:
             self._outcome = outcome
-            self._connection.pendings.discard(self)
+            self._connection.pendings.pop(self, None)
             if isinstance(outcome, Exception):
                 self._connection.on_trouble(outcome)
 
@@ -223,7 +223,7 @@ class SimConnection:
         self.world = self.network.world
         self.on_trouble = on_trouble
         self.broken = ""
-        self.pendings: set[SimPending] = set()
+        self.pendings: dict[SimPending, None] = {}  # in order, so that a seed decides everything
         self.life: Life | None = None
         self._interrupted = False
         self._last_sent = self._last_received = 0.0
@@ -242,7 +242,7 @@ class SimConnection:
         if self.broken:
             raise ServerUnavailable(self.broken)
         pending = SimPending(self, self.world.now + timeout_seconds)
-        self.pendings.add(pending)
+        self.pendings[pending] = None
         assert isinstance(message, METHODS[method][0])
         payload = msgspec.msgpack.encode(message)
         self._last_sent = max(self._last_sent, self.world.now + self.network.delay())  # in order
