@@ -183,6 +183,7 @@ class Network:
 
 class SimPending:
     def __init__(self, connection: SimConnection, deadline: float) -> None:
+        self.method = ""
         self._connection = connection
         self._deadline = deadline
         self._outcome: Any = None
@@ -243,6 +244,7 @@ class SimConnection:
             raise ServerUnavailable(self.broken)
         pending = SimPending(self, self.world.now + timeout_seconds)
         self.pendings[pending] = None
+        pending.method = method
         assert isinstance(message, METHODS[method][0])
         payload = msgspec.msgpack.encode(message)
         self._last_sent = max(self._last_sent, self.world.now + self.network.delay())  # in order

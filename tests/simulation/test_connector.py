@@ -252,7 +252,8 @@ class Run:
         assert life is not None
         held = life.service.snapshot()
         assert not (held["sessions"] or held["leases"] or held["reservations"]), held
-        assert all(not connection.pendings for connection in self.network.connections)
+        unanswered = [one.method for connection in self.network.connections for one in connection.pendings]
+        assert not unanswered, unanswered
         life.l1.check_idle()
         self.engine.close()
         self.world.sleep(1.0)

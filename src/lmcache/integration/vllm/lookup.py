@@ -196,7 +196,8 @@ class Asker:
         question.reply = None
         if question.told is not None and question.told is self.client.hello:
             message = EndSession(self.instance_id, question.request_id)
-            self._notices.send("end_session", message, twice=question.unanswered)
+            unanswered = question.unanswered or question.pending is not None or question.appending is not None
+            self._notices.send("end_session", message, twice=unanswered)
 
     def close(self) -> None:
         self._notices.close()
