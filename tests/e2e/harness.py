@@ -18,11 +18,13 @@ PROBE = "e2e.worker_probe.KVProbe"
 CHUNK_TOKENS = 256
 
 
-def until(condition: Callable[[], Any], seconds: float = 30.0, *, every: float = 0.05) -> Any:
-    """Polls until the condition holds and returns its value."""
+def until(
+    condition: Callable[[], Any], seconds: float = 30.0, *, every: float = 0.05, tell: Callable[[], Any] = str
+) -> Any:
+    """Polls until the condition holds and returns its value. `tell`: what to say of the state when it never does."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
+        assert time.monotonic() < deadline, f"not so within {seconds} s {tell()}"
         time.sleep(every)
     return value
 
@@ -91,6 +93,7 @@ class Stack:
         self.engine.stop()
         self.engine = self._new_engine()
         self.engine.wait_ready()
+        self.wait_registered()
 
     # ---- the server --------------------------------------------------------------------------------------------------
     def restart_server(self) -> None:
@@ -105,7 +108,7 @@ class Stack:
             instances = self.server.status()["instances"]
             return any(instance["ranks"] == len(instance["workers"]) > 0 for instance in instances)
 
-        until(registered, 15.0)
+        until(registered, tell=self.server.status)
 
     def wait_stored(self, objects: int, *, in_l2: bool = False) -> None:
         def stored() -> bool:
@@ -114,7 +117,7 @@ class Stack:
                 return False
             return bool(status["l1"]["objects"] >= objects and not status["reservations"])
 
-        until(stored)
+        until(stored, tell=self.server.status)
 
     def wait_clean(self) -> None:
         """Nothing is held for anybody."""
@@ -125,7 +128,7 @@ class Stack:
             held += [status["l1"][name] for name in ("leases", "leased_objects", "reservations", "staged")]
             return not any(held)
 
-        until(clean)
+        until(clean, tell=self.server.status)
 
     def spoil_l1(self, frames: Sequence[int]) -> int:
         """Flips a payload byte of the frames at these positions, in order of address; how many frames there are."""
