@@ -94,6 +94,19 @@ class Round:
         self.client.call("end_session", EndSession(INSTANCE, self.request), TIMEOUT_SECONDS)
 
 
+def wait_until_mapped(size_bytes: int) -> None:
+    """Returns when this process has mapped as much shared memory, which the client does in the background."""
+    deadline = time.monotonic() + 60.0
+    while True:
+        status = Path("/proc/self/status").read_text()
+        mapped_kib = int(status.split("RssShmem:")[1].split()[0])
+        if mapped_kib << 10 >= size_bytes:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{mapped_kib} KiB of shared memory were mapped within 60 s")
+        time.sleep(0.2)
+
+
 def bare_seconds(echo: Echo, source: Buffer, destination: Buffer) -> float:
     """An echo, a plain copy by one thread, an echo."""
     started = time.perf_counter()
@@ -108,6 +121,8 @@ def measure(server: CacheServer, echo: Echo, runs: int, threads: int) -> list[Re
     client.connect(TIMEOUT_SECONDS)
     client.register(RegisterInstance(INSTANCE, "bench", 1, 1, 10.0), TIMEOUT_SECONDS)
     client.register(RegisterWorker(INSTANCE, 0, 0, [LAYOUT], [PAYLOAD_BYTES]), TIMEOUT_SECONDS)
+    assert client.memory is not None
+    wait_until_mapped(client.memory.size_bytes)
     memory = PagedMemory(client, threads)
     size = CHUNKS * PAYLOAD_BYTES
     source, destination = Buffer(size), Buffer(size)
@@ -157,7 +172,6 @@ def main() -> int:
             CacheServer(Path(folder), l1_size_gb=2) as server,
         ):
             server.wait_ready()
-            time.sleep(3.0)  # the background pre-fault of L1
             return report(measure(server, echo, arguments.runs, arguments.threads), arguments.json)
     finally:
         echo.close()
