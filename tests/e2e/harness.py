@@ -19,7 +19,7 @@ CHUNK_TOKENS = 256
 
 
 def until(
-    condition: Callable[[], Any], seconds: float = 30.0, *, every: float = 0.05, tell: Callable[[], Any] = str
+    condition: Callable[[], Any], seconds: float = 90.0, *, every: float = 0.05, tell: Callable[[], Any] = str
 ) -> Any:
     """Polls until the condition holds and returns its value. `tell`: what to say of the state when it never does."""
     deadline = time.monotonic() + seconds
