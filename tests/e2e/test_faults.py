@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import signal
 import socket
 import threading
 import time
@@ -81,12 +80,12 @@ def test_a_server_that_hangs_costs_a_bounded_time(stack: Stack) -> None:
     prompt = sample_tokens(2048, seed=200)
     warm = cached(stack, prompt)
     uncached_seconds = uncached_run_seconds(stack, 2048, seed=201)
-    stack.server.popen.send_signal(signal.SIGSTOP)
+    stack.server.pause()
     try:
         first = stack.engine.complete(prompt, max_tokens=4)
         second = stack.engine.complete(prompt, max_tokens=4)
     finally:
-        stack.server.popen.send_signal(signal.SIGCONT)
+        stack.server.resume()
     for one in (first, second):
         assert one.token_ids == warm.token_ids
         assert one.cached_tokens == 0

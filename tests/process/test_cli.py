@@ -212,13 +212,13 @@ def test_quotas_of_a_running_server(server: CacheServer) -> None:
 
 
 def test_health_tells_when_the_process_is_stopped_and_comes_back(server: CacheServer) -> None:
-    os.kill(server.pid, signal.SIGSTOP)
+    server.pause()
     try:
         done = lmcache("ping", "--url", f"http://127.0.0.1:{server.http_port}", "--timeout", "0.5")
         assert done.returncode == MACHINE
         assert "did not answer" in done.stderr
     finally:
-        os.kill(server.pid, signal.SIGCONT)
+        server.resume()
     assert lmcache("ping", "--url", f"http://127.0.0.1:{server.http_port}").returncode == 0
 
 

@@ -17,7 +17,7 @@ import pytest
 from lmcache.client.client import ClientState
 from lmcache.errors import RemoteError, ServerUnavailable
 from lmcache.protocol import messages as m
-from lmcache.testing.processes import CacheServer
+from lmcache.testing.processes import CacheServer, stop_running
 from process.support import CALL_SECONDS, SmallEngine, unpack_slots
 
 SLOW_L2 = json.dumps({"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 0.001})
@@ -141,7 +141,7 @@ def test_a_stopped_engine_keeps_its_reservation_until_it_goes_on(server, tmp_pat
         server, tmp_path, "hashes = engine.hashes(engine.tokens(1)); reply = engine.reserve(hashes)"
     )
     try:
-        child.send_signal(signal.SIGSTOP)
+        stop_running(child.pid)
         with SmallEngine(server.port) as engine:
             # Silent for far more than three heartbeats of 0.1 s, but its lock is held.
             time_when_swept_twice = time.monotonic() + 2.5
@@ -189,7 +189,7 @@ def test_calls_that_wait_end_at_once_when_the_server_is_killed(tmp_path):
     with CacheServer(tmp_path, l1_size_gb=0.0625, extra=["--l2-adapter", SLOW_L2]) as server:
         server.wait_ready()
         with SmallEngine(server.port) as engine:
-            server.signal_group(signal.SIGSTOP)
+            server.pause()
             call = engine.client.submit("lookup", m.Lookup(engine.instance_id, "r", "", 0, engine.tokens(1)), 60.0)
             assert not call.wait(0.05)
             started = time.monotonic()
@@ -204,7 +204,7 @@ def test_a_server_that_hangs_is_noticed_and_one_that_wakes_up_is_used_again(serv
     with SmallEngine(server.port, heartbeat=0.2) as engine:
         engine.store(engine.tokens(1))
         token = engine.client.boot_token
-        server.signal_group(signal.SIGSTOP)
+        server.pause()
         try:
             wait_until(lambda: engine.client.state is ClientState.UNAVAILABLE)
             started = time.monotonic()
@@ -212,7 +212,7 @@ def test_a_server_that_hangs_is_noticed_and_one_that_wakes_up_is_used_again(serv
                 engine.lookup("r", engine.tokens(1))
             assert time.monotonic() - started < 0.1 * CALL_SECONDS
         finally:
-            server.signal_group(signal.SIGCONT)
+            server.resume()
         engine.client.connect(20.0)
         assert engine.client.boot_token == token
         assert engine.lookup("s", engine.tokens(1)).chunks == 1

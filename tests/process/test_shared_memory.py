@@ -19,6 +19,7 @@ from lmcache.core.limits import MIB
 from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
 from lmcache.memory.room import Machine
 from lmcache.memory.shared_memory import SharedMemory
+from lmcache.testing.processes import stop_running
 
 SIZE = 4 * MIB
 TOKEN = bytes(range(16))
@@ -303,7 +304,7 @@ def test_a_killed_worker_is_known_to_be_gone(name: str) -> None:
 def test_a_worker_that_hangs_is_still_alive(name: str) -> None:
     with contextlib.closing(SharedMemory.create(name, SIZE, TOKEN)) as memory, child(ENGINE, name) as engine:
         assert engine.line() == "locked"
-        engine.process.send_signal(signal.SIGSTOP)
+        stop_running(engine.process.pid)
         assert memory.owner_alive(5)
 
 

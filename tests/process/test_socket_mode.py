@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -153,7 +152,7 @@ def test_a_server_that_dies_in_the_middle_of_both_directions(server, tmp_path):
         reply = engine.lookup("r", tokens)
         hashes = engine.hashes(engine.tokens(*range(100, 120)))
         reserved = engine.reserve(hashes)
-        os.kill(server.pid, signal.SIGSTOP)  # so that both are surely under way
+        server.pause()  # so that both are surely under way
         results: dict[str, list] = {}
         threads = [
             threading.Thread(target=lambda: results.update(fetched=engine.fetch(reply))),
@@ -235,7 +234,7 @@ def test_parts_that_come_after_their_store_was_given_up_change_nothing(server, m
         hit = engine.lookup("r", engine.tokens(9))
         hashes = engine.hashes(tokens)
         first = engine.reserve(hashes)
-        server.signal_group(signal.SIGSTOP)
+        server.pause()
         try:
             assert not any(engine.send(hashes, first))  # the parts lie in the server's socket
             assert engine.fetch(hit) == ["did not come"]
@@ -243,7 +242,7 @@ def test_parts_that_come_after_their_store_was_given_up_change_nothing(server, m
                 "commit", m.Commit(engine.instance_id, 0, first.reservation, b"\0\0\0"), 20.0
             )
         finally:
-            server.signal_group(signal.SIGCONT)
+            server.resume()
         assert given_up.result().committed == 0
         monkeypatch.setattr(frames, "PART_SECONDS", CALL_SECONDS)
         second = engine.reserve(hashes)  # perhaps in the very same slots

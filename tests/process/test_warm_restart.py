@@ -13,7 +13,7 @@ import pytest
 from lmcache.client.client import ClientState
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.protocol import messages as m
-from lmcache.testing.processes import CacheServer, free_port
+from lmcache.testing.processes import CacheServer, free_port, stop_running
 from process.support import CALL_SECONDS, SmallEngine, unpack_slots
 from process.test_server_process import engine_in_a_process, wait_until
 
@@ -151,7 +151,7 @@ def test_what_a_live_engine_may_still_write_is_nobody_elses(place: Place, tmp_pa
     """An engine that stands still in the middle of a store, over two restarts, and then goes on."""
     with place.server() as first:
         stopped = engine_in_a_process(first, tmp_path, RESERVE)
-        stopped.send_signal(signal.SIGSTOP)
+        stop_running(stopped.pid)
         first.kill()
     try:
         for _ in range(2):

@@ -46,6 +46,16 @@ def http_json(port: int, method: str, path: str, body: Any = None, timeout_secon
         connection.close()
 
 
+def stop_running(pid: int) -> None:
+    """SIGSTOP, and returns when no thread of the process runs any more: one that sleeps takes the signal later than
+    another may answer a question. SIGCONT wakes it."""
+    os.kill(pid, signal.SIGSTOP)
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # a thread that ends meanwhile
+            while stat.read_text().rpartition(") ")[2][0] not in "TtZX":
+                time.sleep(0.001)
+
+
 class ManagedProcess:
     """A child in a process group of its own, with its output in a file."""
 
@@ -74,6 +84,13 @@ class ManagedProcess:
     def signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, number)
+
+    def pause(self) -> None:
+        """Returns when nothing of the process runs any more. For a server, which has no children."""
+        stop_running(self.popen.pid)
+
+    def resume(self) -> None:
+        self.signal_group(signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL to the whole group: nothing gets to clean up."""
