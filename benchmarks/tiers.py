@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import select
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fio import MISSING, Fio, present, write_whole
 from lmcache import _native
 from lmcache.clock import SystemClock
 from lmcache.core.frame import header_template
@@ -47,48 +45,6 @@ META_BYTES = 4 << 20
 RECOVERED_OBJECTS = 100_000
 LOOKUP_KEYS = 500
 NAMESPACE = Namespace("bench", 1, 0, 0, "0" * 32)
-
-
-class Fio:
-    """The same transfers by fio, on a file or on files of its own."""
-
-    def __init__(self, folder: Path, count: int, size_bytes: int, engine: str, *, one_file: bool) -> None:
-        self._folder = folder / "fio"
-        self.file = self._folder / "device"
-        self._folder.mkdir()
-        self._one_file = one_file
-        jobs = 1 if engine == "io_uring" else THREADS
-        self._options = [
-            f"--bs={size_bytes}",
-            f"--ioengine={'io_uring' if engine == 'io_uring' else 'psync'}",
-            f"--iodepth={QUEUE_DEPTH if engine == 'io_uring' else 1}",
-            f"--numjobs={jobs}",
-            f"--size={count * size_bytes // jobs}",
-        ]
-        if one_file:
-            write_whole(self.file, count * size_bytes)
-            self._options += [f"--filename={self.file}", f"--offset_increment={count * size_bytes // jobs}"]
-        else:
-            files = count // jobs
-            self._options += [
-                f"--directory={self._folder}",
-                f"--nrfiles={files}",
-                f"--filesize={size_bytes}",
-                f"--openfiles={max(1, QUEUE_DEPTH // jobs)}",
-                "--file_service_type=sequential",
-                "--create_on_open=1",
-                "--fallocate=none",
-            ]
-
-    def run(self, which: str) -> float:
-        """Bytes a second."""
-        if which == "write" and not self._one_file:
-            for path in self._folder.iterdir():
-                path.unlink()
-        command = ["fio", "--name=floor", f"--rw={which}", "--direct=1", "--thread", "--group_reporting"]
-        command += ["--invalidate=0", "--output-format=json", "--mem=mmap", *self._options]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return float(json.loads(done.stdout)["jobs"][0][which]["bw_bytes"])
 
 
 class Engine:
@@ -119,16 +75,6 @@ class Engine:
         os.close(self._fd)
 
 
-def write_whole(path: Path, size_bytes: int) -> None:
-    """Every block has been written: reading a hole or an unwritten extent costs nothing and would prove nothing."""
-    block = b"\0" * (1 << 20)
-    with path.open("wb") as file:
-        for start in range(0, size_bytes, len(block)):
-            file.write(block[: min(len(block), size_bytes - start)])
-        file.flush()
-        os.fsync(file.fileno())
-
-
 class Bench:
     """`size_bytes` is that of a frame, header included: what fio moves in one transfer."""
 
@@ -139,7 +85,15 @@ class Bench:
         self.memory = Buffer(count * size_bytes)
         view = memoryview(self.memory.map)
         self.views = [view[i * size_bytes : (i + 1) * size_bytes] for i in range(count)]
-        self.fio = Fio(folder, count, size_bytes, engine, one_file=kind == "raw_block")
+        self.fio = Fio(
+            folder,
+            count,
+            size_bytes,
+            engine,
+            threads=THREADS,
+            depth=QUEUE_DEPTH,
+            one_file=kind == "raw_block",
+        )
         self.engine = Engine(self.fio.file, self.memory, count, size_bytes, engine) if kind == "raw_block" else None
         self.runner = Runner(build(parse_adapter(self._spec(kind, engine), 0)), Metrics(), SystemClock())
         self.ratios: dict[str, list[float]] = {"store": [], "load": []}
@@ -147,7 +101,13 @@ class Bench:
 
     def _spec(self, kind: str, engine: str) -> dict[str, Any]:
         if kind == "fs_native":
-            return {"type": kind, "base_path": str(self.folder / "l2"), "use_odirect": True, "num_workers": THREADS}
+            return {
+                "type": kind,
+                "base_path": str(self.folder / "l2"),
+                "use_odirect": True,
+                "num_workers": QUEUE_DEPTH if engine == "io_uring" else THREADS,
+                "io_engine": engine,
+            }
         device = self.folder / "device"
         write_whole(device, META_BYTES + self.count * self.size_bytes)
         return {
@@ -284,10 +244,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     refused = _native.io_uring_refusal()
-    cases = [("raw_block", "posix"), ("raw_block", "io_uring"), ("fs_native", "posix")]
+    cases = [(kind, engine) for kind in ("raw_block", "fs_native") for engine in ("posix", "io_uring")]
     results = []
-    if not shutil.which("fio"):
-        print("fio is not installed (Debian: apt-get install fio); nothing is compared with it", file=sys.stderr)
+    if not present():
+        print(MISSING, file=sys.stderr)
         cases = []
     for kind, engine in cases:
         for count, size_bytes in ((8, 64 << 10),) if options.small else SHAPES:
