@@ -11,7 +11,7 @@ from lmcache.clock import Clock
 
 log = logging.getLogger("lmcache.vllm")
 
-MAX_PINNED_FRACTION = 0.5  # of the engine's blocks; beyond it a store is left out
+MAX_PINNED_FRACTION = 0.5  # of the engine's blocks; beyond it stores wait for others to end
 _SOON_SECONDS = 0.5
 
 
@@ -31,7 +31,7 @@ class Pins:
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
         self._pinned_blocks = 0
-        self._left_out = 0
+        self._lag_said = False
         self._since = 0.0
         self.null_block_id = 0
 
@@ -48,13 +48,18 @@ class Pins:
         """Whether waiting for pins beats preempting a request: there are some, and they are young."""
         return bool(self._jobs) and self._clock.monotonic() - self._since < _SOON_SECONDS
 
+    def room(self, wanted_blocks: int) -> int:
+        """How many of these blocks may be pinned now."""
+        room = int(MAX_PINNED_FRACTION * len(self._pool.blocks)) - self._pinned_blocks
+        if room < wanted_blocks and not self._lag_said:
+            self._lag_said = True
+            log.warning("Stores lag behind the engine: the end of some prompts may not be stored (said once)")
+        return min(wanted_blocks, max(0, room))
+
     def pin(self, groups: Iterable[Iterable[int]]) -> int | None:
         """Pins the blocks of every group; the job's number, or None when too many are pinned already."""
         blocks = [self._pool.blocks[block] for group in groups for block in group]
-        if self._pinned_blocks + len(blocks) > MAX_PINNED_FRACTION * len(self._pool.blocks):
-            self._left_out += 1
-            if self._left_out == 1:
-                log.warning("Stores lag behind the engine: some prompts are not stored (said once)")
+        if self.room(len(blocks)) < len(blocks):
             return None
         self._pool.touch(blocks)
         if not self._jobs:

@@ -293,11 +293,14 @@ class SchedulerSide:
         if not question.hashes or question.hello is None or question.hello is not self._client.hello:
             return None
         chunk_tokens = question.hello.chunk_tokens
-        if self._decoded is None and computed_tokens >= known_tokens // chunk_tokens * chunk_tokens:
-            del self._storing[request_id]
         first = state.stored_chunks
         end = min(computed_tokens, known_tokens) // chunk_tokens
         end = min(end, len(question.hashes) // CHUNK_HASH_BYTES)
+        blocks_per_chunk = sum(chunk_tokens // group.block_tokens for group in self._groups)
+        if end > first:  # what has no room now may have it in a later step
+            end = first + self._pins.room((end - first) * blocks_per_chunk) // blocks_per_chunk
+        if self._decoded is None and end >= known_tokens // chunk_tokens:
+            del self._storing[request_id]
         if end <= first:
             return None
         state.stored_chunks = end

@@ -196,7 +196,7 @@ def test_source_blocks_stay_pinned_until_every_worker_has_read_them() -> None:
     assert not engine.side.has_pins
 
 
-def test_stores_never_pin_most_of_the_engine() -> None:
+def test_stores_never_pin_most_of_the_engine_and_the_rest_waits() -> None:
     engine = Engine(blocks=12)
     for name, table in (("a", [1, 2, 3, 4]), ("b", [5, 6, 7, 8])):
         engine.side.on_new_request(one := request(name, 512))
@@ -204,8 +204,16 @@ def test_stores_never_pin_most_of_the_engine() -> None:
         engine.side.matched_tokens(one, 0)
         engine.tables[name] = (table,)
     orders = engine.side.step_orders(step(new=[("a", 0, 512), ("b", 0, 512)]))
-    assert len(orders.stores) == 1
-    assert engine.pool.pinned() == {1, 2, 3, 4}
+    assert [blocks_of(order.blocks[0]) for order in orders.stores] == [[1, 2, 3, 4], [5, 6]]
+    assert engine.pool.pinned() == {1, 2, 3, 4, 5, 6}
+    decoding = step(running=[("a", 512, 1), ("b", 512, 1)])
+    assert engine.side.step_orders(decoding).stores == []
+    engine.side.step_ended(output(report=WorkerReport(Counter([orders.stores[0].job]))))
+    (rest,) = engine.side.step_orders(decoding).stores
+    assert blocks_of(rest.blocks[0]) == [7, 8]
+    assert rest.hashes == bytes([1]) * 32
+    assert engine.side.step_orders(decoding).stores == []
+    assert engine.pool.pinned() == {5, 6, 7, 8}
 
 
 def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
