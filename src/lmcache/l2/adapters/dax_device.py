@@ -107,6 +107,15 @@ class MappedDevice:
     def _make_room(self, info: os.stat_result, wanted_bytes: int) -> None:
         """A page without anything behind it would be a SIGBUS later; here it is an error."""
         if not self.is_device:
+            missing_bytes = self.size_bytes - info.st_blocks * 512
+            volume = os.fstatvfs(self._fd)
+            free_bytes = volume.f_bavail * volume.f_frsize
+            # An attempt would fill the volume for everybody. Without any block a volume has no limit of its own.
+            if volume.f_blocks and missing_bytes > free_bytes:
+                raise ResourceError(
+                    f'{self._where}: "max_dax_size_gb" asks for {wanted_bytes} bytes, of which {self._path} lacks '
+                    f"{missing_bytes}, and its file system has {free_bytes} left; lower it."
+                )
             os.posix_fallocate(self._fd, 0, self.size_bytes)
             return
         size = _attribute(info, "size")
