@@ -14,11 +14,13 @@ ORDER = (
     "copies.py",
     "socket_mode.py",
     "files.py",
+    "folders.py",
     "dax.py",
     "tiers.py",
     "startup.py",
     "warm_restart.py",
     "end_to_end.py",
+    "end_to_end_disk.py",
 )
 
 

@@ -18,6 +18,7 @@ void bind_frame(nb::module_& m);
 void bind_paged_copy(nb::module_& m);
 void bind_l1(nb::module_& m);
 void bind_file_io(nb::module_& m);
+void bind_folder_scan(nb::module_& m);
 void bind_mapped_copy(nb::module_& m);
 void bind_raw_block(nb::module_& m);
 

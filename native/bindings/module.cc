@@ -11,6 +11,7 @@ NB_MODULE(_native, m) {
     bind_paged_copy(m);
     bind_l1(m);
     bind_file_io(m);
+    bind_folder_scan(m);
     bind_mapped_copy(m);
     bind_raw_block(m);
 }

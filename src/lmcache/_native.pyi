@@ -220,6 +220,13 @@ class FileIO:
     def close(self) -> None:
         """Waits for everything submitted. Idempotent."""
 
+def scan_folders(folders: Sequence[str], threads: int) -> tuple[bytes, bytes, bytes, list[str], list[tuple[str, int]]]:
+    """The objects in each of these folders of a file adapter (docs/formats/files.md), in no order: 32-byte hashes, i64
+    nanoseconds of last use, u64 bytes. Then paths that end in ".tmp", and (folder, errno) where reading failed."""
+
+def youngest_first(used_ns: Buffer) -> bytes:
+    """i64 times to u32 positions, the latest time first."""
+
 # ---- mapped storage ------------------------------------------------------------------------------------------------
 class MappedCopier:
     """Streaming copies between memory and storage that is mapped into it, on native threads; completion is signalled by

@@ -65,6 +65,12 @@ def test_the_benchmark_of_dax_runs_small(tmp_path: Path) -> None:
     assert all(value > 0 for value in figures.values()), figures
 
 
+def test_the_benchmark_of_folders_runs_small(tmp_path: Path) -> None:
+    figures = run_small("folders", "--small", "--folder", str(tmp_path))
+    assert len(figures) == 6
+    assert all(value > 0 for value in figures.values()), figures
+
+
 def test_the_benchmark_of_warm_restarts_runs_small() -> None:
     [(name, value)] = run_small("warm_restart", "--runs", "1", "--objects", "500").items()
     assert value > 0 and "500 objects" in name

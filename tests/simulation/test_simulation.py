@@ -200,6 +200,7 @@ class World:
             if self.dice.random() < 0.1:
                 self.loop.call_later(self.dice.uniform(0, 2), cancelled.set)
             result = await self.prefetch.run(request, cancelled)
+            self.prefetch.note_use(request, result.chunks)
             self._check(rest[: result.chunks], result.offsets)
             self.model.hits_from_l2 += result.chunks
             if self.dice.random() < 0.3:

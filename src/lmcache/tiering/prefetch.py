@@ -125,9 +125,7 @@ class PrefetchController:
                 run.reason = MissReason.L2_FAILED
             if cancelled.is_set():
                 return NOTHING_ASKED
-            result = self._lease(run, chunks)
-            self._note_use(request, result.chunks)
-            return result
+            return self._lease(run, chunks)
         finally:
             stop.cancel()
             work.cancel()
@@ -290,9 +288,10 @@ class PrefetchController:
         )
         return PrefetchResult(leased, lease, offsets, run.reason if leased < chunks else None)
 
-    def _note_use(self, request: PrefetchRequest, chunks: int) -> None:
-        """Loads touch what they load, batch by batch, and L1's part of a prompt is not loaded at all. So that no prefix
-        leaves L2 before its suffix, all of the prompt has been used once more."""
+    def note_use(self, request: PrefetchRequest, chunks: int) -> None:
+        """After the answer, of that many chunks. Loads touch what they load, batch by batch, and L1's part of a prompt
+        is not loaded at all. So that no prefix leaves L2 before its suffix, all of the prompt has been used once more.
+        """
         if not chunks:
             return
         hashes = request.l1_hashes + request.hashes[: chunks * CHUNK_HASH_BYTES]

@@ -197,6 +197,7 @@ class Storage:
                 except Exception:  # the root of a request
                     log.exception("The answer of a prefetch could not be delivered")
                     self._l1.core.release(result.lease)
+                self._prefetch.note_use(request, result.chunks)
 
         def begin() -> None:
             task = self._loop.create_task(run())

@@ -19,5 +19,5 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(lmcache.__file__).parents[1])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("fs_native O_DIRECT") == 2
+    assert done.stdout.count("fs_native O_DIRECT") == 2 and done.stdout.count("fs_native page cache") == 2
     assert not list(tmp_path.iterdir())

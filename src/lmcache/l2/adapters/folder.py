@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from lmcache import _native
 from lmcache.core.frame import parse_header
-from lmcache.core.key import Namespace
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_QUARANTINE_BYTES, MAX_QUARANTINE_FILES
 
 OWN_FOLDER = ".lmcache"
@@ -25,9 +27,10 @@ FOLDER_BYTES = 4096
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
-_OBJECT = re.compile(r"([0-9a-f]{64})\.data")
 _TEMPORARY = re.compile(r"(?:\.[0-9a-f]{64}\.)?([0-9a-f]{16})\.[0-9]+\.tmp")
 _HEADERS_TRIED = 8
+_SCAN_THREADS = 4
+_FOLDERS_AT_ONCE = 64
 
 
 def make(base: str, relative: str) -> Path:
@@ -50,19 +53,27 @@ def object_path(base: str, digest_hex: str, hash_hex: str) -> str:
 
 @dataclass
 class FoundNamespace:
-    """`namespace` is None when no file in it has a readable header. Objects: (last use in seconds, hash, bytes)."""
+    """`namespace` is None when no file in it has a readable header."""
 
     digest_hex: str
-    namespace: Namespace | None
-    objects: list[tuple[float, bytes, int]] = field(default_factory=list)
+    namespace: Namespace | None = None
 
 
 @dataclass
 class Contents:
+    """What a scan found. Objects are columns of one length: object i has the 32 bytes of `hashes` from 32 i on."""
+
     namespaces: list[FoundNamespace] = field(default_factory=list)
+    hashes: bytearray = field(default_factory=bytearray)
+    used_ns: array[int] = field(default_factory=lambda: array("q"))  # since 1970
+    sizes: array[int] = field(default_factory=lambda: array("Q"))  # bytes
+    owners: array[int] = field(default_factory=lambda: array("I"))  # positions in `namespaces`
     folders: set[str] = field(default_factory=set)  # relative, of objects
     temporary: list[tuple[str, str]] = field(default_factory=list)  # (path, writer)
     faults: list[OSError] = field(default_factory=list)
+
+    def hash_of(self, index: int) -> bytes:
+        return bytes(self.hashes[index * CHUNK_HASH_BYTES : (index + 1) * CHUNK_HASH_BYTES])
 
 
 def scan(base: str, relative_tmp_dir: str, stop: Callable[[], bool]) -> Contents:
@@ -70,15 +81,16 @@ def scan(base: str, relative_tmp_dir: str, stop: Callable[[], bool]) -> Contents
     contents = Contents()
     if relative_tmp_dir:
         _list_temporary(Path(base, relative_tmp_dir), contents)
-    for namespace in _folders(Path(base), _NAMESPACE, contents):
-        found = FoundNamespace(namespace.name, None)
-        for fan_out in _folders(namespace, _FAN_OUT, contents):
+    for path in _folders(Path(base), _NAMESPACE, contents):
+        found, first = FoundNamespace(path.name), len(contents.sizes)
+        contents.namespaces.append(found)
+        fan_outs = _folders(path, _FAN_OUT, contents)
+        contents.folders.update(f"{path.name}/{fan_out.name}" for fan_out in fan_outs)
+        for start in range(0, len(fan_outs), _FOLDERS_AT_ONCE):
             if stop():
                 return contents
-            contents.folders.add(f"{namespace.name}/{fan_out.name}")
-            _list_objects(fan_out, found, contents)
-        found.namespace = _identify(base, found)
-        contents.namespaces.append(found)
+            _list_objects(fan_outs[start : start + _FOLDERS_AT_ONCE], contents)
+        found.namespace = _identify(base, path.name, contents, first)
     return contents
 
 
@@ -106,52 +118,46 @@ def _folders(path: Path, pattern: re.Pattern[str], contents: Contents) -> list[P
         return []
 
 
-def _list_objects(path: Path, found: FoundNamespace, contents: Contents) -> None:
-    try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                match = _OBJECT.fullmatch(entry.name)
-                if match is None:
-                    _note_temporary(entry, contents)
-                    continue
-                if not match[1].startswith(path.name) or not entry.is_file(follow_symlinks=False):
-                    continue
-                try:
-                    info = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue  # deleted meanwhile
-                size = max(info.st_size, info.st_blocks * 512)
-                found.objects.append((max(info.st_atime, info.st_mtime), bytes.fromhex(match[1]), size))
-    except OSError as error:
-        contents.faults.append(error)
+def _list_objects(paths: Sequence[Path], contents: Contents) -> None:
+    """Of the namespace that was added last."""
+    hashes, used_ns, sizes, temporary, unreadable = _native.scan_folders([str(path) for path in paths], _SCAN_THREADS)
+    contents.hashes += hashes
+    contents.used_ns.frombytes(used_ns)
+    contents.sizes.frombytes(sizes)
+    added = len(contents.sizes) - len(contents.owners)
+    contents.owners.extend([len(contents.namespaces) - 1] * added)
+    for path in temporary:
+        _note_temporary(path, contents)
+    contents.faults += [OSError(error, os.strerror(error), path) for path, error in unreadable]
 
 
 def _list_temporary(path: Path, contents: Contents) -> None:
     try:
         with os.scandir(path) as entries:
             for entry in entries:
-                _note_temporary(entry, contents)
+                _note_temporary(entry.path, contents)
     except FileNotFoundError:
         pass
     except OSError as error:
         contents.faults.append(error)
 
 
-def _note_temporary(entry: os.DirEntry[str], contents: Contents) -> None:
-    match = _TEMPORARY.fullmatch(entry.name)
-    if match is not None and entry.is_file(follow_symlinks=False):
-        contents.temporary.append((entry.path, match[1]))
+def _note_temporary(path: str, contents: Contents) -> None:
+    match = _TEMPORARY.fullmatch(os.path.basename(path))
+    if match is not None and os.path.isfile(path) and not os.path.islink(path):
+        contents.temporary.append((path, match[1]))
 
 
-def _identify(base: str, found: FoundNamespace) -> Namespace | None:
-    """A folder has the digest of its namespace for a name; the namespace itself is in every header."""
-    for _, chunk_hash, _ in found.objects[:_HEADERS_TRIED]:
+def _identify(base: str, digest_hex: str, contents: Contents, first: int) -> Namespace | None:
+    """A folder has the digest of its namespace for a name; the namespace itself is in every header. Its objects are
+    those from `first` on."""
+    for index in range(first, min(len(contents.sizes), first + _HEADERS_TRIED)):
         try:
-            with open(object_path(base, found.digest_hex, chunk_hash.hex()), "rb", buffering=0) as file:
+            with open(object_path(base, digest_hex, contents.hash_of(index).hex()), "rb", buffering=0) as file:
                 namespace = Namespace.decode(parse_header(file.read(FRAME_HEADER_BYTES)).namespace)
         except (OSError, ValueError, msgspec.MsgspecError):
             continue
-        if namespace.digest.hex() == found.digest_hex:
+        if namespace.digest.hex() == digest_hex:
             return namespace
     return None
 

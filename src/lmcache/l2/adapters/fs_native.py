@@ -13,6 +13,7 @@ import os
 from array import array
 from collections.abc import Sequence
 
+from lmcache import _native
 from lmcache.core.frame import holds_whole_frame
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_ALIGN_BYTES
@@ -219,13 +220,14 @@ class FsNativeAdapter:
 
     async def clear(self) -> tuple[int, int]:
         contents = await in_thread("l2-clear", folder.scan, self._base, self._tmp, self._is_stopping)
-        objects = size_bytes = 0
-        for namespace in contents.namespaces:
-            paths = [folder.object_path(self._base, namespace.digest_hex, h.hex()) for _, h, _ in namespace.objects]
-            errors = await self._unlink(paths)
-            for (_, _, size), error in zip(namespace.objects, errors, strict=True):
-                objects += error == 0
-                size_bytes += size if error == 0 else 0
+        digests = [namespace.digest_hex for namespace in contents.namespaces]
+        paths = [
+            folder.object_path(self._base, digests[owner], contents.hash_of(index).hex())
+            for index, owner in enumerate(contents.owners)
+        ]
+        errors = await self._unlink(paths)
+        objects = sum(error == 0 for error in errors)
+        size_bytes = sum(size for size, error in zip(contents.sizes, errors, strict=True) if error == 0)
         return objects, size_bytes
 
     async def close(self) -> None:
@@ -322,27 +324,33 @@ class FsNativeAdapter:
 
     async def _scan(self) -> None:
         known = self._inventory.known()
-        contents, quarantined, others = await in_thread("l2-scan", self._search)
+        contents, order, quarantined, others = await in_thread("l2-scan", self._search)
         self._shared = bool(others)
         self._folders |= contents.folders
         self._namespaces |= {bytes.fromhex(namespace.digest_hex) for namespace in contents.namespaces}
         for fault in contents.faults[:1]:
             log.warning("%s: %d folders could not be searched, the first: %s", self._name, len(contents.faults), fault)
-        found: list[tuple[float, ObjectKey, int]] = []
-        nameless_bytes = 0
-        for namespace in contents.namespaces:
-            if namespace.namespace is None:
-                nameless_bytes += sum(self.capacity.charge(size) for _, _, size in namespace.objects)
-                continue
-            found += [(used, ObjectKey(namespace.namespace, h), size) for used, h, size in namespace.objects]
-        self._other_bytes = quarantined + nameless_bytes
-        found.sort(key=lambda entry: entry[0], reverse=True)
-        for start in range(0, len(found), INVENTORY_SLICE):
-            self._inventory.found([(key, size) for _, key, size in found[start : start + INVENTORY_SLICE]])
+        owners = [namespace.namespace for namespace in contents.namespaces]
+        nameless = {position for position, owner in enumerate(owners) if owner is None}
+        self._other_bytes = quarantined
+        if nameless:
+            sizes_of = zip(contents.owners, contents.sizes, strict=True)
+            self._other_bytes += sum(self.capacity.charge(size) for owner, size in sizes_of if owner in nameless)
+        seen: set[ObjectKey] = set()
+        for start in range(0, len(order), INVENTORY_SLICE):
+            objects = []
+            for index in order[start : start + INVENTORY_SLICE]:
+                owner = owners[contents.owners[index]]
+                if owner is not None:
+                    objects.append((ObjectKey(owner, contents.hash_of(index)), contents.sizes[index]))
+            self._inventory.found(objects)
+            if known:
+                seen.update(key for key, _ in objects)
             await asyncio.sleep(0)
-        await self._report_lost(known, {key for _, key, _ in found})
+        await self._report_lost(known, seen)
 
-    def _search(self) -> tuple[folder.Contents, int, set[str]]:
+    def _search(self) -> tuple[folder.Contents, array[int], int, set[str]]:
+        """What is there, in which order it was used, the bytes in quarantine, other live writers."""
         contents = folder.scan(self._base, self._tmp, self._is_stopping)
         # In this order: a writer that lives now may have written what the scan saw, a dead one will write no more.
         others = self._writer.others()
@@ -352,7 +360,8 @@ class FsNativeAdapter:
                     os.unlink(path)
                 except FileNotFoundError:
                     pass
-        return contents, folder.trim_quarantine(self._base), others
+        order = array("I", _native.youngest_first(memoryview(contents.used_ns)))
+        return contents, order, folder.trim_quarantine(self._base), others
 
     async def _notice_deletions(self) -> None:
         """Looks for known files in the folders that changed since the last time."""

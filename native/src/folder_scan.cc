@@ -1,0 +1,138 @@
+#include "lmcache/folder_scan.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <string_view>
+#include <thread>
+
+namespace lmcache {
+namespace {
+
+constexpr unsigned kMaxScanThreads = 64;
+constexpr std::string_view kObjectSuffix = ".data", kTemporarySuffix = ".tmp";
+constexpr std::int64_t kSecondNs = 1'000'000'000;
+
+using Hash = std::array<std::byte, kChunkHashBytes>;
+
+struct Found {
+    ino_t inode;
+    Hash hash;
+};
+
+int digit(char c) {
+    if (c >= '0' && c <= '9') return c - '0';
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
+bool parse_object(std::string_view name, std::string_view folder, Hash& hash) {
+    if (name.size() != 2 * kChunkHashBytes + kObjectSuffix.size() || !name.ends_with(kObjectSuffix)) return false;
+    for (std::size_t i = 0; i < kChunkHashBytes; ++i) {
+        const int high = digit(name[2 * i]), low = digit(name[2 * i + 1]);
+        if (high < 0 || low < 0) return false;
+        hash[i] = static_cast<std::byte>(high << 4 | low);
+    }
+    return folder.size() >= 2 && name.substr(0, 2) == folder.substr(folder.size() - 2);
+}
+
+std::string object_name(const Hash& hash) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    std::string name;
+    name.reserve(2 * hash.size() + kObjectSuffix.size());
+    for (const std::byte byte : hash) {
+        name += kDigits[std::to_integer<unsigned>(byte) >> 4];
+        name += kDigits[std::to_integer<unsigned>(byte) & 15];
+    }
+    return name.append(kObjectSuffix);
+}
+
+std::int64_t nanoseconds(const timespec& time) { return time.tv_sec * kSecondNs + time.tv_nsec; }
+
+int scan_folder(const std::string& path, FolderScan& scan) {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0) return errno;
+    DIR* const opened = ::fdopendir(fd);
+    if (opened == nullptr) {
+        const int error = errno;
+        ::close(fd);
+        return error;
+    }
+    const std::unique_ptr<DIR, int (*)(DIR*)> directory(opened, ::closedir);
+    std::vector<Found> found;
+    errno = 0;
+    while (const dirent* entry = ::readdir(opened)) {
+        const std::string_view name = entry->d_name;
+        Found object{entry->d_ino, {}};
+        if (parse_object(name, path, object.hash)) {
+            found.push_back(object);
+        } else if (name.ends_with(kTemporarySuffix)) {
+            scan.temporary.push_back(path + '/' + entry->d_name);
+        }
+        errno = 0;
+    }
+    const int error = errno;
+    // File systems keep inodes in tables by their number: in this order a cold disk is read once, and forward.
+    std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.inode < b.inode; });
+    for (const Found& object : found) {
+        struct stat info{};
+        if (::fstatat(fd, object_name(object.hash).c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0) continue;
+        if (!S_ISREG(info.st_mode)) continue;
+        scan.hashes.push_back(object.hash);
+        scan.used_ns.push_back(std::max(nanoseconds(info.st_atim), nanoseconds(info.st_mtim)));
+        scan.sizes.push_back(static_cast<std::uint64_t>(std::max<off_t>(info.st_size, info.st_blocks * 512)));
+    }
+    return error;
+}
+
+template <typename T>
+void append(std::vector<T>& to, std::vector<T>& from) {
+    to.insert(to.end(), std::make_move_iterator(from.begin()), std::make_move_iterator(from.end()));
+}
+
+}  // namespace
+
+FolderScan scan_folders(const std::vector<std::string>& folders, unsigned threads) {
+    if (threads < 1 || threads > kMaxScanThreads)
+        throw std::invalid_argument("threads must be 1 to " + std::to_string(kMaxScanThreads));
+    std::atomic<std::size_t> next{0};
+    std::vector<FolderScan> parts(std::min<std::size_t>(threads, std::max<std::size_t>(1, folders.size())));
+    const auto work = [&](FolderScan& part) {
+        for (std::size_t i; (i = next.fetch_add(1)) < folders.size();) {
+            if (const int error = scan_folder(folders[i], part); error != 0)
+                part.unreadable.emplace_back(folders[i], error);
+        }
+    };
+    {
+        std::vector<std::jthread> others;
+        for (std::size_t i = 1; i < parts.size(); ++i) others.emplace_back(work, std::ref(parts[i]));
+        work(parts[0]);
+    }
+    FolderScan& all = parts[0];
+    for (std::size_t i = 1; i < parts.size(); ++i) {
+        append(all.hashes, parts[i].hashes);
+        append(all.used_ns, parts[i].used_ns);
+        append(all.sizes, parts[i].sizes);
+        append(all.temporary, parts[i].temporary);
+        append(all.unreadable, parts[i].unreadable);
+    }
+    return std::move(all);
+}
+
+std::vector<std::uint32_t> youngest_first(const std::int64_t* used_ns, std::size_t count) {
+    std::vector<std::uint32_t> order(count);
+    std::iota(order.begin(), order.end(), 0U);
+    std::stable_sort(order.begin(), order.end(),
+                     [used_ns](std::uint32_t a, std::uint32_t b) { return used_ns[a] > used_ns[b]; });
+    return order;
+}
+
+}  // namespace lmcache
