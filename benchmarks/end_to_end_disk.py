@@ -28,17 +28,18 @@ TARGET = 1.15
 STORED_SECONDS = 60.0
 
 
-def drop_from_page_cache(folder: Path) -> int:
-    """Every file below the folder; how many bytes they have."""
-    total = 0
+CHUNK_TOKENS = 256
+FRAME_BYTES = CHUNK_TOKENS * 8192 + 4096
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """Every file below the folder."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            total += os.fstat(fd).st_size
             os.close(fd)
-    return total
 
 
 def wait_until_stored(server: CacheServer, objects: int) -> None:
@@ -51,7 +52,8 @@ def wait_until_stored(server: CacheServer, objects: int) -> None:
 
 def measure(server: CacheServer, engine: VllmEngine, l2: Path, fio: Fio, tokens: int, runs: int) -> list[Result]:
     prompt = prompt_of(1, tokens)
-    chunks = tokens // 256
+    chunks = tokens // CHUNK_TOKENS
+    size_bytes = chunks * FRAME_BYTES
     cold, _ = first_token_seconds(engine, prompt)
     wait_until_stored(server, chunks)
     fio.run("write")
@@ -61,7 +63,7 @@ def measure(server: CacheServer, engine: VllmEngine, l2: Path, fio: Fio, tokens:
         for what in ("L1", "fio", "L2") if run % 2 else ("fio", "L1", "L2"):
             if what == "L2":
                 server.clear("l1")
-            size_bytes = drop_from_page_cache(l2)
+            drop_from_page_cache(l2)
             if what == "fio":
                 took = size_bytes / fio.run("read")
             else:
@@ -111,13 +113,11 @@ def main() -> int:
     ):
         folder, l2 = Path(name), Path(on_disk) / "l2"
         make_llama(folder / "model")
-        chunks = options.tokens // 256
-        frame_bytes = 256 * 8192 + 4096
-        count = chunks // THREADS * THREADS
+        count = options.tokens // CHUNK_TOKENS // THREADS * THREADS
         fio = Fio(
             Path(on_disk),
             count,
-            frame_bytes,
+            FRAME_BYTES,
             "psync",
             threads=THREADS,
             depth=THREADS,

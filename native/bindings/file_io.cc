@@ -42,13 +42,16 @@ void bind_file_io(nb::module_& m) {
             nb::arg("paths"), nb::arg("temporary_paths"), nb::arg("addresses"), nb::arg("sizes"))
         .def(
             "submit_read",
-            [](FileIO& self, std::vector<std::string> paths, nb::handle addresses, nb::handle capacities) {
+            [](FileIO& self, std::vector<std::string> paths, nb::handle addresses, nb::handle capacities,
+               nb::handle frame_names) {
                 auto to = numbers(addresses, "addresses");
                 auto bytes = numbers(capacities, "capacities");
+                const PackedView<std::byte> names(frame_names, "frame_names");
+                std::vector<std::byte> frames(names.data(), names.data() + names.size());
                 nb::gil_scoped_release released;
-                return self.submit_read(std::move(paths), std::move(to), std::move(bytes));
+                return self.submit_read(std::move(paths), std::move(to), std::move(bytes), std::move(frames));
             },
-            nb::arg("paths"), nb::arg("addresses"), nb::arg("capacities"))
+            nb::arg("paths"), nb::arg("addresses"), nb::arg("capacities"), nb::arg("frame_names") = nb::bytes("", 0))
         .def("submit_stat", &FileIO::submit_stat, nb::arg("paths"), nb::call_guard<nb::gil_scoped_release>())
         .def("submit_unlink", &FileIO::submit_unlink, nb::arg("paths"), nb::call_guard<nb::gil_scoped_release>())
         .def("drain",

@@ -13,86 +13,32 @@
 #include <ctime>
 #include <deque>
 #include <future>
+#include <memory>
 #include <mutex>
+#include <span>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "file_batch.h"
 #include "lmcache/ring.h"
 #include "lmcache/ring_loop.h"
 
 namespace lmcache {
 namespace {
 
+using namespace file_batch;
+
 // Prompts can be reconstructed from KV: never readable by everybody, by the group only if the umask allows it.
 constexpr mode_t kFileMode = 0660;
 constexpr mode_t kFolderMode = 0770;
 
-enum class Kind { kWrite, kRead, kStat, kUnlink };
-
 // Read batches whose files still have to be marked as used; beyond it the oldest marks are given up.
 constexpr std::size_t kMaxUnmarkedBatches = 1024;
-enum class Publication : std::uint8_t { kPending, kWritten, kFailed };
 
-struct Outcome {
-    std::int64_t result = 0;
-    int error = 0;
-};
-
-Outcome failure(int error) { return {-1, error}; }
-
-struct Batch {
-    std::uint64_t number = 0;
-    Kind kind = Kind::kStat;
-    std::vector<std::string> paths;
-    std::vector<std::string> temporary_paths;
-    std::vector<std::uint64_t> addresses;
-    std::vector<std::uint64_t> sizes;
-    timespec submitted{};
-
-    // Guarded by the queue's mutex.
-    std::size_t next = 0;
-    std::size_t unfinished = 0;
-    // Each element is written by one thread, and read after `unfinished` reached 0.
-    std::vector<std::int64_t> results;
-    std::vector<std::int32_t> errors;
-
-    // Guarded by the publication mutex.
-    std::vector<Publication> publication;
-    std::size_t next_to_publish = 0;
-    std::atomic<bool> broken{false};
-
-    void set(std::size_t index, Outcome outcome) {
-        results[index] = outcome.result;
-        errors[index] = outcome.error;
-    }
-};
-
-class Descriptor {
-public:
-    Descriptor() = default;
-    explicit Descriptor(int fd) : fd_(fd) {}
-    Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-    Descriptor& operator=(Descriptor&& other) noexcept {
-        std::swap(fd_, other.fd_);
-        return *this;
-    }
-    ~Descriptor() {
-        if (fd_ >= 0) ::close(fd_);
-    }
-    int get() const { return fd_; }
-    bool valid() const { return fd_ >= 0; }
-    // Network file systems report lost writes here. After EINTR the descriptor is closed all the same.
-    int close() {
-        const int fd = fd_;
-        fd_ = -1;
-        return ::close(fd) == 0 || errno == EINTR ? 0 : errno;
-    }
-
-private:
-    int fd_ = -1;
-};
+// What a read takes at once from the page cache when it is verified: it then still is in the processor's own cache.
+constexpr std::uint64_t kCachedPieceBytes = 128 << 10;
 
 int open_file(const std::string& path, int flags, mode_t mode = 0) {
     int fd;
@@ -116,41 +62,6 @@ int make_parents(const std::string& path) {
     if (::mkdir(grandparent.c_str(), kFolderMode) != 0 && errno != EEXIST) return errno;
     return ::mkdir(parent.c_str(), kFolderMode) == 0 || errno == EEXIST ? 0 : errno;
 }
-
-timespec microseconds_before(timespec time, std::size_t microseconds) {
-    const long nanoseconds = static_cast<long>(microseconds % 1000000) * 1000;
-    time.tv_sec -= static_cast<time_t>(microseconds / 1000000);
-    if (time.tv_nsec < nanoseconds) {
-        time.tv_sec -= 1;
-        time.tv_nsec += 1000000000;
-    }
-    time.tv_nsec -= nanoseconds;
-    return time;
-}
-
-// Recency survives restarts as the access time, set by hand so that mount options do not matter; a new file gets it as
-// modification time too, since the later of both counts. Best effort: a file of another user, or one that is gone, is
-// left as it is.
-struct UseTimes {
-    UseTimes(const Batch& batch, std::size_t index) {
-        values[0] = microseconds_before(batch.submitted, index);
-        values[1] = values[0];
-        if (batch.kind != Kind::kWrite) values[1].tv_nsec = UTIME_OMIT;
-    }
-    timespec values[2]{};
-};
-
-// A file on its way to or from memory.
-struct FileStep {
-    std::shared_ptr<Batch> batch;
-    std::size_t index = 0;
-    Descriptor file;
-    bool direct = false;
-    std::uint64_t done = 0, size = 0;
-    iovec part{};  // what is asked for next
-
-    bool writes() const { return batch->kind == Kind::kWrite; }
-};
 
 }  // namespace
 
@@ -189,7 +100,8 @@ public:
     std::uint64_t buffered_fallbacks() const { return buffered_fallbacks_.load(std::memory_order_relaxed); }
 
     std::uint64_t submit(Kind kind, std::vector<std::string> paths, std::vector<std::string> temporary_paths,
-                         std::vector<std::uint64_t> addresses, std::vector<std::uint64_t> sizes) {
+                         std::vector<std::uint64_t> addresses, std::vector<std::uint64_t> sizes,
+                         std::vector<std::byte> frame_names = {}) {
         const std::size_t count = paths.size();
         if (count > kMaxBatchFiles)
             throw std::invalid_argument("a batch holds at most " + std::to_string(kMaxBatchFiles) + " files");
@@ -198,6 +110,8 @@ public:
             throw std::invalid_argument("paths, addresses and sizes must have the same length");
         if (kind == Kind::kWrite && temporary_paths.size() != count)
             throw std::invalid_argument("paths and temporary paths must have the same length");
+        if (!frame_names.empty() && frame_names.size() != count * kFrameNameBytes)
+            throw std::invalid_argument("frame_names must hold a namespace digest and a chunk hash for each path");
 
         auto batch = std::make_shared<Batch>();
         batch->kind = kind;
@@ -205,6 +119,7 @@ public:
         batch->temporary_paths = std::move(temporary_paths);
         batch->addresses = std::move(addresses);
         batch->sizes = std::move(sizes);
+        batch->frame_names = std::move(frame_names);
         batch->unfinished = count;
         batch->results.resize(count);
         batch->errors.resize(count);
@@ -425,6 +340,13 @@ private:
         if (::fstat(step.file.get(), &info) != 0) return errno;
         if (!S_ISREG(info.st_mode)) return EINVAL;
         step.size = std::min<std::uint64_t>(static_cast<std::uint64_t>(info.st_size), step.batch->sizes[step.index]);
+        if (!step.batch->frame_names.empty()) {
+            const auto name = std::span(step.batch->frame_names).subspan(step.index * kFrameNameBytes, kFrameNameBytes);
+            step.verifier =
+                std::make_unique<FrameVerifier>(reinterpret_cast<const std::byte*>(step.batch->addresses[step.index]),
+                                                step.size, name.first<kDigestBytes>(), name.last<kChunkHashBytes>());
+            step.cached = !step.direct && !uses_ring();
+        }
         return 0;
     }
 
@@ -436,6 +358,7 @@ private:
         if (!step.writes()) {
             if (step.done == 0 && options_.read_ahead_bytes != 0)
                 wanted = std::min<std::uint64_t>(wanted, options_.read_ahead_bytes);
+            if (step.cached) wanted = std::min(wanted, kCachedPieceBytes);
             // Whole blocks, as O_DIRECT asks; the read ends at the end of the file, and the memory is whole blocks too.
             if (step.direct) wanted = (wanted + options_.block_bytes - 1) & ~(options_.block_bytes - 1);
         }
@@ -445,13 +368,22 @@ private:
 
     static std::int64_t move(const FileStep& step) {
         const auto offset = static_cast<off_t>(step.done);
-        const ssize_t moved = step.writes() ? ::pwritev(step.file.get(), &step.part, 1, offset)
-                                            : ::preadv(step.file.get(), &step.part, 1, offset);
+        ssize_t moved;
+        if (step.writes())
+            moved = ::pwritev(step.file.get(), &step.part, 1, offset);
+        else if (step.cached)
+            moved = ::preadv2(step.file.get(), &step.part, 1, offset, RWF_NOWAIT);
+        else
+            moved = ::preadv(step.file.get(), &step.part, 1, offset);
         return moved < 0 ? -errno : moved;
     }
 
     // Takes in what the kernel said. True when the step has ended; else the next part is planned.
     bool absorb(FileStep& step, std::int64_t moved) {
+        if (step.cached && (moved == -EAGAIN || moved == -EOPNOTSUPP || moved == -ENOSYS)) {
+            step.cached = false;  // on the disk, where large reads count: the rest at once
+            return !next_part(step) && end(step, failure(errno));
+        }
         if (moved == -EINTR || moved == -EAGAIN) return false;
         if (moved == -EINVAL && step.direct) {
             if (!leave_direct(step.file.get(), step.direct)) return end(step, failure(EINVAL));
@@ -460,6 +392,7 @@ private:
         if (moved < 0) return end(step, failure(static_cast<int>(-moved)));
         if (moved == 0 && step.writes()) return end(step, failure(EIO));
         step.done += static_cast<std::uint64_t>(moved);
+        if (step.verifier) step.verifier->advance(std::min(step.done, step.size));
         // Nothing more where there should be: truncated since fstat.
         if (moved == 0 || step.done >= step.size)
             return end(step, {static_cast<std::int64_t>(std::min(step.done, step.batch->sizes[step.index])), 0});
@@ -471,6 +404,8 @@ private:
         Batch& batch = *step.batch;
         if (!step.writes()) {
             step.file.close();
+            if (outcome.error == 0 && step.verifier && step.verifier->finish() != FrameFault::kNone)
+                outcome = failure(EBADMSG);
             batch.set(step.index, outcome);
             settle(step.batch);
             return true;
@@ -559,8 +494,9 @@ std::uint64_t FileIO::submit_write(std::vector<std::string> paths, std::vector<s
 }
 
 std::uint64_t FileIO::submit_read(std::vector<std::string> paths, std::vector<std::uint64_t> addresses,
-                                  std::vector<std::uint64_t> capacities) {
-    return state_->submit(Kind::kRead, std::move(paths), {}, std::move(addresses), std::move(capacities));
+                                  std::vector<std::uint64_t> capacities, std::vector<std::byte> frame_names) {
+    return state_->submit(Kind::kRead, std::move(paths), {}, std::move(addresses), std::move(capacities),
+                          std::move(frame_names));
 }
 
 std::uint64_t FileIO::submit_stat(std::vector<std::string> paths) {

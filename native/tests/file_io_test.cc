@@ -10,16 +10,19 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <map>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
+#include "lmcache/frame.h"
 #include "lmcache/ring.h"
 
 using lmcache::FileIO;
@@ -136,6 +139,64 @@ void test_round_trip() {
             }
         }
     }
+    remove_folder(folder);
+}
+
+// A read that is given the names of frames says which of the files are those frames: from the page cache, where it
+// takes them in pieces, from the disk, and by O_DIRECT.
+void test_verified_reads() {
+    using namespace lmcache;
+    const std::string folder = make_folder();
+    constexpr std::size_t kPayload = 700 * 1024, kRoom = kFrameHeaderBytes + 704 * 1024;
+    constexpr std::size_t kGood = 0, kFlipped = 1, kOtherKey = 2, kShort = 3, kHeadless = 4, kEmpty = 5, kCount = 6;
+    const std::array<std::byte, kDigestBytes> digest{std::byte{1}};
+    const FrameHeader header = frame_template(std::as_bytes(std::span("ns", 2)), digest, kPayload, "", {});
+    Memory source(kRoom * kCount), target(kRoom * kCount);
+    source.fill(3);
+    std::vector<std::byte> frame_names;
+    std::vector<std::uint64_t> from, to, sizes(kCount, kRoom), capacities(kCount, kRoom);
+    sizes[kShort] = kRoom - 8192;  // within the payload
+    sizes[kHeadless] = 4095;
+    sizes[kEmpty] = 0;
+    for (std::size_t i = 0; i < kCount; ++i) {
+        std::array<std::byte, kChunkHashBytes> hash{std::byte(i)};
+        from.push_back(source.address(i * kRoom));
+        to.push_back(target.address(i * kRoom));
+        frame_seal(reinterpret_cast<std::byte*>(from[i]), header, hash);
+        if (i == kOtherKey) hash[31] = std::byte{9};
+        frame_names.insert(frame_names.end(), digest.begin(), digest.end());
+        frame_names.insert(frame_names.end(), hash.begin(), hash.end());
+    }
+    source.data[kFlipped * kRoom + kFrameHeaderBytes + kPayload - 1] ^= 1;
+    const auto paths = names(folder, "frame", kCount);
+    for (const bool direct : {false, true}) {
+        for (const std::size_t read_ahead : {std::size_t{0}, std::size_t{4096}}) {
+            FileIO io({2, direct, 4096, read_ahead, queue_depth});
+            wait_for(io, io.submit_write(paths, names(folder, "tmp", kCount), from, sizes));
+            for (const bool cold : {false, true}) {
+                for (const auto& path : paths) {
+                    const int fd = ::open(path.c_str(), O_RDONLY);
+                    CHECK(fd >= 0 && ::fsync(fd) == 0);
+                    if (cold) CHECK(::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0);
+                    CHECK(::close(fd) == 0);
+                }
+                std::memset(target.data, 0xee, target.size_bytes);
+                const FinishedBatch read = wait_for(io, io.submit_read(paths, to, capacities, frame_names));
+                CHECK(read.errors[kGood] == 0 && read.results[kGood] == kRoom);
+                CHECK(std::memcmp(source.data, target.data, kRoom) == 0);
+                for (std::size_t i = 1; i < kCount; ++i) CHECK(read.errors[i] == EBADMSG && read.results[i] == -1);
+            }
+        }
+    }
+    FileIO io({1, false, 4096, 0, queue_depth});
+    frame_names.pop_back();
+    bool thrown = false;
+    try {
+        io.submit_read(paths, to, capacities, frame_names);
+    } catch (const std::invalid_argument&) {
+        thrown = true;
+    }
+    CHECK(thrown);
     remove_folder(folder);
 }
 
@@ -389,6 +450,7 @@ int main() {
         test_kill_leaves_a_prefix();  // forks: before other threads exist
         test_short_write();
         test_round_trip();
+        test_verified_reads();
         test_strange_files();
         test_failure_ends_the_batch();
         test_recency();

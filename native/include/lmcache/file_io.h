@@ -53,9 +53,10 @@ public:
                                std::vector<std::uint64_t> addresses, std::vector<std::uint64_t> sizes);
 
     // Reads min(file size, capacity) bytes. When nothing else is to be done the files are marked as used then, in the
-    // same order as above.
+    // same order as above. `frame_names`: nothing, or of each file the digest of its namespace and its chunk hash; what
+    // is not that frame, whole and with the right checksum, then fails with EBADMSG.
     std::uint64_t submit_read(std::vector<std::string> paths, std::vector<std::uint64_t> addresses,
-                              std::vector<std::uint64_t> capacities);
+                              std::vector<std::uint64_t> capacities, std::vector<std::byte> frame_names = {});
 
     std::uint64_t submit_stat(std::vector<std::string> paths);
     std::uint64_t submit_unlink(std::vector<std::string> paths);

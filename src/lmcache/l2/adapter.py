@@ -89,8 +89,9 @@ class Adapter(Protocol):
         ...
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        """Fills each buffer with the frame of its key. LOADED promises bytes, not that they verify. CORRUPT: certainly
-        not a frame that fits; it has been moved aside or deleted."""
+        """Fills each buffer with the frame of its key. LOADED promises bytes, not that they verify: that is
+        checked afterwards, in a second pass over the memory, unless the adapter has an attribute `verifies = True`.
+        CORRUPT: certainly not the frame; it has been moved aside or deleted."""
         ...
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:

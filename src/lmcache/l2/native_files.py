@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmcache import _native
+from lmcache.core.key import ObjectKey
 from lmcache.l2.completions import Completions, Results, ranges
 
 
@@ -28,9 +29,13 @@ class NativeFiles:
         addresses, sizes = ranges(buffers)
         return await self._completions.of(self._io.submit_write(paths, temporary_paths, addresses, sizes))
 
-    async def read(self, paths: Sequence[str], buffers: Sequence[memoryview]) -> Results:
+    async def read_frames(
+        self, paths: Sequence[str], buffers: Sequence[memoryview], keys: Sequence[ObjectKey]
+    ) -> Results:
+        """EBADMSG where a file is not the whole frame of its key."""
         addresses, sizes = ranges(buffers)
-        return await self._completions.of(self._io.submit_read(paths, addresses, sizes))
+        names = b"".join(part for key in keys for part in (key.namespace.digest, key.chunk_hash))
+        return await self._completions.of(self._io.submit_read(paths, addresses, sizes, names))
 
     async def stat(self, paths: Sequence[str]) -> Results:
         return await self._completions.of(self._io.submit_stat(paths))

@@ -188,6 +188,11 @@ class Runner:
             hold.done()
         return outcomes
 
+    @property
+    def verifies(self) -> bool:
+        """Whether what it loads has been verified in place. An adapter from outside need not have the attribute."""
+        return bool(getattr(self._adapter, "verifies", False))
+
     async def probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """What is known is believed; about the rest the backend is asked, as another server may have stored it."""
         there = [key in self.ledger for key in keys]
@@ -398,7 +403,7 @@ class Runner:
         self.lost([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.MISSING])
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
         if corrupt:
-            self._note_corrupt(corrupt, "length or header")
+            self._note_corrupt(corrupt, "not the whole frame of its key")
 
     def _try_loads(self, operation: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Whether suspended loads can go on is found out behind the back of who asks: nobody waits for it."""

@@ -198,7 +198,7 @@ class Loader:
         if not failed and seconds > 0:
             size_bytes = sum(slot.frame_bytes for slot in slots)
             self._metrics.l2_load_throughput.labels(runner.name).observe(size_bytes / seconds / 1e9)
-        if load.operations:
+        if load.operations or runner.verifies:
             return failed
         corrupt = await self._verify([slot for slot in slots if slot.key not in failed])
         if corrupt:

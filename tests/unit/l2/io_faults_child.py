@@ -53,7 +53,7 @@ async def store(adapter: Adapter) -> list[str]:
 async def case(base: Path, which: int, fault: str, direct: bool) -> dict[str, object]:
     warnings = Warnings()
     logging.getLogger("lmcache.l2").addHandler(warnings)
-    spec = {"type": "fs_native", "base_path": str(base), "num_workers": 1, "use_odirect": direct}
+    spec = {"type": "fs_native", "base_path": str(base), "num_workers": 1, "use_odirect": direct, "io_engine": "posix"}
     adapter, inventory = build(parse_adapter(spec, 0)).adapter, RecordingInventory()
     await adapter.open(inventory)
     await inventory.completed.wait()

@@ -79,8 +79,8 @@ class Contents:
 def scan(base: str, relative_tmp_dir: str, stop: Callable[[], bool]) -> Contents:
     """Everything with a name of ours. Other files are left alone and not counted. `stop` ends it early."""
     contents = Contents()
-    if relative_tmp_dir:
-        _list_temporary(Path(base, relative_tmp_dir), contents)
+    for own in {OWN_FOLDER, relative_tmp_dir or OWN_FOLDER}:
+        _list_temporary(Path(base, own), contents)
     for path in _folders(Path(base), _NAMESPACE, contents):
         found, first = FoundNamespace(path.name), len(contents.sizes)
         contents.namespaces.append(found)

@@ -14,13 +14,13 @@ from array import array
 from collections.abc import Sequence
 
 from lmcache import _native
-from lmcache.core.frame import holds_whole_frame
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_ALIGN_BYTES
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapter import Capacity, Inventory
 from lmcache.l2.adapters import folder
+from lmcache.l2.adapters.engine_trial import SMALLEST_CAPACITY_BYTES, TRIAL_BYTES, run_trial, trial_paths
 from lmcache.l2.adapters.writers import Writer
 from lmcache.l2.background import in_thread
 from lmcache.l2.completions import Results
@@ -37,9 +37,7 @@ KEYS = (
     Key("relative_tmp_dir", text_or_empty, ""),
     Key("use_odirect", switch, False),
     Key("read_ahead_size", whole(1, 1 << 40), None),
-    # Threads unless told otherwise: what io_uring saves in transfers it loses where files are opened, made and renamed,
-    # which it does one after the other (docs/formats/files.md).
-    Key("io_engine", choice(("posix", "io_uring")), "posix"),
+    Key("io_engine", choice(("auto", "posix", "io_uring")), "auto"),
 )
 
 DIRECTORY_ENTRY_BYTES = (
@@ -58,6 +56,8 @@ _FOREIGN = {errno.EINVAL, errno.ELOOP, errno.EISDIR}
 
 
 class FsNativeAdapter:
+    verifies = True
+
     def __init__(self, config: AdapterConfig) -> None:
         settings = config.settings
         self.capacity = Capacity(config.capacity_bytes)
@@ -68,7 +68,11 @@ class FsNativeAdapter:
         self._threads: int = settings["num_workers"]
         self._use_odirect: bool = settings["use_odirect"]
         self._read_ahead_bytes: int = settings["read_ahead_size"] or 0
-        self._queue_depth = usable_queue_depth(settings.get("io_engine", "posix"), self._threads, config.name)
+        self._engine: str = settings.get("io_engine", "posix")
+        limit_bytes = config.capacity_bytes
+        if self._engine == "auto" and limit_bytes is not None and limit_bytes < SMALLEST_CAPACITY_BYTES:
+            self._engine = "posix"
+        self._queue_depth = usable_queue_depth(self._engine, self._threads, config.name)
         self._folders: set[str] = set()
         self._stamps: dict[str, int] = {}
         self._namespaces: set[bytes] = set()
@@ -86,7 +90,9 @@ class FsNativeAdapter:
             self._folders.add(self._folder_of(key))
             self._namespaces.add(key.namespace.digest)
         fixed = 6  # base, temporary files, .lmcache, its writers, this writer's file, quarantine
-        return (fixed + len(self._namespaces) + len(self._folders)) * folder.FOLDER_BYTES + self._other_bytes
+        folders = fixed + len(self._namespaces) + len(self._folders)
+        trial_bytes = TRIAL_BYTES if self._engine == "auto" and self.capacity.limit_bytes is not None else 0
+        return folders * folder.FOLDER_BYTES + self._other_bytes + trial_bytes
 
     def status(self) -> dict[str, int]:
         if not self._watcher:
@@ -107,11 +113,28 @@ class FsNativeAdapter:
             ) from None
         unit_bytes = self._writer.unit_bytes()
         self.capacity = Capacity(self.capacity.limit_bytes, unit_bytes, DIRECTORY_ENTRY_BYTES)
+        if self._engine == "auto":
+            await self._choose_engine()
         # Lookups and loads have threads of their own: an engine waits for them, and nobody waits for stores.
         self._writes = self._files()
         self._reads = self._files()
         self._inventory = inventory
         self._watcher = asyncio.get_running_loop().create_task(self._watch(), name=f"{self._name}-watch")
+
+    async def _choose_engine(self) -> None:
+        trial = await run_trial(self._own_folder, self._writer.id, self._threads, use_odirect=self._use_odirect)
+        self._queue_depth = self._threads if trial is not None and trial.prefers_ring else 0
+        measured = "no trial within its time, or io_uring is refused"
+        if trial is not None:
+            threads, ring = (" ".join(f"{seconds * 1e3:.1f}" for seconds in it) for it in (trial.threads, trial.ring))
+            measured = f"trial: threads {threads} ms, io_uring {ring} ms"
+        log.info(
+            "%s: %s the files (%s)", self._name, "io_uring moves" if self._queue_depth else "threads move", measured
+        )
+
+    @property
+    def _own_folder(self) -> str:
+        return f"{self._base}/{folder.OWN_FOLDER}"
 
     def _files(self) -> NativeFiles:
         return NativeFiles(
@@ -182,16 +205,15 @@ class FsNativeAdapter:
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         paths = [self._path(key) for key in keys]
-        moved, errors = await self._reads.read(paths, buffers)
+        _, errors = await self._reads.read_frames(paths, buffers, keys)
         self._note_fallbacks()
         outcomes = []
-        for index, (result, error) in enumerate(zip(moved, errors, strict=True)):
+        for index, error in enumerate(errors):
             if error == 0:
-                fits = result == buffers[index].nbytes or holds_whole_frame(buffers[index], result)
-                outcomes.append(LoadOutcome.LOADED if fits else LoadOutcome.CORRUPT)
+                outcomes.append(LoadOutcome.LOADED)
             elif error in (errno.ENOENT, errno.ENOTDIR):
                 outcomes.append(LoadOutcome.MISSING)
-            elif error in _FOREIGN:
+            elif error in _FOREIGN or error == errno.EBADMSG:
                 outcomes.append(LoadOutcome.CORRUPT)
             else:
                 self._say(error, "read", paths[index])
@@ -298,6 +320,8 @@ class FsNativeAdapter:
 
     async def _watch(self) -> None:
         """Scans once, then again as long as other servers write here too; alone, looks for what somebody removed."""
+        if self._engine == "auto":
+            await self._unlink(trial_paths(self._own_folder, self._writer.id))
         scan_seconds = await self._scan_or_say()
         self._inventory.complete()
         while True:

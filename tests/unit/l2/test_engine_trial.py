@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache import _native
+from lmcache.clock import SystemClock
+from lmcache.core.limits import GIB
+from lmcache.l2.adapters import engine_trial
+from lmcache.l2.adapters.engine_trial import TRIAL_BYTES, Trial, run_trial, trial_paths
+from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.runner import Runner
+from lmcache.telemetry.metrics import Metrics
+
+WRITER = "0123456789abcdef"
+
+needs_io_uring = pytest.mark.skipif(_native.io_uring_refusal() != 0, reason="io_uring is refused here")
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_trial, "TRIAL_SECONDS", 90.0)
+
+
+def status_of(tmp_path: Path, **settings: Any) -> dict[str, Any]:
+    """Of an adapter that has opened, told its inventory, and closed again."""
+
+    async def live() -> dict[str, Any]:
+        spec = {"type": "fs_native", "base_path": str(tmp_path / "l2"), **settings}
+        runner = Runner(build(parse_adapter(spec, 0)), Metrics(), SystemClock())
+        await runner.open()
+        status = runner.status()
+        await asyncio.wait_for(runner._inventory_complete.wait(), 90)
+        await runner.close(90)
+        return status
+
+    return asyncio.run(live())
+
+
+def left_files(base: Path) -> list[Path]:
+    return [path for path in base.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("threads", "ring", "prefers"),
+    [
+        ((4.0, 5.0), (1.0, 3.1), True),
+        ((4.0, 5.0), (1.0, 3.3), False),  # once not clearly faster
+        ((4.0, 9.0), (4.0, 4.0), False),
+    ],
+)
+def test_threads_stand_unless_io_uring_is_clearly_faster(
+    threads: tuple[float, float], ring: tuple[float, float], prefers: bool
+) -> None:
+    assert Trial(threads, ring).prefers_ring is prefers
+
+
+@needs_io_uring
+@pytest.mark.parametrize("prefers", [True, False])
+def test_the_trial_decides_and_leaves_nothing(
+    tmp_path: Path, patient: None, prefers: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Trial, "prefers_ring", prefers)
+    caplog.set_level(logging.INFO, "lmcache.l2")
+    assert status_of(tmp_path)["io_uring"] == int(prefers)
+    said = [message for message in caplog.messages if "the files (trial: threads" in message]
+    assert len(said) == 1 and ("io_uring moves" in said[0]) is prefers
+    assert not left_files(tmp_path / "l2")
+
+
+def test_a_named_engine_and_a_small_capacity_need_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_trial, "_try", lambda *_: pytest.fail("there was a trial"))
+    assert status_of(tmp_path, io_engine="posix")["io_uring"] == 0
+    assert status_of(tmp_path, max_capacity_gb=0.5)["io_uring"] == 0
+
+
+def test_the_files_of_the_trial_are_charged(tmp_path: Path, patient: None) -> None:
+    plain = status_of(tmp_path, max_capacity_gb=1.0, io_engine="posix")["used_bytes"]
+    assert status_of(tmp_path, max_capacity_gb=1.0)["used_bytes"] == plain + TRIAL_BYTES
+    assert status_of(tmp_path, max_capacity_gb=1.0)["capacity_bytes"] == GIB
+
+
+@needs_io_uring
+def test_a_late_trial_says_nothing_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_trial, "TRIAL_SECONDS", 0.01)
+    go_on, ended = threading.Event(), threading.Event()
+    real_round, real_try = engine_trial._round, engine_trial._try
+
+    def slow_round(*arguments: Any) -> float:
+        seconds = real_round(*arguments)
+        go_on.wait(90)
+        return seconds
+
+    def watched_try(*arguments: Any) -> Trial:
+        try:
+            return real_try(*arguments)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(engine_trial, "_round", slow_round)
+    monkeypatch.setattr(engine_trial, "_try", watched_try)
+    assert asyncio.run(run_trial(str(tmp_path), WRITER, 2, use_odirect=False)) is None
+    go_on.set()
+    assert ended.wait(90)
+    assert not left_files(tmp_path)
+
+
+@needs_io_uring
+def test_a_disk_that_fails_leaves_the_choice_to_threads(tmp_path: Path, patient: None) -> None:
+    assert asyncio.run(run_trial(str(tmp_path / "gone" / "folder" / "deep"), WRITER, 2, use_odirect=False)) is None
+
+
+@needs_io_uring
+def test_what_a_killed_server_left_of_its_trial_goes(tmp_path: Path) -> None:
+    own = tmp_path / "l2" / ".lmcache"
+    own.mkdir(parents=True)
+    left = [Path(path) for path in trial_paths(str(own), WRITER)]
+    for path in left:
+        path.write_bytes(b"x")
+    status_of(tmp_path, io_engine="posix")
+    assert not left_files(tmp_path / "l2")
+
+
+def test_a_fault_in_a_file_ends_the_trial(tmp_path: Path, patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> float:
+        raise OSError(errno.EIO, "of the test")
+
+    monkeypatch.setattr(engine_trial, "_round", fail)
+    assert asyncio.run(run_trial(str(tmp_path), WRITER, 2, use_odirect=False)) is None
