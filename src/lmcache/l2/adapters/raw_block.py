@@ -150,7 +150,7 @@ class RawBlockAdapter:
         if forget:
             self._superblock = self._superblock.following(recovered.next_generation)
             for page in superblock_pages(self._superblock):
-                await self._pages.put([page])
+                await self._pages.put([page], flush=True)
         youngest = await in_thread("l2-recovery", recovered.youngest_first)
         found = list(recovered.objects.items())
         self._index = await in_thread("l2-recovery", SlotIndex, self._superblock, recovered, self._slots, self._pages)

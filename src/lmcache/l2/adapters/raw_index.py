@@ -132,8 +132,8 @@ class SlotIndex:
         slots = [located.slot for located in objects.values()]
         *first, last = superblock_pages(self.superblock)
         for page in first:
-            self._pages.put([page])
-        await self._pages.put([last], lambda: self._leave(slots))
+            self._pages.put([page], flush=True)
+        await self._pages.put([last], lambda: self._leave(slots), flush=True)
         return len(objects), sum(located.size_bytes for located in objects.values())
 
     def _leave(self, slots: Sequence[int]) -> None:
@@ -175,6 +175,6 @@ class SlotIndex:
 
 
 def superblock_pages(superblock: Superblock) -> list[tuple[int, bytes]]:
-    """Both copies, to be written one after the other."""
+    """Both copies, each to be written and flushed before the next, so that one is whole at any time."""
     encoded = superblock.encode()
     return [(copy * len(encoded), encoded) for copy in reversed(range(raw_format.SUPERBLOCKS))]

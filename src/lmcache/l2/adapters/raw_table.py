@@ -97,6 +97,7 @@ class _Step:
 
     pages: Sequence[tuple[int, bytes]]
     written: Callable[[], None]
+    flush: bool
     tried: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -121,10 +122,15 @@ class OrderedPages:
         return len(self._steps)
 
     def put(
-        self, pages: Sequence[tuple[int, bytes]], written: Callable[[], None] = lambda: None
+        self,
+        pages: Sequence[tuple[int, bytes]],
+        written: Callable[[], None] = lambda: None,
+        *,
+        flush: bool = False,
     ) -> asyncio.Future[bool]:
-        """`written` is called once, when they are on the device. The future tells whether the first attempt did it."""
-        step = _Step(pages, written)
+        """`written` is called once, when they are on the device. With `flush` they are then on the medium, too, and so
+        is everything before them. The future tells whether the first attempt did it."""
+        step = _Step(pages, written, flush)
         self._steps.append(step)
         self._idle.clear()
         self._ready.set()
@@ -151,7 +157,7 @@ class OrderedPages:
             self._ready.clear()
             while self._steps:
                 step = self._steps[0]
-                while not await self._write(step.pages):
+                while not await self._write(step):
                     if not step.tried.done():
                         step.tried.set_result(False)
                     await asyncio.sleep(RETRY_SECONDS)
@@ -161,19 +167,22 @@ class OrderedPages:
                     step.tried.set_result(True)
             self._idle.set()
 
-    async def _write(self, pages: Sequence[tuple[int, bytes]]) -> bool:
-        for start in range(0, len(pages), PAGES_AT_ONCE):
-            part = pages[start : start + PAGES_AT_ONCE]
+    async def _write(self, step: _Step) -> bool:
+        for start in range(0, len(step.pages), PAGES_AT_ONCE):
+            part = step.pages[start : start + PAGES_AT_ONCE]
             buffers = []
             for index, (_, content) in enumerate(part):
                 buffer = self._view[index * self._page_bytes : index * self._page_bytes + len(content)]
                 buffer[:] = content
                 buffers.append(buffer)
             _, errors = await self._device.write([offset for offset, _ in part], buffers)
-            fault = next((error for error in errors if error), 0)
-            if fault:
-                if not self.faults:
-                    log.warning("%s: cannot write metadata: %s; tried again", self._name, os.strerror(fault))
-                self.faults += 1
+            if not self._went_well(next((error for error in errors if error), 0)):
                 return False
-        return True
+        return not step.flush or self._went_well(await self._device.sync())
+
+    def _went_well(self, fault: int) -> bool:
+        if fault:
+            if not self.faults:
+                log.warning("%s: cannot write metadata: %s; tried again", self._name, os.strerror(fault))
+            self.faults += 1
+        return not fault
