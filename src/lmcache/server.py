@@ -23,6 +23,7 @@ from lmcache.core.limits import GIB
 from lmcache.errors import ServerUnavailable
 from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.quota import Quotas
+from lmcache.l1.quota_file import QuotaFile
 from lmcache.l1.store import L1Store
 from lmcache.l2 import registry as adapters
 from lmcache.memory.inheritance import Inheritance
@@ -116,7 +117,12 @@ class Server:
             self._l1.core.set_age_sample_rate(config.metrics_sample_rate)
         closers.callback(self.metrics.on_scrape(self._l1.stats))
         salt_limits = SaltLimits()
-        self.quotas = Quotas(self._l1.core, salt_limits, enforced=config.eviction_policy == "IsolatedLRU")
+        self.quotas = Quotas(
+            self._l1.core,
+            salt_limits,
+            enforced=config.eviction_policy == "IsolatedLRU",
+            file=QuotaFile(config.quota_file) if config.quota_file else None,
+        )
         closers.callback(self.metrics.on_scrape(lambda: self.quotas.publish(self.metrics)))
         self._storage = Storage(
             self._l1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,36 @@ def test_tenants_keep_to_their_quotas(tmp_path: Path) -> None:
             engine.end("t")
         assert server.stop() == 0, server.log()
         assert "Traceback" not in server.log()
+
+
+def test_quotas_outlive_the_server_and_come_before_what_it_adopts(tmp_path: Path) -> None:
+    file, name = tmp_path / "quotas.json", f"lmcache-test-{os.getpid()}-quotas"
+    flags = ["--eviction-policy", "IsolatedLRU", "--quota-file", str(file), "--l1-persist"]
+    try:
+        with CacheServer(tmp_path, extra=flags, l1_size_gb=0.0625, shm_name=name) as server:
+            server.wait_ready()
+            quota(server, "PUT", "a", 8 * FRAME_BYTES)
+            quota(server, "PUT", "b", 8 * FRAME_BYTES)
+            quota(server, "PUT", "c", 8 * FRAME_BYTES)
+            quota(server, "DELETE", "c")
+            with SmallEngine(server.port) as engine:
+                for salt in "ab":
+                    assert engine.store(engine.tokens(*range(6)), salt=salt) == 6
+            server.kill()
+        assert json.loads(file.read_text()) == {"a": 8 * FRAME_BYTES / GIB, "b": 8 * FRAME_BYTES / GIB}
+        file.write_text(json.dumps({"a": 8 * FRAME_BYTES / GIB, "b": 4 * FRAME_BYTES / GIB}))  # by its operator
+        with CacheServer(tmp_path, extra=flags, l1_size_gb=0.0625, shm_name=name, log_name="second.log") as server:
+            server.wait_ready()
+            quota(server, "PUT", "c", FRAME_BYTES)
+            with SmallEngine(server.port) as engine:
+                for salt, chunks in (("a", 6), ("b", 4)):
+                    reply = engine.lookup(salt, engine.tokens(*range(6)), salt=salt)
+                    assert reply.chunks == chunks and engine.read(reply, salt=salt)
+                    engine.end(salt)
+            assert server.stop() == 0, server.log()
+            assert "Traceback" not in server.log()
+    finally:
+        Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("policy", ["LRU", "S3FIFO"])

@@ -12,11 +12,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lmcache.admin.state import ServerState
-from lmcache.core.limits import GIB, MAX_NAME_BYTES
+from lmcache.core.limits import GIB, MAX_NAME_BYTES, MAX_QUOTA_GB
 from lmcache.l1.quota import Quota
-
-DEFAULT_SALT = "_default"
-MAX_LIMIT_GB = 1 << 20
+from lmcache.l1.quota_file import DEFAULT_SALT
 
 
 class QuotaResources:
@@ -66,8 +64,8 @@ def _limit_bytes(body: dict[str, Any]) -> int:
     limit = body.get("limit_gb")
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not math.isfinite(limit):
         raise HTTPException(400, '"limit_gb" must be a number; 1 GB is 2^30 bytes.')
-    if not 0 <= limit <= MAX_LIMIT_GB:
-        raise HTTPException(400, f'"limit_gb" must be at least 0 and at most {MAX_LIMIT_GB}, got {limit:g}.')
+    if not 0 <= limit <= MAX_QUOTA_GB:
+        raise HTTPException(400, f'"limit_gb" must be at least 0 and at most {MAX_QUOTA_GB}, got {limit:g}.')
     return int(limit * GIB)
 
 

@@ -64,6 +64,14 @@ def remarks(config: ServerConfig) -> list[str]:
             "With --eviction-policy noop and --l2-store-policy default nothing ever leaves L1: once it is full, new "
             "chunks are not cached."
         )
+    isolated = config.eviction_policy == "IsolatedLRU"
+    if isolated and config.l1_persist and not config.quota_file:
+        found.append(
+            "--l1-persist without --quota-file starts without quotas: the first one that is set drops what L1 kept of "
+            "every other cache salt."
+        )
+    if config.quota_file and not isolated:
+        found.append(f"--quota-file has no effect with --eviction-policy {config.eviction_policy}: use IsolatedLRU.")
     if config.l2_prefetch_policy == "retain" and not config.l2_adapter:
         found.append("--l2-prefetch-policy retain has nothing to retain without an --l2-adapter.")
     return found

@@ -136,6 +136,13 @@ class ServerConfig:
         "quota, which is 0 until `lmcache quota set` raises it; with S3FIFO, those never used again before others; "
         "with noop, none",
     )
+    quota_file: str = _option(
+        Text("FILE"),
+        "",
+        'JSON file of the quotas of cache salts in GB, such as {"tenant": 1.5, "_default": 2}: read at the start, '
+        "replaced with every change",
+        default_text="none: quotas are forgotten with the server",
+    )
     eviction_trigger_watermark: float = _option(_FRACTION, 0.8, "used fraction of L1 at which eviction starts")
     eviction_ratio: float = _option(_FRACTION, 0.2, "fraction of the used bytes that one eviction frees")
 

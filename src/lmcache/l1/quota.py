@@ -9,6 +9,7 @@ from lmcache._native import L1Core
 from lmcache.core.limits import MAX_QUOTAS
 from lmcache.errors import LMCacheError
 from lmcache.eviction.limits import SaltLimits
+from lmcache.l1.quota_file import QuotaFile
 from lmcache.telemetry.metrics import MAX_LABEL_SETS, Metrics
 
 
@@ -21,33 +22,51 @@ class Quota:
 
 
 class Quotas:
-    """Limits of salts; in force under IsolatedLRU, only kept otherwise. Forgotten with the server. Thread-safe."""
+    """Limits of salts; in force under IsolatedLRU, only kept otherwise. Thread-safe."""
 
-    def __init__(self, core: L1Core, limits: SaltLimits, *, enforced: bool) -> None:
-        """`limits` is shared with what else goes by them."""
+    def __init__(self, core: L1Core, limits: SaltLimits, *, enforced: bool, file: QuotaFile | None = None) -> None:
+        """`limits` is shared with what else goes by them. Without a `file` they are forgotten with the server. What the
+        file says is in force before anything is dropped for being above its limit. ConfigError or ResourceError."""
         self.enforced = enforced
         self._core = core
         self._limits = limits
-        self._lock = threading.Lock()  # so that the core and `limits` agree
+        self._file = file
+        self._lock = threading.Lock()  # so that the core, `limits` and the file agree
+        if file is not None:
+            for salt, limit_bytes in file.read().items():
+                self._set(salt, limit_bytes)
+            core.enforce_limits()
 
     def put(self, salt: str, limit_bytes: int) -> Quota:
-        """In force when this returns, but for what is being read. LMCacheError beyond MAX_QUOTAS."""
+        """In force and in the file when this returns, but for what is being read. LMCacheError beyond MAX_QUOTAS and
+        where the file cannot be written: then nothing has changed."""
         with self._lock:
             known = self._limits.all()
             if salt not in known and len(known) >= MAX_QUOTAS:
                 raise LMCacheError(f"There are {MAX_QUOTAS} quotas already; delete some before you add others.")
-            self._limits.set(salt, limit_bytes)
-            self._core.set_limit(salt, limit_bytes)
+            self._write({**known, salt: limit_bytes})
+            self._set(salt, limit_bytes)
         self._core.enforce_limits()
         return self.get(salt)
 
     def delete(self, salt: str) -> Quota:
-        """The salt has no limit any more, and so under IsolatedLRU keeps nothing. Idempotent."""
+        """The salt has no limit any more, and so under IsolatedLRU keeps nothing. Idempotent. LMCacheError where the
+        file cannot be written."""
         with self._lock:
-            if self._limits.remove(salt):
+            if salt in self._limits:
+                self._write({name: limit for name, limit in self._limits.all().items() if name != salt})
+                self._limits.remove(salt)
                 self._core.set_limit(salt, 0)
         self._core.enforce_limits()
         return self.get(salt)
+
+    def _set(self, salt: str, limit_bytes: int) -> None:
+        self._limits.set(salt, limit_bytes)
+        self._core.set_limit(salt, limit_bytes)
+
+    def _write(self, limits: dict[str, int]) -> None:
+        if self._file is not None:
+            self._file.write(limits)
 
     def get(self, salt: str) -> Quota:
         usage = dict(self._core.salt_usage())

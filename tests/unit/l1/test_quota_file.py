@@ -1,0 +1,94 @@
+"""Quotas in a file: what may stand there, and what happens where it cannot be read or written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lmcache._native import L1Core
+from lmcache.core.limits import GIB
+from lmcache.errors import LMCacheError
+from lmcache.eviction.limits import SaltLimits
+from lmcache.l1 import quota_file
+from lmcache.l1.quota import Quotas
+from lmcache.l1.quota_file import QuotaFile
+
+UNIT = 1 << 20
+
+
+def quotas(path: Path) -> Quotas:
+    core = L1Core(16 * UNIT, 0, UNIT, "IsolatedLRU")
+    core.set_committed(16 * UNIT)
+    return Quotas(core, SaltLimits(), enforced=True, file=QuotaFile(str(path)))
+
+
+def limits(path: Path) -> dict[str, int]:
+    return {quota.cache_salt: quota.limit_bytes for quota in quotas(path).all()}
+
+
+def test_every_change_is_in_the_file_when_it_is_answered(tmp_path: Path) -> None:
+    path = tmp_path / "quotas.json"
+    first = quotas(path)
+    assert not path.exists()
+    first.put("", 3 * UNIT)
+    first.put("tenant/ä", 5)
+    assert limits(path) == {"": 3 * UNIT, "tenant/ä": 5}
+    first.delete("")
+    assert limits(path) == {"tenant/ä": 5}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["quotas.json"]
+
+
+def test_what_an_operator_writes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "quotas.json"
+    path.write_text('{"tenant": 1.5, "_default": 2, "nothing": 0}')
+    assert limits(path) == {"": 2 * GIB, "tenant": GIB * 3 // 2, "nothing": 0}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "Expecting value"),
+        ('{"a": 1', "Expecting ',' delimiter"),
+        ("[1]", "it is not an object"),
+        ('{"a": "1"}', 'the limit of "a" is not a number'),
+        ('{"a": true}', 'the limit of "a" is not a number'),
+        ('{"a": -1}', 'the limit of "a" is not a number'),
+        ('{"a": NaN}', 'the limit of "a" is not a number'),
+        ('{"": 1}', "a salt has 1 to 512 bytes"),
+        (f'{{"{"x" * 513}": 1}}', "a salt has 1 to 512 bytes"),
+        ('{"a": 1, "b": 1, "c": 1}', "it has more than 2 salts"),
+        ("[" * 100_000, "must hold a JSON object"),
+        ("\x00\ud800", "it is not UTF-8 text"),
+    ],
+)
+def test_what_is_no_quota_file_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, words: str
+) -> None:
+    monkeypatch.setattr(quota_file, "MAX_QUOTAS", 2)
+    path = tmp_path / "quotas.json"
+    path.write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(LMCacheError) as caught:
+        quotas(path)
+    assert words in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert path.read_bytes() == content.encode(errors="surrogatepass")
+
+
+def test_places_where_no_file_can_be_are_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(LMCacheError, match="its folder is missing"):
+        quotas(tmp_path / "no" / "quotas.json")
+    with pytest.raises(LMCacheError, match="Is a directory"):
+        quotas(tmp_path)
+
+
+def test_a_change_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "quotas.json"
+    held = quotas(path)
+    held.put("a", UNIT)
+    (tmp_path / "quotas.json.new").mkdir()  # root may write anywhere else
+    for change in (lambda: held.put("a", 2 * UNIT), lambda: held.put("b", UNIT), lambda: held.delete("a")):
+        with pytest.raises(LMCacheError, match="The quota was not changed"):
+            change()
+    assert {quota.cache_salt: quota.limit_bytes for quota in held.all()} == limits(path) == {"a": UNIT}
