@@ -114,7 +114,6 @@ struct FileStep {
     std::size_t index = 0;
     Descriptor file;
     bool direct = false;
-    bool cached = false;  // as far as known, the page cache has it
     std::uint64_t done = 0, size = 0;
     std::unique_ptr<FrameVerifier> verifier;
     iovec part{};  // what is asked for next

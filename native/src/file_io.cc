@@ -37,9 +37,6 @@ constexpr mode_t kFolderMode = 0770;
 // Read batches whose files still have to be marked as used; beyond it the oldest marks are given up.
 constexpr std::size_t kMaxUnmarkedBatches = 1024;
 
-// What a read takes at once from the page cache when it is verified: it then still is in the processor's own cache.
-constexpr std::uint64_t kCachedPieceBytes = 128 << 10;
-
 int open_file(const std::string& path, int flags, mode_t mode = 0) {
     int fd;
     do {
@@ -345,7 +342,6 @@ private:
             step.verifier =
                 std::make_unique<FrameVerifier>(reinterpret_cast<const std::byte*>(step.batch->addresses[step.index]),
                                                 step.size, name.first<kDigestBytes>(), name.last<kChunkHashBytes>());
-            step.cached = !step.direct && !uses_ring();
         }
         return 0;
     }
@@ -358,7 +354,6 @@ private:
         if (!step.writes()) {
             if (step.done == 0 && options_.read_ahead_bytes != 0)
                 wanted = std::min<std::uint64_t>(wanted, options_.read_ahead_bytes);
-            if (step.cached) wanted = std::min(wanted, kCachedPieceBytes);
             // Whole blocks, as O_DIRECT asks; the read ends at the end of the file, and the memory is whole blocks too.
             if (step.direct) wanted = (wanted + options_.block_bytes - 1) & ~(options_.block_bytes - 1);
         }
@@ -368,22 +363,13 @@ private:
 
     static std::int64_t move(const FileStep& step) {
         const auto offset = static_cast<off_t>(step.done);
-        ssize_t moved;
-        if (step.writes())
-            moved = ::pwritev(step.file.get(), &step.part, 1, offset);
-        else if (step.cached)
-            moved = ::preadv2(step.file.get(), &step.part, 1, offset, RWF_NOWAIT);
-        else
-            moved = ::preadv(step.file.get(), &step.part, 1, offset);
+        const ssize_t moved = step.writes() ? ::pwritev(step.file.get(), &step.part, 1, offset)
+                                            : ::preadv(step.file.get(), &step.part, 1, offset);
         return moved < 0 ? -errno : moved;
     }
 
     // Takes in what the kernel said. True when the step has ended; else the next part is planned.
     bool absorb(FileStep& step, std::int64_t moved) {
-        if (step.cached && (moved == -EAGAIN || moved == -EOPNOTSUPP || moved == -ENOSYS)) {
-            step.cached = false;  // on the disk, where large reads count: the rest at once
-            return !next_part(step) && end(step, failure(errno));
-        }
         if (moved == -EINTR || moved == -EAGAIN) return false;
         if (moved == -EINVAL && step.direct) {
             if (!leave_direct(step.file.get(), step.direct)) return end(step, failure(EINVAL));

@@ -1,4 +1,4 @@
-// A disk that does what a test says. Preloaded; in the process under test only file threads call these.
+// A disk that does what a test says. Preloaded; in the process under test only file threads call these two.
 // The file named by IO_FAULTS has two bytes: what happens to reads and to writes. 0 nothing, E EIO, N ENOSPC, S half of
 // it, I EINTR the first time, Z nothing is read, F a byte comes flipped, T half is written and the whole is reported,
 // 3 EIO at the third call from now.
@@ -11,9 +11,6 @@
 #include <sys/uio.h>
 
 typedef ssize_t (*Transfer)(int, const struct iovec*, int, off_t);
-typedef ssize_t (*FlaggedTransfer)(int, const struct iovec*, int, off_t, int);
-
-static __thread int flags_of_this_call;
 
 static volatile char* faults(void) {
     static volatile char* mapped = NULL;
@@ -24,12 +21,8 @@ static volatile char* faults(void) {
     return mapped;
 }
 
-static ssize_t flagged(int fd, const struct iovec* part, int count, off_t offset) {
-    return ((FlaggedTransfer)dlsym(RTLD_NEXT, "preadv2"))(fd, part, count, offset, flags_of_this_call);
-}
-
 static ssize_t transfer(int which, const char* name, int fd, const struct iovec* part, int count, off_t offset) {
-    Transfer real = name != NULL ? (Transfer)dlsym(RTLD_NEXT, name) : flagged;
+    Transfer real = (Transfer)dlsym(RTLD_NEXT, name);
     volatile char* fault = faults() + which;
     struct iovec half = {part->iov_base, part->iov_len};
     if (half.iov_len > 4096) half.iov_len = (half.iov_len / 2 + 4095) / 4096 * 4096;  // whole blocks, as O_DIRECT has it
@@ -78,11 +71,4 @@ ssize_t pwritev(int fd, const struct iovec* part, int count, off_t offset) {
 }
 ssize_t pwritev64(int fd, const struct iovec* part, int count, off_t offset) {
     return transfer(1, "pwritev64", fd, part, count, offset);
-}
-ssize_t preadv2(int fd, const struct iovec* part, int count, off_t offset, int flags) {
-    flags_of_this_call = flags;
-    return transfer(0, NULL, fd, part, count, offset);
-}
-ssize_t preadv64v2(int fd, const struct iovec* part, int count, off_t offset, int flags) {
-    return preadv2(fd, part, count, offset, flags);
 }

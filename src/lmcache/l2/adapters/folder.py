@@ -29,7 +29,7 @@ _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY = re.compile(r"(?:\.[0-9a-f]{64}\.)?([0-9a-f]{16})\.[0-9]+\.tmp")
 _HEADERS_TRIED = 8
-_SCAN_THREADS = 4
+_SCAN_THREADS = 2  # more are no faster where names are cached, and lookups go on meanwhile
 _FOLDERS_AT_ONCE = 64
 
 
