@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <ctime>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,6 +54,14 @@ struct Batch {
     std::vector<Publication> publication;
     std::size_t next_to_publish = 0;
     std::atomic<bool> broken{false};
+
+    std::byte* memory(std::size_t index) const { return reinterpret_cast<std::byte*>(addresses[index]); }
+    std::span<const std::byte, kDigestBytes> namespace_digest(std::size_t index) const {
+        return std::span(frame_names).subspan(index * kFrameNameBytes).first<kDigestBytes>();
+    }
+    std::span<const std::byte, kChunkHashBytes> chunk_hash(std::size_t index) const {
+        return std::span(frame_names).subspan(index * kFrameNameBytes + kDigestBytes).first<kChunkHashBytes>();
+    }
 
     void set(std::size_t index, Outcome outcome) {
         results[index] = outcome.result;
@@ -115,8 +124,8 @@ struct FileStep {
     Descriptor file;
     bool direct = false;
     std::uint64_t done = 0, size = 0;
-    std::unique_ptr<FrameVerifier> verifier;
-    iovec part{};  // what is asked for next
+    bool verified = false;  // the frame in memory is the one that was wanted
+    iovec part{};           // what is asked for next
 
     bool writes() const { return batch->kind == Kind::kWrite; }
 };

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -22,6 +23,7 @@
 #include <utility>
 
 #include "file_batch.h"
+#include "lmcache/bus_guard.h"
 #include "lmcache/ring.h"
 #include "lmcache/ring_loop.h"
 
@@ -33,6 +35,9 @@ using namespace file_batch;
 // Prompts can be reconstructed from KV: never readable by everybody, by the group only if the umask allows it.
 constexpr mode_t kFileMode = 0660;
 constexpr mode_t kFolderMode = 0770;
+
+// From this size on mapping a file costs less than it saves.
+constexpr std::size_t kMappedBytes = 1 << 20;
 
 // Read batches whose files still have to be marked as used; beyond it the oldest marks are given up.
 constexpr std::size_t kMaxUnmarkedBatches = 1024;
@@ -71,6 +76,7 @@ public:
         if (block == 0 || (block & (block - 1)) != 0) throw std::invalid_argument("block_bytes must be a power of two");
         if (options.queue_depth > kMaxQueueDepth)
             throw std::invalid_argument("queue_depth must be at most " + std::to_string(kMaxQueueDepth));
+        install_bus_handler();
         event_fd_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
         wake_fd_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
         if (!event_fd_.valid() || !wake_fd_.valid()) throw std::system_error(errno, std::generic_category(), "eventfd");
@@ -313,6 +319,8 @@ private:
         const int error = step.writes() ? open_new(step) : open_existing(step);
         if (error != 0) return !end(step, failure(error));
         if (step.size == 0) return !end(step, {0, 0});
+        if (!step.writes() && !step.direct && !uses_ring() && !batch.frame_names.empty() && take_mapped(step))
+            return !end(step, {static_cast<std::int64_t>(step.size), 0});
         return next_part(step) || !end(step, failure(errno));
     }
 
@@ -337,12 +345,6 @@ private:
         if (::fstat(step.file.get(), &info) != 0) return errno;
         if (!S_ISREG(info.st_mode)) return EINVAL;
         step.size = std::min<std::uint64_t>(static_cast<std::uint64_t>(info.st_size), step.batch->sizes[step.index]);
-        if (!step.batch->frame_names.empty()) {
-            const auto name = std::span(step.batch->frame_names).subspan(step.index * kFrameNameBytes, kFrameNameBytes);
-            step.verifier =
-                std::make_unique<FrameVerifier>(reinterpret_cast<const std::byte*>(step.batch->addresses[step.index]),
-                                                step.size, name.first<kDigestBytes>(), name.last<kChunkHashBytes>());
-        }
         return 0;
     }
 
@@ -378,11 +380,42 @@ private:
         if (moved < 0) return end(step, failure(static_cast<int>(-moved)));
         if (moved == 0 && step.writes()) return end(step, failure(EIO));
         step.done += static_cast<std::uint64_t>(moved);
-        if (step.verifier) step.verifier->advance(std::min(step.done, step.size));
         // Nothing more where there should be: truncated since fstat.
         if (moved == 0 || step.done >= step.size)
             return end(step, {static_cast<std::int64_t>(std::min(step.done, step.batch->sizes[step.index])), 0});
         return !next_part(step) && end(step, failure(errno));
+    }
+
+    static bool is_frame(const FileStep& step, std::int64_t size) {
+        const Batch& batch = *step.batch;
+        return frame_verify(batch.memory(step.index), static_cast<std::uint64_t>(size),
+                            batch.namespace_digest(step.index), batch.chunk_hash(step.index)) == FrameFault::kNone;
+    }
+
+    // A large frame that the page cache has, as far as its first and last byte tell, is checked in the same pass in
+    // which it is copied. False: not so; it has to be read.
+    static bool take_mapped(FileStep& step) {
+        const Batch& batch = *step.batch;
+        const auto size = static_cast<std::size_t>(step.size);
+        if (size < kMappedBytes || !is_cached(step.file.get(), 0) || !is_cached(step.file.get(), size - 1))
+            return false;
+        void* const mapped = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, step.file.get(), 0);
+        if (mapped == MAP_FAILED) return false;
+        const auto* const source = static_cast<const std::byte*>(mapped);
+        FrameFault fault = FrameFault::kNone;
+        const bool copied = guarded(source, size, [&] {  // truncated meanwhile, it raises SIGBUS
+            fault = frame_copy_verified(batch.memory(step.index), source, size, batch.namespace_digest(step.index),
+                                        batch.chunk_hash(step.index));
+        });
+        ::munmap(mapped, size);
+        step.verified = copied && fault == FrameFault::kNone;
+        return step.verified;
+    }
+
+    static bool is_cached(int fd, std::size_t offset) {
+        char byte;
+        const iovec part{&byte, 1};
+        return ::preadv2(fd, &part, 1, static_cast<off_t>(offset), RWF_NOWAIT) == 1;
     }
 
     // Closes the file and hands the outcome on. Always true: the step has ended.
@@ -390,7 +423,7 @@ private:
         Batch& batch = *step.batch;
         if (!step.writes()) {
             step.file.close();
-            if (outcome.error == 0 && step.verifier && step.verifier->finish() != FrameFault::kNone)
+            if (outcome.error == 0 && !batch.frame_names.empty() && !step.verified && !is_frame(step, outcome.result))
                 outcome = failure(EBADMSG);
             batch.set(step.index, outcome);
             settle(step.batch);

@@ -1,6 +1,5 @@
 #include "lmcache/frame.h"
 
-#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -138,42 +137,43 @@ void frame_seal(std::byte* frame, const FrameHeader& frame_template,
     frame_publish(frame, frame_template, chunk_hash, checksum);
 }
 
-FrameVerifier::FrameVerifier(const std::byte* frame, std::uint64_t frame_bytes,
-                             std::span<const std::byte, kDigestBytes> namespace_digest,
-                             std::span<const std::byte, kChunkHashBytes> chunk_hash)
-    : frame_(frame), frame_bytes_(frame_bytes), namespace_digest_(namespace_digest), chunk_hash_(chunk_hash) {}
-
-void FrameVerifier::advance(std::uint64_t available_bytes) {
-    if (available_bytes < kFrameHeaderBytes || frame_bytes_ < kFrameHeaderBytes) return;
-    if (checked_ == 0 && fault_ == FrameFault::kLength) {
-        std::memcpy(&header_, frame_, sizeof header_);
-        fault_ = frame_check_header(header_, frame_bytes_ - kFrameHeaderBytes, namespace_digest_, chunk_hash_);
-    }
-    if (fault_ != FrameFault::kNone) return;
-    const std::uint64_t payload_end =
-        std::min<std::uint64_t>(available_bytes - kFrameHeaderBytes, header_.payload_bytes);
-    if (payload_end <= checked_) return;
-    best_copy_kernels().copy_runs({.source = frame_ + kFrameHeaderBytes + checked_,
-                                   .run_bytes = static_cast<std::size_t>(payload_end - checked_),
-                                   .count = 1},
-                                  checksum_, StoreKind::kChecksumOnly);
-    checked_ = payload_end;
-}
-
-FrameFault FrameVerifier::finish() {
-    if (fault_ != FrameFault::kNone) return fault_;
-    if (checked_ != header_.payload_bytes) return FrameFault::kLength;
-    const PayloadChecksum found = checksum_.finish();
-    return std::memcmp(found.data(), header_.payload_checksum, kChecksumBytes) == 0 ? FrameFault::kNone
-                                                                                    : FrameFault::kPayloadChecksum;
-}
-
 FrameFault frame_verify(const std::byte* frame, std::uint64_t available_bytes,
                         std::span<const std::byte, kDigestBytes> namespace_digest,
                         std::span<const std::byte, kChunkHashBytes> chunk_hash) {
-    FrameVerifier verifier(frame, available_bytes, namespace_digest, chunk_hash);
-    verifier.advance(available_bytes);
-    return verifier.finish();
+    if (available_bytes < kFrameHeaderBytes) return FrameFault::kLength;
+    FrameHeader header;
+    std::memcpy(&header, frame, sizeof header);
+    const FrameFault fault =
+        frame_check_header(header, available_bytes - kFrameHeaderBytes, namespace_digest, chunk_hash);
+    if (fault != FrameFault::kNone) return fault;
+    const PayloadChecksum found =
+        payload_checksum({frame + kFrameHeaderBytes, static_cast<std::size_t>(header.payload_bytes)});
+    return std::memcmp(found.data(), header.payload_checksum, kChecksumBytes) == 0 ? FrameFault::kNone
+                                                                                   : FrameFault::kPayloadChecksum;
+}
+
+FrameFault frame_copy_verified(std::byte* frame, const std::byte* source, std::uint64_t frame_bytes,
+                               std::span<const std::byte, kDigestBytes> namespace_digest,
+                               std::span<const std::byte, kChunkHashBytes> chunk_hash) {
+    if (frame_bytes < kFrameHeaderBytes) return FrameFault::kLength;
+    FrameHeader header;
+    std::memcpy(&header, source, sizeof header);
+    const FrameFault fault = frame_check_header(header, frame_bytes - kFrameHeaderBytes, namespace_digest, chunk_hash);
+    if (fault != FrameFault::kNone) return fault;
+    std::memcpy(frame, &header, sizeof header);
+    const auto payload_bytes = static_cast<std::size_t>(header.payload_bytes);
+    const std::uint64_t end = kFrameHeaderBytes + header.payload_bytes;
+    LaneChecksum sum;
+    best_copy_kernels().copy_runs({.source = source + kFrameHeaderBytes,
+                                   .destination = frame + kFrameHeaderBytes,
+                                   .run_bytes = payload_bytes,
+                                   .count = 1},
+                                  sum, StoreKind::kStreaming);
+    std::memcpy(frame + end, source + end, frame_bytes - end);
+    store_fence();
+    const PayloadChecksum found = sum.finish();
+    return std::memcmp(found.data(), header.payload_checksum, kChecksumBytes) == 0 ? FrameFault::kNone
+                                                                                   : FrameFault::kPayloadChecksum;
 }
 
 PayloadChecksum payload_checksum(std::span<const std::byte> payload) {

@@ -78,35 +78,15 @@ bool frame_header_unchanged(const std::byte* frame, const FrameHeader& copy);
 void frame_seal(std::byte* frame, const FrameHeader& frame_template,
                 std::span<const std::byte, kChunkHashBytes> chunk_hash);
 
-// Checks a frame while it comes into memory: what has just been written there is still in the caches.
-class FrameVerifier {
-public:
-    // `frame_bytes` will come at most. The spans must outlive this object.
-    FrameVerifier(const std::byte* frame, std::uint64_t frame_bytes,
-                  std::span<const std::byte, kDigestBytes> namespace_digest,
-                  std::span<const std::byte, kChunkHashBytes> chunk_hash);
-
-    // The first `available_bytes` are there now.
-    void advance(std::uint64_t available_bytes);
-
-    // Nothing more will come.
-    FrameFault finish();
-
-private:
-    const std::byte* const frame_;
-    const std::uint64_t frame_bytes_;
-    const std::span<const std::byte, kDigestBytes> namespace_digest_;
-    const std::span<const std::byte, kChunkHashBytes> chunk_hash_;
-    FrameHeader header_;                      // a private copy, once the whole header has come
-    FrameFault fault_ = FrameFault::kLength;  // of the header: until it has come, it is too short
-    std::uint64_t checked_ = 0;               // bytes of the payload
-    LaneChecksum checksum_;
-};
-
 // Header and payload. `available_bytes` is how much memory may be read at `frame`.
 FrameFault frame_verify(const std::byte* frame, std::uint64_t available_bytes,
                         std::span<const std::byte, kDigestBytes> namespace_digest,
                         std::span<const std::byte, kChunkHashBytes> chunk_hash);
+
+// frame_verify and, in the same pass, a copy of all `frame_bytes` from `source`. With a fault the copy is incomplete.
+FrameFault frame_copy_verified(std::byte* frame, const std::byte* source, std::uint64_t frame_bytes,
+                               std::span<const std::byte, kDigestBytes> namespace_digest,
+                               std::span<const std::byte, kChunkHashBytes> chunk_hash);
 
 PayloadChecksum payload_checksum(std::span<const std::byte> payload);
 
