@@ -12,8 +12,8 @@ import pytest
 from lmcache import _native
 from lmcache.clock import SystemClock
 from lmcache.core.limits import GIB
-from lmcache.l2.adapters import engine_trial
-from lmcache.l2.adapters.engine_trial import TRIAL_BYTES, Trial, run_trial, trial_paths
+from lmcache.l2.adapters import engine_trial, fs_native
+from lmcache.l2.adapters.engine_trial import TRIAL_BYTES, Trial, trial_paths, try_engines
 from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
@@ -26,6 +26,8 @@ needs_io_uring = pytest.mark.skipif(_native.io_uring_refusal() != 0, reason="io_
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_trial, "TRIAL_SECONDS", 90.0)
+    monkeypatch.setattr(fs_native, "TRIAL_SECONDS", 90.0)
+    monkeypatch.setattr(engine_trial, "SMALLEST_CAPACITY_BYTES", 0)  # of the disk
 
 
 def status_of(tmp_path: Path, **settings: Any) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def test_the_trial_decides_and_leaves_nothing(
 
 
 def test_a_named_engine_and_a_small_capacity_need_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_trial, "_try", lambda *_: pytest.fail("there was a trial"))
+    monkeypatch.setattr(fs_native, "try_engines", lambda *_: pytest.fail("there was a trial"))
     assert status_of(tmp_path, io_engine="posix")["io_uring"] == 0
     assert status_of(tmp_path, max_capacity_gb=0.5)["io_uring"] == 0
 
@@ -87,49 +89,56 @@ def test_the_files_of_the_trial_are_charged(tmp_path: Path, patient: None) -> No
 
 
 @needs_io_uring
-def test_a_late_trial_says_nothing_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_trial, "TRIAL_SECONDS", 0.01)
-    go_on, ended = threading.Event(), threading.Event()
-    real_round, real_try = engine_trial._round, engine_trial._try
+@pytest.mark.parametrize("waits_for_inventory", [True, False])
+def test_a_late_trial_is_not_waited_for_and_leaves_nothing(
+    tmp_path: Path, waits_for_inventory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_native, "TRIAL_SECONDS", 0.01)
+    go_on, real_round = threading.Event(), engine_trial._round
 
     def slow_round(*arguments: Any) -> float:
-        seconds = real_round(*arguments)
         go_on.wait(90)
-        return seconds
-
-    def watched_try(*arguments: Any) -> Trial:
-        try:
-            return real_try(*arguments)
-        finally:
-            ended.set()
+        return real_round(*arguments)
 
     monkeypatch.setattr(engine_trial, "_round", slow_round)
-    monkeypatch.setattr(engine_trial, "_try", watched_try)
-    assert asyncio.run(run_trial(str(tmp_path), WRITER, 2, use_odirect=False)) is None
-    go_on.set()
-    assert ended.wait(90)
-    assert not left_files(tmp_path)
+
+    async def live() -> None:
+        spec = {"type": "fs_native", "base_path": str(tmp_path / "l2")}
+        runner = Runner(build(parse_adapter(spec, 0)), Metrics(), SystemClock())
+        await runner.open()
+        assert runner.status()["io_uring"] == 0 and not runner._inventory_complete.is_set()
+        go_on.set()
+        if waits_for_inventory:
+            await asyncio.wait_for(runner._inventory_complete.wait(), 90)
+            assert not list((tmp_path / "l2").rglob("*.tmp"))
+        assert await runner.close(90)
+
+    asyncio.run(live())
+    assert not left_files(tmp_path / "l2")
 
 
 @needs_io_uring
-def test_a_disk_that_fails_leaves_the_choice_to_threads(tmp_path: Path, patient: None) -> None:
-    assert asyncio.run(run_trial(str(tmp_path / "gone" / "folder" / "deep"), WRITER, 2, use_odirect=False)) is None
+def test_a_disk_that_fails_leaves_the_choice_to_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert try_engines(trial_paths(str(tmp_path / "gone"), WRITER), 2, False) is None
+
+    def fail(*_: Any) -> float:
+        raise OSError(errno.EIO, "of the test")
+
+    monkeypatch.setattr(engine_trial, "_round", fail)
+    assert try_engines(trial_paths(str(tmp_path), WRITER), 2, False) is None
+
+
+def test_a_disk_that_is_nearly_full_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_trial, "SMALLEST_CAPACITY_BYTES", 1 << 62)
+    assert try_engines(trial_paths(str(tmp_path), WRITER), 2, False) is None
+    assert not left_files(tmp_path)
 
 
 @needs_io_uring
 def test_what_a_killed_server_left_of_its_trial_goes(tmp_path: Path) -> None:
     own = tmp_path / "l2" / ".lmcache"
     own.mkdir(parents=True)
-    left = [Path(path) for path in trial_paths(str(own), WRITER)]
-    for path in left:
-        path.write_bytes(b"x")
+    for path in trial_paths(str(own), WRITER):
+        Path(path).write_bytes(b"x")
     status_of(tmp_path, io_engine="posix")
     assert not left_files(tmp_path / "l2")
-
-
-def test_a_fault_in_a_file_ends_the_trial(tmp_path: Path, patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> float:
-        raise OSError(errno.EIO, "of the test")
-
-    monkeypatch.setattr(engine_trial, "_round", fail)
-    assert asyncio.run(run_trial(str(tmp_path), WRITER, 2, use_odirect=False)) is None

@@ -7,7 +7,6 @@ the processor. A short trial is noisy, so threads stand unless io_uring is clear
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import select
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 
 from lmcache import _native
 from lmcache.core.limits import FRAME_ALIGN_BYTES
-from lmcache.l2.background import in_thread
 from lmcache.l2.completions import words
 
 FILES = 8
@@ -25,7 +23,7 @@ FILE_BYTES = 128 << 10
 ROUNDS = 2  # of each engine
 TRIAL_BYTES = 2 * ROUNDS * FILES * FILE_BYTES  # of the folder, until its files are deleted
 TRIAL_SECONDS = 0.05  # a start waits no longer; threads stand then
-SMALLEST_CAPACITY_BYTES = 1 << 30  # below, the trial is not worth its room
+SMALLEST_CAPACITY_BYTES = 1 << 30  # with less, or with less free on the disk, the trial is not worth its room
 CLEAR_LEAD = 1.25  # io_uring has to be that much faster
 
 
@@ -42,43 +40,31 @@ class Trial:
 
 
 def trial_paths(folder: str, writer_id: str) -> list[str]:
-    """What `run_trial` may leave behind. Names of temporary files: if a server is killed before it has deleted them,
-    they go like the rest of its temporary files."""
+    """Files of the trial and their temporary names. If a server is killed before it has deleted them, they go like the
+    rest of its temporary files."""
     return [f"{folder}/{writer_id}.{number}.tmp" for number in range(2 * 2 * ROUNDS * FILES)]
 
 
-async def run_trial(folder: str, writer_id: str, depth: int, *, use_odirect: bool) -> Trial | None:
-    """Both engines at the same depth. None: io_uring is refused, the disk fails, or the time was too short. The caller
-    deletes `trial_paths`, which can take longer than the trial; one that is late does so itself, too."""
-    if _native.io_uring_refusal():
-        return None
-    paths = trial_paths(folder, writer_id)
-    try:
-        return await asyncio.wait_for(in_thread("l2-trial", _try, paths, depth, use_odirect), TRIAL_SECONDS)
-    except (asyncio.TimeoutError, OSError):
-        return None
-
-
-def _try(paths: Sequence[str], depth: int, use_odirect: bool) -> Trial:
+def try_engines(paths: Sequence[str], depth: int, use_odirect: bool) -> Trial | None:
+    """Both at the same depth, on `trial_paths`, which the caller deletes. Blocks; begins no round after TRIAL_SECONDS.
+    None: io_uring is refused, the disk fails or is nearly full, or the time was too short."""
     deadline = time.monotonic() + TRIAL_SECONDS
     seconds: dict[int, list[float]] = {0: [], depth: []}
     try:
+        room = os.statvfs(os.path.dirname(paths[0]))
+        if _native.io_uring_refusal() or room.f_bavail * room.f_frsize < SMALLEST_CAPACITY_BYTES:
+            return None
         with mmap.mmap(-1, FILES * FILE_BYTES) as memory:
             memory.write(os.urandom(FILE_BYTES) * FILES)
             for number in range(2 * ROUNDS):
                 if time.monotonic() > deadline:
-                    raise TimeoutError
+                    return None
                 queue_depth = depth if number % 2 else 0
                 part = paths[2 * number * FILES : 2 * (number + 1) * FILES]
                 seconds[queue_depth].append(_round(memory, part, depth, queue_depth, use_odirect))
-        return Trial(seconds[0], seconds[depth])
-    finally:
-        if time.monotonic() > deadline:
-            for path in paths:
-                try:
-                    os.unlink(path)
-                except OSError:
-                    pass  # not made, or its folder is gone
+    except OSError:
+        return None
+    return Trial(seconds[0], seconds[depth])
 
 
 def _round(memory: mmap.mmap, paths: Sequence[str], threads: int, queue_depth: int, use_odirect: bool) -> float:

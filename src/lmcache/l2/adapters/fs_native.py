@@ -20,7 +20,14 @@ from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapter import Capacity, Inventory
 from lmcache.l2.adapters import folder
-from lmcache.l2.adapters.engine_trial import SMALLEST_CAPACITY_BYTES, TRIAL_BYTES, run_trial, trial_paths
+from lmcache.l2.adapters.engine_trial import (
+    SMALLEST_CAPACITY_BYTES,
+    TRIAL_BYTES,
+    TRIAL_SECONDS,
+    Trial,
+    trial_paths,
+    try_engines,
+)
 from lmcache.l2.adapters.writers import Writer
 from lmcache.l2.background import in_thread
 from lmcache.l2.completions import Results
@@ -84,6 +91,7 @@ class FsNativeAdapter:
         self._stopping = False
         self._said_buffered = False
         self._watcher: asyncio.Task[None] | None = None
+        self._trial: asyncio.Task[Trial | None] | None = None
 
     def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
         for key in upcoming:
@@ -122,7 +130,13 @@ class FsNativeAdapter:
         self._watcher = asyncio.get_running_loop().create_task(self._watch(), name=f"{self._name}-watch")
 
     async def _choose_engine(self) -> None:
-        trial = await run_trial(self._own_folder, self._writer.id, self._threads, use_odirect=self._use_odirect)
+        """Does not wait longer than TRIAL_SECONDS."""
+        loop = asyncio.get_running_loop()
+        self._trial = loop.create_task(
+            in_thread("l2-trial", try_engines, self._trial_paths, self._threads, self._use_odirect)
+        )
+        done, _ = await asyncio.wait({self._trial}, timeout=TRIAL_SECONDS)
+        trial = self._trial.result() if done else None
         self._queue_depth = self._threads if trial is not None and trial.prefers_ring else 0
         measured = "no trial within its time, or io_uring is refused"
         if trial is not None:
@@ -132,9 +146,16 @@ class FsNativeAdapter:
             "%s: %s the files (%s)", self._name, "io_uring moves" if self._queue_depth else "threads move", measured
         )
 
+    async def _end_trial(self) -> None:
+        """A late one is waited for: what it still writes must go, too."""
+        if self._trial is not None:
+            await asyncio.wait({self._trial})
+            self._trial = None
+            await self._unlink(self._trial_paths)
+
     @property
-    def _own_folder(self) -> str:
-        return f"{self._base}/{folder.OWN_FOLDER}"
+    def _trial_paths(self) -> list[str]:
+        return trial_paths(f"{self._base}/{folder.OWN_FOLDER}", self._writer.id)
 
     def _files(self) -> NativeFiles:
         return NativeFiles(
@@ -259,6 +280,7 @@ class FsNativeAdapter:
         self._watcher.cancel()
         await asyncio.gather(self._watcher, return_exceptions=True)
         self._watcher = None
+        await self._end_trial()
         await self._writes.close()
         await self._reads.close()
         await in_thread("l2-close", self._writer.close)
@@ -320,8 +342,7 @@ class FsNativeAdapter:
 
     async def _watch(self) -> None:
         """Scans once, then again as long as other servers write here too; alone, looks for what somebody removed."""
-        if self._engine == "auto":
-            await self._unlink(trial_paths(self._own_folder, self._writer.id))
+        await self._end_trial()
         scan_seconds = await self._scan_or_say()
         self._inventory.complete()
         while True:
