@@ -80,10 +80,13 @@ class FaultyDisk:
 
 
 @contextmanager
-def loop_device(backing: Path) -> Iterator[Path]:
+def loop_device(backing: Path, *flags: str) -> Iterator[Path]:
     """A real block device, with its alignment rules, over a file."""
     made = subprocess.run(
-        ["losetup", "--direct-io=on", "--show", "-f", str(backing)], capture_output=True, text=True, check=False
+        ["losetup", "--direct-io=on", "--show", "-f", *flags, str(backing)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if made.returncode:
         pytest.skip(f"loop devices cannot be made here: {made.stderr.strip()}")

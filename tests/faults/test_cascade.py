@@ -1,0 +1,179 @@
+"""Several adapters of a real server, one of them on a disk that fails."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.disk import DEADLINE_SECONDS, FaultyDisk
+from lmcache.core.limits import GIB, L2_BREAKER_OPEN_SECONDS
+from lmcache.testing.processes import CacheServer
+from process.support import SmallEngine, split, unpack_slots
+
+FRAME_BYTES = 8192
+CHUNKS = 30
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
+    disk = FaultyDisk(tmp_path)
+    yield disk
+    disk.close()
+
+
+def server(folder: Path, *adapters: dict[str, Any], flags: tuple[str, ...] = (), slots: int = 256) -> CacheServer:
+    extra = [part for one in adapters for part in ("--l2-adapter", json.dumps(one))]
+    return CacheServer(folder, extra=["--chunk-size", "16", *extra, *flags], l1_size_gb=slots * FRAME_BYTES / GIB)
+
+
+def fs(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {"type": "fs", "base_path": str(folder), **settings}
+
+
+def wait_until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.01)
+
+
+def hold(it: CacheServer, objects: int, *indices: int) -> None:
+    """Until these adapters have that many objects."""
+
+    def held() -> list[int]:
+        return [it.status()["l2"]["adapters"][index]["objects"] for index in indices]
+
+    wait_until(lambda: held() == [objects] * len(indices), held)
+
+
+def hits(engine: SmallEngine, request: str, tokens: bytes) -> int:
+    """Chunks, each exactly what was stored."""
+    reply = engine.lookup(request, tokens, deadline_seconds=DEADLINE_SECONDS)
+    assert engine.read(reply)
+    engine.end(request)
+    return reply.chunks
+
+
+def test_a_disk_that_stands_still_costs_one_deadline(disk: FaultyDisk, tmp_path: Path) -> None:
+    adapters = fs(disk.path, timeout_seconds=1, use_odirect=True), fs(tmp_path / "second"), fs(tmp_path / "third")
+    with server(tmp_path, *adapters) as it:
+        it.wait_ready()
+        with SmallEngine(it.port) as engine:
+            tokens = engine.tokens(*range(CHUNKS))
+            assert engine.store(tokens) == CHUNKS
+            hold(it, CHUNKS, 0, 1, 2)
+            late = it.metric("lmcache_mp_timeouts_total")
+            disk.tell(read={"stall": True})
+            for number in range(6):
+                it.clear("l1")
+                assert hits(engine, f"stalled{number}", tokens) == CHUNKS
+                if number == 0:
+                    since = time.monotonic()
+                    assert it.status()["l2"]["adapters"][0]["loads_suspended"]
+                    assert it.metric("lmcache_mp_timeouts_total") == late + 1
+            trials = (time.monotonic() - since) // L2_BREAKER_OPEN_SECONDS  # behind the back of requests
+            assert it.metric("lmcache_mp_timeouts_total") <= late + 1 + trials
+            _, stalled = disk.tell()
+            assert stalled > 0
+
+            def goes_on() -> bool:
+                it.clear("l1")
+                assert hits(engine, "well", tokens) == CHUNKS
+                return not it.status()["l2"]["adapters"][0]["loads_suspended"]
+
+            wait_until(goes_on, it.log)
+            wait_until(lambda: it.status()["l1"]["quarantined_bytes"] == 0, it.status)
+        assert it.stop() == 0, it.log()
+        assert "Traceback" not in it.log()
+
+
+def test_a_dead_disk_is_left_alone(disk: FaultyDisk, tmp_path: Path) -> None:
+    with server(tmp_path, fs(disk.path), fs(tmp_path / "second")) as it:
+        it.wait_ready()
+        with SmallEngine(it.port) as engine:
+            tokens = engine.tokens(*range(CHUNKS))
+            assert engine.store(tokens) == CHUNKS
+            hold(it, CHUNKS, 0, 1)
+            disk.tell(**{operation: {"error": "EIO"} for operation in ("read", "write", "open", "create", "lookup")})
+            for number in range(8):
+                it.clear("l1")
+                assert hits(engine, f"dead{number}", tokens) == CHUNKS
+                assert engine.store(engine.tokens(1000 + number)) == 1
+            hold(it, CHUNKS + 8, 1)
+            adapter = it.status()["l2"]["adapters"][0]
+            assert adapter["loads_suspended"] and adapter["stores_suspended"]
+            disk.tell()
+        assert it.stop() == 0, it.log()
+        assert "Traceback" not in it.log()
+
+
+def test_a_prefix_comes_from_several_kinds_of_adapters(tmp_path: Path) -> None:
+    """Each holds another part of it, none a whole prefix."""
+    for name in ("raw", "dax"):
+        (tmp_path / name).touch()
+    with (tmp_path / "raw").open("r+b") as file:
+        file.truncate(4 << 20)
+    slots = {"slot_bytes": FRAME_BYTES}
+    kinds = (
+        {"type": "raw_block", "device_path": str(tmp_path / "raw"), "meta_total_bytes": 65536, **slots},
+        {"type": "dax", "device_path": str(tmp_path / "dax"), "max_dax_size_gb": 4 / 1024, **slots},
+        fs(tmp_path / "files"),
+    )
+    for number, kind in enumerate(kinds):
+        with server(tmp_path, kind) as it:
+            it.wait_ready()
+            with SmallEngine(it.port) as engine:
+                own = split(engine.hashes(engine.tokens(*range(CHUNKS))))[number::3]
+                reply = engine.reserve(b"".join(own))
+                engine.fill(b"".join(own), unpack_slots(reply.slots))
+                assert engine.commit(reply.reservation) == CHUNKS // 3
+                hold(it, CHUNKS // 3, 0)
+            assert it.stop() == 0, it.log()
+    with server(tmp_path, *kinds) as it:
+        it.wait_ready()
+        with SmallEngine(it.port) as engine:
+            hold(it, CHUNKS // 3, 0, 1, 2)
+            assert hits(engine, "all", engine.tokens(*range(CHUNKS))) == CHUNKS
+        assert it.stop() == 0, it.log()
+
+
+def test_skip_l1_neither_leaks_nor_loses_in_silence(disk: FaultyDisk, tmp_path: Path) -> None:
+    """Nothing leaves L1 but what L2 took; where L2 takes nothing it is counted, and L1 has room again."""
+    flags = ("--eviction-policy", "noop", "--l2-store-policy", "skip_l1")
+    with server(tmp_path, fs(disk.path), flags=flags, slots=64) as it:
+        it.wait_ready()
+        with SmallEngine(it.port) as engine:
+
+            def empty() -> bool:
+                return bool(it.status()["l1"]["objects"] == 0)
+
+            acknowledged = 0
+            for number in range(12):
+                if number in (3, 6, 9):
+                    disk.tell(write={"error": ("EIO", "ENOSPC", "EROFS")[number // 3 - 1]})
+                acknowledged += engine.store(engine.tokens(*range(100 * number, 100 * number + 40)))
+                wait_until(empty, it.status)
+            assert acknowledged == 12 * 40  # there always was room
+            lost = int(it.metric("lmcache_mp_l2_store_lost_chunks_total"))
+            held = it.status()["l2"]["adapters"][0]["objects"]
+            assert (held, lost) == (3 * 40, 9 * 40)
+            assert "objects were lost" in it.log()
+            disk.tell()
+
+            def taken() -> bool:
+                engine.store(engine.tokens(*range(5000, 5040)))
+                wait_until(empty, it.status)
+                return bool(it.status()["l2"]["adapters"][0]["objects"] > held)
+
+            wait_until(taken, it.log)
+            found = [hits(engine, f"r{n}", engine.tokens(*range(100 * n, 100 * n + 40))) for n in range(12)]
+            assert found == [40] * 3 + [0] * 9
+            status = it.status()["l1"]
+            assert (status["leases"], status["staged"], status["quarantined_bytes"]) == (0, 0, 0)
+        assert it.stop() == 0, it.log()
+        assert "Traceback" not in it.log()
