@@ -90,7 +90,7 @@ class Adapter(Protocol):
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         """Fills each buffer with the frame of its key. LOADED promises bytes, not that they verify: that is
-        checked afterwards, in a second pass over the memory, unless the adapter has an attribute `verifies = True`.
+        checked afterwards, but for adapters of this package with an attribute `verifies = True`.
         CORRUPT: certainly not the frame; it has been moved aside or deleted."""
         ...
 

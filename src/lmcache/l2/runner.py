@@ -190,7 +190,7 @@ class Runner:
 
     @property
     def verifies(self) -> bool:
-        """Whether what it loads has been verified in place. An adapter from outside need not have the attribute."""
+        """Whether what it loads has been verified in place. Adapters that do not say so are not believed."""
         return bool(getattr(self._adapter, "verifies", False))
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
