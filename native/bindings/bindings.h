@@ -21,6 +21,7 @@ void bind_file_io(nb::module_& m);
 void bind_folder_scan(nb::module_& m);
 void bind_mapped_copy(nb::module_& m);
 void bind_raw_block(nb::module_& m);
+void bind_raw_index(nb::module_& m);
 
 // A contiguous Python buffer seen as elements of T, held for the length of a call. Throws std::invalid_argument
 // (ValueError) that names the argument when it is not a buffer or its size is not a multiple of the element.
@@ -47,6 +48,21 @@ public:
 
 private:
     Py_buffer view_{};
+};
+
+// Addresses and sizes in bytes of a list of contiguous Python buffers, which the caller keeps.
+struct Ranges {
+    explicit Ranges(const nb::list& buffers) {
+        addresses.reserve(buffers.size());
+        sizes.reserve(buffers.size());
+        for (const nb::handle buffer : buffers) {
+            const PackedView<std::byte> view(buffer, "a buffer");
+            addresses.push_back(reinterpret_cast<std::uint64_t>(view.data()));
+            sizes.push_back(view.size());
+        }
+    }
+
+    std::vector<std::uint64_t> addresses, sizes;
 };
 
 template <typename T>

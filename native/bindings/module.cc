@@ -14,4 +14,5 @@ NB_MODULE(_native, m) {
     bind_folder_scan(m);
     bind_mapped_copy(m);
     bind_raw_block(m);
+    bind_raw_index(m);
 }

@@ -277,9 +277,73 @@ def slot_headers_seal(heads: int, frames: Buffer, sizes: Buffer, namespace_diges
     """Writes the slot headers of n frames (u64 addresses and sizes) to n x 4096 bytes at `heads`; "" or why a frame cannot
     be stored (docs/formats/raw_block.md)."""
 
-def slot_headers_open(frames: Buffer, sizes: Buffer, namespace_digests: Buffer, hashes: Buffer, device: Buffer, slots: Buffer, generations: Buffer) -> list[str]:
-    """Turns n slots that were read (u64 addresses, u64 bytes read) back into the frames that were stored, in place; "" or
-    what is wrong: the faults of `frame_verify` and "device", "slot", "generation"."""
-
 def slot_header_parse(header: Buffer) -> tuple[bytes, int, int, bytes, bytes, int]:
     """(device, slot, generation, encoded namespace, chunk hash, payload bytes), else ValueError."""
+
+class RawBatch:
+    """A batch of a RawIndex that is under way; keep it until its end."""
+
+class RawIndex:
+    """What is where on a raw device (docs/formats/raw_block.md), batch by batch. Keys are `spaces` (u32, by intern(); what
+    no intern() gave is unknown) and `hashes` (32 bytes each); slots and pages are u32. Not thread-safe."""
+
+    def __init__(
+        self, slots: int, slot_bytes: int, frame_limit_bytes: int, first_slot_offset: int, page_bytes: int, first_generation: int, device: Buffer
+    ) -> None: ...
+    @property
+    def objects(self) -> int: ...
+    @property
+    def object_bytes(self) -> int: ...
+    @property
+    def free_slots(self) -> int: ...
+    @property
+    def next_generation(self) -> int: ...
+    def intern(self, digest: Buffer, number: int) -> int:
+        """A new namespace. `number`: its page on the device, or 2**32 - 1."""
+    def set_number(self, space: int, number: int) -> None: ...
+    def take_pages(self, first: int, pages: Buffer, spaces: Buffer, forget: bool) -> None:
+        """Recovery: pages of the table from `first` on. `spaces`: u32 by namespace number, 2**32 - 1 for unknown ones.
+        `forget`: nothing counts but generations."""
+    def unread(self) -> bytes:
+        """Slots of which the pages did not tell."""
+    def add(self, slot: int, space: int, hash: Buffer, size_bytes: int, generation: int) -> None:
+        """What the header of such a slot tells."""
+    def finish_recovery(self, gap: int) -> None:
+        """Then the index is ready. `gap`: generations that may have been used without a trace."""
+    def youngest_first(self) -> bytes:
+        """Slots of all objects, last used first."""
+    def begin_store(self, io: DeviceIO, spaces: Buffer, hashes: Buffer, buffers: list[memoryview], heads: int) -> tuple[RawBatch, int]:
+        """Submits what is not there yet; (batch, its number in `io` or 0). `heads`: address of 4096 bytes a key."""
+    def end_store(self, batch: RawBatch, errors: Buffer, now: int) -> tuple[bytes, bytes]:
+        """(one code a key: 0 failed, 1 stored, 2 already there, 3 too large, 4 full; pages to write, one after the
+        other). `now`: microseconds since 1970."""
+    def begin_load(self, io: DeviceIO, spaces: Buffer, hashes: Buffer, buffers: list[memoryview]) -> tuple[RawBatch, int]:
+        """Submits what is there. Its slots are not written before end_load, which must follow."""
+    def end_load(self, batch: RawBatch, results: Buffer, errors: Buffer, now: int) -> tuple[bytes, bytes]:
+        """(one code a key: 0 missing, 1 loaded, 2 corrupt, 3 failed; positions of keys to remove as corrupt)."""
+    def begin_erase(self, io: DeviceIO, first: int, count: int, zeros: int) -> tuple[bytes, int]:
+        """Submits 4096 zeros to free slots, from `first` on, that may have the header of a former object; (slots, number)."""
+    def end_erase(self, slots: Buffer, errors: Buffer) -> None: ...
+    def read_headers(self, io: DeviceIO, slots: Buffer, memory: int) -> int:
+        """Submits reading 4096 bytes of each slot."""
+    def misplaced(self, slots: Buffer, generations: Buffer, headers: int, results: Buffer, errors: Buffer) -> bytes:
+        """Slots that still hold the object of that generation and whose header (read_headers) is another's."""
+    def sizes_of(self, spaces: Buffer, hashes: Buffer) -> bytes:
+        """u64 bytes a key, 0 where nothing is there."""
+    def describe(self, slots: Buffer) -> tuple[bytes, bytes, bytes]:
+        """(u32 spaces, hashes, u64 bytes) of slots; 0 bytes where nothing is."""
+    def claimed_from(self, first: int, count: int) -> tuple[bytes, bytes]:
+        """(slots, u64 generations) of at most that many objects from slot `first` on."""
+    def remove(self, spaces: Buffer, hashes: Buffer) -> bytes:
+        """The slots, each of which goes to leave() when its page is written."""
+    def remove_all(self) -> bytes:
+        """The same for everything. What is being stored is not there either; `next_generation` is the first that is."""
+    def leave(self, slots: Buffer) -> None:
+        """The table on the device no longer claims them."""
+    def pages_of(self, slots: Buffer) -> bytes: ...
+    def touched_pages(self) -> bytes:
+        """Pages that are newer here than on the device, and may wait."""
+    def page_image(self, page: int) -> bytes:
+        """A page of the table as it is to be written now."""
+    def check(self) -> None:
+        """Asserts every invariant; RuntimeError names the one broken. O(slots)."""

@@ -11,6 +11,7 @@ from lmcache import _native
 from lmcache.l2.background import in_thread
 
 Results: TypeAlias = "tuple[array[int], array[int]]"  # i64 result and i32 errno per element
+NO_RESULTS: Results = array("q"), array("i")
 
 
 class NativeIO(Protocol):
@@ -27,11 +28,11 @@ class Completions:
     def __init__(self, io: NativeIO) -> None:
         self._source = io
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, tuple[asyncio.Future[Results], Sequence[memoryview]]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[Results], object]] = {}
         self._loop.add_reader(io.event_fd(), self._collect)
         self._closed = False
 
-    def of(self, batch: int, memory: Sequence[memoryview] = ()) -> asyncio.Future[Results]:
+    def of(self, batch: int, memory: object = None) -> asyncio.Future[Results]:
         """For the number that a submission has just returned. `memory` is kept until the batch has ended, also when
         nobody waits for it any more."""
         # Results are collected by this loop only, so none can have come between submission and here.

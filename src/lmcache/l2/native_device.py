@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from lmcache import _native
-from lmcache.l2.completions import Completions, Results, ranges, words
+from lmcache.l2.completions import NO_RESULTS, Completions, Results, ranges, words
 
 log = logging.getLogger("lmcache.l2")
 
@@ -28,27 +28,24 @@ class NativeDevice:
     refused). `fd` is closed by the caller, afterwards."""
 
     def __init__(self, fd: int, threads: int, queue_depth: int, *, align_bytes: int, copy_always: bool = False) -> None:
-        self._io = _native.DeviceIO(fd, threads, queue_depth, align_bytes, copy_always)
-        self._completions = Completions(self._io)
+        self.io = _native.DeviceIO(fd, threads, queue_depth, align_bytes, copy_always)
+        self._completions = Completions(self.io)
 
     @property
     def copied(self) -> int:
-        return self._io.copied()
+        return self.io.copied()
 
-    async def write(self, offsets: Sequence[int], buffers: Sequence[memoryview], heads: Sequence[int] = ()) -> Results:
-        """`heads`: addresses of 4096 bytes each that take the place of the first 4096 of a buffer."""
-        addresses, sizes = ranges(buffers)
-        return await self._completions.of(
-            self._io.submit_write(words(offsets), addresses, sizes, words(heads)), buffers
-        )
+    async def ended(self, submitted: int, memory: object) -> Results:
+        """A batch that was submitted to `io` in this step of the loop; 0: none. `memory` is kept until it has ended."""
+        return await self._completions.of(submitted, memory) if submitted else NO_RESULTS
 
-    async def read(self, offsets: Sequence[int], buffers: Sequence[memoryview]) -> Results:
+    async def write(self, offsets: Sequence[int], buffers: Sequence[memoryview]) -> Results:
         addresses, sizes = ranges(buffers)
-        return await self._completions.of(self._io.submit_read(words(offsets), addresses, sizes), buffers)
+        return await self.ended(self.io.submit_write(words(offsets), addresses, sizes, b""), buffers)
 
     async def sync(self) -> int:
         """Everything that has been written is on the medium; 0 or an errno."""
-        _, errors = await self._completions.of(self._io.submit_sync())
+        _, errors = await self._completions.of(self.io.submit_sync())
         return errors[0]
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Free slots, and metadata pages in order."""
+"""Metadata pages in order."""
 
 from __future__ import annotations
 
@@ -11,18 +11,9 @@ from typing import cast
 import pytest
 
 from lmcache.l2.adapters import raw_table
-from lmcache.l2.adapters.raw_table import OrderedPages, SlotPool
+from lmcache.l2.adapters.raw_table import OrderedPages
 from lmcache.l2.completions import Results
 from lmcache.l2.native_device import NativeDevice
-
-
-def test_slots_are_given_out_once_and_lowest_first() -> None:
-    pool = SlotPool({1, 4}, 8)
-    assert len(pool) == 6
-    assert pool.take(3) == [0, 2, 3] and pool.take(1) == [5]
-    pool.give([3])
-    pool.give([2], suspect=True)
-    assert pool.take(3) == [3, 6, 7] and pool.take(3) == [2] and pool.take(1) == [] and len(pool) == 0
 
 
 class FakeDevice:

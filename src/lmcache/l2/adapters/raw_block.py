@@ -7,7 +7,6 @@ every store and deletion before it is confirmed.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import mmap
 import os
@@ -19,13 +18,11 @@ from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ResourceError
 from lmcache.l2.adapter import Capacity, Inventory
-from lmcache.l2.adapters.raw_format import UNNAMED, Entry
-from lmcache.l2.adapters.raw_index import SlotIndex, superblock_pages
-from lmcache.l2.adapters.raw_recovery import HEADERS_AT_ONCE, Located, Recovered, read_headers, read_table
+from lmcache.l2.adapters.raw_index import SlotIndex
+from lmcache.l2.adapters.raw_recovery import HEADERS_AT_ONCE, Recovered, finish, read_table, scan
 from lmcache.l2.adapters.raw_settings import KEYS, open_and_claim, plan
 from lmcache.l2.adapters.raw_table import OrderedPages
 from lmcache.l2.background import in_thread
-from lmcache.l2.completions import ranges, words
 from lmcache.l2.config import AdapterConfig
 from lmcache.l2.native_device import NativeDevice, usable_queue_depth
 
@@ -37,7 +34,15 @@ INVENTORY_SLICE = 4096
 SYNC_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+# By the codes of native/include/lmcache/raw_index.h.
+_STORE_OUTCOMES = (
+    StoreOutcome.FAILED,
+    StoreOutcome.STORED,
+    StoreOutcome.ALREADY_THERE,
+    StoreOutcome.TOO_LARGE,
+    StoreOutcome.FULL,
+)
+_LOAD_OUTCOMES = (LoadOutcome.MISSING, LoadOutcome.LOADED, LoadOutcome.CORRUPT, LoadOutcome.FAILED)
 
 
 class RawBlockAdapter:
@@ -67,7 +72,7 @@ class RawBlockAdapter:
         return {
             **self._figures,
             "slots": self._slots,
-            "free_slots": self._index.free_slots if self._index else 0,
+            "free_slots": self._index.core.free_slots if self._index else 0,
             "io_uring": int(self._depth > 0),
             "copied_transfers": self._stores.copied + self._loads.copied,
             "metadata_writes_waiting": len(self._pages),
@@ -99,7 +104,7 @@ class RawBlockAdapter:
         self._loads = self._io(settings["num_load_workers"], self._depth)
         # The table too: its pages would queue behind objects, and the next stores behind its pages.
         self._meta = self._io(1, 0)
-        self._syncs = self._io(1, 0)
+        self._background = self._io(1, 0)
         self._pages = OrderedPages(self._meta, self._geometry.page_bytes, self._name)
         self._inventory = inventory
         self._recovered = asyncio.Event()
@@ -130,11 +135,15 @@ class RawBlockAdapter:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._index:
+            try:
+                await asyncio.wait_for(self._index.erase_left(self._background), CLOSE_SECONDS)
+            except asyncio.TimeoutError:
+                log.info("%s: some deleted objects keep their headers until the next start", self._name)
             self._index.write_touched()
         if not await self._pages.close(CLOSE_SECONDS):
             log.warning("%s: some metadata could not be written; the objects that it names are lost", self._name)
         await self._meta.sync()
-        for device in (self._meta, self._syncs, self._stores, self._loads):
+        for device in (self._meta, self._background, self._stores, self._loads):
             await device.close()
         await in_thread("l2-close", self._device.close)
 
@@ -147,57 +156,51 @@ class RawBlockAdapter:
         except Exception as error:  # the root of a task: a cache that cannot be read starts empty
             log.warning("%s: starts empty, the table could not be read: %s", self._name, error)
             forget, recovered = True, await in_thread("l2-recovery", self._read_table, True)
+        await in_thread("l2-recovery", finish, recovered)
+        index = SlotIndex(self._superblock, recovered.core, recovered.spaces, self._pages)
         if forget:
-            self._superblock = self._superblock.following(recovered.next_generation)
-            for page in superblock_pages(self._superblock):
-                await self._pages.put([page], flush=True)
-        youngest = await in_thread("l2-recovery", recovered.youngest_first)
-        found = list(recovered.objects.items())
-        self._index = await in_thread("l2-recovery", SlotIndex, self._superblock, recovered, self._slots, self._pages)
-        self._index.write_touched()
+            await index.clear()
+        index.write_touched()
+        self._index = index
         self._figures["recovery_ms"] = int((asyncio.get_running_loop().time() - started) * 1000)
         self._recovered.set()
-        for start in range(0, len(youngest), INVENTORY_SLICE):
-            self._inventory.found(youngest[start : start + INVENTORY_SLICE])
+        found = recovered.youngest_first
+        for start in range(0, len(found), INVENTORY_SLICE):
+            self._inventory.found(index.describe(found[start : start + INVENTORY_SLICE]))
             await asyncio.sleep(0)
         self._inventory.complete()
         if self._settings["meta_verify_on_load"]:
-            await self._verify(self._index, found)
+            await self._verify(index)
+        await index.erase_left(self._background)
 
     def _read_table(self, forget: bool) -> Recovered:
-        return read_table(self._device, self._superblock, self._slots, forget=forget)
+        return read_table(self._device, self._superblock, self._slots, self._frame_limit_bytes, forget=forget)
 
     async def _scan(self, recovered: Recovered) -> None:
         """Looks into the slots of which the table cannot tell."""
-        self._figures["scanned_slots"] = len(recovered.unread)
-        if recovered.unread:
-            log.warning("%s: the table does not tell of %d slots; their headers do", self._name, len(recovered.unread))
-        numbers = {namespace: number for number, namespace in recovered.namespaces.items()}
-        for slot, header in (await read_headers(self._loads, self._superblock, recovered.unread)).items():
-            if header is None:
-                continue
-            recovered.next_generation = max(recovered.next_generation, header.generation + 1)
-            number = numbers.get(header.key.namespace, UNNAMED)
-            key = ObjectKey(recovered.namespaces.get(number, header.key.namespace), header.key.chunk_hash)
-            entry = Entry(header.key.chunk_hash, number, header.size_bytes, header.generation, 0)
-            recovered.table.set(slot, entry)
-            recovered.add(key, Located(slot, header.size_bytes, header.generation), 0)
+        unread = memoryview(recovered.core.unread()).cast("I")
+        self._figures["scanned_slots"] = len(unread)
+        if unread:
+            log.warning("%s: the table does not tell of %d slots; their headers do", self._name, len(unread))
+            await scan(self._loads, self._superblock, recovered, unread)
 
-    async def _verify(self, index: SlotIndex, objects: list[tuple[ObjectKey, Located]]) -> None:
+    async def _verify(self, index: SlotIndex) -> None:
         """Drops what the table claims and the slot header does not. Loads would notice too, one by one."""
-        for start in range(0, len(objects), HEADERS_AT_ONCE):
-            part = [entry for entry in objects[start : start + HEADERS_AT_ONCE] if index.holds(*entry)]
-            headers = await read_headers(self._loads, self._superblock, [located.slot for _, located in part])
-            wrong = []
-            for key, located in part:
-                header = headers.get(located.slot)
-                right = header is not None and (header.key, header.generation) == (key, located.generation)
-                if located.slot in headers and not right and index.holds(key, located):
-                    wrong.append(key)
+        memory = mmap.mmap(-1, HEADERS_AT_ONCE * FRAME_HEADER_BYTES)
+        headers = _native.buffer_address(memoryview(memory))
+        slot = 0
+        while True:
+            slots, generations = index.core.claimed_from(slot, HEADERS_AT_ONCE)
+            if not slots:
+                return
+            results = await self._loads.ended(index.core.read_headers(self._loads.io, slots, headers), memory)
+            wrong = index.core.misplaced(slots, generations, headers, *results)
             if wrong:
-                log.warning("%s: %d objects are not where the table says; they are gone", self._name, len(wrong))
-                self._inventory.lost(wrong)
-                await index.remove(wrong)
+                keys = [key for key, _ in index.describe(memoryview(wrong).cast("I"))]
+                log.warning("%s: %d objects are not where the table says; they are gone", self._name, len(keys))
+                self._inventory.lost(keys)
+                await index.remove(keys)
+            slot = memoryview(slots).cast("I")[-1] + 1
 
     async def _ready(self) -> SlotIndex:
         await self._recovered.wait()
@@ -207,137 +210,33 @@ class RawBlockAdapter:
     # ---- objects -----------------------------------------------------------------------------------------------------
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         index = await self._ready()
-        outcomes = [StoreOutcome.FAILED] * len(keys)
-        todo = []
-        for position, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            if key in index:
-                outcomes[position] = StoreOutcome.ALREADY_THERE
-            elif buffer.nbytes > self._frame_limit_bytes:
-                outcomes[position] = StoreOutcome.TOO_LARGE
-            else:
-                todo.append(position)
-        slots = await index.take(len(todo))
-        for position in todo[len(slots) :]:
-            outcomes[position] = StoreOutcome.FULL
-        todo = todo[: len(slots)]
+        await index.wait_for_slots(len(keys))
+        outcomes: list[StoreOutcome] = []
         heads = self._heads.pop() if self._heads else mmap.mmap(-1, HEADERS_AT_ONCE * FRAME_HEADER_BYTES)
-        for start in range(0, len(slots), HEADERS_AT_ONCE):
-            part = todo[start : start + HEADERS_AT_ONCE]
-            results = await self._write(
-                index,
-                [keys[position] for position in part],
-                [buffers[position] for position in part],
-                slots[start : start + HEADERS_AT_ONCE],
-                _native.buffer_address(memoryview(heads)),
-            )
-            for position, outcome in zip(part, results, strict=True):
-                outcomes[position] = outcome
+        for start in range(0, len(keys), HEADERS_AT_ONCE):
+            part = slice(start, start + HEADERS_AT_ONCE)
+            self._note_io()
+            memory = _native.buffer_address(memoryview(heads))
+            codes, error = await index.store(self._stores, keys[part], buffers[part], memory)
+            self._note_io()
+            self._unsynced = True
+            outcomes += [_STORE_OUTCOMES[code] for code in codes]
+            if error:
+                self._say_once(error, f"cannot write: {os.strerror(error)} (errno {error})")
         self._heads.append(heads)
         return outcomes
 
-    async def _write(
-        self,
-        index: SlotIndex,
-        keys: Sequence[ObjectKey],
-        buffers: Sequence[memoryview],
-        slots: Sequence[int],
-        heads: int,
-    ) -> list[StoreOutcome]:
-        """`heads`: memory for the slot headers."""
-        generations = index.generations(len(keys))
-        frames, sizes = ranges(buffers)
-        faults = _native.slot_headers_seal(heads, frames, sizes, *self._places(keys, slots, generations))
-        good = [position for position, fault in enumerate(faults) if not fault]
-        index.give_back([slot for slot, fault in zip(slots, faults, strict=True) if fault])
-        self._note_io()
-        _, errors = await self._stores.write(
-            [self._geometry.slot_offset(slots[position]) for position in good],
-            [buffers[position] for position in good],
-            [heads + position * FRAME_HEADER_BYTES for position in good],
-        )
-        self._note_io()
-        self._unsynced = True
-        outcomes = [StoreOutcome.FAILED] * len(keys)
-        stored: list[tuple[ObjectKey, Located]] = []
-        for position, error in zip(good, errors, strict=True):
-            if error:
-                outcomes[position] = self._store_fault(error)
-                index.give_back([slots[position]], suspect=error not in _NO_ROOM)
-            elif keys[position] in index:  # by another call, meanwhile
-                outcomes[position] = StoreOutcome.ALREADY_THERE
-                index.give_back([slots[position]])
-            elif index.is_cleared(generations[position]):
-                index.give_back([slots[position]])
-            else:
-                outcomes[position] = StoreOutcome.STORED
-                located = Located(slots[position], buffers[position].nbytes, generations[position])
-                stored.append((keys[position], located))
-        await index.enter(stored)
-        return outcomes
-
-    def _store_fault(self, error: int) -> StoreOutcome:
-        if error in _NO_ROOM:
-            return StoreOutcome.FULL
-        self._say_once(error, f"cannot write: {os.strerror(error)} (errno {error})")
-        return StoreOutcome.FAILED
-
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         index = await self._ready()
-        outcomes = [LoadOutcome.MISSING] * len(keys)
-        todo = [(position, located) for position, located in enumerate(index.find(keys)) if located is not None]
-        if not todo:
-            return outcomes
-        slots = [located.slot for _, located in todo]
-        index.pin(slots)
-        try:
-            self._note_io()
-            moved, errors = await self._loads.read(
-                [self._geometry.slot_offset(slot) for slot in slots],
-                [buffers[position][: located.size_bytes] for position, located in todo],
-            )
-            self._note_io()
-        finally:
-            index.unpin(slots)
-        read = []
-        for (position, located), size, error in zip(todo, moved, errors, strict=True):
-            if error:
-                outcomes[position] = LoadOutcome.FAILED
-                self._say_once(error, f"cannot read: {os.strerror(error)} (errno {error})")
-            else:
-                read.append((position, located, size))
-        frames, _ = ranges([buffers[position] for position, _, _ in read])
-        faults = _native.slot_headers_open(
-            frames,
-            words([size for _, _, size in read]),
-            *self._places(
-                [keys[position] for position, _, _ in read],
-                [located.slot for _, located, _ in read],
-                [located.generation for _, located, _ in read],
-            ),
-        )
-        used: list[int] = []
-        corrupt: list[ObjectKey] = []
-        for (position, located, _), fault in zip(read, faults, strict=True):
-            outcomes[position] = LoadOutcome.CORRUPT if fault else LoadOutcome.LOADED
-            if not index.holds(keys[position], located):
-                continue  # deleted, or stored anew, meanwhile
-            if fault:
-                corrupt.append(keys[position])
-            else:
-                used.append(located.slot)
-        index.touch(used)
-        await index.remove(corrupt)
-        return outcomes
-
-    def _places(
-        self, keys: Sequence[ObjectKey], slots: Sequence[int], generations: Sequence[int]
-    ) -> tuple[bytes, bytes, bytes, memoryview, memoryview]:
-        digests = b"".join([key.namespace.digest for key in keys])
-        hashes = b"".join([key.chunk_hash for key in keys])
-        return digests, hashes, self._superblock.device, words(slots), words(generations)
+        self._note_io()
+        codes, error = await index.load(self._loads, keys, buffers)
+        self._note_io()
+        if error:
+            self._say_once(error, f"cannot read: {os.strerror(error)} (errno {error})")
+        return [_LOAD_OUTCOMES[code] for code in codes]
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        return [located and located.size_bytes for located in (await self._ready()).find(keys)]
+        return [size or None for size in (await self._ready()).sizes(keys)]
 
     async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
         await (await self._ready()).remove(keys)
@@ -363,6 +262,7 @@ class RawBlockAdapter:
             while idle_seconds < quiet_seconds and loop.time() < latest:
                 await asyncio.sleep(quiet_seconds - idle_seconds)
                 idle_seconds = loop.time() - self._last_io
+            await index.erase_left(self._background)
             index.write_touched()
 
     async def _sync_now_and_then(self) -> None:
@@ -371,7 +271,7 @@ class RawBlockAdapter:
             await asyncio.sleep(SYNC_SECONDS)
             if self._unsynced:
                 self._unsynced = False
-                error = await self._syncs.sync()
+                error = await self._background.sync()
                 if error:
                     self._say_once(("sync", error), f"cannot flush the device: {os.strerror(error)}")
 

@@ -1,177 +1,203 @@
-"""What is where on a raw device: in memory for lookups, written through to the table on the device.
+"""What is where on a raw device: natively in memory (native/include/lmcache/raw_index.h), written through to the table on
+the device.
 
-Invariant: every slot is free, being written by one store, claimed by one object, or leaving (its object is deleted and
-somebody still reads it, or the table on the device still claims it).
+Invariant: a slot is given out only when the table on the device calls it free. What the table claims was written before
+the claim, so after a crash a claimed slot holds what is claimed.
 """
 
 from __future__ import annotations
 
+import errno
 import time
-from collections import Counter
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 
+from lmcache import _native
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.l2.adapters import raw_format
-from lmcache.l2.adapters.raw_format import UNNAMED, Entry, Superblock
-from lmcache.l2.adapters.raw_recovery import Located, Recovered
-from lmcache.l2.adapters.raw_table import OrderedPages, SlotPool
+from lmcache.l2.adapters.raw_format import UNNAMED, Superblock
+from lmcache.l2.adapters.raw_table import OrderedPages
+from lmcache.l2.native_device import NativeDevice
 
 WAIT_SECONDS = 1.0  # at most, for slots that deletions give back
+ERASED_AT_ONCE = 64
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+
+
+class Spaces:
+    """Namespaces as the small integers of the native index. Those of them that have a number are on the device, too."""
+
+    def __init__(self, core: _native.RawIndex, namespace_pages: int) -> None:
+        self._core = core
+        self.names: list[Namespace] = []  # by id
+        self._ids: dict[Namespace, int] = {}
+        self._number_of: dict[int, int] = {}  # by id
+        self._by_number = array("I", [UNNAMED]) * namespace_pages
+        self._free: list[int] = []
+
+    def found(self, number: int, namespace: Namespace) -> None:
+        """On the device, at that number."""
+        self._by_number[number] = self._number_of_id(namespace, number)
+
+    def seen(self, namespace: Namespace) -> int:
+        """In the header of a slot."""
+        return self._number_of_id(namespace, UNNAMED)
+
+    def _number_of_id(self, namespace: Namespace, number: int) -> int:
+        if namespace not in self._ids:
+            self._ids[namespace] = self._core.intern(namespace.digest, number)
+            self._number_of[self._ids[namespace]] = number
+            self.names.append(namespace)
+        return self._ids[namespace]
+
+    def by_number(self) -> memoryview:
+        return memoryview(self._by_number)
+
+    def keep(self, used: set[int]) -> None:
+        """Numbers of namespaces without objects are free again."""
+        for number, space in enumerate(self._by_number):
+            if space not in used:
+                self._free.append(number)
+                if self._number_of.get(space) == number:
+                    del self._ids[self.names[space]]
+        self._free.reverse()
+
+    def pack(self, keys: Sequence[ObjectKey]) -> tuple[memoryview, bytes]:
+        """For the native index. Of keys whose namespace is unknown nothing is there."""
+        spaces, last, space = array("I"), None, UNNAMED
+        for namespace, _ in keys:
+            if namespace is not last:
+                last, space = namespace, self._ids.get(namespace, UNNAMED)
+            spaces.append(space)
+        return memoryview(spaces), b"".join([chunk_hash for _, chunk_hash in keys])
+
+    def enter(self, keys: Iterable[ObjectKey]) -> list[tuple[int, Namespace]]:
+        """They are going to be stored: what has to go to the device before, as far as there are numbers left."""
+        new: list[tuple[int, Namespace]] = []
+        last = None
+        for namespace, _ in keys:
+            if namespace is last:
+                continue
+            last = namespace
+            space = self._number_of_id(namespace, UNNAMED)
+            if self._number_of[space] == UNNAMED and self._free:
+                number = self._number_of[space] = self._free.pop()
+                self._core.set_number(space, number)
+                new.append((number, namespace))
+        return new
 
 
 class SlotIndex:
-    """Belongs to one loop."""
+    """Belongs to one loop. `core` and `spaces` as recovery leaves them."""
 
-    def __init__(self, superblock: Superblock, recovered: Recovered, slots: int, pages: OrderedPages) -> None:
+    def __init__(self, superblock: Superblock, core: _native.RawIndex, spaces: Spaces, pages: OrderedPages) -> None:
         self.superblock = superblock
+        self.core = core
+        self._spaces = spaces
         self._geometry = superblock.geometry
-        self._objects = recovered.objects
-        self._table = recovered.table
         self._pages = pages
-        self._next_generation = recovered.next_generation
-        taken = {located.slot for located in recovered.objects.values()}
-        self._pool = SlotPool(taken, slots)
-        self._readers: Counter[int] = Counter()
-        self._leaving: set[int] = set()  # free as soon as nobody reads them
-        # Pages that are newer here than on the device and may wait: recency, and what a scan found.
-        self._touched = {self._geometry.page_of(slot) for slot in recovered.stale}
-        self._last_used = 0
-        # By identity, as the keys have been made of these very namespaces: there may be many keys.
-        used = {id(key.namespace) for key in recovered.objects}
-        self._namespaces = {space: number for number, space in recovered.namespaces.items() if id(space) in used}
-        numbers = set(self._namespaces.values())
-        self._free_namespaces = [n for n in reversed(range(self._geometry.namespace_pages)) if n not in numbers]
+        self._zeros = memoryview(bytearray(2 * raw_format.MIN_PAGE_BYTES))
+        start = _native.buffer_address(self._zeros)
+        self._zeros_at = start + -start % raw_format.MIN_PAGE_BYTES
 
-    def __contains__(self, key: ObjectKey) -> bool:
-        return key in self._objects
+    def describe(self, slots: memoryview) -> list[tuple[ObjectKey, int]]:
+        """Keys and sizes of what slots (u32) hold, without those that hold nothing any more."""
+        packed_spaces, hashes, packed_sizes = self.core.describe(slots)
+        spaces, sizes = memoryview(packed_spaces).cast("I"), memoryview(packed_sizes).cast("Q")
+        names, new = self._spaces.names, tuple.__new__
+        return [
+            (new(ObjectKey, (names[space], hashes[at : at + 32])), size)
+            for space, at, size in zip(spaces, range(0, len(hashes), 32), sizes, strict=True)
+            if size
+        ]
 
-    @property
-    def free_slots(self) -> int:
-        return len(self._pool)
-
-    def find(self, keys: Sequence[ObjectKey]) -> list[Located | None]:
-        find = self._objects.get
-        return [find(key) for key in keys]
-
-    def holds(self, key: ObjectKey, located: Located) -> bool:
-        """Whether the object is still where it was found."""
-        return self._objects.get(key) is located
+    def sizes(self, keys: Sequence[ObjectKey]) -> memoryview:
+        """u64 bytes, 0 where nothing is there."""
+        return memoryview(self.core.sizes_of(*self._spaces.pack(keys))).cast("Q")
 
     # ---- storing -----------------------------------------------------------------------------------------------------
-    async def take(self, count: int) -> list[int]:
-        """Slots to write to, ascending, at most that many. Each goes to `enter` or `give_back`."""
-        if count > len(self._pool):
+    async def wait_for_slots(self, count: int) -> None:
+        """A moment for slots that are on their way back, if there are not that many."""
+        if count > self.core.free_slots:
             await self._pages.settled(WAIT_SECONDS)
-        return self._pool.take(count)
 
-    def give_back(self, slots: Sequence[int], *, suspect: bool = False) -> None:
-        """Slots that hold nothing of worth. `suspect`: they could not be written."""
-        self._pool.give(slots, suspect=suspect)
-
-    def generations(self, count: int) -> range:
-        """Numbers that no slot of this device has been written with."""
-        first = self._next_generation
-        self._next_generation += count
-        return range(first, first + count)
-
-    def is_cleared(self, generation: int) -> bool:
-        """Whether everything was cleared after this generation began."""
-        return generation < self.superblock.first_generation
-
-    async def enter(self, stored: Sequence[tuple[ObjectKey, Located]]) -> None:
-        """Objects, in prefix order and of ascending slots, that are completely written. Returns when the table on the
-        device says so, or could not be written."""
-        used_at = self._use_time(len(stored))
-        dirty: list[int] = []
-        for position, (key, located) in enumerate(stored):
-            self._objects[key] = located
-            number = self._namespace_number(key.namespace)
-            entry = Entry(key.chunk_hash, number, located.size_bytes, located.generation, used_at - position)
-            self._table.set(located.slot, entry)
-            page = self._geometry.page_of(located.slot)
-            if not dirty or dirty[-1] != page:
-                dirty.append(page)
-        # One page after the other: killed in between, what is there is a prefix.
-        tried = None
-        for page in dirty:
-            self._touched.discard(page)
-            tried = self._pages.put([self._table.page(page)])
-        if tried is not None:
-            await tried
-
-    def _namespace_number(self, namespace: Namespace) -> int:
-        if namespace not in self._namespaces:
-            if not self._free_namespaces:
-                return UNNAMED
-            number = self._free_namespaces.pop()
-            self._namespaces[namespace] = number
-            encoded = raw_format.encode_namespace(
+    async def store(
+        self, device: NativeDevice, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], heads: int
+    ) -> tuple[bytes, int]:
+        """Codes of raw_index.h, and the errno of a failure. `heads`: 4096 bytes of memory a key. Returns when the table on the
+        device tells of them, or could not be written."""
+        for number, namespace in self._spaces.enter(keys):
+            page = raw_format.encode_namespace(
                 number, self.superblock.device, namespace.encode(), self._geometry.page_bytes
             )
-            self._pages.put([(self._geometry.namespace_page_offset(number), encoded)])
-        return self._namespaces[namespace]
+            self._pages.put([(self._geometry.namespace_page_offset(number), page)])
+        batch, submitted = self.core.begin_store(device.io, *self._spaces.pack(keys), list(buffers), heads)
+        _, errors = await device.ended(submitted, buffers)
+        codes, dirty = self.core.end_store(batch, errors, _now())
+        # One page after the other: killed in between, what is there is a prefix.
+        tried = None
+        for page_number in memoryview(dirty).cast("I"):
+            tried = self._pages.put([self._page(page_number)])
+        if tried is not None:
+            await tried
+        return codes, next((error for error in errors if error and error not in _NO_ROOM), 0)
+
+    # ---- loading -----------------------------------------------------------------------------------------------------
+    async def load(
+        self, device: NativeDevice, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
+    ) -> tuple[bytes, int]:
+        """Codes of raw_index.h and an errno, if any. What is corrupt is removed."""
+        batch, submitted = self.core.begin_load(device.io, *self._spaces.pack(keys), list(buffers))
+        results, errors = await device.ended(submitted, buffers)
+        codes, corrupt = self.core.end_load(batch, results, errors, _now())
+        if corrupt:
+            await self.remove([keys[position] for position in memoryview(corrupt).cast("I")])
+        return codes, max(errors, default=0)
 
     # ---- deleting ----------------------------------------------------------------------------------------------------
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
         """Unknown keys are ignored. Returns when the table on the device says so, or could not be written."""
-        gone = [located.slot for key in keys if (located := self._objects.pop(key, None)) is not None]
-        if not gone:
-            return
-        for slot in gone:
-            self._table.free(slot)
-        pages = sorted({self._geometry.page_of(slot) for slot in gone})
-        self._touched.difference_update(pages)
-        await self._pages.put([self._table.page(page) for page in pages], lambda: self._leave(gone))
+        gone = self.core.remove(*self._spaces.pack(keys))
+        if gone:
+            pages = memoryview(self.core.pages_of(gone)).cast("I")
+            await self._pages.put([self._page(page) for page in pages], lambda: self.core.leave(gone))
 
     async def clear(self) -> tuple[int, int]:
         """(objects, bytes). What is being written now does not count either."""
-        objects, self._objects = self._objects, {}
-        self._table.free_all()
-        self._touched.clear()
-        self.superblock = self.superblock.following(self._next_generation)
-        slots = [located.slot for located in objects.values()]
+        counted = self.core.objects, self.core.object_bytes
+        self.superblock = self.superblock.following(self.core.next_generation)
+        slots = self.core.remove_all()
         *first, last = superblock_pages(self.superblock)
         for page in first:
             self._pages.put([page], flush=True)
-        await self._pages.put([last], lambda: self._leave(slots), flush=True)
-        return len(objects), sum(located.size_bytes for located in objects.values())
+        await self._pages.put([last], lambda: self.core.leave(slots), flush=True)
+        return counted
 
-    def _leave(self, slots: Sequence[int]) -> None:
-        """The table on the device no longer claims them."""
-        read = {slot for slot in slots if slot in self._readers}
-        self._leaving |= read
-        self._pool.give(slot for slot in slots if slot not in read)
-
-    # ---- reading -----------------------------------------------------------------------------------------------------
-    def pin(self, slots: Sequence[int]) -> None:
-        """Until `unpin` they are not written again."""
-        self._readers.update(slots)
-
-    def unpin(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._readers[slot] -= 1
-            if self._readers[slot] == 0:
-                del self._readers[slot]
-                if slot in self._leaving:
-                    self._leaving.remove(slot)
-                    self._pool.give([slot])
-
-    def touch(self, slots: Sequence[int]) -> None:
-        """They were just used, in prefix order."""
-        used_at = self._use_time(len(slots))
-        for position, slot in enumerate(slots):
-            self._table.touch(slot, used_at - position)
-            self._touched.add(self._geometry.page_of(slot))
+    async def erase_left(self, device: NativeDevice) -> None:
+        """Headers of former objects: where a page of the table is damaged later, they do not come back by them."""
+        first = 0
+        while True:
+            slots, submitted = self.core.begin_erase(device.io, first, ERASED_AT_ONCE, self._zeros_at)
+            if not slots:
+                return
+            _, errors = await device.ended(submitted, self._zeros)
+            self.core.end_erase(slots, errors)
+            first = memoryview(slots).cast("I")[-1] + 1
 
     def write_touched(self) -> None:
-        pages, self._touched = sorted(self._touched), set()
+        """What may wait: recency, erased headers and what a scan found."""
+        pages = memoryview(self.core.touched_pages()).cast("I")
         if pages:
-            self._pages.put([self._table.page(page) for page in pages])
+            self._pages.put([self._page(page) for page in pages])
 
-    def _use_time(self, count: int) -> int:
-        """Microseconds since 1970 of the first of `count` objects; one less for each that follows."""
-        self._last_used = max(time.time_ns() // 1000, self._last_used + count)
-        return self._last_used
+    def _page(self, number: int) -> tuple[int, bytes]:
+        """(offset on the device, content) as of now."""
+        return self._geometry.table_page_offset(number), self.core.page_image(number)
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
 
 
 def superblock_pages(superblock: Superblock) -> list[tuple[int, bytes]]:

@@ -1,94 +1,21 @@
-"""Which slot of a raw device holds what: in memory, and page by page on the device.
-
-Invariant: a slot is given out only when the table on the device calls it free. What the table claims was written before
-the claim, so after a crash a claimed slot holds what is claimed.
-"""
+"""Metadata pages of a raw device, written in the order in which they were given."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lmcache.l2.adapters import raw_format
-from lmcache.l2.adapters.raw_format import ENTRY_BYTES, NO_ENTRY, Entry, Geometry, pack_entry
 from lmcache.l2.native_device import NativeDevice
 
 log = logging.getLogger("lmcache.l2")
 
 PAGES_AT_ONCE = 256
 RETRY_SECONDS = 1.0
-
-
-class SlotTable:
-    """The entries of all slots, packed as on the device."""
-
-    def __init__(self, geometry: Geometry, device: bytes, slots: int) -> None:
-        self._geometry = geometry
-        self._device = device
-        self._pages = geometry.table_pages(slots)
-        self._entries = bytearray(self._pages * geometry.entries_per_page * ENTRY_BYTES)
-
-    def set(self, slot: int, entry: Entry) -> None:
-        self._entries[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = pack_entry(entry)
-
-    def free(self, slot: int) -> None:
-        self._entries[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = NO_ENTRY
-
-    def touch(self, slot: int, used_at: int) -> None:
-        """Only the last 8 bytes of an entry."""
-        self._entries[(slot + 1) * ENTRY_BYTES - 8 : (slot + 1) * ENTRY_BYTES] = used_at.to_bytes(8, "little")
-
-    def free_all(self) -> None:
-        self._entries = bytearray(len(self._entries))
-
-    def page(self, number: int) -> tuple[int, bytes]:
-        """(offset on the device, content) as of now."""
-        page_bytes = self._geometry.entries_per_page * ENTRY_BYTES
-        entries = self._entries[number * page_bytes : (number + 1) * page_bytes]
-        content = raw_format.encode_table_page(number, self._device, entries, self._geometry.page_bytes)
-        return self._geometry.table_page_offset(number), content
-
-    def load_page(self, number: int, entries: bytes) -> None:
-        page_bytes = self._geometry.entries_per_page * ENTRY_BYTES
-        if entries.strip(b"\0"):  # memory that was never written to takes no room
-            self._entries[number * page_bytes : (number + 1) * page_bytes] = entries[:page_bytes]
-
-
-class SlotPool:
-    """Free slots, the lowest first, so that what is stored together lies together."""
-
-    def __init__(self, taken: Collection[int], slots: int) -> None:
-        self._slots = slots
-        self._fresh = max(taken, default=-1) + 1  # from here on all are free
-        self._free = [slot for slot in range(self._fresh) if slot not in taken]  # a heap, as it is sorted
-        self._suspect: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._free) + self._slots - self._fresh + len(self._suspect)
-
-    def take(self, count: int) -> list[int]:
-        """At most that many, ascending; those that could not be written lately only when there is nothing else."""
-        taken = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
-        end = min(self._fresh + count - len(taken), self._slots)
-        taken += range(self._fresh, end)
-        self._fresh = end
-        lacking = min(count - len(taken), len(self._suspect))
-        taken += self._suspect[:lacking]
-        del self._suspect[:lacking]
-        return sorted(taken)
-
-    def give(self, slots: Iterable[int], *, suspect: bool = False) -> None:
-        for slot in slots:
-            if suspect:
-                self._suspect.append(slot)
-            else:
-                heapq.heappush(self._free, slot)
 
 
 @dataclass

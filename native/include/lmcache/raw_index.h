@@ -1,0 +1,210 @@
+// What is where on a raw device (docs/formats/raw_block.md): the table as on the device, the index of its keys, and the
+// slots that are free. Whole batches at a time; the transfers and their order are the caller's.
+//
+// Invariants:
+// - Every slot is free, being written by one store, claimed by one object, leaving (its object is removed; somebody
+//   still reads it, or the table on the device may still claim it), or being erased.
+// - An unclaimed slot that may still have the header of a former object keeps a generation in its entry.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "lmcache/device_io.h"
+#include "lmcache/key_table.h"
+#include "lmcache/number_set.h"
+#include "lmcache/slot_header.h"
+
+namespace lmcache {
+
+struct RawIndexOptions {
+    std::uint32_t slots = 0;
+    std::uint64_t slot_bytes = 0;
+    std::uint64_t frame_limit_bytes = 0;  // of an object
+    std::uint64_t first_slot_offset = 0;
+    std::size_t page_bytes = 0;  // of the table
+    std::uint64_t first_generation = 0;
+    std::uint8_t device[kDeviceIdBytes]{};
+};
+
+// The entry of one slot, as on the device. units 0: free.
+struct RawEntry {
+    std::uint8_t hash[kChunkHashBytes];
+    std::uint32_t number;  // of the namespace
+    std::uint32_t units;
+    std::uint64_t generation;
+    std::uint64_t used_at;  // microseconds since 1970
+};
+static_assert(sizeof(RawEntry) == 56);
+
+// The keys of a batch: namespaces by the ids that intern() gave, and 32 bytes of hash each.
+struct RawKeys {
+    std::span<const std::uint32_t> spaces;
+    const std::byte* hashes = nullptr;
+
+    std::size_t size() const { return spaces.size(); }
+    std::span<const std::byte, kChunkHashBytes> hash(std::size_t i) const {
+        return std::span<const std::byte, kChunkHashBytes>(hashes + i * kChunkHashBytes, kChunkHashBytes);
+    }
+};
+
+// The values are part of the Python interface.
+enum class StoreCode : std::uint8_t { kFailed, kStored, kAlreadyThere, kTooLarge, kFull };
+enum class LoadCode : std::uint8_t { kMissing, kLoaded, kCorrupt, kFailed };
+
+// A batch under way: what goes to DeviceIO, and what end_store or end_load need when it is back.
+struct RawBatch {
+    std::vector<std::uint8_t> codes;  // one a key
+    std::vector<Transfer> transfers;
+    // One a transfer:
+    std::vector<std::uint32_t> positions, spaces, slots;
+    std::vector<std::uint64_t> generations;
+    std::vector<std::array<std::byte, kChunkHashBytes>> hashes;
+};
+
+// Not thread-safe. Arguments that cannot be throw std::invalid_argument.
+class RawIndex {
+public:
+    static constexpr std::uint32_t kUnnamed = ~std::uint32_t{0};
+    static constexpr std::uint64_t kUnitBytes = 4096;
+    static constexpr std::size_t kPageHeaderBytes = 64;
+
+    explicit RawIndex(const RawIndexOptions& options);
+
+    // ---- namespaces -------------------------------------------------------------------------------------------------
+    // A new id. `number`: its page on the device, or kUnnamed.
+    std::uint32_t intern(std::span<const std::byte, kDigestBytes> digest, std::uint32_t number);
+    void set_number(std::uint32_t space, std::uint32_t number) { numbers_.at(space) = number; }
+
+    // ---- recovery: take_pages for all pages, add for what headers tell, then finish ---------------------------------
+    // Pages of the table from `first` on. `spaces`: ids by namespace number, kUnnamed for unknown ones. `forget`:
+    // nothing counts but the generations.
+    void take_pages(std::uint32_t first, std::span<const std::byte> pages, std::span<const std::uint32_t> spaces,
+                    bool forget);
+    // Slots of which only the header can tell.
+    const std::vector<std::uint32_t>& unread() const { return unread_; }
+    // What the header of a slot tells. Of two slots with one key the higher generation counts.
+    void add(std::uint32_t slot, std::uint32_t space, std::span<const std::byte, kChunkHashBytes> hash,
+             std::uint64_t size_bytes, std::uint64_t generation);
+    // `gap`: how many generations may have been used that nothing tells of.
+    void finish_recovery(std::uint64_t gap);
+    // The claimed slots, last used first.
+    std::vector<std::uint32_t> youngest_first() const;
+
+    // ---- storing ----------------------------------------------------------------------------------------------------
+    // Slots, generations and sealed headers (4096 bytes a key at `heads`) for what is not there yet. What has no
+    // transfer has its final code.
+    RawBatch begin_store(const RawKeys& keys, std::span<const std::uint64_t> addresses,
+                         std::span<const std::uint64_t> sizes, std::byte* heads);
+    // Enters what was written and sets the codes. Returns the pages of the table that must be written now, one after
+    // the other. `now` in microseconds since 1970.
+    std::vector<std::uint32_t> end_store(RawBatch& batch, std::span<const std::int32_t> errors, std::uint64_t now);
+
+    // ---- loading ----------------------------------------------------------------------------------------------------
+    // Holds the slots of what is there. Into a buffer that is too small as much is read as it takes.
+    RawBatch begin_load(const RawKeys& keys, std::span<const std::uint64_t> addresses,
+                        std::span<const std::uint64_t> sizes);
+    // Lets go of them, makes frames of what was read and sets the codes. Returns the positions of keys that are corrupt
+    // and still where they were.
+    std::vector<std::uint32_t> end_load(RawBatch& batch, std::span<const std::int64_t> results,
+                                        std::span<const std::int32_t> errors, std::uint64_t now);
+
+    // ---- looking ----------------------------------------------------------------------------------------------------
+    // Bytes of each object, 0 where there is none.
+    std::vector<std::uint64_t> sizes_of(const RawKeys& keys) const;
+    std::size_t objects() const { return objects_; }
+    std::uint64_t object_bytes() const { return object_bytes_; }
+    std::size_t free_slots() const { return free_.size() + suspects_.size(); }
+    std::uint64_t next_generation() const { return next_generation_; }
+    // At most `count` claimed slots from `first` on.
+    std::vector<std::uint32_t> claimed_from(std::uint32_t first, std::size_t count) const;
+    const RawEntry& entry(std::uint32_t slot) const { return entries_[check_slot(slot)]; }
+    std::uint32_t space_of(std::uint32_t slot) const { return spaces_of_slots_[check_slot(slot)]; }
+    std::uint64_t offset_of(std::uint32_t slot) const {
+        return options_.first_slot_offset + slot * options_.slot_bytes;
+    }
+    // Of slots that were claimed with these generations, those that still are and whose headers (4096 bytes each, as far
+    // as they could be read) belong to something else.
+    std::vector<std::uint32_t> misplaced(std::span<const std::uint32_t> slots,
+                                         std::span<const std::uint64_t> generations, const std::byte* headers,
+                                         std::span<const std::int64_t> results,
+                                         std::span<const std::int32_t> errors) const;
+
+    // ---- removing ---------------------------------------------------------------------------------------------------
+    // Their slots: each goes to leave() when its page is written. Unknown keys are passed over.
+    std::vector<std::uint32_t> remove(const RawKeys& keys);
+    // Everything, what is being stored too: what was begun before `next_generation` is not there.
+    std::vector<std::uint32_t> remove_all();
+    void leave(std::span<const std::uint32_t> slots);
+    // At most `count` free slots from `first` on that may still have the header of a former object. Nobody else gets
+    // them until erased().
+    std::vector<std::uint32_t> take_left(std::uint32_t first, std::size_t count);
+    void erased(std::span<const std::uint32_t> slots, std::span<const std::int32_t> errors);
+
+    // ---- pages ------------------------------------------------------------------------------------------------------
+    std::vector<std::uint32_t> pages_of(std::span<const std::uint32_t> slots) const;  // ascending, each once
+    // Pages that are newer here than on the device, and may wait.
+    std::vector<std::uint32_t> touched_pages() const;
+    // A page as it is to be written now.
+    void page_image(std::uint32_t page, std::byte* image);
+    std::size_t page_bytes() const { return options_.page_bytes; }
+
+    // Throws std::runtime_error that names the broken invariant. O(slots).
+    void check() const;
+
+private:
+    struct Free {
+        void operator()(void* memory) const { std::free(memory); }
+    };
+    template <typename T>
+    using Zeroed = std::unique_ptr<T[], Free>;  // memory that was never written to takes no room
+
+    std::uint32_t check_slot(std::uint32_t slot) const;
+    std::uint64_t hash_of(std::uint32_t slot) const;
+    std::uint32_t find(std::uint32_t space, std::span<const std::byte, kChunkHashBytes> hash) const;
+    void claim(std::uint32_t slot, std::uint32_t space, const RawEntry& entry);
+    void unclaim(std::uint32_t slot);
+    void recover(std::uint32_t slot, std::uint32_t space, const RawEntry& found);
+    bool verifies(std::uint32_t page, std::span<const std::byte> content);
+    std::uint32_t take_slot();
+    void put_back(std::uint32_t slot, bool suspect);
+    bool header_fits(std::uint32_t slot, const std::byte* header) const;
+    std::uint64_t use_time(std::uint64_t now, std::size_t count);
+    SlotPlace place(std::uint32_t slot, std::uint64_t generation) const;
+    std::uint32_t page_of(std::uint32_t slot) const { return slot / entries_per_page_; }
+    bool claims(std::uint32_t slot, std::uint64_t generation) const {
+        return entries_[slot].units != 0 && entries_[slot].generation == generation;
+    }
+
+    const RawIndexOptions options_;
+    const std::uint32_t entries_per_page_;
+    const std::uint32_t pages_;
+    Zeroed<RawEntry> entries_;
+    Zeroed<std::uint32_t> spaces_of_slots_;  // of claimed slots
+    KeyTable table_;                         // of claimed slots
+    std::size_t objects_ = 0;
+    std::uint64_t object_bytes_ = 0;
+    std::vector<std::array<std::byte, kDigestBytes>> digests_;  // by id
+    std::vector<std::uint32_t> numbers_;                        // by id
+
+    NumberSet free_;
+    std::vector<std::uint32_t> suspects_;  // free too, but they could not be written lately
+    NumberSet left_;                       // of free_: those that keep a generation
+    std::unordered_map<std::uint32_t, std::uint32_t> readers_;
+    NumberSet leaving_;  // free as soon as nobody reads them
+    NumberSet touched_;  // pages
+
+    std::vector<std::uint32_t> unread_;
+    std::vector<std::byte> scratch_;  // a page
+    std::uint64_t next_generation_;
+    std::uint64_t first_generation_;
+    std::uint64_t last_used_ = 0;
+};
+
+}  // namespace lmcache
