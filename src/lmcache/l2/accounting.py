@@ -6,7 +6,6 @@ Invariant: `used_bytes` is the sum of the charges of known objects, `reserved_by
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lmcache.core.key import ObjectKey
@@ -48,13 +47,17 @@ class Ledger:
         self.reserved_bytes = 0
         self._overhead_bytes = overhead_bytes
         self._charges: dict[ObjectKey, int] = {}
-        self._held: Counter[ObjectKey] = Counter()  # being read
+        self._held: dict[ObjectKey, int] = {}  # how many read it
 
     def __contains__(self, key: ObjectKey) -> bool:
         return key in self._charges
 
     def __len__(self) -> int:
         return len(self._charges)
+
+    def known(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        charges = self._charges
+        return [key in charges for key in keys]
 
     def keys(self) -> list[ObjectKey]:
         return list(self._charges)
@@ -80,16 +83,14 @@ class Ledger:
 
     def add(self, keys: Sequence[ObjectKey], sizes_bytes: Sequence[int]) -> None:
         """Objects that were just stored or seen, in prefix order; the youngest from now on."""
-        for key, size in zip(keys, sizes_bytes, strict=True):
-            self._charge(key, size)
-        self.policy.add(keys, [self._charges[key] for key in keys])
+        charges = self._charge(dict(zip(keys, sizes_bytes, strict=True)))
+        self.policy.add(list(charges), list(charges.values()))
 
     def add_older(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
         """Objects found at start, youngest first."""
-        new = [(key, size) for key, size in objects if key not in self._charges]
-        for key, size in new:
-            self._charge(key, size)
-        self.policy.add_older([key for key, _ in new], [self._charges[key] for key, _ in new])
+        known = self._charges
+        charges = self._charge({key: size for key, size in objects if key not in known})
+        self.policy.add_older(list(charges), list(charges.values()))
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
         self.policy.touch(keys)
@@ -103,13 +104,16 @@ class Ledger:
 
     def hold(self, keys: Sequence[ObjectKey]) -> None:
         """They are being read, and no victims until `let_go`."""
-        self._held.update(keys)
+        held = self._held
+        for key in keys:
+            held[key] = held.get(key, 0) + 1
 
     def let_go(self, keys: Sequence[ObjectKey]) -> None:
+        held = self._held
         for key in keys:
-            self._held[key] -= 1
-            if not self._held[key]:
-                del self._held[key]
+            readers = held.pop(key) - 1
+            if readers:
+                held[key] = readers
 
     def victims(self, wanted_bytes: int) -> list[ObjectKey]:
         """Who goes to free so much, or as much as there is."""
@@ -127,7 +131,10 @@ class Ledger:
         """Asserts the invariant. O(objects)."""
         assert self.used_bytes == sum(self._charges.values())
 
-    def _charge(self, key: ObjectKey, size_bytes: int) -> None:
-        charge = self.capacity.charge(size_bytes)
-        self.used_bytes += charge - self._charges.get(key, 0)
-        self._charges[key] = charge
+    def _charge(self, sizes_bytes: dict[ObjectKey, int]) -> dict[ObjectKey, int]:
+        """What each is charged from now on. Of a thousand objects most have one size."""
+        of_size = {size: self.capacity.charge(size) for size in set(sizes_bytes.values())}
+        charges = {key: of_size[size] for key, size in sizes_bytes.items()}
+        self.used_bytes += sum(charges.values()) - sum(self._charges.get(key, 0) for key in charges)
+        self._charges.update(charges)
+        return charges

@@ -195,7 +195,7 @@ class Runner:
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """What is known is believed; about the rest the backend is asked, as another server may have stored it."""
-        there = [key in self.ledger for key in keys]
+        there = self.ledger.known(keys)
         unknown = [key for key, known in zip(keys, there, strict=True) if not known]
         if not unknown or self._draining:
             return there
@@ -279,13 +279,13 @@ class Runner:
                 await asyncio.wait_for(self._inventory_complete.wait(), remaining)
             except asyncio.TimeoutError:
                 return
-        todo = []
-        for index, key in enumerate(keys):
-            if key in self.ledger:
-                outcomes[index] = StoreOutcome.ALREADY_THERE
-            else:
-                todo.append(index)
-        self.ledger.touch([key for key in keys if key in self.ledger])
+        known = self.ledger.known(keys)
+        todo = [index for index, is_known in enumerate(known) if not is_known]
+        if len(todo) < len(keys):
+            self.ledger.touch([key for key, is_known in zip(keys, known, strict=True) if is_known])
+            for index, is_known in enumerate(known):
+                if is_known:
+                    outcomes[index] = StoreOutcome.ALREADY_THERE
         todo = self._without_too_large(buffers, outcomes, todo)
         if not todo:
             return
@@ -330,7 +330,9 @@ class Runner:
             """Counts what is there when the write ends, also when nobody waits for it any more."""
             results = await self._adapter.store(some_keys, some_buffers)
             there = [index for index, result in enumerate(results) if result in _THERE]
-            room.stored([some_keys[index] for index in there], [sizes[some_keys[index]] for index in there])
+            if there:
+                stored = some_keys if len(there) == len(some_keys) else [some_keys[index] for index in there]
+                room.stored(stored, [sizes[key] for key in stored])
             return results
 
         sizes = {keys[index]: buffers[index].nbytes for index in todo}  # a buffer may be gone when a late write ends
@@ -357,6 +359,9 @@ class Runner:
             if not freed_bytes:
                 break
             lacking = self.ledger.lacking_bytes(wanted, total)
+        if not lacking:
+            room.reserve(total)
+            return todo
         admitted = []
         for index in todo:
             if self.ledger.lacking_bytes([keys[index]], charges[index]):
