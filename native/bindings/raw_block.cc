@@ -134,18 +134,6 @@ void bind_raw_block(nb::module_& m) {
         nb::arg("heads"), nb::arg("frames"), nb::arg("sizes"), nb::arg("namespace_digests"), nb::arg("hashes"),
         nb::arg("device"), nb::arg("slots"), nb::arg("generations"));
     m.def(
-        "slot_headers_open",
-        [](nb::handle frames, nb::handle sizes, nb::handle digests, nb::handle hashes, nb::handle device,
-           nb::handle slots, nb::handle generations) {
-            const Slots all(frames, sizes, digests, hashes, device, slots, generations);
-            return all.each([&](std::size_t i, std::byte* frame) {
-                return lmcache::slot_header_open(frame, all.sizes.data()[i], all.place(i), at32(all.digests, i),
-                                                 at32(all.hashes, i));
-            });
-        },
-        nb::arg("frames"), nb::arg("sizes"), nb::arg("namespace_digests"), nb::arg("hashes"), nb::arg("device"),
-        nb::arg("slots"), nb::arg("generations"));
-    m.def(
         "slot_header_parse",
         [](nb::handle header) {
             const PackedView<std::byte> view(header, "header");

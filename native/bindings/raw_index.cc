@@ -55,8 +55,8 @@ void bind_recovery(nb::class_<RawIndex>& index) {
                std::uint64_t first_slot_offset, std::size_t page_bytes, std::uint64_t first_generation,
                nb::handle device) {
                 const PackedView<std::byte> id(device, "device");
-                RawIndexOptions options{slots,      slot_bytes,       frame_limit_bytes, first_slot_offset,
-                                        page_bytes, first_generation, {}};
+                RawIndexOptions options{
+                    slots, slot_bytes, frame_limit_bytes, first_slot_offset, page_bytes, first_generation, {}};
                 if (id.size() != sizeof options.device) throw std::invalid_argument("device must be 16 bytes");
                 std::memcpy(options.device, id.data(), sizeof options.device);
                 new (self) RawIndex(options);
@@ -228,9 +228,7 @@ void bind_contents(nb::class_<RawIndex>& index) {
         .def("remove_all", [](RawIndex& self) { return packed(self.remove_all()); })
         .def(
             "leave",
-            [](RawIndex& self, nb::handle slots) {
-                self.leave(span_of(PackedView<std::uint32_t>(slots, "slots")));
-            },
+            [](RawIndex& self, nb::handle slots) { self.leave(span_of(PackedView<std::uint32_t>(slots, "slots"))); },
             nb::arg("slots"))
         .def(
             "pages_of",

@@ -83,7 +83,8 @@ std::uint32_t RawIndex::intern(std::span<const std::byte, kDigestBytes> digest, 
     return static_cast<std::uint32_t>(digests_.size() - 1);
 }
 
-// ---- keys and slots --------------------------------------------------------------------------------------------------
+// ---- keys and slots
+// --------------------------------------------------------------------------------------------------
 std::uint64_t RawIndex::hash_of(std::uint32_t slot) const {
     return hash_of_key(spaces_of_slots_[slot], entries_[slot].hash);
 }
@@ -145,7 +146,8 @@ std::uint64_t RawIndex::use_time(std::uint64_t now, std::size_t count) {
     return last_used_;
 }
 
-// ---- storing ---------------------------------------------------------------------------------------------------------
+// ---- storing
+// ---------------------------------------------------------------------------------------------------------
 RawBatch RawIndex::begin_store(const RawKeys& keys, std::span<const std::uint64_t> addresses,
                                std::span<const std::uint64_t> sizes, std::byte* heads) {
     const std::size_t count = keys.size();
@@ -225,7 +227,8 @@ std::vector<std::uint32_t> RawIndex::end_store(RawBatch& batch, std::span<const 
     return dirty;
 }
 
-// ---- loading ---------------------------------------------------------------------------------------------------------
+// ---- loading
+// ---------------------------------------------------------------------------------------------------------
 RawBatch RawIndex::begin_load(const RawKeys& keys, std::span<const std::uint64_t> addresses,
                               std::span<const std::uint64_t> sizes) {
     const std::size_t count = keys.size();
@@ -276,7 +279,8 @@ std::vector<std::uint32_t> RawIndex::end_load(RawBatch& batch, std::span<const s
     return corrupt;
 }
 
-// ---- looking ---------------------------------------------------------------------------------------------------------
+// ---- looking
+// ---------------------------------------------------------------------------------------------------------
 std::vector<std::uint64_t> RawIndex::sizes_of(const RawKeys& keys) const {
     std::vector<std::uint64_t> sizes(keys.size());
     for (std::size_t i = 0; i < sizes.size(); ++i) {
@@ -321,7 +325,8 @@ std::vector<std::uint32_t> RawIndex::misplaced(std::span<const std::uint32_t> sl
     return wrong;
 }
 
-// ---- removing --------------------------------------------------------------------------------------------------------
+// ---- removing
+// --------------------------------------------------------------------------------------------------------
 std::vector<std::uint32_t> RawIndex::remove(const RawKeys& keys) {
     std::vector<std::uint32_t> gone;
     for (std::size_t i = 0; i < keys.size(); ++i) {

@@ -106,8 +106,8 @@ void RawIndex::add(std::uint32_t slot, std::uint32_t space, std::span<const std:
 }
 
 void RawIndex::recover(std::uint32_t slot, std::uint32_t space, const RawEntry& found) {
-    const std::uint32_t other = find(
-        space, std::span<const std::byte, kChunkHashBytes>(reinterpret_cast<const std::byte*>(found.hash), 32));
+    const std::uint32_t other =
+        find(space, std::span<const std::byte, kChunkHashBytes>(reinterpret_cast<const std::byte*>(found.hash), 32));
     if (other != kNoObject) {
         touched_.insert(page_of(other));
         touched_.insert(page_of(slot));
@@ -129,9 +129,8 @@ void RawIndex::finish_recovery(std::uint64_t gap) {
 
 std::vector<std::uint32_t> RawIndex::youngest_first() const {
     std::vector<std::uint32_t> slots = claimed_from(0, objects_);
-    std::stable_sort(slots.begin(), slots.end(), [this](std::uint32_t a, std::uint32_t b) {
-        return entries_[a].used_at > entries_[b].used_at;
-    });
+    std::stable_sort(slots.begin(), slots.end(),
+                     [this](std::uint32_t a, std::uint32_t b) { return entries_[a].used_at > entries_[b].used_at; });
     return slots;
 }
 

@@ -129,8 +129,8 @@ public:
     std::uint64_t offset_of(std::uint32_t slot) const {
         return options_.first_slot_offset + slot * options_.slot_bytes;
     }
-    // Of slots that were claimed with these generations, those that still are and whose headers (4096 bytes each, as far
-    // as they could be read) belong to something else.
+    // Of slots that were claimed with these generations, those that still are and whose headers (4096 bytes each, as
+    // far as they could be read) belong to something else.
     std::vector<std::uint32_t> misplaced(std::span<const std::uint32_t> slots,
                                          std::span<const std::uint64_t> generations, const std::byte* headers,
                                          std::span<const std::int64_t> results,

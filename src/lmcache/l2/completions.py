@@ -10,8 +10,8 @@ from typing import Protocol, TypeAlias
 from lmcache import _native
 from lmcache.l2.background import in_thread
 
-Results: TypeAlias = "tuple[array[int], array[int]]"  # i64 result and i32 errno per element
-NO_RESULTS: Results = array("q"), array("i")
+Results: TypeAlias = "tuple[memoryview, memoryview]"  # i64 result and i32 errno per element
+NO_RESULTS: Results = memoryview(b"").cast("q"), memoryview(b"").cast("i")
 
 
 class NativeIO(Protocol):
@@ -53,7 +53,7 @@ class Completions:
         for batch, results, errors in self._source.drain():
             future, _ = self._waiting.pop(batch)
             if not future.done():
-                future.set_result((array("q", results), array("i", errors)))
+                future.set_result((memoryview(results).cast("q"), memoryview(errors).cast("i")))
 
 
 def words(values: Sequence[int]) -> memoryview:

@@ -28,7 +28,7 @@ class FakeDevice:
         error = self.errors.pop(0) if self.errors else 0
         if not error:
             self.written.append([(offset, bytes(buffer)) for offset, buffer in zip(offsets, buffers, strict=True)])
-        return array("q", [0] * len(offsets)), array("i", [error] * len(offsets))
+        return memoryview(array("q", [0] * len(offsets))), memoryview(array("i", [error] * len(offsets)))
 
 
 def pages_on(device: FakeDevice) -> OrderedPages:

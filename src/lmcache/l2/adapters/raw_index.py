@@ -1,5 +1,5 @@
-"""What is where on a raw device: natively in memory (native/include/lmcache/raw_index.h), written through to the table on
-the device.
+"""What is where on a raw device: natively in memory (native/include/lmcache/raw_index.h), and written through to the
+table on the device.
 
 Invariant: a slot is given out only when the table on the device calls it free. What the table claims was written before
 the claim, so after a crash a claimed slot holds what is claimed.
@@ -125,8 +125,8 @@ class SlotIndex:
     async def store(
         self, device: NativeDevice, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], heads: int
     ) -> tuple[bytes, int]:
-        """Codes of raw_index.h, and the errno of a failure. `heads`: 4096 bytes of memory a key. Returns when the table on the
-        device tells of them, or could not be written."""
+        """Codes of raw_index.h, and the errno of a failure. `heads`: address of 4096 bytes a key. Returns when the
+        table on the device tells of them, or could not be written."""
         for number, namespace in self._spaces.enter(keys):
             page = raw_format.encode_namespace(
                 number, self.superblock.device, namespace.encode(), self._geometry.page_bytes

@@ -48,7 +48,9 @@ def read_table(
     page_bytes = geometry.page_bytes
     at_once = max(1, READ_BYTES // page_bytes)
     for first in range(0, geometry.namespace_pages, at_once):
-        block = _read_pages(device, geometry.namespace_page_offset(first), min(at_once, geometry.namespace_pages - first), page_bytes)
+        block = _read_pages(
+            device, geometry.namespace_page_offset(first), min(at_once, geometry.namespace_pages - first), page_bytes
+        )
         for index in range(len(block) // page_bytes):
             page = block[index * page_bytes : (index + 1) * page_bytes]
             encoded = raw_format.decode_namespace(page, first + index, superblock.device)
