@@ -6,11 +6,11 @@ import asyncio
 import gc
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
