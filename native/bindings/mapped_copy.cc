@@ -1,6 +1,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "lmcache/dax_directory.h"
 #include "lmcache/mapped_copier.h"
 
 namespace {
@@ -15,6 +16,22 @@ std::vector<std::uint64_t> numbers(nb::handle buffer, const char* name) {
 }  // namespace
 
 void bind_mapped_copy(nb::module_& m) {
+    m.def(
+        "read_dax_directory",
+        [](nb::handle device, std::uint64_t first, nb::handle entries, std::uint64_t stride) {
+            const PackedView<std::byte> id(device, "device"), bytes(entries, "entries");
+            if (id.size() != lmcache::kDaxIdBytes) throw std::invalid_argument("device must be 16 bytes");
+            lmcache::DaxDirectory found;
+            {
+                nb::gil_scoped_release released;
+                found = lmcache::read_dax_directory(
+                    std::span<const std::byte, lmcache::kDaxIdBytes>(id.data(), lmcache::kDaxIdBytes), first,
+                    {bytes.data(), bytes.size()}, stride);
+            }
+            return nb::make_tuple(packed(found.slots), packed(found.names), packed(found.frame_bytes),
+                                  packed(found.free));
+        },
+        nb::arg("device"), nb::arg("first"), nb::arg("entries"), nb::arg("stride"));
     nb::class_<MappedCopier>(m, "MappedCopier")
         .def(
             "__init__",

@@ -251,6 +251,10 @@ class MappedCopier:
     def close(self) -> None:
         """Waits for everything submitted. Idempotent."""
 
+def read_dax_directory(device: Buffer, first: int, entries: Buffer, stride: int) -> tuple[bytes, bytes, bytes, bytes]:
+    """Directory entries (docs/formats/dax.md) from slot `first` on: (u32 slots, names of 64 bytes, u64 bytes of frames) of
+    the objects, last used first, and u32 slots that are free."""
+
 # ---- raw devices ---------------------------------------------------------------------------------------------------
 def io_uring_refusal() -> int:
     """0 where this process may use io_uring, else the errno that says why not."""

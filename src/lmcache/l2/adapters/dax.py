@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from lmcache import _native
 from lmcache.core.frame import parse_header
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES, GIB
@@ -291,59 +292,53 @@ class DaxAdapter:
         await self._prefault()
 
     async def _read_directory(self, inventory: Inventory) -> None:
-        found: list[tuple[int, bytes, Held]] = []
-        free: list[int] = []
+        entries = memoryview(bytearray(self._geometry.slots * layout.ENTRY_BYTES))
+        unreadable: set[int] = set()
         for first in range(0, self._geometry.slots, ENTRIES_AT_ONCE):
-            count = min(ENTRIES_AT_ONCE, self._geometry.slots - first)
-            entries = bytearray(count * layout.ENTRY_BYTES)
-            (copied,) = await self._reads.read([self._geometry.entry_place(first)], [memoryview(entries)])
-            if copied:
-                used, unused = await in_thread("l2-recover", self._parse, first, entries)
-                found += used
-                free += unused
-            else:
-                self._lost_slots += count
-        namespaces = await self._identify(found)
+            part = entries[first * layout.ENTRY_BYTES : (first + ENTRIES_AT_ONCE) * layout.ENTRY_BYTES]
+            (copied,) = await self._reads.read([self._geometry.entry_place(first)], [part])
+            if not copied:
+                part[:] = bytes(len(part))
+                unreadable.update(range(first, first + len(part) // layout.ENTRY_BYTES))
+        self._lost_slots += len(unreadable)
+        packed_slots, names, packed_sizes, packed_free = await in_thread(
+            "l2-recover", _native.read_dax_directory, self._id, 0, entries, self._geometry.stride
+        )
+        slots, sizes = memoryview(packed_slots).cast("I"), memoryview(packed_sizes).cast("Q")
+        namespaces = await self._identify(slots, names)
 
         def index() -> tuple[dict[bytes, Held], list[tuple[ObjectKey, int]], list[int]]:
             objects: dict[bytes, Held] = {}
             known: list[tuple[ObjectKey, int]] = []
             useless: list[int] = []
-            for _, name, held in sorted(found, key=lambda each: each[0], reverse=True):
+            for at, slot, frame_bytes in zip(range(0, len(names), 64), slots, sizes, strict=True):
+                name = names[at : at + 64]
                 namespace = namespaces.get(name[:32])
                 if namespace is None or name in objects:
-                    useless.append(held.slot)
+                    useless.append(slot)
                 else:
-                    objects[name] = held
-                    known.append((ObjectKey(namespace, name[32:]), held.frame_bytes))
+                    objects[name] = Held(slot, frame_bytes)
+                    known.append((ObjectKey(namespace, name[32:]), frame_bytes))
             return objects, known, useless
 
         self._objects, known, useless = await in_thread("l2-recover", index)
         await self._erase(useless)
+        free = [slot for slot in memoryview(packed_free).cast("I") if slot not in unreadable]
         self._free = (useless + free)[::-1]
         for start in range(0, len(known), INVENTORY_SLICE):
             inventory.found(known[start : start + INVENTORY_SLICE])
             await asyncio.sleep(0)
 
-    def _parse(self, first: int, entries: bytearray) -> tuple[list[tuple[int, bytes, Held]], list[int]]:
-        found, free = [], []
-        for slot, entry in enumerate(layout.read_entries(self._id, first, entries), first):
-            if entry is None or entry[1] > self._geometry.stride:
-                free.append(slot)
-            else:
-                found.append((entry[2], entry[0], Held(slot, entry[1])))
-        return found, free
-
-    async def _identify(self, found: Sequence[tuple[int, bytes, Held]]) -> dict[bytes, Namespace]:
+    async def _identify(self, slots: memoryview, names: bytes) -> dict[bytes, Namespace]:
         """The directory has the digests of namespaces; the namespaces themselves are in the headers of their frames."""
-        slots: dict[bytes, list[int]] = {}
-        for _, name, held in found:
-            some = slots.setdefault(name[:32], [])
+        candidates: dict[bytes, list[int]] = {}
+        for at, slot in zip(range(0, len(names), 64), slots, strict=True):
+            some = candidates.setdefault(names[at : at + 32], [])
             if len(some) < HEADERS_TRIED:
-                some.append(held.slot)
+                some.append(slot)
         namespaces = {}
-        for digest, candidates in slots.items():
-            for slot in candidates:
+        for digest, some in candidates.items():
+            for slot in some:
                 namespace = await self._namespace_in(slot)
                 if namespace is not None and namespace.digest == digest:
                     namespaces[digest] = namespace

@@ -69,13 +69,3 @@ def entry(device_id: bytes, slot: int, name: bytes, frame_bytes: int, used: int)
     of another device, of an earlier life with another geometry, or in the wrong place is none."""
     checksum = zlib.crc32(_CHECKED.pack(name, frame_bytes, device_id, slot))
     return _ENTRY.pack(name, frame_bytes, checksum, used)
-
-
-def read_entries(device_id: bytes, first_slot: int, data: bytes | bytearray) -> list[tuple[bytes, int, int] | None]:
-    """Of each entry (name, frame bytes, used), or None when the slot is free."""
-    return [
-        (name, frame_bytes, used)
-        if frame_bytes and checksum == zlib.crc32(_CHECKED.pack(name, frame_bytes, device_id, slot))
-        else None
-        for slot, (name, frame_bytes, checksum, used) in enumerate(_ENTRY.iter_unpack(data), first_slot)
-    ]
