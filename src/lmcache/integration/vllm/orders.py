@@ -60,10 +60,12 @@ class StepOrders:
 @dataclass
 class WorkerReport:
     """`ended_stores`: jobs whose source blocks are no longer read, counted over the workers that said so.
+    `settled_stores`: jobs that the server knows the end of, or never will, counted alike.
     `unreadable`: chunks whose frame was not what its key says, by request."""
 
     ended_stores: Counter[int] = field(default_factory=Counter)
     unreadable: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    settled_stores: Counter[int] = field(default_factory=Counter)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         requests = {*self.unreadable, *other.unreadable}
@@ -71,4 +73,5 @@ class WorkerReport:
         return WorkerReport(
             self.ended_stores + other.ended_stores,
             {one: self.unreadable.get(one, nothing) | other.unreadable.get(one, nothing) for one in requests},
+            self.settled_stores + other.settled_stores,
         )

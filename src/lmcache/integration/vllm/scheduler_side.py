@@ -27,6 +27,7 @@ from lmcache.integration.vllm.decoded import DecodedChunks, take_tokens
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.identity import is_cacheable, request_identity
 from lmcache.integration.vllm.lookup import Asker, Progress, Question
+from lmcache.integration.vllm.makers import Ahead, Makers
 from lmcache.integration.vllm.orders import GroupLoad, LoadOrder, StepOrders, StoreOrder, WorkerReport
 from lmcache.integration.vllm.pins import Pins
 from lmcache.protocol.tokens import pack_tokens
@@ -81,6 +82,7 @@ class SchedulerSide:
         self._ranks = ranks
         self._asker = Asker(client, instance_id, self._clock)
         self._pins = Pins(workers, self._clock)
+        self._makers = Makers(workers, self._clock)
         self._decoded = DecodedChunks(self._asker, self._pins) if save_decode else None
         self._costs = Costs() if load_or_recompute else None
         self._stopwatch = Stopwatch(self._clock)
@@ -132,22 +134,19 @@ class SchedulerSide:
         if state is None or state.load_failed or state.loading or request.skip_reading_prefix_cache:
             return 0, False
         question = state.question
-        if question.reply is not None and question.hello is not self._client.hello:
-            question.reply = None  # its server is gone
-        if question.given_up:
-            return 0, False
-        if question.reply is None and question.pending is None:
-            if self._decoded is not None:
-                take_tokens(question, request)  # of a request that was preempted while it decoded
-            if self._too_short(question) or not self._ask(state):
-                return 0, False
-        if question.reply is None:
-            progress = self._settle(question)
-            if progress is Progress.WAITING:
+        self._makers.pauses(question.request_id)
+        progress = self._answered(state, request)
+        if progress is Progress.ANSWERED:
+            ahead = self._makers.ahead_of(question, computed_tokens)
+            if ahead is Ahead.COMING:
                 return None, False
-            if progress is Progress.FAILED:
-                question.given_up = True
-                return 0, False
+            if ahead is Ahead.STORED:
+                question.reply = None
+                progress = self._answered(state, request)
+        if progress is Progress.WAITING:
+            return None, False
+        if progress is Progress.FAILED:
+            return 0, False
         hit_tokens = self._hit_tokens(state)
         external_tokens = hit_tokens - computed_tokens
         if external_tokens <= 0:
@@ -157,6 +156,25 @@ class SchedulerSide:
         if not state.worth_loading:
             return 0, False
         return external_tokens, True
+
+    def _answered(self, state: _Request, request: Any) -> Progress:
+        """Asks, unless that was done, and takes the answer within what is left of this step's budget for waiting."""
+        question = state.question
+        if question.reply is not None and question.hello is not self._client.hello:
+            question.reply = None  # its server is gone
+        if question.given_up:
+            return Progress.FAILED
+        if question.reply is not None:
+            return Progress.ANSWERED
+        if question.pending is None:
+            if self._decoded is not None:
+                take_tokens(question, request)  # of a request that was preempted while it decoded
+            if self._too_short(question) or not self._ask(state):
+                return Progress.FAILED
+        progress = self._settle(question)
+        if progress is Progress.FAILED:
+            question.given_up = True
+        return progress
 
     def _too_short(self, question: Question) -> bool:
         hello = self._client.hello
@@ -214,11 +232,16 @@ class SchedulerSide:
     # ---- loads -------------------------------------------------------------------------------------------------------
     def after_allocation(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         state = self._requests.get(request.request_id)
-        if state is None or state.question.reply is None:
+        if state is None:
             return
         question, reply = state.question, state.question.reply
-        assert question.hello is not None and reply is not None
-        state.stored_chunks = max(state.stored_chunks, reply.chunks)
+        if reply is not None:
+            state.stored_chunks = max(state.stored_chunks, reply.chunks)
+        if question.hello is not None:
+            self._makers.begins(question, state.stored_chunks, state.prompt_tokens // question.hello.chunk_tokens)
+        if reply is None:
+            return
+        assert question.hello is not None
         if external_tokens <= 0:
             self._asker.give_back(question, recomputed=state.worth_loading is False)
             return
@@ -275,7 +298,9 @@ class SchedulerSide:
                 except Exception:  # the root of one request's store: it must not cost the engine its step
                     log.exception("Request %s is not stored", request_id)
                     self._storing.pop(request_id, None)
+                    self._makers.ends(request_id)
                     continue
+                self._makers.runs(request_id, computed_tokens, state.stored_chunks)
                 if order is not None:
                     orders.stores.append(order)
         return orders
@@ -313,6 +338,7 @@ class SchedulerSide:
         job = self._pins.pin(blocks)
         if job is None:
             return None
+        self._makers.stores(request_id, job, first)
         hashes = question.hashes[first * CHUNK_HASH_BYTES : end * CHUNK_HASH_BYTES]
         return StoreOrder(
             job, question.boot_token, question.cache_salt, hashes, tuple(group.tobytes() for group in blocks)
@@ -324,6 +350,7 @@ class SchedulerSide:
             self._costs.computed(*self._stopwatch.step_ends())
         report = output.kv_connector_worker_meta or WorkerReport()
         self._pins.ended(report.ended_stores)
+        self._makers.stored(report.settled_stores)
         for request_id, chunks in report.unreadable.items():
             if request_id in self._requests:
                 self._requests[request_id].unreadable |= chunks
@@ -378,6 +405,7 @@ class SchedulerSide:
     def _forget(self, request_id: str, state: _Request) -> None:
         del self._requests[request_id]
         self._storing.pop(request_id, None)
+        self._makers.ends(request_id)
         self._asker.end(state.question)
 
     @property

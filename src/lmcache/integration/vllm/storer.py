@@ -40,7 +40,8 @@ class _Unsettled:
 
 
 class Storer:
-    """One thread. `ended` counts the orders whose source blocks are no longer read, whatever became of them."""
+    """One thread. An order has ended when its source blocks are no longer read, whatever became of it, and is settled
+    when the server knows its end, or was not there to be told."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Storer:
         self._orders: queue.SimpleQueue[StoreOrder | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._ended: Counter[int] = Counter()
+        self._settled: Counter[int] = Counter()
         self._running = 0
         self._closing = False
         self._unsettled: list[_Unsettled] = []
@@ -66,6 +68,7 @@ class Storer:
     def submit(self, order: StoreOrder) -> None:
         if not self._identity.stores or self._closing:
             self._end(order.job, accepted=False)
+            self._settle(order.job)
             return
         with self._changed:
             self._running += 1
@@ -75,10 +78,12 @@ class Storer:
     def busy(self) -> bool:
         return self._running > 0
 
-    def take_ended(self) -> Counter[int]:
+    def take_ended(self) -> tuple[Counter[int], Counter[int]]:
+        """(orders that have ended, orders that are settled), each named once."""
         with self._changed:
             ended, self._ended = self._ended, Counter()
-        return ended
+            settled, self._settled = self._settled, Counter()
+        return ended, settled
 
     def wait_ended(self, seconds: float) -> None:
         """Until some order has ended, or the time is over."""
@@ -116,13 +121,15 @@ class Storer:
                 log.exception("A store failed")
 
     def _store(self, order: StoreOrder) -> None:
-        reserved: _Unsettled | None = None
         try:
-            reserved = self._reserve_and_copy(order)
+            try:
+                reserved = self._reserve_and_copy(order)
+            finally:
+                self._end(order.job)
+            if reserved is not None:
+                self._commit(reserved)
         finally:
-            self._end(order.job)
-        if reserved is not None:
-            self._commit(reserved)
+            self._settle(order.job)
 
     def _reserve_and_copy(self, order: StoreOrder) -> _Unsettled | None:
         """Returns when the source blocks are no longer read; what is to be committed then."""
@@ -195,6 +202,11 @@ class Storer:
         with self._changed:
             self._ended[job] += 1
             self._running -= accepted
+            self._changed.notify_all()
+
+    def _settle(self, job: int) -> None:
+        with self._changed:
+            self._settled[job] += 1
             self._changed.notify_all()
 
 

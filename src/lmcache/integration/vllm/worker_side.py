@@ -153,9 +153,9 @@ class WorkerSide:
             self._storer.wait_idle(_LOOK_SECONDS)
 
     def report(self) -> WorkerReport | None:
-        ended = self._storer.take_ended()
+        ended, settled = self._storer.take_ended()
         unreadable, self._unreadable = self._unreadable, {}
-        return WorkerReport(ended, unreadable) if ended or unreadable else None
+        return WorkerReport(ended, unreadable, settled) if ended or settled or unreadable else None
 
     def _load_ended(self, order: LoadOrder, results: Sequence[bytes] | None) -> None:
         """`results`: one byte a chunk for every group, or None when nothing was copied."""
