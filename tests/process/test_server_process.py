@@ -143,7 +143,7 @@ def test_a_stopped_engine_keeps_its_reservation_until_it_goes_on(server, tmp_pat
     try:
         stop_running(child.pid)
         with SmallEngine(server.port) as engine:
-            # Silent for far more than three heartbeats of 0.1 s, but its lock is held.
+            # Silent for far more than two heartbeats of 0.1 s, but its lock is held.
             time_when_swept_twice = time.monotonic() + 2.5
             wait_until(lambda: time.monotonic() > time_when_swept_twice)
             status = server.status()

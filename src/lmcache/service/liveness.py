@@ -1,8 +1,9 @@
 """Who is still there. Heartbeats renew what an engine holds; silence ends it.
 
-A party that is silent for longer than three of its heartbeat intervals and whose owner byte is not locked is dead: all
-it held is freed at once. One that is silent with its byte locked still lives (stopped, or starved): it keeps what it
-holds until the TTLs run out; then its leases end and its reservations are set aside until the lock is gone.
+A party whose owner byte was locked and is no more is dead: all it held is freed at once. So is one that never locked
+its byte (it maps no memory) and is silent for longer than two of its heartbeat intervals. One that is silent with its
+byte locked still lives (stopped, or starved): it keeps what it holds until the TTLs run out; then its leases end and
+its reservations are set aside until the lock is gone.
 """
 
 from __future__ import annotations
@@ -106,4 +107,7 @@ class LivenessService:
         return bool(self._registry.instances) or bool(self._registry.retired) or bool(self._late_io)
 
     def _dead(self, party: Party, now: float) -> bool:
-        return party.silent(now) and not self._locks.owner_alive(party.owner)
+        if self._locks.owner_alive(party.owner):
+            party.lock_seen = True
+            return False
+        return party.lock_seen or party.silent(now)

@@ -41,6 +41,7 @@ class Party:
     owner: int
     last_seen_seconds: float
     heartbeat_interval_seconds: float
+    lock_seen: bool = field(default=False, kw_only=True)  # its process has shown that it lives
 
     def silent(self, now: float) -> bool:
         allowed = limits.HEARTBEAT_MISSES_BEFORE_LOST * self.heartbeat_interval_seconds

@@ -5,7 +5,7 @@ from lmcache.errors import RemoteError
 from lmcache.protocol import messages as m
 from unit.service.support import FRAME_BYTES, LAYOUT, LEASE_TTL, RESERVATION_TTL, a_service, chunks
 
-SILENT = 31.0  # beyond three heartbeats of 10 s
+SILENT = 21.0  # beyond two heartbeats of 10 s
 
 
 @pytest.fixture
@@ -26,6 +26,8 @@ def test_heartbeats_keep_leases_and_reservations_beyond_their_ttl(service):
         service.liveness.sweep()
     assert service.stat("leases") == 1
     assert service.commit(reply.reservation) == 1
+    service.end("r")
+    assert service.stat("leases") == 0
 
 
 def test_the_ttl_counts_from_the_last_heartbeat(service):
@@ -47,7 +49,7 @@ def test_the_dead_lose_everything_at_once(service):
     service.lookup("r", chunks(1))
     service.reserve(chunks(2))
     service.locks.alive.clear()
-    service.clock.advance(29.0)
+    service.clock.advance(19.0)
     service.liveness.sweep()
     assert (service.stat("leases"), service.stat("reservations")) == (1, 1)
     service.clock.advance(2.0)
@@ -58,6 +60,18 @@ def test_the_dead_lose_everything_at_once(service):
     service.register("other")
     assert service.lookup("r", chunks(1), instance="other").chunks == 1
     assert service.lookup("s", chunks(2), instance="other").chunks == 0
+
+
+def test_the_death_of_a_process_that_showed_its_life_is_noticed_before_its_silence(service):
+    service.store(chunks(1))
+    service.lookup("r", chunks(1))
+    service.reserve(chunks(2))
+    service.liveness.sweep()
+    service.locks.alive.clear()
+    service.clock.advance(1.0)
+    service.liveness.sweep()
+    assert (service.stat("leases"), service.stat("reservations"), service.stat("quarantined_bytes")) == (0, 0, 0)
+    assert service.registry.instances == {}
 
 
 def test_the_silent_that_live_keep_what_they_hold_until_it_expires(service):
