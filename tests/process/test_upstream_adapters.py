@@ -6,11 +6,8 @@ It records CUDA events and nothing else of CUDA, so those few calls are faked an
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,26 +17,18 @@ pytest.importorskip("vllm")
 
 from lmcache.integration.vllm import upstream_worker  # noqa: E402
 from lmcache.testing.processes import CacheServer, free_port  # noqa: E402
-
-BLOCKS, BLOCK_TOKENS, CHUNK_TOKENS = 64, 64, 256
-PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
-
-
-class Event:
-    """Of CUDA: recorded, then awaited before anything is copied."""
-
-    made: list[Event] = []
-
-    def __init__(self, interprocess: bool = False) -> None:
-        assert interprocess
-        self.calls: list[str] = []
-        self.made.append(self)
-
-    def record(self) -> None:
-        self.calls.append("record")
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
+from process.upstream_engine import (  # noqa: E402
+    BLOCK_TOKENS,
+    BLOCKS,
+    CHUNK_TOKENS,
+    PER_CHUNK,
+    Engine,
+    Event,
+    Ranks,
+    config,
+    held,
+    until,
+)
 
 
 @pytest.fixture
@@ -62,136 +51,44 @@ def server(tmp_path: Path) -> Iterator[CacheServer]:
         (Path("/dev/shm") / server.shm_name).unlink(missing_ok=True)
 
 
-def config(port: int, **model: Any) -> Any:
-    """What that class and the adapters read of vLLM's configuration."""
-    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.mq_timeout": 20}
-    hf_config = SimpleNamespace(to_dict=lambda: {"layers": 2})
-    values = {
-        "model": "model",
-        "use_mla": False,
-        "revision": None,
-        "dtype": "bf16",
-        "quantization": None,
-        "hf_config": hf_config,
-        "is_multimodal_model": False,
-    }
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            world_size=1,
-            rank=0,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            distributed_executor_backend="uni",
-        ),
-        cache_config=SimpleNamespace(block_size=BLOCK_TOKENS),
-        model_config=SimpleNamespace(**{**values, **model}),
-        speculative_config=None,
-        lora_config=None,
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config=extra,
-            kv_load_failure_policy="recompute",
-            get_from_extra_config=lambda key, default: extra.get(key, default),
-        ),
-    )
+@pytest.mark.parametrize("mla", [False, True])
+def test_two_ranks_each_load_what_is_theirs(upstream, monkeypatch, server, mla):
+    engine = Ranks(upstream, monkeypatch, server.port, 2, use_mla=mla)
+    if mla:
+        assert [worker.worker_adapter.is_first_rank_of_pp_group for worker in engine.workers] == [True, False]
+    tokens = list(range(2 * CHUNK_TOKENS))
+    for rank, memory in enumerate(engine.memory):
+        generator = torch.Generator().manual_seed(0 if mla else rank)
+        memory["layer"].copy_(torch.randn(memory["layer"].shape, generator=generator))
+    originals = [memory["layer"].clone() for memory in engine.memory]
+    engine.compute("cold", tokens, list(range(1, 9)))
+    until(lambda: server.status()["l1"]["objects"] == (2 if mla else 4))
+    [instance] = server.status()["instances"]
+    assert (instance["ranks"], instance["workers"]) == (1 if mla else 2, [0, 1])
 
+    assert engine.matched("hit", tokens) == 2 * CHUNK_TOKENS
+    engine.allocate("hit", list(range(20, 28)), 2 * CHUNK_TOKENS)
+    engine.load("hit")
+    for worker, memory, original in zip(engine.workers, engine.memory, originals, strict=True):
+        assert worker.get_block_ids_with_load_errors() == set()
+        assert torch.equal(memory["layer"][20:28], original[1:9])
+    engine.finish("hit")
+    until(lambda: not held(server))
 
-class Engine:
-    """Both roles of vLLM's class in one process, as its single-process executor has them."""
+    # One that is aborted while both load is named once both have ended.
+    assert engine.matched("aborted", tokens) == 2 * CHUNK_TOKENS
+    engine.allocate("aborted", list(range(30, 38)), 2 * CHUNK_TOKENS)
+    engine.step()
+    engine.scheduler.request_finished(engine.requests.pop("aborted"), [])
+    named = [engine.step(finished=frozenset({"aborted"}))]
+    until(lambda: named.append(engine.step()) or any(receiving or sending for sending, receiving in named))
+    assert sum(len(receiving | sending) for sending, receiving in named) == 1
+    until(lambda: not held(server))
 
-    def __init__(self, upstream: Any, monkeypatch: pytest.MonkeyPatch, port: int, **model: Any) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-        settings = config(port, **model)
-        monkeypatch.setattr(upstream_worker, "_current_config", lambda: settings)
-        kind = upstream.LMCacheMPConnectorUpstream
-        self.worker = kind(settings, KVConnectorRole.WORKER, None)
-        self.layers = {f"layer{i}": torch.zeros(BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.bfloat16) for i in range(2)}
-        self.worker.register_kv_caches(self.layers)
-        self.scheduler = kind(settings, KVConnectorRole.SCHEDULER, None)
-        self.requests: dict[str, Any] = {}
-
-    def close(self) -> None:
-        self.scheduler.scheduler_adapter.shutdown()
-        self.worker.shutdown()
-
-    def fill(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for layer in self.layers.values():
-            layer.copy_(torch.randn(layer.shape, generator=generator))
-
-    def matched(self, name: str, tokens: list[int], computed: int = 0) -> int:
-        from vllm.v1.request import RequestStatus
-
-        request = self.requests.setdefault(
-            name,
-            SimpleNamespace(
-                request_id=name,
-                cache_salt=None,
-                all_token_ids=tokens,
-                block_hashes=[bytes(32)] * (len(tokens) // BLOCK_TOKENS),
-                status=RequestStatus.WAITING,
-                kv_transfer_params=None,
-            ),
-        )
-
-        def answer() -> Any:
-            count, _ = self.scheduler.get_num_new_matched_tokens(request, computed)
-            return None if count is None else [count]
-
-        return int(until(answer)[0])
-
-    def allocate(self, name: str, blocks: list[int], external: int) -> None:
-        given = SimpleNamespace(get_block_ids=lambda: (blocks,))
-        self.scheduler.update_state_after_alloc(self.requests[name], given, external)
-
-    def step(self, name: str = "", tokens: int = 0, finished: frozenset[str] = frozenset()) -> tuple[set, set]:
-        """One step that computes `tokens` of a request; what the worker says has finished (sending, receiving)."""
-        output = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=name)] if tokens else [],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
-            num_scheduled_tokens={name: tokens} if tokens else {},
-        )
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
-        self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
-        sending, receiving = self.worker.get_finished(set(finished))
-        return sending or set(), receiving or set()
-
-    def compute(self, name: str, tokens: list[int], blocks: list[int]) -> None:
-        """A request without a hit, from its arrival to its end."""
-        assert self.matched(name, tokens) == 0
-        self.allocate(name, blocks, 0)
-        self.step(name, len(tokens))
-        self.finish(name)
-
-    def load(self, name: str) -> None:
-        """Steps until the load has been reported, which must happen once."""
-
-        def ended() -> bool:
-            _, receiving = self.step()
-            assert receiving <= {name}
-            return bool(receiving)
-
-        until(ended)
-
-    def finish(self, name: str) -> None:
-        delayed, _ = self.scheduler.request_finished(self.requests.pop(name), [])
-        assert delayed
-        assert self.step(finished=frozenset({name})) == ({name}, set())
-
-
-def until(condition: Any, seconds: float = 20.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    return value
-
-
-def held(server: CacheServer) -> list[int]:
-    status = server.status()
-    return [n for n in (status["sessions"], status["leases"], status["reservations"]) if n]
+    server.kill()
+    engine.requests.clear()
+    engine.compute("uncached", [7] * CHUNK_TOKENS, [9, 10, 11, 12])
+    engine.close()
 
 
 def test_a_prompt_is_stored_found_and_loaded(upstream, monkeypatch, server):
@@ -345,17 +242,3 @@ def test_without_a_server_the_start_fails_with_a_sentence(upstream):
             mq_timeout=0.2,
             heartbeat_interval=10.0,
         )
-
-
-def test_processes_of_an_engine_agree_on_its_name():
-    from lmcache.integration.vllm.engine_process import instance_name, scheduler_process_id
-
-    mine = instance_name(os.getpid())
-    assert mine == instance_name(scheduler_process_id(in_scheduler=False, executor="uni", workers=1))
-    assert mine == instance_name(scheduler_process_id(in_scheduler=True, executor="", workers=4))
-    child = os.fork()
-    if child == 0:
-        named = instance_name(scheduler_process_id(in_scheduler=False, executor="mp", workers=2))
-        os._exit(0 if named == mine else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert mine != instance_name(os.getppid())

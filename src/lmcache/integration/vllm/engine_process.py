@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -12,7 +13,8 @@ def scheduler_process_id(*, in_scheduler: bool, executor: str, workers: int) -> 
     """In a worker: of the process that runs the scheduler, by vLLM's executor ("" when that is not known)."""
     if in_scheduler or executor == "uni" or (not executor and workers == 1):
         return os.getpid()
-    return os.getppid()
+    parent = multiprocessing.parent_process()  # who asked for this process; with a fork server, not who forked it
+    return int(parent.pid) if parent is not None and parent.pid is not None else os.getppid()
 
 
 def instance_name(pid: int) -> str:
