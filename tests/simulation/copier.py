@@ -17,6 +17,7 @@ class SimCopier:
     before_load: Callable[[list[int]], None]
     before_store: Callable[[list[int], dict[int, bytes]], None]
     snapshot: Callable[[int, list[int]], dict[int, bytes]]
+    load_seconds: float | None = None  # of every load; None: as the dice say
     stored: dict[tuple[bytes, bytes], list[bytes]]  # by namespace and chunk hash: the same name, the same bytes
 
     def __init__(self, address: int, size_bytes: int, threads: int) -> None:
@@ -53,14 +54,15 @@ class SimCopier:
             self.before_load([block for block in array("q", blocks) if block >= 0])
             return self._real.submit_load(group, slots, blocks, hashes, digest)
 
-        return self._submit(run)
+        return self._submit(run, self.load_seconds)
 
-    def _submit(self, run: Callable[[], int]) -> int:
+    def _submit(self, run: Callable[[], int], seconds: float | None = None) -> int:
         assert not self._closed
         number = self._next
         self._next += 1
         self._waiting[number] = run
-        seconds = self.world.random.choice((0.0, 0.0, 0.001, 0.002, 0.004, 0.02) * 6 + (0.2, 0.2, 5.0))
+        if seconds is None:
+            seconds = self.world.random.choice((0.0, 0.0, 0.001, 0.002, 0.004, 0.02) * 6 + (0.2, 0.2, 5.0))
         self.world.at(seconds, lambda: self._run(number))
         return number
 

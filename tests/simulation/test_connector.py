@@ -185,7 +185,9 @@ class Run:
 
     def do_aborts(self) -> None:
         if self.engine.live:
-            self.engine.abort(self.random.choice(list(self.engine.live)))
+            name = self.random.choice(list(self.engine.live))
+            self.did["aborted while " + self.state_of(name)] += 1
+            self.engine.abort(name)
 
     def do_resets(self) -> None:
         self.engine.scheduler.reset_prefix_cache()
@@ -193,7 +195,24 @@ class Run:
     def do_preempts(self) -> None:
         scheduler = self.engine.scheduler
         if scheduler.running and not self.engine.in_flight:
-            scheduler._preempt_request(scheduler.running.pop(), 0.0)
+            request = scheduler.running.pop()
+            self.did["preempted while " + self.state_of(request.request_id, running=True)] += 1
+            scheduler._preempt_request(request, 0.0)
+
+    def state_of(self, name: str, *, running: bool = False) -> str:
+        """What the connector does for a request."""
+        side = self.engine.connector._scheduler
+        assert side is not None
+        state = side._requests.get(name)
+        if state is not None and state.loading:
+            return "loading"
+        if running or any(request.request_id == name for request in self.engine.scheduler.running):
+            blocks = {block for table in self.engine.scheduler.kv_cache_manager.get_block_ids(name) for block in table}
+            stored = {block.block_id for job in side._pins._jobs.values() for block in job.blocks}
+            return "storing" if blocks & stored else "running"
+        if state is not None and state.question.pending is not None and not state.question.given_up:
+            return "looking up"
+        return "waiting"
 
     def do_kills(self) -> None:
         self.network.kill()
@@ -266,6 +285,9 @@ class Run:
         self.network.kill()
 
 
+interrupted: Counter[str] = Counter()  # in all runs
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("run", range(RUNS))
 def test_nothing_leaks_hangs_or_lies(
@@ -280,5 +302,56 @@ def test_nothing_leaks_hangs_or_lies(
         simulation.close()
         print(dict(simulation.did), simulation.engine.steps, "steps", round(simulation.world.now - 1000), "s")
         print(dict(errors.counts))
+    interrupted.update({what: count for what, count in simulation.did.items() if " while " in what})
     assert not errors.faults, errors.faults[0]
     assert simulation.did["finished"] == simulation.named
+
+
+@pytest.mark.skipif(FIRST_SEED != 1, reason="what other seeds reach is up to them")
+def test_requests_were_interrupted_in_every_state() -> None:
+    if not interrupted:
+        pytest.skip("the runs before this one were left out")
+    print(dict(interrupted))
+    states = {"aborted while " + state for state in ("looking up", "waiting", "loading", "running", "storing")}
+    assert states | {"preempted while running", "preempted while storing"} <= interrupted.keys()
+
+
+def test_a_lease_outlives_a_load_of_half_an_hour_and_ends_with_its_request(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, errors: _Errors
+) -> None:
+    simulation = Run(1, SHAPES["no prefix cache"], monkeypatch, model_folder)
+    engine, world = simulation.engine, simulation.world
+    text = simulation.fresh(200)
+
+    def ask(name: str, tokens: list[int]) -> None:
+        """To its end; finished requests are checked in every step."""
+        engine.add(name, tokens, 2, None, None)
+        while name in engine.live:
+            simulation.step()
+
+    try:
+        ask("cold", text)
+        world.sleep(10.0)
+        life = simulation.network.life
+        assert life is not None
+        monkeypatch.setattr(SimCopier, "load_seconds", 1790.0)
+        engine.add("warm", text, 2, None, None)
+        while not engine.workers[0]._worker._loads:
+            simulation.step()
+        monkeypatch.setattr(SimCopier, "load_seconds", 0.0)
+        evicted = life.l1.stats()["evicted_objects"]
+        began = world.now
+        while world.now < began + 1700.0:
+            ask(f"other {world.now}", simulation.fresh(300))
+            world.sleep(20.0)
+            assert life.service.snapshot()["leases"] == 1
+        assert life.l1.stats()["evicted_objects"] > evicted
+        loaded = simulation.did["blocks loaded"]
+        while "warm" in engine.live:
+            simulation.step()
+        assert simulation.did["blocks loaded"] > loaded
+        assert not engine.live
+        simulation.settle()
+    finally:
+        simulation.close()
+    assert not errors.faults, errors.faults[0]
