@@ -1,0 +1,100 @@
+"""What one salt has stored is nothing to another, on any path, and not by the time that an answer takes either."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from lmcache.testing.processes import CacheServer
+from process.support import NO_SLOT, SmallEngine, unpack_slots
+
+SALTS = ("", "a", "aa", "b", "_default", "a/b", "a\0", " ")
+CHUNKS = 24
+QUESTIONS = 300
+# How often the answer about another tenant's prompt takes longer than that about nobody's, of pairs in turn. By chance
+# alone 0.5 with a standard deviation of 0.03.
+NO_DIFFERENCE = (0.3, 0.7)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
+    folder = tmp_path_factory.mktemp("tenants")
+    with CacheServer(folder, l1_size_gb=0.0625, l2_folder=folder / "l2") as server:
+        server.wait_ready()
+        yield server
+    assert not (Path("/dev/shm") / server.shm_name).exists()
+
+
+def stored_in_l2(server: CacheServer, objects: int) -> None:
+    deadline = time.monotonic() + 90
+    while True:
+        [adapter] = server.status()["l2"]["adapters"]
+        if adapter["objects"] >= objects and not adapter["stores_in_flight"]:
+            return
+        assert time.monotonic() < deadline, adapter
+        time.sleep(0.02)
+
+
+def test_no_salt_hits_what_another_stored(server: CacheServer) -> None:
+    with SmallEngine(server.port) as engine:
+        tokens = engine.tokens(1, 2)
+        hashes = engine.hashes(tokens)
+        for number, salt in enumerate(SALTS):
+            # Neither told that the chunks are there, nor that somebody is about to store them.
+            reply = engine.reserve(hashes, salt=salt)
+            slots = unpack_slots(reply.slots)
+            assert len(set(slots)) == 2 and NO_SLOT not in slots
+            engine.fill(hashes, slots, salt=salt)
+            for other in SALTS[number:]:
+                assert engine.lookup("early", tokens, salt=other).chunks == 0
+            assert engine.commit(reply.reservation) == 2
+        stored_in_l2(server, 2 * len(SALTS))
+        for tier in ("l1", "l2"):
+            for salt, other in permutations(SALTS, 2):
+                reply = engine.lookup("own", tokens, salt=salt)
+                assert reply.chunks == 2
+                assert engine.read(reply, salt=salt)
+                assert not engine.read(reply, salt=other)  # the frames themselves name their tenant
+            server.clear("l1")
+            engine.end("own")
+            assert tier == "l2" or engine.lookup("again", tokens, salt="nobody").chunks == 0
+        server.clear("all")
+
+
+@pytest.mark.parametrize("tier", ["l1", "l2"])
+def test_the_time_of_an_answer_tells_nothing(server: CacheServer, tier: str) -> None:
+    with SmallEngine(server.port) as engine:
+        known = [engine.tokens(*range(1000 * prompt, 1000 * prompt + CHUNKS)) for prompt in range(1, 7)]
+        unknown = [engine.tokens(*range(1000 * prompt, 1000 * prompt + CHUNKS)) for prompt in range(11, 17)]
+        for tokens in known:
+            assert engine.store(tokens, salt="one") == CHUNKS
+        stored_in_l2(server, CHUNKS * len(known))
+        if tier == "l2":
+            server.clear("l1")
+
+        def seconds(tokens: bytes, salt: str) -> float:
+            began = time.perf_counter()
+            reply = engine.lookup("question", tokens, salt=salt)
+            took = time.perf_counter() - began
+            assert reply.chunks == (CHUNKS if salt == "one" else 0)
+            engine.end("question")
+            return took
+
+        pairs = []
+        for number in range(QUESTIONS):
+            asked = [(0, known[number % 6]), (1, unknown[number % 6])]
+            times = [0.0, 0.0]
+            for kind, tokens in asked if number % 2 else reversed(asked):
+                times[kind] = seconds(tokens, "two")
+            pairs.append(times)
+        longer = sum(one > other for one, other in pairs) / QUESTIONS
+        print(f"{tier}: another tenant's prompt took longer than nobody's in {100 * longer:.0f} % of {QUESTIONS} pairs")
+        assert NO_DIFFERENCE[0] < longer < NO_DIFFERENCE[1]
+        # That the times could tell: the tenant's own prompts, from the tier where they are.
+        own = [seconds(known[number % 6], "one") for number in range(6)]
+        print(f"its own: {1e3 * min(own):.2f} ms, nobody's: {1e3 * sorted(p[1] for p in pairs)[QUESTIONS // 2]:.2f} ms")
+        server.clear("all")
