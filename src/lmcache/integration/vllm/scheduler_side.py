@@ -181,7 +181,9 @@ class SchedulerSide:
         return hello is not None and len(question.tokens) // 4 < hello.chunk_tokens
 
     def _ask(self, state: _Request) -> bool:
-        former = state.question.hello
+        former, hello = state.question.hello, self._client.hello
+        if hello is None or any(hello.chunk_tokens % group.block_tokens for group in self._groups):
+            return False  # the workers have said so and did not register
         state.worth_loading = None
         recompute = not self._worth_loading(Tier.L2, len(state.question.tokens) // 4)
         if not self._asker.ask(state.question, recompute=recompute):

@@ -63,6 +63,16 @@ def test_prompts_that_cannot_hit_ask_nothing() -> None:
     assert engine.side.matched_tokens(request("short", 255), 0) == (0, False)
 
 
+def test_a_server_whose_chunks_do_not_fit_the_blocks_is_asked_nothing() -> None:
+    engine = Engine()
+    engine.client.hello = hello(chunk_tokens=96)
+    engine.side.on_new_request(one := request("a", 600))
+    assert engine.side.matched_tokens(one, 0) == (0, False)
+    engine.side.after_allocation(one, ([1, 2, 3, 4, 5],), 0)
+    assert engine.side.step_orders(step(new=[("a", 0, 600)])).stores == []
+    assert engine.client.sent == []
+
+
 def test_a_step_waits_only_its_budget_and_asks_again_later() -> None:
     engine = Engine()
     engine.side.on_new_request(one := request("a", 600))
