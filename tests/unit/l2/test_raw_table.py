@@ -52,6 +52,26 @@ def test_pages_are_written_in_order_and_then_said() -> None:
     asyncio.run(test())
 
 
+def test_pages_that_follow_each_other_are_one_transfer() -> None:
+    async def test() -> None:
+        device = FakeDevice()
+        pages = pages_on(device)
+        said: list[int] = []
+
+        def put(page: int, content: int) -> asyncio.Future[bool]:
+            where = (page * 4096, bytes([content]) * 4096)
+            return pages.put([where], lambda: said.append(content))
+
+        for content, page in enumerate((1, 1, 2, 2, 3, 2, 7)):
+            last = put(page, content)
+        assert await last and said == list(range(7))
+        written = [(offset // 4096, content[::4096]) for step in device.written for offset, content in step]
+        assert written == [(1, bytes([1, 3, 4])), (2, bytes([5])), (7, bytes([6]))]
+        assert await pages.close(1)
+
+    asyncio.run(test())
+
+
 def test_a_page_that_fails_is_tried_again_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw_table, "RETRY_SECONDS", 0.001)
 

@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from lmcache.l2.native_device import NativeDevice
 
@@ -83,20 +84,43 @@ class OrderedPages:
             await self._ready.wait()
             self._ready.clear()
             while self._steps:
-                step = self._steps[0]
-                while not await self._write(step):
-                    if not step.tried.done():
-                        step.tried.set_result(False)
+                taken, pages = self._next()
+                while not await self._write(pages, flush=taken[0].flush):
+                    for step in taken:
+                        if not step.tried.done():
+                            step.tried.set_result(False)
                     await asyncio.sleep(RETRY_SECONDS)
-                self._steps.popleft()
-                step.written()
-                if not step.tried.done():
-                    step.tried.set_result(True)
+                for step in taken:
+                    self._steps.popleft()
+                    step.written()
+                    if not step.tried.done():
+                        step.tried.set_result(True)
             self._idle.set()
 
-    async def _write(self, step: _Step) -> bool:
-        for start in range(0, len(step.pages), PAGES_AT_ONCE):
-            part = step.pages[start : start + PAGES_AT_ONCE]
+    def _next(self) -> tuple[list[_Step], Sequence[tuple[int, bytes]]]:
+        """Steps to write together, and what to write. Single pages that follow each other on the device become one
+        transfer, which goes there from the front, so that of an interrupted one a prefix is there; of one page given
+        several times in a row only the last content counts."""
+        first = self._steps[0]
+        if first.flush or len(first.pages) != 1:
+            return [first], first.pages
+        taken, pages = [], list(first.pages)
+        for step in islice(self._steps, PAGES_AT_ONCE):
+            if step.flush or len(step.pages) != 1:
+                break
+            offset, last = step.pages[0][0], pages[-1][0]
+            if offset == last:
+                pages[-1] = step.pages[0]
+            elif offset == last + self._page_bytes:
+                pages.append(step.pages[0])
+            else:
+                break
+            taken.append(step)
+        return taken, [(pages[0][0], b"".join([content for _, content in pages]))]
+
+    async def _write(self, pages: Sequence[tuple[int, bytes]], *, flush: bool) -> bool:
+        for start in range(0, len(pages), PAGES_AT_ONCE):
+            part = pages[start : start + PAGES_AT_ONCE]
             buffers = []
             for index, (_, content) in enumerate(part):
                 buffer = self._view[index * self._page_bytes : index * self._page_bytes + len(content)]
@@ -105,7 +129,7 @@ class OrderedPages:
             _, errors = await self._device.write([offset for offset, _ in part], buffers)
             if not self._went_well(next((error for error in errors if error), 0)):
                 return False
-        return not step.flush or self._went_well(await self._device.sync())
+        return not flush or self._went_well(await self._device.sync())
 
     def _went_well(self, fault: int) -> bool:
         if fault:
