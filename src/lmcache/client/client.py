@@ -98,7 +98,7 @@ class Client:
         self._owners: dict[_RegistrationKey, int] = {}
         self._locked: dict[_RegistrationKey, int] = {}  # the keeper's: owner bytes held in the present memory
         self._refused: dict[_RegistrationKey, LMCacheError] = {}
-        self._transfer_said = ""
+        self._transfer_said = self._refusal_said = ""
         self._beat_now = False
         self._closing = False
         self._keeper: threading.Thread | None = None
@@ -372,8 +372,11 @@ class Client:
     def _become_unavailable(self, reason: str, refusal: LMCacheError | None) -> None:
         with self._changed:
             self._ready = None
-        if self._state is not ClientState.UNAVAILABLE and not self._closing:
+        news = self._state is not ClientState.UNAVAILABLE or (refusal is not None and reason != self._refusal_said)
+        if news and not self._closing:
             log.warning("The LMCache server is unavailable, so nothing is cached until it is back: %s", reason)
+        if refusal is not None:
+            self._refusal_said = reason
         self._set_state(ClientState.UNAVAILABLE, reason, refusal)
 
     def _set_state(self, state: ClientState, reason: str, refusal: LMCacheError | None) -> None:

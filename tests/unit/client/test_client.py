@@ -21,7 +21,7 @@ class FakeServer:
         self.token = token
         self.protocol_version = protocol_version
         self.registered: dict[tuple[str, int], int] = {}
-        self.registrations = 0
+        self.registrations = self.hellos = 0
         self.refuse: RemoteError | None = None
         self.changed = threading.Condition()
         self.rpc = RpcServer("localhost", port)
@@ -38,6 +38,7 @@ class FakeServer:
         self.port = int(self.rpc.endpoint.rpartition(":")[2])
 
     def hello(self, message):
+        self.hellos += 1
         return m.HelloReply(self.protocol_version, "test", self.token, 256, "blake3", ["shm"], "", 0, 300.0, 600.0)
 
     def ping(self, message):
@@ -233,6 +234,21 @@ def test_another_protocol_version_is_said_at_once():
             client.connect(30.0)
         assert time.monotonic() - started < 5.0
     server.stop()
+
+
+def test_that_a_server_came_back_with_another_protocol_version_is_said_once(caplog):
+    first = FakeServer()
+    with a_client(first.port) as client:
+        client.connect(10.0)
+        port = first.port
+        first.stop()
+        wait_until(lambda: client.state is ClientState.UNAVAILABLE)
+        second = FakeServer(port=port, protocol_version=99)
+        wait_until(lambda: "speaks protocol version 99" in caplog.text)
+        tried = second.hellos
+        wait_until(lambda: second.hellos > tried)
+        second.stop()
+    assert caplog.text.count("speaks protocol version 99") == 1
 
 
 def test_a_fault_in_the_callback_does_not_end_the_keeper(server, caplog):
