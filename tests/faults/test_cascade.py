@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,6 @@ from process.support import SmallEngine, split, unpack_slots
 
 FRAME_BYTES = 8192
 CHUNKS = 30
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
-    disk = FaultyDisk(tmp_path)
-    yield disk
-    disk.close()
 
 
 def server(folder: Path, *adapters: dict[str, Any], flags: tuple[str, ...] = (), slots: int = 256) -> CacheServer:
@@ -176,4 +169,30 @@ def test_skip_l1_neither_leaks_nor_loses_in_silence(disk: FaultyDisk, tmp_path: 
             status = it.status()["l1"]
             assert (status["leases"], status["staged"], status["quarantined_bytes"]) == (0, 0, 0)
         assert it.stop() == 0, it.log()
+        assert "Traceback" not in it.log()
+
+
+def test_a_server_whose_disk_stands_still_does_not_start(disk: FaultyDisk, tmp_path: Path) -> None:
+    disk.tell(create={"stall": True}, mkdir={"stall": True})
+    with server(tmp_path, fs(disk.path, timeout_seconds=2)) as it:
+        wait_until(lambda: "the backend did not answer within 2 s" in it.log(), it.log)
+        assert disk.tell()[1] > 0  # the kernel lets no process go before a FUSE file system has answered it
+        assert it.popen.wait(DEADLINE_SECONDS) == 1
+        assert len(it.log().splitlines()) == 1, it.log()
+
+
+@pytest.mark.slow  # it waits for the disk, in vain
+@pytest.mark.parametrize("stalls", ["write", "lookup"])
+def test_a_server_whose_disk_stands_still_ends_all_the_same(disk: FaultyDisk, tmp_path: Path, stalls: str) -> None:
+    with server(tmp_path, fs(disk.path), fs(tmp_path / "second")) as it:
+        it.wait_ready()
+        with SmallEngine(it.port) as engine:
+            tokens = engine.tokens(*range(CHUNKS))
+            disk.tell(**{stalls: {"stall": True}})
+            assert engine.store(tokens) == CHUNKS
+            hold(it, CHUNKS, 1)
+        it.popen.terminate()
+        wait_until(lambda: "Stopped" in it.log(), it.log)
+        assert disk.tell()[1] > 0
+        assert it.popen.wait(DEADLINE_SECONDS) == 1
         assert "Traceback" not in it.log()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,13 +65,6 @@ def test_what_may_not_be_written_to_is_refused(tmp_path: Path, name: str, monkey
             run(test)
         finally:
             subprocess.run(["umount", folder], check=True)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
-    disk = FaultyDisk(tmp_path)
-    yield disk
-    disk.close()
 
 
 def test_a_folder_that_cannot_be_searched_is_served_by_name(disk: FaultyDisk, caplog: pytest.LogCaptureFixture) -> None:
