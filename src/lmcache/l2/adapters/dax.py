@@ -42,7 +42,6 @@ KEYS = (
 
 ENTRIES_AT_ONCE = 65_536
 INVENTORY_SLICE = 4096
-HEADERS_TRIED = 8
 
 
 class Held:
@@ -330,19 +329,15 @@ class DaxAdapter:
             await asyncio.sleep(0)
 
     async def _identify(self, slots: memoryview, names: bytes) -> dict[bytes, Namespace]:
-        """The directory has the digests of namespaces; the namespaces themselves are in the headers of their frames."""
-        candidates: dict[bytes, list[int]] = {}
+        """The directory has the digests of namespaces; the namespaces themselves are in the headers of their frames.
+        Any frame may tell: after a power failure those that were stored last may have no header."""
+        namespaces: dict[bytes, Namespace] = {}
         for at, slot in zip(range(0, len(names), 64), slots, strict=True):
-            some = candidates.setdefault(names[at : at + 32], [])
-            if len(some) < HEADERS_TRIED:
-                some.append(slot)
-        namespaces = {}
-        for digest, some in candidates.items():
-            for slot in some:
+            digest = names[at : at + 32]
+            if digest not in namespaces:
                 namespace = await self._namespace_in(slot)
                 if namespace is not None and namespace.digest == digest:
                     namespaces[digest] = namespace
-                    break
         return namespaces
 
     async def _namespace_in(self, slot: int) -> Namespace | None:
