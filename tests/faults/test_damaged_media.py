@@ -59,7 +59,8 @@ def test_what_may_not_be_written_to_is_refused(tmp_path: Path, name: str, monkey
         return
     with medium.at(tmp_path / "medium") as spec:
         folder = str(tmp_path / "medium")
-        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        if subprocess.run(["mount", "--bind", folder, folder], check=False).returncode:
+            pytest.skip("folders cannot be mounted here")
         try:
             subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
             run(test)
