@@ -125,8 +125,12 @@ async def measure(kind: str, base: Path, keys: Sequence[ObjectKey], runs: int, *
     for state, times in lookups.items():
         if times:
             name = f"{kind}: lookup of {count} keys, {state}"
-            value, limit = statistics.median(times) * 1e3, WARM_MS if state == "known" else COLD_MS
-            results.append(at_most(name, value, "ms", limit, spread(times, 1e3)))
+            value, detail = statistics.median(times) * 1e3, spread(times, 1e3)
+            if state.endswith("cold"):  # two random reads and more for each key: the disk decides
+                results.append(Result(name, value, "ms", detail=detail))
+            else:
+                limit = WARM_MS if state == "known" else COLD_MS
+                results.append(at_most(name, value, "ms", limit, detail))
     return results
 
 
