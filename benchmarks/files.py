@@ -80,7 +80,13 @@ class Bench:
         self.plain = PlainProgram(folder, depth, count, size_bytes, direct=direct)
         self.memory = Buffer(count * size_bytes)
         self.base = folder / "l2"
-        spec = {"type": "fs_native", "base_path": str(self.base), "use_odirect": direct, "num_workers": depth}
+        spec = {
+            "type": "fs_native",
+            "base_path": str(self.base),
+            "use_odirect": direct,
+            "num_workers": depth,
+            "io_engine": "posix",  # the plain program has threads, too
+        }
         self.runner = Runner(build(parse_adapter(spec, 0)), Metrics(), SystemClock())
         self.verifier = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 1)))
         self.times: dict[str, list[float]] = {"write": [], "store": [], "read": [], "load": []}
