@@ -8,6 +8,7 @@ NB_MODULE(_native, m) {
     bind_machine(m);
     bind_hashing(m);
     bind_frame(m);
+    bind_cuda(m);
     bind_paged_copy(m);
     bind_l1(m);
     bind_file_io(m);

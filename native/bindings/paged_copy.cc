@@ -1,13 +1,16 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
+#include "lmcache/cuda_mover.h"
 #include "lmcache/paged_copier.h"
 
 namespace {
@@ -29,10 +32,22 @@ std::size_t add_group(PagedCopier& copier, const std::vector<SegmentTuple>& segm
 
 nb::bytes packed(const PagedCopier::Results& results) { return nb::bytes(results.data(), results.size()); }
 
-// submit_store and submit_load differ in the last argument only.
-template <auto kSubmit>
+void make(PagedCopier* copier, std::uintptr_t arena_address, std::size_t arena_bytes, std::size_t threads,
+          std::shared_ptr<lmcache::CudaCopyWays> cuda) {
+    nb::gil_scoped_release release;
+    std::unique_ptr<lmcache::BlockMover> mover;
+    if (cuda == nullptr) {
+        mover = std::make_unique<lmcache::HostMover>();
+    } else {
+        mover = std::make_unique<lmcache::CudaMover>(std::move(cuda), threads);
+    }
+    new (copier) PagedCopier(arena_address, arena_bytes, threads, std::move(mover));
+}
+
+// What submit_store and submit_load have in common. `identity` is the template of the one, the digest of the other.
+template <auto kSubmit, class... Fence>
 PagedCopier::JobId submit(PagedCopier& copier, std::size_t group, nb::object slots, nb::object blocks,
-                          nb::object hashes, const nb::bytes& identity) {
+                          nb::object hashes, const nb::bytes& identity, Fence... fence) {
     const PackedView<std::uint64_t> slot_view(slots, "slots");
     const PackedView<std::int64_t> block_view(blocks, "blocks");
     const PackedView<std::byte> hash_view(hashes, "hashes");
@@ -40,21 +55,22 @@ PagedCopier::JobId submit(PagedCopier& copier, std::size_t group, nb::object slo
                                                     identity.size());
     nb::gil_scoped_release release;
     return (copier.*kSubmit)(group, {slot_view.data(), slot_view.size()}, {block_view.data(), block_view.size()},
-                             {hash_view.data(), hash_view.size()}, identity_bytes);
+                             {hash_view.data(), hash_view.size()}, identity_bytes, std::move(fence)...);
 }
 
 }  // namespace
 
 void bind_paged_copy(nb::module_& m) {
     nb::class_<PagedCopier>(m, "PagedCopier")
-        .def(nb::init<std::uintptr_t, std::size_t, std::size_t>(), nb::arg("arena_address"), nb::arg("arena_bytes"),
-             nb::arg("threads"))
+        .def("__init__", make, nb::arg("arena_address"), nb::arg("arena_bytes"), nb::arg("threads"),
+             nb::arg("cuda") = nb::none())
         .def("add_group", add_group, nb::arg("segments"), nb::arg("blocks_per_chunk"), nb::arg("num_blocks"))
         .def("payload_bytes", &PagedCopier::payload_bytes, nb::arg("group"))
         .def("submit_store", submit<&PagedCopier::submit_store>, nb::arg("group"), nb::arg("slots"), nb::arg("blocks"),
              nb::arg("hashes"), nb::arg("template"))
-        .def("submit_load", submit<&PagedCopier::submit_load>, nb::arg("group"), nb::arg("slots"), nb::arg("blocks"),
-             nb::arg("hashes"), nb::arg("namespace_digest"))
+        .def("submit_load", submit<&PagedCopier::submit_load, std::shared_ptr<lmcache::CudaFence>>, nb::arg("group"),
+             nb::arg("slots"), nb::arg("blocks"), nb::arg("hashes"), nb::arg("namespace_digest"),
+             nb::arg("fence") = nb::none())
         .def(
             "wait",
             [](PagedCopier& copier, PagedCopier::JobId job, double timeout_seconds) -> nb::object {

@@ -28,8 +28,9 @@ constexpr double kLongestWaitSeconds = 1e6;
 
 }  // namespace
 
-PagedCopier::PagedCopier(std::uintptr_t arena_address, std::size_t arena_bytes, std::size_t threads)
-    : arena_(reinterpret_cast<std::byte*>(arena_address)), arena_bytes_(arena_bytes) {
+PagedCopier::PagedCopier(std::uintptr_t arena_address, std::size_t arena_bytes, std::size_t threads,
+                         std::unique_ptr<BlockMover> mover)
+    : arena_(reinterpret_cast<std::byte*>(arena_address)), arena_bytes_(arena_bytes), mover_(std::move(mover)) {
     if (arena_address == 0 || arena_address % kSlotAlignBytes != 0) {
         throw std::invalid_argument("arena_address must be a multiple of 64 and not 0");
     }
@@ -154,10 +155,12 @@ PagedCopier::JobId PagedCopier::submit_store(std::size_t group, std::span<const 
 
 PagedCopier::JobId PagedCopier::submit_load(std::size_t group, std::span<const std::uint64_t> slots,
                                             std::span<const std::int64_t> blocks, std::span<const std::byte> hashes,
-                                            std::span<const std::byte> namespace_digest) {
+                                            std::span<const std::byte> namespace_digest,
+                                            std::shared_ptr<const CudaFence> fence) {
     if (namespace_digest.size() != kDigestBytes) throw std::invalid_argument("namespace_digest must be 32 bytes");
     std::shared_ptr<Job> job = make_job(group, false, slots, blocks, hashes);
     std::copy(namespace_digest.begin(), namespace_digest.end(), job->namespace_digest.begin());
+    job->fence = std::move(fence);
     return start(std::move(job));
 }
 
@@ -174,7 +177,9 @@ PagedCopier::JobId PagedCopier::start(std::shared_ptr<Job> job) {
     if (job->left == 0) {
         finish(*job);
     } else {
-        queue_.push_back(std::move(job));
+        const auto first_store =
+            std::find_if(queue_.begin(), queue_.end(), [](const auto& one) { return one->is_store; });
+        queue_.insert(job->is_store ? queue_.end() : first_store, std::move(job));
         work_ready_.notify_one();
     }
     return id;
@@ -204,23 +209,25 @@ void PagedCopier::work() noexcept {
     }
 }
 
-bool PagedCopier::store_chunk(const Job& job, std::size_t chunk) const noexcept {
-    if (job.slots[chunk] == kNoSlot) return false;
+ChunkResult PagedCopier::store_chunk(const Job& job, std::size_t chunk) const noexcept {
+    if (job.slots[chunk] == kNoSlot) return kUnreadable;
     const PagedGroup& group = *job.group;
     std::byte* const frame = arena_ + job.slots[chunk];
     frame_invalidate(frame);
-    LaneChecksum checksum;
-    group.gather(best_copy_kernels(), frame + kFrameHeaderBytes,
-                 std::span(job.blocks).subspan(chunk * group.blocks_per_chunk(), group.blocks_per_chunk()), checksum,
-                 job.store_kind);
+    PayloadChecksum checksum;
+    if (!mover_->gather(group, frame + kFrameHeaderBytes,
+                        std::span(job.blocks).subspan(chunk * group.blocks_per_chunk(), group.blocks_per_chunk()),
+                        job.store_kind, checksum)) {
+        return kUnreadable;
+    }
     const std::span<const std::byte, kChunkHashBytes> hash(job.hashes.data() + chunk * kChunkHashBytes,
                                                            kChunkHashBytes);
-    frame_publish(frame, job.frame_template, hash, checksum.finish());
-    return true;
+    frame_publish(frame, job.frame_template, hash, checksum);
+    return kCopied;
 }
 
-bool PagedCopier::load_chunk(const Job& job, std::size_t chunk) const noexcept {
-    if (job.slots[chunk] == kNoSlot) return false;
+ChunkResult PagedCopier::load_chunk(const Job& job, std::size_t chunk) const noexcept {
+    if (job.slots[chunk] == kNoSlot) return kUnreadable;
     const PagedGroup& group = *job.group;
     const std::byte* const frame = arena_ + job.slots[chunk];
     FrameHeader header;
@@ -228,15 +235,16 @@ bool PagedCopier::load_chunk(const Job& job, std::size_t chunk) const noexcept {
     const std::span<const std::byte, kChunkHashBytes> hash(job.hashes.data() + chunk * kChunkHashBytes,
                                                            kChunkHashBytes);
     const FrameFault fault = frame_check_header(header, group.payload_bytes(), job.namespace_digest, hash);
-    if (fault != FrameFault::kNone || header.payload_bytes != group.payload_bytes()) return false;
-    LaneChecksum checksum;
-    group.scatter(best_copy_kernels(), frame + kFrameHeaderBytes,
-                  std::span(job.blocks).subspan(chunk * group.blocks_per_chunk(), group.blocks_per_chunk()), checksum,
-                  job.store_kind);
-    store_fence();
-    const PayloadChecksum found = checksum.finish();
-    return std::memcmp(found.data(), header.payload_checksum, kChecksumBytes) == 0 &&
-           frame_header_unchanged(frame, header);
+    if (fault != FrameFault::kNone || header.payload_bytes != group.payload_bytes()) return kUnreadable;
+    PayloadChecksum found;
+    if (!mover_->scatter(group, frame + kFrameHeaderBytes,
+                         std::span(job.blocks).subspan(chunk * group.blocks_per_chunk(), group.blocks_per_chunk()),
+                         job.store_kind, job.fence.get(), found)) {
+        return kNotMoved;
+    }
+    const bool verified = std::memcmp(found.data(), header.payload_checksum, kChecksumBytes) == 0 &&
+                          frame_header_unchanged(frame, header);
+    return verified ? kCopied : kUnreadable;
 }
 
 void PagedCopier::finish(const Job& job) noexcept {

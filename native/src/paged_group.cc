@@ -65,25 +65,6 @@ PagedGroup::PagedGroup(std::vector<Segment> segments, std::size_t blocks_per_chu
     }
 }
 
-template <class Visit>
-void PagedGroup::for_each_row(const Walk& walk, std::uintptr_t block, Visit&& visit) {
-    if (walk.outer.empty()) return visit(block);
-    std::size_t position[kMaxSegmentDims] = {};
-    std::uintptr_t row = block;
-    while (true) {
-        visit(row);
-        std::size_t dim = walk.outer.size();
-        while (true) {
-            if (dim == 0) return;
-            --dim;
-            row += static_cast<std::uintptr_t>(walk.outer[dim].stride_bytes);
-            if (++position[dim] < walk.outer[dim].count) break;
-            row -= static_cast<std::uintptr_t>(walk.outer[dim].stride_bytes) * walk.outer[dim].count;
-            position[dim] = 0;
-        }
-    }
-}
-
 void PagedGroup::gather(const CopyKernels& kernels, std::byte* payload, std::span<const std::int64_t> blocks,
                         LaneChecksum& checksum, StoreKind kind) const {
     // One row behind, so that each copy knows where the next begins.

@@ -71,6 +71,41 @@ def copy_with_checksum(destination: int, source: int, size_bytes: int) -> bytes:
 def copy_plain(destination: int, source: int, size_bytes: int, path: str = "") -> None:
     """One copy on the calling thread by `path` ("memcpy", "stream" or "" for the best). For benchmarks."""
 
+# ---- GPUs (engine side) ---------------------------------------------------------------------------------------------
+class CudaFence:
+    """The end of what the engine had launched on a stream when this was made."""
+
+    def wait(self) -> None:
+        """RuntimeError when the device fails."""
+
+class CudaDevice:
+    """One GPU, by NVIDIA's driver API from `library`, in the context that the engine uses. RuntimeError says in a
+    sentence what the driver refuses. Thread-safe."""
+
+    def __init__(self, library: str, ordinal: int) -> None: ...
+    def register_memory(self, address: int, size_bytes: int) -> None:
+        """Pins memory that is present; pieces must not overlap."""
+    def unregister_memory(self, address: int, size_bytes: int) -> None:
+        """All pieces that begin in the range."""
+    def fence(self, stream: int) -> CudaFence: ...
+    def take_failure(self) -> str:
+        """Why the last copy failed, once; "" if none has since."""
+
+class CudaCopyWays:
+    """The ways to copy many pieces of `run_bytes`, tried on `trial_bytes` of the device's memory and as much of the
+    host's, given back afterwards. RuntimeError when none copies right."""
+
+    def __init__(self, device: CudaDevice, run_bytes: int, trial_bytes: int) -> None: ...
+    @property
+    def best(self) -> str:
+        """"single", "batch" or "kernel"."""
+    @property
+    def one_copy_gb_per_second(self) -> float:
+        """To host memory, in one piece: the limit."""
+    @property
+    def trials(self) -> list[tuple[str, float, float]]:
+        """(way, GB/s to the host, GB/s to the device), 0 for one that failed."""
+
 # ---- paged copies (engine side) ------------------------------------------------------------------------------------
 class PagedCopier:
     """Copies between an engine's paged KV tensors and L1 slots on its own threads.
@@ -80,7 +115,10 @@ class PagedCopier:
     in that order. Payload order: segments in order, for each the blocks of the chunk in order.
     """
 
-    def __init__(self, arena_address: int, arena_bytes: int, threads: int) -> None: ...
+    def __init__(
+        self, arena_address: int, arena_bytes: int, threads: int, cuda: CudaCopyWays | None = None
+    ) -> None:
+        """`cuda`: the tensors lie in that device's memory. RuntimeError when it refuses streams."""
     def add_group(
         self, segments: Sequence[tuple[int, int, int, tuple[tuple[int, int], ...]]], blocks_per_chunk: int, num_blocks: int
     ) -> int:
@@ -88,12 +126,22 @@ class PagedCopier:
     def payload_bytes(self, group: int) -> int: ...
     def submit_store(self, group: int, slots: Buffer, blocks: Buffer, hashes: Buffer, template: bytes) -> int:
         """Gathers n chunks into n slots (u64 offsets in the arena) and seals their headers. `blocks` is i64,
-        n x blocks_per_chunk, all >= 0. Slots that are NO_SLOT are skipped. Returns a job number."""
-    def submit_load(self, group: int, slots: Buffer, blocks: Buffer, hashes: Buffer, namespace_digest: bytes) -> int:
+        n x blocks_per_chunk, all >= 0, and computed. Slots that are NO_SLOT are skipped. Returns a job number."""
+    def submit_load(
+        self,
+        group: int,
+        slots: Buffer,
+        blocks: Buffer,
+        hashes: Buffer,
+        namespace_digest: bytes,
+        fence: CudaFence | None = None,
+    ) -> int:
         """Scatters n chunks from slots into blocks, verifying header and checksum on the way. A block id of -1 is
-        verified but not written. A chunk whose frame does not verify is reported failed (its blocks hold garbage)."""
+        verified but not written. A chunk whose frame does not verify is reported failed (its blocks hold garbage). No block is
+        written before `fence`. Loads go before stores."""
     def wait(self, job: int, timeout_seconds: float) -> bytes | None:
-        """One byte a chunk, 1 = copied and verified, or None when the job still runs. A finished job is forgotten."""
+        """One byte a chunk, or None when the job still runs. 1 = copied and verified, 0 = not, 2 = a load that the
+        device failed to write: nothing is known of its frame. A finished job is forgotten."""
     def poll(self) -> list[tuple[int, bytes]]:
         """All jobs that have finished since the last call, each once."""
     def event_fd(self) -> int:

@@ -8,6 +8,7 @@
 
 #include "lmcache/checksum.h"
 #include "lmcache/copy.h"
+#include "lmcache/limits.h"
 
 namespace lmcache {
 
@@ -45,6 +46,41 @@ public:
     void scatter(const CopyKernels& kernels, const std::byte* payload, std::span<const std::int64_t> blocks,
                  LaneChecksum& checksum, StoreKind kind) const;
 
+    // The contiguous pieces that a chunk's payload is made of, without those of kNoBlock; pieces that lie one behind
+    // the other on both sides are one. visit(address, offset in the payload, size in bytes).
+    template <class Visit>
+    void for_each_run(std::span<const std::int64_t> blocks, Visit&& visit) const {
+        std::uintptr_t begin = 0;
+        std::size_t begin_offset = 0;
+        std::size_t size_bytes = 0;
+        std::size_t offset = 0;
+        for (const Walk& walk : walks_) {
+            for (const std::int64_t id : blocks) {
+                if (id == kNoBlock) {
+                    offset += walk.content_bytes;
+                    continue;
+                }
+                const std::uintptr_t block = walk.base + static_cast<std::uintptr_t>(id * walk.block_stride_bytes);
+                for_each_row(walk, block, [&](std::uintptr_t row) {
+                    for (std::size_t i = 0; i < walk.inner.count; ++i) {
+                        const std::uintptr_t at = row + i * static_cast<std::uintptr_t>(walk.inner.stride_bytes);
+                        if (size_bytes != 0 && (at != begin + size_bytes || offset != begin_offset + size_bytes)) {
+                            visit(begin, begin_offset, size_bytes);
+                            size_bytes = 0;
+                        }
+                        if (size_bytes == 0) {
+                            begin = at;
+                            begin_offset = offset;
+                        }
+                        size_bytes += walk.run_bytes;
+                        offset += walk.run_bytes;
+                    }
+                });
+            }
+        }
+        if (size_bytes != 0) visit(begin, begin_offset, size_bytes);
+    }
+
 private:
     // A segment in its simplest equal form: contiguous dimensions merged into the run, the innermost dimension apart.
     struct Walk {
@@ -64,5 +100,24 @@ private:
     std::size_t num_blocks_;
     std::size_t payload_bytes_ = 0;
 };
+
+template <class Visit>
+void PagedGroup::for_each_row(const Walk& walk, std::uintptr_t block, Visit&& visit) {
+    if (walk.outer.empty()) return visit(block);
+    std::size_t position[kMaxSegmentDims] = {};
+    std::uintptr_t row = block;
+    while (true) {
+        visit(row);
+        std::size_t dim = walk.outer.size();
+        while (true) {
+            if (dim == 0) return;
+            --dim;
+            row += static_cast<std::uintptr_t>(walk.outer[dim].stride_bytes);
+            if (++position[dim] < walk.outer[dim].count) break;
+            row -= static_cast<std::uintptr_t>(walk.outer[dim].stride_bytes) * walk.outer[dim].count;
+            position[dim] = 0;
+        }
+    }
+}
 
 }  // namespace lmcache

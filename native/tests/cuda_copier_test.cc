@@ -1,0 +1,378 @@
+// PagedCopier with a CudaMover, over a driver that has no device (tests/fake).
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "fake/fake_cuda.h"
+#include "lmcache/cuda_mover.h"
+#include "lmcache/paged_copier.h"
+
+using namespace lmcache;
+
+namespace {
+
+constexpr double kPatience = 90.0;  // seconds; only ever reached by a bug
+constexpr std::size_t kBlocksPerChunk = 2;
+constexpr std::size_t kNumBlocks = 32;
+constexpr std::size_t kBlockBytes = 8192;
+constexpr std::size_t kLayers = 2;
+constexpr std::size_t kPayload = kLayers * kBlocksPerChunk * kBlockBytes;
+constexpr std::size_t kFrame = kFrameHeaderBytes + kPayload;
+constexpr std::size_t kSlots = 16;
+constexpr std::size_t kTrialBytes = 256 << 10;
+constexpr std::size_t kArena = kSlots * kFrame;
+
+const std::vector<std::byte> kDigest(32, std::byte{1});
+
+using Results = PagedCopier::Results;
+
+std::shared_ptr<CudaDevice> open_device() { return CudaDevice::open(LMCACHE_FAKE_CUDA, 0); }
+
+enum class Pinned { kAll, kNothing, kInPieces };
+
+// An arena, two layers of device memory that interleave, and copiers over both: one by the fake driver, one by the CPU.
+struct Fixture {
+    std::byte* const arena = static_cast<std::byte*>(std::aligned_alloc(4096, kArena));
+    std::vector<std::byte> kv = std::vector<std::byte>(kLayers * kNumBlocks * kBlockBytes);
+    FrameHeader header = frame_template({}, kDigest, kPayload, "", {});
+    std::shared_ptr<CudaDevice> device;
+    std::unique_ptr<PagedCopier> copier;
+    std::size_t group = 0;
+
+    explicit Fixture(Pinned pinned = Pinned::kAll, std::size_t threads = 3) {
+        fake_cuda_map_device(kv.data(), kv.size());
+        std::memset(arena, 0, kArena);
+        fill(1);
+        device = open_device();
+        if (pinned == Pinned::kAll) device->register_memory(address(arena), kArena);
+        if (pinned == Pinned::kInPieces) {
+            device->register_memory(address(arena), 3 * kFrame + 4096);  // the fourth frame reaches over its end
+            device->register_memory(address(arena) + 3 * kFrame + 4096, 4 * kFrame);
+        }
+        auto ways = std::make_shared<const CudaCopyWays>(device, kBlockBytes, kTrialBytes);
+        copier = std::make_unique<PagedCopier>(address(arena), kArena, threads,
+                                               std::make_unique<CudaMover>(std::move(ways), threads));
+        group = copier->add_group(segments(), kBlocksPerChunk, kNumBlocks);
+    }
+    Fixture(const Fixture&) = delete;
+    Fixture& operator=(const Fixture&) = delete;
+    ~Fixture() {
+        fake_cuda_release();
+        copier.reset();
+        device->unregister_memory(address(arena), kArena);
+        device.reset();
+        fake_cuda_unmap_device(kv.data());
+        std::free(arena);
+    }
+
+    static std::uintptr_t address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
+    void fill(unsigned seed) {
+        for (std::size_t i = 0; i < kv.size(); ++i) kv[i] = static_cast<std::byte>((i + seed) * 7 + i / 4099 + seed);
+    }
+    std::vector<Segment> segments() const {
+        std::vector<Segment> layers;
+        for (std::size_t layer = 0; layer < kLayers; ++layer)
+            layers.push_back({address(kv.data()) + layer * kBlockBytes, kLayers * kBlockBytes, kBlockBytes, {}});
+        return layers;
+    }
+    static std::vector<std::uint64_t> slots(std::size_t first, std::size_t count) {
+        std::vector<std::uint64_t> offsets(count);
+        for (std::size_t i = 0; i < count; ++i) offsets[i] = (first + i) * kFrame;
+        return offsets;
+    }
+    static std::vector<std::int64_t> blocks(std::size_t first, std::size_t count) {
+        std::vector<std::int64_t> ids(count * kBlocksPerChunk);
+        std::iota(ids.begin(), ids.end(), static_cast<std::int64_t>(first * kBlocksPerChunk));
+        return ids;
+    }
+    static std::vector<std::byte> hashes(std::size_t first, std::size_t count) {
+        std::vector<std::byte> all(32 * count);
+        for (std::size_t i = 0; i < count; ++i) std::memset(all.data() + 32 * i, static_cast<int>(first + i), 32);
+        return all;
+    }
+    PagedCopier::JobId submit_store(std::size_t first, std::size_t count) {
+        return copier->submit_store(group, slots(first, count), blocks(first, count), hashes(first, count),
+                                    {reinterpret_cast<const std::byte*>(&header), sizeof header});
+    }
+    PagedCopier::JobId submit_load(std::size_t first, std::size_t count, std::shared_ptr<CudaFence> fence = nullptr) {
+        return copier->submit_load(group, slots(first, count), blocks(first, count), hashes(first, count), kDigest,
+                                   std::move(fence));
+    }
+    Results store(std::size_t first, std::size_t count) { return *copier->wait(submit_store(first, count), kPatience); }
+    Results load(std::size_t first, std::size_t count) { return *copier->wait(submit_load(first, count), kPatience); }
+    FrameFault verdict(std::size_t slot) const {
+        const auto hash = hashes(slot, 1);
+        return frame_verify(arena + slot * kFrame, kFrame, std::span<const std::byte, 32>(kDigest),
+                            std::span<const std::byte, 32>(hash));
+    }
+    // The frames that the CPU's copier makes of the same blocks.
+    std::vector<std::byte> frames_by_cpu() const {
+        auto* const other = static_cast<std::byte*>(std::aligned_alloc(4096, kArena));
+        {
+            PagedCopier by_cpu(address(other), kArena, 1);
+            const std::size_t one = by_cpu.add_group(segments(), kBlocksPerChunk, kNumBlocks);
+            const auto job = by_cpu.submit_store(one, slots(0, kSlots), blocks(0, kSlots), hashes(0, kSlots),
+                                                 {reinterpret_cast<const std::byte*>(&header), sizeof header});
+            CHECK(*by_cpu.wait(job, kPatience) == Results(kSlots, kCopied));
+        }
+        std::vector<std::byte> frames(other, other + kArena);
+        std::free(other);
+        return frames;
+    }
+};
+
+void check_clean() {
+    if (*fake_cuda_misuse() != 0) std::fprintf(stderr, "misuse: %s\n", fake_cuda_misuse());
+    CHECK(*fake_cuda_misuse() == 0);
+    CHECK(fake_cuda_alive() == 0);
+    fake_cuda_reset();
+}
+
+template <class Action>
+std::string failure_of(Action&& action) {
+    try {
+        action();
+    } catch (const CudaError& error) {
+        return error.what();
+    }
+    return "";
+}
+
+bool has(const std::string& text, const char* words) { return text.find(words) != std::string::npos; }
+
+void what_is_missing_is_said() {
+    CHECK(has(failure_of([] { CudaDevice::open("libno-such-driver.so.1", 0); }), "cannot open the NVIDIA driver"));
+    CHECK(has(failure_of([] { CudaDevice::open("libc.so.6", 0); }), "too old: it lacks cuInit"));
+    CHECK(has(failure_of([] { CudaDevice::open(LMCACHE_FAKE_CUDA, 1); }), "CUDA_ERROR_INVALID_DEVICE (101)"));
+    fake_cuda_fail("cuInit", 0, 1, 100);
+    CHECK(failure_of(open_device) == "cuInit failed: CUDA_ERROR_NO_DEVICE (100)");
+    for (const char* call : {"cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2",
+                             "cuThreadExchangeStreamCaptureMode", "cuCtxGetStreamPriorityRange"}) {
+        fake_cuda_fail(call, 0, 1, 2);
+        CHECK(has(failure_of(open_device), "CUDA_ERROR_OUT_OF_MEMORY"));
+    }
+    check_clean();
+}
+
+void frames_are_those_of_the_cpu() {
+    for (const Pinned pinned : {Pinned::kAll, Pinned::kNothing, Pinned::kInPieces}) {
+        for (const char* slow : {"", "cuMemcpyBatchAsync"}) {
+            if (*slow != 0) fake_cuda_cost(slow, 100);  // so that one call a run, or the kernel, is preferred
+            {
+                Fixture f(pinned);
+                CHECK(f.store(0, kSlots) == Results(kSlots, kCopied));
+                const std::vector<std::byte> expected = f.frames_by_cpu();
+                CHECK(std::memcmp(f.arena, expected.data(), kArena) == 0);
+                const std::vector<std::byte> original = f.kv;
+                std::fill(f.kv.begin(), f.kv.end(), std::byte{0});
+                CHECK(f.load(0, kSlots) == Results(kSlots, kCopied));
+                CHECK(f.kv == original);
+            }
+            check_clean();
+        }
+    }
+}
+
+void the_fastest_right_way_is_taken() {
+    const auto best = [] { return CudaCopyWays(open_device(), kBlockBytes, kTrialBytes).best(); };
+    fake_cuda_cost("cuMemcpyHtoDAsync_v2", 2000);
+    fake_cuda_cost("cuLaunchKernel", 2000);
+    CHECK(best() == CopyWay::kBatch);
+    fake_cuda_cost("cuMemcpyBatchAsync", 2000);
+    fake_cuda_cost("cuLaunchKernel", 0);
+    CHECK(best() == CopyWay::kKernel);
+    fake_cuda_spoil_kernel(1);
+    CHECK(best() != CopyWay::kKernel);
+    fake_cuda_fail("cuMemcpyBatchAsync", 0, 1000, 2);
+    CHECK(best() == CopyWay::kSingle);
+    fake_cuda_fail("cuMemcpyHtoDAsync_v2", 0, 1000, 2);
+    CHECK(has(failure_of(best), "no way of copying"));
+    fake_cuda_fail("cuMemAlloc_v2", 0, 1, 2);
+    CHECK(has(failure_of(best), "cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY"));
+    check_clean();
+}
+
+void a_load_writes_nothing_before_its_fence() {
+    {
+        Fixture f;
+        CHECK(f.store(0, 4) == Results(4, kCopied));
+        const std::vector<std::byte> stored = f.kv;
+        f.fill(5);
+        const std::vector<std::byte> before = f.kv;
+        fake_cuda_hold(fake_cuda_stream());
+        const auto job = f.submit_load(0, 4, f.device->fence(Fixture::address(fake_cuda_stream())));
+        CHECK(!f.copier->wait(job, 0.05));
+        CHECK(f.kv == before);
+        fake_cuda_release();
+        CHECK(*f.copier->wait(job, kPatience) == Results(4, kCopied));
+        const std::size_t written = 4 * kBlocksPerChunk * kLayers * kBlockBytes;
+        CHECK(std::memcmp(f.kv.data(), stored.data(), written) == 0);
+        CHECK(std::memcmp(f.kv.data() + written, before.data() + written, before.size() - written) == 0);
+    }
+    check_clean();
+}
+
+void loads_go_before_stores() {
+    {
+        Fixture f(Pinned::kAll, 1);
+        const long all_loads = fake_cuda_copies(1, -5);
+        CHECK(f.store(0, 8) == Results(8, kCopied));
+        CHECK(fake_cuda_copies(1, -5) == all_loads);
+        fake_cuda_hold(fake_cuda_stream());
+        const auto first = f.submit_load(0, 1, f.device->fence(Fixture::address(fake_cuda_stream())));
+        const auto store = f.submit_store(8, 4);
+        const auto second = f.submit_load(4, 2);
+        fake_cuda_release();
+        CHECK(*f.copier->wait(store, kPatience) == Results(4, kCopied));
+        const auto ended = f.copier->poll();  // both have, the only thread having gone on to the store
+        CHECK(ended.size() == 2 && ended[0].first == first && ended[1].first == second);
+        CHECK(fake_cuda_copies(1, -5) > all_loads);
+        CHECK(fake_cuda_copies(0, -5) == 0);
+    }
+    check_clean();
+}
+
+void a_flipped_bit_is_no_hit() {
+    for (const Pinned pinned : {Pinned::kAll, Pinned::kNothing}) {
+        {
+            Fixture f(pinned);
+            CHECK(f.store(0, 3) == Results(3, kCopied));
+            f.arena[kFrame + kFrameHeaderBytes + 777] ^= std::byte{4};
+            CHECK(f.load(0, 3) == (Results{kCopied, kUnreadable, kCopied}));
+            CHECK(f.device->take_failure().empty());
+        }
+        check_clean();
+    }
+}
+
+// Whatever call fails, and when: what counts as copied is right, the rest is said to be not, and it goes on afterwards.
+void any_call_may_fail() {
+    for (const char* call :
+         {"cuCtxPushCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuMemcpyBatchAsync", "cuMemcpyDtoHAsync_v2",
+          "cuMemcpyHtoDAsync_v2", "cuLaunchKernel", "cuEventRecord", "cuEventSynchronize",
+          "cuEventSynchronize, afterwards", "cuStreamWaitEvent", "cuStreamSynchronize", "cuMemHostAlloc"}) {
+        for (const Pinned pinned : {Pinned::kAll, Pinned::kInPieces}) {
+            for (int skip = 0; skip < 4; ++skip) {
+                {
+                    Fixture f(pinned, 2);
+                    fake_cuda_delay(50);
+                    const std::vector<std::byte> original = f.kv;
+                    fake_cuda_fail(call, skip, 2, 2);
+                    const Results stored = f.store(0, kSlots);
+                    for (std::size_t i = 0; i < kSlots; ++i)
+                        CHECK((stored[i] == kCopied) == (f.verdict(i) == FrameFault::kNone));
+                    fake_cuda_fail(call, 0, 0, 0);
+                    f.device->take_failure();
+                    CHECK(f.store(0, kSlots) == Results(kSlots, kCopied));
+
+                    std::fill(f.kv.begin(), f.kv.end(), std::byte{0});
+                    fake_cuda_fail(call, skip, 2, 2);
+                    const Results loaded = f.load(0, kSlots);
+                    const std::size_t chunk_bytes = kBlocksPerChunk * kLayers * kBlockBytes;
+                    for (std::size_t i = 0; i < kSlots; ++i) {
+                        CHECK(loaded[i] == kCopied || loaded[i] == kNotMoved);
+                        const auto* const expected = original.data() + i * chunk_bytes;
+                        if (loaded[i] == kCopied)
+                            CHECK(std::memcmp(f.kv.data() + i * chunk_bytes, expected, chunk_bytes) == 0);
+                    }
+                    const bool failed = loaded != Results(kSlots, kCopied);
+                    CHECK(failed == has(f.device->take_failure(), "CUDA_ERROR_OUT_OF_MEMORY"));
+                    CHECK(f.device->take_failure().empty());
+                    fake_cuda_fail(call, 0, 0, 0);
+                    CHECK(f.load(0, kSlots) == Results(kSlots, kCopied));
+                    CHECK(f.kv == original);
+                }
+                check_clean();
+            }
+        }
+    }
+}
+
+void a_lost_context_ends_every_copy() {
+    {
+        Fixture f;
+        CHECK(f.store(0, 4) == Results(4, kCopied));
+        fake_cuda_fail("execution", 3, 1, 700);  // in the middle
+        fake_cuda_delay(200);
+        const Results stored = f.store(4, 8);
+        CHECK(stored != Results(8, kCopied));
+        for (std::size_t i = 0; i < 8; ++i) CHECK((stored[i] == kCopied) == (f.verdict(4 + i) == FrameFault::kNone));
+        CHECK(has(f.device->take_failure(), "CUDA_ERROR_ILLEGAL_ADDRESS"));
+        CHECK(f.load(0, 4) == Results(4, kNotMoved));
+        CHECK(has(failure_of([&] { f.device->fence(Fixture::address(fake_cuda_stream())); }), "cuCtxPushCurrent"));
+    }
+    // What belonged to the context is gone with it.
+    fake_cuda_reset();
+}
+
+void nothing_spoils_a_graph_that_the_engine_records() {
+    fake_cuda_capture(1);
+    {
+        Fixture f(Pinned::kInPieces);
+        CHECK(f.store(0, kSlots) == Results(kSlots, kCopied));
+        CHECK(f.load(0, kSlots) == Results(kSlots, kCopied));
+        f.device->fence(Fixture::address(fake_cuda_stream()))->wait();
+    }
+    check_clean();
+}
+
+void a_range_is_unpinned_without_its_neighbours() {
+    {
+        const auto device = open_device();
+        std::vector<std::byte> memory(4 << 12);
+        const std::uintptr_t begin = Fixture::address(memory.data());
+        for (std::size_t i = 0; i < 4; ++i) device->register_memory(begin + (i << 12), 1 << 12);
+        CHECK(device->is_registered(memory.data() + 4095, 1) && !device->is_registered(memory.data() + 4095, 2));
+        device->unregister_memory(begin + (1 << 12), 2 << 12);
+        CHECK(device->is_registered(memory.data(), 4096) && !device->is_registered(memory.data() + 4096, 1));
+        CHECK(!device->is_registered(memory.data() + (2 << 12), 1) &&
+              device->is_registered(memory.data() + (3 << 12), 1));
+        CHECK(!failure_of([&] { device->register_memory(begin, 4096); }).empty());
+    }
+    check_clean();
+}
+
+void many_copies_at_once_in_any_order() {
+    const unsigned seed = 20240607;
+    std::mt19937 random(seed);
+    fake_cuda_delay(100);
+    {
+        Fixture f(Pinned::kInPieces, 4);
+        for (int round = 0; round < 20; ++round) {
+            const std::vector<std::byte> original = f.kv;
+            std::vector<PagedCopier::JobId> jobs;
+            for (std::size_t slot = 0; slot < kSlots; slot += 2) jobs.push_back(f.submit_store(slot, 2));
+            for (const auto job : jobs) CHECK(*f.copier->wait(job, kPatience) == Results(2, kCopied));
+            const std::size_t kept = random() % kSlots;
+            f.fill(static_cast<unsigned>(round));
+            jobs.clear();
+            for (std::size_t slot = 0; slot < kSlots; ++slot)
+                if (slot != kept) jobs.push_back(f.submit_load(slot, 1));
+            jobs.push_back(f.submit_load(kept, 1));
+            for (const auto job : jobs) CHECK(*f.copier->wait(job, kPatience) == Results(1, kCopied));
+            CHECK(f.kv == original);
+        }
+    }
+    check_clean();
+}
+
+}  // namespace
+
+int main() {
+    what_is_missing_is_said();
+    frames_are_those_of_the_cpu();
+    the_fastest_right_way_is_taken();
+    a_load_writes_nothing_before_its_fence();
+    loads_go_before_stores();
+    a_flipped_bit_is_no_hit();
+    any_call_may_fail();
+    a_lost_context_ends_every_copy();
+    nothing_spoils_a_graph_that_the_engine_records();
+    a_range_is_unpinned_without_its_neighbours();
+    many_copies_at_once_in_any_order();
+    return 0;
+}
