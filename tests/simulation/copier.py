@@ -20,7 +20,7 @@ class SimCopier:
     load_seconds: float | None = None  # of every load; None: as the dice say
     stored: dict[tuple[bytes, bytes], list[bytes]]  # by namespace and chunk hash: the same name, the same bytes
 
-    def __init__(self, address: int, size_bytes: int, threads: int) -> None:
+    def __init__(self, address: int, size_bytes: int, threads: int, cuda: None = None) -> None:
         self._real = _native.PagedCopier(address, size_bytes, 1)
         self._next = 1
         self._waiting: dict[int, Callable[[], int]] = {}
@@ -49,7 +49,9 @@ class SimCopier:
 
         return self._submit(run)
 
-    def submit_load(self, group: int, slots: bytes, blocks: bytes, hashes: bytes, digest: bytes) -> int:
+    def submit_load(
+        self, group: int, slots: bytes, blocks: bytes, hashes: bytes, digest: bytes, fence: None = None
+    ) -> int:
         def run() -> int:
             self.before_load([block for block in array("q", blocks) if block >= 0])
             return self._real.submit_load(group, slots, blocks, hashes, digest)

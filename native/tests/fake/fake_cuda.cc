@@ -38,6 +38,7 @@ struct Fake {
     std::condition_variable changed;
     std::map<std::uintptr_t, std::size_t> host;  // registered or allocated
     std::map<std::uintptr_t, std::size_t> device;
+    std::map<std::uintptr_t, std::size_t> left;  // of a lost context: may be given back late
     std::map<std::string, Fault> faults;
     std::map<std::string, long> calls;
     std::map<std::string, int> costs;
@@ -227,6 +228,7 @@ int keep(std::map<std::uintptr_t, std::size_t>& regions, void* memory, std::size
 int drop(std::map<std::uintptr_t, std::size_t>& regions, void* memory, const char* call) {
     Fake& f = fake();
     const std::lock_guard lock(f.mutex);
+    if (f.left.erase(reinterpret_cast<std::uintptr_t>(memory)) != 0) return 0;
     if (regions.erase(reinterpret_cast<std::uintptr_t>(memory)) == 0) {
         note_misuse(std::string(call) + " of what is none");
         return kInvalidValue;
@@ -437,6 +439,7 @@ void fake_cuda_reset() {
     Fake& f = fake();
     const std::lock_guard lock(f.mutex);
     if (f.lost != 0) {  // with what belonged to it
+        f.left.merge(f.host);
         f.host.clear();
         f.device.clear();
         f.alive = 0;

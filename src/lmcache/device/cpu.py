@@ -49,14 +49,19 @@ class PagedGroup:
 
 
 def describe_group(
-    tensors: Sequence[tuple[str, torch.Tensor]], *, engine: str, block_tokens: int, num_blocks: int
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    *,
+    engine: str,
+    block_tokens: int,
+    num_blocks: int,
+    device_type: str = "cpu",
 ) -> PagedGroup:
     """Describes the (layer name, tensor) pairs of one group. LayoutRefused names what cannot be copied exactly."""
     layers: list[LayerLayout] = []
     segments: list[Segment] = []
     taken: dict[int, tuple[LayerLayout, Segment]] = {}
     for name, tensor in tensors:
-        layer, segment = _describe_layer(name, tensor, num_blocks)
+        layer, segment = _describe_layer(name, tensor, num_blocks, device_type)
         same = taken.get(segment[0])
         if same is not None:
             # A layer that reads the KV of an earlier one has no bytes of its own.
@@ -72,9 +77,9 @@ def describe_group(
     return PagedGroup(engine, block_tokens, num_blocks, tuple(layers), tuple(segments))
 
 
-def _describe_layer(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[LayerLayout, Segment]:
-    if tensor.device.type != "cpu":
-        raise LayoutRefused(f"{name} lies on {tensor.device}: only KV caches in host memory are supported.")
+def _describe_layer(name: str, tensor: torch.Tensor, num_blocks: int, device_type: str) -> tuple[LayerLayout, Segment]:
+    if tensor.device.type != device_type:
+        raise LayoutRefused(f"{name} lies on {tensor.device}, where a KV cache on {device_type} was expected.")
     if tensor.dim() < 2 or tensor.shape[0] != num_blocks:
         raise LayoutRefused(
             f"{name} has shape {tuple(tensor.shape)}: its first dimension is not the {num_blocks} block ids."

@@ -313,6 +313,14 @@ class SharedMemory:
                 self._mapped_bytes += step_bytes
                 mapped_bytes += step_bytes
 
+    def present_bytes(self) -> int:
+        """How much memory there is, from the start without a gap: what the server has filled so far. 0 once closed."""
+        with self._lock:
+            if self._fd < 0:
+                return 0
+            hole_bytes = os.lseek(self._fd, 0, os.SEEK_HOLE)  # huge pages: always the end, so blocks are counted too
+            return min(hole_bytes, self.size_bytes, os.fstat(self._fd).st_blocks * 512)
+
     def map_ahead(self) -> None:
         """Does `prefault_present` in a thread of its own, until everything is mapped or `close`."""
         threading.Thread(target=self._map_ahead, name="l1-mapper", daemon=True).start()

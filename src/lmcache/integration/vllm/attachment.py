@@ -11,6 +11,7 @@ from lmcache import _native
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.layout import KVLayout
 from lmcache.device.cpu import PagedGroup
+from lmcache.device.cuda import Gpu
 from lmcache.errors import ServerUnavailable
 from lmcache.integration.vllm.frame_names import FrameNames, WorkerIdentity
 from lmcache.integration.vllm.orders import LoadOrder, StoreOrder
@@ -22,7 +23,7 @@ _SLOT_BYTES = 8
 
 COPIED = 1
 UNREADABLE = 0  # a load's frame is not what its key says
-NOT_FETCHED = 2  # a load's frame did not come at all: nothing is known of it
+NOT_FETCHED = 2  # a load's frame did not come, or its GPU did not take it: nothing is known of it
 
 
 class TransferJob(Protocol):
@@ -34,12 +35,14 @@ class TransferJob(Protocol):
 
 
 class AnyAttachment(Protocol):
-    """A worker's hold on one life of the server. `submit_*` raise ServerUnavailable once it is closed."""
+    """A worker's hold on one life of the server. `submit_*` raise ServerUnavailable once it is closed.
+
+    A load writes no block before `fence`. The KV of a store has been computed."""
 
     boot_token: bytes
     layouts: tuple[KVLayout, ...]
 
-    def submit_load(self, order: LoadOrder) -> Sequence[TransferJob]: ...
+    def submit_load(self, order: LoadOrder, fence: _native.CudaFence | None) -> Sequence[TransferJob]: ...
     def submit_store(self, order: StoreOrder, reply: ReserveReply) -> Sequence[TransferJob]: ...
     def close(self) -> None: ...
 
@@ -72,6 +75,7 @@ class Attachment:
         groups: Sequence[PagedGroup],
         identity: WorkerIdentity,
         threads: int,
+        gpu: Gpu | None,
     ) -> None:
         """LayoutRefused when the server's chunks do not fit this engine's blocks."""
         self.boot_token = boot_token
@@ -81,13 +85,15 @@ class Attachment:
         self._lock = threading.Lock()
         self._open = True
         self._jobs: list[CopyJob] = []
-        self._copier = _native.PagedCopier(memory.address, memory.size_bytes, threads)
+        ways = gpu.ways if gpu is not None else None
+        self._copier = _native.PagedCopier(memory.address, memory.size_bytes, threads, ways)
+        self._pinning = gpu.pin(memory) if gpu is not None else None
         self._groups = tuple(
             self._copier.add_group(group.segments, layout.blocks_per_chunk, group.num_blocks)
             for group, layout in zip(groups, self.layouts, strict=True)
         )
 
-    def submit_load(self, order: LoadOrder) -> list[CopyJob]:
+    def submit_load(self, order: LoadOrder, fence: _native.CudaFence | None) -> list[CopyJob]:
         """A job per group, in their order."""
         names = self._names.of(order.cache_salt)
         with self._submitting() as jobs:
@@ -95,7 +101,7 @@ class Attachment:
                 row = (self._identity.kv_rank * len(self._groups) + index) * order.hit_chunks
                 slots = order.slots[(row + load.first_chunk) * _SLOT_BYTES : (row + order.hit_chunks) * _SLOT_BYTES]
                 hashes = order.hashes[load.first_chunk * CHUNK_HASH_BYTES : order.hit_chunks * CHUNK_HASH_BYTES]
-                number = self._copier.submit_load(group, slots, load.blocks, hashes, names[index].digest)
+                number = self._copier.submit_load(group, slots, load.blocks, hashes, names[index].digest, fence)
                 jobs.append(CopyJob(self._copier, number))
         return jobs
 
@@ -125,12 +131,15 @@ class Attachment:
             self._jobs = [job for job in self._jobs if job.wait(0.0) is None] + jobs
 
     def close(self) -> None:
-        """Takes no new copies and waits for those under way: a copy between mapped memories always ends. Idempotent."""
+        """Takes no new copies and waits for those under way: a copy between mapped memories always ends, and one by a
+        GPU too, if only by failing. Idempotent."""
         with self._lock:
             self._open = False
             jobs, self._jobs = self._jobs, []
         _wait_for(jobs)
         self._copier.close()
+        if self._pinning is not None:
+            self._pinning.close()
 
 
 def _wait_for(jobs: Sequence[CopyJob]) -> None:

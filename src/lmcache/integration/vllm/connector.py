@@ -26,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache.client.client import Client
 from lmcache.device.cpu import PagedGroup, describe_group
+from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.errors import LayoutRefused, LMCacheError
 from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
@@ -75,8 +76,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._groups: tuple[CacheGroup, ...] = ()
         self._settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
         try:
-            if not current_platform.is_cpu():
-                raise LayoutRefused("Only KV caches in host memory are supported so far (vLLM for CPU).")
+            if not (current_platform.is_cpu() or current_platform.is_cuda()):
+                raise LayoutRefused("Only vLLM for CPU and for NVIDIA GPUs is supported so far.")
             self._groups = cacheable_groups(vllm_config, kv_cache_config)
         except LayoutRefused as refusal:
             if role == KVConnectorRole.SCHEDULER:  # every worker comes to the same: said once
@@ -126,6 +127,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parallel = self._vllm_config.parallel_config
         try:
             groups = self._describe(kv_caches)
+            gpu = Gpu(groups, next(iter(kv_caches.values())).get_device()) if current_platform.is_cuda() else None
         except LayoutRefused as refusal:
             log.log(logging.ERROR if parallel.rank == 0 else logging.INFO, "This engine runs uncached: %s", refusal)
             return
@@ -146,20 +148,24 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 on_new_incarnation=meet,
             )
 
-        self._worker = WorkerSide(make_client, identity, groups)
+        self._worker = WorkerSide(make_client, identity, groups, gpu)
         self._await_server(self._worker.client)
 
     def _describe(self, kv_caches: dict[str, Any]) -> list[PagedGroup]:
         layers = self._vllm_config.compilation_config.static_forward_context
+        on_gpu = current_platform.is_cuda()
+        describe = describe_gpu_group if on_gpu else describe_group
         described = []
         for group in self._groups:
             missing = [name for name in group.layer_names if name not in kv_caches]
             if missing:
                 raise LayoutRefused(f"The engine did not register a KV tensor for {missing[0]}.")
             described.append(
-                describe_group(
+                describe(
                     [(name, kv_caches[name]) for name in group.layer_names],
-                    engine=engine_identity(self._vllm_config, vllm.__version__, layers, group.layer_names),
+                    engine=engine_identity(
+                        self._vllm_config, vllm.__version__, layers, group.layer_names, on_gpu=on_gpu
+                    ),
                     block_tokens=group.block_tokens,
                     num_blocks=self._kv_cache_config.num_blocks,
                 )

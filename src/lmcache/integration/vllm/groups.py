@@ -81,6 +81,8 @@ def refuse_settings(vllm_config: Any) -> None:
             raise LayoutRefused(f"{setting} above 1 splits the KV of a block between workers, which is not supported.")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise LayoutRefused("calculate_kv_scales makes KV bytes depend on the first prompt that the engine served.")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise LayoutRefused("Sleep mode takes KV memory away from under copies, which is not supported.")
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _EXACT_SPECULATION:
         raise LayoutRefused(

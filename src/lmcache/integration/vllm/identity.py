@@ -17,21 +17,30 @@ _SAMPLE_BYTES = 4096
 _MAX_ADAPTERS_KEPT = 1024
 
 
-def engine_identity(vllm_config: Any, version: str, layers: Mapping[str, Any], layer_names: tuple[str, ...]) -> str:
+def engine_identity(
+    vllm_config: Any,
+    version: str,
+    layers: Mapping[str, Any],
+    layer_names: tuple[str, ...],
+    *,
+    on_gpu: bool = False,
+) -> str:
     """Names whatever gives the bytes of these layers' blocks their meaning: part of the layout fingerprint.
 
     The attention kernels of a CPU engine pack K and V per instruction set, so that belongs here, as does the version
-    family: a new one may pack differently.
+    family: a new one may pack differently. Those of a GPU engine write the same bytes whatever the host's CPU is.
     """
     family = ".".join(re.findall(r"\d+", version)[:2])
-    kernels = sorted({_kernel(layers[name]) for name in layer_names if name in layers})
+    kernels = sorted({_kernel(layers[name], on_gpu) for name in layer_names if name in layers})
     return " ".join(("vllm", family, *kernels, model_identity(vllm_config)))
 
 
-def _kernel(layer: Any) -> str:
+def _kernel(layer: Any, on_gpu: bool) -> str:
     import torch
 
     implementation = type(getattr(layer, "impl", layer)).__name__
+    if on_gpu:
+        return ":".join((implementation, "cuda", str(layer.kv_cache_dtype)))
     isa = getattr(layer, "isa", "")
     return ":".join((implementation, isa, torch.backends.cpu.get_cpu_capability(), str(layer.kv_cache_dtype)))
 

@@ -20,6 +20,7 @@ from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.layout import KVLayout
 from lmcache.core.limits import FRAME_ALIGN_BYTES, FRAME_HEADER_BYTES, PAYLOAD_STAGING_BYTES
 from lmcache.device.cpu import PagedGroup
+from lmcache.device.cuda import Gpu
 from lmcache.errors import ServerUnavailable
 from lmcache.integration.vllm.attachment import COPIED, NOT_FETCHED
 from lmcache.integration.vllm.frame_names import FrameNames, WorkerIdentity
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lmcache.vllm")
 
+_Fence = _native.CudaFence | None
 _Positions = Sequence[tuple[int, int]]  # (group, chunk)
 
 
@@ -60,6 +62,7 @@ class SocketAttachment:
         groups: Sequence[PagedGroup],
         identity: WorkerIdentity,
         threads: int,
+        gpu: Gpu | None,
     ) -> None:
         """LayoutRefused when the server's chunks do not fit this engine's blocks."""
         self.boot_token = boot_token
@@ -70,37 +73,39 @@ class SocketAttachment:
         self._mover = FrameMover(client, boot_token, identity.instance_id, identity.worker_id, lambda: self._stopping)
         self._half_bytes = max(PAYLOAD_STAGING_BYTES // 2, *(_slot_bytes(size) for size in self._frame_bytes))
         self._arena = memoryview(mmap.mmap(-1, 2 * self._half_bytes))
-        self._copier = _native.PagedCopier(_native.buffer_address(self._arena), len(self._arena), threads)
+        address, ways = _native.buffer_address(self._arena), gpu.ways if gpu is not None else None
+        self._copier = _native.PagedCopier(address, len(self._arena), threads, ways)
+        self._pinning = gpu.pin_buffer(address, len(self._arena)) if gpu is not None else None
         self._groups = tuple(
             self._copier.add_group(group.segments, layout.blocks_per_chunk, group.num_blocks)
             for group, layout in zip(groups, self.layouts, strict=True)
         )
         self._storing = threading.Lock()
-        self._loads: queue.SimpleQueue[tuple[LoadOrder, list[_Ended]] | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[tuple[LoadOrder, _Fence, list[_Ended]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lmcache-fetch", daemon=True)
         self._thread.start()
 
     # ---- loads -------------------------------------------------------------------------------------------------------
-    def submit_load(self, order: LoadOrder) -> list[_Ended]:
+    def submit_load(self, order: LoadOrder, fence: _Fence) -> list[_Ended]:
         """A job per group, in their order. Never waits."""
         if self._stopping:
             raise ServerUnavailable("the server that this copy was meant for is gone")
         jobs = [_Ended() for _ in order.groups]
-        self._loads.put((order, jobs))
+        self._loads.put((order, fence, jobs))
         return jobs
 
     def _run(self) -> None:
         while (load := self._loads.get()) is not None:
-            order, jobs = load
+            order, fence, jobs = load
             results = [bytearray([NOT_FETCHED]) * (order.hit_chunks - group.first_chunk) for group in order.groups]
             try:
-                self._load(order, results)
+                self._load(order, fence, results)
             except Exception:  # the root of one load
                 log.exception("A load over the socket failed")
             for job, result in zip(jobs, results, strict=True):
                 job.set(bytes(result))
 
-    def _load(self, order: LoadOrder, results: Sequence[bytearray]) -> None:
+    def _load(self, order: LoadOrder, fence: _Fence, results: Sequence[bytearray]) -> None:
         names = self._names.of(order.cache_salt)
         positions = [
             (index, chunk)
@@ -116,7 +121,8 @@ class SocketAttachment:
                 load = order.groups[group]
                 hashes = order.hashes[load.first_chunk * CHUNK_HASH_BYTES : order.hit_chunks * CHUNK_HASH_BYTES]
                 row = slots[load.first_chunk :].tobytes()
-                return self._copier.submit_load(self._groups[group], row, load.blocks, hashes, names[group].digest)
+                digest = names[group].digest
+                return self._copier.submit_load(self._groups[group], row, load.blocks, hashes, digest, fence)
 
             for group, copied in self._copy(here, order.hit_chunks, submit):
                 first = order.groups[group].first_chunk
@@ -157,10 +163,10 @@ class SocketAttachment:
             )
 
         for batch in self._batches(positions, 0):
-            for _ in self._copy(batch, len(order.hashes) // CHUNK_HASH_BYTES, submit):
-                pass
-            sent = self._mover.send(reservation, [Frame(group, chunk, memory) for group, chunk, _, memory in batch])
-            for (group, chunk, _, _), arrived in zip(batch, sent, strict=True):
+            copied = dict(self._copy(batch, len(order.hashes) // CHUNK_HASH_BYTES, submit))
+            made = [one for one in batch if copied[one[0]][one[1]] == COPIED]
+            sent = self._mover.send(reservation, [Frame(group, chunk, memory) for group, chunk, _, memory in made])
+            for (group, chunk, _, _), arrived in zip(made, sent, strict=True):
                 results[group][chunk] = COPIED if arrived else 0
             if not all(sent):
                 return
@@ -205,6 +211,8 @@ class SocketAttachment:
         self._thread.join()
         with self._storing:
             self._copier.close()
+        if self._pinning is not None:
+            self._pinning.close()
 
 
 def _slot_bytes(frame_bytes: int) -> int:

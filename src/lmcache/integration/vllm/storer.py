@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmcache import _native
 from lmcache.core.key import CHUNK_HASH_BYTES
-from lmcache.errors import LMCacheError, ServerUnavailable
+from lmcache.errors import LMCacheError, ResourceError, ServerUnavailable
 from lmcache.integration.vllm.attachment import AnyAttachment, TransferJob
 from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.orders import StoreOrder
@@ -55,7 +56,7 @@ class Storer:
         self._identity = identity
         self._attachment = attachment
         self._register_again = register_again
-        self._orders: queue.SimpleQueue[StoreOrder | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[StoreOrder, _native.CudaFence | None] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._ended: Counter[int] = Counter()
         self._settled: Counter[int] = Counter()
@@ -65,14 +66,19 @@ class Storer:
         self._thread = threading.Thread(target=self._run, name="lmcache-store", daemon=True)
         self._thread.start()
 
-    def submit(self, order: StoreOrder) -> None:
+    def drop(self, order: StoreOrder) -> None:
+        """An order that is not to be stored, or cannot be, is over too."""
+        self._end(order.job, accepted=False)
+        self._settle(order.job)
+
+    def submit(self, order: StoreOrder, computed: _native.CudaFence | None) -> None:
+        """The order's blocks are not read before `computed`."""
         if not self._identity.stores or self._closing:
-            self._end(order.job, accepted=False)
-            self._settle(order.job)
+            self.drop(order)
             return
         with self._changed:
             self._running += 1
-        self._orders.put(order)
+        self._orders.put((order, computed))
 
     @property
     def busy(self) -> bool:
@@ -105,12 +111,12 @@ class Storer:
     def _run(self) -> None:
         while True:
             try:
-                order = self._orders.get(timeout=_RETRY_SECONDS if self._unsettled else None)
+                queued = self._orders.get(timeout=_RETRY_SECONDS if self._unsettled else None)
             except queue.Empty:
-                order = None
+                queued = None
             try:
-                if order is not None:
-                    self._store(order)
+                if queued is not None:
+                    self._store(*queued)
                 elif self._closing:
                     return
                 else:
@@ -120,9 +126,11 @@ class Storer:
             except Exception:
                 log.exception("A store failed")
 
-    def _store(self, order: StoreOrder) -> None:
+    def _store(self, order: StoreOrder, computed: _native.CudaFence | None) -> None:
         try:
             try:
+                if computed is not None:
+                    _await(computed)  # here, so that no copier's thread is held, nor a slot, while the engine computes
                 reserved = self._reserve_and_copy(order)
             finally:
                 self._end(order.job)
@@ -208,6 +216,13 @@ class Storer:
         with self._changed:
             self._settled[job] += 1
             self._changed.notify_all()
+
+
+def _await(computed: _native.CudaFence) -> None:
+    try:
+        computed.wait()
+    except RuntimeError as error:
+        raise ResourceError(f"The GPU does not answer: {error}.") from error
 
 
 def _result(job: TransferJob) -> bytes:

@@ -10,10 +10,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lmcache import _native
 from lmcache.client.client import Client
 from lmcache.core.limits import MAX_TENSORS
 from lmcache.device.affinity import engine_cpus, unpinned
 from lmcache.device.cpu import PagedGroup
+from lmcache.device.cuda import Gpu
 from lmcache.errors import LayoutRefused, LMCacheError
 from lmcache.integration.vllm.attachment import COPIED, UNREADABLE, AnyAttachment, Attachment, TransferJob
 from lmcache.integration.vllm.frame_names import WorkerIdentity
@@ -51,10 +53,14 @@ class WorkerSide:
         make_client: Callable[[Callable[[Client], None]], Client],
         identity: WorkerIdentity,
         groups: Sequence[PagedGroup],
+        gpu: Gpu | None = None,
     ) -> None:
-        """`make_client` gets what the client has to call for every life of the server; the client is started here."""
+        """`make_client` gets what the client has to call for every life of the server; the client is started here.
+        `gpu`: where the groups' memory is, unless in the host's."""
         self._identity = identity
         self._groups = tuple(groups)
+        self._gpu = gpu
+        self._gpu_failure_said = False
         cpus = engine_cpus()
         self._threads = min(_MAX_COPY_THREADS, len(cpus))
         self._attachment: AnyAttachment | None = None
@@ -76,14 +82,17 @@ class WorkerSide:
         if former is not None:
             former.close()
         assert client.hello is not None
-        life = client.hello.boot_token, client.hello.chunk_tokens, self._groups, self._identity, self._threads
+        hello = client.hello
+        life = hello.boot_token, hello.chunk_tokens, self._groups, self._identity, self._threads, self._gpu
         try:
             attachment: AnyAttachment
             if client.memory is not None:
                 attachment = Attachment(client.memory, *life)
             else:
                 attachment = SocketAttachment(client, *life)
-        except LayoutRefused as refusal:
+        except (LayoutRefused, RuntimeError) as refusal:
+            if self._gpu is None and not isinstance(refusal, LayoutRefused):
+                raise  # RuntimeError is how a GPU's driver refuses
             if not self._refusal_said:
                 level = logging.ERROR if self._identity.worker_id == 0 else logging.INFO
                 log.log(level, "This engine runs uncached: %s", refusal)
@@ -118,7 +127,7 @@ class WorkerSide:
             try:
                 if attachment is None or attachment.boot_token != order.boot_token:
                     raise LayoutRefused("it names slots of another life of the server")
-                self._loads.append(_Load(order, attachment.submit_load(order)))
+                self._loads.append(_Load(order, attachment.submit_load(order, self._fence())))
             except LMCacheError as error:
                 log.warning("A load for request %s is not possible: %s", order.request_id, error)
                 self._load_ended(order, None)
@@ -128,13 +137,28 @@ class WorkerSide:
 
     def start_stores(self, orders: StepOrders) -> None:
         for order in orders.stores:
-            self._storer.submit(order)
+            try:
+                self._storer.submit(order, self._fence())
+            except LMCacheError as error:
+                log.warning("A store is not possible: %s", error)
+                self._storer.drop(order)
+
+    def _fence(self) -> _native.CudaFence | None:
+        """What the engine has launched so far, a forward pass that makes or still uses the blocks included."""
+        return self._gpu.fence() if self._gpu is not None else None
+
+    def _say_gpu_failure(self) -> None:
+        failure = self._gpu.take_failure() if self._gpu is not None else ""
+        if failure and not self._gpu_failure_said:
+            self._gpu_failure_said = True
+            log.error("The GPU failed to copy KV (%s): it is computed again, or not stored (said once)", failure)
 
     def ended_loads(self) -> EndedLoads:
         """The loads that have ended since the last call. Waits a little when the engine has nothing else to do."""
         wait_seconds = IDLE_WAIT_SECONDS if self._idle_step and not self._ended.requests else 0.0
         if wait_seconds and not self._loads and self._storer.busy:
             self._storer.wait_ended(wait_seconds)
+        self._say_gpu_failure()
         running = []
         for load in self._loads:
             results = [job.wait(wait_seconds) for job in load.jobs]
