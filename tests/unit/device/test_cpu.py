@@ -131,7 +131,7 @@ def test_the_fingerprint_tells_engines_apart() -> None:
         (torch.zeros(1, 4, 32).expand(BLOCKS, 4, 32), "overlap"),
         (torch.zeros(BLOCKS, 1, 32).expand(BLOCKS, 4, 32), "overlapping"),
         (torch.zeros(4, BLOCKS, 32).transpose(0, 1), "interleave"),
-        (torch.zeros(BLOCKS, 4, device="meta"), "host memory"),
+        (torch.zeros(BLOCKS, 4, device="meta"), "lies on meta"),
     ],
 )
 def test_what_is_not_understood_is_refused_with_a_sentence(tensor, words: str) -> None:

@@ -18,6 +18,7 @@ from lmcache.clock import SystemClock
 from lmcache.core.chunking import ChunkHasher
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.device.cpu import PagedGroup, describe_group
+from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.errors import LayoutRefused, LMCacheError
 from lmcache.integration.vllm.engine_process import instance_name, scheduler_process_id
 from lmcache.integration.vllm.frame_names import WorkerIdentity
@@ -106,6 +107,8 @@ class LMCacheMPWorkerAdapter:
         """ConnectionError past `mq_timeout`. An engine whose KV cannot be cached exactly runs uncached."""
         try:
             group = self._describe(kv_caches)
+            first = next(iter(kv_caches.values()))
+            gpu = Gpu([group], first.get_device()) if first.is_cuda else None
         except LayoutRefused as refusal:
             log.error("This engine runs uncached: %s", refusal)
             return
@@ -134,7 +137,7 @@ class LMCacheMPWorkerAdapter:
                 on_new_incarnation=meet,
             )
 
-        self._serve(WorkerSide(make_client, self._identity, [group]))
+        self._serve(WorkerSide(make_client, self._identity, [group], gpu))
 
     def _serve(self, worker: WorkerSide) -> None:
         hello = connect(worker.client, self._timeout_seconds)
@@ -161,11 +164,14 @@ class LMCacheMPWorkerAdapter:
             if not hasattr(tensor, "data_ptr"):
                 raise LayoutRefused(f"{name} keeps state beside attention KV, which cannot be restored exactly.")
         names = tuple(sorted(kv_caches))
-        return describe_group(
+        first = kv_caches[names[0]]
+        layers = config.compilation_config.static_forward_context
+        describe = describe_gpu_group if first.is_cuda else describe_group
+        return describe(
             [(name, kv_caches[name]) for name in names],
-            engine=engine_identity(config, _vllm_version(), config.compilation_config.static_forward_context, names),
+            engine=engine_identity(config, _vllm_version(), layers, names, on_gpu=first.is_cuda),
             block_tokens=self._block_tokens,
-            num_blocks=next(iter(kv_caches.values())).shape[0],
+            num_blocks=first.shape[0],
         )
 
     # ---- loads -------------------------------------------------------------------------------------------------------

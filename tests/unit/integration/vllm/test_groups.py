@@ -21,6 +21,7 @@ def config(**changes: Any) -> Any:
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "cache_config": SimpleNamespace(calculate_kv_scales=False),
         "speculative_config": None,
+        "model_config": SimpleNamespace(enable_sleep_mode=False),
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -80,6 +81,7 @@ def test_what_cannot_be_proved_is_refused_with_a_sentence(one: Any, words: str) 
         ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, {}, "decode_context_parallel_size"),
         ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, {}, "prefill_context_parallel_size"),
         ({"cache_config": SimpleNamespace(calculate_kv_scales=True)}, {}, "calculate_kv_scales"),
+        ({"model_config": SimpleNamespace(enable_sleep_mode=True)}, {}, "Sleep mode"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, {}, "Speculation by 'eagle'"),
         ({}, {"enable_kv_transfer": False}, "keeps for itself"),
         ({}, {"host_resident": True}, "keeps for itself"),
