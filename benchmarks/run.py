@@ -21,6 +21,7 @@ ORDER = (
     "warm_restart.py",
     "end_to_end.py",
     "end_to_end_disk.py",
+    "gpu.py",
 )
 
 

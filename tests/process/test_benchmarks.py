@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lmcache.testing.gpu import why_no_gpu
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -74,3 +76,17 @@ def test_the_benchmark_of_folders_runs_small(tmp_path: Path) -> None:
 def test_the_benchmark_of_warm_restarts_runs_small() -> None:
     [(name, value)] = run_small("warm_restart", "--runs", "1", "--objects", "500").items()
     assert value > 0 and "500 objects" in name
+
+
+def test_the_benchmark_of_gpus_says_why_it_cannot_run() -> None:
+    if not why_no_gpu():
+        pytest.skip("it can")
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu.py"), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
+    )
+    assert done.returncode == 0 and json.loads(done.stdout) == []
+    assert done.stderr.startswith("This needs ") and done.stderr.count("\n") == 1

@@ -171,6 +171,10 @@ class Pinning:
         except Exception:  # the root of a thread
             log.exception("Pinning memory ended")
 
+    def wait(self, seconds: float) -> None:
+        """Until everything is pinned, or the driver has refused, or the time is over."""
+        self._thread.join(seconds)
+
     def close(self) -> None:
         """No copy may touch the memory any more. Idempotent."""
         self._closed.set()

@@ -52,6 +52,25 @@ def make_llama(folder: Path, shape: LlamaShape | None = None, *, seed: int = 0) 
     )
 
 
+def describe_llama(folder: Path, shape: LlamaShape) -> Path:
+    """Writes configuration and tokenizer alone, for engines that make up the weights (`--load-format dummy`)."""
+    from transformers import LlamaConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(
+        **asdict(shape),
+        architectures=["LlamaForCausalLM"],
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    _save_tokenizer(folder, min(shape.vocab_size, 8192), seed=0)
+    return folder
+
+
 def make_gemma3(folder: Path, *, seed: int = 0) -> Path:
     """A Gemma 3 of six layers, two with full attention and four that see 512 tokens: several KV cache groups."""
     import torch
