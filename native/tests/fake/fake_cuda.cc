@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -39,6 +40,7 @@ struct Fake {
     std::map<std::uintptr_t, std::size_t> host;  // registered or allocated
     std::map<std::uintptr_t, std::size_t> device;
     std::map<std::uintptr_t, std::size_t> left;  // of a lost context: may be given back late
+    std::set<CuEvent> events;  // those of a lost context are never destroyed, and no leak of the tests
     std::map<std::string, Fault> faults;
     std::map<std::string, long> calls;
     std::map<std::string, int> costs;
@@ -220,6 +222,7 @@ int keep(std::map<std::uintptr_t, std::size_t>& regions, void* memory, std::size
     const auto after = regions.lower_bound(begin);
     if ((after != regions.end() && after->first < begin + size_bytes) || inside(regions, begin, 1))
         return kInvalidValue;
+    f.left.erase(begin);
     regions[begin] = size_bytes;
     ++f.alive;
     return 0;
@@ -324,11 +327,17 @@ int cuEventCreate(CuEvent* event, unsigned) {
     ENTER("cuEventCreate");
     *event = reinterpret_cast<CuEvent>(new Event);
     count_alive(1);
+    const std::lock_guard lock(fake().mutex);
+    fake().events.insert(*event);
     return 0;
 }
 int cuEventDestroy_v2(CuEvent event) {
     delete reinterpret_cast<Event*>(event);
     count_alive(-1);
+    {
+        const std::lock_guard lock(fake().mutex);
+        fake().events.erase(event);
+    }
     ENTER("cuEventDestroy_v2");
     return 0;
 }

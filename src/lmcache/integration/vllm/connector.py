@@ -261,7 +261,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- the worker's calls ------------------------------------------------------------------------------------------
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            idle_step = getattr(forward_context, "attn_metadata", None) is None
+            # One of vLLM's runners says what runs in the context of the pass, the other in arguments, after the pass.
+            idle_step = not kwargs and getattr(forward_context, "attn_metadata", None) is None
             self._worker.start_loads(self._orders(), idle_step=idle_step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
