@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import mmap
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lmcache
+from e2e.proxy import Network
 from lmcache import _native
-from lmcache.testing.processes import CacheServer, VllmEngine, http_json
+from lmcache.testing.processes import LOOPBACK, CacheServer, VllmEngine, http_json
 
 PACKAGE_PARENT = Path(lmcache.__file__).parents[1]  # of the package under test, installed or not
 TESTS = Path(__file__).parents[1]
@@ -33,20 +37,49 @@ def whole_chunks(tokens: int) -> int:
     return tokens // CHUNK_TOKENS * CHUNK_TOKENS
 
 
+def leave_early(engine: VllmEngine, prompt: list[int], after_seconds: float) -> None:
+    """Sends a request and hangs up."""
+    body = json.dumps({"model": engine.model, "prompt": prompt, "max_tokens": 64, "temperature": 0.0, "stream": True})
+    connection = http.client.HTTPConnection(LOOPBACK, engine.port, timeout=30)
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    time.sleep(after_seconds)
+    assert connection.sock is not None
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
 class Stack:
     """A server and an engine that both may be restarted; the server always at the same place."""
 
-    def __init__(self, model: Path, folder: Path, *, l2: bool = True, engine_flags: Sequence[str] = (), **engine: Any):
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        l2: bool = True,
+        engine_flags: Sequence[str] = (),
+        server_flags: Sequence[str] = (),
+        l1_size_gb: float = 1.0,
+        ranks: int = 1,
+        networked: bool = False,
+        **engine: Any,
+    ):
+        """`ranks` of the engine that each store a part of a chunk. `networked`: engine and server have a `network`
+        between them that the test can cut."""
         self.model = model
         self.folder = folder
         self._l2_folder = folder / "l2" if l2 else None
         self._engine_flags = list(engine_flags)
+        self._server_flags = list(server_flags)
+        self._l1_size_gb = l1_size_gb
+        self.ranks = ranks
         self._environment = engine.pop("environment", {})
         # Tests count on hits; what a busy machine measures must not turn one into a prefill.
         extra = {"lmcache.mp.load_or_recompute": False, **engine.pop("extra_config", {})}
         self._engine_options = {**engine, "extra_config": extra}
         self._lives = 0
         self.server = self._new_server()
+        self.network = Network(self.server.port) if networked else None
         try:
             self.server.wait_ready()
             self.engine = self._new_engine()
@@ -60,14 +93,21 @@ class Stack:
         place: dict[str, Any] = {}
         if former is not None:
             place = {"port": former.port, "http_port": former.http_port, "shm_name": former.shm_name}
-        return CacheServer(self.folder, l2_folder=self._l2_folder, log_name=f"server-{self._lives}.log", **place)
+        return CacheServer(
+            self.folder,
+            l1_size_gb=self._l1_size_gb,
+            l2_folder=self._l2_folder,
+            extra=self._server_flags,
+            log_name=f"server-{self._lives}.log",
+            **place,
+        )
 
     def _new_engine(self) -> VllmEngine:
         self._lives += 1
         return VllmEngine(
             self.model,
             self.folder,
-            cache_port=self.server.port,
+            cache_port=self.network.port if self.network is not None else self.server.port,
             extra=["--worker-extension-cls", PROBE, *self._engine_flags],
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",
@@ -84,10 +124,16 @@ class Stack:
         assert status == 200, body
         return list(body["results"])
 
-    def engine_metric(self, name: str) -> float:
+    def engine_metric(self, name: str, label: str = "") -> float:
+        """Sum of the samples whose labels contain `label`."""
         _, text = http_json(self.engine.port, "GET", "/metrics")
-        lines = [line for line in str(text).splitlines() if line.startswith((name + " ", name + "{"))]
+        lines = [line for line in str(text).splitlines() if line.startswith((name + " ", name + "{")) and label in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def kill_engine(self) -> None:
+        """SIGKILL to all its processes, and another one in its place."""
+        self.engine.kill()
+        self.engine = self._new_engine()
 
     def restart_engine(self) -> None:
         self.engine.stop()
@@ -101,6 +147,19 @@ class Stack:
         self.server.wait_ready()
         self.wait_registered()
 
+    def replace_server(self, flags: Sequence[str] = (), **options: Any) -> None:
+        """Another server, which is ready, takes the address of this one in the moment that this one is killed."""
+        assert self.network is not None
+        former = self.server
+        self._lives += 1
+        self.server = CacheServer(
+            self.folder, l2_folder=self._l2_folder, extra=flags, log_name=f"server-{self._lives}.log", **options
+        )
+        self.server.wait_ready()
+        former.kill()
+        self.network.lead_to(self.server.port)
+        (Path("/dev/shm") / former.shm_name).unlink()
+
     def wait_registered(self) -> None:
         """Until the engine, both sides of it, has found the server by itself."""
 
@@ -110,7 +169,9 @@ class Stack:
 
         until(registered, tell=self.server.status)
 
-    def wait_stored(self, objects: int, *, in_l2: bool = False) -> None:
+    def wait_stored(self, chunks: int, *, in_l2: bool = False) -> None:
+        objects = chunks * self.ranks
+
         def stored() -> bool:
             status = self.server.status()
             if in_l2 and any(one["objects"] < objects or one["stores_in_flight"] for one in status["l2"]["adapters"]):
@@ -141,6 +202,8 @@ class Stack:
 
     def close(self) -> None:
         self.engine.stop()
+        if self.network is not None:
+            self.network.close()
         shm = Path("/dev/shm") / self.server.shm_name
         if not self.server.alive():  # a test that failed half-way had killed it
             shm.unlink(missing_ok=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,19 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import Stack, until, whole_chunks
-from lmcache.testing.processes import LOOPBACK, Completion, VllmEngine
+from e2e.harness import Stack, leave_early, until, whole_chunks
+from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import sample_tokens
 
 pytestmark = pytest.mark.engine
 
 PROMPT = 3072
-ALLOWED_SECONDS = 2.0  # beyond what an uncached run takes, of which a busy machine may need twice as long
+# Beyond what an uncached run takes, of which a busy machine may need thrice as long. A lookup's deadline is 30 s.
+ALLOWED_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
 def stack(llama: Path, start_stack: Callable[..., Stack]) -> Stack:
-    started = start_stack(llama)
+    started = start_stack(llama, networked=True)
     started.engine.complete(sample_tokens(300, seed=1))
     return started
 
@@ -44,29 +42,22 @@ def uncached_run_seconds(stack: Stack, tokens: int, seed: int) -> float:
     return max(run.total_seconds for run in runs)
 
 
-def leave_early(engine: VllmEngine, prompt: list[int], after_seconds: float) -> None:
-    """Sends a request and hangs up."""
-    body = json.dumps({"model": engine.model, "prompt": prompt, "max_tokens": 64, "temperature": 0.0, "stream": True})
-    connection = http.client.HTTPConnection(LOOPBACK, engine.port, timeout=30)
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    time.sleep(after_seconds)
-    assert connection.sock is not None
-    connection.sock.shutdown(socket.SHUT_RDWR)
-    connection.close()
+@pytest.fixture(scope="module")
+def prefill_seconds(stack: Stack) -> float:
+    return uncached_run_seconds(stack, PROMPT, seed=100)
 
 
-def test_a_server_killed_during_a_prefill_is_survived_and_found_again(stack: Stack) -> None:
-    uncached_seconds = uncached_run_seconds(stack, PROMPT, seed=100)
+def test_a_server_killed_during_a_prefill_is_survived_and_found_again(stack: Stack, prefill_seconds: float) -> None:
     prompt = sample_tokens(PROMPT, seed=102)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(stack.engine.complete, prompt, max_tokens=4)
-        time.sleep(0.3 * uncached_seconds)
+        time.sleep(0.3 * prefill_seconds)
         stack.server.kill()
         survived = running.result()
-    assert survived.total_seconds < 2 * uncached_seconds + ALLOWED_SECONDS
+    assert survived.total_seconds < 3 * prefill_seconds + ALLOWED_SECONDS
     while_away = stack.engine.complete(prompt, max_tokens=4)
     assert (while_away.token_ids, while_away.cached_tokens) == (survived.token_ids, 0)
-    assert while_away.total_seconds < 2 * uncached_seconds + ALLOWED_SECONDS
+    assert while_away.total_seconds < 3 * prefill_seconds + ALLOWED_SECONDS
     log = stack.engine.log()
     assert log.count("The LMCache server is unavailable") == 2  # once by the scheduler side, once by the worker
 
@@ -76,21 +67,93 @@ def test_a_server_killed_during_a_prefill_is_survived_and_found_again(stack: Sta
     stack.wait_clean()
 
 
-def test_a_server_that_hangs_costs_a_bounded_time(stack: Stack) -> None:
+OTHER_VERSION = """
+import sys, lmcache, lmcache.protocol.version as version
+lmcache.__version__ = "99.0"
+version.PROTOCOL_VERSION = version.OLDEST_SUPPORTED_PROTOCOL_VERSION = {protocol}
+from lmcache.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("what", ["itself", "other chunks", "chunks that do not fit"])
+def test_a_server_replaced_at_once_during_a_prefill_is_noticed(stack: Stack, prefill_seconds: float, what: str) -> None:
+    """Faster than 100 ms: nobody ever finds the address empty."""
+    chunk = {"other chunks": 512, "chunks that do not fit": 96}.get(what, 256)
+    prompt = sample_tokens(PROMPT, seed=chunk)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stack.engine.complete, prompt, max_tokens=4)
+        time.sleep(0.3 * prefill_seconds)
+        stack.replace_server(["--chunk-size", str(chunk)])
+        replaced_at = time.monotonic()
+        survived = running.result()
+    if chunk % 128:
+        until(lambda: "This engine runs uncached" in stack.engine.log())
+        assert stack.engine.complete(prompt, max_tokens=4).token_ids == survived.token_ids
+        stack.replace_server()
+        replaced_at, chunk = time.monotonic(), 256
+    stack.wait_registered()
+    print(f"{what}: registered {time.monotonic() - replaced_at:.2f} s after the former server was killed")
+    assert stack.engine.complete(prompt, max_tokens=4).token_ids == survived.token_ids
+    until(lambda: stack.engine.complete(prompt).cached_tokens == PROMPT // chunk * chunk)
+    stack.wait_clean()
+
+
+def test_a_server_of_another_protocol_is_told_and_not_used(stack: Stack) -> None:
+    prompt = sample_tokens(2048, seed=130)
+    warm = cached(stack, prompt)
+    stack.replace_server(program=("-c", OTHER_VERSION.format(protocol=2)))
+    until(lambda: "upgrade the older side" in stack.engine.log())
+    away = stack.engine.complete(prompt, max_tokens=4)
+    assert (away.token_ids, away.cached_tokens) == (warm.token_ids, 0)
+    assert stack.server.status()["instances"] == []
+    stack.replace_server(program=("-c", OTHER_VERSION.format(protocol=1)))
+    stack.wait_registered()
+    assert "(version 99.0" in stack.engine.log()
+    assert cached(stack, prompt).token_ids == warm.token_ids
+    stack.wait_clean()
+
+
+@pytest.mark.parametrize("loss", ["packets", "connections"])
+def test_a_network_that_fails_costs_a_bounded_time(stack: Stack, prefill_seconds: float, loss: str) -> None:
+    assert stack.network is not None
+    prompt = sample_tokens(2048, seed=140)
+    warm = cached(stack, prompt)
+    stack.network.cut()
+    try:
+        away = [stack.engine.complete(prompt, max_tokens=4) for _ in range(2)]
+        if loss == "connections":  # a router that forgets them
+            stack.network.drop()
+    finally:
+        stack.network.mend()
+    mended_at = time.monotonic()
+    for one in away:
+        assert (one.token_ids, one.cached_tokens) == (warm.token_ids, 0)
+        assert one.total_seconds < 3 * prefill_seconds + ALLOWED_SECONDS
+    until(lambda: stack.engine.complete(prompt).cached_tokens == 2048)
+    print(f"{loss}: a hit again {time.monotonic() - mended_at:.2f} s after the network was mended")
+    stack.wait_clean()
+
+
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(30.0, marks=pytest.mark.slow)])
+def test_a_server_that_hangs_costs_a_bounded_time(stack: Stack, prefill_seconds: float, seconds: float) -> None:
     prompt = sample_tokens(2048, seed=200)
     warm = cached(stack, prompt)
-    uncached_seconds = uncached_run_seconds(stack, 2048, seed=201)
     stack.server.pause()
+    stopped_at = time.monotonic()
+    answers = []
     try:
-        first = stack.engine.complete(prompt, max_tokens=4)
-        second = stack.engine.complete(prompt, max_tokens=4)
+        while len(answers) < 2 or time.monotonic() < stopped_at + seconds:
+            answers.append(stack.engine.complete(prompt, max_tokens=4))
     finally:
         stack.server.resume()
-    for one in (first, second):
+    resumed_at = time.monotonic()
+    for one in answers:
         assert one.token_ids == warm.token_ids
         assert one.cached_tokens == 0
-        assert one.total_seconds < 2 * uncached_seconds + ALLOWED_SECONDS
+        assert one.total_seconds < 3 * prefill_seconds + ALLOWED_SECONDS
     until(lambda: stack.engine.complete(prompt).cached_tokens == 2048)
+    print(f"a hit again {time.monotonic() - resumed_at:.2f} s after the server went on")
     stack.wait_clean()
 
 
@@ -134,4 +197,44 @@ def test_many_hits_at_once(stack: Stack) -> None:
     assert all(one.cached_tokens == 2048 for one in answers.values())
     # Batched together, later tokens may round otherwise; the first one comes straight from the loaded KV.
     assert all(one.token_ids[0] == expected[index % 4][0] for index, one in answers.items())
+    stack.wait_clean()
+
+
+def test_a_burst_computes_what_it_shares_once(stack: Stack) -> None:
+    prefix = sample_tokens(2048, seed=600)
+    before = stack.engine_metric("vllm:prompt_tokens_by_source_total", "local_compute")
+    with ThreadPoolExecutor(8) as pool:
+        asked = [
+            pool.submit(stack.engine.complete, [*prefix, *sample_tokens(20, seed=s)], max_tokens=4) for s in range(8)
+        ]
+        assert all(len(one.result().token_ids) == 4 for one in asked)
+    computed = stack.engine_metric("vllm:prompt_tokens_by_source_total", "local_compute") - before
+    print(f"computed {computed:.0f} tokens for {len(prefix)} common ones")
+    assert computed < 3 * len(prefix)
+    stack.wait_clean()
+
+
+@pytest.mark.slow
+def test_what_an_engine_killed_while_it_loads_and_stores_held_comes_back(stack: Stack) -> None:
+    prompt = sample_tokens(2048, seed=700)
+    warm = cached(stack, prompt)
+    stack.rpc("kv_stall")
+    pool = ThreadPoolExecutor(2)
+    lost = [pool.submit(stack.engine.complete, one) for one in (prompt, sample_tokens(2048, seed=701))]
+
+    def held() -> bool:
+        status = stack.server.status()
+        return bool(status["leases"] and status["reservations"])
+
+    until(held, tell=stack.server.status)
+    stack.kill_engine()
+    killed_at = time.monotonic()
+    assert all(one.exception(90.0) or len(one.result().token_ids) < 16 for one in lost)
+    stack.wait_clean()
+    print(f"all that the engine held was free {time.monotonic() - killed_at:.2f} s after it was killed")
+    stack.engine.wait_ready()
+    stack.wait_registered()
+    again = stack.engine.complete(prompt, max_tokens=4)
+    assert (again.token_ids, again.cached_tokens) == (warm.token_ids, 2048)
+    assert stack.engine.complete(sample_tokens(2048, seed=701)).cached_tokens == 0
     stack.wait_clean()

@@ -48,6 +48,39 @@ class KVProbe:
         """Digest by "group chunk-hash" of what was stored and of what was loaded since `kv_watch`."""
         return {"stored": self._stored, "loaded": self._loaded}
 
+    def kv_held(self) -> dict[str, int]:
+        """What the connector holds in this process, and calls without an answer."""
+        import gc
+
+        from lmcache.integration.vllm.scheduler_side import SchedulerSide
+        from lmcache.integration.vllm.worker_side import WorkerSide
+        from lmcache.transport.client import Connection
+
+        held = {"requests": 0, "pins": 0, "loads": 0, "stores": 0, "calls": 0}
+        for one in gc.get_objects():
+            if isinstance(one, SchedulerSide):
+                held["requests"] += len(one._requests) + len(one._storing)
+                held["pins"] += len(one._pins._jobs)
+            elif isinstance(one, WorkerSide):
+                held["loads"] += len(one._loads)
+                held["stores"] += one._storer._running + len(one._storer._unsettled)
+            elif isinstance(one, Connection):
+                held["calls"] += len(one._pendings)
+        return held
+
+    def kv_stall(self) -> None:
+        """From now on every store stops between its reservation and its copy, and every load never ends."""
+        import time
+
+        from lmcache.integration.vllm.attachment import Attachment, CopyJob
+
+        def stop(*_: Any) -> Any:
+            while True:
+                time.sleep(60)
+
+        Attachment.submit_store = stop  # type: ignore[method-assign]
+        CopyJob.wait = lambda job, seconds: None  # type: ignore[method-assign]
+
     def _digest_chunks(self, digests: dict[str, str], group: int, blocks: array[int], hashes: bytes) -> None:
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         spec = runner.kv_cache_config.kv_cache_groups[group]

@@ -140,12 +140,14 @@ class CacheServer(ManagedProcess):
         extra: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         log_name: str = "server.log",
+        program: Sequence[str] = ("-m", "lmcache.cli.main"),
     ) -> None:
+        """`program`: what Python runs as `lmcache`."""
         self.port = port or free_port()
         self.http_port = http_port or free_port()
         self.shm_name = shm_name or f"lmcache-test-{os.getpid()}-{self.port}"
         command = [
-            *(sys.executable, "-m", "lmcache.cli.main", "server"),
+            *(sys.executable, *program, "server"),
             *("--host", LOOPBACK, "--port", str(self.port)),
             *("--http-host", LOOPBACK, "--http-port", str(self.http_port)),
             *("--prometheus-port", str(free_port())),
@@ -205,10 +207,12 @@ class VllmEngine(ManagedProcess):
         kv_space_gib: float = 1.0,
         prefix_caching: bool = False,
         extra_config: Mapping[str, Any] | None = None,
+        connector: Mapping[str, str] | None = None,
         extra: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         log_name: str = "engine.log",
     ) -> None:
+        """`connector`: what names another connector class to vLLM."""
         self.port = free_port()
         self.model = str(model_folder)
         command = [
@@ -219,8 +223,8 @@ class VllmEngine(ManagedProcess):
             "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching",
         ]
         if cache_port is not None:
-            connector = {
-                "kv_connector": "LMCacheMPConnector",
+            transfer = {
+                **(connector or {"kv_connector": "LMCacheMPConnector"}),
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {
                     "lmcache.mp.host": f"tcp://{LOOPBACK}",
@@ -228,7 +232,7 @@ class VllmEngine(ManagedProcess):
                     **(extra_config or {}),
                 },
             }
-            command += ["--kv-transfer-config", json.dumps(connector)]
+            command += ["--kv-transfer-config", json.dumps(transfer)]
         settings = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
