@@ -6,7 +6,7 @@ STAMPS := $(VENV)/.stamps
 SOURCES := $(shell git ls-files native src pyproject.toml CMakeLists.txt 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types native native-test python-test nightly bench clean
+.PHONY: help demo test lint format types native native-test python-test nightly soak bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -46,13 +46,18 @@ native-test: ## C++ tests: plain, with ASan and UBSan, with TSan
 python-test: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## Python tests, the ones with real vLLM included
 	$(PY) -m pytest tests -m "not slow"
 
-nightly: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## what takes long: every model shape; 200 rounds of load, kill -9 and restart; long simulations; 10 GB under a cap; 50,000 random operations an adapter
+nightly: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## what takes long: every model shape; ten minutes of mixed traffic; 200 rounds of load, kill -9 and restart; long simulations; 10 GB under a cap; 50,000 random operations an adapter
 	$(PY) -m pytest tests -m slow
 	LMCACHE_KILL_ROUNDS=200 LMCACHE_SIMULATION_STEPS=100000 $(PY) -m pytest tests/process/test_kill_loop.py tests/simulation
 	LMCACHE_SIMULATED_RUNS=50 LMCACHE_SIMULATED_SEED=$$(date +%s) $(PY) -m pytest tests/simulation/test_connector.py
 	LMCACHE_TEST_CAP_STORE_GB=10 $(PY) -m pytest tests/process/test_cap.py
 	LMCACHE_POWER_CUTS=200 $(PY) -m pytest tests/faults/test_power_cut.py
 	LMCACHE_CONTRACT_STEPS=50000 LMCACHE_CONTRACT_SEED=$$(date +%s) $(PY) -m pytest tests/contract -k like_a_dictionary
+
+SOAK ?= 7200
+soak: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## mixed traffic for two hours (SOAK=seconds), a quarter of it without vLLM: memory flat, nothing held at the end
+	LMCACHE_SOAK_SECONDS=$$(($(SOAK) / 4)) $(PY) -m pytest -s tests/process/test_soak.py
+	LMCACHE_SOAK_SECONDS=$$(($(SOAK) * 3 / 4)) $(PY) -m pytest -s tests/e2e/test_soak.py
 
 bench: $(STAMPS)/engine $(STAMPS)/package ## the measurements behind the README, about 15 minutes
 	$(PY) benchmarks/run.py
