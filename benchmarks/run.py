@@ -20,6 +20,8 @@ ORDER = (
     "startup.py",
     "warm_restart.py",
     "end_to_end.py",
+    "overhead.py",
+    "sharing.py",
     "end_to_end_disk.py",
     "gpu.py",
 )

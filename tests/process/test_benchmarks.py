@@ -14,13 +14,13 @@ from lmcache.testing.gpu import why_no_gpu
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run_small(name: str, *options: str) -> dict[str, float]:
+def run_small(name: str, *options: str, timeout_seconds: float = 120.0) -> dict[str, float]:
     """Its figures by name."""
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), *options, "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout_seconds,
         env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
     )
     assert done.returncode in (0, 1), done.stderr
@@ -43,6 +43,15 @@ def test_a_benchmark_runs_small(name: str, options: list[str], count: int) -> No
     figures = run_small(name, *options)
     assert len(figures) == count
     assert all(value > 0 for value in figures.values()), figures
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize(("name", "count"), [("overhead", 5), ("sharing", 5)])
+def test_a_benchmark_with_engines_runs_small(name: str, count: int) -> None:
+    pytest.importorskip("vllm")
+    figures = run_small(name, "--runs", "1", timeout_seconds=900.0)
+    assert len(figures) == count
 
 
 def test_the_benchmark_of_the_start_runs_small() -> None:

@@ -1,0 +1,110 @@
+"""What requests share, with real vLLM on CPU: a burst over one prefix, and a chat beside an own cache of the engine.
+
+The engine with the connector has no prefix cache of its own; the other one has, and room for everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from end_to_end import prompt_of, settle
+from lmcache.testing.processes import CacheServer, VllmEngine, http_json
+from lmcache.testing.tiny_models import make_llama
+from measure import Result, at_most, report, spread
+
+REQUESTS, COMMON_TOKENS, OWN_TOKENS = 16, 4096, 30
+TURNS, SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 8, 1000, 300, 64
+
+
+def computed_tokens(engine: VllmEngine) -> float:
+    _, text = http_json(engine.port, "GET", "/metrics")
+    name = "vllm:prompt_tokens_by_source_total"
+    lines = [line for line in str(text).splitlines() if line.startswith(name) and "local_compute" in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def burst(engine: VllmEngine, seed: int) -> tuple[float, float]:
+    """Tokens computed, and seconds until the last of the requests was answered."""
+    common = prompt_of(seed, COMMON_TOKENS)
+    prompts = [[*common, *prompt_of(seed + 1 + number, OWN_TOKENS)] for number in range(REQUESTS)]
+    before = computed_tokens(engine)
+    settle()
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        answers = list(pool.map(lambda prompt: engine.complete(prompt, max_tokens=1), prompts))
+    return computed_tokens(engine) - before, max(answer.total_seconds for answer in answers)
+
+
+def bursts(name: str, engine: VllmEngine, runs: int) -> list[Result]:
+    measured = [burst(engine, 1000 * (run + 1)) for run in range(runs)]
+    needed = COMMON_TOKENS + REQUESTS * OWN_TOKENS
+    seconds = [one for _, one in measured]
+    tokens = max(one for one, _ in measured)
+    return [
+        at_most(
+            f"{REQUESTS} at once, {COMMON_TOKENS} in common, {name}: computed / needed", tokens / needed, "ratio", 1.1
+        ),
+        Result(
+            f"{REQUESTS} at once, {name}: until the last answer",
+            statistics.median(seconds),
+            "s",
+            detail=spread(seconds),
+        ),
+    ]
+
+
+def chat_seconds(engine: VllmEngine, seed: int) -> float:
+    """All turns of one chat, each sent when the former is answered."""
+    text = prompt_of(seed, SYSTEM_TOKENS)
+    total = 0.0
+    for turn in range(TURNS):
+        text += prompt_of(seed + 1 + turn, QUESTION_TOKENS)
+        answer = engine.complete(text, max_tokens=ANSWER_TOKENS)
+        total += answer.total_seconds
+        text += answer.token_ids
+    return total
+
+
+def chats(cached: VllmEngine, own: VllmEngine, runs: int) -> Result:
+    pairs = []
+    for run in range(runs):
+        seconds = {}
+        for engine in (cached, own) if run % 2 else (own, cached):
+            settle()
+            seconds[engine] = chat_seconds(engine, 100_000 + 100 * run)
+        pairs.append((seconds[cached], seconds[own]))
+    ours, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
+    detail = f"{ours:.2f} against {theirs:.2f} s, pairs {spread([one / other for one, other in pairs])}"
+    return at_most(f"chat of {TURNS} turns / the engine's own cache", ours / theirs, "ratio", 1.1, detail)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as name:
+        folder = Path(name)
+        model = make_llama(folder / "model")
+        with CacheServer(folder, l1_size_gb=4) as server:
+            server.wait_ready()
+            saving = {"lmcache.mp.save_decode_cache": True}
+            with (
+                VllmEngine(model, folder, cache_port=server.port, extra_config=saving, log_name="a.log") as cached,
+                VllmEngine(model, folder, cache_port=None, prefix_caching=True, log_name="b.log") as own,
+            ):
+                for engine in (cached, own):
+                    engine.wait_ready()
+                    engine.complete(prompt_of(0, 600), max_tokens=4)
+                results = bursts("no own cache", cached, max(2, arguments.runs // 2))
+                results += bursts("own cache, no connector", own, max(2, arguments.runs // 2))
+                results.append(chats(cached, own, arguments.runs))
+    return report(results, arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
