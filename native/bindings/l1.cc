@@ -94,21 +94,26 @@ void bind_reading(nb::class_<L1Core>& core) {
         nb::arg("namespaces"), nb::arg("hashes"));
     core.def(
         "touch",
-        [](L1Core& self, nb::handle namespaces, nb::handle hashes) {
+        [](L1Core& self, nb::handle namespaces, nb::handle hashes, nb::handle tails) {
             const Keys keys(namespaces, hashes);
-            return without_gil([&] { return self.touch(keys.namespaces, keys.hashes.span()); });
+            const auto tail_chunks = copy_elements<std::uint32_t>(tails, "tails");
+            return without_gil([&] { return self.touch(keys.namespaces, keys.hashes.span(), tail_chunks); });
         },
-        nb::arg("namespaces"), nb::arg("hashes"));
+        nb::arg("namespaces"), nb::arg("hashes"), nb::arg("tails") = nb::bytes("", 0));
     core.def(
         "acquire",
-        [](L1Core& self, lmcache::Owner owner, nb::handle namespaces, nb::handle hashes, double deadline, bool is_use) {
+        [](L1Core& self, lmcache::Owner owner, nb::handle namespaces, nb::handle hashes, double deadline, bool is_use,
+           nb::handle tails) {
             const Keys keys(namespaces, hashes);
             const auto reading = is_use ? lmcache::Reading::kUse : lmcache::Reading::kCopy;
-            const auto acquired = without_gil(
-                [&] { return self.acquire(owner, keys.namespaces, keys.hashes.span(), deadline, reading); });
+            const auto tail_chunks = copy_elements<std::uint32_t>(tails, "tails");
+            const auto acquired = without_gil([&] {
+                return self.acquire(owner, keys.namespaces, keys.hashes.span(), deadline, reading, tail_chunks);
+            });
             return std::make_tuple(acquired.lease, acquired.chunks, pack(acquired.offsets));
         },
-        nb::arg("owner"), nb::arg("namespaces"), nb::arg("hashes"), nb::arg("deadline"), nb::arg("is_use") = true);
+        nb::arg("owner"), nb::arg("namespaces"), nb::arg("hashes"), nb::arg("deadline"), nb::arg("is_use") = true,
+        nb::arg("tails") = nb::bytes("", 0));
     core.def("release", &L1Core::release, nb::arg("lease"), nb::call_guard<nb::gil_scoped_release>());
     core.def("renew", &L1Core::renew, nb::arg("owner"), nb::arg("deadline"), nb::call_guard<nb::gil_scoped_release>());
     core.def(
@@ -124,14 +129,17 @@ void bind_writing(nb::class_<L1Core>& core) {
     core.def(
         "reserve",
         [](L1Core& self, lmcache::Owner owner, nb::handle namespaces, nb::handle sizes, nb::handle hashes,
-           double deadline) {
+           double deadline, nb::handle wanted) {
             const Keys keys(namespaces, hashes);
             const auto sizes_bytes = copy_elements<std::uint64_t>(sizes, "sizes");
-            const auto reserved = without_gil(
-                [&] { return self.reserve(owner, keys.namespaces, sizes_bytes, keys.hashes.span(), deadline); });
+            const BytesArgument flags(wanted, "wanted");
+            const auto reserved = without_gil([&] {
+                return self.reserve(owner, keys.namespaces, sizes_bytes, keys.hashes.span(), deadline, flags.span());
+            });
             return std::make_tuple(reserved.reservation, pack(reserved.offsets), reserved.chunks_without_room);
         },
-        nb::arg("owner"), nb::arg("namespaces"), nb::arg("sizes"), nb::arg("hashes"), nb::arg("deadline"));
+        nb::arg("owner"), nb::arg("namespaces"), nb::arg("sizes"), nb::arg("hashes"), nb::arg("deadline"),
+        nb::arg("wanted") = nb::bytes("", 0));
     core.def(
         "commit",
         [](L1Core& self, std::uint64_t reservation, nb::handle written, lmcache::Owner lease_owner, double deadline,

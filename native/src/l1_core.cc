@@ -91,6 +91,11 @@ std::size_t L1Core::check_product(NamespaceIds namespaces, Hashes hashes) const 
     return chunks;
 }
 
+void L1Core::check_tails(NamespaceIds namespaces, Tails tails) {
+    if (!tails.empty() && tails.size() != namespaces.size())
+        throw std::invalid_argument("tails must be empty or hold one number for each namespace");
+}
+
 std::size_t L1Core::check_pairs(NamespaceIds namespaces, Hashes hashes) const {
     check_namespaces(namespaces);
     if (hashes.size() != namespaces.size() * kChunkHashBytes) {

@@ -1,4 +1,5 @@
 // Reading: what is resident, and the leases that keep it so.
+#include <algorithm>
 #include <stdexcept>
 
 #include "l1_sweep.h"
@@ -19,12 +20,13 @@ std::size_t L1Core::probe(NamespaceIds namespaces, Hashes hashes) {
     return chunks;
 }
 
-std::vector<std::uint32_t> L1Core::resident_prefix(NamespaceIds namespaces, Hashes hashes) const {
+std::vector<std::uint32_t> L1Core::resident_prefix(NamespaceIds namespaces, Hashes hashes, Tails tails) const {
     std::vector<std::uint32_t> indexes;
     indexes.reserve(namespaces.size() * (hashes.size() / kChunkHashBytes));
     sweep(namespaces, hashes, [&](std::size_t, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
-        const std::uint32_t index = find(key_hash, namespaces[position], hash);
-        if (index == kNoObject || objects_[index].state != ObjectState::kResident) return false;
+        std::uint32_t index = find(key_hash, namespaces[position], hash);
+        if (index != kNoObject && objects_[index].state != ObjectState::kResident) index = kNoObject;
+        if (index == kNoObject && (tails.empty() || tails[position] == 0)) return false;
         indexes.push_back(index);
         return true;
     });
@@ -32,13 +34,37 @@ std::vector<std::uint32_t> L1Core::resident_prefix(NamespaceIds namespaces, Hash
     return indexes;
 }
 
-std::size_t L1Core::touch(NamespaceIds namespaces, Hashes hashes) {
+void L1Core::keep_tails(std::vector<std::uint32_t>& indexes, Tails tails) {
+    const std::size_t width = tails.size();
+    std::vector<std::size_t> run(width, 0);  // resident chunks of each namespace up to the chunk at hand
+    std::size_t chunks = 0;
+    for (std::size_t chunk = 0; chunk < indexes.size() / width; ++chunk) {
+        bool is_end = true;
+        for (std::size_t position = 0; position < width; ++position) {
+            run[position] = indexes[chunk * width + position] == kNoObject ? 0 : run[position] + 1;
+            is_end =
+                is_end && (tails[position] == 0 || run[position] >= std::min<std::size_t>(tails[position], chunk + 1));
+        }
+        if (is_end) chunks = chunk + 1;
+    }
+    indexes.resize(chunks * width);
+    for (std::size_t position = 0; position < width; ++position) {
+        if (tails[position] == 0) continue;
+        for (std::size_t chunk = 0; chunk + tails[position] < chunks; ++chunk) {
+            indexes[chunk * width + position] = kNoObject;
+        }
+    }
+}
+
+std::size_t L1Core::touch(NamespaceIds namespaces, Hashes hashes, Tails tails) {
     const std::lock_guard lock(mutex_);
     check_product(namespaces, hashes);
-    const std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes);
+    check_tails(namespaces, tails);
+    const std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes, tails);
     // By namespace: whether the chunk behind is kept longer. Its prefix is then, too, or it would be kept in vain.
     std::vector<bool> suffix_in_main(namespaces.size());
     for (std::size_t i = indexes.size(); i-- > 0;) {
+        if (indexes[i] == kNoObject) continue;
         const std::size_t position = i % namespaces.size();
         if (suffix_in_main[position]) order_.use(indexes[i]);
         suffix_in_main[position] = objects_[indexes[i]].in_main;
@@ -47,15 +73,18 @@ std::size_t L1Core::touch(NamespaceIds namespaces, Hashes hashes) {
     return indexes.size() / namespaces.size();
 }
 
-Acquired L1Core::acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, double deadline, Reading reading) {
+Acquired L1Core::acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, double deadline, Reading reading,
+                         Tails tails) {
     const std::lock_guard lock(mutex_);
     check_product(namespaces, hashes);
-    const std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes);
+    check_tails(namespaces, tails);
+    std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes, tails);
+    if (!tails.empty()) keep_tails(indexes, tails);
     Acquired acquired;
     if (indexes.empty()) return acquired;
     const std::size_t width = namespaces.size();
     acquired.chunks = indexes.size() / width;
-    acquired.offsets.resize(indexes.size());
+    acquired.offsets.assign(indexes.size(), kNoSlot);
     Lease lease;
     lease.owner = owner;
     lease.deadline = deadline;
@@ -65,6 +94,7 @@ Acquired L1Core::acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, do
     for (std::size_t i = 0; i < indexes.size(); ++i) {
         const std::size_t place = i % width * acquired.chunks + i / width;
         lease.objects[place] = indexes[i];
+        if (indexes[i] == kNoObject) continue;
         acquired.offsets[place] = offset_of(objects_[indexes[i]]);
         hold(indexes[i], reading);
     }

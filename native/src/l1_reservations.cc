@@ -8,7 +8,7 @@
 namespace lmcache {
 
 Reserved L1Core::reserve(Owner owner, NamespaceIds namespaces, std::span<const std::uint64_t> sizes_bytes,
-                         Hashes hashes, double deadline) {
+                         Hashes hashes, double deadline, std::span<const std::uint8_t> wanted) {
     if (sizes_bytes.size() != namespaces.size())
         throw std::invalid_argument("sizes must hold one size for each namespace");
     std::vector<std::uint32_t> units;
@@ -23,6 +23,8 @@ Reserved L1Core::reserve(Owner owner, NamespaceIds namespaces, std::span<const s
     const std::lock_guard lock(mutex_);
     const std::size_t chunks = check_product(namespaces, hashes);
     const std::size_t width = namespaces.size();
+    if (!wanted.empty() && wanted.size() != width * chunks)
+        throw std::invalid_argument("wanted must be empty or hold one byte for each namespace and chunk");
     Reserved reserved;
     reserved.offsets.assign(width * chunks, kNoSlot);
     Reservation reservation;
@@ -40,7 +42,7 @@ Reserved L1Core::reserve(Owner owner, NamespaceIds namespaces, std::span<const s
           [&](std::size_t chunk, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
               const std::uint32_t found = find(key_hash, namespaces[position], hash);
               if (found == kNoObject) {
-                  absent.emplace_back(position, key_hash);
+                  if (wanted.empty() || wanted[position * chunks + chunk] != 0) absent.emplace_back(position, key_hash);
               } else if (objects_[found].state == ObjectState::kResident) {
                   hold(found, Reading::kCopy);
                   held.push_back(found);

@@ -189,21 +189,26 @@ class L1Core:
     def probe(self, namespaces: Buffer, hashes: Buffer) -> int:
         """Length in chunks of the longest prefix that is resident in every namespace (u32). Takes nothing, touches nothing."""
     def acquire(
-        self, owner: int, namespaces: Buffer, hashes: Buffer, deadline: float, is_use: bool = True
+        self, owner: int, namespaces: Buffer, hashes: Buffer, deadline: float, is_use: bool = True, tails: Buffer = b""
     ) -> tuple[int, int, bytes]:
         """Leases that prefix: (lease, chunks, u64 offsets [namespace][chunk]); lease 0 when chunks is 0.
         Marks use so that a suffix is evicted before its prefix; without `is_use` the objects are held and keep the turn
-        that they had."""
-    def touch(self, namespaces: Buffer, hashes: Buffer) -> int:
+        that they had. `tails`: u32 per namespace, of how many chunks at the end of the prefix it must have objects, 0 for
+        all of them; what lies before a tail is not leased (NO_SLOT). Empty: no tails."""
+    def touch(self, namespaces: Buffer, hashes: Buffer, tails: Buffer = b"") -> int:
         """Marks use of that prefix without leasing it; returns its chunks. A prompt that was stored in several steps gets
-        its order (suffix evicted before prefix) when its whole prefix is touched at the end of the request."""
+        its order (suffix evicted before prefix) when its whole prefix is touched at the end of the request. A namespace
+        with a tail does not shorten the prefix: what it has is touched."""
     def release(self, lease: int) -> bool:
         """Idempotent; False if the lease is unknown or already released."""
     def renew(self, owner: int, deadline: float) -> int:
         """Moves the deadline of every lease and reservation of an owner; returns how many."""
-    def reserve(self, owner: int, namespaces: Buffer, sizes: Buffer, hashes: Buffer, deadline: float) -> tuple[int, bytes, int]:
+    def reserve(
+        self, owner: int, namespaces: Buffer, sizes: Buffer, hashes: Buffer, deadline: float, wanted: Buffer = b""
+    ) -> tuple[int, bytes, int]:
         """Slots for n chunks in m namespaces: (reservation, u64 offsets [m][n], chunks_without_room).
 
+        `wanted`: one byte per (namespace, chunk), 0 where no slot is wanted; empty: everywhere.
         sizes: u64 bytes of the whole frame per namespace (rounded up to the alignment inside). NO_SLOT where the object is
         resident or staged already. Evicts inline; when room runs out the longest prefix of chunks gets slots, no
         chunk partly. reservation is 0 when no slot was handed out."""

@@ -47,7 +47,7 @@ SHAPES: dict[str, Shape] = {
         ),
     ),
     "mla, two ranks": Shape(make_deepseek_v2, same_tokens=False, **TWO_RANKS),
-    "linear attention": Shape(make_qwen3_next, refusal="keeps MambaSpec state"),
+    "linear attention": Shape(make_qwen3_next, refusal="start vLLM with --enable-prefix-caching"),
 }
 CHEAP = ("mla",)
 

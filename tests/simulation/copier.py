@@ -9,6 +9,9 @@ from typing import Any
 from lmcache import _native
 from simulation.world import World
 
+NULL_BLOCK = 0
+_NO_SLOT = _native.NO_SLOT.to_bytes(8, "little")
+
 
 class SimCopier:
     """Stands in for _native.PagedCopier. A copy reads and writes all its memory at one late moment."""
@@ -35,16 +38,21 @@ class SimCopier:
 
     def submit_store(self, group: int, slots: bytes, blocks: bytes, hashes: bytes, template: bytes) -> int:
         sources = array("q", blocks).tolist()
-        before = self.snapshot(self._memory[group], sources)
+        real = [block for block in sources if block != NULL_BLOCK]
+        before = self.snapshot(self._memory[group], real)
         per_chunk = len(sources) * 32 // len(hashes)
         for chunk in range(len(hashes) // 32):
             name = template, hashes[32 * chunk : 32 * chunk + 32]
-            content = [before[block] for block in sources[chunk * per_chunk : (chunk + 1) * per_chunk]]
+            of_chunk = sources[chunk * per_chunk : (chunk + 1) * per_chunk]
+            if NULL_BLOCK in of_chunk:
+                assert slots[8 * chunk : 8 * chunk + 8] == _NO_SLOT, "a chunk without its blocks is stored"
+                continue
+            content = [before[block] for block in of_chunk]
             assert self.stored.setdefault(name, content) == content, "two contents are stored under one name"
 
         def run() -> int:
-            self.before_store(sources, self.snapshot(self._memory[group], sources))
-            assert before == self.snapshot(self._memory[group], sources), "a block was reused before it was stored"
+            self.before_store(real, self.snapshot(self._memory[group], real))
+            assert before == self.snapshot(self._memory[group], real), "a block was reused before it was stored"
             return self._real.submit_store(group, slots, blocks, hashes, template)
 
         return self._submit(run)

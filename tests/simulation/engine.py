@@ -28,7 +28,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -49,7 +56,10 @@ class Shape:
     blocks: int = 40
     ranks: int = 1
     mla: bool = False
+    stages: int = 1  # of a pipeline, each with layers of its own; the ranks of a stage come one after the other
     window: int | None = None  # of a second KV cache group
+    local: int | None = None  # of a second KV cache group: attention sees multiples of so many tokens
+    state: bool = False  # a second KV cache group keeps a recurrent state
     prefix_caching: bool = True
     overlapped: bool = False  # the next step is scheduled before the last one's result is known
     step_tokens: int = 64
@@ -100,12 +110,25 @@ def _configs(shape: Shape, folder: str, engine_id: str) -> tuple[VllmConfig, KVC
         device_config=DeviceConfig("cpu"),
     )
     config.cache_config.num_gpu_blocks = shape.blocks
-    config.parallel_config.tensor_parallel_size = shape.ranks
+    config.parallel_config.tensor_parallel_size = shape.ranks // shape.stages
+    config.parallel_config.pipeline_parallel_size = shape.stages
     config.parallel_config.world_size = shape.ranks
     common = {"block_size": shape.block_tokens, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
     groups = [KVCacheGroupSpec(["layer0"], FullAttentionSpec(**common))]
     if shape.window is not None:
         groups.append(KVCacheGroupSpec(["layer1"], SlidingWindowSpec(**common, sliding_window=shape.window)))
+    if shape.local is not None:
+        spec = ChunkedLocalAttentionSpec(**common, attention_chunk_size=shape.local)
+        groups.append(KVCacheGroupSpec(["layer1"], spec))
+    if shape.state:
+        config.cache_config.mamba_cache_mode = "align"
+        spec = MambaSpec(
+            block_size=shape.block_tokens,
+            shapes=((shape.block_tokens,),),
+            dtypes=(torch.int64,),
+            mamba_cache_mode="align",
+        )
+        groups.append(KVCacheGroupSpec(["layer1"], spec))
     return config, KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -165,9 +188,13 @@ class Engine:
         mine = copy.copy(config)
         mine.parallel_config = copy.copy(config.parallel_config)
         mine.parallel_config.rank = rank
+        kv_config = copy.deepcopy(kv_config)
+        for index, group in enumerate(kv_config.kv_cache_groups):
+            group.layer_names = [f"layer{index + self._stage(rank) * self._groups}"]
         connector = LMCacheMPConnector(mine, KVConnectorRole.WORKER, kv_config)
         tensor = torch.from_numpy(self.memory[rank].view(np.int64))
-        connector.register_kv_caches({f"layer{group}": tensor for group in range(self._groups)})
+        names = [name for group in kv_config.kv_cache_groups for name in group.layer_names]
+        connector.register_kv_caches(dict.fromkeys(names, tensor))
         return connector
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -258,9 +285,12 @@ class Engine:
         for group, blocks in enumerate(one.blocks):
             values = expected ^ np.uint64(self._flavour(rank, group))
             table = np.array(blocks, dtype=np.int64)
+            if group and self.shape.state:
+                self._advance_state(rank, one, table, values)
+                continue
             positions = np.arange(end)
             where = table[positions // self.shape.block_tokens], positions % self.shape.block_tokens
-            first = 0 if group == 0 else max(0, one.start - self.shape.window + 1)
+            first = self._first_seen(one.start) if group else 0
             there = self.memory[rank][where][first : one.start]
             wrong = np.nonzero(there != values[first : one.start])[0]
             assert not wrong.size, (
@@ -272,6 +302,24 @@ class Engine:
             self.memory[rank][where[0][written], where[1][written]] = values[written]
         return [chain.next_token(end)] if one.samples else []
 
+    def _first_seen(self, start: int) -> int:
+        """The first position that a token at `start` attends to in the second group."""
+        if self.shape.local is not None:
+            return start // self.shape.local * self.shape.local
+        assert self.shape.window is not None
+        return max(0, start - self.shape.window + 1)
+
+    def _advance_state(self, rank: int, one: _Scheduled, table: np.ndarray, values: np.ndarray) -> None:
+        """The block that the last step wrote holds the state; where this step ends in another, it goes there."""
+        memory, name = self.memory[rank], one.request.request_id
+        if one.start:
+            block = table[(one.start - 1) // self.shape.block_tokens]
+            assert block != 0, f"{name} has no state at {one.start}"
+            assert (memory[block] == values[one.start - 1]).all(), f"{name} has a wrong state at {one.start}"
+        block = table[(one.start + one.count - 1) // self.shape.block_tokens]
+        assert block != 0, "the null block is written"
+        memory[block] = values[one.start + one.count - 1]
+
     def _tokens(self, one: _Scheduled) -> Any:
         """The tokens as the worker knows them: with those sampled in steps whose result the scheduler has not seen."""
         tokens = list(one.request.all_token_ids)
@@ -281,8 +329,11 @@ class Engine:
             tokens.append(chain.next_token(len(tokens)))
         return tokens
 
+    def _stage(self, rank: int) -> int:
+        return rank * self.shape.stages // self.shape.ranks
+
     def _flavour(self, rank: int, group: int) -> int:
-        return (1 if self.shape.mla else rank + 1) * 0x9E3779B97F4A7C15 * (group + 1) & _MASK
+        return (self._stage(rank) + 1 if self.shape.mla else rank + 1) * 0x9E3779B97F4A7C15 * (group + 1) & _MASK
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
     def owned_blocks(self) -> set[int]:

@@ -22,6 +22,7 @@ from lmcache.protocol.messages import METHODS
 from lmcache.service.service import CacheService, ServiceSettings
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
+from lmcache.tiering.tails import is_needed, longest_whole
 from lmcache.transport.server import Deferred, Method, Timer
 from simulation.world import World
 
@@ -84,13 +85,14 @@ class _L2:
         core = self.l1.core
         hashes = [request.hashes[at : at + 32] for at in range(0, len(request.hashes), 32)]
         ids = b"".join(struct.pack("<I", self.l1.namespace_id(one)) for one in request.namespaces)
-        chunks = 0
-        while chunks < len(hashes) and all((one.digest, hashes[chunks]) in self.objects for one in request.namespaces):
-            chunks += 1
+        tails = request.tail_chunks or [0] * len(request.namespaces)
+        there = [[(one.digest, digest) in self.objects for one in request.namespaces] for digest in hashes]
+        chunks = longest_whole(there, tails)
         sizes = struct.pack(f"<{len(request.frame_bytes)}Q", *request.frame_bytes)
         wanted = request.hashes[: chunks * CHUNK_HASH_BYTES]
         if chunks:
-            reservation, slots, _ = core.reserve(STORAGE_OWNER, ids, sizes, wanted, float("inf"))
+            needed = bytes(is_needed(chunk, chunks, tail) for tail in tails for chunk in range(chunks))
+            reservation, slots, _ = core.reserve(STORAGE_OWNER, ids, sizes, wanted, float("inf"), needed)
             for index in range(len(slots) // 8):
                 (offset,) = struct.unpack_from("<Q", slots, index * 8)
                 if offset != NO_SLOT:
@@ -99,7 +101,9 @@ class _L2:
                     ctypes.memmove(self.l1.address_of(offset), frame, len(frame))
             if reservation:
                 core.commit(reservation, b"")
-        lease, found, offsets = core.acquire(request.owner, ids, request.hashes, request.lease_deadline)
+        lease, found, offsets = core.acquire(
+            request.owner, ids, request.hashes, request.lease_deadline, True, struct.pack(f"<{len(tails)}I", *tails)
+        )
         return PrefetchResult(found, lease, offsets, MissReason.NOT_STORED)
 
 

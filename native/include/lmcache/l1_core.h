@@ -36,6 +36,8 @@ namespace lmcache {
 
 using NamespaceIds = std::span<const std::uint32_t>;
 using Hashes = std::span<const std::uint8_t>;  // kChunkHashBytes each
+// For each namespace, of how many chunks at the end of a prefix it must have an object; 0: of all. Empty: all of all.
+using Tails = std::span<const std::uint32_t>;
 
 inline constexpr std::uint32_t kNoNamespace = ~std::uint32_t{0};
 
@@ -122,14 +124,16 @@ public:
     Adopted adopt(const LeftFrames& left, NamespaceIds namespaces, std::span<const Owner> live_owners);
 
     std::size_t probe(NamespaceIds namespaces, Hashes hashes);
-    std::size_t touch(NamespaceIds namespaces, Hashes hashes);
+    std::size_t touch(NamespaceIds namespaces, Hashes hashes, Tails tails = {});
+    // Where a namespace has a tail, only that is leased; offsets before it are kNoSlot.
     Acquired acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, double deadline,
-                     Reading reading = Reading::kUse);
+                     Reading reading = Reading::kUse, Tails tails = {});
     bool release(std::uint64_t lease);
     std::size_t renew(Owner owner, double deadline);
 
+    // `wanted`: one byte for each namespace and chunk, 0 where no slot is wanted; empty: all are.
     Reserved reserve(Owner owner, NamespaceIds namespaces, std::span<const std::uint64_t> sizes_bytes, Hashes hashes,
-                     double deadline);
+                     double deadline, std::span<const std::uint8_t> wanted = {});
     Committed commit(std::uint64_t reservation, std::span<const std::uint8_t> written, const CommitOptions& options);
     bool abort(std::uint64_t reservation);
     // The writer is late: its keys are free for others, its memory when it ends the reservation. False if unknown.
@@ -174,6 +178,7 @@ private:
     std::uint64_t hash_object(const Object& object) const { return hash_key(object.name_space, object.hash.data()); }
     std::uint32_t find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const;
     void check_namespaces(NamespaceIds namespaces) const;
+    static void check_tails(NamespaceIds namespaces, Tails tails);
     std::size_t check_product(NamespaceIds namespaces, Hashes hashes) const;
     std::size_t check_pairs(NamespaceIds namespaces, Hashes hashes) const;
 
@@ -181,8 +186,11 @@ private:
     // visit(chunk, position in namespaces, key hash, pointer to the chunk hash) -> go on?
     template <typename Visit>
     void sweep(NamespaceIds namespaces, Hashes hashes, Visit&& visit) const;
-    // Indexes of the longest prefix of chunks that is resident everywhere, [chunk][namespace].
-    std::vector<std::uint32_t> resident_prefix(NamespaceIds namespaces, Hashes hashes) const;
+    // Indexes of the longest prefix of chunks that is resident wherever there is no tail, [chunk][namespace]; kNoObject
+    // where one with a tail has nothing.
+    std::vector<std::uint32_t> resident_prefix(NamespaceIds namespaces, Hashes hashes, Tails tails) const;
+    // Shortens that to the longest prefix whose tails are whole, and forgets what lies before the tails.
+    static void keep_tails(std::vector<std::uint32_t>& indexes, Tails tails);
 
     std::uint32_t stage(Owner owner, std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash,
                         std::uint32_t units);

@@ -31,6 +31,7 @@ class PagedGroup:
     num_blocks: int
     layers: tuple[LayerLayout, ...]
     segments: tuple[Segment, ...]
+    is_state: bool = False  # of a chunk, one block counts: the one with the state at the chunk's end
 
     def layout(self, chunk_tokens: int) -> KVLayout:
         """The layout of one chunk. LayoutRefused when chunks are not whole blocks."""
@@ -39,7 +40,8 @@ class PagedGroup:
                 f"The server's chunk size of {chunk_tokens} tokens is not a multiple of this engine's block size of "
                 f"{self.block_tokens}: start the server with --chunk-size set to a multiple of it."
             )
-        layout = KVLayout(self.engine, chunk_tokens, self.block_tokens, self.layers)
+        block_tokens = chunk_tokens if self.is_state else self.block_tokens
+        layout = KVLayout(self.engine, chunk_tokens, block_tokens, self.layers)
         if layout.payload_bytes > MAX_OBJECT_BYTES:
             raise LayoutRefused(
                 f"One chunk of this model is {layout.payload_bytes} bytes, more than the {MAX_OBJECT_BYTES} that an "

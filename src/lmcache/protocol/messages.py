@@ -82,6 +82,9 @@ class RegisterInstance(Message):
     object_groups: int
     heartbeat_interval_seconds: float
     engine: str = ""  # "vllm 0.32.0", for operators
+    # Per object group: how many tokens before the end of a hit it must have, 0 for all of them. Empty: all of all. With
+    # any other number a hit never covers the last token, which the engine computes: that needs what is before the end.
+    tail_tokens: list[int] = []
 
 
 class RegisterWorker(Message):
@@ -127,7 +130,7 @@ class Lookup(Message):
 
 class LookupReply(Message):
     """`chunks` hit, leased. hashes: 32 bytes for every full chunk of the session (the workers store by them).
-    slots: u64 [rank][group][hit chunk], offsets in shared memory."""
+    slots: u64 [rank][group][hit chunk], offsets in shared memory; NO_SLOT before the tail of a group."""
 
     chunks: int
     chunks_l1: int  # of these, how many L1 had
@@ -162,6 +165,7 @@ class Reserve(Message):
     worker_id: int
     cache_salt: str
     hashes: bytes
+    wanted: bytes = b""  # one byte per [group][chunk], 0: no slot is wanted; empty: everywhere
 
 
 class ReserveReply(Message):

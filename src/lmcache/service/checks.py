@@ -32,6 +32,12 @@ def check_instance(message: RegisterInstance) -> None:
             f"{message.kv_world_size} ranks of {message.object_groups} object groups are more than the "
             f"{limits.MAX_NAMESPACES_PER_TENANT} namespaces that one instance may have.",
         )
+    if message.tail_tokens and len(message.tail_tokens) != message.object_groups:
+        raise RemoteError(
+            ErrorCode.BAD_REQUEST, "There must be one number of tail tokens for each object group, or none."
+        )
+    for tokens in message.tail_tokens:
+        _check_range("number of tail tokens", tokens, 0, limits.MAX_TOKENS_PER_SESSION)
     _check_heartbeat(message.heartbeat_interval_seconds)
     if len(message.engine.encode()) > limits.MAX_NAME_BYTES:
         raise RemoteError(ErrorCode.TOO_LARGE, f"The engine's name has more than {limits.MAX_NAME_BYTES} bytes.")

@@ -14,21 +14,30 @@ from lmcache.telemetry.metrics import Metrics
 
 @dataclass(frozen=True)
 class Keyspace:
-    """Namespaces in the order of the wire: [rank][group], or [group] for one rank. `ids` u32, `sizes` u64, packed."""
+    """Namespaces in the order of the wire: [rank][group], or [group] for one rank. `ids` u32, `sizes` u64, packed.
+
+    tail_chunks: per namespace, of how many chunks at the end of a hit it must have objects, 0 for all. Empty: no tails.
+    `tails` are the same, u32."""
 
     namespaces: tuple[Namespace, ...]
     ids: bytes
     sizes: bytes
     frame_bytes: tuple[int, ...]
     by_id: dict[int, Namespace]
+    tail_chunks: tuple[int, ...]
+    tails: bytes
 
 
-def rank_keyspace(l1: L1Store, profile: RegisterInstance, worker: RegisterWorker, cache_salt: str) -> Keyspace:
+def rank_keyspace(
+    l1: L1Store, profile: RegisterInstance, worker: RegisterWorker, cache_salt: str, chunk_tokens: int
+) -> Keyspace:
     namespaces = tuple(
         Namespace(profile.model_name, profile.kv_world_size, worker.kv_rank, group, layout, cache_salt)
         for group, layout in enumerate(worker.layouts)
     )
-    return _keyspace(l1, namespaces, tuple(l1.frame_bytes(payload) for payload in worker.payload_bytes))
+    frame_bytes = tuple(l1.frame_bytes(payload) for payload in worker.payload_bytes)
+    tail_chunks = tuple(-(-tokens // chunk_tokens) for tokens in profile.tail_tokens)
+    return _keyspace(l1, namespaces, frame_bytes, tail_chunks if any(tail_chunks) else ())
 
 
 def whole_keyspace(l1: L1Store, ranks: Sequence[Keyspace]) -> Keyspace:
@@ -36,10 +45,13 @@ def whole_keyspace(l1: L1Store, ranks: Sequence[Keyspace]) -> Keyspace:
         l1,
         tuple(namespace for rank in ranks for namespace in rank.namespaces),
         tuple(size for rank in ranks for size in rank.frame_bytes),
+        tuple(chunks for rank in ranks for chunks in rank.tail_chunks),
     )
 
 
-def _keyspace(l1: L1Store, namespaces: tuple[Namespace, ...], frame_bytes: tuple[int, ...]) -> Keyspace:
+def _keyspace(
+    l1: L1Store, namespaces: tuple[Namespace, ...], frame_bytes: tuple[int, ...], tail_chunks: tuple[int, ...]
+) -> Keyspace:
     ids = [l1.namespace_id(namespace) for namespace in namespaces]
     return Keyspace(
         namespaces,
@@ -47,6 +59,8 @@ def _keyspace(l1: L1Store, namespaces: tuple[Namespace, ...], frame_bytes: tuple
         struct.pack(f"<{len(frame_bytes)}Q", *frame_bytes),
         frame_bytes,
         dict(zip(ids, namespaces, strict=True)),
+        tail_chunks,
+        struct.pack(f"<{len(tail_chunks)}I", *tail_chunks),
     )
 
 

@@ -67,10 +67,7 @@ class _Asked(NamedTuple):
     session: Session
     counters: TenantCounters
     hashes: bytes
-
-    @property
-    def total_chunks(self) -> int:
-        return len(self.hashes) // CHUNK_HASH_BYTES
+    total_chunks: int  # that a hit may have
 
 
 @dataclass
@@ -130,13 +127,18 @@ class LookupService:
         total = session.chain.chunks
         if total > limits.MAX_CHUNKS_PER_CALL:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A lookup covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
-        asked = _Asked(instance, session, tenant.counters, bytes(session.chain.hashes))
         keyspace = self._registry.whole_keyspace(instance, message.cache_salt)
+        if keyspace is not None and keyspace.tails:
+            total = min(total, max(0, session.chain.tokens - 1) // self._hasher.chunk_tokens)
+        asked = _Asked(instance, session, tenant.counters, bytes(session.chain.hashes), total)
+        wanted_hashes = asked.hashes[: total * CHUNK_HASH_BYTES]
         if keyspace is None or not total:
             reason = MissReason.INSTANCE_INCOMPLETE if total else MissReason.TOO_SHORT
             return self._answer(asked, None, _Hit(), 0, reason)
         lease_deadline = self._clock.monotonic() + self._lease_ttl_seconds
-        lease, chunks, offsets = self._l1.core.acquire(scheduler.owner, keyspace.ids, asked.hashes, lease_deadline)
+        lease, chunks, offsets = self._l1.core.acquire(
+            scheduler.owner, keyspace.ids, wanted_hashes, lease_deadline, True, keyspace.tails
+        )
         in_l1 = _Hit((lease,) if lease else (), chunks, offsets)
         if chunks == total:
             return self._answer(asked, keyspace, in_l1, chunks, None)
@@ -149,9 +151,10 @@ class LookupService:
             lease_deadline=lease_deadline,
             namespaces=keyspace.namespaces,
             frame_bytes=keyspace.frame_bytes,
-            hashes=asked.hashes[chunks * CHUNK_HASH_BYTES :],
+            hashes=wanted_hashes[chunks * CHUNK_HASH_BYTES :],
             deadline_seconds=min(message.deadline_seconds, MAX_LOOKUP_DEADLINE_SECONDS),
-            l1_hashes=asked.hashes[: chunks * CHUNK_HASH_BYTES],
+            l1_hashes=wanted_hashes[: chunks * CHUNK_HASH_BYTES],
+            tail_chunks=keyspace.tail_chunks,
         )
         return self._load(_Waiting(asked, keyspace, in_l1), request, self._prefetcher)
 
@@ -185,7 +188,7 @@ class LookupService:
             keyspace = self._registry.whole_keyspace(instance, session.chain.cache_salt)
             if keyspace is not None and session.chain.chunks <= limits.MAX_CHUNKS_PER_CALL:
                 # Chunks stored while the request ran get their place in the order: suffix evicted before prefix.
-                self._l1.core.touch(keyspace.ids, session.chain.hashes)
+                self._l1.core.touch(keyspace.ids, session.chain.hashes, keyspace.tails)
             self._forget(instance, session)
         return Empty()
 

@@ -179,6 +179,8 @@ class PayloadService:
             raise RemoteError(ErrorCode.LAYOUT_CONFLICT, "The lease does not cover the rank of this worker.")
         _check_part(message.offset, message.size_bytes, frame_bytes)
         (slot,) = struct.unpack_from("<Q", lease.offsets, 8 * (row * lease.chunks + message.chunk))
+        if slot == _native.NO_SLOT:
+            raise RemoteError(ErrorCode.BAD_REQUEST, f"Chunk {message.chunk} of this group lies before its tail.")
         address = self._l1.address_of(slot)
         digest = lease.keyspace.namespaces[row].digest
         first = message.chunk * CHUNK_HASH_BYTES

@@ -87,7 +87,7 @@ class Registry:
 
     `is_copying` tells whether this server itself still writes into slots of an owner."""
 
-    def __init__(self, l1: L1Store, locks: OwnerLocks, metrics: Metrics, clock: Clock) -> None:
+    def __init__(self, l1: L1Store, locks: OwnerLocks, metrics: Metrics, clock: Clock, chunk_tokens: int) -> None:
         self.instances: dict[str, Instance] = {}
         self.on_scheduler_gone: Callable[[Instance], None] = lambda instance: None
         self.is_copying: Callable[[int], bool] = lambda owner: False
@@ -95,6 +95,7 @@ class Registry:
         self._locks = locks
         self._metrics = metrics
         self._clock = clock
+        self._chunk_tokens = chunk_tokens
         self._retired: set[int] = set()
 
     # ---- finding -----------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ class Registry:
 
     def _name(self, profile: RegisterInstance, worker: RegisterWorker, cache_salt: str) -> Keyspace:
         try:
-            return rank_keyspace(self._l1, profile, worker, cache_salt)
+            return rank_keyspace(self._l1, profile, worker, cache_salt, self._chunk_tokens)
         except ResourceError as error:  # more tenants than the index can tell apart
             raise RemoteError(ErrorCode.TOO_MANY, str(error)) from error
 

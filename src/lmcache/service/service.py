@@ -72,7 +72,7 @@ class CacheService:
         self._l1 = l1
         self._storage = storage
         self._hasher = hasher
-        self.registry = Registry(l1, l1.memory, metrics, clock)
+        self.registry = Registry(l1, l1.memory, metrics, clock, hasher.chunk_tokens)
         self._liveness = LivenessService(
             self.registry, l1, l1.memory, clock, settings.lease_ttl_seconds, settings.reservation_ttl_seconds
         )

@@ -57,6 +57,8 @@ class TransferService:
             raise RemoteError(ErrorCode.BAD_REQUEST, f"{len(message.hashes)} bytes are not hashes of 32 bytes each.")
         if chunks > limits.MAX_CHUNKS_PER_CALL:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A call covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
+        if message.wanted and len(message.wanted) != chunks * len(worker.registration.layouts):
+            raise RemoteError(ErrorCode.BAD_REQUEST, "`wanted` must have one byte for each object group and chunk.")
         if len(worker.reservations) >= limits.MAX_RESERVATIONS_PER_WORKER:
             raise RemoteError(
                 ErrorCode.TOO_MANY,
@@ -65,7 +67,7 @@ class TransferService:
         keyspace = self._registry.rank_keyspace(instance, worker, message.cache_salt)
         deadline = self._clock.monotonic() + self._reservation_ttl_seconds
         reservation, slots, without_room = self._l1.core.reserve(
-            worker.owner, keyspace.ids, keyspace.sizes, message.hashes, deadline
+            worker.owner, keyspace.ids, keyspace.sizes, message.hashes, deadline, message.wanted
         )
         if reservation:
             worker.reservations[reservation] = Reservation(keyspace, message.hashes, slots)

@@ -22,11 +22,15 @@ from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.leases import FOREVER
 from lmcache.tiering.loads import Load, Loader, Slot
+from lmcache.tiering.tails import is_needed, longest_whole
 
 log = logging.getLogger("lmcache.tiering")
 
 FIRST_WINDOW_CHUNKS = 32
 WINDOW_GROWTH = 4
+
+# Of one chunk, by namespace: the first adapter that has its object, or None.
+Sources = list[int | None]
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class PrefetchRequest:
     hashes: bytes
     deadline_seconds: float
     l1_hashes: bytes = b""  # the chunks before `hashes`, which L1 had
+    tail_chunks: Sequence[int] = ()  # by namespace: how many chunks at the end of a hit it must have, 0 for all
 
 
 @dataclass(frozen=True)
@@ -163,19 +168,27 @@ class PrefetchController:
                 return
 
     async def _start_loads(self, run: _Run) -> None:
-        total, window = len(run.hashes), FIRST_WINDOW_CHUNKS
+        tails, total, window = run.request.tail_chunks, len(run.hashes), FIRST_WINDOW_CHUNKS
+        if tails:  # what is needed depends on where the hit ends, so that has to be known first
+            run.chunks, window = 0, total
         while run.chunks < total:
             first, last = run.chunks, min(total, run.chunks + window)
             sources = await self._find(run, first, last)
-            whole = next((chunk for chunk in range(first, last) if sources[chunk - first] is None), last)
-            found = [source for source in sources[: whole - first] if source is not None]
+            there = [[source is not None for source in of_chunk] for of_chunk in sources]
+            whole = first + longest_whole(there, tails or [0] * run.width)
+            found = sources[: whole - first]
+            if tails:
+                found = [
+                    [source if is_needed(chunk, whole, tail) else None for source, tail in zip(row, tails, strict=True)]
+                    for chunk, row in enumerate(found)
+                ]
             if not await self._load_window(run, first, found) or whole < last:
                 return
             window *= WINDOW_GROWTH
 
-    async def _find(self, run: _Run, first: int, last: int) -> list[list[int] | None]:
-        """For each chunk the first adapter that has each of its objects, or None when one of them is nowhere. An object
-        that L1 has, or that is being loaded, counts as the first adapter's: it will not be loaded again."""
+    async def _find(self, run: _Run, first: int, last: int) -> list[Sources]:
+        """Where the objects of each chunk are. One that L1 has, or that is being loaded, counts as the first adapter's:
+        it will not be loaded again."""
         width = run.width
         keys = [key for chunk in range(first, last) for key in run.keys_of(chunk)]
         source: list[int | None] = [None] * len(keys)
@@ -190,13 +203,11 @@ class PrefetchController:
             for index, has in zip(unknown, there, strict=True):
                 if has:
                     source[index] = position
-        found: list[list[int] | None] = []
+        found: list[Sources] = []
         for chunk in range(first, last):
             at = (chunk - first) * width
-            of_chunk = [self._or_resident(run, chunk, i, source[at + i]) for i in range(width)]
-            found.append([value for value in of_chunk if value is not None] if None not in of_chunk else None)
-            if found[-1] is None:
-                found += [None] * (last - chunk - 1)
+            found.append([self._or_resident(run, chunk, i, source[at + i]) for i in range(width)])
+            if None in found[-1] and not run.request.tail_chunks:
                 break
         return found
 
@@ -205,8 +216,8 @@ class PrefetchController:
             return 0
         return source
 
-    async def _load_window(self, run: _Run, first: int, sources: Sequence[list[int]]) -> bool:
-        """Starts loads for the chunks from `first` on. False when L1 has no room for all of them."""
+    async def _load_window(self, run: _Run, first: int, sources: Sequence[Sources]) -> bool:
+        """Starts loads for the chunks from `first` on, for what has a source. False when L1 lacks the room."""
         chunk_bytes = sum(run.request.frame_bytes)
         width = run.width
         step = max(1, min(limits.MAX_L2_BATCH_OBJECTS // width, limits.L2_LOAD_BATCH_BYTES // chunk_bytes))
@@ -226,7 +237,7 @@ class PrefetchController:
             loader.bytes_freed.clear()
             await loader.bytes_freed.wait()
 
-    def _reserve(self, run: _Run, first: int, sources: Sequence[list[int]]) -> int:
+    def _reserve(self, run: _Run, first: int, sources: Sequence[Sources]) -> int:
         """Takes slots for these chunks and starts their load; how many chunks have room. What is resident is leased,
         what somebody else loads is joined."""
         count, width = len(sources), run.width
@@ -237,6 +248,9 @@ class PrefetchController:
             array("Q", run.request.frame_bytes).tobytes(),
             b"".join(run.hashes[first : first + count]),
             FOREVER,
+            bytes(sources[chunk][position] is not None for position in range(width) for chunk in range(count))
+            if run.request.tail_chunks
+            else b"",
         )
         offsets = array("Q", packed)
         slots = []
@@ -244,10 +258,13 @@ class PrefetchController:
         for chunk in range(with_room):
             keys = run.keys_of(first + chunk)
             for position in range(width):
+                source = sources[chunk][position]
+                if source is None:
+                    continue
                 place = position * count + chunk
                 if offsets[place] != _native.NO_SLOT:
                     size_bytes = run.request.frame_bytes[position]
-                    slots.append(Slot(keys[position], place, offsets[place], size_bytes, sources[chunk][position]))
+                    slots.append(Slot(keys[position], place, offsets[place], size_bytes, source))
                     continue
                 other = self._loader.find(keys[position])
                 if other is not None:
@@ -284,7 +301,12 @@ class PrefetchController:
     def _lease(self, run: _Run, chunks: int) -> PrefetchResult:
         """What is resident now, which at a deadline may be more or less than what was waited for."""
         lease, leased, offsets = self._l1.core.acquire(
-            run.request.owner, run.namespace_ids, run.request.hashes, run.request.lease_deadline
+            run.request.owner,
+            run.namespace_ids,
+            run.request.hashes,
+            run.request.lease_deadline,
+            True,
+            array("I", run.request.tail_chunks).tobytes(),
         )
         return PrefetchResult(leased, lease, offsets, run.reason if leased < chunks else None)
 
@@ -295,10 +317,13 @@ class PrefetchController:
         if not chunks:
             return
         hashes = request.l1_hashes + request.hashes[: chunks * CHUNK_HASH_BYTES]
+        total = len(hashes) // CHUNK_HASH_BYTES
+        tails = request.tail_chunks or [0] * len(request.namespaces)
         keys = [
-            ObjectKey(namespace, hashes[at : at + CHUNK_HASH_BYTES])
-            for at in range(0, len(hashes), CHUNK_HASH_BYTES)
-            for namespace in request.namespaces
+            ObjectKey(namespace, hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES])
+            for chunk in range(total)
+            for namespace, tail in zip(request.namespaces, tails, strict=True)
+            if is_needed(chunk, total, tail)
         ]
         for runner in self._runners:
             runner.used(keys)

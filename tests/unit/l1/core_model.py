@@ -91,6 +91,26 @@ class Model:
                 return chunk
         return len(hashes)
 
+    def usable_prefix(self, namespaces: Sequence[int], hashes: Sequence[bytes], tails: Sequence[int]) -> int:
+        """With tails: 0 for a namespace that needs every chunk, else how many at the end."""
+        for chunks in range(len(hashes), 0, -1):
+            needed = self.needed(namespaces, hashes[:chunks], tails)
+            if all(self.resident((namespace, chunk_hash)) for _, namespace, chunk_hash in needed):
+                return chunks
+        return 0
+
+    @staticmethod
+    def needed(
+        namespaces: Sequence[int], hashes: Sequence[bytes], tails: Sequence[int]
+    ) -> list[tuple[int, int, bytes]]:
+        """(chunk, namespace, hash) of what a prefix of all of `hashes` needs, last chunk first."""
+        return [
+            (chunk, namespace, hashes[chunk])
+            for chunk in reversed(range(len(hashes)))
+            for namespace, tail in zip(namespaces, tails, strict=True)
+            if not tail or chunk >= len(hashes) - tail
+        ]
+
     @property
     def order(self) -> list[Stored]:
         """Unleased residents, oldest use first."""
@@ -138,14 +158,22 @@ class Model:
 
     # ---- writing -----------------------------------------------------------------------------------------------------
     def reserve(
-        self, owner: int, namespaces: Sequence[int], sizes: Sequence[int], hashes: Sequence[bytes], deadline: float
+        self,
+        owner: int,
+        namespaces: Sequence[int],
+        sizes: Sequence[int],
+        hashes: Sequence[bytes],
+        deadline: float,
+        wanted: Sequence[Sequence[int]],
     ) -> None:
+        """`wanted`: [namespace][chunk], 0 where no slot is asked for."""
+        flags = bytes(flag for row in wanted for flag in row)
         reservation, packed, without_room = self.core.reserve(
-            owner, pack_u32(namespaces), pack_u64(sizes), b"".join(hashes), deadline
+            owner, pack_u32(namespaces), pack_u64(sizes), b"".join(hashes), deadline, flags
         )
         slots = rows_of(packed, len(namespaces))
         with_room = len(hashes) - without_room
-        gone = self._evicted_by_reserve(namespaces, sizes, hashes)
+        gone = self._evicted_by_reserve(namespaces, sizes, hashes, wanted)
         untouched = list(self.order)
         # In the order of chunks: what was there is used once more, what was not gets its slot.
         rows: list[list[Stored | None]] = [[None] * len(hashes) for _ in namespaces]
@@ -155,11 +183,14 @@ class Model:
             for row, namespace in enumerate(namespaces):
                 key = (namespace, hashes[chunk])
                 if slots[row][chunk] == NO_SLOT:
-                    assert key in self.found, "an absent object got no slot"
+                    if key not in self.found:
+                        assert not wanted[row][chunk], "an absent object got no slot"
+                        continue
                     if self.found[key].state == "resident" and self.found[key] not in used:
                         used.append(self.found[key])
                     continue
                 assert key not in self.found, "a slot for an object that is there"
+                assert wanted[row][chunk], "a slot that nobody wanted"
                 stored = Stored(key, slots[row][chunk], -(-sizes[row] // UNIT) * UNIT)
                 assert stored.offset % UNIT == 0
                 rows[row][chunk] = stored
@@ -168,7 +199,8 @@ class Model:
                 self.found[key] = stored
         assert all(slot == NO_SLOT for row in slots for slot in row[with_room:]), "a slot beyond the room"
         if without_room:
-            used += self._check_refusal(namespaces, sizes, hashes[with_room], used)
+            of_chunk = [row[with_room] for row in wanted]
+            used += self._check_refusal(namespaces, sizes, hashes[with_room], of_chunk, used)
             self.failures += without_room
         self.gaps()
         if gone and self.has_one_size and self.is_exact:
@@ -181,7 +213,11 @@ class Model:
             self.reservations[reservation] = Reservation(owner, deadline, rows)
 
     def _evicted_by_reserve(
-        self, namespaces: Sequence[int], sizes: Sequence[int], hashes: Sequence[bytes]
+        self,
+        namespaces: Sequence[int],
+        sizes: Sequence[int],
+        hashes: Sequence[bytes],
+        wanted: Sequence[Sequence[int]],
     ) -> list[Stored]:
         """Takes over what the core evicted, in the order of last use."""
         count = self.core.stats()["evicted_objects"] - self.evicted
@@ -190,8 +226,8 @@ class Model:
             return []
         absent = [
             size_bytes
-            for namespace, size_bytes in zip(namespaces, sizes, strict=True)
-            for chunk_hash in dict.fromkeys(hashes)
+            for namespace, size_bytes, row in zip(namespaces, sizes, wanted, strict=True)
+            for chunk_hash in {one: None for one, flag in zip(hashes, row, strict=True) if flag}
             if (namespace, chunk_hash) not in self.found
         ]
         needed_bytes = sum(-(-size_bytes // UNIT) * UNIT for size_bytes in absent)
@@ -205,14 +241,21 @@ class Model:
         return gone
 
     def _check_refusal(
-        self, namespaces: Sequence[int], sizes: Sequence[int], chunk_hash: bytes, used: list[Stored]
+        self,
+        namespaces: Sequence[int],
+        sizes: Sequence[int],
+        chunk_hash: bytes,
+        wanted: Sequence[int],
+        used: list[Stored],
     ) -> list[Stored]:
         """Asserts that the chunk could not have got room; returns those of its objects that were used on the way."""
         evictable = [stored for stored in self.order if stored not in used]
         also_used: list[Stored] = []
         taken: list[int] = []
-        for namespace, size_bytes in zip(namespaces, sizes, strict=True):
+        for namespace, size_bytes, flag in zip(namespaces, sizes, wanted, strict=True):
             stored = self.found.get((namespace, chunk_hash))
+            if stored is None and not flag:
+                continue
             if stored is None:
                 taken.append(-(-size_bytes // UNIT) * UNIT)
             elif stored.state == "resident":
@@ -277,23 +320,36 @@ class Model:
     def probe(self, namespaces: Sequence[int], hashes: Sequence[bytes]) -> None:
         assert self.core.probe(pack_u32(namespaces), b"".join(hashes)) == self.prefix(namespaces, hashes)
 
-    def touch(self, namespaces: Sequence[int], hashes: Sequence[bytes]) -> None:
-        chunks = self.prefix(namespaces, hashes)
-        assert self.core.touch(pack_u32(namespaces), b"".join(hashes)) == chunks
+    def touch(self, namespaces: Sequence[int], hashes: Sequence[bytes], tails: Sequence[int]) -> None:
+        chunks = self.prefix([ns for ns, tail in zip(namespaces, tails, strict=True) if not tail], hashes)
+        assert self.core.touch(pack_u32(namespaces), b"".join(hashes), pack_u32(tails)) == chunks
         for chunk in reversed(range(chunks)):
             for namespace in reversed(namespaces):
-                self.use(self.found[namespace, hashes[chunk]])
+                stored = self.resident((namespace, hashes[chunk]))
+                if stored is not None:
+                    self.use(stored)
 
     def acquire(
-        self, owner: int, namespaces: Sequence[int], hashes: Sequence[bytes], deadline: float, is_use: bool = True
+        self,
+        owner: int,
+        namespaces: Sequence[int],
+        hashes: Sequence[bytes],
+        deadline: float,
+        tails: Sequence[int],
+        is_use: bool = True,
     ) -> None:
-        chunks = self.prefix(namespaces, hashes)
-        lease, count, packed = self.core.acquire(owner, pack_u32(namespaces), b"".join(hashes), deadline, is_use)
+        chunks = self.usable_prefix(namespaces, hashes, tails)
+        lease, count, packed = self.core.acquire(
+            owner, pack_u32(namespaces), b"".join(hashes), deadline, is_use, pack_u32(tails) if any(tails) else b""
+        )
         assert (count, lease != 0) == (chunks, chunks > 0)
-        expected = [[self.found[namespace, h].offset for h in hashes[:chunks]] for namespace in namespaces]
+        needed = self.needed(namespaces, hashes[:chunks], tails)
+        expected = [[NO_SLOT] * chunks for _ in namespaces]
+        for chunk, namespace, chunk_hash in needed:
+            expected[list(namespaces).index(namespace)][chunk] = self.found[namespace, chunk_hash].offset
         assert [value for (value,) in struct.iter_unpack("<Q", packed)] == [slot for row in expected for slot in row]
         if lease:
-            objects = [self.found[ns, hashes[chunk]] for chunk in reversed(range(chunks)) for ns in namespaces]
+            objects = [self.found[namespace, chunk_hash] for _, namespace, chunk_hash in needed]
             for stored in objects:
                 stored.readers += 1
             assert lease not in self.leases

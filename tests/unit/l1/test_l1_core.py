@@ -480,3 +480,50 @@ def test_nothing_to_do_is_no_error() -> None:
     assert core.commit(12345, b"") == (0, 0, b"")
     assert core.drop_owner(5) == (0, 0)
     assert core.list_objects(0, 10) == (b"", b"", b"", 0)
+
+
+def put_at(core: L1Core, namespace: int, *names: object) -> None:
+    for name in names:
+        put(core, u32(namespace), chunk_hashes(name))
+
+
+def test_a_namespace_with_a_tail_needs_only_the_end_of_the_prefix() -> None:
+    core = make_core(16)
+    whole, window = intern(core, "whole"), intern(core, "window")
+    put_at(core, whole, 0, 1, 2, 3, 4)
+    put_at(core, window, 1, 2, 4)
+    namespaces, hashes = u32(whole, window), chunk_hashes(0, 1, 2, 3, 4, 5)
+    for tail, chunks, held in ((0, 0, 0), (1, 5, 6), (2, 3, 5), (3, 0, 0)):
+        lease, found, offsets = core.acquire(7, namespaces, hashes, FOREVER, True, u32(0, tail))
+        assert (found, core.stats()["leased_objects"]) == (chunks, held), tail
+        assert bool(lease) == bool(chunks)
+        if lease:
+            of_window = as_u64(offsets)[chunks:]
+            assert [offset == NO_SLOT for offset in of_window] == [True] * (chunks - tail) + [False] * tail
+            core.check()
+            core.release(lease)
+    assert core.touch(namespaces, hashes, u32(0, 1)) == 5
+    core.check()
+    with pytest.raises(ValueError, match="tails"):
+        core.acquire(7, namespaces, hashes, FOREVER, True, u32(1))
+
+
+def test_a_short_prefix_needs_as_much_of_a_tail_as_there_is() -> None:
+    core = make_core()
+    whole, window = intern(core, "whole"), intern(core, "window")
+    put_at(core, whole, 0, 1)
+    put_at(core, window, 0, 1)
+    assert core.acquire(7, u32(whole, window), chunk_hashes(0, 1), FOREVER, True, u32(0, 5))[1] == 2
+
+
+def test_slots_are_reserved_where_they_are_wanted() -> None:
+    core = make_core()
+    namespaces = u32(intern(core, "a"), intern(core, "b"))
+    wanted = bytes([1, 0, 0, 1])
+    reservation, slots, without_room = core.reserve(1, namespaces, u64(KIB4, KIB4), chunk_hashes(0, 1), FOREVER, wanted)
+    assert ([slot == NO_SLOT for slot in as_u64(slots)], without_room) == ([False, True, True, False], 0)
+    assert core.commit(reservation, b"")[0] == 2
+    assert core.reserve(1, namespaces, u64(KIB4, KIB4), chunk_hashes(0, 1), FOREVER, bytes(4))[0] == 0
+    with pytest.raises(ValueError, match="wanted"):
+        core.reserve(1, namespaces, u64(KIB4, KIB4), chunk_hashes(0, 1), FOREVER, b"\1")
+    core.check()

@@ -86,6 +86,10 @@ class Steps:
             chunks = chunks + chunks[:2]  # a hash twice in one call
         return chunks
 
+    def some_tails(self, namespaces: list[int]) -> list[int]:
+        most = self.random.choice((0, 0, 1, 3))
+        return [self.random.randint(0, most) for _ in namespaces]
+
     def some_keys(self) -> list[Key]:
         return [(self.random.choice(self.namespaces), chunk) for chunk in self.some_chunks()]
 
@@ -102,7 +106,10 @@ class Steps:
     def reserve(self) -> None:
         namespaces = self.some_namespaces()
         sizes = [self.sizes[namespace] for namespace in namespaces]
-        self.model.reserve(self.random.choice(OWNERS), namespaces, sizes, self.some_chunks(), self.some_deadline())
+        chunks = self.some_chunks()
+        often = self.random.choice((1.0, 1.0, 0.7))
+        wanted = [[int(self.random.random() < often) for _ in chunks] for _ in namespaces]
+        self.model.reserve(self.random.choice(OWNERS), namespaces, sizes, chunks, self.some_deadline(), wanted)
 
     def commit(self) -> None:
         number = self.one_of(dict(self.model.reservations))
@@ -117,11 +124,13 @@ class Steps:
         self.model.abort(self.one_of(dict(self.model.reservations)))
 
     def acquire(self) -> None:
+        namespaces = self.some_namespaces()
         self.model.acquire(
             self.random.choice(OWNERS),
-            self.some_namespaces(),
+            namespaces,
             self.some_chunks(from_start=True),
             self.some_deadline(),
+            self.some_tails(namespaces),
             is_use=self.random.random() < 0.7,
         )
 
@@ -132,7 +141,8 @@ class Steps:
         self.model.probe(self.some_namespaces(), self.some_chunks())
 
     def touch(self) -> None:
-        self.model.touch(self.some_namespaces(), self.some_chunks())
+        namespaces = self.some_namespaces()
+        self.model.touch(namespaces, self.some_chunks(), self.some_tails(namespaces))
 
     def renew(self) -> None:
         self.model.renew(self.random.choice(OWNERS), self.some_deadline())

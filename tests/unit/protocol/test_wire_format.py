@@ -21,7 +21,7 @@ EXAMPLES: dict[str, m.Message] = {
     ),
     "Ping": m.Ping("engine-1", 0),
     "PingReply": m.PingReply(bytes(range(16)), True, False),
-    "RegisterInstance": m.RegisterInstance("engine-1", "model", 2, 1, 10.0, "vllm 0.32.0"),
+    "RegisterInstance": m.RegisterInstance("engine-1", "model", 2, 1, 10.0, "vllm 0.32.0", [0, 511]),
     "RegisterWorker": m.RegisterWorker(
         "engine-1", 1, 1, ["ab" * 16], [2 << 20], False, 5.0, [("bfloat16", [8, 2, 4, 128, 128])]
     ),
@@ -31,7 +31,7 @@ EXAMPLES: dict[str, m.Message] = {
     "LookupReply": m.LookupReply(2, 1, 9, bytes(64), bytes(16), "not_stored"),
     "Release": m.Release("engine-1", 9, [1]),
     "EndSession": m.EndSession("engine-1", "req-1"),
-    "Reserve": m.Reserve("engine-1", 1, "tenant", bytes(range(32))),
+    "Reserve": m.Reserve("engine-1", 1, "tenant", bytes(range(32)), b"\1\0"),
     "ReserveReply": m.ReserveReply(3, b"\xff" * 8, 1),
     "Commit": m.Commit("engine-1", 1, 3, b"\1"),
     "CommitReply": m.CommitReply(1),

@@ -95,7 +95,7 @@ class Service:
         self.loop = Loop(clock)
         self.storage = Storage()
         self.locks = Locks()
-        self.registry = Registry(l1, self.locks, metrics, clock)
+        self.registry = Registry(l1, self.locks, metrics, clock, CHUNK_TOKENS)
         self.hasher = ChunkHasher("blake3", CHUNK_TOKENS)
         storage = self.storage if with_l2 else None
         self.events = EventBus([], 10, metrics)
@@ -106,9 +106,12 @@ class Service:
         self.liveness = LivenessService(self.registry, l1, self.locks, clock, LEASE_TTL, RESERVATION_TTL)
 
     # ---- what an engine does -----------------------------------------------------------------------------------------
-    def register(self, instance: str = "engine", *, ranks: int = 1, groups: int = 1, layout: str = LAYOUT) -> int:
+    def register(
+        self, instance: str = "engine", *, ranks: int = 1, groups: int = 1, layout: str = LAYOUT, tails=()
+    ) -> int:
         """The scheduler side and one worker a rank, whose processes live; the scheduler's owner."""
-        owner = self.liveness.register_instance(m.RegisterInstance(instance, "model", ranks, groups, 10.0)).owner
+        message = m.RegisterInstance(instance, "model", ranks, groups, 10.0, tail_tokens=list(tails))
+        owner = self.liveness.register_instance(message).owner
         self.locks.alive.add(owner)
         for rank in range(ranks):
             self.register_worker(instance, rank, groups=groups, layout=layout)

@@ -86,12 +86,13 @@ class Rig:
         deadline_seconds: float = 20.0,
         namespaces: Sequence[Namespace] = (),
         in_l1: Sequence[ObjectKey] = (),
+        tails: Sequence[int] = (),
     ) -> tuple[queue.Queue[PrefetchResult], Callable[[], None]]:
         answers: queue.Queue[PrefetchResult] = queue.Queue()
         of = list(namespaces) or [chunks[0].namespace]
         hashes = b"".join(key.chunk_hash for key in chunks)
         before = b"".join(key.chunk_hash for key in in_l1)
-        request = PrefetchRequest(ENGINE, FOREVER, of, [FRAME_BYTES] * len(of), hashes, deadline_seconds, before)
+        request = PrefetchRequest(ENGINE, FOREVER, of, [FRAME_BYTES] * len(of), hashes, deadline_seconds, before, tails)
         return answers, self.storage.prefetch(request, answers.put)
 
     def fetch(self, chunks: Sequence[ObjectKey], **options: Any) -> PrefetchResult:
@@ -104,6 +105,8 @@ class Rig:
         for position, name in enumerate(of):
             for index, key in enumerate(chunks[: result.chunks]):
                 wanted = ObjectKey(name, key.chunk_hash)
+                if offsets[position * result.chunks + index] == _native.NO_SLOT:
+                    continue
                 offset = offsets[position * result.chunks + index] + FRAME_HEADER_BYTES
                 if bytes(self.l1.memory.view(offset, PAYLOAD_BYTES)) != self.payload(wanted):
                     return False

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import vllm
@@ -78,7 +79,10 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             if not (current_platform.is_cpu() or current_platform.is_cuda()):
                 raise LayoutRefused("Only vLLM for CPU and for NVIDIA GPUs is supported so far.")
-            self._groups = cacheable_groups(vllm_config, kv_cache_config)
+            groups = cacheable_groups(vllm_config, kv_cache_config)
+            if current_platform.is_cuda() and any(group.is_state for group in groups):
+                raise LayoutRefused("This model keeps a recurrent state, which is restored on CPU engines only so far.")
+            self._groups = groups
         except LayoutRefused as refusal:
             if role == KVConnectorRole.SCHEDULER:  # every worker comes to the same: said once
                 log.error("This engine runs uncached: %s", refusal)
@@ -108,6 +112,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 len(self._groups),
                 self._settings.heartbeat_interval_seconds,
                 f"vllm {vllm.__version__}",
+                [group.tail_tokens for group in self._groups],
             )
         )
         self._await_server(client)
@@ -117,9 +122,17 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups=self._groups,
             ranks=self._kv_ranks,
             workers=parallel.world_size,
-            save_decode=self._settings.save_decode_cache,
+            save_decode=self._saves_decode(),
             load_or_recompute=self._settings.load_or_recompute,
         )
+
+    def _saves_decode(self) -> bool:
+        if self._settings.save_decode_cache and any(group.is_state for group in self._groups):
+            log.warning(
+                "What decoding makes is not stored: the state at the end of a chunk is gone before its name is known"
+            )
+            return False
+        return self._settings.save_decode_cache
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if not self._groups:
@@ -160,16 +173,15 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             missing = [name for name in group.layer_names if name not in kv_caches]
             if missing:
                 raise LayoutRefused(f"The engine did not register a KV tensor for {missing[0]}.")
-            described.append(
-                describe(
-                    [(name, kv_caches[name]) for name in group.layer_names],
-                    engine=engine_identity(
-                        self._vllm_config, vllm.__version__, layers, group.layer_names, on_gpu=on_gpu
-                    ),
-                    block_tokens=group.block_tokens,
-                    num_blocks=self._kv_cache_config.num_blocks,
-                )
+            paged = describe(
+                [(name, kv_caches[name]) for name in group.layer_names],
+                engine=engine_identity(
+                    self._vllm_config, vllm.__version__, layers, group.layer_names, on_gpu=on_gpu, state=group.state
+                ),
+                block_tokens=group.block_tokens,
+                num_blocks=self._kv_cache_config.num_blocks,
             )
+            described.append(replace(paged, is_state=group.is_state))
         return described
 
     def _await_server(self, client: Client) -> None:

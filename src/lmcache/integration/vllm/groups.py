@@ -7,14 +7,15 @@ from typing import Any
 
 from lmcache.errors import LayoutRefused
 
-# Specs whose blocks hold nothing but the KV of their own tokens, written once. Compared by exact class name: a subclass
-# that this version does not know may keep something else in its blocks.
+# Specs whose blocks hold nothing but the KV of their own tokens, written once, and what says how far back later tokens
+# look. Compared by exact class name: a subclass that this version does not know may keep something else in its blocks.
 _ATTENTION_SPECS = {
     "FullAttentionSpec": None,
     "MLAAttentionSpec": None,
     "SlidingWindowSpec": "sliding_window",
     "ChunkedLocalAttentionSpec": "attention_chunk_size",
 }
+_STATE_SPEC = "MambaSpec"  # the block that ends at a boundary holds the state there, and nothing of its own tokens
 _OPAQUE_QUANTIZATION = (0, 1)  # none, and fp8 with the scales of the weights: a block is nothing but its tokens
 _EXACT_SPECULATION = ("ngram", "ngram_gpu", "suffix", "draft_model")
 
@@ -25,8 +26,19 @@ class CacheGroup:
 
     block_tokens: int
     layer_names: tuple[str, ...]
-    # False where the engine drops blocks that later tokens no longer attend to: such a block id is the null block.
-    keeps_all_blocks: bool
+    # How many tokens before the end of a hit need their blocks, 0 for all. Where it is not 0 the engine drops blocks
+    # that later tokens no longer need: such a block id is the null block.
+    tail_tokens: int = 0
+    # Of a recurrent state: its tensors. Of a chunk only the last block counts: it holds the state at the chunk's end.
+    state: str = ""
+
+    @property
+    def is_state(self) -> bool:
+        return bool(self.state)
+
+    def blocks_in(self, chunk_tokens: int) -> int:
+        """How many blocks hold what is stored of a chunk."""
+        return 1 if self.is_state else chunk_tokens // self.block_tokens
 
 
 def cacheable_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
@@ -37,24 +49,65 @@ def cacheable_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup
         specs = list(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values()) or [group.kv_cache_spec]
         for spec in specs:
             kind = type(spec).__name__
-            if kind not in _ATTENTION_SPECS:
+            if kind == _STATE_SPEC:
+                _refuse_state(spec)
+            elif kind not in _ATTENTION_SPECS:
                 raise LayoutRefused(
                     f"This model keeps {kind} state beside or instead of plain attention KV, which this version cannot "
                     "restore exactly."
                 )
-            _refuse_format(spec)
+            else:
+                _refuse_format(spec)
+        if len({type(spec).__name__ == _STATE_SPEC for spec in specs}) > 1:
+            raise LayoutRefused("This model has a KV cache group of recurrent states together with attention.")
         if not group.enable_kv_transfer or group.host_resident:
             raise LayoutRefused("This model has a KV cache group that the engine keeps for itself.")
         groups.append(
             CacheGroup(
                 block_tokens=group.kv_cache_spec.block_size,
                 layer_names=tuple(group.layer_names),
-                keeps_all_blocks=all(_ATTENTION_SPECS[type(spec).__name__] is None for spec in specs),
+                tail_tokens=_tail_tokens(specs),
+                state=" ".join(sorted({_state_tensors(spec) for spec in specs if type(spec).__name__ == _STATE_SPEC})),
             )
         )
     if not groups:
         raise LayoutRefused("This model has no KV cache.")
     return tuple(groups)
+
+
+def _tail_tokens(specs: list[Any]) -> int:
+    """0 as soon as one layer needs every block."""
+    tails = []
+    for spec in specs:
+        if type(spec).__name__ == _STATE_SPEC:
+            tails.append(1)
+            continue
+        window = _ATTENTION_SPECS[type(spec).__name__]
+        if window is None:
+            return 0
+        tails.append(max(1, getattr(spec, window) - 1))
+    return max(tails)
+
+
+def _state_tensors(spec: Any) -> str:
+    """The engine shows a state as opaque bytes; this says what they are."""
+    pairs = zip(spec.dtypes, spec.shapes, strict=True)
+    return ",".join([str(spec.mamba_type), *(f"{dtype}{tuple(shape)}" for dtype, shape in pairs)])
+
+
+def _refuse_state(spec: Any) -> None:
+    """Only states that the engine keeps at block boundaries, each in a block of its own, can be restored."""
+    if spec.mamba_cache_mode != "align":
+        raise LayoutRefused(
+            f"This model keeps a recurrent state, which the engine holds at block boundaries only with its own prefix "
+            f"cache: start vLLM with --enable-prefix-caching (mamba_cache_mode is {spec.mamba_cache_mode!r}, "
+            "not 'align')."
+        )
+    if spec.num_speculative_blocks or spec.num_prefill_checkpoint_blocks:
+        raise LayoutRefused(
+            "This model keeps a recurrent state and the engine speculates or takes checkpoints of it inside blocks, "
+            "which this version cannot prove to restore; start vLLM without speculation."
+        )
 
 
 def _refuse_format(spec: Any) -> None:

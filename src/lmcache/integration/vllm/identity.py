@@ -24,19 +24,24 @@ def engine_identity(
     layer_names: tuple[str, ...],
     *,
     on_gpu: bool = False,
+    state: str = "",
 ) -> str:
     """Names whatever gives the bytes of these layers' blocks their meaning: part of the layout fingerprint.
 
     The attention kernels of a CPU engine pack K and V per instruction set, so that belongs here, as does the version
     family: a new one may pack differently. Those of a GPU engine write the same bytes whatever the host's CPU is.
+    `state`: the tensors of a recurrent state, where these layers keep one.
     """
     family = ".".join(re.findall(r"\d+", version)[:2])
-    kernels = sorted({_kernel(layers[name], on_gpu) for name in layer_names if name in layers})
+    kernels = sorted({_kernel(layers[name], on_gpu, state) for name in layer_names if name in layers})
     return " ".join(("vllm", family, *kernels, model_identity(vllm_config)))
 
 
-def _kernel(layer: Any, on_gpu: bool) -> str:
+def _kernel(layer: Any, on_gpu: bool, state: str) -> str:
     import torch
+
+    if state:
+        return ":".join((type(layer).__name__, torch.backends.cpu.get_cpu_capability(), state))
 
     implementation = type(getattr(layer, "impl", layer)).__name__
     if on_gpu:

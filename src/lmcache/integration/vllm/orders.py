@@ -42,13 +42,17 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """Copy whole blocks of consecutive chunks into L1. blocks: i64 [chunk][block] per group, all real blocks."""
+    """Copy whole blocks of consecutive chunks into L1. blocks: i64 [chunk][block] per group.
+
+    wanted: one byte per [group][chunk], 0 where the engine has nothing to store (null blocks); empty: it has all.
+    """
 
     job: int
     boot_token: bytes
     cache_salt: str
     hashes: bytes
     blocks: tuple[bytes, ...]
+    wanted: bytes = b""
 
 
 @dataclass

@@ -58,7 +58,8 @@ class Pins:
 
     def pin(self, groups: Iterable[Iterable[int]]) -> int | None:
         """Pins the blocks of every group; the job's number, or None when too many are pinned already."""
-        blocks = [self._pool.blocks[block] for group in groups for block in group]
+        null = self.null_block_id
+        blocks = [self._pool.blocks[block] for group in groups for block in group if block != null]
         if self.room(len(blocks)) < len(blocks):
             return None
         self._pool.touch(blocks)

@@ -22,24 +22,26 @@ from typing import TYPE_CHECKING, Any
 from lmcache.clock import Clock, SystemClock
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
+from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN, States, blocks_to_store, group_load, restores_states
 from lmcache.integration.vllm.costs import Costs, Stopwatch, Tier
 from lmcache.integration.vllm.decoded import DecodedChunks, take_tokens
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.identity import is_cacheable, request_identity
 from lmcache.integration.vllm.lookup import Asker, Progress, Question
 from lmcache.integration.vllm.makers import Ahead, Makers
-from lmcache.integration.vllm.orders import GroupLoad, LoadOrder, StepOrders, StoreOrder, WorkerReport
+from lmcache.integration.vllm.orders import LoadOrder, StepOrders, StoreOrder, WorkerReport
 from lmcache.integration.vllm.pins import Pins
 from lmcache.protocol.tokens import pack_tokens
 
 if TYPE_CHECKING:
     from lmcache.client.client import Client
+    from lmcache.protocol.messages import HelloReply
 
 log = logging.getLogger("lmcache.vllm")
 
 STEP_WAIT_SECONDS = 0.002  # all lookups of one scheduler step together
+NO_SERVER = b""  # workers report a load that names it as failed
 LOOKUP_PATIENCE_SECONDS = 0.004  # while other requests run, wait only for a lookup younger than this
-NOT_WRITTEN = -1
 
 
 @dataclass
@@ -79,6 +81,7 @@ class SchedulerSide:
         self._clock = clock or SystemClock()
         self._client = client
         self._groups = tuple(groups)
+        self._needs_the_end = any(group.tail_tokens for group in groups)
         self._ranks = ranks
         self._asker = Asker(client, instance_id, self._clock)
         self._pins = Pins(workers, self._clock)
@@ -112,6 +115,8 @@ class SchedulerSide:
         ):
             return
         hello = self._client.hello
+        if hello is not None and not self._fits(hello):
+            return
         short = hello is not None and len(prompt) < hello.chunk_tokens
         if short and self._decoded is None:
             return
@@ -148,6 +153,8 @@ class SchedulerSide:
         if progress is Progress.FAILED:
             return 0, False
         hit_tokens = self._hit_tokens(state)
+        if self._needs_the_end and hit_tokens >= request.num_tokens:
+            return 0, False  # computing the last token needs what is before it, not what is at the end of the hit
         external_tokens = hit_tokens - computed_tokens
         if external_tokens <= 0:
             return 0, False
@@ -180,10 +187,14 @@ class SchedulerSide:
         hello = self._client.hello
         return hello is not None and len(question.tokens) // 4 < hello.chunk_tokens
 
+    def _fits(self, hello: HelloReply) -> bool:
+        """Where the server's chunks are not whole blocks the workers take no orders, and have said why."""
+        return all(hello.chunk_tokens % group.block_tokens == 0 for group in self._groups)
+
     def _ask(self, state: _Request) -> bool:
         former, hello = state.question.hello, self._client.hello
-        if hello is None or any(hello.chunk_tokens % group.block_tokens for group in self._groups):
-            return False  # the workers have said so and did not register
+        if hello is None or not self._fits(hello):
+            return False
         state.worth_loading = None
         recompute = not self._worth_loading(Tier.L2, len(state.question.tokens) // 4)
         if not self._asker.ask(state.question, recompute=recompute):
@@ -250,13 +261,13 @@ class SchedulerSide:
         chunk_tokens = question.hello.chunk_tokens
         start_token = reply.chunks * chunk_tokens - external_tokens
         loads = [
-            _group_load(group, ids, start_token, reply.chunks, chunk_tokens, self._pins.null_block_id)
+            group_load(group, ids, start_token, reply.chunks, chunk_tokens, self._pins.null_block_id)
             for group, ids in zip(self._groups, block_ids, strict=True)
         ]
         self._loads.append(
             LoadOrder(
                 question.request_id,
-                question.boot_token,
+                question.boot_token if restores_states(self._groups, loads) else NO_SERVER,
                 question.cache_salt,
                 reply.chunks,
                 reply.hashes,
@@ -290,13 +301,16 @@ class SchedulerSide:
         self._stopwatch.step_begins(scheduler_output.total_num_scheduled_tokens)
         if self._decoded is not None:
             orders.stores += self._decoded.orders(idle=not self._engine_busy)
+        offered = scheduler_output.kv_connector_block_state
+        offers = offered.boundary_state_offloads if offered is not None else {}
         if self._storing:
             for request_id, computed_tokens in _computed_after_step(scheduler_output):
                 state = self._storing.get(request_id)
                 if state is None:
                     continue
+                states = {(group, tokens): block for group, block, tokens in offers.get(request_id, ())}
                 try:
-                    order = self._store_order(request_id, state, computed_tokens)
+                    order = self._store_order(request_id, state, computed_tokens, states)
                 except Exception:  # the root of one request's store: it must not cost the engine its step
                     log.exception("Request %s is not stored", request_id)
                     self._storing.pop(request_id, None)
@@ -307,7 +321,7 @@ class SchedulerSide:
                     orders.stores.append(order)
         return orders
 
-    def _store_order(self, request_id: str, state: _Request, computed_tokens: int) -> StoreOrder | None:
+    def _store_order(self, request_id: str, state: _Request, computed_tokens: int, states: States) -> StoreOrder | None:
         """The chunks that this step completes, with their blocks pinned."""
         question = state.question
         if not question.hashes and question.pending is not None:
@@ -323,7 +337,7 @@ class SchedulerSide:
         first = state.stored_chunks
         end = min(computed_tokens, known_tokens) // chunk_tokens
         end = min(end, len(question.hashes) // CHUNK_HASH_BYTES)
-        blocks_per_chunk = sum(chunk_tokens // group.block_tokens for group in self._groups)
+        blocks_per_chunk = sum(group.blocks_in(chunk_tokens) for group in self._groups)
         if end > first:  # what has no room now may have it in a later step
             end = first + self._pins.room((end - first) * blocks_per_chunk) // blocks_per_chunk
         if self._decoded is None and end >= known_tokens // chunk_tokens:
@@ -331,20 +345,19 @@ class SchedulerSide:
         if end <= first:
             return None
         state.stored_chunks = end
-        blocks = []
-        for group, ids in zip(self._groups, self._block_table(request_id), strict=True):
-            per_chunk = chunk_tokens // group.block_tokens
-            blocks.append(array("q", ids[first * per_chunk : end * per_chunk]))
-        if any(self._pins.null_block_id in group_blocks for group_blocks in blocks):
-            return None  # found in the engine's own cache with its window only: there is nothing whole to store
-        job = self._pins.pin(blocks)
+        null = self._pins.null_block_id
+        stored = blocks_to_store(
+            self._groups, self._block_table(request_id), range(first, end), chunk_tokens, null, states
+        )
+        if stored is None:
+            return None
+        job = self._pins.pin(stored.blocks)
         if job is None:
             return None
         self._makers.stores(request_id, job, first)
         hashes = question.hashes[first * CHUNK_HASH_BYTES : end * CHUNK_HASH_BYTES]
-        return StoreOrder(
-            job, question.boot_token, question.cache_salt, hashes, tuple(group.tobytes() for group in blocks)
-        )
+        packed = tuple(group.tobytes() for group in stored.blocks)
+        return StoreOrder(job, question.boot_token, question.cache_salt, hashes, packed, stored.wanted)
 
     def step_ended(self, output: Any) -> None:
         """Takes what the workers reported. A load has ended when all have said so; failures may come earlier."""
@@ -420,25 +433,6 @@ class SchedulerSide:
 
     def close(self) -> None:
         self._asker.close()
-
-
-def _group_load(
-    group: CacheGroup, ids: Sequence[int], start_token: int, end_chunk: int, chunk_tokens: int, null_block_id: int
-) -> GroupLoad:
-    """Blocks of the chunks from the one with `start_token`; leading chunks without a block to write are left out."""
-    per_chunk = chunk_tokens // group.block_tokens
-    first_chunk = start_token // chunk_tokens
-    blocks = array("q", ids[first_chunk * per_chunk : end_chunk * per_chunk])
-    for index in range(start_token // group.block_tokens - first_chunk * per_chunk):
-        blocks[index] = NOT_WRITTEN
-    if not group.keeps_all_blocks:
-        for index, block in enumerate(blocks):
-            if block == null_block_id:
-                blocks[index] = NOT_WRITTEN
-        skipped = next((i for i, block in enumerate(blocks) if block != NOT_WRITTEN), len(blocks)) // per_chunk
-        first_chunk += skipped
-        del blocks[: skipped * per_chunk]
-    return GroupLoad(first_chunk, blocks.tobytes())
 
 
 def _computed_after_step(scheduler_output: Any) -> Iterator[tuple[str, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class Storer:
         if attachment is None or attachment.boot_token != order.boot_token:
             raise ServerUnavailable("the server that it was meant for is gone")
         identity = self._identity
-        message = Reserve(identity.instance_id, identity.worker_id, order.cache_salt, order.hashes)
+        message = Reserve(identity.instance_id, identity.worker_id, order.cache_salt, order.hashes, order.wanted)
         pending = self._client.submit("reserve", message, _LATE_SECONDS)
         nothing = bytes(len(order.blocks) * (len(order.hashes) // CHUNK_HASH_BYTES))
         if not pending.wait(RESERVE_SECONDS):
@@ -158,6 +159,8 @@ class Storer:
             raise
         if reply.reservation == 0:
             return None
+        if order.wanted:
+            reply.slots = _only_wanted(reply.slots, order.wanted)
         try:
             jobs = attachment.submit_store(order, reply)
             written = b"".join(_result(job) for job in jobs)
@@ -223,6 +226,12 @@ def _await(computed: _native.CudaFence) -> None:
         computed.wait()
     except RuntimeError as error:
         raise ResourceError(f"The GPU does not answer: {error}.") from error
+
+
+def _only_wanted(slots: bytes, wanted: bytes) -> bytes:
+    """A server of an earlier version hands out slots for what is not wanted; nothing may be written there."""
+    pairs = zip(array("Q", slots), wanted, strict=True)
+    return array("Q", [slot if is_wanted else _native.NO_SLOT for slot, is_wanted in pairs]).tobytes()
 
 
 def _result(job: TransferJob) -> bytes:

@@ -20,13 +20,13 @@ from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.device.cpu import PagedGroup, describe_group
 from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.errors import LayoutRefused, LMCacheError
+from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN
 from lmcache.integration.vllm.engine_process import instance_name, scheduler_process_id
 from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.groups import refuse_settings
 from lmcache.integration.vllm.identity import engine_identity
 from lmcache.integration.vllm.notices import Notices
 from lmcache.integration.vllm.orders import GroupLoad, LoadOrder, StepOrders, StoreOrder
-from lmcache.integration.vllm.scheduler_side import NOT_WRITTEN
 from lmcache.integration.vllm.settings import ConnectorSettings
 from lmcache.integration.vllm.upstream_scheduler import chunk_blocks, connect
 from lmcache.integration.vllm.upstream_types import LoadStoreOp, ParallelStrategy

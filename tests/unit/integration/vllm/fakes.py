@@ -117,6 +117,7 @@ def request(request_id: str, prompt_tokens: int, **fields: Any) -> Any:
         "prompt_token_ids": list(range(prompt_tokens)),
         "prompt_embeds": None,
         "cache_salt": None,
+        "num_tokens": prompt_tokens,
         "lora_request": None,
         "mm_features": [],
         "skip_reading_prefix_cache": False,
@@ -124,9 +125,15 @@ def request(request_id: str, prompt_tokens: int, **fields: Any) -> Any:
     return SimpleNamespace(**{**values, **fields})
 
 
-def step(new: list[tuple[str, int, int]] = (), running: list[tuple[str, int, int]] = ()) -> Any:
-    """Each: (request id, tokens computed before the step, tokens scheduled in it)."""
+def step(
+    new: list[tuple[str, int, int]] = (),
+    running: list[tuple[str, int, int]] = (),
+    states: dict[str, list[tuple[int, int, int]]] | None = None,
+) -> Any:
+    """Each: (request id, tokens computed before the step, tokens scheduled in it). `states` that this step
+    completes, by request: (group, block, tokens)."""
     return SimpleNamespace(
+        kv_connector_block_state=SimpleNamespace(boundary_state_offloads=states or {}),
         total_num_scheduled_tokens=sum(count for _, _, count in [*new, *running]),
         num_scheduled_tokens={name: count for name, _, count in [*new, *running]},
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=before) for name, before, _ in new],

@@ -98,7 +98,7 @@ class Alone:
         self.side = SchedulerSide(
             self.client,  # type: ignore[arg-type]
             instance_id="i",
-            groups=(CacheGroup(128, ("layer0",), True),),
+            groups=(CacheGroup(128, ("layer0",)),),
             ranks=1,
             workers=1,
             clock=self.clock,

@@ -18,7 +18,7 @@ from lmcache.protocol.messages import AppendReply
 from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, output, request, step
 
 CHUNK = 256
-GROUP = CacheGroup(128, ("layer0",), True)
+GROUP = CacheGroup(128, ("layer0",))
 
 
 class Chat:

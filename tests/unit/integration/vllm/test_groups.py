@@ -36,32 +36,65 @@ def groups(*specs: Any, **fields: Any) -> Any:
     )
 
 
+def state_spec(**fields: Any) -> Any:
+    values = {
+        "shapes": ((3, 64), (8, 64)),
+        "dtypes": ("bfloat16", "float32"),
+        "mamba_type": "gdn",
+        "mamba_cache_mode": "align",
+        "num_speculative_blocks": 0,
+        "num_prefill_checkpoint_blocks": 0,
+    }
+    return spec("MambaSpec", **{**values, **fields})
+
+
+MIXED = spec(
+    "UniformTypeKVCacheSpecs",
+    kv_cache_specs={"a": spec("SlidingWindowSpec", sliding_window=512), "b": spec("FullAttentionSpec")},
+)
+
+
 @pytest.mark.parametrize(
-    ("one", "keeps_all"),
+    ("one", "tail_tokens"),
     [
-        (spec("FullAttentionSpec"), True),
-        (spec("FullAttentionSpec", sliding_window=512, kv_quant_mode=1), True),
-        (spec("MLAAttentionSpec", model_version=None, tokens_per_state=1), True),
-        (spec("SlidingWindowSpec", sliding_window=512), False),
-        (spec("ChunkedLocalAttentionSpec", attention_chunk_size=512), False),
-        (spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": spec("FullAttentionSpec")}), True),
+        (spec("FullAttentionSpec"), 0),
+        (spec("FullAttentionSpec", sliding_window=512, kv_quant_mode=1), 0),
+        (spec("MLAAttentionSpec", model_version=None, tokens_per_state=1), 0),
+        (spec("SlidingWindowSpec", sliding_window=512), 511),
+        (spec("ChunkedLocalAttentionSpec", attention_chunk_size=512), 511),
+        (spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": spec("FullAttentionSpec")}), 0),
+        (MIXED, 0),
     ],
 )
-def test_plain_attention_is_cached(one: Any, keeps_all: bool) -> None:
+def test_plain_attention_is_cached(one: Any, tail_tokens: int) -> None:
     (group,) = cacheable_groups(config(), groups(one))
-    assert (group.block_tokens, group.layer_names, group.keeps_all_blocks) == (16, ("layer0",), keeps_all)
+    assert (group.block_tokens, group.layer_names, group.tail_tokens) == (16, ("layer0",), tail_tokens)
+    assert not group.is_state
+
+
+def test_a_state_at_block_boundaries_is_cached() -> None:
+    full, state = cacheable_groups(config(), groups(spec("FullAttentionSpec"), state_spec()))
+    assert (full.is_state, state.is_state, state.tail_tokens) == (False, True, 1)
+    (other,) = cacheable_groups(config(), groups(state_spec(shapes=((3, 128), (8, 64)))))
+    assert other.state != state.state
 
 
 @pytest.mark.parametrize(
     ("one", "words"),
     [
-        (spec("MambaSpec"), "MambaSpec state beside or instead of plain attention"),
+        (state_spec(mamba_cache_mode="none"), "--enable-prefix-caching"),
+        (state_spec(mamba_cache_mode="all"), "not 'align'"),
+        (state_spec(num_speculative_blocks=3), "without speculation"),
+        (state_spec(num_prefill_checkpoint_blocks=1), "without speculation"),
         (spec("CrossAttentionSpec"), "CrossAttentionSpec"),
         (spec("EncoderOnlyAttentionSpec"), "EncoderOnlyAttentionSpec"),
         (spec("SinkFullAttentionSpec"), "SinkFullAttentionSpec"),
         (spec("SlidingWindowMLASpec"), "SlidingWindowMLASpec"),
         (spec("SomethingNewSpec"), "SomethingNewSpec"),
-        (spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": spec("MambaSpec")}), "MambaSpec"),
+        (
+            spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": state_spec(), "b": spec("FullAttentionSpec")}),
+            "together with attention",
+        ),
         (spec("FullAttentionSpec", non_causal=True), "attends to later tokens"),
         (spec("MLAAttentionSpec", model_version="deepseek_v4"), "compressed KV"),
         (spec("MLAAttentionSpec", tokens_per_state=4), "compressed KV"),

@@ -26,7 +26,7 @@ class Burst:
         self.side = SchedulerSide(
             self.client,
             instance_id="i",
-            groups=[CacheGroup(128, ("layer0",), True)],
+            groups=[CacheGroup(128, ("layer0",))],
             ranks=1,
             workers=workers,
             clock=self.clock,

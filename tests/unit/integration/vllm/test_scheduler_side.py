@@ -18,8 +18,9 @@ from lmcache.integration.vllm.scheduler_side import STEP_WAIT_SECONDS, Scheduler
 from lmcache.protocol.messages import Empty, EndSession, Release
 from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, output, request, step
 
-FULL = CacheGroup(128, ("layer0",), True)
-WINDOW = CacheGroup(128, ("layer1",), False)
+FULL = CacheGroup(128, ("layer0",))
+WINDOW = CacheGroup(128, ("layer1",), tail_tokens=511)
+STATE = CacheGroup(128, ("layer2",), tail_tokens=1, state="gdn")
 
 
 class Engine:
@@ -70,6 +71,20 @@ def test_a_server_whose_chunks_do_not_fit_the_blocks_is_asked_nothing() -> None:
     assert engine.side.matched_tokens(one, 0) == (0, False)
     engine.side.after_allocation(one, ([1, 2, 3, 4, 5],), 0)
     assert engine.side.step_orders(step(new=[("a", 0, 600)])).stores == []
+    assert engine.client.sent == []
+
+
+def test_chunks_that_are_not_whole_blocks_ask_and_store_nothing() -> None:
+    engine = Engine(groups=(FULL, CacheGroup(640, ("layer1",))))
+    engine.side.on_new_request(one := request("a", 1300))
+    assert engine.side.matched_tokens(one, 0) == (0, False)
+    engine.tables["a"] = ([1] * 11, [2, 3, 4])
+    assert engine.side.step_orders(step(new=[("a", 0, 1300)])).stores == []
+    assert engine.client.sent == []
+    engine.client.hello = None  # a request that comes while the server is away, and a server that comes back so
+    engine.side.on_new_request(two := request("b", 1300))
+    engine.client.hello = hello()
+    assert engine.side.matched_tokens(two, 0) == (0, False)
     assert engine.client.sent == []
 
 
@@ -438,8 +453,8 @@ def test_an_answer_that_does_not_add_up_is_a_miss() -> None:
 
 def test_groups_with_a_window_load_only_the_blocks_that_the_engine_keeps() -> None:
     engine = Engine(groups=(FULL, WINDOW))
-    engine.side.on_new_request(one := request("a", 1024))
-    engine.settle(answer(4, 1024, groups=2))
+    engine.side.on_new_request(one := request("a", 1100))
+    engine.settle(answer(4, 1100, groups=2))
     assert engine.side.matched_tokens(one, 0) == (1024, True)
     engine.side.after_allocation(one, ([1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 9, 10, 11]), 1024)
     (load,) = engine.side.step_orders(step()).loads
@@ -450,14 +465,69 @@ def test_groups_with_a_window_load_only_the_blocks_that_the_engine_keeps() -> No
     assert engine.side.matched_tokens(one, 0) == (0, False)
 
 
-def test_chunks_without_all_their_blocks_are_not_stored() -> None:
+def test_of_a_window_that_the_engine_found_in_its_own_cache_what_is_whole_is_stored() -> None:
     engine = Engine(groups=(FULL, WINDOW))
     engine.side.on_new_request(one := request("a", 512))
     engine.settle(answer(0, 512, groups=2))
     engine.side.matched_tokens(one, 256)
-    engine.tables["a"] = ([1, 2, 3, 4], [0, 0, 5, 6])
+    engine.tables["a"] = ([1, 2, 3, 4], [0, 7, 5, 6])
+    (order,) = engine.side.step_orders(step(new=[("a", 256, 256)])).stores
+    assert order.wanted == bytes([1, 1, 0, 1])
+    assert [blocks_of(group) for group in order.blocks] == [[1, 2, 3, 4], [0, 7, 5, 6]]
+    assert engine.pool.pinned() == {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_chunks_without_the_blocks_that_every_hit_needs_are_not_stored() -> None:
+    engine = Engine(groups=(FULL, WINDOW))
+    engine.side.on_new_request(one := request("a", 512))
+    engine.settle(answer(0, 512, groups=2))
+    engine.side.matched_tokens(one, 256)
+    engine.tables["a"] = ([0, 2, 3, 4], [1, 7, 5, 6])
     assert engine.side.step_orders(step(new=[("a", 256, 256)])).stores == []
     assert engine.pool.pinned() == set()
+
+
+@pytest.mark.parametrize("group", [WINDOW, STATE])
+def test_a_hit_of_the_whole_prompt_is_not_taken_where_its_last_token_needs_what_is_before_the_end(group) -> None:
+    engine = Engine(groups=(FULL, group))
+    engine.side.on_new_request(one := request("a", 1024))
+    engine.settle(answer(4, 1024, groups=2))
+    assert engine.side.matched_tokens(one, 0) == (0, False)
+
+
+def test_a_state_is_stored_where_the_engine_keeps_one_and_nowhere_else() -> None:
+    engine = Engine(groups=(FULL, STATE))
+    engine.side.on_new_request(one := request("a", 1100))
+    engine.settle(answer(0, 1100, groups=2))
+    engine.side.matched_tokens(one, 0)
+    # The table of a state group is not to be trusted: block 9 may hold a state in the middle of its tokens.
+    engine.tables["a"] = ([1, 2, 3, 4, 5, 6, 7, 8, 10], [0, 0, 0, 9, 0, 11])
+    states = {"a": [(1, 11, 768), (1, 12, 700)], "b": [(1, 13, 512)]}
+    (order,) = engine.side.step_orders(step(new=[("a", 0, 768)], states=states)).stores
+    assert [blocks_of(group) for group in order.blocks] == [[1, 2, 3, 4, 5, 6], [0, 0, 11]]
+    assert order.wanted == bytes([1, 1, 1, 0, 0, 1])
+    assert engine.pool.pinned() == {1, 2, 3, 4, 5, 6, 11}
+
+
+def test_of_a_state_only_the_one_at_the_end_of_the_hit_is_loaded() -> None:
+    engine = Engine(groups=(FULL, STATE))
+    engine.side.on_new_request(one := request("a", 600))
+    engine.settle(answer(2, 600, groups=2))
+    assert engine.side.matched_tokens(one, 128) == (384, True)
+    engine.side.after_allocation(one, ([1, 2, 3, 4], [0, 0, 0, 9]), 384)
+    (load,) = engine.side.step_orders(step()).loads
+    assert [(group.first_chunk, blocks_of(group.blocks)) for group in load.groups] == [(0, [-1, 2, 3, 4]), (1, [9])]
+    assert load.boot_token == hello().boot_token
+
+
+def test_without_a_block_for_the_state_attention_is_not_loaded_either() -> None:
+    engine = Engine(groups=(FULL, STATE))
+    engine.side.on_new_request(one := request("a", 600))
+    engine.settle(answer(2, 600, groups=2))
+    assert engine.side.matched_tokens(one, 0) == (512, True)
+    engine.side.after_allocation(one, ([1, 2, 3, 4], [0, 0, 0, 0]), 512)
+    (load,) = engine.side.step_orders(step()).loads
+    assert load.boot_token == b""  # no worker knows such a server, so all of them report that the load failed
 
 
 def test_media_and_adapters_enter_the_question() -> None:

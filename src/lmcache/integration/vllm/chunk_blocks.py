@@ -1,0 +1,80 @@
+"""Which of the engine's blocks hold a chunk, group by group."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lmcache.integration.vllm.groups import CacheGroup
+from lmcache.integration.vllm.orders import GroupLoad
+
+NOT_WRITTEN = -1
+
+# (group, tokens) -> the block that holds the group's state after so many tokens
+States = Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """`blocks` and `wanted` as in a StoreOrder."""
+
+    blocks: tuple[array[int], ...]
+    wanted: bytes
+
+
+def blocks_to_store(
+    groups: Sequence[CacheGroup],
+    block_ids: Sequence[Sequence[int]],
+    chunks: range,
+    chunk_tokens: int,
+    null_block_id: int,
+    states: States,
+) -> StoredBlocks | None:
+    """What the engine has of these chunks. None where it lacks blocks that every hit would need, or has nothing."""
+    blocks, wanted = [], bytearray()
+    for index, (group, ids) in enumerate(zip(groups, block_ids, strict=True)):
+        per_chunk = group.blocks_in(chunk_tokens)
+        if group.is_state:
+            ends = ((chunk + 1) * chunk_tokens for chunk in chunks)
+            row = array("q", [states.get((index, end), null_block_id) for end in ends])
+        else:
+            row = array("q", ids[chunks.start * per_chunk : chunks.stop * per_chunk])
+        blocks.append(row)
+        whole = [null_block_id not in row[at : at + per_chunk] for at in range(0, len(row), per_chunk)]
+        if not group.tail_tokens and not all(whole):
+            return None
+        wanted += bytes(whole)
+    if not any(wanted):
+        return None
+    return StoredBlocks(tuple(blocks), b"" if all(wanted) else bytes(wanted))
+
+
+def group_load(
+    group: CacheGroup, ids: Sequence[int], start_token: int, end_chunk: int, chunk_tokens: int, null_block_id: int
+) -> GroupLoad:
+    """Blocks of the chunks from the one with `start_token`; leading chunks without a block to write are left out."""
+    if group.is_state:
+        block = ids[end_chunk * chunk_tokens // group.block_tokens - 1]
+        return GroupLoad(end_chunk - 1, array("q", [NOT_WRITTEN if block == null_block_id else block]).tobytes())
+    per_chunk = group.blocks_in(chunk_tokens)
+    first_chunk = start_token // chunk_tokens
+    blocks = array("q", ids[first_chunk * per_chunk : end_chunk * per_chunk])
+    for index in range(start_token // group.block_tokens - first_chunk * per_chunk):
+        blocks[index] = NOT_WRITTEN
+    if group.tail_tokens:
+        for index, block in enumerate(blocks):
+            if block == null_block_id:
+                blocks[index] = NOT_WRITTEN
+        skipped = next((i for i, block in enumerate(blocks) if block != NOT_WRITTEN), len(blocks)) // per_chunk
+        first_chunk += skipped
+        del blocks[: skipped * per_chunk]
+    return GroupLoad(first_chunk, blocks.tobytes())
+
+
+def restores_states(groups: Sequence[CacheGroup], loads: Sequence[GroupLoad]) -> bool:
+    """Whether every state has a block to go to. State and attention are restored together or not at all."""
+    return all(
+        not group.is_state or NOT_WRITTEN not in array("q", load.blocks)
+        for group, load in zip(groups, loads, strict=True)
+    )
