@@ -124,6 +124,15 @@ class Stack:
         assert status == 200, body
         return list(body["results"])
 
+    def forget_prefixes(self) -> None:
+        """Empties the engine's own prefix cache."""
+
+        def done() -> bool:
+            status, _ = http_json(self.engine.port, "POST", "/reset_prefix_cache")
+            return status == 200 and self.engine_metric("vllm:kv_cache_usage_perc") == 0
+
+        until(done)
+
     def engine_metric(self, name: str, label: str = "") -> float:
         """Sum of the samples whose labels contain `label`."""
         _, text = http_json(self.engine.port, "GET", "/metrics")

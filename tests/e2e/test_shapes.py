@@ -1,6 +1,8 @@
 """Every model shape with a real engine: KV that is restored byte by byte, or an engine that runs uncached and says why.
 
-Each engine takes half a minute to start, so only a cheap one runs always, the others nightly.
+Each engine takes half a minute to start, so only a cheap one runs always, the others nightly. Where the engine's own
+prefix cache works, a hit of ours has to give the very probabilities that a hit of the engine's own cache gives, and the
+tokens of the cold run.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from e2e.harness import Stack, whole_chunks
-from lmcache.testing.tiny_models import make_deepseek_v2, make_llama, make_qwen3, make_qwen3_next, sample_tokens
+from e2e.harness import Stack
+from lmcache.testing.processes import Completion
+from lmcache.testing.tiny_hybrids import make_qwen3_next
+from lmcache.testing.tiny_models import make_deepseek_v2, make_llama, make_qwen3, sample_tokens
 
 pytestmark = pytest.mark.engine
-
-TOKENS = 1100
 
 
 @dataclass(frozen=True)
@@ -25,35 +27,74 @@ class Shape:
     make: Callable[[Path], Path]
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    chunk_tokens: int = 256
+    hit_chunks: int = 4
+    prefix_caching: bool = True
     refusal: str = ""  # what the engine says when it runs uncached
     same_tokens: bool = True  # False where the engine itself computes otherwise after a partial prefill
-    copies: int = 1  # how often L1 has each chunk: once a rank with KV of its own
+    is_state: bool = False
+    always: bool = False  # not only nightly
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.hit_chunks * self.chunk_tokens
+
+    @property
+    def prompt(self) -> list[int]:
+        """A little more than the hit, so that ours and one of the engine's own cache end at the same token."""
+        return sample_tokens(self.hit_tokens + 20, seed=1)
 
 
 TWO_RANKS = {
     "flags": ("--tensor-parallel-size", "2"),
     "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
+MLA: dict[str, Any] = {"prefix_caching": False, "same_tokens": False}
+N_GRAM = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4,"prompt_lookup_min":2}'
+STATE: dict[str, Any] = {"chunk_tokens": 640, "hit_chunks": 2, "is_state": True}
 SHAPES: dict[str, Shape] = {
-    "mla": Shape(make_deepseek_v2, same_tokens=False),
+    "mla": Shape(make_deepseek_v2, **MLA, always=True),
+    "mla, two ranks": Shape(make_deepseek_v2, **MLA, **TWO_RANKS),
     "qwen3": Shape(make_qwen3),
     "fp8": Shape(make_qwen3, flags=("--kv-cache-dtype", "fp8")),
-    "small blocks": Shape(make_qwen3, flags=("--block-size", "32")),
-    "n-gram speculation": Shape(
-        make_llama,
-        flags=(
-            "--speculative-config",
-            '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4,"prompt_lookup_min":2}',
-        ),
+    "blocks of 32": Shape(make_qwen3, flags=("--block-size", "32")),
+    "n-gram speculation": Shape(make_llama, flags=("--speculative-config", N_GRAM)),
+    "recurrent state": Shape(make_qwen3_next, **STATE),
+    "recurrent state without a prefix cache": Shape(
+        make_qwen3_next, **STATE, prefix_caching=False, refusal="start vLLM with --enable-prefix-caching"
     ),
-    "mla, two ranks": Shape(make_deepseek_v2, same_tokens=False, **TWO_RANKS),
-    "linear attention": Shape(make_qwen3_next, refusal="start vLLM with --enable-prefix-caching"),
+    "recurrent state in chunks that do not fit": Shape(
+        make_qwen3_next, refusal="not a multiple of this engine's block size of 640"
+    ),
 }
-CHEAP = ("mla",)
 
 
 def parameters() -> list[Any]:
-    return [pytest.param(name, marks=[] if name in CHEAP else [pytest.mark.slow]) for name in SHAPES]
+    return [pytest.param(name, marks=[] if shape.always else [pytest.mark.slow]) for name, shape in SHAPES.items()]
+
+
+class Witness:
+    """What was stored and loaded over the lives of an engine, in digests of the engine's own tensors."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self.stored: dict[str, str] = {}
+        self.groups = self.watch()
+
+    def watch(self) -> int:
+        return int(self._stack.rpc("kv_watch")[0])
+
+    def loaded(self) -> int:
+        """How many chunks the workers have loaded since the last watch: each is what was stored under its name."""
+        ranks = self._stack.rpc("kv_seen")
+        for rank in ranks:
+            for chunk, digest in rank["stored"].items():
+                name = f"{rank['kv_rank']} {chunk}"
+                assert self.stored.setdefault(name, digest) == digest
+        for rank in ranks:
+            for chunk, digest in rank["loaded"].items():
+                assert self.stored[f"{rank['kv_rank']} {chunk}"] == digest
+        return sum(len(rank["loaded"]) for rank in ranks)
 
 
 @pytest.mark.parametrize("name", parameters())
@@ -61,34 +102,56 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
     pytest.importorskip("vllm")
     shape = SHAPES[name]
     model = shape.make(tmp_path_factory.mktemp("models") / "model")
-    stack = start_stack(model, l2=False, engine_flags=shape.flags, environment=shape.environment)
-    prompt = sample_tokens(TOKENS, seed=1)
+    stack = start_stack(
+        model,
+        l2=not shape.refusal,
+        engine_flags=shape.flags,
+        environment=shape.environment,
+        server_flags=["--chunk-size", str(shape.chunk_tokens)],
+        prefix_caching=shape.prefix_caching,
+    )
     if shape.refusal:
-        check_uncached(stack, prompt, shape.refusal)
+        check_uncached(stack, shape)
         return
-    stack.rpc("kv_watch")
-    cold = stack.engine.complete(prompt, max_tokens=16)
-    chunks = whole_chunks(TOKENS) // 256
-    stack.wait_stored(chunks * shape.copies)
-    assert stack.server.status()["l1"]["objects"] == chunks * shape.copies
-    warm = stack.engine.complete(prompt, max_tokens=16)
-    assert warm.cached_tokens == whole_chunks(TOKENS)
-    if shape.same_tokens:
-        assert warm.token_ids == cold.token_ids
-    stored: dict[str, str] = {}
-    for rank in (ranks := stack.rpc("kv_seen")):
-        stored.update(rank["stored"])
-    for rank in ranks:
-        assert len(rank["loaded"]) == chunks
-        assert all(stored[chunk] == digest for chunk, digest in rank["loaded"].items())
-    stack.wait_clean()
+    witness = Witness(stack)
+    cold = ask(stack, shape)
+    assert cold.cached_tokens == 0
+    # Of states the engine keeps the one at the end of its step, of attention everything that this step computes.
+    of_groups = shape.hit_chunks + (witness.groups - 1) * (1 if shape.is_state else shape.hit_chunks)
+    stack.wait_stored(of_groups, in_l2=True)
+    own = ask(stack, shape) if shape.prefix_caching else cold
+    assert own.cached_tokens == (shape.hit_tokens if shape.prefix_caching else 0)
+
+    def same_again(where: str) -> None:
+        if shape.prefix_caching:
+            stack.forget_prefixes()
+        warm = ask(stack, shape)
+        assert warm.cached_tokens == shape.hit_tokens, where
+        if shape.same_tokens:
+            assert (warm.token_ids, warm.logprobs) == (cold.token_ids, own.logprobs), where
+        assert witness.loaded() >= shape.hit_chunks + witness.groups - 1
+        stack.wait_clean()
+
+    same_again("from L1")
+    stack.server.clear("l1")
+    same_again("from L2")
+    if not shape.always:
+        stack.restart_engine()
+        witness.watch()
+        same_again("after a restart of the engine")
 
 
-def check_uncached(stack: Stack, prompt: list[int], refusal: str) -> None:
-    first = stack.engine.complete(prompt, max_tokens=16)
-    again = stack.engine.complete(prompt, max_tokens=16)
+def ask(stack: Stack, shape: Shape) -> Completion:
+    return stack.engine.complete(shape.prompt, max_tokens=16, logprobs=1)
+
+
+def check_uncached(stack: Stack, shape: Shape) -> None:
+    first = ask(stack, shape)
+    if shape.prefix_caching:
+        stack.forget_prefixes()
+    again = ask(stack, shape)
     assert (again.token_ids, again.cached_tokens) == (first.token_ids, 0)
     log = stack.engine.log()
     assert log.count("This engine runs uncached") == 1
-    assert refusal in log
+    assert shape.refusal in log
     assert stack.server.status()["l1"]["objects"] == 0

@@ -27,16 +27,18 @@ class KVProbe:
         load_ended = WorkerSide._load_ended
 
         def watched_store(attachment: Any, order: Any, reply: Any) -> Any:
+            chunks = len(order.hashes) // 32
+            wanted = order.wanted or bytes([1]) * len(order.blocks) * chunks
             for group, blocks in enumerate(order.blocks):
-                self._digest_chunks(self._stored, group, array("q", blocks), order.hashes)
+                of_group = wanted[group * chunks : (group + 1) * chunks]
+                self._digest_chunks(self._stored, group, array("q", blocks), order.hashes, of_group)
             return submit_stores[type(attachment)](attachment, order, reply)
 
         def watched_load(side: Any, order: Any, results: Any) -> None:
             for group, load in enumerate(order.groups):
                 if results is not None and all(flag == COPIED for flag in results[group]):
-                    self._digest_chunks(
-                        self._loaded, group, array("q", load.blocks), order.hashes[32 * load.first_chunk :]
-                    )
+                    hashes = order.hashes[32 * load.first_chunk : 32 * order.hit_chunks]
+                    self._digest_chunks(self._loaded, group, array("q", load.blocks), hashes)
             load_ended(side, order, results)
 
         for kind in submit_stores:
@@ -44,9 +46,13 @@ class KVProbe:
         WorkerSide._load_ended = watched_load  # type: ignore[method-assign]
         return len(self.model_runner.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
 
-    def kv_seen(self) -> dict[str, dict[str, str]]:
-        """Digest by "group chunk-hash" of what was stored and of what was loaded since `kv_watch`."""
-        return {"stored": self._stored, "loaded": self._loaded}
+    def kv_seen(self) -> dict[str, Any]:
+        """Digest by "group chunk-hash" of what was stored and loaded since `kv_watch`, and whose KV it is."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker
+        rank = worker._identity.kv_rank if worker is not None else 0
+        return {"stored": self._stored, "loaded": self._loaded, "kv_rank": rank}
 
     def kv_held(self) -> dict[str, int]:
         """What the connector holds in this process, and calls without an answer."""
@@ -81,18 +87,25 @@ class KVProbe:
         Attachment.submit_store = stop  # type: ignore[method-assign]
         CopyJob.wait = lambda job, seconds: None  # type: ignore[method-assign]
 
-    def _digest_chunks(self, digests: dict[str, str], group: int, blocks: array[int], hashes: bytes) -> None:
+    def _digest_chunks(
+        self, digests: dict[str, str], group: int, blocks: array[int], hashes: bytes, wanted: bytes = b""
+    ) -> None:
+        """Of the chunks that are wanted, or have blocks."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         spec = runner.kv_cache_config.kv_cache_groups[group]
-        layers = [runner.compilation_config.static_forward_context[name].kv_cache for name in spec.layer_names]
-        per_chunk = 256 // spec.kv_cache_spec.block_size
-        for chunk in range(len(blocks) // per_chunk):
+        caches = [runner.compilation_config.static_forward_context[name].kv_cache for name in spec.layer_names]
+        tensors = [tensor for cache in caches for tensor in (cache if isinstance(cache, tuple) else (cache,))]
+        chunks = len(hashes) // 32
+        if not chunks:
+            return
+        per_chunk = len(blocks) // chunks
+        for chunk in range(chunks):
             ids = list(blocks[chunk * per_chunk : (chunk + 1) * per_chunk])
-            if min(ids) < 0:
+            if min(ids) < 0 or not (wanted or bytes([1]) * chunks)[chunk]:
                 continue
             digest = hashlib.sha256()
-            for layer in layers:
-                digest.update(layer[ids].contiguous().view(dtype=_bytes_dtype()).numpy().tobytes())
+            for tensor in tensors:
+                digest.update(tensor[ids].contiguous().view(dtype=_bytes_dtype()).numpy().tobytes())
             digests[f"{group} {hashes[32 * chunk : 32 * chunk + 32].hex()}"] = digest.hexdigest()
 
 

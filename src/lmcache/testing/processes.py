@@ -193,6 +193,7 @@ class Completion:
     total_seconds: float
     prompt_tokens: int
     cached_tokens: int
+    logprobs: tuple[float, ...] = ()  # of the chosen tokens, where `logprobs` was asked for
 
 
 class VllmEngine(ManagedProcess):
@@ -272,6 +273,7 @@ class VllmEngine(ManagedProcess):
         first: float | None = None
         texts: list[str] = []
         token_ids: list[int] = []
+        logprobs: list[float] = []
         usage: dict[str, Any] = {}
         try:
             connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
@@ -284,6 +286,7 @@ class VllmEngine(ManagedProcess):
                         first = time.perf_counter()
                     texts.append(choice.get("text", ""))
                     token_ids += choice.get("token_ids") or ()
+                    logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or ()
                 if event.get("error"):
                     raise RuntimeError(f"vLLM ended the stream with {event['error']}")
                 usage = event.get("usage") or usage
@@ -298,6 +301,7 @@ class VllmEngine(ManagedProcess):
             total_seconds=ended - started,
             prompt_tokens=int(usage.get("prompt_tokens", 0)),
             cached_tokens=int(details.get("cached_tokens") or 0),
+            logprobs=tuple(logprobs),
         )
 
 

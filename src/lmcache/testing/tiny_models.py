@@ -35,7 +35,7 @@ def make_llama(folder: Path, shape: LlamaShape | None = None, *, seed: int = 0) 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = shape or LlamaShape()
-    return _save(
+    return save_model(
         folder,
         lambda: LlamaForCausalLM(
             LlamaConfig(
@@ -77,7 +77,7 @@ def make_gemma3(folder: Path, *, seed: int = 0) -> Path:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    return _save(
+    return save_model(
         folder,
         lambda: Gemma3ForCausalLM(
             Gemma3TextConfig(
@@ -98,7 +98,6 @@ def make_gemma3(folder: Path, *, seed: int = 0) -> Path:
                 dtype=torch.bfloat16,
             )
         ),
-        vocabulary_size=8192,
         seed=seed,
         embedding_deviation=0.02,  # tied: with more, a token would predict itself
     )
@@ -108,7 +107,7 @@ def make_qwen3(folder: Path, *, seed: int = 0) -> Path:
     """A Qwen3 of four layers with normalized queries and keys: 4 KiB of KV a token."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return _save(
+    return save_model(
         folder,
         lambda: Qwen3ForCausalLM(
             Qwen3Config(
@@ -119,10 +118,9 @@ def make_qwen3(folder: Path, *, seed: int = 0) -> Path:
                 num_key_value_heads=4,
                 head_dim=64,
                 tie_word_embeddings=False,
-                **_common(),
+                **common_settings(),
             )
         ),
-        vocabulary_size=8192,
         seed=seed,
     )
 
@@ -131,7 +129,7 @@ def make_deepseek_v2(folder: Path, *, seed: int = 0) -> Path:
     """A DeepSeek-V2 of three layers, one without experts: a latent vector of 576 values a token and layer (MLA)."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    return _save(
+    return save_model(
         folder,
         lambda: DeepseekV2ForCausalLM(
             DeepseekV2Config(
@@ -152,46 +150,15 @@ def make_deepseek_v2(folder: Path, *, seed: int = 0) -> Path:
                 n_group=1,
                 topk_group=1,
                 first_k_dense_replace=1,
-                **_common(),
+                **common_settings(),
             )
         ),
-        vocabulary_size=8192,
         seed=seed,
     )
 
 
-def make_qwen3_next(folder: Path, *, seed: int = 0) -> Path:
-    """A Qwen3-Next of four layers, three of which keep a recurrent state instead of KV."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    return _save(
-        folder,
-        lambda: Qwen3NextForCausalLM(
-            Qwen3NextConfig(
-                hidden_size=256,
-                intermediate_size=512,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=128,
-                linear_num_key_heads=4,
-                linear_num_value_heads=8,
-                linear_key_head_dim=64,
-                linear_value_head_dim=64,
-                num_experts=4,
-                num_experts_per_tok=2,
-                moe_intermediate_size=128,
-                shared_expert_intermediate_size=128,
-                tie_word_embeddings=False,
-                **_common(),
-            )
-        ),
-        vocabulary_size=8192,
-        seed=seed,
-    )
-
-
-def _common() -> dict[str, Any]:
+def common_settings() -> dict[str, Any]:
+    """What all configurations but the oldest two share."""
     import torch
 
     return {
@@ -204,7 +171,10 @@ def _common() -> dict[str, Any]:
     }
 
 
-def _save(folder: Path, build: Any, *, vocabulary_size: int, seed: int, embedding_deviation: float = 0.2) -> Path:
+def save_model(
+    folder: Path, build: Any, *, vocabulary_size: int = 8192, seed: int = 0, embedding_deviation: float = 0.2
+) -> Path:
+    """Writes what `build` makes, with seeded weights, and a tokenizer."""
     import torch
     from transformers.utils import logging as transformers_logging
 
