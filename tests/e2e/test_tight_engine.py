@@ -133,7 +133,7 @@ def test_requests_leave_while_others_push_each_other_out(stack: Stack) -> None:
     alone = [stack.engine.complete(prompt, max_tokens=1).token_ids for prompt in prompts]
     before = stack.engine_metric("vllm:num_preemptions_total")
     with ThreadPoolExecutor(2 * len(prompts)) as pool:
-        staying = [pool.submit(stack.engine.complete, prompt, max_tokens=200) for prompt in prompts]
+        staying = [pool.submit(stack.engine.complete, prompt, max_tokens=300) for prompt in prompts]
         leaving = [
             pool.submit(leave_early, stack.engine, prompts[number % 6], after_seconds=0.15 * number)
             for number in range(24)
