@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from e2e.harness import Stack, leave_early, until
-from lmcache.testing.processes import http_json
 from lmcache.testing.tiny_models import sample_tokens
 
 pytestmark = pytest.mark.engine
@@ -37,16 +36,6 @@ def stack(request: pytest.FixtureRequest, llama: Path, start_stack: Callable[...
     return started
 
 
-def forget_prefixes(stack: Stack) -> None:
-    """Empties the engine's own prefix cache."""
-
-    def done() -> bool:
-        status, _ = http_json(stack.engine.port, "POST", "/reset_prefix_cache")
-        return status == 200 and stack.engine_metric("vllm:kv_cache_usage_perc") == 0
-
-    until(done)
-
-
 def check_bytes(stack: Stack) -> int:
     """Chunks that were loaded as they had been stored."""
     loaded = 0
@@ -62,7 +51,7 @@ def test_a_hit_continues_where_the_engines_own_cache_ends(stack: Stack) -> None:
     cold = stack.engine.complete(prompt, max_tokens=8)
     stack.wait_stored(8)
     for held_tokens in (96, 320, 512, 700):
-        forget_prefixes(stack)
+        stack.forget_prefixes()
         # Leaves a prefix of whole blocks, though not of whole chunks, in the engine.
         stack.engine.complete(prompt[:held_tokens], max_tokens=1)
         again = stack.engine.complete(prompt, max_tokens=8)
@@ -80,7 +69,7 @@ def test_what_the_engine_still_holds_reaches_a_new_server(stack: Stack) -> None:
     held = stack.engine.complete(prompt, max_tokens=1)
     assert held.cached_tokens == 1088
     stack.wait_stored(4)
-    forget_prefixes(stack)
+    stack.forget_prefixes()
     assert stack.engine.complete(prompt, max_tokens=1).cached_tokens == 1024
     stack.wait_clean()
 
@@ -91,7 +80,7 @@ def test_spoilt_chunks_in_l1_are_computed_again(stack: Stack) -> None:
     if stack.ranks > 1:
         pytest.skip("whose frames lie where is not known, so neither is what would be computed again")
     prompt = sample_tokens(2080, seed=3)
-    forget_prefixes(stack)
+    stack.forget_prefixes()
     stack.wait_clean()
     stack.server.clear("all")
     stack.engine.complete(prompt[:768], max_tokens=1)
@@ -100,7 +89,7 @@ def test_spoilt_chunks_in_l1_are_computed_again(stack: Stack) -> None:
     assert expected.cached_tokens == 768
     stack.wait_stored(8, in_l2=True)
     stack.server.clear("l2")
-    forget_prefixes(stack)
+    stack.forget_prefixes()
     stack.wait_clean()
     assert stack.spoil_l1(range(3, 8)) >= 8
     spoilt = stack.engine.complete(prompt, max_tokens=8)
@@ -108,7 +97,7 @@ def test_spoilt_chunks_in_l1_are_computed_again(stack: Stack) -> None:
     assert "not what was stored" in stack.engine.log()
     stack.wait_stored(8)
     own = stack.engine.complete(prompt, max_tokens=8)
-    forget_prefixes(stack)
+    stack.forget_prefixes()
     again = stack.engine.complete(prompt, max_tokens=8)
     assert (again.token_ids, again.cached_tokens) == (own.token_ids, 2048)
     check_bytes(stack)
