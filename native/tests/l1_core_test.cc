@@ -55,13 +55,26 @@ private:
     std::vector<std::atomic<std::uint32_t>> states_;
 };
 
+// None, or one for the second namespace, as of a group with a window.
+std::vector<std::uint32_t> some_tails(std::mt19937_64& random) {
+    if (random() % 2) return {};
+    return {0, static_cast<std::uint32_t>(random() % 4)};
+}
+
 void store(Core& shared, Slots& slots, Owner owner, std::mt19937_64& random) {
     const std::vector<std::uint8_t> hashes = make_hashes(random() % 12, random() % 4, 1 + random() % 8);
     const std::vector<std::uint64_t> sizes(2, kUnit);
-    const Reserved reserved = shared.core.reserve(owner, shared.namespaces, sizes, hashes, kForever);
+    std::vector<std::uint8_t> wanted;
+    if (random() % 3 == 0) {
+        wanted.resize(2 * hashes.size() / kChunkHashBytes);
+        for (std::uint8_t& flag : wanted) flag = random() % 2;
+    }
+    const Reserved reserved = shared.core.reserve(owner, shared.namespaces, sizes, hashes, kForever, wanted);
     if (reserved.reservation == 0) return;
-    for (const std::uint64_t offset : reserved.offsets) {
-        if (offset != kNoSlot) slots.begin_write(offset);
+    for (std::size_t i = 0; i < reserved.offsets.size(); ++i) {
+        if (reserved.offsets[i] == kNoSlot) continue;
+        CHECK(wanted.empty() || wanted[i] != 0);
+        slots.begin_write(reserved.offsets[i]);
     }
     for (const std::uint64_t offset : reserved.offsets) {
         if (offset != kNoSlot) slots.end_write(offset);
@@ -76,10 +89,21 @@ void store(Core& shared, Slots& slots, Owner owner, std::mt19937_64& random) {
 void load(Core& shared, Slots& slots, Owner owner, std::mt19937_64& random) {
     const std::vector<std::uint8_t> hashes = make_hashes(random() % 12, 0, 8);
     const Reading reading = random() % 2 ? Reading::kUse : Reading::kCopy;
-    const Acquired acquired = shared.core.acquire(owner, shared.namespaces, hashes, kForever, reading);
+    const std::vector<std::uint32_t> tails = some_tails(random);
+    const Acquired acquired = shared.core.acquire(owner, shared.namespaces, hashes, kForever, reading, tails);
     if (acquired.lease == 0) return;
-    for (const std::uint64_t offset : acquired.offsets) slots.begin_read(offset);
-    for (const std::uint64_t offset : acquired.offsets) slots.end_read(offset);
+    CHECK(acquired.offsets.size() == 2 * acquired.chunks);
+    const auto is_needed = [&](std::size_t place) {  // [namespace][chunk]
+        const std::uint32_t tail = tails.empty() ? 0 : tails[place / acquired.chunks];
+        return tail == 0 || place % acquired.chunks + tail >= acquired.chunks;
+    };
+    for (std::size_t place = 0; place < acquired.offsets.size(); ++place) {
+        CHECK(is_needed(place) == (acquired.offsets[place] != kNoSlot));
+        if (is_needed(place)) slots.begin_read(acquired.offsets[place]);
+    }
+    for (const std::uint64_t offset : acquired.offsets) {
+        if (offset != kNoSlot) slots.end_read(offset);
+    }
     CHECK(shared.core.release(acquired.lease));
     CHECK(!shared.core.release(acquired.lease));
 }
@@ -113,7 +137,7 @@ void upkeep(Core& shared, std::mt19937_64& random) {
             shared.core.enforce_limits();
             break;
         case 7:
-            shared.core.touch(shared.namespaces, hashes);
+            shared.core.touch(shared.namespaces, hashes, some_tails(random));
             break;
         default:
             shared.core.probe(shared.namespaces, hashes);
