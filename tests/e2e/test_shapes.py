@@ -16,7 +16,7 @@ import pytest
 
 from e2e.harness import Stack
 from lmcache.testing.processes import Completion
-from lmcache.testing.tiny_hybrids import make_qwen3_next
+from lmcache.testing.tiny_hybrids import make_gpt_oss, make_llama4, make_qwen3_next
 from lmcache.testing.tiny_models import make_deepseek_v2, make_llama, make_qwen3, sample_tokens
 
 pytestmark = pytest.mark.engine
@@ -59,6 +59,8 @@ SHAPES: dict[str, Shape] = {
     "fp8": Shape(make_qwen3, flags=("--kv-cache-dtype", "fp8")),
     "blocks of 32": Shape(make_qwen3, flags=("--block-size", "32")),
     "n-gram speculation": Shape(make_llama, flags=("--speculative-config", N_GRAM)),
+    "attention sinks": Shape(make_gpt_oss),
+    "chunked attention": Shape(make_llama4, hit_chunks=3),  # ends within a chunk of the model's 512 tokens
     "recurrent state": Shape(make_qwen3_next, **STATE),
     "recurrent state without a prefix cache": Shape(
         make_qwen3_next, **STATE, prefix_caching=False, refusal="start vLLM with --enable-prefix-caching"

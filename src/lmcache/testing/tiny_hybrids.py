@@ -6,6 +6,8 @@ from pathlib import Path
 
 from lmcache.testing.tiny_models import common_settings, save_model
 
+_SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+
 
 def make_qwen3_next(folder: Path, *, seed: int = 0) -> Path:
     """A Qwen3-Next of four layers, three of which keep a recurrent state instead of KV. vLLM gives it blocks of 640
@@ -30,6 +32,50 @@ def make_qwen3_next(folder: Path, *, seed: int = 0) -> Path:
                 num_experts_per_tok=2,
                 moe_intermediate_size=128,
                 shared_expert_intermediate_size=128,
+                tie_word_embeddings=False,
+                **common_settings(),
+            )
+        ),
+        seed=seed,
+    )
+
+
+def make_gpt_oss(folder: Path, *, seed: int = 0) -> Path:
+    """A gpt-oss of four layers: attention sinks, and every other layer sees 512 tokens."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return save_model(
+        folder,
+        lambda: GptOssForCausalLM(
+            GptOssConfig(
+                **_SMALL,
+                intermediate_size=256,
+                num_hidden_layers=4,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                sliding_window=512,
+                **common_settings(),
+            )
+        ),
+        seed=seed,
+    )
+
+
+def make_llama4(folder: Path, *, seed: int = 0) -> Path:
+    """A Llama 4 of four layers, three of which attend within chunks of 512 tokens."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    return save_model(
+        folder,
+        lambda: Llama4ForCausalLM(
+            Llama4TextConfig(
+                **_SMALL,
+                intermediate_size=256,
+                intermediate_size_mlp=512,
+                num_hidden_layers=4,
+                num_local_experts=4,
+                num_experts_per_tok=1,
+                attention_chunk_size=512,
                 tie_word_embeddings=False,
                 **common_settings(),
             )
