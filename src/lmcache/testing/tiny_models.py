@@ -6,6 +6,7 @@ cache has to be exact about. Needs the torch, transformers and tokenizers of the
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from dataclasses import asdict, dataclass
@@ -155,6 +156,36 @@ def make_deepseek_v2(folder: Path, *, seed: int = 0) -> Path:
         ),
         seed=seed,
     )
+
+
+def make_lora(folder: Path, base: Path, *, seed: int) -> Path:
+    """An adapter of rank 8 on queries and values of a model that `make_llama` wrote; strong enough to change tokens."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig.from_pretrained(base)
+    source = torch.Generator().manual_seed(seed)
+    rank, tensors = 8, {}
+    for layer in range(config.num_hidden_layers):
+        for name, heads in (("q_proj", config.num_attention_heads), ("v_proj", config.num_key_value_heads)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            shapes = {"lora_A": (rank, config.hidden_size), "lora_B": (heads * config.head_dim, rank)}
+            for part, shape in shapes.items():
+                tensors[f"{at}.{part}.weight"] = 0.3 * torch.randn(shape, generator=source).to(torch.bfloat16)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 def common_settings() -> dict[str, Any]:
