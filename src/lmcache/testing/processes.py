@@ -253,9 +253,13 @@ class VllmEngine(ManagedProcess):
         *,
         max_tokens: int = 16,
         timeout_seconds: float = 300.0,
+        replica: int | None = None,
         **parameters: Any,
     ) -> Completion:
-        """A greedy streamed completion. `prompt` is text or token ids; `parameters` go into the request body."""
+        """A greedy streamed completion. `prompt` is text or token ids; `parameters` go into the request body.
+
+        `replica`: which of several data-parallel ones is to answer.
+        """
         body = {
             "model": self.model,
             "prompt": list(prompt) if not isinstance(prompt, str) else prompt,
@@ -276,7 +280,10 @@ class VllmEngine(ManagedProcess):
         logprobs: list[float] = []
         usage: dict[str, Any] = {}
         try:
-            connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json"}
+            if replica is not None:
+                headers["X-data-parallel-rank"] = str(replica)
+            connection.request("POST", "/v1/completions", payload, headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise RuntimeError(f"vLLM answered {response.status}: {response.read().decode()[:500]}")
