@@ -103,12 +103,16 @@ class Stack:
         )
 
     def _new_engine(self) -> VllmEngine:
+        return self.another_engine(self.model, self._engine_flags)
+
+    def another_engine(self, model: Path, flags: Sequence[str] = ()) -> VllmEngine:
+        """On the same server, with the probe."""
         self._lives += 1
         return VllmEngine(
-            self.model,
+            model,
             self.folder,
             cache_port=self.network.port if self.network is not None else self.server.port,
-            extra=["--worker-extension-cls", PROBE, *self._engine_flags],
+            extra=["--worker-extension-cls", PROBE, *flags],
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",
                 "PYTHONPATH": f"{PACKAGE_PARENT}:{TESTS}",
@@ -119,8 +123,9 @@ class Stack:
         )
 
     # ---- the engine --------------------------------------------------------------------------------------------------
-    def rpc(self, method: str) -> list[Any]:
-        status, body = http_json(self.engine.port, "POST", "/collective_rpc", {"method": method}, 60.0)
+    def rpc(self, method: str, engine: VllmEngine | None = None) -> list[Any]:
+        port = (engine or self.engine).port
+        status, body = http_json(port, "POST", "/collective_rpc", {"method": method}, 60.0)
         assert status == 200, body
         return list(body["results"])
 

@@ -1,16 +1,67 @@
-"""One server for several engines of the same model in the same layout, which share."""
+"""One server for several engines: the same model in the same layout shares, everything else keeps apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from e2e.harness import Stack, until
-from lmcache.testing.tiny_models import sample_tokens
+from lmcache.testing.processes import VllmEngine
+from lmcache.testing.tiny_models import make_qwen3, sample_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+PROMPT = sample_tokens(1100, seed=1)
+
+
+@contextmanager
+def beside(stack: Stack, model: Path, flags: Sequence[str] = ()):
+    """Another engine on the same server, with the one of the stack still running."""
+    engine = stack.another_engine(model, flags)
+    try:
+        engine.wait_ready()
+        until(lambda: len(stack.server.status()["instances"]) == 2, tell=stack.server.status)
+        yield engine
+    finally:
+        engine.stop()
+    until(lambda: len(stack.server.status()["instances"]) == 1, tell=stack.server.status)
+
+
+def hit(engine: VllmEngine) -> tuple[tuple[int, ...], int]:
+    answer = engine.complete(PROMPT)
+    return answer.token_ids, answer.cached_tokens
+
+
+def test_engines_share_what_has_the_same_layout_and_nothing_else(
+    llama: Path, tmp_path_factory: pytest.TempPathFactory, start_stack: Callable[..., Stack]
+) -> None:
+    stack = start_stack(llama, l2=False)
+    stack.rpc("kv_watch")
+    tokens, cached = hit(stack.engine)
+    assert cached == 0
+    stack.wait_stored(4)
+    with beside(stack, llama) as twin:
+        stack.rpc("kv_watch", twin)
+        assert hit(twin) == hit(stack.engine) == (tokens, 1024)
+        (loaded,) = stack.rpc("kv_seen", twin)
+        (there,) = stack.rpc("kv_seen")
+        assert loaded["loaded"] == there["loaded"]
+        assert len(loaded["loaded"]) == 4
+    for flags in (["--block-size", "32"], ["--kv-cache-dtype", "fp8"]):
+        with beside(stack, llama, flags) as other:
+            assert hit(other)[1] == 0
+            until(lambda engine=other: hit(engine)[1] == 1024)
+            assert hit(stack.engine) == (tokens, 1024)
+    with beside(stack, make_qwen3(tmp_path_factory.mktemp("models") / "qwen3")) as other:
+        cold = hit(other)
+        assert (cold[1], cold[0] == tokens) == (0, False)
+        until(lambda: hit(other) == (cold[0], 1024))
+        assert hit(stack.engine) == (tokens, 1024)
+    assert stack.server.status()["l1"]["objects"] == 4 * 4
+    stack.wait_clean()
 
 
 def test_replicas_are_told_apart_and_share_hits(llama: Path, start_stack: Callable[..., Stack]) -> None:
