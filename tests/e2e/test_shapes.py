@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from e2e.harness import Stack
+from e2e.harness import Stack, until
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_hybrids import make_gpt_oss, make_llama4, make_qwen3_next
 from lmcache.testing.tiny_models import make_deepseek_v2, make_llama, make_qwen3, sample_tokens
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 @dataclass(frozen=True)
 class Shape:
     make: Callable[[Path], Path]
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # "{folder}" stands for the model's folder
     environment: dict[str, str] = field(default_factory=dict)
     chunk_tokens: int = 256
     hit_chunks: int = 4
@@ -33,6 +33,7 @@ class Shape:
     refusal: str = ""  # what the engine says when it runs uncached
     same_tokens: bool = True  # False where the engine itself computes otherwise after a partial prefill
     is_state: bool = False
+    accepts_drafts: bool = False  # as many from a hit as from the engine's own cache
     always: bool = False  # not only nightly
 
     @property
@@ -45,12 +46,19 @@ class Shape:
         return sample_tokens(self.hit_tokens + 20, seed=1)
 
 
+def make_with_draft(folder: Path) -> Path:
+    """The draft is the model once more, so that the other accepts what it says as long as its KV is right."""
+    make_llama(folder / "draft")
+    return make_llama(folder)
+
+
 TWO_RANKS = {
     "flags": ("--tensor-parallel-size", "2"),
     "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
 MLA: dict[str, Any] = {"prefix_caching": False, "same_tokens": False}
 N_GRAM = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4,"prompt_lookup_min":2}'
+DRAFT = '{"method":"draft_model","model":"{folder}/draft","num_speculative_tokens":2}'
 STATE: dict[str, Any] = {"chunk_tokens": 640, "hit_chunks": 2, "is_state": True}
 SHAPES: dict[str, Shape] = {
     "mla": Shape(make_deepseek_v2, **MLA, always=True),
@@ -59,6 +67,7 @@ SHAPES: dict[str, Shape] = {
     "fp8": Shape(make_qwen3, flags=("--kv-cache-dtype", "fp8")),
     "blocks of 32": Shape(make_qwen3, flags=("--block-size", "32")),
     "n-gram speculation": Shape(make_llama, flags=("--speculative-config", N_GRAM)),
+    "draft model": Shape(make_with_draft, flags=("--speculative-config", DRAFT), accepts_drafts=True),
     "attention sinks": Shape(make_gpt_oss),
     "chunked attention": Shape(make_llama4, hit_chunks=3),  # ends within a chunk of the model's 512 tokens
     "recurrent state": Shape(make_qwen3_next, **STATE),
@@ -107,7 +116,7 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
     stack = start_stack(
         model,
         l2=not shape.refusal,
-        engine_flags=shape.flags,
+        engine_flags=[flag.replace("{folder}", str(model)) for flag in shape.flags],
         environment=shape.environment,
         server_flags=["--chunk-size", str(shape.chunk_tokens)],
         prefix_caching=shape.prefix_caching,
@@ -121,13 +130,19 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
     # Of states the engine keeps the one at the end of its step, of attention everything that this step computes.
     of_groups = shape.hit_chunks + (witness.groups - 1) * (1 if shape.is_state else shape.hit_chunks)
     stack.wait_stored(of_groups, in_l2=True)
+    before = accepted_drafts(stack)
     own = ask(stack, shape) if shape.prefix_caching else cold
+    drafts = accepted_drafts(stack) - before
+    assert drafts > 0 or not shape.accepts_drafts
     assert own.cached_tokens == (shape.hit_tokens if shape.prefix_caching else 0)
 
     def same_again(where: str) -> None:
         if shape.prefix_caching:
             stack.forget_prefixes()
+        before = accepted_drafts(stack)
         warm = ask(stack, shape)
+        if shape.accepts_drafts:
+            assert accepted_drafts(stack) - before == drafts, where
         assert warm.cached_tokens == shape.hit_tokens, where
         if shape.same_tokens:
             assert (warm.token_ids, warm.logprobs) == (cold.token_ids, own.logprobs), where
@@ -145,6 +160,12 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
 
 def ask(stack: Stack, shape: Shape) -> Completion:
     return stack.engine.complete(shape.prompt, max_tokens=16, logprobs=1)
+
+
+def accepted_drafts(stack: Stack) -> float:
+    """Over the engine's life; 0 without speculation."""
+    until(lambda: stack.engine_metric("vllm:num_requests_running") == 0)
+    return stack.engine_metric("vllm:spec_decode_num_accepted_tokens_total")
 
 
 def check_uncached(stack: Stack, shape: Shape) -> None:
