@@ -16,7 +16,7 @@ import pytest
 
 from e2e.harness import Stack, until
 from lmcache.testing.processes import Completion
-from lmcache.testing.tiny_hybrids import make_gpt_oss, make_llama4, make_qwen3_next
+from lmcache.testing.tiny_hybrids import make_gemma3n, make_gpt_oss, make_llama4, make_qwen3_next
 from lmcache.testing.tiny_models import make_deepseek_v2, make_llama, make_qwen3, sample_tokens
 
 pytestmark = pytest.mark.engine
@@ -70,6 +70,7 @@ SHAPES: dict[str, Shape] = {
     "draft model": Shape(make_with_draft, flags=("--speculative-config", DRAFT), accepts_drafts=True),
     "attention sinks": Shape(make_gpt_oss),
     "chunked attention": Shape(make_llama4, hit_chunks=3),  # ends within a chunk of the model's 512 tokens
+    "shared KV": Shape(make_gemma3n),
     "recurrent state": Shape(make_qwen3_next, **STATE),
     "recurrent state without a prefix cache": Shape(
         make_qwen3_next, **STATE, prefix_caching=False, refusal="start vLLM with --enable-prefix-caching"

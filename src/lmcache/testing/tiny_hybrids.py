@@ -1,4 +1,4 @@
-"""Small models whose layers do not all keep the KV of every token (see tiny_models)."""
+"""Small models whose layers do not all keep the KV of every token, or not KV of their own (see tiny_models)."""
 
 from __future__ import annotations
 
@@ -81,4 +81,31 @@ def make_llama4(folder: Path, *, seed: int = 0) -> Path:
             )
         ),
         seed=seed,
+    )
+
+
+def make_gemma3n(folder: Path, *, seed: int = 0) -> Path:
+    """A Gemma 3n of six layers, of which the last two read the KV of earlier ones; embeddings are tied."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    kinds = ["sliding_attention", "full_attention"] * 3
+    return save_model(
+        folder,
+        lambda: Gemma3nForCausalLM(
+            Gemma3nTextConfig(
+                **_SMALL,
+                intermediate_size=512,
+                num_hidden_layers=len(kinds),
+                layer_types=kinds,
+                sliding_window=512,
+                num_kv_shared_layers=2,
+                hidden_size_per_layer_input=32,
+                vocab_size_per_layer_input=8192,
+                laurel_rank=16,
+                activation_sparsity_pattern=[0.0] * len(kinds),
+                **common_settings(),
+            )
+        ),
+        seed=seed,
+        embedding_deviation=0.02,
     )
