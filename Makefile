@@ -37,10 +37,11 @@ native: ## the extension, built in place for work on the sources (src/lmcache/_n
 native-test: ## C++ tests: plain, with ASan and UBSan, with TSan
 	@for kind in plain address,undefined thread; do \
 	  sanitize=$$kind; [ $$kind = plain ] && sanitize=; \
+	  folder=build/test-$${kind%%,*}; \
 	  echo "C++ tests: $$kind"; \
-	  cmake -S . -B build/test-$$kind -G Ninja -DLMCACHE_BUILD_BINDINGS=OFF -DLMCACHE_BUILD_TESTS=ON -DLMCACHE_SANITIZE=$$sanitize > /dev/null && \
-	  cmake --build build/test-$$kind > build/test-$$kind/build.log || { tail -n 40 build/test-$$kind/build.log; exit 1; }; \
-	  ctest --test-dir build/test-$$kind --output-on-failure --timeout 300 || exit 1; \
+	  cmake -S . -B $$folder -G Ninja -DLMCACHE_BUILD_BINDINGS=OFF -DLMCACHE_BUILD_TESTS=ON -DLMCACHE_SANITIZE=$$sanitize > /dev/null && \
+	  cmake --build $$folder > $$folder/build.log || { tail -n 40 $$folder/build.log; exit 1; }; \
+	  ctest --test-dir $$folder --output-on-failure --timeout 300 || exit 1; \
 	done
 
 python-test: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## Python tests, the ones with real vLLM included
