@@ -42,16 +42,24 @@ void bind_file_io(nb::module_& m) {
             nb::arg("paths"), nb::arg("temporary_paths"), nb::arg("addresses"), nb::arg("sizes"))
         .def(
             "submit_read",
-            [](FileIO& self, std::vector<std::string> paths, nb::handle addresses, nb::handle capacities,
-               nb::handle frame_names) {
+            [](FileIO& self, std::vector<std::string> paths, nb::handle addresses, nb::handle capacities) {
                 auto to = numbers(addresses, "addresses");
                 auto bytes = numbers(capacities, "capacities");
+                nb::gil_scoped_release released;
+                return self.submit_read(std::move(paths), std::move(to), std::move(bytes));
+            },
+            nb::arg("paths"), nb::arg("addresses"), nb::arg("capacities"))
+        .def(
+            "submit_read_frames",
+            [](FileIO& self, const std::string& base, const nb::list& buffers, nb::handle frame_names) {
+                Ranges ranges(buffers);
                 const PackedView<std::byte> names(frame_names, "frame_names");
                 std::vector<std::byte> frames(names.data(), names.data() + names.size());
                 nb::gil_scoped_release released;
-                return self.submit_read(std::move(paths), std::move(to), std::move(bytes), std::move(frames));
+                return self.submit_read_frames(base, std::move(ranges.addresses), std::move(ranges.sizes),
+                                               std::move(frames));
             },
-            nb::arg("paths"), nb::arg("addresses"), nb::arg("capacities"), nb::arg("frame_names") = nb::bytes("", 0))
+            nb::arg("base"), nb::arg("buffers"), nb::arg("frame_names"))
         .def("submit_stat", &FileIO::submit_stat, nb::arg("paths"), nb::call_guard<nb::gil_scoped_release>())
         .def("submit_unlink", &FileIO::submit_unlink, nb::arg("paths"), nb::call_guard<nb::gil_scoped_release>())
         .def("drain",

@@ -45,7 +45,8 @@ struct Batch {
 
     // Guarded by the queue's mutex.
     std::size_t next = 0;
-    std::size_t unfinished = 0;
+
+    std::atomic<std::size_t> unfinished{0};  // files
     // Each element is written by one thread, and read after `unfinished` reached 0.
     std::vector<std::int64_t> results;
     std::vector<std::int32_t> errors;

@@ -24,6 +24,7 @@
 
 #include "file_batch.h"
 #include "lmcache/bus_guard.h"
+#include "lmcache/object_path.h"
 #include "lmcache/ring.h"
 #include "lmcache/ring_loop.h"
 
@@ -39,7 +40,9 @@ constexpr mode_t kFolderMode = 0770;
 // From this size on mapping a file costs less than it saves.
 constexpr std::size_t kMappedBytes = 1 << 20;
 
-// Read batches whose files still have to be marked as used; beyond it the oldest marks are given up.
+// Read batches whose files still have to be marked as used: so many wait until nothing is transferred; beyond the
+// second number the oldest marks are given up.
+constexpr std::size_t kPatientBatches = 64;
 constexpr std::size_t kMaxUnmarkedBatches = 1024;
 
 int open_file(const std::string& path, int flags, mode_t mode = 0) {
@@ -113,8 +116,6 @@ public:
             throw std::invalid_argument("paths, addresses and sizes must have the same length");
         if (kind == Kind::kWrite && temporary_paths.size() != count)
             throw std::invalid_argument("paths and temporary paths must have the same length");
-        if (!frame_names.empty() && frame_names.size() != count * kFrameNameBytes)
-            throw std::invalid_argument("frame_names must hold a namespace digest and a chunk hash for each path");
 
         auto batch = std::make_shared<Batch>();
         batch->kind = kind;
@@ -141,6 +142,7 @@ public:
             publication_order_.push_back(batch);
         }
         (has_memory ? transfers_ : quick_).push_back(batch);
+        if (has_memory) ++transferring_;
         const std::uint64_t number = batch->number;
         lock.unlock();
         if (has_memory && uses_ring())
@@ -178,10 +180,9 @@ private:
     void work() {
         std::unique_lock lock(mutex_);
         for (;;) {
-            // Lookups and deletions are short and go first; lookups decide how long an engine waits. Marks wait until
-            // nobody waits: each may have to wait itself, for the file system's journal.
+            // Lookups and deletions are short and go first; lookups decide how long an engine waits.
             auto& queue = !quick_.empty() ? quick_ : !transfers_.empty() && !uses_ring() ? transfers_ : unmarked_;
-            if (queue.empty()) {
+            if (queue.empty() || (&queue == &unmarked_ && !may_mark())) {
                 // A thread with nothing to take may leave: what others still run was taken by them.
                 if (closing_) return;
                 work_ready_.wait(lock);
@@ -224,15 +225,21 @@ private:
         settle(batch);
     }
 
+    // Needs mutex_. Marks wait until nobody waits for a transfer: on the last files of a batch they would compete with
+    // those that read them, and each may have to wait itself, for the file system's journal.
+    bool may_mark() const { return transferring_ == 0 || unmarked_.size() > kPatientBatches; }
+
     void settle(const std::shared_ptr<Batch>& batch) {
+        if (batch->unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
         std::lock_guard lock(mutex_);
-        if (--batch->unfinished != 0) return;
         finish(*batch);
-        if (batch->kind != Kind::kRead) return;
-        batch->next = 0;
-        unmarked_.push_back(batch);
-        if (unmarked_.size() > kMaxUnmarkedBatches) unmarked_.pop_front();
-        if (uses_ring()) work_ready_.notify_one();
+        if (batch->kind == Kind::kRead) {
+            batch->next = 0;
+            unmarked_.push_back(batch);
+            if (unmarked_.size() > kMaxUnmarkedBatches) unmarked_.pop_front();
+        }
+        if (batch->kind == Kind::kRead || batch->kind == Kind::kWrite) --transferring_;
+        if (uses_ring() && !unmarked_.empty() && may_mark()) work_ready_.notify_one();
     }
 
     // Needs mutex_.
@@ -491,6 +498,7 @@ private:
     std::deque<std::shared_ptr<Batch>> unmarked_;
     std::vector<FinishedBatch> finished_;
     std::uint64_t last_batch_ = 0;
+    std::size_t transferring_ = 0;  // batches that read or write and have not ended
     bool closing_ = false;
 
     std::mutex publication_mutex_;  // taken after mutex_ in submit(); never held while taking mutex_
@@ -513,7 +521,18 @@ std::uint64_t FileIO::submit_write(std::vector<std::string> paths, std::vector<s
 }
 
 std::uint64_t FileIO::submit_read(std::vector<std::string> paths, std::vector<std::uint64_t> addresses,
-                                  std::vector<std::uint64_t> capacities, std::vector<std::byte> frame_names) {
+                                  std::vector<std::uint64_t> capacities) {
+    return state_->submit(Kind::kRead, std::move(paths), {}, std::move(addresses), std::move(capacities));
+}
+
+std::uint64_t FileIO::submit_read_frames(const std::string& base, std::vector<std::uint64_t> addresses,
+                                         std::vector<std::uint64_t> capacities, std::vector<std::byte> frame_names) {
+    if (frame_names.size() % kFrameNameBytes != 0)
+        throw std::invalid_argument("frame_names must hold a namespace digest and a chunk hash for each file");
+    std::vector<std::string> paths;
+    paths.reserve(frame_names.size() / kFrameNameBytes);
+    for (auto rest = std::span<const std::byte>(frame_names); !rest.empty(); rest = rest.subspan(kFrameNameBytes))
+        paths.push_back(object_path(base, rest.first<kDigestBytes>(), rest.subspan<kDigestBytes, kChunkHashBytes>()));
     return state_->submit(Kind::kRead, std::move(paths), {}, std::move(addresses), std::move(capacities),
                           std::move(frame_names));
 }

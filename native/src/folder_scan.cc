@@ -15,11 +15,13 @@
 #include <string_view>
 #include <thread>
 
+#include "lmcache/object_path.h"
+
 namespace lmcache {
 namespace {
 
 constexpr unsigned kMaxScanThreads = 64;
-constexpr std::string_view kObjectSuffix = ".data", kTemporarySuffix = ".tmp";
+constexpr std::string_view kTemporarySuffix = ".tmp";
 constexpr std::int64_t kSecondNs = 1'000'000'000;
 
 using Hash = std::array<std::byte, kChunkHashBytes>;
@@ -42,17 +44,6 @@ bool parse_object(std::string_view name, std::string_view folder, Hash& hash) {
         hash[i] = static_cast<std::byte>(high << 4 | low);
     }
     return folder.size() >= 2 && name.substr(0, 2) == folder.substr(folder.size() - 2);
-}
-
-std::string object_name(const Hash& hash) {
-    constexpr char kDigits[] = "0123456789abcdef";
-    std::string name;
-    name.reserve(2 * hash.size() + kObjectSuffix.size());
-    for (const std::byte byte : hash) {
-        name += kDigits[std::to_integer<unsigned>(byte) >> 4];
-        name += kDigits[std::to_integer<unsigned>(byte) & 15];
-    }
-    return name.append(kObjectSuffix);
 }
 
 std::int64_t nanoseconds(const timespec& time) { return time.tv_sec * kSecondNs + time.tv_nsec; }

@@ -23,6 +23,7 @@
 
 #include "check.h"
 #include "lmcache/frame.h"
+#include "lmcache/object_path.h"
 #include "lmcache/ring.h"
 
 using lmcache::FileIO;
@@ -154,6 +155,7 @@ void test_verified_reads(std::size_t payload_bytes) {
     Memory source(room * kCount), target(room * kCount);
     source.fill(3);
     std::vector<std::byte> frame_names;
+    std::vector<std::string> paths;
     std::vector<std::uint64_t> from, to, sizes(kCount, room), capacities(kCount, room);
     sizes[kShort] = room - 12288;  // within the payload
     sizes[kHeadless] = 4095;
@@ -166,15 +168,15 @@ void test_verified_reads(std::size_t payload_bytes) {
         if (i == kOtherKey) hash[31] = std::byte{9};
         frame_names.insert(frame_names.end(), digest.begin(), digest.end());
         frame_names.insert(frame_names.end(), hash.begin(), hash.end());
+        paths.push_back(object_path(folder, digest, hash));
     }
     source.data[kFlipped * room + kFrameHeaderBytes + payload_bytes - 1] ^= 1;
-    const auto paths = names(folder, "frame", kCount);
     for (const bool direct : {false, true}) {
         for (const std::size_t read_ahead : {std::size_t{0}, std::size_t{4096}}) {
             FileIO io({2, direct, 4096, read_ahead, queue_depth});
             wait_for(io, io.submit_write(paths, names(folder, "tmp", kCount), from, sizes));
             std::memset(target.data, 0xee, target.size_bytes);
-            const FinishedBatch read = wait_for(io, io.submit_read(paths, to, capacities, frame_names));
+            const FinishedBatch read = wait_for(io, io.submit_read_frames(folder, to, capacities, frame_names));
             CHECK(read.errors[kGood] == 0 && read.results[kGood] == room);
             CHECK(std::memcmp(source.data, target.data, room) == 0);
             for (std::size_t i = 1; i < kCount; ++i) CHECK(read.errors[i] == EBADMSG && read.results[i] == -1);
@@ -184,7 +186,7 @@ void test_verified_reads(std::size_t payload_bytes) {
     frame_names.pop_back();
     bool thrown = false;
     try {
-        io.submit_read(paths, to, capacities, frame_names);
+        io.submit_read_frames(folder, to, capacities, frame_names);
     } catch (const std::invalid_argument&) {
         thrown = true;
     }
@@ -310,6 +312,38 @@ void test_recency() {
     wait_for(reader, reader.submit_read({paths[2]}, {memory.address()}, {4096}));
     reader.close();  // marks what it read before it ends
     CHECK(used(2) > used(0) && used(0) > used(1));
+    remove_folder(folder);
+}
+
+// Files are marked as used when no transfer is under way any more, whatever the other threads have to do.
+void test_marks_wait() {
+    const std::string folder = make_folder();
+    constexpr std::uint64_t kLarge = 128 << 20;
+    const std::string small = folder + "/small", large = folder + "/large";
+    FileIO io({2, false, 4096, 0, queue_depth});
+    Memory memory(4096), room(kLarge);
+    memory.fill(4);
+    wait_for(io, io.submit_write({small}, {small + ".t"}, {memory.address()}, {4096}));
+    const int fd = ::open(large.c_str(), O_WRONLY | O_CREAT, 0600);
+    CHECK(fd >= 0 && ::ftruncate(fd, kLarge) == 0);
+    ::close(fd);
+    // Reading does not change the status time, marking does; by more than its grain after a pause.
+    const auto changed_ns = [&] {
+        struct stat info{};
+        CHECK(::stat(small.c_str(), &info) == 0);
+        return info.st_ctim.tv_sec * 1'000'000'000L + info.st_ctim.tv_nsec;
+    };
+    const long written_ns = changed_ns();
+    ::usleep(20000);
+    io.submit_read({large}, {room.address()}, {kLarge});
+    io.submit_read({small}, {memory.address()}, {4096});
+    for (std::size_t ended = 0; ended < 2;) {
+        const bool marked = changed_ns() != written_ns;
+        ended += io.drain().size();
+        CHECK(!marked || ended == 2);
+    }
+    io.close();
+    CHECK(changed_ns() != written_ns);
     remove_folder(folder);
 }
 
@@ -446,6 +480,7 @@ int main() {
         test_strange_files();
         test_failure_ends_the_batch();
         test_recency();
+        test_marks_wait();
         test_full_disk();
         test_concurrency_and_close();
     }

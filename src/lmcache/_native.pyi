@@ -262,9 +262,10 @@ class FileIO:
     def submit_write(self, paths: Sequence[str], temporary_paths: Sequence[str], addresses: Buffer, sizes: Buffer) -> int:
         """Each file: write to the temporary path, then rename. u64 addresses and sizes. Returns a batch number. Files of
         a batch are published in order, so that an interrupted batch leaves a prefix. (docs/formats/files.md)"""
-    def submit_read(self, paths: Sequence[str], addresses: Buffer, capacities: Buffer, frame_names: Buffer = b"") -> int:
-        """`frame_names`: nothing, or 32 + 32 bytes a file, its namespace digest and chunk hash. What is not that frame,
-        whole and with the right checksum, then fails with EBADMSG; it is checked while it is read."""
+    def submit_read(self, paths: Sequence[str], addresses: Buffer, capacities: Buffer) -> int: ...
+    def submit_read_frames(self, base: str, buffers: list[memoryview], frame_names: Buffer) -> int:
+        """`frame_names`: 32 + 32 bytes a file below `base`, its namespace digest and chunk hash. What is not that frame,
+        whole and with the right checksum, fails with EBADMSG; it is checked while it is read."""
     def submit_stat(self, paths: Sequence[str]) -> int: ...
     def submit_unlink(self, paths: Sequence[str]) -> int: ...
     def drain(self) -> list[tuple[int, bytes, bytes]]:

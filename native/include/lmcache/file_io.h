@@ -52,11 +52,15 @@ public:
     std::uint64_t submit_write(std::vector<std::string> paths, std::vector<std::string> temporary_paths,
                                std::vector<std::uint64_t> addresses, std::vector<std::uint64_t> sizes);
 
-    // Reads min(file size, capacity) bytes. When nothing else is to be done the files are marked as used then, in the
-    // same order as above. `frame_names`: nothing, or of each file the digest of its namespace and its chunk hash; what
-    // is not that frame, whole and with the right checksum, then fails with EBADMSG.
+    // Reads min(file size, capacity) bytes. When no transfer is under way any more the files are marked as used, in the
+    // same order as above.
     std::uint64_t submit_read(std::vector<std::string> paths, std::vector<std::uint64_t> addresses,
-                              std::vector<std::uint64_t> capacities, std::vector<std::byte> frame_names = {});
+                              std::vector<std::uint64_t> capacities);
+
+    // The same for objects below `base` (docs/formats/files.md). `frame_names`: of each the digest of its namespace and
+    // its chunk hash. What is not that frame, whole and with the right checksum, fails with EBADMSG.
+    std::uint64_t submit_read_frames(const std::string& base, std::vector<std::uint64_t> addresses,
+                                     std::vector<std::uint64_t> capacities, std::vector<std::byte> frame_names);
 
     std::uint64_t submit_stat(std::vector<std::string> paths);
     std::uint64_t submit_unlink(std::vector<std::string> paths);

@@ -29,13 +29,10 @@ class NativeFiles:
         addresses, sizes = ranges(buffers)
         return await self._completions.of(self._io.submit_write(paths, temporary_paths, addresses, sizes))
 
-    async def read_frames(
-        self, paths: Sequence[str], buffers: Sequence[memoryview], keys: Sequence[ObjectKey]
-    ) -> Results:
-        """EBADMSG where a file is not the whole frame of its key."""
-        addresses, sizes = ranges(buffers)
-        names = b"".join(part for key in keys for part in (key.namespace.digest, key.chunk_hash))
-        return await self._completions.of(self._io.submit_read(paths, addresses, sizes, names))
+    async def read_frames(self, base: str, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Results:
+        """Of the folder `base`. EBADMSG where a file is not the whole frame of its key."""
+        names = b"".join([namespace.digest + chunk_hash for namespace, chunk_hash in keys])
+        return await self._completions.of(self._io.submit_read_frames(base, list(buffers), names))
 
     async def stat(self, paths: Sequence[str]) -> Results:
         return await self._completions.of(self._io.submit_stat(paths))

@@ -36,6 +36,7 @@ log = logging.getLogger("lmcache.l2")
 
 DELETE_SLICE = 1024
 _THERE = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
+_FAILED = (StoreOutcome.FAILED, LoadOutcome.FAILED)
 
 
 def _nothing() -> None:
@@ -404,6 +405,9 @@ class Runner:
         await self._repeat(
             self._loads, self._adapter.load, keys, buffers, outcomes, list(range(len(keys))), hold, self._deadline()
         )
+        if outcomes.count(LoadOutcome.LOADED) == len(keys):
+            self.ledger.touch(keys)
+            return
         self.ledger.touch([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.LOADED])
         self.lost([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.MISSING])
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
@@ -476,7 +480,7 @@ class Runner:
                 continue
             for index, result in zip(todo, results, strict=True):
                 outcomes[index] = result
-            failed = [index for index in todo if outcomes[index].name == "FAILED"]
+            failed = [index for index in todo if outcomes[index] in _FAILED]
             if len(failed) < len(todo):
                 lane.ok()
             else:

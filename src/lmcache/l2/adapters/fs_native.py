@@ -225,9 +225,10 @@ class FsNativeAdapter:
         return outcomes
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        paths = [self._path(key) for key in keys]
-        _, errors = await self._reads.read_frames(paths, buffers, keys)
+        _, errors = await self._reads.read_frames(self._base, keys, buffers)
         self._note_fallbacks()
+        if not any(errors):
+            return [LoadOutcome.LOADED] * len(keys)
         outcomes = []
         for index, error in enumerate(errors):
             if error == 0:
@@ -237,7 +238,7 @@ class FsNativeAdapter:
             elif error in _FOREIGN or error == errno.EBADMSG:
                 outcomes.append(LoadOutcome.CORRUPT)
             else:
-                self._say(error, "read", paths[index])
+                self._say(error, "read", self._path(keys[index]))
                 outcomes.append(LoadOutcome.FAILED)
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
         if corrupt:
