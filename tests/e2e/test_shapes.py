@@ -17,7 +17,7 @@ import pytest
 from e2e.harness import Stack, until
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_hybrids import make_gemma3n, make_gpt_oss, make_llama4, make_qwen3_next
-from lmcache.testing.tiny_models import make_deepseek_v2, make_llama, make_qwen3, sample_tokens
+from lmcache.testing.tiny_models import LlamaShape, make_deepseek_v2, make_llama, make_qwen3, sample_tokens
 
 pytestmark = pytest.mark.engine
 
@@ -46,6 +46,10 @@ class Shape:
         return sample_tokens(self.hit_tokens + 20, seed=1)
 
 
+def make_multi_query(folder: Path) -> Path:
+    return make_llama(folder, LlamaShape(num_hidden_layers=2, num_key_value_heads=1))
+
+
 def make_with_draft(folder: Path) -> Path:
     """The draft is the model once more, so that the other accepts what it says as long as its KV is right."""
     make_llama(folder / "draft")
@@ -64,6 +68,7 @@ SHAPES: dict[str, Shape] = {
     "mla": Shape(make_deepseek_v2, **MLA, always=True),
     "mla, two ranks": Shape(make_deepseek_v2, **MLA, **TWO_RANKS),
     "qwen3": Shape(make_qwen3),
+    "multi-query": Shape(make_multi_query),
     "fp8": Shape(make_qwen3, flags=("--kv-cache-dtype", "fp8")),
     "blocks of 32": Shape(make_qwen3, flags=("--block-size", "32")),
     "n-gram speculation": Shape(make_llama, flags=("--speculative-config", N_GRAM)),
