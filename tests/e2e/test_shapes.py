@@ -71,6 +71,7 @@ SHAPES: dict[str, Shape] = {
     "multi-query": Shape(make_multi_query),
     "fp8": Shape(make_qwen3, flags=("--kv-cache-dtype", "fp8")),
     "blocks of 32": Shape(make_qwen3, flags=("--block-size", "32")),
+    "blocks of 64": Shape(make_qwen3, flags=("--block-size", "64")),
     "n-gram speculation": Shape(make_llama, flags=("--speculative-config", N_GRAM)),
     "draft model": Shape(make_with_draft, flags=("--speculative-config", DRAFT), accepts_drafts=True),
     "attention sinks": Shape(make_gpt_oss),
