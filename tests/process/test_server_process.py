@@ -267,6 +267,7 @@ def test_an_ordered_end_is_quick_and_clean_while_an_engine_is_there(tmp_path, nu
             assert server.popen.wait(timeout=20) == 0
             assert time.monotonic() - started < 5.0
             assert not shm_of(server).exists()
+            assert "failed" not in server.log()
             wait_until(lambda: engine.client.state is ClientState.UNAVAILABLE)
 
 

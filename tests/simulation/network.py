@@ -46,6 +46,10 @@ class _Loop:
     def post(self, action: Callable[[], None]) -> None:
         self._world.at(0.0, lambda: None if self.stopped else action())
 
+    def responsive(self, within_seconds: float) -> bool:
+        """Nothing runs beside the one who asks."""
+        return not self.stopped
+
     def call_later(self, delay_seconds: float, action: Callable[[], None]) -> Timer:
         timer = Timer(self._world.now + delay_seconds, 0, action)
         self._world.at(delay_seconds, lambda: timer.action() if timer.action and not self.stopped else None)

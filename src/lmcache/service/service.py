@@ -43,6 +43,7 @@ TRANSFER_MODES = [mode.value for mode in TransferMode]
 TIERS = ("l1", "l2", "all")
 _MAX_CLEARS_WAITING = 4
 _STORAGE_SILENT_SECONDS = 5.0
+_TURN_SECONDS = 1.0  # what the message loop gets to end what it is doing
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class CacheService:
         self._clock = clock
         self._storage_asked_at: float | None = None
         self._sweeping = False
+        self._closing = False
         self._clears_waiting = 0
         self._clearer = ThreadPoolExecutor(1, thread_name_prefix="lmcache-clear")
 
@@ -109,7 +111,10 @@ class CacheService:
         self._rpc.post(self._begin_sweeping)
 
     def close(self) -> None:
-        self._copying.shutdown()  # L1 is unmapped next; a copy takes a millisecond
+        """L1 is unmapped next: copies and sweeps that are under way end first."""
+        self._closing = True
+        self._rpc.responsive(_TURN_SECONDS)
+        self._copying.shutdown()  # a copy takes a millisecond
         self._clearer.shutdown(wait=False, cancel_futures=True)
 
     def _methods(self) -> dict[str, Method]:
@@ -187,6 +192,8 @@ class CacheService:
             self._rpc.call_later(SWEEP_SECONDS, self._sweep)
 
     def _sweep(self) -> None:
+        if self._closing:
+            return
         try:
             self._liveness.sweep()
         finally:
