@@ -365,9 +365,12 @@ def test_damaged_slots_are_misses(device: Path, place: str) -> None:
         elif place == "foreign slot":
             overwrite(device, slot_offset(2), content[slot_offset(3) : slot_offset(4)])
         else:
+            former = content[slot_offset(2) : slot_offset(2) + 4096]
             async with RawServer(device) as server:
-                await server.adapter.delete([keys(8)[2]])
-                await server.store([keys(8)[2]])
+                # A start erases what free slots hold; while that has hold of the slot, the object goes into another.
+                while (header := device.read_bytes()[slot_offset(2) :][:4096]) == former or not any(header):
+                    await server.adapter.delete([keys(8)[2]])
+                    await server.store([keys(8)[2]])
             overwrite(device, slot_offset(2), content[slot_offset(2) : slot_offset(3)])
         async with RawServer(device, meta_verify_on_load=False) as server:
             expected = [LOADED] * 2 + [CORRUPT] + [LOADED] * 5
