@@ -214,7 +214,7 @@ class Run:
             return "loading"
         if running or any(request.request_id == name for request in self.engine.scheduler.running):
             blocks = {block for table in self.engine.scheduler.kv_cache_manager.get_block_ids(name) for block in table}
-            stored = {block.block_id for job in side._pins._jobs.values() for block in job.blocks}
+            stored = {block.block_id for kept in side._pins._jobs._kept.values() for block in kept}
             return "storing" if blocks & stored else "running"
         if state is not None and state.question.pending is not None and not state.question.given_up:
             return "looking up"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from lmcache.clock import Clock
 from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.integration.vllm.awaited import Awaited
 from lmcache.integration.vllm.lookup import Question
 from lmcache.protocol.messages import HelloReply
 
@@ -33,7 +34,6 @@ class Ahead(enum.Enum):
 class _Job:
     maker: _Maker
     first_chunk: int
-    reports_missing: int
 
 
 @dataclass
@@ -56,11 +56,10 @@ class Makers:
 
     def __init__(self, workers: int, clock: Clock) -> None:
         """`workers` report the end of every store."""
-        self._workers = workers
         self._clock = clock
         self._makers: dict[str, _Maker] = {}
         self._past: deque[_Maker] = deque(maxlen=_PAST_KEPT)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: Awaited[_Job] = Awaited(workers)
 
     # ---- what requests do --------------------------------------------------------------------------------------------
     def begins(self, question: Question, stored_chunks: int, end_chunk: int) -> None:
@@ -85,19 +84,13 @@ class Makers:
         maker = self._makers.get(request_id)
         if maker is not None:
             maker.storing.add(job)
-            self._jobs[job] = _Job(maker, first_chunk, self._workers)
+            self._jobs.add(job, _Job(maker, first_chunk))
 
     def stored(self, reports: Mapping[int, int]) -> None:
         """What workers have made known to the server, or could not."""
-        for number, count in reports.items():
-            job = self._jobs.get(number)
-            if job is None:
-                continue
-            job.reports_missing -= count
-            if job.reports_missing <= 0:
-                del self._jobs[number]
-                job.maker.storing.discard(number)
-                job.maker.stored_at = job.maker.went_on_at = self._clock.monotonic()
+        for number, job in self._jobs.ended(reports):
+            job.maker.storing.discard(number)
+            job.maker.stored_at = job.maker.went_on_at = self._clock.monotonic()
 
     def pauses(self, request_id: str) -> None:
         """It waits to be scheduled (again)."""

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lmcache.clock import Clock
+from lmcache.integration.vllm.awaited import Awaited
 
 log = logging.getLogger("lmcache.vllm")
 
 MAX_PINNED_FRACTION = 0.5  # of the engine's blocks; beyond it stores wait for others to end
 _SOON_SECONDS = 0.5
-
-
-@dataclass
-class _Job:
-    blocks: list[Any]
-    reports_missing: int
 
 
 class Pins:
@@ -28,7 +22,7 @@ class Pins:
         self._workers = workers
         self._clock = clock
         self._pool: Any = None
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: Awaited[list[Any]] = Awaited(workers)  # blocks
         self._next_job = 1
         self._pinned_blocks = 0
         self._lag_said = False
@@ -67,23 +61,17 @@ class Pins:
             self._since = self._clock.monotonic()
         job = self._next_job
         self._next_job += 1
-        self._jobs[job] = _Job(blocks, self._workers)
+        self._jobs.add(job, blocks)
         self._pinned_blocks += len(blocks)
         return job
 
     def ended(self, reports: Mapping[int, int]) -> None:
         """Workers have stopped reading; the last one's report gives the blocks back."""
-        for number, count in reports.items():
-            job = self._jobs.get(number)
-            if job is None:
-                continue
-            job.reports_missing -= count
-            if job.reports_missing <= 0:
-                del self._jobs[number]
-                self._pinned_blocks -= len(job.blocks)
-                # The pool evicts in this order, and a prefix is worth more than what follows it.
-                self._pool.free_blocks(reversed(job.blocks))
-                self._since = self._clock.monotonic()
+        for _, blocks in self._jobs.ended(reports):
+            self._pinned_blocks -= len(blocks)
+            # The pool evicts in this order, and a prefix is worth more than what follows it.
+            self._pool.free_blocks(reversed(blocks))
+            self._since = self._clock.monotonic()
 
     def drop(self, number: int) -> None:
         """No worker was told of this job."""
