@@ -29,6 +29,7 @@ from lmcache.l2 import registry as adapters
 from lmcache.memory.inheritance import Inheritance
 from lmcache.service.service import CacheService, ServiceSettings
 from lmcache.telemetry.bus import EventBus
+from lmcache.telemetry.logs import count_faults
 from lmcache.telemetry.lookup_log import LookupHashLog
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.storage import Storage
@@ -89,6 +90,7 @@ class Server:
 
     def _build(self) -> None:
         config, closers = self.config, self._closers
+        closers.callback(count_faults(lambda name: self.metrics.internal_faults.labels(name).inc()))
         sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
         _raise_descriptor_limit()
         hasher = ChunkHasher(config.hash_algorithm, config.chunk_size)

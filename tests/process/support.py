@@ -5,21 +5,38 @@ from __future__ import annotations
 import hashlib
 import struct
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from lmcache import _native
 from lmcache.client import Client
 from lmcache.client.frames import Frame, FrameMover
 from lmcache.client.transfer import WantedTransfer
+from lmcache.config.spec import ServerConfig
 from lmcache.core.frame import header_template
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
+from lmcache.server import Server
+from lmcache.testing.processes import free_port
 
 LAYOUT = "5e" * 16
 CALL_SECONDS = 20.0
 NO_SLOT = 2**64 - 1
+
+
+@contextmanager
+def server_within(**settings: Any) -> Iterator[Server]:
+    """A small server inside this process, for tests that reach into it."""
+    defaults = {"l1_size_gb": 0.05, "eviction_policy": "LRU", "port": 0, "http_port": free_port(), "prometheus_port": 0}
+    server = Server(ServerConfig(host="127.0.0.1", http_host="127.0.0.1", **{**defaults, **settings}))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 class SmallEngine:

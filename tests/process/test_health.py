@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,28 +10,17 @@ from typing import Any
 
 import pytest
 
-from lmcache.config.spec import ServerConfig
 from lmcache.server import Server
-from lmcache.testing.processes import free_port, http_json
+from lmcache.testing.processes import http_json
+from process.support import server_within
+from unit.tiering.support import eventually
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr("lmcache.admin.app.HEALTH_BOUND_SECONDS", 0.3)
-    config = ServerConfig(
-        host="127.0.0.1",
-        port=0,
-        http_host="127.0.0.1",
-        http_port=free_port(),
-        prometheus_port=0,
-        l1_size_gb=0.05,
-        eviction_policy="LRU",
-        l2_adapter=[{"type": "fs_native", "base_path": str(tmp_path / "l2")}],
-    )
-    server = Server(config)
-    server.start()
-    yield server
-    server.stop()
+    with server_within(l2_adapter=[{"type": "fs_native", "base_path": str(tmp_path / "l2")}]) as server:
+        yield server
 
 
 def ask(server: Server, path: str) -> tuple[int, Any]:
@@ -73,3 +63,14 @@ def test_clearing_ends_with_a_sentence_when_the_storage_loop_hangs(
         assert body["error"]
     finally:
         go_on.set()
+
+
+@pytest.mark.parametrize("loop_of", [message_loop, storage_loop])
+def test_what_nobody_expected_is_counted(server: Server, loop_of: Any) -> None:
+    def faults() -> float:
+        found = re.findall(rb"lmcache_mp_internal_faults_total{[^}]*} ([0-9.]+)", server.metrics.exposition())
+        return sum(map(float, found))
+
+    assert faults() == 0
+    loop_of(server)([].pop)
+    eventually(lambda: faults() == 1)

@@ -9,27 +9,15 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache.client import Client
-from lmcache.config.spec import ServerConfig
 from lmcache.protocol.messages import Ping
 from lmcache.server import Server
-from lmcache.testing.processes import free_port
+from process.support import server_within
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    config = ServerConfig(
-        host="127.0.0.1",
-        port=0,
-        http_host="127.0.0.1",
-        http_port=free_port(),
-        prometheus_port=0,
-        l1_size_gb=0.05,
-        eviction_policy="LRU",
-    )
-    server = Server(config)
-    server.start()
-    yield server
-    server.stop()
+    with server_within() as server:
+        yield server
 
 
 def test_a_ping_tells_of_a_storage_loop_that_hangs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

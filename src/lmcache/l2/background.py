@@ -1,13 +1,31 @@
-"""Blocking calls that may hang for ever (a dead network mount) without taking the process with them."""
+"""Beside the operations: tasks that nobody awaits, and blocking calls that may hang for ever (a dead network mount)
+without taking the process with them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from lmcache.telemetry.logs import level_of
+
 T = TypeVar("T")
+
+log = logging.getLogger("lmcache.l2")
+
+
+def spawn(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """A task whose end nobody awaits: the fault that ends it is logged."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            log.log(level_of(fault), "The task %s ended by a fault", name, exc_info=fault)
+
+    task = asyncio.get_running_loop().create_task(coroutine, name=name)
+    task.add_done_callback(ended)
+    return task
 
 
 async def in_thread(name: str, call: Callable[..., T], *arguments: Any) -> T:

@@ -27,6 +27,7 @@ from lmcache.l2.accounting import Ledger, Room
 from lmcache.l2.breaker import Breaker
 from lmcache.l2.operations import Hold, Lane
 from lmcache.l2.registry import ConfiguredAdapter
+from lmcache.telemetry.logs import level_of
 from lmcache.telemetry.metrics import Metrics
 
 T = TypeVar("T", StoreOutcome, LoadOutcome)
@@ -120,8 +121,8 @@ class Runner:
 
         task = asyncio.get_running_loop().create_task(finish())
         done, _ = await asyncio.wait({task}, timeout=max(0.0, seconds))
-        if done and task.exception() is not None:
-            log.warning("%s: closing failed: %s", self.name, task.exception())
+        if done and (fault := task.exception()) is not None:
+            log.log(level_of(fault), "%s: closing failed", self.name, exc_info=fault)
         return bool(done)
 
     # ---- the inventory that the adapter fills ------------------------------------------------------------------------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, LMCacheError
 
 LEVEL_VARIABLE = "LMCACHE_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -44,6 +44,30 @@ def configure_logs(level: str, *, warnings_only: bool = False, stream: TextIO | 
     logger.addHandler(handler)
     logger.propagate = False
     set_level("WARNING" if warnings_only and level in ("DEBUG", "INFO") else level)
+
+
+class _FaultCounter(logging.Handler):
+    def __init__(self, count: Callable[[str], object]) -> None:
+        super().__init__(logging.ERROR)
+        self._count = count
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self._count(record.name)
+
+
+def count_faults(count: Callable[[str], object]) -> Callable[[], None]:
+    """Calls `count` with the logger's name for each error that is logged with its exception, as every root of a thread,
+    task or request does with what nobody expected, until the function that is returned is called."""
+    handler = _FaultCounter(count)
+    logger = logging.getLogger(ROOT_LOGGER)
+    logger.addHandler(handler)
+    return lambda: logger.removeHandler(handler)
+
+
+def level_of(fault: BaseException) -> int:
+    """WARNING for what disks and backends do, ERROR for what nobody expected."""
+    return logging.WARNING if isinstance(fault, OSError | LMCacheError) else logging.ERROR
 
 
 def set_level(level: str) -> None:

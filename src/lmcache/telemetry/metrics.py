@@ -141,6 +141,10 @@ class Metrics:
             "event_bus_subscriber_exceptions", "Faults raised by a subscriber", ("subscriber_name",)
         )
 
+        self.internal_faults = self._counter(
+            "internal_faults", "Faults that nobody expected; the log has each", ("logger",)
+        )
+
         if enabled:  # the series by which OpenTelemetry carries resource attributes to Prometheus
             target = Info("target", "What exposes these metrics", registry=self.registry)
             target.info({"service_name": "lmcache", "service_instance_id": service_instance_id})

@@ -19,6 +19,7 @@ from lmcache.core.outcome import MissReason
 from lmcache.errors import AdapterError, LMCacheError
 from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.store import L1Store
+from lmcache.l2.background import spawn
 from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
@@ -37,6 +38,11 @@ OPEN_SECONDS = 120.0
 CLEAR_SECONDS = 60.0
 FLUSH_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
+
+
+def _log_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """The root of what the storage loop calls by itself, and of tasks that nobody awaited."""
+    log.error("Storage loop: %s", context["message"], exc_info=context.get("exception"))
 
 
 class Storage:
@@ -64,6 +70,7 @@ class Storage:
         self._committed_objects = 0
         self._committed_lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_log_fault)
         self._thread = threading.Thread(target=self._run, name="storage", daemon=True)
         self._stopped = False
         self._verifier = concurrent.futures.ThreadPoolExecutor(verify_threads, thread_name_prefix="verify")
@@ -129,17 +136,9 @@ class Storage:
         for runner in self._runners:
             await runner.open()
         self._store.start()
-        loop = asyncio.get_running_loop()
-        self._background.append(loop.create_task(self._eviction.run(), name="eviction"))
+        self._background.append(spawn(self._eviction.run(), "eviction"))
         if self._catch_up is not None:
-            self._background.append(loop.create_task(self._run_catch_up(self._catch_up), name="catch-up"))
-
-    @staticmethod
-    async def _run_catch_up(catch_up: CatchUp) -> None:
-        try:
-            await catch_up.run()
-        except Exception:  # the root of a task
-            log.exception("What a former server left could not be given to L2")
+            self._background.append(spawn(self._catch_up.run(), "catch-up"))
 
     async def _drain(self, seconds: float) -> bool:
         loop = asyncio.get_running_loop()

@@ -20,6 +20,7 @@ from lmcache.core import limits
 from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
 from lmcache.core.outcome import StoreOutcome
 from lmcache.l1.store import L1Store
+from lmcache.l2.background import spawn
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.leases import Leased, lease_objects
@@ -68,10 +69,9 @@ class StoreController:
         self.dropped = 0
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
         for index, runner in enumerate(self._runners):
             for _ in range(limits.L2_STORE_BATCHES_IN_FLIGHT):
-                self._workers.append(loop.create_task(self._work(index), name=f"store-{runner.name}"))
+                self._workers.append(spawn(self._work(index), f"store-{runner.name}"))
 
     def add(self, records: bytes, hashes: bytes) -> None:
         """Objects as `L1Core.commit` reports them, and the hashes that their chunk indices count."""

@@ -62,3 +62,17 @@ def test_level_from_environment() -> None:
     assert logs.level_from({"LMCACHE_LOG_LEVEL": "debug"}) == "DEBUG"
     with pytest.raises(ConfigError, match="DEBUG, INFO, WARNING, ERROR"):
         logs.level_from({"LMCACHE_LOG_LEVEL": "loud"})
+
+
+def test_errors_are_counted_with_their_exception_and_only_until_told(stream: io.StringIO) -> None:
+    counted: list[str] = []
+    logger = logging.getLogger("lmcache.x")
+    stop = logs.count_faults(counted.append)
+    fault = ValueError("nobody expected it")
+    logger.error("a defect", exc_info=fault)
+    logger.error("a sentence for the operator")
+    logger.warning("a disk", exc_info=fault)
+    assert counted == ["lmcache.x"]
+    stop()
+    logger.error("a defect", exc_info=fault)
+    assert counted == ["lmcache.x"]

@@ -333,6 +333,14 @@ def test_clear_goes_on_behind_an_adapter_that_fails_and_says_so() -> None:
         assert it.fetch(keys(20)).chunks == 20
 
 
+def test_a_fault_of_what_the_loop_calls_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with rig([]) as it:
+        it.storage.call_soon([].pop)
+        eventually(lambda: bool(caplog.records))
+    (record,) = caplog.records
+    assert record.name == "lmcache.tiering" and record.exc_info is not None and record.exc_info[0] is IndexError
+
+
 def test_clear_names_its_tiers() -> None:
     with rig() as it, pytest.raises(LMCacheError, match="l1, l2 or all; got 'l3'"):
         it.storage.clear("l3")

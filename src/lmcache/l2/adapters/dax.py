@@ -24,10 +24,11 @@ from lmcache.errors import ConfigError
 from lmcache.l2.adapter import Capacity, Inventory
 from lmcache.l2.adapters import dax_format as layout
 from lmcache.l2.adapters.dax_device import MappedDevice, refuse_foreign
-from lmcache.l2.background import in_thread
+from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.config import MAX_GB, AdapterConfig
 from lmcache.l2.keys import Key, number, text, whole
 from lmcache.l2.native_mapping import NativeMapping
+from lmcache.telemetry.logs import level_of
 
 log = logging.getLogger("lmcache.l2")
 
@@ -105,7 +106,7 @@ class DaxAdapter:
             raise
         stride = self._geometry.stride
         self.capacity = Capacity(self._geometry.slots * stride, stride, largest_object_bytes=stride)
-        self._recovery = asyncio.get_running_loop().create_task(self._recover(inventory), name=f"{self._name}-recover")
+        self._recovery = spawn(self._recover(inventory), f"{self._name}-recover")
 
     def _mapping(self, device: MappedDevice, threads: int) -> NativeMapping:
         return NativeMapping(device.address, device.size_bytes, threads=threads, flush=device.persistent)
@@ -285,7 +286,7 @@ class DaxAdapter:
         try:
             await self._read_directory(inventory)
         except Exception as error:  # the root of a task: the cache goes on with what it found
-            log.warning("%s: the directory of %s could not be read: %s", self._name, self._path, error)
+            log.log(level_of(error), "%s: the directory of %s could not be read", self._name, self._path, exc_info=True)
         self._recovered.set()
         inventory.complete()
         await self._prefault()

@@ -22,9 +22,10 @@ from lmcache.l2.adapters.raw_index import SlotIndex
 from lmcache.l2.adapters.raw_recovery import HEADERS_AT_ONCE, Recovered, finish, read_table, scan
 from lmcache.l2.adapters.raw_settings import KEYS, open_and_claim, plan
 from lmcache.l2.adapters.raw_table import OrderedPages
-from lmcache.l2.background import in_thread
+from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.config import AdapterConfig
 from lmcache.l2.native_device import NativeDevice, usable_queue_depth
+from lmcache.telemetry.logs import level_of
 
 __all__ = ["KEYS", "RawBlockAdapter", "build"]
 
@@ -110,13 +111,12 @@ class RawBlockAdapter:
         self._recovered = asyncio.Event()
         self._opened = True
         forget = claim.forgets or not settings["load_checkpoint_on_init"]
-        loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(self._recover(forget), name=f"{self._name}-recovery"),
-            loop.create_task(self._sync_now_and_then(), name=f"{self._name}-sync"),
+            spawn(self._recover(forget), f"{self._name}-recovery"),
+            spawn(self._sync_now_and_then(), f"{self._name}-sync"),
         ]
         if settings["meta_enable_periodic"]:
-            self._tasks.append(loop.create_task(self._checkpoint_periodically(), name=f"{self._name}-checkpoint"))
+            self._tasks.append(spawn(self._checkpoint_periodically(), f"{self._name}-checkpoint"))
 
     def _io(self, threads: int, depth: int) -> NativeDevice:
         return NativeDevice(
@@ -154,7 +154,7 @@ class RawBlockAdapter:
             recovered = await in_thread("l2-recovery", self._read_table, forget)
             await self._scan(recovered)
         except Exception as error:  # the root of a task: a cache that cannot be read starts empty
-            log.warning("%s: starts empty, the table could not be read: %s", self._name, error)
+            log.log(level_of(error), "%s: starts empty, the table could not be read", self._name, exc_info=True)
             forget, recovered = True, await in_thread("l2-recovery", self._read_table, True)
         await in_thread("l2-recovery", finish, recovered)
         index = SlotIndex(self._superblock, recovered.core, recovered.spaces, self._pages)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from lmcache.l2.background import spawn
 from lmcache.l2.native_device import NativeDevice
 
 log = logging.getLogger("lmcache.l2")
@@ -43,7 +44,7 @@ class OrderedPages:
         self._ready = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"{name}-table")
+        self._task = spawn(self._run(), f"{name}-table")
         self.faults = 0
 
     def __len__(self) -> int:
