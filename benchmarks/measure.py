@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import mmap
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from lmcache import _native
+from lmcache.memory.mapping import map_shared
 
 MIB = 1 << 20
 
@@ -56,10 +57,13 @@ def median_seconds(call: Callable[[], object], runs: int, warm_up: int = 2) -> l
 
 
 class Buffer:
-    """Touched, page-aligned memory with its address."""
+    """Touched memory as L1 has it: shared, mapped where large pages can be, with its address."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.map = mmap.mmap(-1, size_bytes)
+        fd = os.memfd_create("buffer", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size_bytes)
+        self.map = map_shared(fd, size_bytes, _native.LARGE_PAGE_BYTES)
+        os.close(fd)
         self.size_bytes = size_bytes
         self.address = _native.buffer_address(self.map)
         _native.prefault(self.address, size_bytes, 2)

@@ -11,6 +11,7 @@
 void bind_machine(nb::module_& m) {
     m.attr("NO_SLOT") = lmcache::kNoSlot;
     m.attr("FRAME_HEADER_BYTES") = lmcache::kFrameHeaderBytes;
+    m.attr("LARGE_PAGE_BYTES") = lmcache::kLargePageBytes;
     m.def("cpu_features", [] {
         const lmcache::CpuFeatures& found = lmcache::cpu_features();
         nb::dict features;

@@ -19,6 +19,10 @@ constexpr int kMadvPopulateWrite = 23;  // Linux 5.14; older headers do not name
 // process can map or unmap memory: with large pieces a server would answer no calls while L1 grows.
 constexpr std::size_t kPieceBytes = 1ULL << 20;
 
+constexpr int kMadvCollapse = 25;  // Linux 6.1
+// What a thread asks for at a time: each call costs some waiting for all processors. The lock is not held meanwhile.
+constexpr std::size_t kCollapsedBytes = 32ULL << 20;
+
 int touch(std::byte* begin, std::byte* end, std::size_t page_bytes) {
     if (madvise(begin, static_cast<std::size_t>(end - begin), kMadvPopulateWrite) == 0) return 0;
     if (errno != EINVAL) return errno;
@@ -29,29 +33,58 @@ int touch(std::byte* begin, std::byte* end, std::size_t page_bytes) {
     return 0;
 }
 
+// False when it makes no sense to go on.
+bool collapse(std::byte* begin, std::byte* end, std::size_t page_bytes) {
+    // A large page is not made out of nothing.
+    for (std::byte* at = begin; at < end; at += kLargePageBytes)
+        if (madvise(at, page_bytes, kMadvPopulateWrite) != 0) return false;
+    if (madvise(begin, static_cast<std::size_t>(end - begin), kMadvCollapse) == 0) return true;
+    return errno == EAGAIN || errno == EBUSY;  // of some pieces only: they are in use, say by a device
+}
+
+// Calls `work(from, to)` for pieces of the range, from several threads, until one returns false.
+template <typename Work>
+void in_pieces(std::uintptr_t begin, std::uintptr_t end, std::size_t piece_bytes, std::size_t threads,
+               const Work& work) {
+    const std::size_t pieces = (end - begin + piece_bytes - 1) / piece_bytes;
+    std::atomic<std::size_t> next{0};
+    std::atomic<bool> ended{false};
+    const auto run = [&] {
+        for (std::size_t piece = next++; piece < pieces && !ended; piece = next++) {
+            const std::uintptr_t from = begin + piece * piece_bytes;
+            const std::uintptr_t to = std::min(from + piece_bytes, end);
+            if (!work(reinterpret_cast<std::byte*>(from), reinterpret_cast<std::byte*>(to))) ended = true;
+        }
+    };
+    std::vector<std::thread> others;
+    const std::size_t wanted = std::clamp<std::size_t>(threads, 1, std::min(pieces, kMaxPrefaultThreads));
+    for (std::size_t i = 1; i < wanted; ++i) others.emplace_back(run);
+    run();
+    for (std::thread& other : others) other.join();
+}
+
+void take_large_pages(std::uintptr_t address, std::size_t size_bytes, std::size_t threads, std::size_t page_bytes) {
+    const std::uintptr_t begin = (address + kLargePageBytes - 1) / kLargePageBytes * kLargePageBytes;
+    const std::uintptr_t end = (address + size_bytes) / kLargePageBytes * kLargePageBytes;
+    if (begin >= end) return;
+    in_pieces(begin, end, kCollapsedBytes, threads,
+              [&](std::byte* from, std::byte* to) { return collapse(from, to, page_bytes); });
+}
+
 }  // namespace
 
 int prefault(std::uintptr_t address, std::size_t size_bytes, std::size_t threads) {
     if (size_bytes == 0) return 0;
     const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    take_large_pages(address, size_bytes, threads, page_bytes);
     const std::uintptr_t begin = address / page_bytes * page_bytes;
     const std::uintptr_t end = (address + size_bytes + page_bytes - 1) / page_bytes * page_bytes;
-    const std::size_t pieces = (end - begin + kPieceBytes - 1) / kPieceBytes;
-    std::atomic<std::size_t> next{0};
     std::atomic<int> fault{0};
-    const auto work = [&] {
-        for (std::size_t piece = next++; piece < pieces && fault == 0; piece = next++) {
-            const std::uintptr_t from = begin + piece * kPieceBytes;
-            const std::uintptr_t to = std::min(from + kPieceBytes, end);
-            const int found = touch(reinterpret_cast<std::byte*>(from), reinterpret_cast<std::byte*>(to), page_bytes);
-            if (found != 0) fault = found;
-        }
-    };
-    std::vector<std::thread> others;
-    const std::size_t wanted = std::clamp<std::size_t>(threads, 1, std::min(pieces, kMaxPrefaultThreads));
-    for (std::size_t i = 1; i < wanted; ++i) others.emplace_back(work);
-    work();
-    for (std::thread& other : others) other.join();
+    in_pieces(begin, end, kPieceBytes, threads, [&](std::byte* from, std::byte* to) {
+        const int found = touch(from, to, page_bytes);
+        if (found != 0) fault = found;
+        return found == 0;
+    });
     return fault;
 }
 

@@ -11,6 +11,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 NO_SLOT: Final[int]  # 2**64 - 1
 FRAME_HEADER_BYTES: Final[int]  # 4096
+LARGE_PAGE_BYTES: Final[int]  # 2 MiB
 
 # ---- machine -------------------------------------------------------------------------------------------------------
 def cpu_features() -> dict[str, bool]:
@@ -20,7 +21,8 @@ def copy_path() -> str:
     """Name of the chosen path: "avx512", "avx2", "neon" or "portable"."""
 
 def prefault(address: int, size_bytes: int, threads: int) -> None:
-    """Touches every page for writing (MADV_POPULATE_WRITE, else by hand) without changing content. OSError on failure."""
+    """Touches every page for writing (MADV_POPULATE_WRITE, else by hand) without changing content, in large pages where
+    the kernel lets it (MADV_COLLAPSE). OSError on failure."""
 
 def buffer_address(buffer: Buffer) -> int: ...
 

@@ -26,6 +26,7 @@ from lmcache.memory.inheritance import (
     TABLE_OFFSET,
     Inheritance,
 )
+from lmcache.memory.mapping import advise, map_shared
 from lmcache.memory.room import Machine, refuse_if_short
 
 logger = logging.getLogger("lmcache.memory")
@@ -64,15 +65,13 @@ class SharedMemory:
         # inherits it holds no lock.
         mapping_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._map = mmap.mmap(mapping_fd, size_bytes)
+            align_bytes = max(_native.LARGE_PAGE_BYTES, os.fstatvfs(fd).f_bsize)
+            self._map = map_shared(mapping_fd, size_bytes, align_bytes)
         finally:
             os.close(mapping_fd)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        for advice in (mmap.MADV_DONTDUMP, mmap.MADV_HUGEPAGE):
-            try:
-                self._map.madvise(advice)
-            except OSError:  # both only save resources, and kernels may lack them
-                pass
+        self.address = _native.buffer_address(self._map)
+        for advice in (mmap.MADV_DONTDUMP, mmap.MADV_HUGEPAGE):  # both only save resources
+            advise(self.address, size_bytes, advice)
         _opened.add(self)
 
     # ---- server side -------------------------------------------------------------------------------------------------
@@ -285,11 +284,13 @@ class SharedMemory:
             raise ValueError(
                 f"[{offset}, {offset + size_bytes}) is not inside the {self.size_bytes} bytes of {self.path}"
             )
-        return memoryview(self._map)[offset : offset + size_bytes]
+        return self._map[offset : offset + size_bytes]
 
     def prefault(self, offset: int, size_bytes: int, threads: int) -> None:
         """Maps and clears pages ahead of use, on several threads. Only for what is committed."""
-        _native.prefault(self.address + offset, size_bytes, threads)
+        # From the large page on that the last call left unfinished.
+        before_bytes = offset % _native.LARGE_PAGE_BYTES
+        _native.prefault(self.address + offset - before_bytes, size_bytes + before_bytes, threads)
 
     def prefault_present(self, threads: int) -> int:
         """Maps what the server has filled since the last call, from the start without a gap; returns the bytes mapped.
@@ -351,10 +352,7 @@ class SharedMemory:
             _opened.discard(self)
             if self._is_creator and not self._is_kept and same_file(fd, self.path):
                 os.unlink(self.path)
-            try:
-                self._map.close()
-            except BufferError:
-                logger.debug("%s is still in use here; it is unmapped with its last view", self.path)
+            self._map = memoryview(b"")
             os.close(fd)
 
     def _forget_locks(self) -> None:

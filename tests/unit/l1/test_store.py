@@ -254,12 +254,12 @@ def test_engines_can_map_ahead_what_the_server_has_filled(name: str) -> None:
         store.close()
 
 
-def resident_kib(address: int) -> int:
+def mapped_kib(address: int, kind: str = "Rss") -> int:
     """How much of the mapping at `address` this process has in its page tables."""
     found = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         found = found or line.startswith(f"{address:x}-")
-        if found and line.startswith("Rss:"):
+        if found and line.startswith(f"{kind}:"):
             return int(line.split()[1])
     raise AssertionError("no such mapping")
 
@@ -270,14 +270,29 @@ def test_mapping_ahead_follows_growth(name: str) -> None:
     engine = type(store.memory).attach(store.memory.path, store.memory.size_bytes, TOKEN)
     try:
         engine.map_ahead()
-        wait_until(lambda: resident_kib(engine.address) >= 4 * 1024)
+        wait_until(lambda: mapped_kib(engine.address) >= 4 * 1024)
         for step in range(1, 15):
             put(store, 2, MIB, first=100 * step)
         wait_until(lambda: committed(store) == 32 * MIB)
-        wait_until(lambda: resident_kib(engine.address) >= 28 * 1024)
+        wait_until(lambda: mapped_kib(engine.address) >= 28 * 1024)
     finally:
         engine.close()
         store.close()
+
+
+def test_steps_of_any_size_leave_no_small_pages(name: str) -> None:
+    """Where the kernel makes large pages of shared memory at all."""
+    memory = SharedMemory.create(name, 16 * MIB, TOKEN)
+    try:
+        memory.grow(memory.size_bytes)
+        memory.prefault(0, 4 * MIB, 1)
+        if mapped_kib(memory.address, "ShmemPmdMapped") != 4 * 1024:
+            pytest.skip("the kernel makes no large pages here")
+        memory.prefault(4 * MIB, 5 * MIB, 1)
+        memory.prefault(9 * MIB, 7 * MIB, 1)
+        assert mapped_kib(memory.address, "ShmemPmdMapped") == 16 * 1024
+    finally:
+        memory.close()
 
 
 def test_mapping_ahead_makes_no_memory(name: str) -> None:

@@ -1,0 +1,62 @@
+"""Files mapped into memory at addresses that large pages can have."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_FAILED = ctypes.c_void_p(-1).value
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+
+
+def map_shared(fd: int, size_bytes: int, align_bytes: int) -> memoryview:
+    """The first `size_bytes` of a file, writable, from an address that `align_bytes` (a power of two) divides.
+
+    The kernel makes large pages only where address and offset in the file agree. Unmapped with the last view of it.
+    OSError when it cannot be mapped.
+    """
+    reserved_bytes = size_bytes + align_bytes
+    start = _mmap(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    address = start + -start % align_bytes
+    try:
+        _mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(start, reserved_bytes)
+        raise
+    end = address + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    for hole, until in ((start, address), (end, start + reserved_bytes)):
+        if until > hole:
+            _libc.munmap(hole, until - hole)
+    whole = (ctypes.c_char * size_bytes).from_address(address)
+    unmapping = weakref.finalize(whole, _libc.munmap, address, size_bytes)
+    unmapping.atexit = False  # type: ignore[misc]  # threads may still use it; the kernel unmaps it anyway
+    return memoryview(whole).cast("B")
+
+
+def advise(address: int, size_bytes: int, advice: int) -> None:
+    """madvise(2) with one of mmap.MADV_*. What the kernel does not know or grant is ignored."""
+    _libc.madvise(address, size_bytes, advice)
+
+
+def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:
+    mapped = _libc.mmap(address, size_bytes, protection, flags, fd, 0)
+    if mapped == _FAILED or mapped is None:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return int(mapped)
