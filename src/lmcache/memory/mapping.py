@@ -25,7 +25,7 @@ _PROT_NONE = 0
 _MAP_FIXED = 0x10
 
 
-def map_shared(fd: int, size_bytes: int, align_bytes: int) -> memoryview:
+def map_shared(fd: int, size_bytes: int, align_bytes: int, flags: int = mmap.MAP_SHARED) -> memoryview:
     """The first `size_bytes` of a file, writable, from an address that `align_bytes` (a power of two) divides.
 
     The kernel makes large pages only where address and offset in the file agree. Unmapped with the last view of it.
@@ -35,7 +35,7 @@ def map_shared(fd: int, size_bytes: int, align_bytes: int) -> memoryview:
     start = _mmap(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     address = start + -start % align_bytes
     try:
-        _mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        _mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd)
     except OSError:
         _libc.munmap(start, reserved_bytes)
         raise

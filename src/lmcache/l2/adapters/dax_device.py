@@ -11,6 +11,7 @@ from pathlib import Path
 from lmcache import _native
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapters.dax_format import SUPERBLOCK_BYTES, read_superblock
+from lmcache.memory.mapping import map_shared
 
 MAP_SHARED_VALIDATE = 0x03
 MAP_SYNC = 0x80000
@@ -51,7 +52,7 @@ class MappedDevice:
             unit_bytes = self._unit_bytes(info)
             self.size_bytes = wanted_bytes // unit_bytes * unit_bytes
             self._make_room(info, wanted_bytes)
-            self._mapping, self.persistent = self._map()
+            self._mapping, self.persistent = self._map(max(unit_bytes, _native.LARGE_PAGE_BYTES))
         except OSError as error:
             os.close(self._fd)
             raise ResourceError(
@@ -61,7 +62,7 @@ class MappedDevice:
         except BaseException:
             os.close(self._fd)
             raise
-        self.address = _native.buffer_address(memoryview(self._mapping))
+        self.address = _native.buffer_address(self._mapping)
 
     def prefault(self, begin: int) -> int:
         """Maps the pages of a slice, so that the first copies need not; where the next slice begins."""
@@ -72,7 +73,7 @@ class MappedDevice:
     def close(self) -> None:
         """Idempotent."""
         if self._fd >= 0:
-            self._mapping.close()
+            self._mapping = memoryview(b"")
             os.close(self._fd)
             self._fd = -1
 
@@ -126,9 +127,9 @@ class MappedDevice:
                 "lower it."
             )
 
-    def _map(self) -> tuple[mmap.mmap, bool]:
+    def _map(self, align_bytes: int) -> tuple[memoryview, bool]:
         """Persistent: what has left the processor's caches is on the medium. For files that is what MAP_SYNC is for."""
         try:
-            return mmap.mmap(self._fd, self.size_bytes, flags=MAP_SHARED_VALIDATE | MAP_SYNC), True
+            return map_shared(self._fd, self.size_bytes, align_bytes, MAP_SHARED_VALIDATE | MAP_SYNC), True
         except OSError:
-            return mmap.mmap(self._fd, self.size_bytes, flags=mmap.MAP_SHARED), self.is_device
+            return map_shared(self._fd, self.size_bytes, align_bytes), self.is_device
