@@ -1,7 +1,5 @@
 #include "lmcache/mapped_copier.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -16,6 +14,7 @@
 #include "lmcache/bus_guard.h"
 #include "lmcache/copy.h"
 #include "lmcache/flush.h"
+#include "lmcache/quiet_threads.h"
 
 namespace lmcache {
 namespace {
@@ -34,25 +33,13 @@ MappedCopier::MappedCopier(const MappedCopierOptions& options) : options_(option
     install_bus_handler();
     event_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-    // Signals are for the process's own threads, but for those that a fault of this thread raises. A new thread
-    // inherits the mask.
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&all, fault);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-        for (unsigned i = 0; i < options.threads; ++i) {
-            threads_.emplace_back([this] { work(); });
-            pthread_setname_np(threads_.back().native_handle(), "lmcache-dax");
-        }
+        start_quiet_threads(threads_, options.threads, "lmcache-dax", [this] { work(); });
     } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
         close();
         ::close(event_fd_);
         throw;
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 MappedCopier::~MappedCopier() {

@@ -1,7 +1,5 @@
 #include "lmcache/paged_copier.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -14,6 +12,7 @@
 #include <system_error>
 
 #include "lmcache/copy.h"
+#include "lmcache/quiet_threads.h"
 
 namespace lmcache {
 namespace {
@@ -40,32 +39,12 @@ PagedCopier::PagedCopier(std::uintptr_t arena_address, std::size_t arena_bytes, 
     event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
     try {
-        start_threads(threads);
+        start_quiet_threads(threads_, threads, "lmcache-copy", [this] { work(); });
     } catch (...) {
         close();
         ::close(event_fd_);
         throw;
     }
-}
-
-void PagedCopier::start_threads(std::size_t count) {
-    // Signals are for the engine's own threads, but for those that a fault of this thread raises. A new thread inherits
-    // the mask.
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&all, fault);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-        for (std::size_t i = 0; i < count; ++i) {
-            threads_.emplace_back([this] { work(); });
-            pthread_setname_np(threads_.back().native_handle(), "lmcache-copy");
-        }
-    } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 PagedCopier::~PagedCopier() {

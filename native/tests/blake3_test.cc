@@ -106,16 +106,6 @@ void chunk_hashes_are_chained() {
     }
 }
 
-template <class Call>
-bool refused(Call&& call) {
-    try {
-        call();
-    } catch (const std::invalid_argument&) {
-        return true;
-    }
-    return false;
-}
-
 void wrong_sizes_are_refused() {
     const std::vector<std::uint32_t> tokens(16);
     const std::vector<std::byte> parent(32);

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
 
 #define CHECK(condition)                                                                \
     do {                                                                                \
@@ -11,3 +12,14 @@
             std::exit(1);                                                               \
         }                                                                               \
     } while (0)
+
+// Whether the call throws that.
+template <class Fault = std::invalid_argument, class Call>
+bool refused(Call&& call) {
+    try {
+        call();
+    } catch (const Fault&) {
+        return true;
+    }
+    return false;
+}

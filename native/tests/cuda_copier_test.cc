@@ -1,12 +1,12 @@
 // PagedCopier with a CudaMover, over a driver that has no device (tests/fake).
 #include <cstring>
 #include <memory>
-#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "check.h"
+#include "copied_chunks.h"
 #include "fake/fake_cuda.h"
 #include "lmcache/cuda_mover.h"
 #include "lmcache/paged_copier.h"
@@ -16,17 +16,11 @@ using namespace lmcache;
 namespace {
 
 constexpr double kPatience = 90.0;  // seconds; only ever reached by a bug
-constexpr std::size_t kBlocksPerChunk = 2;
-constexpr std::size_t kNumBlocks = 32;
 constexpr std::size_t kBlockBytes = 8192;
-constexpr std::size_t kLayers = 2;
 constexpr std::size_t kPayload = kLayers * kBlocksPerChunk * kBlockBytes;
 constexpr std::size_t kFrame = kFrameHeaderBytes + kPayload;
-constexpr std::size_t kSlots = 16;
 constexpr std::size_t kTrialBytes = 256 << 10;
 constexpr std::size_t kArena = kSlots * kFrame;
-
-const std::vector<std::byte> kDigest(32, std::byte{1});
 
 using Results = PagedCopier::Results;
 
@@ -80,32 +74,20 @@ struct Fixture {
         return layers;
     }
     static std::vector<std::uint64_t> slots(std::size_t first, std::size_t count) {
-        std::vector<std::uint64_t> offsets(count);
-        for (std::size_t i = 0; i < count; ++i) offsets[i] = (first + i) * kFrame;
-        return offsets;
-    }
-    static std::vector<std::int64_t> blocks(std::size_t first, std::size_t count) {
-        std::vector<std::int64_t> ids(count * kBlocksPerChunk);
-        std::iota(ids.begin(), ids.end(), static_cast<std::int64_t>(first * kBlocksPerChunk));
-        return ids;
-    }
-    static std::vector<std::byte> hashes(std::size_t first, std::size_t count) {
-        std::vector<std::byte> all(32 * count);
-        for (std::size_t i = 0; i < count; ++i) std::memset(all.data() + 32 * i, static_cast<int>(first + i), 32);
-        return all;
+        return slots_from(first, count, kFrame);
     }
     PagedCopier::JobId submit_store(std::size_t first, std::size_t count) {
-        return copier->submit_store(group, slots(first, count), blocks(first, count), hashes(first, count),
-                                    {reinterpret_cast<const std::byte*>(&header), sizeof header});
+        return copier->submit_store(group, slots(first, count), blocks_from(first, count), hashes_from(first, count),
+                                    as_bytes(header));
     }
     PagedCopier::JobId submit_load(std::size_t first, std::size_t count, std::shared_ptr<CudaFence> fence = nullptr) {
-        return copier->submit_load(group, slots(first, count), blocks(first, count), hashes(first, count), kDigest,
-                                   std::move(fence));
+        return copier->submit_load(group, slots(first, count), blocks_from(first, count), hashes_from(first, count),
+                                   kDigest, std::move(fence));
     }
     Results store(std::size_t first, std::size_t count) { return *copier->wait(submit_store(first, count), kPatience); }
     Results load(std::size_t first, std::size_t count) { return *copier->wait(submit_load(first, count), kPatience); }
     FrameFault verdict(std::size_t slot) const {
-        const auto hash = hashes(slot, 1);
+        const auto hash = hashes_from(slot, 1);
         return frame_verify(arena + slot * kFrame, kFrame, std::span<const std::byte, 32>(kDigest),
                             std::span<const std::byte, 32>(hash));
     }
@@ -115,8 +97,8 @@ struct Fixture {
         {
             PagedCopier by_cpu(address(other), kArena, 1);
             const std::size_t one = by_cpu.add_group(segments(), kBlocksPerChunk, kNumBlocks);
-            const auto job = by_cpu.submit_store(one, slots(0, kSlots), blocks(0, kSlots), hashes(0, kSlots),
-                                                 {reinterpret_cast<const std::byte*>(&header), sizeof header});
+            const auto job = by_cpu.submit_store(one, slots(0, kSlots), blocks_from(0, kSlots), hashes_from(0, kSlots),
+                                                 as_bytes(header));
             CHECK(*by_cpu.wait(job, kPatience) == Results(kSlots, kCopied));
         }
         std::vector<std::byte> frames(other, other + kArena);

@@ -131,16 +131,6 @@ void frames_travel_in_parts() {
     CHECK(verdict(put) == FrameFault::kMagic);  // what it was is gone with the first part
 }
 
-template <class Call>
-bool refused(Call&& call) {
-    try {
-        call();
-    } catch (const std::invalid_argument&) {
-        return true;
-    }
-    return false;
-}
-
 void templates_keep_their_limits() {
     const std::vector<std::byte> long_name(kMaxNamespaceBytes + 1);
     const std::vector<std::byte> long_params(kMaxSerdeParamsBytes + 1);

@@ -140,16 +140,6 @@ void other_faults_are_not_ours() {
 #endif
 }
 
-template <typename Call>
-bool refused(const Call& call) {
-    try {
-        call();
-    } catch (const std::invalid_argument&) {
-        return true;
-    }
-    return false;
-}
-
 void bad_arguments_are_refused() {
     Mapping mapping(2);
     Memory memory(2);

@@ -151,12 +151,7 @@ void layouts() {
 }
 
 bool refused(std::vector<Segment> segments, std::size_t blocks_per_chunk, std::size_t num_blocks) {
-    try {
-        const PagedGroup group(std::move(segments), blocks_per_chunk, num_blocks);
-    } catch (const std::invalid_argument&) {
-        return true;
-    }
-    return false;
+    return ::refused([&] { const PagedGroup group(std::move(segments), blocks_per_chunk, num_blocks); });
 }
 
 void impossible_layouts_are_refused() {

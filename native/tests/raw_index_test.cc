@@ -271,13 +271,7 @@ void recovery() {
         next.take_pages(0, pages_of(index), by_number, false);
         next.finish_recovery(0);
         CHECK(next.objects() == 0 && next.take_left(0, 9).empty());
-        bool refused = false;
-        try {
-            next.take_pages(3, pages, by_number, false);
-        } catch (const std::invalid_argument&) {
-            refused = true;
-        }
-        CHECK(refused);
+        CHECK(refused([&] { next.take_pages(3, pages, by_number, false); }));
     }
 }
 

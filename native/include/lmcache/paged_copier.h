@@ -87,7 +87,6 @@ private:
     std::shared_ptr<Job> make_job(std::size_t group, bool is_store, std::span<const std::uint64_t> slots,
                                   std::span<const std::int64_t> blocks, std::span<const std::byte> hashes) const;
     JobId start(std::shared_ptr<Job> job);
-    void start_threads(std::size_t count);
     void work() noexcept;
     ChunkResult store_chunk(const Job& job, std::size_t chunk) const noexcept;
     ChunkResult load_chunk(const Job& job, std::size_t chunk) const noexcept;
