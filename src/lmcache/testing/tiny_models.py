@@ -74,7 +74,6 @@ def describe_llama(folder: Path, shape: LlamaShape) -> Path:
 
 def make_gemma3(folder: Path, *, seed: int = 0) -> Path:
     """A Gemma 3 of six layers, two with full attention and four that see 512 tokens: several KV cache groups."""
-    import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
@@ -82,7 +81,6 @@ def make_gemma3(folder: Path, *, seed: int = 0) -> Path:
         folder,
         lambda: Gemma3ForCausalLM(
             Gemma3TextConfig(
-                vocab_size=8192,
                 hidden_size=256,
                 intermediate_size=512,
                 num_hidden_layers=len(kinds),
@@ -92,11 +90,7 @@ def make_gemma3(folder: Path, *, seed: int = 0) -> Path:
                 query_pre_attn_scalar=64,
                 sliding_window=512,
                 layer_types=kinds,
-                max_position_embeddings=65_536,
-                bos_token_id=0,
-                eos_token_id=1,
-                pad_token_id=1,
-                dtype=torch.bfloat16,
+                **common_settings(),
             )
         ),
         seed=seed,
@@ -189,7 +183,7 @@ def make_lora(folder: Path, base: Path, *, seed: int) -> Path:
 
 
 def common_settings() -> dict[str, Any]:
-    """What all configurations but the oldest two share."""
+    """What all configurations but those of `LlamaShape` share."""
     import torch
 
     return {

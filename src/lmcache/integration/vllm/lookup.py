@@ -26,6 +26,8 @@ LOOKUP_SECONDS = 30.0  # what L2 gets to bring a prefix into L1
 APPEND_SECONDS = 2.0  # blocks may be pinned meanwhile
 _GRACE_SECONDS = 1.0  # the server keeps the deadline itself; this is for its answer to travel
 
+_Unsent = tuple[str, str, str, int, bytes, bytes, list[tuple[int, bytes]]]
+
 
 class Progress(enum.Enum):
     WAITING = "waiting"
@@ -76,18 +78,7 @@ class Asker:
         hello = self.client.hello
         if hello is None or self._pulse.silent:
             return False
-        known = question.hello is hello
-        message = Lookup(
-            self.instance_id,
-            question.request_id,
-            question.cache_salt,
-            question.sent_tokens if known else 0,
-            question.tokens[4 * question.sent_tokens :] if known else question.tokens,
-            question.identity,
-            [] if known else content_extras(question.features, hello.chunk_tokens),
-            LOOKUP_SECONDS,
-            recompute,
-        )
+        message = Lookup(*self._unsent(question, hello), LOOKUP_SECONDS, recompute)
         try:
             pending = self.client.submit("lookup", message, LOOKUP_SECONDS + _GRACE_SECONDS)
         except LMCacheError as error:
@@ -101,6 +92,19 @@ class Asker:
         question.sent_at = self._clock.monotonic()
         question.given_up, question.reply, question.hashes = False, None, b""
         return True
+
+    def _unsent(self, question: Question, hello: HelloReply) -> _Unsent:
+        """What `Lookup` and `Append` begin with: the request, and what its session at this server lacks."""
+        known = question.hello is hello
+        return (
+            self.instance_id,
+            question.request_id,
+            question.cache_salt,
+            question.sent_tokens if known else 0,
+            question.tokens[4 * question.sent_tokens :] if known else question.tokens,
+            question.identity,
+            [] if known else content_extras(question.features, hello.chunk_tokens),
+        )
 
     def settle(self, question: Question, wait_seconds: float = 0.0) -> Progress:
         """Takes the answer if it is there or comes within `wait_seconds`."""
@@ -137,18 +141,9 @@ class Asker:
     def append(self, question: Question) -> bool:
         """Sends the tokens that the session lacks, to learn the hashes of the chunks they fill. False: cannot be."""
         hello = self.client.hello
-        known = question.hello is hello
-        if hello is None or self._pulse.silent or not (known or question.told is None):
+        if hello is None or self._pulse.silent or not (question.hello is hello or question.told is None):
             return False
-        message = Append(
-            self.instance_id,
-            question.request_id,
-            question.cache_salt,
-            question.sent_tokens if known else 0,
-            question.tokens[4 * question.sent_tokens :] if known else question.tokens,
-            question.identity,
-            [] if known else content_extras(question.features, hello.chunk_tokens),
-        )
+        message = Append(*self._unsent(question, hello))
         try:
             pending = self.client.submit("append", message, APPEND_SECONDS)
         except LMCacheError as error:
