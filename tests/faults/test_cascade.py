@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from faults.disk import DEADLINE_SECONDS, FaultyDisk
 from lmcache.core.limits import GIB, L2_BREAKER_OPEN_SECONDS
 from lmcache.testing.processes import CacheServer
+from polling import until
 from process.support import SmallEngine, split, unpack_slots
 
 FRAME_BYTES = 8192
@@ -28,20 +28,13 @@ def fs(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"type": "fs", "base_path": str(folder), **settings}
 
 
-def wait_until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.01)
-
-
 def hold(it: CacheServer, objects: int, *indices: int) -> None:
     """Until these adapters have that many objects."""
 
     def held() -> list[int]:
         return [it.status()["l2"]["adapters"][index]["objects"] for index in indices]
 
-    wait_until(lambda: held() == [objects] * len(indices), held)
+    until(lambda: held() == [objects] * len(indices), DEADLINE_SECONDS, tell=held)
 
 
 def hits(engine: SmallEngine, request: str, tokens: bytes) -> int:
@@ -79,8 +72,8 @@ def test_a_disk_that_stands_still_costs_one_deadline(disk: FaultyDisk, tmp_path:
                 assert hits(engine, "well", tokens) == CHUNKS
                 return not it.status()["l2"]["adapters"][0]["loads_suspended"]
 
-            wait_until(goes_on, it.log)
-            wait_until(lambda: it.status()["l1"]["quarantined_bytes"] == 0, it.status)
+            until(goes_on, DEADLINE_SECONDS, tell=it.log)
+            until(lambda: it.status()["l1"]["quarantined_bytes"] == 0, DEADLINE_SECONDS, tell=it.status)
         assert it.stop() == 0, it.log()
         assert "Traceback" not in it.log()
 
@@ -150,7 +143,7 @@ def test_skip_l1_neither_leaks_nor_loses_in_silence(disk: FaultyDisk, tmp_path: 
                 if number in (3, 6, 9):
                     disk.tell(write={"error": ("EIO", "ENOSPC", "EROFS")[number // 3 - 1]})
                 acknowledged += engine.store(engine.tokens(*range(100 * number, 100 * number + 40)))
-                wait_until(empty, it.status)
+                until(empty, DEADLINE_SECONDS, tell=it.status)
             assert acknowledged == 12 * 40  # there always was room
             lost = int(it.metric("lmcache_mp_l2_store_lost_chunks_total"))
             held = it.status()["l2"]["adapters"][0]["objects"]
@@ -160,10 +153,10 @@ def test_skip_l1_neither_leaks_nor_loses_in_silence(disk: FaultyDisk, tmp_path: 
 
             def taken() -> bool:
                 engine.store(engine.tokens(*range(5000, 5040)))
-                wait_until(empty, it.status)
+                until(empty, DEADLINE_SECONDS, tell=it.status)
                 return bool(it.status()["l2"]["adapters"][0]["objects"] > held)
 
-            wait_until(taken, it.log)
+            until(taken, DEADLINE_SECONDS, tell=it.log)
             found = [hits(engine, f"r{n}", engine.tokens(*range(100 * n, 100 * n + 40))) for n in range(12)]
             assert found == [40] * 3 + [0] * 9
             status = it.status()["l1"]
@@ -175,7 +168,7 @@ def test_skip_l1_neither_leaks_nor_loses_in_silence(disk: FaultyDisk, tmp_path: 
 def test_a_server_whose_disk_stands_still_does_not_start(disk: FaultyDisk, tmp_path: Path) -> None:
     disk.tell(create={"stall": True}, mkdir={"stall": True})
     with server(tmp_path, fs(disk.path, timeout_seconds=2)) as it:
-        wait_until(lambda: "the backend did not answer within 2 s" in it.log(), it.log)
+        until(lambda: "the backend did not answer within 2 s" in it.log(), DEADLINE_SECONDS, tell=it.log)
         assert disk.tell()[1] > 0  # the kernel lets no process go before a FUSE file system has answered it
         assert it.popen.wait(DEADLINE_SECONDS) == 1
         assert len(it.log().splitlines()) == 1, it.log()
@@ -192,7 +185,7 @@ def test_a_server_whose_disk_stands_still_ends_all_the_same(disk: FaultyDisk, tm
             assert engine.store(tokens) == CHUNKS
             hold(it, CHUNKS, 1)
         it.popen.terminate()
-        wait_until(lambda: "Stopped" in it.log(), it.log)
+        until(lambda: "Stopped" in it.log(), DEADLINE_SECONDS, tell=it.log)
         assert disk.tell()[1] > 0
         assert it.popen.wait(DEADLINE_SECONDS) == 1
         assert "Traceback" not in it.log()

@@ -12,8 +12,8 @@ import pytest
 
 from lmcache.server import Server
 from lmcache.testing.processes import http_json
+from polling import until
 from process.support import server_within
-from unit.tiering.support import eventually
 
 
 @pytest.fixture
@@ -73,4 +73,4 @@ def test_what_nobody_expected_is_counted(server: Server, loop_of: Any) -> None:
 
     assert faults() == 0
     loop_of(server)([].pop)
-    eventually(lambda: faults() == 1)
+    until(lambda: faults() == 1)

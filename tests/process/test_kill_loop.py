@@ -23,6 +23,7 @@ import pytest
 
 from lmcache.core.limits import GIB, MIB
 from lmcache.testing.processes import LOOPBACK, free_port, http_json
+from polling import until
 from process.nursery import Nursery
 from process.support import SmallEngine
 
@@ -221,7 +222,7 @@ def test_what_claims_to_be_there_is_exact(keeper: Keeper, nursery: Nursery, tmp_
         for engine in engines:
             engine.close()
         what_had_time_to_be_written_is_there(server, keeper)
-        wait_until(lambda: idle(server))
+        until(lambda: idle(server), DEADLINE_SECONDS)
         assert server.stop() == 0, server.log.read_text()
         assert "Traceback" not in server.log.read_text()
     finally:
@@ -248,7 +249,7 @@ def test_a_prefix_that_was_being_written_has_no_holes(keeper: Keeper, nursery: N
                 server.kill()
             server.start(keeper)
             with SmallEngine(server.port, payload_bytes=PREFIX_PAYLOAD_BYTES) as engine:
-                wait_until(lambda: complete(server))
+                until(lambda: complete(server), DEADLINE_SECONDS)
                 objects = kept_objects(server)
                 hits = 0
                 for prompt in range(number + 1):
@@ -273,7 +274,7 @@ def what_had_time_to_be_written_is_there(server: Server, keeper: Keeper) -> None
         server.kill()
     server.start(keeper)
     with SmallEngine(server.port) as engine:
-        wait_until(lambda: complete(server))
+        until(lambda: complete(server), DEADLINE_SECONDS)
         found = engine.lookup("last", tokens)
         assert found.chunks == 4 and engine.read(found), (SEED, server.log.read_text())
 
@@ -292,10 +293,3 @@ def idle(server: Server) -> bool:
     status = server.status()
     held = ("leases", "leased_objects", "reservations", "staged")
     return not status["instances"] and not any(status["l1"][name] for name in held)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)

@@ -18,6 +18,7 @@ from lmcache.client.client import ClientState
 from lmcache.errors import RemoteError, ServerUnavailable
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer, stop_running
+from polling import until
 from process.support import CALL_SECONDS, SmallEngine, unpack_slots
 
 SLOW_L2 = json.dumps({"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 0.001})
@@ -49,13 +50,6 @@ def assert_idle(server) -> None:
     assert not any(held.values()), held
     assert not any(l1.values()), l1
     assert status["l1"]["used_bytes"] + status["l1"]["free_bytes"] == status["l1"]["committed_bytes"]
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def engine_in_a_process(server, folder: Path, script: str) -> subprocess.Popen[str]:
@@ -127,7 +121,7 @@ def test_what_a_killed_engine_reserved_is_never_a_hit_and_its_memory_comes_back(
         assert server.status()["reservations"] == 1
         child.kill()
         child.wait()
-        wait_until(lambda: len(server.status()["instances"]) == 1)
+        until(lambda: len(server.status()["instances"]) == 1)
         assert server.status()["l1"]["staged"] == 0
         assert server.status()["leases"] == 0
         assert engine.lookup("r", engine.tokens(1, 2)).chunks == 0
@@ -145,7 +139,7 @@ def test_a_stopped_engine_keeps_its_reservation_until_it_goes_on(server, tmp_pat
         with SmallEngine(server.port) as engine:
             # Silent for far more than two heartbeats of 0.1 s, but its lock is held.
             time_when_swept_twice = time.monotonic() + 2.5
-            wait_until(lambda: time.monotonic() > time_when_swept_twice)
+            until(lambda: time.monotonic() > time_when_swept_twice)
             status = server.status()
             assert {one["instance_id"] for one in status["instances"]} == {"other", engine.instance_id}
             assert status["reservations"] == 1
@@ -153,7 +147,7 @@ def test_a_stopped_engine_keeps_its_reservation_until_it_goes_on(server, tmp_pat
     finally:
         child.kill()
         child.wait()
-    wait_until(lambda: not server.status()["instances"])
+    until(lambda: not server.status()["instances"])
 
 
 def test_a_client_comes_back_by_itself_when_the_server_was_killed_and_restarted(tmp_path):
@@ -164,16 +158,14 @@ def test_a_client_comes_back_by_itself_when_the_server_was_killed_and_restarted(
         memory, token = engine.client.memory, engine.client.boot_token
         first.kill()
         started = time.monotonic()
-        wait_until(lambda: engine.client.state is ClientState.UNAVAILABLE)
+        until(lambda: engine.client.state is ClientState.UNAVAILABLE)
         with pytest.raises(ServerUnavailable):
             engine.lookup("s", engine.tokens(1))
         assert time.monotonic() - started < 2.0
         with CacheServer(tmp_path, l1_size_gb=0.0625, port=first.port, shm_name=first.shm_name) as second:
             second.wait_ready()
             engine.client.connect(20.0)
-            wait_until(
-                lambda: len(second.status()["instances"][:1]) == 1 and second.status()["instances"][0]["workers"]
-            )
+            until(lambda: len(second.status()["instances"][:1]) == 1 and second.status()["instances"][0]["workers"])
             assert engine.client.boot_token != token
             assert engine.client.memory is not memory
             assert engine.lookup("t", engine.tokens(1)).chunks == 0
@@ -206,7 +198,7 @@ def test_a_server_that_hangs_is_noticed_and_one_that_wakes_up_is_used_again(serv
         token = engine.client.boot_token
         server.pause()
         try:
-            wait_until(lambda: engine.client.state is ClientState.UNAVAILABLE)
+            until(lambda: engine.client.state is ClientState.UNAVAILABLE)
             started = time.monotonic()
             with pytest.raises(ServerUnavailable):
                 engine.lookup("r", engine.tokens(1))
@@ -268,7 +260,7 @@ def test_an_ordered_end_is_quick_and_clean_while_an_engine_is_there(tmp_path, nu
             assert time.monotonic() - started < 5.0
             assert not shm_of(server).exists()
             assert "failed" not in server.log()
-            wait_until(lambda: engine.client.state is ClientState.UNAVAILABLE)
+            until(lambda: engine.client.state is ClientState.UNAVAILABLE)
 
 
 # ---- long work -------------------------------------------------------------------------------------------------------
@@ -277,7 +269,7 @@ def test_pings_are_answered_while_lookups_wait_for_a_slow_l2(tmp_path):
         server.wait_ready()
         with SmallEngine(server.port, payload_bytes=64 * 1024) as engine:
             engine.store(engine.tokens(*range(100, 116)))  # 1 MiB takes the adapter a second
-            wait_until(lambda: all(one["objects"] >= 16 for one in server.status()["l2"]["adapters"]))
+            until(lambda: all(one["objects"] >= 16 for one in server.status()["l2"]["adapters"]))
             server.clear("l1")
             calls = [
                 engine.client.submit(
@@ -305,7 +297,7 @@ def test_a_lookup_is_answered_at_its_deadline(tmp_path):
         server.wait_ready()
         with SmallEngine(server.port, payload_bytes=256 * 1024) as engine:
             engine.store(engine.tokens(1, 2, 3, 4))
-            wait_until(lambda: all(one["objects"] >= 4 for one in server.status()["l2"]["adapters"]))
+            until(lambda: all(one["objects"] >= 4 for one in server.status()["l2"]["adapters"]))
             server.clear("l1")
             started = time.monotonic()
             reply = engine.lookup("r", engine.tokens(1, 2, 3, 4), deadline_seconds=0.3)
@@ -313,7 +305,7 @@ def test_a_lookup_is_answered_at_its_deadline(tmp_path):
             assert reply.chunks < 4
             assert reply.miss_reason == "l2_deadline"
             assert engine.read(reply)
-        wait_until(lambda: server.status()["l1"]["leases"] == 0 and server.status()["l1"]["staged"] == 0)
+        until(lambda: server.status()["l1"]["leases"] == 0 and server.status()["l1"]["staged"] == 0)
 
 
 # ---- frugality -------------------------------------------------------------------------------------------------------
@@ -328,7 +320,7 @@ def test_an_idle_server_is_small_and_sleeps(tmp_path):
             maps = Path(f"/proc/{server.pid}/maps").read_text()
             assert not [name for name in ("torch", "numpy", "transformers") if f"/{name}/" in maps]
             # L1 is being prepared at first; then there must be nothing to do (the benchmark measures closer).
-            wait_until(lambda: cpu_fraction(server.pid, over_seconds=2.0) < 0.01)
+            until(lambda: cpu_fraction(server.pid, over_seconds=2.0) < 0.01)
 
 
 def cpu_fraction(pid: int, over_seconds: float) -> float:

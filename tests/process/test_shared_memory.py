@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
 from lmcache.memory.room import Machine
 from lmcache.memory.shared_memory import SharedMemory
 from lmcache.testing.processes import stop_running
+from polling import until
 
 SIZE = 4 * MIB
 TOKEN = bytes(range(16))
@@ -346,7 +346,7 @@ def test_a_forked_child_keeps_no_lock_of_a_dead_worker(name: str) -> None:
         engine.kill()
         try:
             assert os.path.exists(f"/proc/{forked}")
-            wait_until(lambda: not memory.owner_alive(5))
+            until(lambda: not memory.owner_alive(5))
         finally:
             os.kill(forked, signal.SIGKILL)
 
@@ -363,13 +363,6 @@ def test_a_forked_child_neither_removes_nor_keeps_a_servers_memory(name: str) ->
             SharedMemory.create(name, SIZE, TOKEN).close()
         finally:
             os.kill(forked, signal.SIGKILL)
-
-
-def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
 
 
 def test_views_outlive_close(name: str) -> None:

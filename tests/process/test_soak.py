@@ -11,11 +11,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lmcache.testing.processes import CacheServer
+from polling import until
 from process.memory_watch import MemoryWatch, private_bytes
 
 SECONDS = float(os.environ.get("LMCACHE_SOAK_SECONDS", "60"))
@@ -76,7 +76,7 @@ def test_memory_is_flat_and_nothing_stays_held(tmp_path: Path) -> None:
                 time.sleep(0.25)
             mortal.kill()
         did = [engine.leave() for engine in steady]
-        until(lambda: not held(server), lambda: held(server))
+        until(lambda: not held(server), 90.0, tell=lambda: held(server))
         print(watch.check(), f"{lives} engines killed", *did, sep="\n")
         for counts in did:
             assert not any(name.startswith("ended by") for name in counts), counts
@@ -97,10 +97,3 @@ def held(server: CacheServer) -> dict[str, Any]:
     for number, adapter in enumerate(status["l2"]["adapters"]):
         counters[f"l2 {number} stores"] = adapter["stores_in_flight"]
     return {name: value for name, value in counters.items() if value}
-
-
-def until(condition: Callable[[], bool], tell: Callable[[], Any], seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, tell()
-        time.sleep(0.05)

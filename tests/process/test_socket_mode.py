@@ -20,6 +20,7 @@ from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_PAYLOAD_PART_BYTES
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer
+from polling import until
 from process.support import CALL_SECONDS, SmallEngine, split, unpack_slots
 
 PAYLOAD = 3 * MAX_PAYLOAD_PART_BYTES // 2  # a frame goes in two parts
@@ -31,7 +32,7 @@ def server(tmp_path):
         server.wait_ready()
         yield server
         if server.alive():
-            wait_until(lambda: not held(server))
+            until(lambda: not held(server))
             assert "Traceback" not in server.log()
             assert server.stop() == 0
         (Path("/dev/shm") / server.shm_name).unlink(missing_ok=True)
@@ -45,13 +46,6 @@ def held(server) -> list[int]:
     status = server.status()
     l1 = status["l1"]
     return [n for n in (status["leases"], status["reservations"], l1["staged"], l1["leased_objects"]) if n]
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_both_modes_share_the_same_bytes(server):
@@ -169,7 +163,7 @@ def test_a_server_that_dies_in_the_middle_of_both_directions(server, tmp_path):
             tmp_path, l1_size_gb=0.125, port=server.port, shm_name=server.shm_name, log_name="next.log"
         ) as successor:
             successor.wait_ready()
-            wait_until(lambda: engine.client.owner(engine.instance_id, 0) is not None and usable(engine))
+            until(lambda: engine.client.owner(engine.instance_id, 0) is not None and usable(engine))
             # Numbers of the former life mean nothing to the next, though it may give the same ones out again.
             again = engine.reserve(hashes)
             stale = m.Write(engine.instance_id, 0, b"f" * 16, again.reservation, 0, 0, 0, memoryview(b"late"))
@@ -218,7 +212,7 @@ def test_an_engine_that_dies_in_the_middle_of_a_store(server, tmp_path):
         assert engine.stdout is not None and engine.stdout.readline() == b"1048576\n"
         assert server.status()["reservations"] == 1
         engine.kill()
-    wait_until(lambda: not server.status()["instances"])
+    until(lambda: not server.status()["instances"])
     assert server.status()["l1"]["used_bytes"] == 0
     with over_socket(server) as other:
         assert other.lookup("r", other.tokens(1, 2)).chunks == 0

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 
 from lmcache.integration.vllm import upstream_worker  # noqa: E402
 from lmcache.testing.processes import CacheServer, free_port  # noqa: E402
+from polling import until  # noqa: E402
 from process.upstream_engine import (  # noqa: E402
     BLOCK_TOKENS,
     BLOCKS,
@@ -27,7 +28,6 @@ from process.upstream_engine import (  # noqa: E402
     Ranks,
     config,
     held,
-    until,
 )
 
 

@@ -14,8 +14,9 @@ from lmcache.client.client import ClientState
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer, free_port, stop_running
+from polling import until
 from process.support import CALL_SECONDS, SmallEngine, unpack_slots
-from process.test_server_process import engine_in_a_process, wait_until
+from process.test_server_process import engine_in_a_process
 
 L1_GB = 0.0625
 
@@ -73,9 +74,9 @@ def test_everything_committed_is_there_again(place: Place, number: int) -> None:
         first.popen.wait(20)
         assert place.file.exists()
         with place.server() as second:
-            wait_until(lambda: engine.client.boot_token != token and engine.client.state is ClientState.READY)
+            until(lambda: engine.client.boot_token != token and engine.client.state is ClientState.READY)
             assert adopted(second) == 102
-            wait_until(lambda: bool(second.status()["instances"]) and bool(second.status()["instances"][0]["workers"]))
+            until(lambda: bool(second.status()["instances"]) and bool(second.status()["instances"][0]["workers"]))
             warm = engine.lookup("warm", tokens)
             assert warm.chunks == 100
             assert warm.slots == held.slots  # where they were
@@ -166,7 +167,7 @@ def test_what_a_live_engine_may_still_write_is_nobody_elses(place: Place, tmp_pa
                 engine.store(engine.tokens(*range(1000 * number, 1000 * number + 1000)))
             assert server.status()["l1"]["quarantined_bytes"] == 3 * 8192
             stopped.send_signal(signal.SIGCONT)  # it finds the new server and lets go of the former life
-            wait_until(lambda: server.status()["l1"]["quarantined_bytes"] == 0)
+            until(lambda: server.status()["l1"]["quarantined_bytes"] == 0)
             assert engine.read(engine.lookup("c", engine.tokens(*range(19000, 20000))))
     finally:
         stopped.kill()
@@ -189,7 +190,7 @@ def test_owner_numbers_are_never_used_twice(place: Place) -> None:
         token = engine.client.boot_token
         first.kill()
         with place.server(), SmallEngine(place.port) as other:
-            wait_until(lambda: engine.client.boot_token != token and engine.client.state is ClientState.READY)
-            wait_until(lambda: engine.client.owner(engine.instance_id, 0) is not None)
+            until(lambda: engine.client.boot_token != token and engine.client.state is ClientState.READY)
+            until(lambda: engine.client.owner(engine.instance_id, 0) is not None)
             now = {one.client.owner(one.instance_id, worker) for one in (engine, other) for worker in (-1, 0)}
             assert len(now) == 4 and not now & former

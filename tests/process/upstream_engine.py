@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from lmcache.integration.vllm import upstream_worker
 from lmcache.testing.processes import CacheServer
+from polling import until
 
 BLOCKS, BLOCK_TOKENS, CHUNK_TOKENS = 64, 64, 256
 PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
@@ -202,14 +202,6 @@ class Ranks(Engine):
                 del self._named[kind, request]
                 ended[kind].add(request)
         return ended
-
-
-def until(condition: Any, seconds: float = 20.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    return value
 
 
 def held(server: CacheServer) -> list[int]:

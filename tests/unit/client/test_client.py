@@ -9,6 +9,7 @@ from lmcache.client.client import ClientState
 from lmcache.errors import ConfigError, RemoteError, ServerUnavailable
 from lmcache.protocol import messages as m
 from lmcache.transport.server import Method, RpcServer
+from polling import until
 
 INSTANCE = m.RegisterInstance("engine", "model", 1, 1, 10.0)
 WORKER = m.RegisterWorker("engine", 0, 0, ["ab" * 16], [4096])
@@ -86,13 +87,6 @@ def server():
     server.stop()
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_connect_call_close(server):
     with a_client(server.port) as client:
         assert client.state is ClientState.CONNECTING
@@ -140,7 +134,7 @@ def test_a_server_that_comes_later_is_found(caplog):
     with a_client(gone.port) as client:
         client.declare(INSTANCE)
         client.start()
-        wait_until(lambda: client.state is ClientState.UNAVAILABLE)
+        until(lambda: client.state is ClientState.UNAVAILABLE)
         server = FakeServer(gone.port)
         client.connect(10.0)
         server.wait_for(lambda: ("engine", -1) in server.registered)
@@ -165,7 +159,7 @@ def test_a_new_incarnation_is_met_before_anything_is_registered():
         assert met == [(b"a" * 16, 0)]
         first.stop()
         first.registered.clear()
-        wait_until(lambda: client.state is ClientState.UNAVAILABLE)
+        until(lambda: client.state is ClientState.UNAVAILABLE)
         second = FakeServer(first.port, b"b" * 16)
         client.connect(10.0)
         second.wait_for(lambda: len(second.registered) == 2)
@@ -179,7 +173,7 @@ def test_the_same_server_seen_again_is_no_new_incarnation(server):
         client.register(INSTANCE, 5.0)
         hello = client.hello
         client._ready.fail("the network blinked")
-        wait_until(lambda: client.state is ClientState.UNAVAILABLE)
+        until(lambda: client.state is ClientState.UNAVAILABLE)
         client.connect(10.0)
         assert client.call("noop", m.Empty(), 5.0) == m.Empty()
         assert client.hello is hello
@@ -191,7 +185,7 @@ def test_a_server_that_forgot_is_told_again(server):
         former = client.register(INSTANCE, 5.0)
         server.registered.clear()
         server.wait_for(lambda: ("engine", -1) in server.registered)
-        wait_until(lambda: client.owner("engine") not in (None, former))
+        until(lambda: client.owner("engine") not in (None, former))
 
 
 def test_a_call_of_an_unknown_instance_makes_the_client_look_at_once(server):
@@ -210,7 +204,7 @@ def test_another_token_in_a_ping_means_another_server(server):
     ) as client:
         client.register(INSTANCE, 5.0)
         server.token = b"c" * 16
-        wait_until(lambda: met == [b"a" * 16, b"c" * 16] and client.state is ClientState.READY)
+        until(lambda: met == [b"a" * 16, b"c" * 16] and client.state is ClientState.READY)
         assert server.registrations == 2
 
 
@@ -220,7 +214,7 @@ def test_a_refused_registration_is_raised_and_tried_again(server, caplog):
         with pytest.raises(RemoteError, match="another life") as refusal:
             client.register(INSTANCE, 5.0)
         assert refusal.value.code == "layout_conflict"
-        wait_until(lambda: client.state is ClientState.READY)
+        until(lambda: client.state is ClientState.READY)
         server.refuse = None
         server.wait_for(lambda: ("engine", -1) in server.registered)
     assert caplog.text.count("refused a registration") == 1
@@ -242,11 +236,11 @@ def test_that_a_server_came_back_with_another_protocol_version_is_said_once(capl
         client.connect(10.0)
         port = first.port
         first.stop()
-        wait_until(lambda: client.state is ClientState.UNAVAILABLE)
+        until(lambda: client.state is ClientState.UNAVAILABLE)
         second = FakeServer(port=port, protocol_version=99)
-        wait_until(lambda: "speaks protocol version 99" in caplog.text)
+        until(lambda: "speaks protocol version 99" in caplog.text)
         tried = second.hellos
-        wait_until(lambda: second.hellos > tried)
+        until(lambda: second.hellos > tried)
         second.stop()
     assert caplog.text.count("speaks protocol version 99") == 1
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from lmcache import _native  # noqa: E402
 from lmcache.device.cuda import Gpu, Pinning  # noqa: E402
 from lmcache.errors import LayoutRefused  # noqa: E402
+from polling import until  # noqa: E402
 from unit.device.fake_cuda import FakeCuda  # noqa: E402
 from unit.device.gpu_layouts import (  # noqa: E402
     BLOCK_TOKENS,
@@ -22,7 +23,7 @@ from unit.device.gpu_layouts import (  # noqa: E402
     heads_first,
     layers_in_the_block,
 )
-from unit.integration.vllm.workers import gpu_of, until  # noqa: E402
+from unit.integration.vllm.workers import gpu_of  # noqa: E402
 
 
 @pytest.mark.parametrize("pinned", [True, False])

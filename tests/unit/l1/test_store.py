@@ -7,8 +7,7 @@ import logging
 import os
 import secrets
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +23,7 @@ from lmcache.l1.store import L1Store
 from lmcache.memory.room import Machine
 from lmcache.memory.shared_memory import SharedMemory
 from lmcache.telemetry.metrics import Metrics
+from polling import until
 
 TOKEN = bytes(16)
 FOREVER = 1e18
@@ -58,13 +58,6 @@ def put(store: L1Store, count: int, size_bytes: int, first: int = 0) -> int:
     return without_room
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.005)
-
-
 def committed(store: L1Store) -> int:
     return store.core.stats()["committed_bytes"]
 
@@ -81,7 +74,7 @@ def test_a_large_lazy_l1_is_ready_at_once_and_fills_in_the_background(name: str)
     store = L1Store.open(name, 4 * GIB, TOKEN, policy="LRU", init_bytes=256 * MIB)
     try:
         assert committed(store) < GIB
-        wait_until(lambda: committed(store) >= GIB)  # the headroom beyond what is used
+        until(lambda: committed(store) >= GIB)  # the headroom beyond what is used
         store.check_idle()
     finally:
         store.close()
@@ -91,12 +84,12 @@ def test_a_large_lazy_l1_is_ready_at_once_and_fills_in_the_background(name: str)
 def test_the_background_stays_ahead_of_use(name: str) -> None:
     store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", init_bytes=2 * MIB)
     try:
-        wait_until(lambda: committed(store) == 4 * MIB)
+        until(lambda: committed(store) == 4 * MIB)
         put(store, 3, MIB)
-        wait_until(lambda: committed(store) == 7 * MIB)
+        until(lambda: committed(store) == 7 * MIB)
         for step in range(1, 15):
             put(store, 2, MIB, first=100 * step)
-            wait_until(lambda: committed(store) == min(7 + 2 * step, 32) * MIB)  # noqa: B023
+            until(lambda: committed(store) == min(7 + 2 * step, 32) * MIB)  # noqa: B023
         assert store.stats()["evicted_objects"] == 0
     finally:
         store.close()
@@ -107,7 +100,7 @@ def test_a_reservation_grows_l1_rather_than_evict(name: str) -> None:
     store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", init_bytes=2 * MIB)
     try:
         assert isinstance(store.core, growth.GrowingCore)
-        wait_until(lambda: committed(store) == 4 * MIB)
+        until(lambda: committed(store) == 4 * MIB)
         store.core.stop()  # no background: only what reservations do themselves
         assert put(store, 10, MIB) == 0
         assert committed(store) == 10 * MIB
@@ -130,7 +123,7 @@ def test_when_the_machine_has_no_more_l1_evicts_and_asks_again_later(
     store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", init_bytes=4 * MIB, clock=clock)
     try:
         assert isinstance(store.core, growth.GrowingCore)
-        wait_until(lambda: committed(store) == 4 * MIB)
+        until(lambda: committed(store) == 4 * MIB)
         store.core.stop()
         starve(store, tmp_path, 1)
         with caplog.at_level(logging.WARNING, logger="lmcache.l1"):
@@ -270,11 +263,11 @@ def test_mapping_ahead_follows_growth(name: str) -> None:
     engine = type(store.memory).attach(store.memory.path, store.memory.size_bytes, TOKEN)
     try:
         engine.map_ahead()
-        wait_until(lambda: mapped_kib(engine.address) >= 4 * 1024)
+        until(lambda: mapped_kib(engine.address) >= 4 * 1024)
         for step in range(1, 15):
             put(store, 2, MIB, first=100 * step)
-        wait_until(lambda: committed(store) == 32 * MIB)
-        wait_until(lambda: mapped_kib(engine.address) >= 28 * 1024)
+        until(lambda: committed(store) == 32 * MIB)
+        until(lambda: mapped_kib(engine.address) >= 28 * 1024)
     finally:
         engine.close()
         store.close()

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import PAYLOAD_BYTES, FrameMemory, keys, namespace
+from unit.l2.support import OneServer, run
 
 SLOTS = 40
 SIZE_GB = (8192 + SLOTS * 128 + 4096 + SLOTS * (PAYLOAD_BYTES + 4096)) / GIB
@@ -32,37 +32,11 @@ STORED, FULL, THERE = StoreOutcome.STORED, StoreOutcome.FULL, StoreOutcome.ALREA
 LOADED, MISSING = LoadOutcome.LOADED, LoadOutcome.MISSING
 
 
-class Server:
+class Server(OneServer):
     def __init__(self, device: Path, **settings: Any) -> None:
         device.touch()
         spec = {"type": "dax", "device_path": str(device), "max_dax_size_gb": SIZE_GB, "slot_bytes": PAYLOAD_BYTES}
-        self.runner = Runner(build(parse_adapter({**spec, **settings}, 0)), Metrics(), ManualClock())
-        self.memory = FrameMemory(64)
-
-    async def __aenter__(self) -> Server:
-        await self.runner.open()
-        await asyncio.wait_for(self.runner._inventory_complete.wait(), 20)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert await self.runner.drain(10) and await self.runner.close(10)
-        self.runner.ledger.check()
-
-    async def store(self, count: int = 8, seed: int = 0) -> list[StoreOutcome]:
-        wanted = keys(count, seed)
-        buffers = [self.memory.fill(i, key) for i, key in enumerate(wanted)]
-        return await self.runner.store(wanted, buffers, lambda: None)
-
-    async def load(self, count: int = 8, seed: int = 0) -> list[LoadOutcome]:
-        wanted, target = keys(count, seed), FrameMemory(count)
-        outcomes = await self.runner.load(wanted, target.buffers, lambda: None)
-        for slot, outcome in enumerate(outcomes):
-            assert outcome is not LOADED or target.holds(slot, wanted[slot])
-        return outcomes
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+        super().__init__({**spec, **settings})
 
 
 def refusal(kind: type[LMCacheError], device: Path, **settings: Any) -> str:

@@ -9,21 +9,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lmcache
-from lmcache.clock import ManualClock
 from lmcache.core.limits import L2_BREAKER_MAX_OPEN_SECONDS
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.l2.adapters import fs_native
-from lmcache.l2.registry import build, parse_adapter
-from lmcache.l2.runner import Runner
-from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import FrameMemory, keys
+from unit.l2.support import OneServer, run
 
 HERE = Path(__file__).parent
 COUNT = 8
@@ -105,36 +102,15 @@ def test_a_disk_that_lies_about_writes(faulty_disk: dict[str, Any]) -> None:
 
 
 # ---- folders that change under a server ------------------------------------------------------------------------------
-class Server:
+class Server(OneServer):
     def __init__(self, base: Path, kind: str = "fs_native", **settings: Any) -> None:
-        self.clock = ManualClock()
-        self.metrics = Metrics()
-        configured = build(parse_adapter({"type": kind, "base_path": str(base), **settings}, 0))
-        self.runner = Runner(configured, self.metrics, self.clock)
+        super().__init__({"type": kind, "base_path": str(base), **settings})
 
-    async def __aenter__(self) -> Server:
-        await self.runner.open()
-        await asyncio.wait_for(self.runner._inventory_complete.wait(), 20)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert await self.runner.drain(10) and await self.runner.close(10)
-        self.runner.ledger.check()
-
-    async def store(self, seed: int = 0) -> list[StoreOutcome]:
-        wanted, memory = keys(COUNT, seed), FrameMemory(COUNT)
-        buffers = [memory.fill(i, key) for i, key in enumerate(wanted)]
-        return await self.runner.store(wanted, buffers, lambda: None)
-
-    async def load(self, seed: int = 0) -> tuple[list[LoadOutcome], list[str]]:
+    async def verified_load(self, seed: int = 0) -> tuple[list[LoadOutcome], list[str]]:
         """Outcomes, and what is wrong with each frame."""
         wanted, target = keys(COUNT, seed), FrameMemory(COUNT)
         outcomes = await self.runner.load(wanted, target.buffers, lambda: None)
         return outcomes, [target.verify(slot, key) for slot, key in enumerate(wanted)]
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def data_file(base: Path, index: int, seed: int = 0) -> Path:
@@ -166,9 +142,9 @@ def test_a_disk_that_becomes_read_only_is_read_on(own_disk: Path, kind: str, cap
             mount("--bind", str(own_disk), str(own_disk))  # over it, as the server has files open
             mount("-o", "remount,ro,bind", str(own_disk))
             for seed in range(2, 5):
-                assert await server.store(seed) == [StoreOutcome.FAILED] * COUNT
+                assert await server.store(seed=seed) == [StoreOutcome.FAILED] * COUNT
             assert server.runner.status()["stores_suspended"]
-            assert (await server.load(1))[0] == [LOADED] * COUNT
+            assert (await server.verified_load(1))[0] == [LOADED] * COUNT
             await server.runner.corrupted(keys(1, 1), "test")  # it cannot be moved: never met again all the same
             assert (await server.runner.probe(keys(COUNT, 1)))[0] is False
             mount("-o", "remount,rw,bind", str(own_disk))
@@ -220,12 +196,12 @@ def test_what_is_not_what_its_name_says_never_verifies(tmp_path: Path, kind: str
             data_file(tmp_path, 4).write_bytes(os.urandom(FrameMemory(1).slot_bytes))  # foreign
             data_file(tmp_path, 5).write_bytes(b"")
             corrupt = LoadOutcome.CORRUPT
-            outcomes, faults = await server.load()
+            outcomes, faults = await server.verified_load()
             assert outcomes == [corrupt, corrupt, MISSING, corrupt, corrupt, corrupt, LOADED, LOADED]
             assert faults[6:] == ["", ""]
-            assert (await server.load())[0] == [MISSING] * 6 + [LOADED] * 2
+            assert (await server.verified_load())[0] == [MISSING] * 6 + [LOADED] * 2
             assert len(list((tmp_path / "quarantine").iterdir())) == 5
             assert (await server.store()).count(StoreOutcome.STORED) == 6
-            assert await server.load() == ([LOADED] * COUNT, [""] * COUNT)
+            assert await server.verified_load() == ([LOADED] * COUNT, [""] * COUNT)
 
     run(test)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +22,15 @@ from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ResourceError
 from lmcache.l2.adapters import fs_native
 from lmcache.l2.adapters.writers import Writer
-from lmcache.l2.registry import build, parse_adapter
-from lmcache.l2.runner import Runner
-from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import FrameMemory, keys, namespace
+from unit.l2.support import OneServer, run
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
 
 
-class Server:
-    """One server's view of a folder."""
-
+class Server(OneServer):
     def __init__(self, base: Path, clock: ManualClock | None = None, **settings: Any) -> None:
-        configured = build(parse_adapter({"type": "fs_native", "base_path": str(base), **settings}, 0))
-        self.metrics = Metrics()
-        self.runner = Runner(configured, self.metrics, clock or ManualClock())
-        self.memory = FrameMemory(64)
-
-    async def __aenter__(self) -> Server:
-        await self.runner.open()
-        await asyncio.wait_for(self.runner._inventory_complete.wait(), 20)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert await self.runner.drain(10) and await self.runner.close(10)
-        self.runner.ledger.check()
-
-    async def store(self, count: int = 8, seed: int = 0) -> list[StoreOutcome]:
-        wanted = keys(count, seed)
-        buffers = [self.memory.fill(i, key) for i, key in enumerate(wanted)]
-        return await self.runner.store(wanted, buffers, lambda: None)
-
-    async def load(self, count: int = 8, seed: int = 0) -> list[LoadOutcome]:
-        """Loads, and checks every byte of what is said to be there."""
-        wanted, target = keys(count, seed), FrameMemory(count)
-        outcomes = await self.runner.load(wanted, target.buffers, lambda: None)
-        for slot, outcome in enumerate(outcomes):
-            assert outcome is not LoadOutcome.LOADED or target.holds(slot, wanted[slot])
-        return outcomes
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+        super().__init__({"type": "fs_native", "base_path": str(base), **settings}, clock)
 
 
 def data_files(base: Path) -> list[Path]:

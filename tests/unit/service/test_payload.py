@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +16,7 @@ from lmcache.protocol import messages as m
 from lmcache.service.payload import PayloadService
 from lmcache.transport.bulk import Bulk
 from lmcache.transport.server import Deferred
+from polling import until
 from unit.service.support import LAYOUT, NO_SLOT, PAYLOAD_BYTES, a_service, chunks, slots
 
 FRAME = limits.FRAME_HEADER_BYTES + PAYLOAD_BYTES  # what travels
@@ -118,13 +118,6 @@ def _decode(payload: bytes) -> list[bytes]:
 
     reply = msgspec.msgpack.Decoder(m.ReadReply).decode(payload)
     return [bytes(reply.data)]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def refused(call: Callable[[], object]) -> str:

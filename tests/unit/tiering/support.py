@@ -36,14 +36,6 @@ def faulty(spec: dict[str, Any] = MOCK, index: int = 0, **common: Any) -> tuple[
     return ConfiguredAdapter(configured.config, adapter), adapter
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Waits for what another thread does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.002)
-
-
 class Rig:
     def __init__(self, l1: L1Store, storage: Storage, metrics: Metrics) -> None:
         self.l1 = l1
@@ -156,4 +148,4 @@ def rig(
     assert not os.path.exists(f"/dev/shm/{name}")
 
 
-__all__ = ["ENGINE", "FRAME_BYTES", "MOCK", "Rig", "eventually", "faulty", "keys", "namespace", "rig"]
+__all__ = ["ENGINE", "FRAME_BYTES", "MOCK", "Rig", "faulty", "keys", "namespace", "rig"]

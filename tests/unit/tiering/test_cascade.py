@@ -12,7 +12,8 @@ from lmcache.core.limits import L2_BREAKER_OPEN_SECONDS
 from lmcache.core.outcome import StoreOutcome
 from lmcache.errors import AdapterError
 from lmcache.testing.faults import FaultyAdapter
-from unit.tiering.support import ENGINE, MOCK, Rig, eventually, faulty, keys, rig
+from polling import until
+from unit.tiering.support import ENGINE, MOCK, Rig, faulty, keys, rig
 
 TIMEOUT_SECONDS = 0.3  # of the first adapter once it is dead; the requests have 20
 
@@ -80,10 +81,10 @@ def test_a_dead_adapter_costs_its_deadline_once(dies_at: str, caplog: pytest.Log
         it.l1.core.release(result.lease)
         result = it.fetch(keys(100))
         assert result.chunks == 100
-        eventually(lambda: dead.stalled == stalled + 1)
+        until(lambda: dead.stalled == stalled + 1)
         assert dead.stalled == stalled + 1
         # The trial fails: left alone for twice as long.
-        eventually(lambda: it.storage.status()["adapters"][0]["abandoned"] == dead.stalled)
+        until(lambda: it.storage.status()["adapters"][0]["abandoned"] == dead.stalled)
         clock.advance(L2_BREAKER_OPEN_SECONDS + 0.1)
         it.l1.core.release(result.lease)
         assert it.fetch(keys(100)).chunks == 100
@@ -93,9 +94,9 @@ def test_a_dead_adapter_costs_its_deadline_once(dies_at: str, caplog: pytest.Log
         clock.advance(L2_BREAKER_OPEN_SECONDS + 0.1)
         dead.stalls_probes = False
         revive(it, dead)
-        eventually(it.idle)
+        until(it.idle)
         it.fetch(keys(100))
-        eventually(lambda: not suspended(it))
+        until(lambda: not suspended(it))
         it.l1.core.drop_owner(ENGINE)
         loads = dead.calls["load"], alive.calls["load"]
         assert it.fetch(keys(100)).chunks == 100
@@ -116,7 +117,7 @@ def test_what_a_late_load_was_for_can_be_stored_and_loaded_elsewhere() -> None:
         assert it.put(keys(20)) == 20
         assert it.resident(keys(20)) == 20
         revive(it, dead)
-        eventually(lambda: it.l1.core.stats()["quarantined_bytes"] == 0)
+        until(lambda: it.l1.core.stats()["quarantined_bytes"] == 0)
         result = it.fetch(keys(20))
         assert result.chunks == 20 and it.holds(result, keys(20))
 
@@ -142,7 +143,7 @@ def test_a_slow_store_holds_up_neither_the_other_adapter_nor_loads() -> None:
         kill(it, slow)
         for seed in range(6):
             it.put(keys(20, seed))
-        eventually(lambda: it.storage.status()["adapters"][1]["objects"] == 120)
+        until(lambda: it.storage.status()["adapters"][1]["objects"] == 120)
         revive(it, slow)
         assert it.storage.flush(20)
         it.storage.clear("l1")
@@ -156,14 +157,14 @@ def test_what_skip_l1_loses_is_counted_and_said(outcome: StoreOutcome, caplog: p
     with rig([first, second], slots=64, l1_policy="noop", store_policy="skip_l1") as it:
         one.store_outcome = outcome
         it.put(keys(40, seed=1))  # the second adapter takes them: not lost
-        eventually(lambda: it.l1.core.stats()["objects"] == 0)
+        until(lambda: it.l1.core.stats()["objects"] == 0)
         assert it.sample("l2_store_lost_chunks_total") == 0
         assert it.fetch(keys(40, seed=1)).chunks == 40
         it.l1.core.drop_owner(ENGINE)
         two.store_outcome = outcome
         for seed in range(2, 10):
             assert it.put(keys(40, seed)) == 40  # there is always room again
-            eventually(lambda: it.l1.core.stats()["objects"] == 0)
+            until(lambda: it.l1.core.stats()["objects"] == 0)
         assert it.storage.flush(20)
         assert it.sample("l2_store_lost_chunks_total") == 8 * 40
         it.storage.clear("all")
@@ -176,7 +177,7 @@ def test_clearing_loses_nothing() -> None:
         it.storage.call_soon(adapter.gate.clear)
         for seed in range(4):
             it.put(keys(80, seed))
-        eventually(lambda: adapter.stalled == 2)
+        until(lambda: adapter.stalled == 2)
         began = time.monotonic()
         revive(it, adapter)
         it.storage.clear("all")
@@ -191,7 +192,7 @@ def test_late_stores_are_lost_only_once(caplog: pytest.LogCaptureFixture) -> Non
     with rig([configured], slots=64, l1_policy="noop", store_policy="skip_l1") as it:
         kill(it, adapter)
         it.put(keys(4))
-        eventually(lambda: it.sample("l2_store_lost_chunks_total") == 4)
+        until(lambda: it.sample("l2_store_lost_chunks_total") == 4)
         assert it.l1.core.stats()["leased_objects"] == 4
         revive(it, adapter)
-        eventually(lambda: it.l1.core.stats()["objects"] == 0)
+        until(lambda: it.l1.core.stats()["objects"] == 0)

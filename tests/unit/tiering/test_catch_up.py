@@ -17,7 +17,8 @@ from lmcache.memory.inheritance import Inheritance
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.faults import FaultyAdapter
 from lmcache.tiering.storage import Storage
-from unit.tiering.support import FRAME_BYTES, Rig, eventually, faulty, keys, namespace
+from polling import until
+from unit.tiering.support import FRAME_BYTES, Rig, faulty, keys, namespace
 
 SLOTS = 1024
 HEIR = Inheritance(SLOTS * FRAME_BYTES, 4096, 256, "blake3", bytes(32))
@@ -73,7 +74,7 @@ def test_every_adapter_gets_what_it_lacks_and_nothing_twice(name: str) -> None:
     stores = one.calls["store"]
     (first, again) = (ConfiguredAdapter(first.config, one), one)
     with life(name, [first, second]) as it:
-        eventually(lambda: held(again) >= set(wanted) and held(two) >= set(wanted))
+        until(lambda: held(again) >= set(wanted) and held(two) >= set(wanted))
         assert it.resident(wanted) == 600
         assert it.sample("l2_store_dropped_total", reason="evicted") == 0
     assert again.calls["store"] - stores <= 10  # 400 objects in batches of 64, those it had in none
@@ -87,7 +88,7 @@ def test_what_is_corrupt_is_not_stored(name: str, caplog: pytest.LogCaptureFixtu
         it.l1.memory.view(offset, 1)[0] ^= 1
     configured, adapter = faulty()
     with caplog.at_level(logging.WARNING), life(name, [configured]) as it:
-        eventually(lambda: len(held(adapter)) == 19)
+        until(lambda: len(held(adapter)) == 19)
         assert wanted[7] not in held(adapter)
         assert it.resident(wanted) == 7
         assert it.sample("corrupt_frames_total", tier="l1") == 1
@@ -103,7 +104,7 @@ def test_skip_l1_empties_what_it_found(name: str) -> None:
         it.put(keys(SLOTS // 2, of=of))
         assert it.l1.core.stats()["free_bytes"] == 0
     with life(name, [configured], l1_policy="noop", store_policy="skip_l1") as it:
-        eventually(lambda: it.l1.core.stats()["objects"] == 0)
+        until(lambda: it.l1.core.stats()["objects"] == 0)
         assert held(adapter) == {*keys(SLOTS // 2), *keys(SLOTS // 2, of=of)}
         assert it.put(keys(30, seed=5)) == 30
-        eventually(lambda: it.l1.core.stats()["objects"] == 0)
+        until(lambda: it.l1.core.stats()["objects"] == 0)

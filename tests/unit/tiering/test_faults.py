@@ -15,7 +15,8 @@ from lmcache.errors import AdapterError, ConfigError, LMCacheError, ResourceErro
 from lmcache.l2.registry import build, parse_adapter
 from lmcache.tiering.policies import LoadAsConfigured, StoreToAll, register_prefetch_policy, register_store_policy
 from lmcache.tiering.prefetch import PrefetchRequest
-from unit.tiering.support import ENGINE, FOREVER, FRAME_BYTES, MOCK, Rig, eventually, faulty, keys, rig
+from polling import until
+from unit.tiering.support import ENGINE, FOREVER, FRAME_BYTES, MOCK, Rig, faulty, keys, rig
 
 
 def stored_and_forgotten(it: Rig, count: int = 20, seed: int = 0) -> None:
@@ -83,11 +84,11 @@ def test_a_stalled_load_is_a_miss_at_the_deadline_and_keeps_its_slots() -> None:
         assert it.resident(keys(20)) == 0
         it.be_impatient(30)
         it.storage.call_soon(adapter.gate.set)
-        eventually(it.idle)
+        until(it.idle)
         assert it.storage.status()["prefetch"]["bytes_in_flight"] == 0
         clock.advance(limits.L2_BREAKER_OPEN_SECONDS + 1)
         it.fetch(keys(20))  # begins a trial, for which it does not wait
-        eventually(lambda: not it.storage.status()["adapters"][0]["loads_suspended"])
+        until(lambda: not it.storage.status()["adapters"][0]["loads_suspended"])
         assert it.fetch(keys(20)).chunks == 20
 
 
@@ -101,7 +102,7 @@ def test_the_deadline_of_a_request_does_not_wait_for_that_of_the_adapter() -> No
         assert (result.chunks, result.miss_reason) == (0, MissReason.L2_DEADLINE)
         assert time.monotonic() - started < 5
         it.storage.call_soon(adapter.gate.set)
-        eventually(it.idle)
+        until(it.idle)
 
 
 def test_a_cancelled_request_answers_once_and_holds_nothing() -> None:
@@ -110,12 +111,12 @@ def test_a_cancelled_request_answers_once_and_holds_nothing() -> None:
         stored_and_forgotten(it)
         adapter.gate.clear()
         answers, cancel = it.begin_fetch(keys(20))
-        eventually(lambda: adapter.stalled == 1)
+        until(lambda: adapter.stalled == 1)
         cancel()
         assert answers.get(timeout=20).lease == 0
         cancel()
         it.storage.call_soon(adapter.gate.set)
-        eventually(it.idle)
+        until(it.idle)
         assert answers.empty() and it.resident(keys(20)) == 0
 
 
@@ -125,12 +126,12 @@ def test_a_stalled_store_keeps_its_lease_and_holds_nobody_up() -> None:
         stuck.gate.clear()
         it.be_impatient()
         it.put(keys(20))
-        eventually(lambda: it.storage.status()["adapters"][1]["objects"] == 20)
-        eventually(lambda: it.storage.status()["adapters"][0]["abandoned"] == 1)
+        until(lambda: it.storage.status()["adapters"][1]["objects"] == 20)
+        until(lambda: it.storage.status()["adapters"][0]["abandoned"] == 1)
         assert it.l1.core.stats()["leased_objects"] == 20
         assert it.l1.core.evict(1 << 30)[0] == 0
         it.storage.call_soon(stuck.gate.set)
-        eventually(it.idle)
+        until(it.idle)
         assert it.sample("l2_store_dropped_total", reason="not_stored") == 20
 
 
@@ -145,8 +146,8 @@ def test_an_engine_that_is_answered_nothing_does_not_keep_a_lease() -> None:
         hashes = b"".join(key.chunk_hash for key in keys(20))
         request = PrefetchRequest(ENGINE, FOREVER, [keys(1)[0].namespace], [FRAME_BYTES], hashes, 20)
         it.storage.prefetch(request, receive)
-        eventually(lambda: it.sample("l2_prefetch_load_completed_chunks_total") == 20)
-        eventually(it.idle)
+        until(lambda: it.sample("l2_prefetch_load_completed_chunks_total") == 20)
+        until(it.idle)
 
 
 @pytest.mark.parametrize("fault", [ZeroDivisionError("defect"), AdapterError("away", retryable=True)])
@@ -190,11 +191,11 @@ def test_skip_l1_leaves_nothing_behind_even_when_l2_fails() -> None:
     with rig([configured], slots=64, l1_policy="noop", store_policy="skip_l1") as it:
         assert it.put(keys(40, seed=1)) == 40
         assert it.storage.flush(20)
-        eventually(lambda: it.l1.core.stats()["objects"] == 0)
+        until(lambda: it.l1.core.stats()["objects"] == 0)
         adapter.store_outcome = StoreOutcome.FAILED
         for seed in range(2, 12):
             assert it.put(keys(40, seed)) == 40  # there is always room again
-            eventually(lambda: it.l1.core.stats()["objects"] == 0)
+            until(lambda: it.l1.core.stats()["objects"] == 0)
 
 
 def test_skip_l1_waits_for_readers() -> None:
@@ -209,7 +210,7 @@ def test_skip_l1_waits_for_readers() -> None:
         assert it.storage.flush(20)
         assert it.resident(keys(10)) == 10
         it.l1.core.release(lease)
-        eventually(lambda: it.l1.core.stats()["objects"] == 0)
+        until(lambda: it.l1.core.stats()["objects"] == 0)
 
 
 def test_the_store_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +220,8 @@ def test_the_store_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         adapter.gate.clear()
         for seed in range(5):
             it.put(keys(80, seed))
-        eventually(lambda: it.storage.status()["store"]["dropped_objects"] > 0 or adapter.stalled == 2)
-        eventually(lambda: it.sample("l2_store_dropped_total", reason="queue_full") > 0)
+        until(lambda: it.storage.status()["store"]["dropped_objects"] > 0 or adapter.stalled == 2)
+        until(lambda: it.sample("l2_store_dropped_total", reason="queue_full") > 0)
         assert it.storage.status()["store"]["queued_objects"] <= 100
         assert it.resident(keys(80, 4)) == 80  # in L1 all the same
         it.storage.call_soon(adapter.gate.set)
@@ -234,7 +235,7 @@ def test_requests_beyond_the_limit_wait_their_turn() -> None:
             stored_and_forgotten(it, 5, seed)
         adapter.gate.clear()
         answers = [it.begin_fetch(keys(5, seed))[0] for seed in range(6)]
-        eventually(lambda: it.storage.status()["prefetch"]["waiting"] == 4)
+        until(lambda: it.storage.status()["prefetch"]["waiting"] == 4)
         assert it.storage.status()["prefetch"]["in_flight"] == 2
         it.storage.call_soon(adapter.gate.set)
         assert [answer.get(timeout=20).chunks for answer in answers] == [5] * 6
@@ -248,7 +249,7 @@ def test_loads_are_admitted_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         stored_and_forgotten(it, 30)
         adapter.gate.clear()
         answers, _ = it.begin_fetch(keys(30))
-        eventually(lambda: adapter.stalled == 2)
+        until(lambda: adapter.stalled == 2)
         assert it.storage.responsive(5) and adapter.stalled == 2
         assert it.storage.status()["prefetch"]["bytes_in_flight"] == 8 * FRAME_BYTES
         it.storage.call_soon(adapter.gate.set)
@@ -261,7 +262,7 @@ def test_the_l1_watermark() -> None:
         it.put(keys(40, 1))
         assert it.storage.flush(20)
         it.put(keys(40, 2))
-        eventually(lambda: it.l1.core.stats()["objects"] == 40)
+        until(lambda: it.l1.core.stats()["objects"] == 40)
         assert it.resident(keys(40, 2)) == 40
 
 
@@ -297,7 +298,7 @@ def test_stop_does_not_wait_for_a_backend_that_never_answers() -> None:
         stored_and_forgotten(it)
         adapter.gate.clear()
         answers, _ = it.begin_fetch(keys(20))
-        eventually(lambda: adapter.stalled == 1)
+        until(lambda: adapter.stalled == 1)
         started = time.monotonic()
         assert not it.storage.stop(0.2)
         assert time.monotonic() - started < 10
@@ -336,7 +337,7 @@ def test_clear_goes_on_behind_an_adapter_that_fails_and_says_so() -> None:
 def test_a_fault_of_what_the_loop_calls_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with rig([]) as it:
         it.storage.call_soon([].pop)
-        eventually(lambda: bool(caplog.records))
+        until(lambda: bool(caplog.records))
     (record,) = caplog.records
     assert record.name == "lmcache.tiering" and record.exc_info is not None and record.exc_info[0] is IndexError
 

@@ -10,7 +10,8 @@ import pytest
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import MissReason
 from lmcache.l2.registry import build, parse_adapter
-from unit.tiering.support import MOCK, eventually, faulty, keys, namespace, rig
+from polling import until
+from unit.tiering.support import MOCK, faulty, keys, namespace, rig
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -121,7 +122,7 @@ def test_requests_for_the_same_objects_share_one_load() -> None:
         it.storage.clear("l1")
         adapter.gate.clear()
         answers = [it.begin_fetch(wanted)[0] for _ in range(5)]
-        eventually(lambda: it.storage.status()["prefetch"]["in_flight"] == 5)
+        until(lambda: it.storage.status()["prefetch"]["in_flight"] == 5)
         it.storage.call_soon(adapter.gate.set)
         results = [answer.get(timeout=20) for answer in answers]
         assert [result.chunks for result in results] == [20] * 5
@@ -151,5 +152,5 @@ def test_many_threads_at_once() -> None:
         for thread in threads:
             thread.join(60)
         assert it.storage.flush(20)
-        eventually(it.idle)
+        until(it.idle)
         assert it.storage.responsive(5)

@@ -14,15 +14,16 @@ from lmcache.core.limits import GIB
 from lmcache.core.outcome import StoreOutcome
 from lmcache.l2.registry import build as build_adapter
 from lmcache.l2.registry import parse_adapter
-from unit.tiering.support import FRAME_BYTES, Rig, eventually, faulty, keys, rig
+from polling import until
+from unit.tiering.support import FRAME_BYTES, Rig, faulty, keys, rig
 
 PROMPTS = 24
 SECONDS = 2.0
 
 
-def client(it: Rig, seed: int, until: float, hits: list[int], wrong: list[str]) -> None:
+def client(it: Rig, seed: int, deadline: float, hits: list[int], wrong: list[str]) -> None:
     dice = random.Random(seed)
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         prompt = keys(dice.randrange(8, 60), seed=dice.randrange(PROMPTS))
         if dice.random() < 0.5:
             it.put(prompt)
@@ -58,13 +59,13 @@ def test_storm(tmp_path: Path, policies: tuple[str, str]) -> None:
         prefetch_max_in_flight=3,
         eviction_watermark=0.7,
     ) as it:
-        until = time.monotonic() + SECONDS
+        deadline = time.monotonic() + SECONDS
         hits: list[int] = []
         wrong: list[str] = []
-        threads = [threading.Thread(target=client, args=(it, seed + i, until, hits, wrong)) for i in range(4)]
+        threads = [threading.Thread(target=client, args=(it, seed + i, deadline, hits, wrong)) for i in range(4)]
         for thread in threads:
             thread.start()
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             time.sleep(0.02)
             match dice.randrange(6):
                 case 0:
@@ -88,7 +89,7 @@ def test_storm(tmp_path: Path, policies: tuple[str, str]) -> None:
         assert not wrong
         assert sum(hits) > 0
         assert it.storage.flush(30)
-        eventually(it.idle)
+        until(it.idle)
         assert int(subprocess.run(["du", "-s", "-B1", tmp_path], stdout=subprocess.PIPE).stdout.split()[0]) <= 6 << 20
         it.storage.clear("all")
         assert it.l1.core.stats()["objects"] == 0

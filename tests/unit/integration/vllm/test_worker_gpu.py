@@ -14,9 +14,10 @@ torch = pytest.importorskip("torch")
 
 from lmcache.integration.vllm.orders import GroupLoad  # noqa: E402
 from lmcache.memory.shared_memory import SharedMemory  # noqa: E402
+from polling import until  # noqa: E402
 from unit.device.fake_cuda import ILLEGAL_ADDRESS, FakeCuda  # noqa: E402
 from unit.integration.vllm.fakes import hello  # noqa: E402
-from unit.integration.vllm.workers import BOOT, MEMORY_BYTES, Worker, hashes, packed, until  # noqa: E402
+from unit.integration.vllm.workers import BOOT, MEMORY_BYTES, Worker, hashes, packed  # noqa: E402
 
 LOADS, STORES = -5, 0  # priorities of the fake's streams
 

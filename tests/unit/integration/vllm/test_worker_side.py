@@ -18,8 +18,9 @@ from lmcache.integration.vllm import socket_attachment  # noqa: E402
 from lmcache.integration.vllm.orders import GroupLoad  # noqa: E402
 from lmcache.memory.shared_memory import SharedMemory  # noqa: E402
 from lmcache.protocol.messages import CommitReply, Read, ReadReply, ReserveReply  # noqa: E402
+from polling import until  # noqa: E402
 from unit.integration.vllm.fakes import hello  # noqa: E402
-from unit.integration.vllm.workers import BOOT, CHUNK_TOKENS, MEMORY_BYTES, Worker, hashes, packed, until  # noqa: E402
+from unit.integration.vllm.workers import BOOT, CHUNK_TOKENS, MEMORY_BYTES, Worker, hashes, packed  # noqa: E402
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from lmcache.integration.vllm.orders import GroupLoad, LoadOrder, StepOrders, St
 from lmcache.integration.vllm.worker_side import EndedLoads, WorkerSide
 from lmcache.memory.shared_memory import SharedMemory
 from lmcache.protocol.messages import CommitReply, Read, ReadReply, RegisterWorker, ReserveReply, Write, WriteReply
+from polling import until
 from unit.device.fake_cuda import FakeCuda, the_fake_cuda
 from unit.integration.vllm.fakes import FakeClient, hello
 
@@ -142,13 +142,6 @@ class Worker:
 
         until(collect)
         return ended
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def hashes(*names: int) -> bytes:
