@@ -17,7 +17,14 @@ import pytest
 from e2e.harness import Stack, until
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_hybrids import make_gemma3n, make_gpt_oss, make_llama4, make_qwen3_next
-from lmcache.testing.tiny_models import LlamaShape, make_deepseek_v2, make_llama, make_qwen3, sample_tokens
+from lmcache.testing.tiny_models import (
+    LlamaShape,
+    make_deepseek_v2,
+    make_gemma3,
+    make_llama,
+    make_qwen3,
+    sample_tokens,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -32,6 +39,7 @@ class Shape:
     prefix_caching: bool = True
     refusal: str = ""  # what the engine says when it runs uncached
     same_tokens: bool = True  # False where the engine itself computes otherwise after a partial prefill
+    ranks: int = 1  # that each store a part of a chunk
     is_state: bool = False
     accepts_drafts: bool = False  # as many from a hit as from the engine's own cache
     always: bool = False  # not only nightly
@@ -64,11 +72,15 @@ MLA: dict[str, Any] = {"prefix_caching": False, "same_tokens": False}
 N_GRAM = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4,"prompt_lookup_min":2}'
 DRAFT = '{"method":"draft_model","model":"{folder}/draft","num_speculative_tokens":2}'
 STATE: dict[str, Any] = {"chunk_tokens": 640, "hit_chunks": 2, "is_state": True}
+HALF_STATE: dict[str, Any] = {**STATE, "chunk_tokens": 384}  # the engine's block is as large as a rank's state
 SHAPES: dict[str, Shape] = {
     "mla": Shape(make_deepseek_v2, **MLA, always=True),
     "mla, two ranks": Shape(make_deepseek_v2, **MLA, **TWO_RANKS),
     "qwen3": Shape(make_qwen3),
     "multi-query": Shape(make_multi_query),
+    "multi-query, two ranks": Shape(make_multi_query, **TWO_RANKS, ranks=2),
+    "sliding windows": Shape(make_gemma3),
+    "sliding windows, two ranks": Shape(make_gemma3, **TWO_RANKS, ranks=2),
     "fp8": Shape(make_qwen3, flags=("--kv-cache-dtype", "fp8")),
     "blocks of 32": Shape(make_qwen3, flags=("--block-size", "32")),
     "blocks of 64": Shape(make_qwen3, flags=("--block-size", "64")),
@@ -78,6 +90,7 @@ SHAPES: dict[str, Shape] = {
     "chunked attention": Shape(make_llama4, hit_chunks=3),  # ends within a chunk of the model's 512 tokens
     "shared KV": Shape(make_gemma3n),
     "recurrent state": Shape(make_qwen3_next, **STATE),
+    "recurrent state, two ranks": Shape(make_qwen3_next, **HALF_STATE, **TWO_RANKS, ranks=2),
     "recurrent state without a prefix cache": Shape(
         make_qwen3_next, **STATE, prefix_caching=False, refusal="start vLLM with --enable-prefix-caching"
     ),
@@ -127,6 +140,7 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
         environment=shape.environment,
         server_flags=["--chunk-size", str(shape.chunk_tokens)],
         prefix_caching=shape.prefix_caching,
+        ranks=shape.ranks,
     )
     if shape.refusal:
         check_uncached(stack, shape)
@@ -153,7 +167,7 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
         assert warm.cached_tokens == shape.hit_tokens, where
         if shape.same_tokens:
             assert (warm.token_ids, warm.logprobs) == (cold.token_ids, own.logprobs), where
-        assert witness.loaded() >= shape.hit_chunks + witness.groups - 1
+        assert witness.loaded() >= (shape.hit_chunks + witness.groups - 1) * shape.ranks
         stack.wait_clean()
 
     same_again("from L1")
