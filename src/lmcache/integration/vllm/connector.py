@@ -31,7 +31,7 @@ from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.errors import LayoutRefused, LMCacheError
 from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
-from lmcache.integration.vllm.identity import engine_identity
+from lmcache.integration.vllm.identity import engine_identity, names_media
 from lmcache.integration.vllm.orders import StepOrders, WorkerReport
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.integration.vllm.settings import SHORT_START_SECONDS, ConnectorSettings
@@ -124,6 +124,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             workers=parallel.world_size,
             save_decode=self._saves_decode(),
             load_or_recompute=self._settings.load_or_recompute,
+            media_have_names=self._media_have_names(),
         )
 
     def _saves_decode(self) -> bool:
@@ -133,6 +134,15 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             return False
         return self._settings.save_decode_cache
+
+    def _media_have_names(self) -> bool:
+        if names_media(self._vllm_config):
+            return True
+        log.warning(
+            "Requests with images or other media run uncached: this engine names them by their order only. Start vLLM "
+            "with --enable-prefix-caching, or with --mm-processor-cache-gb above 0"
+        )
+        return False
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if not self._groups:

@@ -15,6 +15,12 @@ import msgspec
 _SAMPLES_PER_FILE = 16
 _SAMPLE_BYTES = 4096
 _MAX_ADAPTERS_KEPT = 1024
+# What an engine makes of an image depends on these too; vLLM's name of the image does not.
+_MEDIA_SETTINGS = (
+    *("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype"),
+    *("video_pruning_rate", "video_pruning_method"),
+)
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def engine_identity(
@@ -67,6 +73,10 @@ def model_identity(vllm_config: Any) -> str:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method == "draft_model":
         settings["draft"] = [str(speculative.model), _weights_sample(Path(speculative.model))]
+    media = getattr(model, "multimodal_config", None)
+    if media is not None:
+        settings["media"] = [str(getattr(media, name, None)) for name in _MEDIA_SETTINGS]
+        settings["processors"] = _processors(Path(model.model))
     canonical = json.dumps(settings, sort_keys=True, default=str).encode()
     return hashlib.sha256(canonical).hexdigest()[:16]
 
@@ -84,6 +94,23 @@ def _weights_sample(folder: Path) -> str:
                 file.seek(size_bytes * sample // _SAMPLES_PER_FILE)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _processors(folder: Path) -> str:
+    """How a local folder's media are made ready for the model."""
+    digest = hashlib.sha256()
+    for path in (folder / name for name in _PROCESSOR_FILES):
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)}".encode() + content)
+    return digest.hexdigest()
+
+
+def names_media(vllm_config: Any) -> bool:
+    """Whether vLLM names images, audio ... by what they are. With both of its caches off it counts them instead, from
+    the start of each process on: the same name is then another image in another life, or in another engine."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    return media is None or media.mm_processor_cache_gb > 0 or bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def request_identity(request: Any) -> bytes:
@@ -122,6 +149,8 @@ def content_extras(features: Sequence[Any], chunk_tokens: int) -> list[tuple[int
     ]
 
 
-def is_cacheable(request: Any) -> bool:
-    """Whether the tokens of a request say everything about its KV: not so when embeddings are passed in."""
+def is_cacheable(request: Any, *, media_have_names: bool = True) -> bool:
+    """Whether the key of a request would say everything about its KV: not so when embeddings are passed in."""
+    if request.mm_features and not media_have_names:
+        return False
     return request.prompt_token_ids is not None and request.prompt_embeds is None

@@ -74,15 +74,18 @@ class SchedulerSide:
         workers: int,
         save_decode: bool = False,
         load_or_recompute: bool = True,
+        media_have_names: bool = True,
         clock: Clock | None = None,
     ) -> None:
         """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV. `save_decode`: chunks that
-        decoding fills are stored too. `load_or_recompute`: a hit that would be slower than computing is not loaded."""
+        decoding fills are stored too. `load_or_recompute`: a hit that would be slower than computing is not loaded.
+        `media_have_names`: requests with images ... are cached."""
         self._clock = clock or SystemClock()
         self._client = client
         self._groups = tuple(groups)
         self._needs_the_end = any(group.tail_tokens for group in groups)
         self._ranks = ranks
+        self._media_have_names = media_have_names
         self._asker = Asker(client, instance_id, self._clock)
         self._pins = Pins(workers, self._clock)
         self._makers = Makers(workers, self._clock)
@@ -105,7 +108,8 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Asks early, so that the answer is here when the request is scheduled."""
         prompt = request.prompt_token_ids
-        if request.request_id in self._requests or not is_cacheable(request):
+        cacheable = is_cacheable(request, media_have_names=self._media_have_names)
+        if request.request_id in self._requests or not cacheable:
             return
         salt = request.cache_salt or ""
         if (

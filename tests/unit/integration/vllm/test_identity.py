@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmcache.integration.vllm.identity import engine_identity, request_identity
+from lmcache.integration.vllm.identity import engine_identity, is_cacheable, names_media, request_identity
 
 
 def engine(folder: Path, *, isa: str = "amx", dtype: str = "auto", version: str = "0.32.0", **model: Any) -> str:
@@ -47,6 +47,35 @@ def test_weights_that_were_replaced_in_place_are_another_engine(tmp_path: Path) 
     before = engine(tmp_path)
     weights.write_bytes(b"1" + bytes(59_999))
     assert engine(tmp_path) != before
+
+
+def test_how_an_engine_makes_media_ready_is_part_of_the_layout(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+
+    def of_images(**settings: Any) -> str:
+        return engine(tmp_path, multimodal_config=SimpleNamespace(**{"mm_processor_kwargs": None, **settings}))
+
+    (tmp_path / "preprocessor_config.json").write_text('{"do_normalize": true}')
+    assert of_images() == of_images()
+    names = [engine(tmp_path), of_images(), of_images(mm_processor_kwargs={"do_normalize": False})]
+    (tmp_path / "preprocessor_config.json").write_text('{"do_normalize": null}')
+    assert len({*names, of_images()}) == 4
+    assert engine(tmp_path) == names[0]  # without media those files mean nothing
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "named"), [(4, True, True), (4, False, True), (0, True, True), (0, False, False)]
+)
+def test_media_that_the_engine_only_counts_are_not_cached(cache_gb: float, prefix_caching: bool, named: bool) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb)),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+    )
+    assert names_media(config) is named
+    text = SimpleNamespace(prompt_token_ids=[1], prompt_embeds=None, mm_features=[])
+    with_image = SimpleNamespace(**{**vars(text), "mm_features": [object()]})
+    assert is_cacheable(text, media_have_names=named)
+    assert is_cacheable(with_image, media_have_names=named) is named
 
 
 def lora(folder: Path, number: int, **fields: Any) -> Any:

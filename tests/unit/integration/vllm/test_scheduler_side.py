@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,13 +27,13 @@ STATE = CacheGroup(128, ("layer2",), tail_tokens=1, state="gdn")
 class Engine:
     """The scheduler side with everything around it."""
 
-    def __init__(self, groups=(FULL,), ranks: int = 1, workers: int = 1, blocks: int = 400) -> None:
+    def __init__(self, groups=(FULL,), ranks: int = 1, workers: int = 1, blocks: int = 400, **options: Any) -> None:
         self.clock = ManualClock()
         self.client = FakeClient(self.clock)
         self.pool = FakeBlockPool(blocks)
         self.tables: dict[str, tuple[list[int], ...]] = {}
         self.side = SchedulerSide(
-            self.client, instance_id="i", groups=groups, ranks=ranks, workers=workers, clock=self.clock
+            self.client, instance_id="i", groups=groups, ranks=ranks, workers=workers, clock=self.clock, **options
         )
         self.side.bind(self.pool, lambda request_id: self.tables[request_id])
 
@@ -543,6 +544,15 @@ def test_media_and_adapters_enter_the_question() -> None:
     assert [chunk for chunk, _ in b.extras] == [0, 1]
     assert a.extras == b.extras
     assert dict(b.extras)[0] != dict(c.extras)[0]
+
+
+def test_a_request_with_media_that_have_no_names_is_not_asked_for() -> None:
+    engine = Engine(media_have_names=False)
+    image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=200, length=100))
+    engine.side.on_new_request(one := request("a", 600, mm_features=[image]))
+    assert engine.side.matched_tokens(one, 0) == (0, False)
+    engine.side.on_new_request(request("b", 600))
+    assert [message.request_id for message in engine.client.messages("lookup")] == ["b"]
 
 
 def test_notices_that_were_lost_are_sent_again_to_the_same_server_life() -> None:
