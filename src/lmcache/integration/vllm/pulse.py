@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 QUIET_SECONDS = 0.25  # a call older than this makes us ask
 ANSWER_SECONDS = 1.5  # what the message loop gets to answer a call that does nothing
+# Two looks for the answer count as no more than that: an engine that did not run in between, or was inside a long step,
+# has not given the server, or its own socket's thread, the time that passed.
+LONGEST_LOOK_SECONDS = 0.5
 _SILENT_SECONDS = 60.0
 
 
@@ -24,7 +27,8 @@ class Pulse:
         self._client = client
         self._clock = clock
         self._probe: Pending[Empty] | None = None
-        self._asked_at = 0.0
+        self._looked_at = 0.0
+        self._waited_seconds = 0.0  # for the probe's answer
         self._heard_at = float("-inf")
         self._silent = False
 
@@ -47,11 +51,13 @@ class Pulse:
         if self._probe is None:
             try:
                 self._probe = self._client.submit("noop", Empty(), _SILENT_SECONDS)
-                self._asked_at = now
+                self._looked_at, self._waited_seconds = now, 0.0
             except LMCacheError:
                 return False
         self._listen()
-        if self._probe is not None and now - self._asked_at >= ANSWER_SECONDS:
+        self._waited_seconds += min(now - self._looked_at, LONGEST_LOOK_SECONDS)
+        self._looked_at = now
+        if self._probe is not None and self._waited_seconds >= ANSWER_SECONDS:
             self._silent = True
         return not self._silent
 

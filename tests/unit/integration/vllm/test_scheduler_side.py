@@ -14,7 +14,7 @@ from lmcache.errors import RemoteError, ServerUnavailable
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.notices import Notices
 from lmcache.integration.vllm.orders import LoadOrder, StoreOrder, WorkerReport
-from lmcache.integration.vllm.pulse import ANSWER_SECONDS, QUIET_SECONDS
+from lmcache.integration.vllm.pulse import ANSWER_SECONDS, LONGEST_LOOK_SECONDS, QUIET_SECONDS
 from lmcache.integration.vllm.scheduler_side import STEP_WAIT_SECONDS, SchedulerSide
 from lmcache.protocol.messages import Empty, EndSession, Release
 from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, output, request, step
@@ -404,6 +404,21 @@ def test_a_server_that_does_not_answer_costs_a_bounded_time_once() -> None:
     engine.side.on_new_request(three := request("c", 600))  # it answers again
     engine.settle(answer(2, 600))
     assert engine.side.matched_tokens(three, 0) == (512, True)
+
+
+def test_an_engine_that_stood_still_does_not_take_the_server_for_dead() -> None:
+    engine = Engine()
+    engine.side.on_new_request(one := request("a", 600))
+    engine.clock.advance(QUIET_SECONDS)
+    assert engine.side.matched_tokens(one, 0) == (None, False)  # asks for a sign of life
+    engine.clock.advance(20 * LONGEST_LOOK_SECONDS)
+    assert engine.side.matched_tokens(one, 0) == (None, False)
+    looks = 1
+    while engine.side.matched_tokens(one, 0) == (None, False):  # in long steps
+        engine.clock.advance(10 * LONGEST_LOOK_SECONDS)
+        looks += 1
+    assert looks <= ANSWER_SECONDS / LONGEST_LOOK_SECONDS + 1
+    assert engine.side.matched_tokens(one, 0) == (0, False)
 
 
 def test_a_slow_lookup_of_a_live_server_is_waited_for() -> None:
