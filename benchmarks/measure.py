@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from lmcache import _native
-from lmcache.memory.mapping import map_shared
+from lmcache.memory.mapping import map_like_l1
 
 MIB = 1 << 20
 
@@ -57,16 +56,12 @@ def median_seconds(call: Callable[[], object], runs: int, warm_up: int = 2) -> l
 
 
 class Buffer:
-    """Touched memory as L1 has it: shared, mapped where large pages can be, with its address."""
+    """Touched memory of the same kind as L1, with its address."""
 
     def __init__(self, size_bytes: int) -> None:
-        fd = os.memfd_create("buffer", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size_bytes)
-        self.map = map_shared(fd, size_bytes, _native.LARGE_PAGE_BYTES)
-        os.close(fd)
+        self.map = map_like_l1(size_bytes)
         self.size_bytes = size_bytes
         self.address = _native.buffer_address(self.map)
-        _native.prefault(self.address, size_bytes, 2)
 
 
 def best_copy_seconds(source: Buffer, destination: Buffer, size_bytes: int, runs: int = 9) -> float:

@@ -25,11 +25,11 @@ void bind_machine(nb::module_& m) {
     m.def("copy_path", [] { return std::string(lmcache::best_copy_kernels().name); });
     m.def(
         "prefault",
-        [](std::uintptr_t address, std::size_t size_bytes, std::size_t threads) {
+        [](std::uintptr_t address, std::size_t size_bytes, std::size_t threads, bool large_pages) {
             int fault;
             {
                 nb::gil_scoped_release release;
-                fault = lmcache::prefault(address, size_bytes, threads);
+                fault = lmcache::prefault(address, size_bytes, threads, large_pages);
             }
             if (fault != 0) {
                 errno = fault;
@@ -37,7 +37,7 @@ void bind_machine(nb::module_& m) {
                 throw nb::python_error();
             }
         },
-        nb::arg("address"), nb::arg("size_bytes"), nb::arg("threads"));
+        nb::arg("address"), nb::arg("size_bytes"), nb::arg("threads"), nb::arg("large_pages") = false);
     m.def(
         "buffer_address",
         [](nb::object buffer) {

@@ -73,10 +73,10 @@ void take_large_pages(std::uintptr_t address, std::size_t size_bytes, std::size_
 
 }  // namespace
 
-int prefault(std::uintptr_t address, std::size_t size_bytes, std::size_t threads) {
+int prefault(std::uintptr_t address, std::size_t size_bytes, std::size_t threads, bool large_pages) {
     if (size_bytes == 0) return 0;
     const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-    take_large_pages(address, size_bytes, threads, page_bytes);
+    if (large_pages) take_large_pages(address, size_bytes, threads, page_bytes);
     const std::uintptr_t begin = address / page_bytes * page_bytes;
     const std::uintptr_t end = (address + size_bytes + page_bytes - 1) / page_bytes * page_bytes;
     std::atomic<int> fault{0};

@@ -65,12 +65,12 @@ int main() {
     const auto address = reinterpret_cast<std::uintptr_t>(memory);
     CHECK(prefault(address + 10, kPage, 1) == 0);  // touches the two pages that it overlaps
     CHECK(resident_pages(memory, kSize) == 3);
-    CHECK(prefault(address, 0, 4) == 0);
-    CHECK(prefault(address, kSize, 3) == 0);
+    CHECK(prefault(address, 0, 4, true) == 0);
+    CHECK(prefault(address, kSize, 3, true) == 0);
     CHECK(resident_pages(memory, kSize) == kSize / kPage);
     if (address % kLargePageBytes == 0 && kernel_makes_large_pages()) CHECK(large_kib() > 0);
     CHECK(bytes[5] == 77 && bytes[6] == 0 && bytes[kSize - 1] == 78);
     CHECK(munmap(memory, kSize) == 0);
-    CHECK(prefault(address, kSize, 2) != 0);  // nothing is mapped there any more
+    CHECK(prefault(address, kSize, 2, true) != 0);  // nothing is mapped there any more
     close(fd);
 }

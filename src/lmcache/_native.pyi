@@ -20,9 +20,11 @@ def cpu_features() -> dict[str, bool]:
 def copy_path() -> str:
     """Name of the chosen path: "avx512", "avx2", "neon" or "portable"."""
 
-def prefault(address: int, size_bytes: int, threads: int) -> None:
-    """Touches every page for writing (MADV_POPULATE_WRITE, else by hand) without changing content, in large pages where
-    the kernel lets it (MADV_COLLAPSE). OSError on failure."""
+def prefault(address: int, size_bytes: int, threads: int, large_pages: bool = False) -> None:
+    """Touches every page for writing (MADV_POPULATE_WRITE, else by hand) without changing content. OSError on failure.
+
+    `large_pages`: has the kernel make large ones before, where it can (MADV_COLLAPSE). They are charged to the caller.
+    """
 
 def buffer_address(buffer: Buffer) -> int: ...
 

@@ -120,7 +120,7 @@ class _Bench:
             self.load.append(time.perf_counter() - started)
             if any(outcome is not LoadOutcome.LOADED for outcome in loaded):
                 raise LMCacheError(_counted("loaded", loaded))
-            if self.target.map[:] != self.source.map[:]:
+            if bytes(self.target.map) != bytes(self.source.map):
                 raise LMCacheError("What was loaded differs from what was stored.")
         finally:
             await self.configured.adapter.delete(keys)

@@ -140,7 +140,7 @@ class Engine:
         return timed(lambda: self.client.call("noop", Empty(), CALL_SECONDS))
 
     def came_back_the_same(self) -> bool:
-        return self.target.map[:] == self.source.map[:]
+        return bytes(self.target.map) == bytes(self.source.map)
 
     def tokens(self, seed: int) -> bytes:
         """Tokens of `chunks` full chunks, packed."""

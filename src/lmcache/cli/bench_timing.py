@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 from lmcache import _native
 from lmcache.cli.output import Report
-
-_PREFAULT_THREADS = 2
+from lmcache.memory.mapping import map_like_l1
 
 
 class Region:
-    """Page-aligned memory that has been touched, so that its first use costs nothing."""
+    """Memory of the same kind as L1, touched, so that its first use costs nothing."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.map = mmap.mmap(-1, size_bytes)
+        self.map = map_like_l1(size_bytes)
         self.size_bytes = size_bytes
-        self.address = _native.buffer_address(memoryview(self.map))
-        _native.prefault(self.address, size_bytes, _PREFAULT_THREADS)
+        self.address = _native.buffer_address(self.map)
 
     def pieces(self, size_bytes: int) -> list[memoryview]:
         """The region cut into buffers of that size."""
-        whole = memoryview(self.map)
-        return [whole[start : start + size_bytes] for start in range(0, self.size_bytes - size_bytes + 1, size_bytes)]
+        return [
+            self.map[start : start + size_bytes] for start in range(0, self.size_bytes - size_bytes + 1, size_bytes)
+        ]
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -7,6 +7,10 @@ import mmap
 import os
 import weakref
 
+from lmcache import _native
+
+_PREFAULT_THREADS = 2
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -47,6 +51,18 @@ def map_shared(fd: int, size_bytes: int, align_bytes: int, flags: int = mmap.MAP
     unmapping = weakref.finalize(whole, _libc.munmap, address, size_bytes)
     unmapping.atexit = False  # type: ignore[misc]  # threads may still use it; the kernel unmaps it anyway
     return memoryview(whole).cast("B")
+
+
+def map_like_l1(size_bytes: int) -> memoryview:
+    """Touched memory of this process alone, of the same kind as L1: shared, in large pages where there are any."""
+    fd = os.memfd_create("lmcache", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size_bytes)
+        mapped = map_shared(fd, size_bytes, _native.LARGE_PAGE_BYTES)
+    finally:
+        os.close(fd)
+    _native.prefault(_native.buffer_address(mapped), size_bytes, _PREFAULT_THREADS, large_pages=True)
+    return mapped
 
 
 def advise(address: int, size_bytes: int, advice: int) -> None:

@@ -287,10 +287,11 @@ class SharedMemory:
         return self._map[offset : offset + size_bytes]
 
     def prefault(self, offset: int, size_bytes: int, threads: int) -> None:
-        """Maps and clears pages ahead of use, on several threads. Only for what is committed."""
+        """Maps and clears pages ahead of use, large ones if it can, on several threads. Only for what is committed, and
+        for the server, which pays for the memory."""
         # From the large page on that the last call left unfinished.
         before_bytes = offset % _native.LARGE_PAGE_BYTES
-        _native.prefault(self.address + offset - before_bytes, size_bytes + before_bytes, threads)
+        _native.prefault(self.address + offset - before_bytes, size_bytes + before_bytes, threads, large_pages=True)
 
     def prefault_present(self, threads: int) -> int:
         """Maps what the server has filled since the last call, from the start without a gap; returns the bytes mapped.
@@ -310,7 +311,7 @@ class SharedMemory:
                 step_bytes = min(present_bytes - self._mapped_bytes, _STEP_BYTES)
                 if step_bytes == 0:
                     return mapped_bytes
-                self.prefault(self._mapped_bytes, step_bytes, threads)
+                _native.prefault(self.address + self._mapped_bytes, step_bytes, threads)
                 self._mapped_bytes += step_bytes
                 mapped_bytes += step_bytes
 

@@ -13,6 +13,7 @@ from typing import cast
 
 import pytest
 
+from lmcache import _native
 from lmcache._native import L1Core
 from lmcache.clock import ManualClock
 from lmcache.core.key import Namespace
@@ -284,6 +285,24 @@ def test_steps_of_any_size_leave_no_small_pages(name: str) -> None:
         memory.prefault(4 * MIB, 5 * MIB, 1)
         memory.prefault(9 * MIB, 7 * MIB, 1)
         assert mapped_kib(memory.address, "ShmemPmdMapped") == 16 * 1024
+        engine = SharedMemory.attach(memory.path, memory.size_bytes, TOKEN)
+        engine.prefault_present(1)
+        assert mapped_kib(engine.address, "ShmemPmdMapped") == 16 * 1024
+        engine.close()
+    finally:
+        memory.close()
+
+
+def test_engines_leave_small_pages_as_they_are(name: str) -> None:
+    """New pages would be charged to them."""
+    memory = SharedMemory.create(name, 16 * MIB, TOKEN)
+    try:
+        memory.grow(memory.size_bytes)
+        _native.prefault(memory.address, memory.size_bytes, 1)
+        engine = SharedMemory.attach(memory.path, memory.size_bytes, TOKEN)
+        assert engine.prefault_present(1) == memory.size_bytes
+        assert mapped_kib(engine.address, "ShmemPmdMapped") == 0
+        engine.close()
     finally:
         memory.close()
 

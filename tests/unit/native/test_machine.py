@@ -43,7 +43,7 @@ def test_the_copy_path_is_the_best_that_the_cpu_has() -> None:
 def test_prefault_keeps_content() -> None:
     with mmap.mmap(-1, 4 << 20) as memory:
         memory[5], memory[-1] = 7, 8
-        _native.prefault(_native.buffer_address(memory), len(memory), 2)
+        _native.prefault(_native.buffer_address(memory), len(memory), 2, large_pages=True)
         assert memory[4:7] == b"\x00\x07\x00"
         assert memory[-1] == 8
 

@@ -67,7 +67,7 @@ class MappedDevice:
     def prefault(self, begin: int) -> int:
         """Maps the pages of a slice, so that the first copies need not; where the next slice begins."""
         size_bytes = min(PREFAULT_SLICE_BYTES, self.size_bytes - begin)
-        _native.prefault(self.address + begin, size_bytes, 1)
+        _native.prefault(self.address + begin, size_bytes, 1, large_pages=True)
         return begin + size_bytes
 
     def close(self) -> None:
