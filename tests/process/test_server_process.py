@@ -354,3 +354,23 @@ def test_slots_lie_inside_the_memory_and_apart(server):
         assert slots[-1] + 8192 <= engine.client.hello.shm_bytes
         assert all(second - first >= 8192 for first, second in pairwise(slots))
         assert engine.commit(reply.reservation, bytes(50)) == 0
+
+
+def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path):
+    log = tmp_path / "server.log"
+    os.mkfifo(log)
+    reader = os.open(log, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        with CacheServer(tmp_path, l1_size_gb=0.0625) as server:
+            server.wait_ready()
+            for size_bytes in (4096, 1):  # until it is full: what the server writes from now on has to wait
+                with pytest.raises(BlockingIOError):
+                    while True:
+                        os.write(reader, bytes(size_bytes))
+            for _ in range(3):
+                with SmallEngine(server.port) as engine:  # each comes and goes with a log line
+                    engine.store(engine.tokens(1))
+            assert server.status()["instances"] == []
+            assert server.stop() == 0
+    finally:
+        os.close(reader)

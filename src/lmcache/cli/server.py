@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from lmcache.config.check import remarks
 from lmcache.config.load import load_server_config
+from lmcache.telemetry.line_writer import LineWriter
 from lmcache.telemetry.logs import configure_logs, level_from
 
 logger = logging.getLogger("lmcache.server")
@@ -31,7 +32,11 @@ def run(argv: Sequence[str]) -> int:
 
 def _serve(options: Sequence[str]) -> int:
     config = load_server_config(options, os.environ)
-    configure_logs(level_from(os.environ), warnings_only=config.disable_logging or config.disable_observability)
+    configure_logs(
+        level_from(os.environ),
+        warnings_only=config.disable_logging or config.disable_observability,
+        stream=LineWriter(sys.stderr.fileno()),
+    )
     for sentence in remarks(config):
         logger.warning("%s", sentence)
 

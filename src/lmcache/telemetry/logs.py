@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from lmcache.errors import ConfigError, LMCacheError
+from lmcache.telemetry.line_writer import LineWriter
 
 LEVEL_VARIABLE = "LMCACHE_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 ROOT_LOGGER = "lmcache"
+_DRAIN_SECONDS = 1.0
 FORMAT = "[%(asctime)s] LMCache %(levelname)s: %(message)s"
 
 
@@ -34,12 +36,19 @@ class _Formatter(logging.Formatter):
         return super().format(record)
 
 
-def configure_logs(level: str, *, warnings_only: bool = False, stream: TextIO | None = None) -> None:
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable before Python 3.11
+    def close(self) -> None:
+        if isinstance(self.stream, LineWriter):
+            self.stream.drain(_DRAIN_SECONDS)
+        super().close()
+
+
+def configure_logs(level: str, *, warnings_only: bool = False, stream: TextIO | LineWriter | None = None) -> None:
     """Sends what this package logs to `stream` (stderr). Idempotent. `warnings_only` is --disable-logging."""
     logger = logging.getLogger(ROOT_LOGGER)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = _Handler(stream or sys.stderr)
     handler.setFormatter(_Formatter(FORMAT))
     logger.addHandler(handler)
     logger.propagate = False
