@@ -1,4 +1,4 @@
-"""Runs one adapter: deadlines, retries, circuit breakers, limits, capacity, accounting, eviction, draining.
+"""Runs one adapter: what it is asked, in which order and until when, what it holds, eviction, draining.
 
 Everything here belongs to one asyncio loop. Faults of the backend become outcomes; only what an operator asks for
 raises.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
-import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,20 +23,20 @@ from lmcache.eviction.base import EvictionPolicy
 from lmcache.eviction.limits import SaltLimits
 from lmcache.eviction.registry import build_policy
 from lmcache.l2.accounting import Ledger, Room
+from lmcache.l2.admission import Admission
 from lmcache.l2.breaker import Breaker
 from lmcache.l2.operations import Hold, Lane
 from lmcache.l2.registry import ConfiguredAdapter
+from lmcache.l2.retries import repeat
 from lmcache.telemetry.logs import level_of
 from lmcache.telemetry.metrics import Metrics
 
-T = TypeVar("T", StoreOutcome, LoadOutcome)
-U = TypeVar("U")
+T = TypeVar("T")
 
 log = logging.getLogger("lmcache.l2")
 
 DELETE_SLICE = 1024
 _THERE = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
-_FAILED = (StoreOutcome.FAILED, LoadOutcome.FAILED)
 
 
 def _nothing() -> None:
@@ -60,21 +59,15 @@ class Runner:
         self._clock = clock
         self._loads = Lane("loads", self.name, limits.L2_MAX_READS_IN_FLIGHT, self._breaker(), metrics.timeouts)
         self._stores = Lane("stores", self.name, limits.L2_MAX_WRITES_IN_FLIGHT, self._breaker(), metrics.timeouts)
-        self._full = Breaker(
-            clock,
-            failures=1,
-            open_seconds=limits.L2_BREAKER_OPEN_SECONDS,
-            max_open_seconds=limits.L2_BREAKER_MAX_OPEN_SECONDS,
-        )
         eviction = self.config.eviction
         policy: EvictionPolicy[ObjectKey] = build_policy(
             eviction.eviction_policy if eviction else "noop", _salt_of, salt_limits or SaltLimits()
         )
         self.ledger = Ledger(policy, self._adapter.overhead_bytes)
+        self._admission = Admission(self.name, self.ledger, self.evict, metrics, clock)
         self._inventory_complete = asyncio.Event()
         self._evicting = asyncio.Lock()
         self._draining = False
-        self._said_too_large = False
         self._trials: set[asyncio.Task[None]] = set()
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -256,7 +249,7 @@ class Runner:
             "used_bytes": self.ledger.held_bytes,
             "capacity_bytes": self.ledger.capacity.limit_bytes,
             "inventory_complete": self._inventory_complete.is_set(),
-            "full": self._full.is_open,
+            "full": self._admission.is_full,
             "loads_suspended": self._loads.breaker.is_open,
             "stores_suspended": self._stores.breaker.is_open,
             "loads_in_flight": len(self._loads.running),
@@ -288,14 +281,14 @@ class Runner:
             for index, is_known in enumerate(known):
                 if is_known:
                     outcomes[index] = StoreOutcome.ALREADY_THERE
-        todo = self._without_too_large(buffers, outcomes, todo)
+        todo = self._admission.of_possible_size(buffers, outcomes, todo)
         if not todo:
             return
-        if not self._full.admits():
-            self._set_full(outcomes, todo)
+        if not self._admission.may_try():
+            self._admission.refuse(outcomes, todo)
             return
         charges = {index: self.ledger.capacity.charge(buffers[index].nbytes) for index in todo}
-        admitted = await self._admit(keys, todo, charges, room)
+        admitted = await self._admission.make_room(keys, todo, charges, room)
         refused = todo[len(admitted) :]
         await self._write(keys, buffers, outcomes, admitted, room, hold, deadline)
         if self.config.eviction and any(outcomes[index] is StoreOutcome.FULL for index in admitted):
@@ -307,16 +300,10 @@ class Runner:
         done = [index for index in admitted if outcomes[index] in _THERE]
         full = refused + [index for index in admitted if outcomes[index] is StoreOutcome.FULL]
         if full:
-            self._set_full(outcomes, full)
-            if self._full.failed():
-                log.warning(
-                    "%s: full at %d bytes%s; nothing new is stored until there is room, what is there is served on",
-                    self.name,
-                    self.ledger.held_bytes,
-                    " (max_capacity_gb)" if refused else " (no space left where it stores)",
-                )
-        elif done and self._full.succeeded():
-            log.info("%s: has room again", self.name)
+            self._admission.refuse(outcomes, full)
+            self._admission.note_full("max_capacity_gb" if refused else "no space left where it stores")
+        elif done:
+            self._admission.note_room()
 
     async def _write(
         self,
@@ -339,62 +326,11 @@ class Runner:
 
         sizes = {keys[index]: buffers[index].nbytes for index in todo}  # a buffer may be gone when a late write ends
         try:
-            await self._repeat(self._stores, store, keys, buffers, outcomes, todo, hold, deadline)
+            await repeat(self._stores, store, keys, buffers, outcomes, todo, hold, deadline)
         except CapacityError:
             for index in todo:
                 if outcomes[index] is StoreOutcome.FAILED:
                     outcomes[index] = StoreOutcome.FULL
-
-    async def _admit(
-        self, keys: Sequence[ObjectKey], todo: list[int], charges: dict[int, int], room: Room
-    ) -> list[int]:
-        """Makes room and reserves it: the longest prefix of `todo` that fits."""
-        limit_bytes = self.ledger.capacity.limit_bytes
-        total = sum(charges[index] for index in todo)
-        while limit_bytes is not None and todo and total > limit_bytes:
-            total -= charges[todo[-1]]
-            todo = todo[:-1]
-        wanted = [keys[index] for index in todo]
-        lacking = self.ledger.lacking_bytes(wanted, total)
-        while lacking:
-            _, freed_bytes = await self.evict(lacking)
-            if not freed_bytes:
-                break
-            lacking = self.ledger.lacking_bytes(wanted, total)
-        if not lacking:
-            room.reserve(total)
-            return todo
-        admitted = []
-        for index in todo:
-            if self.ledger.lacking_bytes([keys[index]], charges[index]):
-                break
-            room.reserve(charges[index])
-            admitted.append(index)
-        return admitted
-
-    def _without_too_large(
-        self, buffers: Sequence[memoryview], outcomes: list[StoreOutcome], todo: list[int]
-    ) -> list[int]:
-        largest_bytes = self.ledger.capacity.largest_object_bytes
-        if largest_bytes is None:
-            return todo
-        for index in todo:
-            if buffers[index].nbytes > largest_bytes:
-                outcomes[index] = StoreOutcome.TOO_LARGE
-                if not self._said_too_large:
-                    self._said_too_large = True
-                    log.warning(
-                        "%s: objects of %d bytes are not stored: its largest may have %d, header included",
-                        self.name,
-                        buffers[index].nbytes,
-                        largest_bytes,
-                    )
-        return [index for index in todo if outcomes[index] is not StoreOutcome.TOO_LARGE]
-
-    def _set_full(self, outcomes: list[StoreOutcome], indices: Sequence[int]) -> None:
-        for index in indices:
-            outcomes[index] = StoreOutcome.FULL
-        self._metrics.l2_full.labels(self.name).inc(len(indices))
 
     # ---- loads -------------------------------------------------------------------------------------------------------
     async def _load(
@@ -403,7 +339,7 @@ class Runner:
         if self._loads.breaker.is_open:
             self._try_loads(partial(self._load_aside, keys[0], buffers[0].nbytes))
             return
-        await self._repeat(
+        await repeat(
             self._loads, self._adapter.load, keys, buffers, outcomes, list(range(len(keys))), hold, self._deadline()
         )
         if outcomes.count(LoadOutcome.LOADED) == len(keys):
@@ -447,48 +383,7 @@ class Runner:
             reason,
         )
 
-    # ---- the way every operation goes --------------------------------------------------------------------------------
-    async def _repeat(
-        self,
-        lane: Lane,
-        operation: Callable[[Sequence[ObjectKey], Sequence[memoryview]], Coroutine[Any, Any, list[T]]],
-        keys: Sequence[ObjectKey],
-        buffers: Sequence[memoryview],
-        outcomes: list[T],
-        todo: list[int],
-        hold: Hold,
-        deadline: float,
-    ) -> None:
-        """Runs the operation for `todo`, and again for what failed, as long as retries and the deadline allow. Raises
-        CapacityError and nothing else."""
-        for attempt in range(1 + limits.L2_RETRIES):
-            if not todo:
-                return
-            if attempt:
-                backoff_seconds = limits.L2_RETRY_BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
-                if asyncio.get_running_loop().time() + backoff_seconds >= deadline:
-                    return
-                await asyncio.sleep(backoff_seconds)
-            some_keys = [keys[index] for index in todo]
-            some_buffers = [buffers[index] for index in todo]
-            try:
-                results = await lane.run(partial(operation, some_keys, some_buffers), hold, deadline)
-            except CapacityError:
-                raise
-            except AdapterError as error:
-                if not error.retryable:
-                    return
-                continue
-            for index, result in zip(todo, results, strict=True):
-                outcomes[index] = result
-            failed = [index for index in todo if outcomes[index] in _FAILED]
-            if len(failed) < len(todo):
-                lane.ok()
-            else:
-                lane.fault("every object of a batch failed")
-            todo = failed
-
-    async def _call(self, lane: Lane, call: Callable[[], Coroutine[Any, Any, U]], otherwise: U) -> U:
+    async def _call(self, lane: Lane, call: Callable[[], Coroutine[Any, Any, T]], otherwise: T) -> T:
         """An operation without buffers, once; `otherwise` on a fault."""
         try:
             result = await lane.run(call, Hold(_nothing), self._deadline())
@@ -524,7 +419,7 @@ class Runner:
         self._metrics.l2_usage_bytes.labels(self.name).set(self.ledger.held_bytes)
         suspended = self._loads.breaker.is_open or self._stores.breaker.is_open
         self._metrics.l2_breaker_open.labels(self.name).set(suspended)
-        self._metrics.l2_is_full.labels(self.name).set(self._full.is_open)
+        self._metrics.l2_is_full.labels(self.name).set(self._admission.is_full)
         figures = self._adapter.status()
         if "buffered_fallbacks" in figures:
             self._metrics.l2_buffered_fallbacks.labels(self.name).set(figures["buffered_fallbacks"])
