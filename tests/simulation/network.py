@@ -23,7 +23,9 @@ from lmcache.service.service import CacheService, ServiceSettings
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
 from lmcache.tiering.tails import is_needed, longest_whole
-from lmcache.transport.server import Deferred, Method, Timer
+from lmcache.transport.deferred import Deferred
+from lmcache.transport.server import Method
+from lmcache.transport.timers import Timer
 from simulation.world import World
 
 NO_SLOT = 2**64 - 1

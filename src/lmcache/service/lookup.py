@@ -22,15 +22,16 @@ from lmcache.core.outcome import MissReason
 from lmcache.errors import RemoteError
 from lmcache.l1.store import L1Store
 from lmcache.protocol.messages import Append, AppendReply, Empty, EndSession, ErrorCode, Lookup, LookupReply, Release
-from lmcache.service.checks import check_name
 from lmcache.service.keyspace import Keyspace, TenantCounters
 from lmcache.service.registry import Instance, Registry
-from lmcache.service.session import Lease, Session, TokenChain
+from lmcache.service.session import Lease, Session
+from lmcache.service.sessions import Sessions
 from lmcache.telemetry.bus import EventBus
 from lmcache.telemetry.events import LookupEvent
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
-from lmcache.transport.server import Deferred, Timer
+from lmcache.transport.deferred import Deferred
+from lmcache.transport.timers import Timer
 
 log = logging.getLogger("lmcache.service")
 
@@ -108,13 +109,13 @@ class LookupService:
         self._metrics = metrics
         self._clock = clock
         self._lease_ttl_seconds = lease_ttl_seconds
-        self._session_bytes = 0
+        self._sessions = Sessions(hasher, self._settle)
         self._misses = {reason: metrics.misses.labels(reason.value) for reason in MissReason}
         registry.on_scheduler_gone = self.end_all_sessions
 
     @property
     def session_bytes(self) -> int:
-        return self._session_bytes
+        return self._sessions.size_bytes
 
     # ---- handlers ----------------------------------------------------------------------------------------------------
     def lookup(self, message: Lookup) -> LookupReply | Deferred:
@@ -122,7 +123,7 @@ class LookupService:
             raise RemoteError(ErrorCode.BAD_REQUEST, "The deadline must be a number of seconds.")
         instance, scheduler = self._registry.scheduled(message.instance_id)
         tenant = self._registry.tenant(instance, scheduler, message.cache_salt)
-        session, _ = self._add_tokens(instance, message)
+        session, _ = self._sessions.add_tokens(instance, message)
         self._settle(instance, session)
         total = session.chain.chunks
         if total > limits.MAX_CHUNKS_PER_CALL:
@@ -161,7 +162,7 @@ class LookupService:
     def append(self, message: Append) -> AppendReply:
         instance, scheduler = self._registry.scheduled(message.instance_id)
         self._registry.tenant(instance, scheduler, message.cache_salt)
-        session, first_chunk = self._add_tokens(instance, message)
+        session, first_chunk = self._sessions.add_tokens(instance, message)
         return AppendReply(first_chunk, bytes(session.chain.hashes[first_chunk * CHUNK_HASH_BYTES :]))
 
     def release(self, message: Release) -> Empty:
@@ -189,56 +190,16 @@ class LookupService:
             if keyspace is not None and session.chain.chunks <= limits.MAX_CHUNKS_PER_CALL:
                 # Chunks stored while the request ran get their place in the order: suffix evicted before prefix.
                 self._l1.core.touch(keyspace.ids, session.chain.hashes, keyspace.tails)
-            self._forget(instance, session)
+            self._sessions.forget(instance, session)
         return Empty()
 
     def end_all_sessions(self, instance: Instance) -> None:
         """The scheduler side has gone."""
         for session in list(instance.sessions.values()):
-            self._settle(instance, session)
-            self._forget(instance, session)
+            self._sessions.end(instance, session)
         assert not instance.leases
 
-    # ---- sessions ----------------------------------------------------------------------------------------------------
-    def _add_tokens(self, instance: Instance, message: Lookup | Append) -> tuple[Session, int]:
-        """The request's session with the message's tokens in it, and the first chunk whose hash is new."""
-        session = instance.sessions.get(message.request_id)
-        if session is not None and session.chain.continues(message):
-            chain = session.chain
-        elif message.first_token == 0:
-            chain = TokenChain(self._hasher, message.cache_salt, message.identity)
-        else:
-            raise RemoteError(ErrorCode.UNKNOWN_SESSION, "The request has no session; send its tokens from 0.")
-        size_before = session.chain.size_bytes if session is not None else 0
-        first_chunk = chain.extend(message.first_token, message.tokens, message.extras)
-        if session is None:
-            check_name("request id", message.request_id)
-            session = Session(message.request_id, chain)
-        else:
-            session.chain = chain
-            del instance.sessions[message.request_id]
-        instance.sessions[message.request_id] = session  # the latest used
-        self._session_bytes += chain.size_bytes - size_before
-        self._keep_within_limits(instance, session)
-        return session, first_chunk
-
-    def _keep_within_limits(self, instance: Instance, latest: Session) -> None:
-        """Forgets what this instance has used least recently; if that is not enough, what it has just sent."""
-        while (
-            len(instance.sessions) > limits.MAX_SESSIONS_PER_INSTANCE or self._session_bytes > limits.MAX_SESSION_BYTES
-        ):
-            victim = next((session for session in instance.sessions.values() if session.idle), latest)
-            if victim is latest:
-                self._settle(instance, latest)
-            self._forget(instance, victim)
-            if victim is latest:
-                raise RemoteError(ErrorCode.TOO_MANY, "Too many requests are open; end some before you begin others.")
-
-    def _forget(self, instance: Instance, session: Session) -> None:
-        assert session.idle
-        del instance.sessions[session.request_id]
-        self._session_bytes -= session.chain.size_bytes
-
+    # ---- what a session holds ----------------------------------------------------------------------------------------
     def _settle(self, instance: Instance, session: Session) -> None:
         """Ends whatever an earlier lookup of this request holds or waits for."""
         if session.cancel_lookup is not None:

@@ -25,7 +25,8 @@ from lmcache.protocol.messages import ErrorCode, Read, TransferMode, Write, Writ
 from lmcache.service.registry import Instance, Registry, Worker
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport.bulk import Bulk
-from lmcache.transport.server import Answer, Deferred, Timer
+from lmcache.transport.deferred import Answer, Deferred
+from lmcache.transport.timers import Timer
 
 log = logging.getLogger("lmcache.service")
 

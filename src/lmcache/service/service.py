@@ -35,7 +35,8 @@ from lmcache.service.transfer import TransferService
 from lmcache.telemetry.bus import EventBus
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.storage import Storage
-from lmcache.transport.server import Deferred, Method, RpcServer
+from lmcache.transport.deferred import Deferred
+from lmcache.transport.server import Method, RpcServer
 
 log = logging.getLogger("lmcache.service")
 

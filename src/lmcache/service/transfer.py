@@ -17,7 +17,7 @@ from lmcache.protocol.messages import Commit, CommitReply, ErrorCode, Reserve, R
 from lmcache.service.registry import Registry
 from lmcache.service.reservation import Reservation
 from lmcache.telemetry.metrics import Metrics
-from lmcache.transport.server import Deferred
+from lmcache.transport.deferred import Deferred
 
 log = logging.getLogger("lmcache.service")
 

@@ -7,7 +7,6 @@ handler waits. What takes long returns a `Deferred` and answers it later from an
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import logging
 import os
@@ -16,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -28,50 +27,16 @@ from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import wire
 from lmcache.transport.address import bind_endpoint
 from lmcache.transport.bulk import Bulk
+from lmcache.transport.deferred import Answer, Deferred
+from lmcache.transport.timers import Timer, Timers
 
 log = logging.getLogger("lmcache.transport")
 
-Answer = msgspec.Struct | Bulk | RemoteError
 _BURST_MESSAGES = 64  # then timers and posted work get their turn
-_TIMERS_BEFORE_SWEEP = 1024
 _HANDSHAKE_SECONDS = 10
 _LINGER_SECONDS = 0.5
 _FAULT_PAUSE_SECONDS = 0.05
 _QUIET_SECONDS = 10.0  # at most one log line per kind of protocol error in that time
-
-
-class Deferred:
-    """An answer that comes later. `answer` may be called from any thread; the first answer counts."""
-
-    __slots__ = ("_answer", "_deliver", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._answer: Answer | None = None
-        self._deliver: Callable[[Answer], None] | None = None
-
-    @property
-    def answered(self) -> bool:
-        return self._answer is not None
-
-    def answer(self, answer: Answer) -> bool:
-        """False if there was an answer already."""
-        with self._lock:
-            if self._answer is not None:
-                return False
-            self._answer = answer
-            deliver = self._deliver
-        if deliver is not None:
-            deliver(answer)
-        return True
-
-    def bind(self, deliver: Callable[[Answer], None]) -> None:
-        """For the message loop: where the answer goes."""
-        with self._lock:
-            self._deliver = deliver
-            answer = self._answer
-        if answer is not None:
-            deliver(answer)
 
 
 Handler = Callable[[Any], "msgspec.Struct | Deferred"]
@@ -90,16 +55,6 @@ class RpcLimits:
     message_bytes: int = limits.MAX_MESSAGE_BYTES
     queued_messages_per_client: int = limits.MAX_CALLS_IN_FLIGHT_PER_CLIENT
     deferred_calls: int = limits.MAX_DEFERRED_CALLS
-
-
-@dataclass(order=True)
-class Timer:
-    due: float
-    order: int
-    action: Callable[[], None] | None = field(compare=False)
-
-    def cancel(self) -> None:
-        self.action = None
 
 
 class _Route:
@@ -126,9 +81,7 @@ class RpcServer:
         self._metrics = metrics
         self._routes: dict[bytes, _Route] = {}
         self._posted: deque[Callable[[], None]] = deque()
-        self._timers: list[Timer] = []
-        self._timer_order = itertools.count()
-        self._timers_before_sweep = _TIMERS_BEFORE_SWEEP
+        self._timers = Timers()
         self._deferred: dict[tuple[bytes, bytes, int], Deferred] = {}
         self._deferred_order = itertools.count()
         self._quiet_until: dict[str, float] = {}
@@ -195,13 +148,7 @@ class RpcServer:
     # ---- loop thread -------------------------------------------------------------------------------------------------
     def call_later(self, delay_seconds: float, action: Callable[[], None]) -> Timer:
         """On the loop thread, or before `start`."""
-        if len(self._timers) >= self._timers_before_sweep:  # cancelled timers do not pile up until they are due
-            self._timers = [timer for timer in self._timers if timer.action is not None]
-            heapq.heapify(self._timers)
-            self._timers_before_sweep = max(_TIMERS_BEFORE_SWEEP, 2 * len(self._timers))
-        timer = Timer(time.monotonic() + delay_seconds, next(self._timer_order), action)
-        heapq.heappush(self._timers, timer)
-        return timer
+        return self._timers.add(delay_seconds, action)
 
     def _run(self) -> None:
         poller = select.poll()
@@ -223,7 +170,7 @@ class RpcServer:
         worked = bool(self._posted)
         for _ in range(len(self._posted)):
             self._guarded(self._posted.popleft())
-        wait_ms, timers_ran = self._run_timers()
+        wait_ms, timers_ran = self._timers.run_due(self._guarded)
         # The descriptor only tells what changed since the socket was last touched, so waiting is right only when the
         # last thing done to it was a look that found nothing.
         if more_to_receive or worked or timers_ran or self._stopping:
@@ -240,22 +187,6 @@ class RpcServer:
                 return False
             self._receive()
         return True
-
-    def _run_timers(self) -> tuple[float | None, bool]:
-        """Runs what is due; the milliseconds until the next timer, and whether anything ran."""
-        ran = False
-        while self._timers:
-            timer = self._timers[0]
-            if timer.action is None:
-                heapq.heappop(self._timers)
-                continue
-            wait_seconds = timer.due - time.monotonic()
-            if wait_seconds > 0:
-                return wait_seconds * 1000, ran
-            heapq.heappop(self._timers)
-            self._guarded(timer.action)
-            ran = True
-        return None, ran
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:

@@ -20,7 +20,8 @@ from lmcache.service.transfer import TransferService
 from lmcache.telemetry.bus import EventBus
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
-from lmcache.transport.server import Deferred, Timer
+from lmcache.transport.deferred import Deferred
+from lmcache.transport.timers import Timer
 
 CHUNK_TOKENS = 4
 PAYLOAD_BYTES = 4096

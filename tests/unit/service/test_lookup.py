@@ -7,7 +7,7 @@ from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.service import lookup as lookup_module
 from lmcache.tiering.prefetch import PrefetchResult
-from lmcache.transport.server import Deferred
+from lmcache.transport.deferred import Deferred
 from unit.service.support import CHUNK_TOKENS, LEASE_TTL, Service, a_service, chunks, slots
 
 

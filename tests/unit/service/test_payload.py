@@ -15,7 +15,7 @@ from lmcache.errors import RemoteError
 from lmcache.protocol import messages as m
 from lmcache.service.payload import PayloadService
 from lmcache.transport.bulk import Bulk
-from lmcache.transport.server import Deferred
+from lmcache.transport.deferred import Deferred
 from polling import until
 from unit.service.support import LAYOUT, NO_SLOT, PAYLOAD_BYTES, a_service, chunks, slots
 

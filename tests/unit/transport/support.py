@@ -12,7 +12,8 @@ import zmq
 from lmcache.errors import RemoteError
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport.client import Connection
-from lmcache.transport.server import Deferred, Method, RpcLimits, RpcServer
+from lmcache.transport.deferred import Deferred
+from lmcache.transport.server import Method, RpcLimits, RpcServer
 
 
 class Text(msgspec.Struct, array_like=True):

@@ -10,7 +10,8 @@ from lmcache.errors import RemoteError, ResourceError
 from lmcache.protocol.messages import ErrorCode
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import wire
-from lmcache.transport.server import Deferred, Method, RpcServer
+from lmcache.transport.deferred import Deferred
+from lmcache.transport.server import Method, RpcServer
 from unit.transport.support import Oddities, Text, connected, echo, raw_socket, serving
 
 ID = b"\1\0\0\0\0\0\0\0"
