@@ -17,8 +17,10 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         super().__init__(prog, max_help_position=36, width=min(110, shutil.get_terminal_size().columns))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, ""):
+        if action.default in (None, False, "", []):
             return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return super()._get_help_string(action)
 
 

@@ -9,7 +9,6 @@ from lmcache.config.spec import Option, flag, options
 from lmcache.config.values import Switch
 
 _INDENT = 4
-_USAGE = "Usage: lmcache server --l1-size-gb GB --eviction-policy {LRU,noop} [options]"
 _END = """
 Every option can also come from the environment (--l1-size-gb as LMCACHE_L1_SIZE_GB) and from the file of --config
 (l1_size_gb: 20). Flags win over the environment, the environment over the file. LMCACHE_LOG_LEVEL is DEBUG, INFO
@@ -20,7 +19,11 @@ Every option can also come from the environment (--l1-size-gb as LMCACHE_L1_SIZE
 def server_help(width: int) -> str:
     """`width` in columns; lines are wrapped to it."""
     width = max(60, min(width, 120))
-    lines = [_USAGE, "", "Starts the cache server and serves until SIGTERM or SIGINT."]
+    required = " ".join(
+        _usage(name, option, default) for name, (option, default) in options().items() if default is dataclasses.MISSING
+    )
+    lines = [f"Usage: lmcache server {required} [options]", ""]
+    lines.append("Starts the cache server and serves until SIGTERM or SIGINT.")
     group = ""
     for name, (option, default) in options().items():
         if option.group != group:
