@@ -6,39 +6,17 @@ Three engines share one machine and one model: with the connector, with its own 
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from lmcache.testing.processes import CacheServer, VllmEngine
-from lmcache.testing.tiny_models import make_llama
+from engines import beside_a_server, first_token_seconds, prompt_of, settle
+from lmcache.testing.processes import VllmEngine
 from measure import MIB, Buffer, Result, at_least, at_most, best_copy_seconds, report, spread
 
 SMALLEST_BLOCK = "32"
-SETTLE_SECONDS = 3.0
-
-
-def prompt_of(seed: int, tokens: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(3, 1000) for _ in range(tokens)]
-
-
-def settle() -> None:
-    """Before a request to another engine: a vLLM worker polls for its next step for some seconds after an answer, and
-    would take a core from the engine that is measured."""
-    time.sleep(SETTLE_SECONDS)
-
-
-def first_token_seconds(engine: VllmEngine, prompt: list[int]) -> tuple[float, int]:
-    """Time to first token, and how many tokens of the prompt came from a cache."""
-    settle()
-    completion = engine.complete(prompt, max_tokens=1)
-    return completion.time_to_first_token_seconds, completion.cached_tokens
 
 
 def together(engine: VllmEngine, prompts: Sequence[list[int]], max_tokens: int) -> float:
@@ -117,25 +95,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as name:
-        folder = Path(name)
-        make_llama(folder / "model")
-        with CacheServer(folder, l1_size_gb=4) as server:
-            server.wait_ready()
-            block = ("--block-size", SMALLEST_BLOCK)
-            with (
-                VllmEngine(folder / "model", folder, cache_port=server.port, extra=block, log_name="a.log") as cached,
-                VllmEngine(
-                    folder / "model", folder, cache_port=None, prefix_caching=True, extra=block, log_name="b.log"
-                ) as own,
-                VllmEngine(folder / "model", folder, cache_port=None, extra=block, log_name="c.log") as plain,
-            ):
-                for engine in (cached, own, plain):
-                    engine.wait_ready()
-                    engine.complete(prompt_of(0, 600), max_tokens=4)
-                results = first_token(cached, own, arguments.tokens, arguments.runs)
-                results.append(burst(cached, own, arguments.tokens, max(3, arguments.runs // 2)))
-                results.append(no_reuse(cached, plain, max(3, arguments.runs - 2)))
+    block = ("--block-size", SMALLEST_BLOCK)
+    own_cache = {"prefix_caching": True, "extra": block}
+    with beside_a_server({"extra": block}, own_cache, {"extra": block}, l1_size_gb=4) as (_, (cached, own, plain)):
+        results = first_token(cached, own, arguments.tokens, arguments.runs)
+        results.append(burst(cached, own, arguments.tokens, max(3, arguments.runs // 2)))
+        results.append(no_reuse(cached, plain, max(3, arguments.runs - 2)))
     return report(results, arguments.json)
 
 

@@ -14,20 +14,16 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from end_to_end import first_token_seconds, prompt_of
+from engines import beside_a_server, first_token_seconds, prompt_of
 from fio import MISSING, Fio, present
+from lmcache.testing.demo import wait_until_stored
 from lmcache.testing.processes import CacheServer, VllmEngine
-from lmcache.testing.tiny_models import make_llama
 from measure import Result, at_most, report, spread
 
 THREADS = 4
 TARGET = 1.15
-STORED_SECONDS = 60.0
-
-
 CHUNK_TOKENS = 256
 FRAME_BYTES = CHUNK_TOKENS * 8192 + 4096
 
@@ -40,14 +36,6 @@ def drop_from_page_cache(folder: Path) -> None:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
-
-
-def wait_until_stored(server: CacheServer, objects: int) -> None:
-    deadline = time.monotonic() + STORED_SECONDS
-    while server.status()["l2"]["adapters"][0]["objects"] < objects:
-        if time.monotonic() > deadline:
-            raise SystemExit("the prompt did not reach L2")
-        time.sleep(0.1)
 
 
 def measure(
@@ -108,12 +96,8 @@ def main() -> int:
     if not present():
         print(MISSING, file=sys.stderr)
         return 0
-    with (
-        tempfile.TemporaryDirectory(dir=options.folder, prefix=".bench-disk-") as on_disk,
-        tempfile.TemporaryDirectory(prefix="lmcache-bench-") as name,
-    ):
-        folder, l2 = Path(name), Path(on_disk) / "l2"
-        make_llama(folder / "model")
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix=".bench-disk-") as on_disk:
+        l2 = Path(on_disk) / "l2"
         count = options.tokens // CHUNK_TOKENS // THREADS * THREADS
         fios = {}
         for what, direct in (("fio, O_DIRECT", True), ("fio, page cache dropped", False)):
@@ -128,12 +112,8 @@ def main() -> int:
             "use_odirect": options.direct,
             **json.loads(options.adapter),
         }
-        with CacheServer(folder, l1_size_gb=1, extra=["--l2-adapter", json.dumps(adapter)]) as server:
-            server.wait_ready()
-            with VllmEngine(folder / "model", folder, cache_port=server.port) as engine:
-                engine.wait_ready()
-                engine.complete(prompt_of(0, 600), max_tokens=4)
-                results = measure(server, engine, l2, fios, options.tokens, options.runs)
+        with beside_a_server({}, l1_size_gb=1, extra=["--l2-adapter", json.dumps(adapter)]) as (server, (engine,)):
+            results = measure(server, engine, l2, fios, options.tokens, options.runs)
     return report(results, options.json)
 
 

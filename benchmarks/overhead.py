@@ -12,14 +12,12 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
-from end_to_end import settle
+from engines import beside_a_server, settle
 from lmcache.testing.processes import CacheServer, VllmEngine, http_json
-from lmcache.testing.tiny_models import make_llama
 from measure import Result, at_least, at_most, report, spread
 
 REQUESTS = 8
@@ -104,27 +102,18 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=12)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as name:
-        folder = Path(name)
-        make_llama(folder / "model")
-        with CacheServer(folder, l1_size_gb=2) as server:
-            server.wait_ready()
-            timed = {
-                "connector": {"kv_connector": "TimedConnector", "kv_connector_module_path": "timed_connector"},
-                "extra": ["--worker-extension-cls", "timed_connector.Times"],
-                "environment": {
-                    "VLLM_SERVER_DEV_MODE": "1",
-                    "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-                },
-            }
-            with (
-                VllmEngine(folder / "model", folder, cache_port=server.port, log_name="a.log", **timed) as cached,
-                VllmEngine(folder / "model", folder, cache_port=None, log_name="b.log") as plain,
-            ):
-                for engine in (cached, plain):
-                    engine.wait_ready()
-                    Burst(engine, 1)
-                results = measure(cached, plain, server, arguments.runs)
+    timed = {
+        "connector": {"kv_connector": "TimedConnector", "kv_connector_module_path": "timed_connector"},
+        "extra": ["--worker-extension-cls", "timed_connector.Times"],
+        "environment": {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        },
+    }
+    with beside_a_server(timed, {}, l1_size_gb=2) as (server, (cached, plain)):
+        for engine in (cached, plain):
+            Burst(engine, 1)
+        results = measure(cached, plain, server, arguments.runs)
     return report(results, arguments.json)
 
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from end_to_end import prompt_of, settle
-from lmcache.testing.processes import CacheServer, VllmEngine, http_json
-from lmcache.testing.tiny_models import make_llama
+from engines import beside_a_server, prompt_of, settle
+from lmcache.testing.processes import VllmEngine, http_json
 from measure import Result, at_most, report, spread
 
 REQUESTS, COMMON_TOKENS, OWN_TOKENS = 16, 4096, 30
@@ -87,22 +84,11 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as name:
-        folder = Path(name)
-        model = make_llama(folder / "model")
-        with CacheServer(folder, l1_size_gb=4) as server:
-            server.wait_ready()
-            saving = {"lmcache.mp.save_decode_cache": True}
-            with (
-                VllmEngine(model, folder, cache_port=server.port, extra_config=saving, log_name="a.log") as cached,
-                VllmEngine(model, folder, cache_port=None, prefix_caching=True, log_name="b.log") as own,
-            ):
-                for engine in (cached, own):
-                    engine.wait_ready()
-                    engine.complete(prompt_of(0, 600), max_tokens=4)
-                results = bursts("no own cache", cached, max(2, arguments.runs // 2))
-                results += bursts("own cache, no connector", own, max(2, arguments.runs // 2))
-                results.append(chats(cached, own, arguments.runs))
+    saving = {"extra_config": {"lmcache.mp.save_decode_cache": True}}
+    with beside_a_server(saving, {"prefix_caching": True}, l1_size_gb=4) as (_, (cached, own)):
+        results = bursts("no own cache", cached, max(2, arguments.runs // 2))
+        results += bursts("own cache, no connector", own, max(2, arguments.runs // 2))
+        results.append(chats(cached, own, arguments.runs))
     return report(results, arguments.json)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,10 +48,20 @@ def test_a_benchmark_runs_small(name: str, options: list[str], count: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(("name", "count"), [("overhead", 5), ("sharing", 5)])
-def test_a_benchmark_with_engines_runs_small(name: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "count"),
+    [
+        ("end_to_end", ["--tokens", "1024"], 7),
+        ("end_to_end_disk", ["--tokens", "1024"], 6),
+        ("overhead", [], 5),
+        ("sharing", [], 5),
+    ],
+)
+def test_a_benchmark_with_engines_runs_small(name: str, options: list[str], count: int) -> None:
     pytest.importorskip("vllm")
-    figures = run_small(name, "--runs", "1", timeout_seconds=900.0)
+    if name == "end_to_end_disk" and not shutil.which("fio"):
+        pytest.skip("it needs fio")
+    figures = run_small(name, "--runs", "1", *options, timeout_seconds=900.0)
     assert len(figures) == count
 
 
