@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmcache.clock import ManualClock
 from lmcache.core.chunking import ChunkHasher
@@ -148,27 +149,9 @@ class Service:
     ) -> m.LookupReply | Deferred:
         return self.lookups.lookup(m.Lookup(instance, request, salt, first, tokens, identity, [], deadline_seconds))
 
-    def lookup(
-        self,
-        request: str,
-        tokens: bytes,
-        first: int = 0,
-        *,
-        instance: str = "engine",
-        salt: str = "",
-        identity: bytes = b"",
-        deadline_seconds: float = 30.0,
-    ) -> m.LookupReply:
-        """A lookup that L1 decides."""
-        reply = self.ask(
-            request,
-            tokens,
-            first,
-            instance=instance,
-            salt=salt,
-            identity=identity,
-            deadline_seconds=deadline_seconds,
-        )
+    def lookup(self, request: str, tokens: bytes, first: int = 0, **options: Any) -> m.LookupReply:
+        """A lookup that L1 decides; options of `ask`."""
+        reply = self.ask(request, tokens, first, **options)
         assert isinstance(reply, m.LookupReply)
         return reply
 
