@@ -374,3 +374,16 @@ def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path):
             assert server.stop() == 0
     finally:
         os.close(reader)
+
+
+def test_a_server_without_stderr_serves(tmp_path):
+    options = ["--l1-size-gb", "0.0625", "--eviction-policy", "LRU", "--port", "0", "--http-port", "0"]
+    options += ["--http-host", "127.0.0.1", "--shm-name", f"lmcache-test-quiet-{os.getpid()}"]
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "lmcache.cli.main", "server", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert "is ready" in server.stdout.readline()
+        finally:
+            server.terminate()
+        assert server.wait(20) == 0

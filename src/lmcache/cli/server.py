@@ -35,7 +35,7 @@ def _serve(options: Sequence[str]) -> int:
     configure_logs(
         level_from(os.environ),
         warnings_only=config.disable_logging or config.disable_observability,
-        stream=LineWriter(sys.stderr.fileno()),
+        stream=LineWriter(sys.stderr.fileno()) if sys.stderr else None,  # none: the server was started with 2>&-
     )
     for sentence in remarks(config):
         logger.warning("%s", sentence)
