@@ -61,6 +61,7 @@ class Bench:
 
     async def run(self, rounds: int) -> list[Result]:
         await self.runner.open()
+        await self.runner._adapter._recovery  # which ends with touching the device's pages
         for number in range(rounds + 2):
             await self._round(number)
         await self.runner.drain(10)
