@@ -55,6 +55,9 @@ def test_no_prefix_is_due_to_leave_l2_before_its_suffix(tmp_path: Path) -> None:
             result = it.fetch(wanted[in_l1:], in_l1=wanted[:in_l1])
             assert result.chunks == 300 - in_l1
             it.l1.core.release(result.lease)
+            noted = threading.Event()  # use is noted after the answer
+            it.storage.call_soon(noted.set)
+            assert noted.wait(20)
             assert ledger.victims(ledger.used_bytes) == wanted[::-1]
 
 
