@@ -22,7 +22,7 @@ from lmcache.client.client import Client
 from lmcache.core.key import Namespace
 from lmcache.protocol.messages import Commit, EndSession, Lookup, RegisterInstance, RegisterWorker, Release, Reserve
 from lmcache.testing.processes import CacheServer, free_port
-from measure import MIB, Buffer, Result, at_least, best_copy_seconds, report, spread
+from measure import MIB, Region, Result, at_least, best_copy_seconds, report, spread
 from rpc import Echo, echo_server
 
 LAYERS = 8
@@ -43,7 +43,7 @@ class PagedMemory:
 
     def __init__(self, client: Client, threads: int) -> None:
         assert client.memory is not None
-        self.layers = [Buffer(BLOCKS * LAYER_BLOCK_BYTES) for _ in range(LAYERS)]
+        self.layers = [Region(BLOCKS * LAYER_BLOCK_BYTES) for _ in range(LAYERS)]
         self.copier = _native.PagedCopier(client.memory.address, client.memory.size_bytes, threads)
         segments = [(layer.address, LAYER_BLOCK_BYTES, LAYER_BLOCK_BYTES, ()) for layer in self.layers]
         self.group = self.copier.add_group(segments, BLOCKS_PER_CHUNK, BLOCKS)
@@ -107,7 +107,7 @@ def wait_until_mapped(size_bytes: int) -> None:
         time.sleep(0.2)
 
 
-def bare_seconds(echo: Echo, source: Buffer, destination: Buffer) -> float:
+def bare_seconds(echo: Echo, source: Region, destination: Region) -> float:
     """An echo, a plain copy by one thread, an echo."""
     started = time.perf_counter()
     echo.call(b"")
@@ -125,7 +125,7 @@ def measure(server: CacheServer, echo: Echo, runs: int, threads: int) -> list[Re
     wait_until_mapped(client.memory.size_bytes)
     memory = PagedMemory(client, threads)
     size = CHUNKS * PAYLOAD_BYTES
-    source, destination = Buffer(size), Buffer(size)
+    source, destination = Region(size), Region(size)
     stores, retrieves, copies, bare = [], [], [], []
     for number in range(runs + 2):
         turn = Round(client, memory, number)

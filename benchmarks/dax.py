@@ -29,7 +29,7 @@ from lmcache.l2.adapters.dax_device import MappedDevice
 from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from measure import MIB, Buffer, Result, at_least, at_most, report, spread
+from measure import MIB, Region, Result, at_least, at_most, report, spread
 
 SHAPES = ((32, 2 << 20), (256, 64 << 10))  # objects and payload bytes
 LOOKUP_KEYS = 500
@@ -41,7 +41,7 @@ class Bench:
         self.count = count
         self.payload_bytes = payload_bytes
         self.frame_bytes = payload_bytes + FRAME_HEADER_BYTES
-        self.memory = Buffer(count * self.frame_bytes)
+        self.memory = Region(count * self.frame_bytes)
         (folder / "device").touch()
         self.size_gb = (2 * count + 2) * (self.frame_bytes + 128) / GIB
         spec = {
@@ -133,7 +133,7 @@ async def lookups_and_recovery(folder: Path, objects: int, rounds: int) -> list[
     spec = {"type": "dax", "device_path": str(folder / "many"), "max_dax_size_gb": size_gb, "slot_bytes": 4096}
     namespace = Namespace("bench", 1, 0, 0, "0" * 32)
     template = header_template(namespace, 4096)
-    memory = Buffer(2 * FRAME_HEADER_BYTES)
+    memory = Region(2 * FRAME_HEADER_BYTES)
     keys = [ObjectKey(namespace, os.urandom(32)) for _ in range(objects)]
     adapter = build(parse_adapter(spec, 0)).adapter
     _native.frame_seal(memory.address, template, keys[0].chunk_hash)

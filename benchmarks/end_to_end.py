@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from engines import beside_a_server, first_token_seconds, prompt_of, settle
 from lmcache.testing.processes import VllmEngine
-from measure import MIB, Buffer, Result, at_least, at_most, best_copy_seconds, report, spread
+from measure import MIB, Region, Result, at_least, at_most, best_copy_seconds, report, spread
 
 SMALLEST_BLOCK = "32"
 
@@ -46,7 +46,7 @@ def first_token(cached: VllmEngine, own: VllmEngine, tokens: int, runs: int) -> 
         seconds, own_tokens = first_token_seconds(own, prompt)
         floors.append(seconds)
     copied_bytes = tokens * 8192
-    source, destination = Buffer(copied_bytes), Buffer(copied_bytes)
+    source, destination = Region(copied_bytes), Region(copied_bytes)
     copy = best_copy_seconds(source, destination, copied_bytes)
     hit, floor = statistics.median(hits), statistics.median(floors)
     return [

@@ -32,7 +32,7 @@ from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from measure import Buffer, Result, at_least, report, spread
+from measure import Region, Result, at_least, report, spread
 
 SOURCE = Path(__file__).resolve().parents[1] / "native" / "bench" / "plain_files.cc"
 SHAPES = ((32, 2 << 20), (256, 64 << 10))
@@ -78,7 +78,7 @@ class Bench:
         self.count = count
         self.size_bytes = size_bytes
         self.plain = PlainProgram(folder, depth, count, size_bytes, direct=direct)
-        self.memory = Buffer(count * size_bytes)
+        self.memory = Region(count * size_bytes)
         self.base = folder / "l2"
         spec = {
             "type": "fs_native",

@@ -28,7 +28,7 @@ from lmcache.l2.adapters import folder
 from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from measure import Buffer, Result, at_most, report, spread
+from measure import Region, Result, at_most, report, spread
 
 OBJECTS = 100_000
 LOOKUP_KEYS = 500
@@ -51,7 +51,7 @@ def drop_names() -> bool:
 
 def fill(base: Path, objects: int) -> list[ObjectKey]:
     """Writes the folder as an adapter would have left it."""
-    frame = Buffer(FRAME_BYTES)
+    frame = Region(FRAME_BYTES)
     template = header_template(NAMESPACE, FRAME_BYTES - FRAME_HEADER_BYTES)
     digest = NAMESPACE.digest.hex()
     source = random.Random(7)

@@ -20,7 +20,7 @@ from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.testing.gpu import why_no_gpu
 from lmcache.testing.processes import CacheServer, VllmEngine
 from lmcache.testing.tiny_models import LlamaShape, describe_llama, sample_tokens
-from measure import MIB, Buffer, Result, at_least, at_most, median_seconds, report, spread
+from measure import MIB, Region, Result, at_least, at_most, median_seconds, report, spread
 
 # KV of an 8B Llama: 32 layers of 8 heads with 128 dimensions, K and V beside each other, bf16.
 LAYERS, HEADS, BLOCK_TOKENS, CONTENT = 32, 8, 16, 2 * 128
@@ -52,7 +52,7 @@ def copies(chunks: int, runs: int, threads: int) -> list[Result]:
     gpu = Gpu([group], 0)
     payload_bytes = group.layout(CHUNK_TOKENS).payload_bytes
     frame_bytes = _native.FRAME_HEADER_BYTES + payload_bytes
-    arena = Buffer(chunks * frame_bytes)
+    arena = Region(chunks * frame_bytes)
     pinning = gpu.pin_buffer(arena.address, arena.size_bytes)
     pinning.wait(60.0)
     copier = _native.PagedCopier(arena.address, arena.size_bytes, threads, gpu.ways)

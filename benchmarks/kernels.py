@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from lmcache import _native
-from measure import MIB, Buffer, Result, at_least, at_most, report, spread
+from measure import MIB, Region, Result, at_least, at_most, report, spread
 
 HEADER_BYTES = _native.FRAME_HEADER_BYTES
 LAYERS = 8
@@ -27,7 +27,7 @@ HASHED_TOKENS = 131_072
 class PagedLoop:
     """Stores and loads chunks of 2 MiB through blocks of `block_bytes` a layer, in random order."""
 
-    def __init__(self, arena: Buffer, kv: Buffer, chunks: int, block_bytes: int, run_bytes: int) -> None:
+    def __init__(self, arena: Region, kv: Region, chunks: int, block_bytes: int, run_bytes: int) -> None:
         blocks_per_chunk = CHUNK_BYTES // LAYERS // block_bytes
         num_blocks = chunks * blocks_per_chunk
         self.copier = _native.PagedCopier(arena.address, arena.size_bytes, 1)
@@ -70,8 +70,8 @@ def rounds(calls: dict[str, Callable[[], object]], runs: int) -> dict[str, list[
 
 def copies(chunks: int, runs: int) -> list[Result]:
     size = chunks * CHUNK_BYTES
-    arena = Buffer(chunks * (HEADER_BYTES + CHUNK_BYTES))
-    kv = Buffer(2 * size)
+    arena = Region(chunks * (HEADER_BYTES + CHUNK_BYTES))
+    kv = Region(2 * size)
     loops = {
         "blocks of 128 KiB": PagedLoop(arena, kv, chunks, 128 << 10, 128 << 10),
         "blocks of 32 KiB": PagedLoop(arena, kv, chunks, 32 << 10, 32 << 10),

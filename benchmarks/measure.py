@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from lmcache import _native
-from lmcache.memory.mapping import map_like_l1
+from lmcache.cli.bench_timing import Region
 
 MIB = 1 << 20
 
@@ -55,16 +55,7 @@ def median_seconds(call: Callable[[], object], runs: int, warm_up: int = 2) -> l
     return times
 
 
-class Buffer:
-    """Touched memory of the same kind as L1, with its address."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.map = map_like_l1(size_bytes)
-        self.size_bytes = size_bytes
-        self.address = _native.buffer_address(self.map)
-
-
-def best_copy_seconds(source: Buffer, destination: Buffer, size_bytes: int, runs: int = 9) -> float:
+def best_copy_seconds(source: Region, destination: Region, size_bytes: int, runs: int = 9) -> float:
     """The best single-thread copy loop of this machine: the lower median of memcpy and streaming stores."""
     medians = []
     for path in ("memcpy", "stream"):

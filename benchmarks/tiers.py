@@ -35,7 +35,7 @@ from lmcache.l2.completions import words
 from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from measure import Buffer, Result, at_least, at_most, report, spread
+from measure import Region, Result, at_least, at_most, report, spread
 
 SHAPES = ((96, 2 << 20), (1024, 64 << 10))
 TARGET = 0.9
@@ -50,7 +50,7 @@ NAMESPACE = Namespace("bench", 1, 0, 0, "0" * 32)
 class Engine:
     """The native engine alone on fio's file: the same transfers as fio's, the same memory as the adapter's."""
 
-    def __init__(self, path: Path, memory: Buffer, count: int, size_bytes: int, engine: str) -> None:
+    def __init__(self, path: Path, memory: Region, count: int, size_bytes: int, engine: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_DIRECT)
         self._io = _native.DeviceIO(self._fd, THREADS, QUEUE_DEPTH if engine == "io_uring" else 0, 4096)
         self._offsets = words([index * size_bytes for index in range(count)])
@@ -82,7 +82,7 @@ class Bench:
         self.folder = folder
         self.name = f"{kind} {engine}"
         self.count, self.size_bytes = count, size_bytes
-        self.memory = Buffer(count * size_bytes)
+        self.memory = Region(count * size_bytes)
         view = memoryview(self.memory.map)
         self.views = [view[i * size_bytes : (i + 1) * size_bytes] for i in range(count)]
         self.fio = Fio(
