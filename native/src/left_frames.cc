@@ -1,14 +1,13 @@
 #include "lmcache/left_frames.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <unordered_map>
 
 #include "lmcache/frame.h"
+#include "lmcache/pieces.h"
 
 namespace lmcache {
 namespace {
@@ -161,19 +160,12 @@ LeftFrames find_left_frames(const SlotTable& table, const std::byte* arena, std:
     LeftFrames left;
     if (!table) return left;
     std::vector<Piece> pieces((std::size_t{committed_units} + kPieceUnits - 1) / kPieceUnits);
-    std::atomic<std::size_t> next{0};
-    const auto work = [&] {
-        for (std::size_t number = next++; number < pieces.size(); number = next++) {
-            const auto begin = static_cast<std::uint32_t>(number * kPieceUnits);
-            const std::uint32_t end = begin + std::min(kPieceUnits, committed_units - begin);
-            search(table, arena, begin, end, committed_units, align_bytes, pieces[number]);
-        }
-    };
-    std::vector<std::thread> others;
-    const std::size_t wanted = std::min({threads, pieces.size(), kMaxPrefaultThreads});
-    for (std::size_t i = 1; i < wanted; ++i) others.emplace_back(work);
-    work();
-    for (std::thread& other : others) other.join();
+    share_pieces(pieces.size(), threads, [&](std::size_t number) {
+        const auto begin = static_cast<std::uint32_t>(number * kPieceUnits);
+        const std::uint32_t end = begin + std::min(kPieceUnits, committed_units - begin);
+        search(table, arena, begin, end, committed_units, align_bytes, pieces[number]);
+        return true;
+    });
     std::vector<Found> found = merge(pieces, left);
     keep_apart(found, left);
     return left;

@@ -6,10 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <thread>
-#include <vector>
 
-#include "lmcache/limits.h"
+#include "lmcache/pieces.h"
 
 namespace lmcache {
 namespace {
@@ -46,21 +44,11 @@ bool collapse(std::byte* begin, std::byte* end, std::size_t page_bytes) {
 template <typename Work>
 void in_pieces(std::uintptr_t begin, std::uintptr_t end, std::size_t piece_bytes, std::size_t threads,
                const Work& work) {
-    const std::size_t pieces = (end - begin + piece_bytes - 1) / piece_bytes;
-    std::atomic<std::size_t> next{0};
-    std::atomic<bool> ended{false};
-    const auto run = [&] {
-        for (std::size_t piece = next++; piece < pieces && !ended; piece = next++) {
-            const std::uintptr_t from = begin + piece * piece_bytes;
-            const std::uintptr_t to = std::min(from + piece_bytes, end);
-            if (!work(reinterpret_cast<std::byte*>(from), reinterpret_cast<std::byte*>(to))) ended = true;
-        }
-    };
-    std::vector<std::thread> others;
-    const std::size_t wanted = std::clamp<std::size_t>(threads, 1, std::min(pieces, kMaxPrefaultThreads));
-    for (std::size_t i = 1; i < wanted; ++i) others.emplace_back(run);
-    run();
-    for (std::thread& other : others) other.join();
+    share_pieces((end - begin + piece_bytes - 1) / piece_bytes, threads, [&](std::size_t number) {
+        const std::uintptr_t from = begin + number * piece_bytes;
+        const std::uintptr_t to = std::min(from + piece_bytes, end);
+        return work(reinterpret_cast<std::byte*>(from), reinterpret_cast<std::byte*>(to));
+    });
 }
 
 void take_large_pages(std::uintptr_t address, std::size_t size_bytes, std::size_t threads, std::size_t page_bytes) {
