@@ -29,12 +29,13 @@ from lmcache.l2.adapters.engine_trial import (
     try_engines,
 )
 from lmcache.l2.adapters.writers import Writer
-from lmcache.l2.background import in_thread
+from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.completions import Results
 from lmcache.l2.config import AdapterConfig
 from lmcache.l2.keys import Key, choice, switch, text, text_or_empty, whole
 from lmcache.l2.native_device import usable_queue_depth
 from lmcache.l2.native_files import NativeFiles
+from lmcache.telemetry.logs import level_of
 
 log = logging.getLogger("lmcache.l2")
 
@@ -127,7 +128,7 @@ class FsNativeAdapter:
         self._writes = self._files()
         self._reads = self._files()
         self._inventory = inventory
-        self._watcher = asyncio.get_running_loop().create_task(self._watch(), name=f"{self._name}-watch")
+        self._watcher = spawn(self._watch(), f"{self._name}-watch")
 
     async def _choose_engine(self) -> None:
         """Does not wait longer than TRIAL_SECONDS."""
@@ -365,7 +366,7 @@ class FsNativeAdapter:
         try:
             await self._scan()
         except Exception as error:  # the root of a task: the adapter serves without an inventory, by stat
-            log.warning("%s: the folder %s could not be searched: %s", self._name, self._base, error)
+            log.log(level_of(error), "%s: the folder %s could not be searched", self._name, self._base, exc_info=True)
         return loop.time() - started
 
     async def _scan(self) -> None:
