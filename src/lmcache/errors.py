@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class LMCacheError(Exception):
-    """Root of the tree. The message is one sentence that names the cause and what to do."""
+    """Root of the tree. Each problem is one sentence that names the cause and what to do; nearly always it is one, and
+    the message is that sentence. Several are one a line (core/problems.py collects them)."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 class ConfigError(LMCacheError):

@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l1.store import L1Store
-from lmcache.l2 import registry as adapters
+from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.memory.inheritance import Inheritance
 from lmcache.service.service import CacheService, ServiceSettings
 from lmcache.telemetry.bus import EventBus
@@ -50,8 +50,10 @@ _WANTED_FILE_DESCRIPTORS = 65_536
 class Server:
     """One server. Every method of `admin.state.ServerState` may be called from any thread."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, adapters: Sequence[ConfiguredAdapter]) -> None:
+        """`adapters` as of `lmcache.startup.plan`: built and not opened."""
         self.config = config
+        self._adapters = adapters
         self.metrics = Metrics(enabled=config.metrics_enabled, service_instance_id=config.service_instance_id or "")
         self._clock = SystemClock()
         self._closers = contextlib.ExitStack()
@@ -94,9 +96,6 @@ class Server:
         sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
         _raise_descriptor_limit()
         hasher = ChunkHasher(config.hash_algorithm, config.chunk_size)
-        configured = [
-            adapters.build(adapters.parse_adapter(spec, index)) for index, spec in enumerate(config.l2_adapter)
-        ]
         self._rpc = RpcServer(config.host, config.port, self.metrics)
         closers.callback(self._rpc.stop)
         self._http = HttpListener(self)
@@ -128,7 +127,7 @@ class Server:
         closers.callback(self.metrics.on_scrape(lambda: self.quotas.publish(self.metrics)))
         self._storage = Storage(
             self._l1,
-            configured,
+            self._adapters,
             store_policy=config.l2_store_policy,
             prefetch_policy=config.l2_prefetch_policy,
             prefetch_max_in_flight=config.l2_prefetch_max_in_flight,
@@ -144,7 +143,7 @@ class Server:
         self._events = self._event_bus()
         closers.callback(self._events.stop)
         settings = ServiceSettings(
-            boot_token, config.l1_read_ttl_seconds, config.l1_write_ttl_seconds, has_l2=bool(configured)
+            boot_token, config.l1_read_ttl_seconds, config.l1_write_ttl_seconds, has_l2=bool(self._adapters)
         )
         self._service = CacheService(
             settings, self._rpc, self._l1, self._storage, hasher, self._events, self.metrics, self._clock

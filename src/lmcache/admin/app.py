@@ -20,6 +20,7 @@ from lmcache import __version__
 from lmcache.admin.access import why_refused
 from lmcache.admin.quota import QuotaResources
 from lmcache.admin.state import ServerState
+from lmcache.config import unbuilt
 from lmcache.config.redact import redacted
 from lmcache.config.values import did_you_mean
 from lmcache.errors import LMCacheError
@@ -36,12 +37,6 @@ _DASHBOARD = Path(__file__).with_name("dashboard.html")
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 TIERS = ["l1", "l2", "all"]
 
-_UNBUILT = {
-    "/cache/objects": "Listing and deleting single objects",
-    "/cache/prefetches": "Prefetching on request",
-    "/cache/prefetches/{id}": "Prefetching on request",
-    "/cache/pins": "Pinning",
-}
 _INDEX = """LMCache server {version}
 
 GET  /healthcheck      do the message loop and the storage loop answer?
@@ -191,9 +186,9 @@ async def _read(request: Request) -> bytes:
     return body
 
 
-def _unbuilt(what: str) -> Callable[[Request], Awaitable[Response]]:
+def _unbuilt(what: str, instead: str) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        return JSONResponse({"error": f"{what} is not built yet ({request.method} {request.url.path})."}, 501)
+        return JSONResponse({"error": f"{what} is not built yet: {instead}."}, 501)
 
     return answer
 
@@ -233,8 +228,8 @@ def build_app(state: ServerState, token: str = "") -> Starlette:
         Route("/cache/clear", resources.clear, methods=["POST"]),
         *QuotaResources(state, resources.in_thread, resources.change).routes(),
     ]
-    every_method = ["GET", "POST", "PUT", "DELETE"]
-    routes += [Route(path, _unbuilt(what), methods=every_method) for path, what in _UNBUILT.items()]
+    every_method = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    routes += [Route(path, _unbuilt(*texts), methods=every_method) for path, texts in unbuilt.HTTP.items()]
     app = Starlette(
         routes=routes,
         exception_handlers={HTTPException: _http_error, LMCacheError: _known_fault, Exception: _unknown_fault},

@@ -33,11 +33,17 @@ _Scope = dict[str, Any]
 _App = Callable[[_Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
 
-def bind(host: str, port: int, flag: str) -> socket.socket:
-    """A listening socket, or ResourceError naming `flag`."""
+def refuse_unusable(host: str, port: int) -> None:
+    """ResourceError where no port of the host can be listened on: it is not this one, or not known. Whether `port` is
+    free is seen when it is taken."""
+    bind(host, port, "--http-host", any_port=True).close()
+
+
+def bind(host: str, port: int, flag: str, *, any_port: bool = False) -> socket.socket:
+    """A listening socket, or ResourceError naming `flag`. `any_port` takes a free one in place of `port`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, 0 if any_port else port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise ResourceError(

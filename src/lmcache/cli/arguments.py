@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from lmcache.cli.output import FORMATS
 from lmcache.config.values import Number, Whole, did_you_mean
-from lmcache.errors import ConfigError
+from lmcache.core.problems import Problems
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -28,6 +28,7 @@ class Arguments(argparse.ArgumentParser):
     """Options of one command, with the ones that every command has."""
 
     def __init__(self, command: str, description: str) -> None:
+        self._problems = Problems()
         super().__init__(
             f"lmcache {command}", description=description, formatter_class=_Formatter, allow_abbrev=False, add_help=True
         )
@@ -39,37 +40,53 @@ class Arguments(argparse.ArgumentParser):
 
     def add_whole(self, name: str, default: int, help: str, **bounds: Any) -> None:
         kind = Whole(**bounds)
-        self.add_argument(name, type=_typed(name, kind), metavar=kind.placeholder, default=default, help=help)
+        self.add_argument(name, type=self._typed(name, kind), metavar=kind.placeholder, default=default, help=help)
 
     def add_number(self, name: str, default: float, help: str, **bounds: Any) -> None:
         kind = Number(**bounds)
-        self.add_argument(name, type=_typed(name, kind), metavar=kind.placeholder, default=default, help=help)
+        self.add_argument(name, type=self._typed(name, kind), metavar=kind.placeholder, default=default, help=help)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parses, or raises ConfigError with one sentence. --help prints and exits with 0."""
-        known = [option for action in self._actions for option in action.option_strings]
-        for word in argv:  # before values are read: the value of a misspelled option would be taken for something else
-            name = word.partition("=")[0]
-            if name.startswith("--") and name not in known:
-                self._refuse(name, known)
-        found, unknown = self.parse_known_args(list(argv))
+        """Parses, or raises ConfigError with a sentence for each problem. --help prints and exits with 0."""
+        found, unknown = self.parse_known_args(self._without_unknown(argv))
         if unknown:
-            self._refuse(unknown[0], known)
+            self._refuse(unknown[0])
+        self._problems.raise_all()
         return found
 
-    def _refuse(self, name: str, known: list[str]) -> NoReturn:
-        guess = did_you_mean(name, known) if name.startswith("-") else ""
-        raise ConfigError(f"{self.prog} does not take {name!r}{guess or f'; {self.prog} --help lists what it takes.'}")
+    def _without_unknown(self, argv: Sequence[str]) -> list[str]:
+        """Refuses misspelled options with their values, which would be taken for something else."""
+        kept: list[str] = []
+        skips = False
+        for word in argv:
+            name = word.partition("=")[0]
+            if name.startswith("--"):
+                skips = name not in self._names()
+                if skips:
+                    self._refuse(name)
+            if not skips:
+                kept.append(word)
+        return kept
+
+    def _names(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings]
+
+    def _refuse(self, name: str) -> None:
+        guess = did_you_mean(name, self._names()) if name.startswith("-") else ""
+        self._problems.add(f"{self.prog} does not take {name!r}{guess or f'; {self.prog} --help lists what it takes.'}")
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}.")
+        if not self._problems.found:  # else it may only follow from them
+            self._problems.add(f"{self.prog}: {message}.")
+        self._problems.raise_all()
+        raise AssertionError("argparse reports an error")
 
+    def _typed(self, name: str, kind: Whole | Number) -> Any:
+        def parse(text: str) -> Any:
+            try:
+                return kind.parse(text)
+            except ValueError as error:
+                self._problems.add(f"{name} {error}.")
+                return kind.minimum
 
-def _typed(name: str, kind: Whole | Number) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            return kind.parse(text)
-        except ValueError as error:
-            raise ConfigError(f"{name} {error}.") from None
-
-    return parse
+        return parse

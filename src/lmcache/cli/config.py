@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
 
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.output import Report, write
-from lmcache.config.check import remarks
-from lmcache.config.load import load
 from lmcache.config.redact import redacted
 from lmcache.config.spec import ServerConfig
 
@@ -20,16 +19,11 @@ def run(argv: Sequence[str]) -> int:
     if "--help" in rest or "-h" in rest:
         arguments.read(["--help"])
     options, server_options = arguments.parse_known_args(rest)
-    loaded = load(server_options, os.environ)
-    check_adapters(loaded.config)
     if which == "check":
-        report = Report("Configuration check")
-        report.add("valid", "Valid", True, "yes")
-        report.metrics["remarks"] = remarks(loaded.config)
-        for sentence in remarks(loaded.config):
-            report.text(f"note: {sentence}")
-        report.emit(options)
-        return 0
+        return _check(server_options, options)
+    from lmcache.startup import read
+
+    loaded, _ = read(server_options, os.environ)
     values = redacted(loaded.config)
     if options.format == "json":
         report = Report("Configuration")
@@ -48,12 +42,18 @@ _TEXTS = {
 }
 
 
-def check_adapters(config: ServerConfig) -> None:
-    """ConfigError for an adapter whose keys are not acceptable."""
-    from lmcache.l2.registry import parse_adapter
+def _check(server_options: Sequence[str], options: argparse.Namespace) -> int:
+    from lmcache.startup import plan  # as `lmcache server` begins
 
-    for index, spec in enumerate(config.l2_adapter):
-        parse_adapter(spec, index)
+    planned = plan(server_options, os.environ)
+    planned.discard()
+    report = Report("Configuration check")
+    report.add("valid", "Valid", True, "yes")
+    report.metrics["notes"] = list(planned.notes)
+    for sentence in planned.notes:
+        report.text(f"note: {sentence}")
+    report.emit(options)
+    return 0
 
 
 def _as_yaml(values: dict[str, object], sources: object) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.http import DEFAULT_URL, HttpRefused, request
 from lmcache.cli.output import Report, bytes_text, seconds_text
+from lmcache.config import unbuilt
 from lmcache.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     arguments.add_number("--timeout", 10.0, "give up after that long", unit="seconds", above=0)
     options = arguments.read(argv)
     if options.target == "engine":
-        raise ConfigError("lmcache describe engine is not built yet: `lmcache ping engine` tells whether it is alive.")
+        raise ConfigError(f"lmcache describe engine is not built yet: {unbuilt.COMMANDS['describe engine']}.")
     status = request(options.url, "GET", "/status", timeout_seconds=options.timeout)
     try:
         health = "OK"

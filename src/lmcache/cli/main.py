@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from lmcache.config import unbuilt
 from lmcache.errors import ConfigError, LMCacheError
 from lmcache.telemetry.logs import LEVEL_VARIABLE, configure_logs, level_from
 
@@ -31,51 +33,66 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench l2": ("lmcache.cli.bench_l2", "measure one L2 adapter beside plain reads and writes"),
 }
 
-UNBUILT: dict[str, str] = {
-    "coordinator": "one server is all there is so far",
-    "bench engine": "benchmarks/ has scripts that measure an engine",
-    "query": "`lmcache describe` shows a running server",
-    "trace": "a --lookup-hash-log-dir records lookups",
-    "top": "`lmcache describe` and /metrics show a running server",
-}
-
 _GLOBAL_WITH_VALUE = ("--format", "--output")
 _GLOBAL = ("--quiet", "-q")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return guarded(lambda: dispatch(sys.argv[1:] if argv is None else list(argv)))
+    words = sys.argv[1:] if argv is None else list(argv)
+    return guarded(lambda: dispatch(words), as_json=_asks_for_json(words))
 
 
-def guarded(command: Callable[[], int], environ: Mapping[str, str] = os.environ) -> int:
+def _asks_for_json(words: list[str]) -> bool:
+    """Known before anything is parsed: what cannot be parsed is a fault that is told in this form, too."""
+    return "--format=json" in words or ("--format", "json") in itertools.pairwise(words)
+
+
+def guarded(command: Callable[[], int], environ: Mapping[str, str] = os.environ, *, as_json: bool = False) -> int:
     """The root of every command: no fault leaves it, and a stack is shown only to who asked for DEBUG."""
+
+    def failed(error: Exception, exit_code: int) -> int:
+        return _failed(error, exit_code, environ, as_json)
+
     try:
         level_from(environ)
         return command()
     except ConfigError as error:
-        return _failed(error, EXIT_USAGE, environ)
+        return failed(error, EXIT_USAGE)
     except LMCacheError as error:
-        return _failed(error, EXIT_FAILED, environ)
+        return failed(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read our output went away
         return EXIT_FAILED
     except Exception as error:
-        return _failed(error, EXIT_FAILED, environ)
+        return failed(error, EXIT_FAILED)
 
 
-def _failed(error: Exception, exit_code: int, environ: Mapping[str, str]) -> int:
+def _failed(error: Exception, exit_code: int, environ: Mapping[str, str], as_json: bool) -> int:
+    """A line for each problem, or one JSON object with all of them, on stderr."""
     if environ.get(LEVEL_VARIABLE, "").upper() == "DEBUG":
         import traceback
 
         traceback.print_exception(error)
-    sentence = str(error).strip().replace("\n", " ")
-    if not isinstance(error, LMCacheError):
-        sentence = f"unexpected {type(error).__name__}: {sentence} ({LEVEL_VARIABLE}=DEBUG shows where)"
-    prefix = "" if sentence.startswith("lmcache ") else "lmcache: "
-    print(f"{prefix}{sentence}{'' if sentence.endswith(('.', '?')) else '.'}", file=sys.stderr)
+    if isinstance(error, LMCacheError):
+        problems = [_sentence(problem) for problem in error.problems]
+    else:
+        about = f"unexpected {type(error).__name__}: {' '.join(str(error).split())}"
+        problems = [_sentence(f"{about} ({LEVEL_VARIABLE}=DEBUG shows where)")]
+    if as_json:
+        import json
+
+        print(json.dumps({"error": " ".join(problems), "problems": problems}), file=sys.stderr)
+        return exit_code
+    for problem in problems:
+        print(problem if problem.startswith("lmcache ") else f"lmcache: {problem}", file=sys.stderr)
     return exit_code
+
+
+def _sentence(text: str) -> str:
+    text = " ".join(text.split())
+    return text if text.endswith((".", "?")) else text + "."
 
 
 def dispatch(argv: list[str]) -> int:
@@ -123,8 +140,8 @@ def _command_words(rest: list[str]) -> list[str]:
         name = " ".join(words)
         if len(words) == count and name in COMMANDS:
             return words
-        if len(words) == count and name in UNBUILT:
-            raise ConfigError(f"lmcache {name} is not built yet: {UNBUILT[name]}.")
+        if len(words) == count and name in unbuilt.COMMANDS:
+            raise ConfigError(f"lmcache {name} is not built yet: {unbuilt.COMMANDS[name]}.")
     inside = [name for name in COMMANDS if name.startswith(rest[0] + " ")]
     if inside:
         if len(rest) > 1 and rest[1] in ("-h", "--help"):
@@ -133,7 +150,7 @@ def _command_words(rest: list[str]) -> list[str]:
         raise ConfigError(f"{asked}: {' or '.join('lmcache ' + name for name in inside)}.")
     from lmcache.config.values import did_you_mean
 
-    guess = did_you_mean(rest[0], sorted({name.split()[0] for name in (*COMMANDS, *UNBUILT)}))
+    guess = did_you_mean(rest[0], sorted({name.split()[0] for name in (*COMMANDS, *unbuilt.COMMANDS)}))
     raise ConfigError(f"{rest[0]!r} is not a command{guess or '; lmcache --help lists them.'}")
 
 

@@ -9,10 +9,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from lmcache.config.check import remarks
-from lmcache.config.load import load_server_config
 from lmcache.telemetry.line_writer import LineWriter
-from lmcache.telemetry.logs import configure_logs, level_from
+from lmcache.telemetry.logs import LEVEL_VARIABLE, configure_logs, level_from
 
 logger = logging.getLogger("lmcache.server")
 
@@ -31,16 +29,18 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _serve(options: Sequence[str]) -> int:
-    config = load_server_config(options, os.environ)
+    from lmcache.server import Server  # here, so that --help is quick
+    from lmcache.startup import plan
+
+    planned = plan(options, os.environ)
+    config = planned.config
     configure_logs(
         level_from(os.environ),
-        warnings_only=config.disable_logging or config.disable_observability,
+        # These two silence what subscribes to events; a level that is asked for stands.
+        warnings_only=(config.disable_logging or config.disable_observability) and not os.environ.get(LEVEL_VARIABLE),
         stream=LineWriter(sys.stderr.fileno()) if sys.stderr else None,  # none: the server was started with 2>&-
     )
-    for sentence in remarks(config):
+    for sentence in planned.notes:
         logger.warning("%s", sentence)
-
-    from lmcache.server import Server
-
-    exit_code: int = Server(config).run()
+    exit_code: int = Server(config, planned.adapters).run()
     return exit_code

@@ -45,7 +45,7 @@ def _usage(name: str, option: Option, default: object) -> str:
 
 def _explanation(option: Option, default: object) -> str:
     if option.unbuilt:
-        return f"{option.help}. Refused: {option.unbuilt}."
+        return f"{option.help}. Not built yet: {option.unbuilt}."
     if default is dataclasses.MISSING:
         return f"{option.help}. Required."
     return f"{option.help}. Default: {option.default_text or option.kind.show(default)}."

@@ -5,24 +5,31 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache.config.check import check_combinations
+from lmcache.config import unbuilt
+from lmcache.config.check import conflicts
 from lmcache.config.spec import ADAPTER_KIND, Option, ServerConfig, flag, options, variable
-from lmcache.config.values import Listed, Switch, did_you_mean, nearest
+from lmcache.config.values import Listed, Switch, nearest
+from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
 
 CONFIG_FLAG = "--config"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
 _OF_OTHERS = {"LMCACHE_LOG_LEVEL", "LMCACHE_ADMIN_TOKEN", "LMCACHE_USE_UPSTREAM_MP", CONFIG_VARIABLE}
+_KUBERNETES = re.compile(r"LMCACHE_(.*_)?(SERVICE_(HOST|PORT.*)|PORT_\d+_.*)")
 _KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
+_STAND_INS = {"l1_size_gb": 1.0, "eviction_policy": "LRU"}  # for required options that are missing or refused
+
+_Known = Mapping[str, tuple[Option, object]]
 
 
 @dataclass(frozen=True)
 class Loaded:
     config: ServerConfig
     sources: Mapping[str, str]  # option name -> the flag, variable or file that set it; defaults are not listed
+    ignored: Sequence[str] = ()  # variables that begin like options and are none
 
 
 @dataclass(frozen=True)
@@ -31,37 +38,61 @@ class _Given:
     value: object
 
 
+@dataclass
+class _Read:
+    """What the sources say, and what of it cannot be: the options in `refused` are not to be looked at further."""
+
+    problems: Problems
+    given: dict[str, _Given] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    ignored: list[str] = field(default_factory=list)
+    file: str = ""
+    file_unread: bool = False  # whatever is missing may be in it
+
+    def refuse(self, sentence: str, *names: str) -> None:
+        self.problems.add(sentence if sentence.endswith(("?", ".")) else sentence + ".")
+        self.refused.update(names)
+
+
 def load_server_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig:
-    """Reads, converts and checks. Raises ConfigError with one sentence."""
+    """Reads, converts and checks. ConfigError tells all that is wrong, each in a sentence."""
     return load(argv, environ).config
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Loaded:
-    known = options()
-    from_flags, file_by_flag = _read_flags(argv, known)
-    from_environment = _read_environment(environ, known)
-    path = file_by_flag or environ.get(CONFIG_VARIABLE, "")
-    from_file = _read_file(path, known) if path else {}
+    problems = Problems()
+    loaded = draft(argv, environ, problems)
+    problems.raise_all()
+    return loaded
 
-    given = {**from_file, **from_environment, **from_flags}
+
+def draft(argv: Sequence[str], environ: Mapping[str, str], problems: Problems) -> Loaded:
+    """As `load`, but what is wrong goes to `problems`; in its place stands a default, and {} for an adapter."""
+    known = options()
+    read = _Read(problems)
+    from_flags = _read_flags(argv, known, read)
+    from_environment = _read_environment(environ, known, read)
+    path = read.file or environ.get(CONFIG_VARIABLE, "")
+    from_file = _read_file(path, known, read) if path else {}
+    read.given = {**from_file, **from_environment, **from_flags}
     values: dict[str, Any] = {}
-    for name, one in given.items():
-        option, default = known[name]
-        try:
-            values[name] = option.kind.parse(one.value)
-        except ValueError as error:
-            raise ConfigError(_sentence(f"{one.where} {error}")) from None
-        if option.unbuilt and values[name] != default:
-            raise ConfigError(f"{one.where} cannot be used: {option.unbuilt}.")
+    for name, given in read.given.items():
+        _convert(name, given, *known[name], values, read)
     for name, (option, default) in known.items():
         if default is dataclasses.MISSING and name not in values:
-            raise ConfigError(
-                f"{flag(name)} is required ({option.help}): give it as a flag, as {variable(name)} or as {name} in the "
-                f"file of {CONFIG_FLAG}."
-            )
+            if name not in read.refused and not read.file_unread:
+                about = re.split("[:;]", option.help)[0]
+                read.refuse(
+                    f"{flag(name)} is required ({about}): give it as a flag, as {variable(name)} or as {name} in the "
+                    f"file of {CONFIG_FLAG}.",
+                    name,
+                )
+            values[name] = _STAND_INS[name]
     config = ServerConfig(**values)
-    check_combinations(config)
-    return Loaded(config, {name: one.where for name, one in given.items()})
+    for names, sentence in conflicts(config):
+        if not names & read.refused:
+            problems.add(sentence)
+    return Loaded(config, {name: given.where for name, given in read.given.items()}, read.ignored)
 
 
 def parse_adapter_text(where: str, text: str) -> dict[str, Any]:
@@ -69,57 +100,98 @@ def parse_adapter_text(where: str, text: str) -> dict[str, Any]:
     try:
         return ADAPTER_KIND.parse(text)
     except ValueError as error:
-        raise ConfigError(_sentence(f"{where} {error}")) from None
+        sentence = f"{where} {error}"
+        raise ConfigError(sentence if sentence.endswith(("?", ".")) else sentence + ".") from None
 
 
-def _sentence(text: str) -> str:
-    return text if text.endswith(("?", ".")) else text + "."
+def _convert(name: str, given: _Given, option: Option, default: object, values: dict[str, Any], read: _Read) -> None:
+    try:
+        if isinstance(option.kind, Listed):
+            values[name] = _convert_list(name, given, option.kind, read)
+        else:
+            values[name] = option.kind.parse(given.value)
+    except ValueError as error:
+        read.refuse(f"{given.where} {error}", name)
+        return
+    if option.unbuilt and name not in read.refused and values[name] != default:
+        read.refuse(f"{given.where} is not built yet: {option.unbuilt}.", name)
 
 
-def _read_flags(argv: Sequence[str], known: Mapping[str, tuple[Option, object]]) -> tuple[dict[str, _Given], str]:
-    """The options that are given, and the file of --config. A repeated flag replaces, or adds where it is a list."""
+def _convert_list(name: str, given: _Given, kind: Listed, read: _Read) -> list[object]:
+    found: list[object] = []
+    items = kind.items(given.value)
+    for number, item in enumerate(items, 1):
+        try:
+            found.append(kind.item.parse(item))
+        except ValueError as error:
+            which = f" {number}" if len(items) > 1 else ""
+            read.refuse(f"{given.where}{which} {error}", name)
+            found.append({})
+    return found
+
+
+def _read_flags(argv: Sequence[str], known: _Known, read: _Read) -> dict[str, _Given]:
+    """The options that are given. A repeated flag replaces, or adds where it is a list."""
     names = {flag(name): name for name in known}
     switches = {flag(name) for name, (option, _) in known.items() if isinstance(option.kind, Switch)}
     given: dict[str, _Given] = {}
-    file = ""
     rest = list(argv)
     while rest:
         word, equals, attached = rest.pop(0).partition("=")
         if not word.startswith("--"):
-            raise ConfigError(f"{word!r} is not expected: lmcache server takes only options, which begin with --.")
-        if word == CONFIG_FLAG:
-            file = attached if equals else _take_value(word, rest)
+            read.refuse(f"{word!r} is not expected: lmcache server takes only options, which begin with --.")
+            if word.startswith("-"):
+                _take_values(rest, several=True)
             continue
         positive = "--" + word[5:]
         negated = word.startswith("--no-") and positive in switches
         name = names.get(positive if negated else word)
-        if name is None:
-            guess = did_you_mean(word, [*names, CONFIG_FLAG])
-            raise ConfigError(_sentence(f"{word} is not an option of lmcache server{guess}"))
-        kind = known[name][0].kind
-        if isinstance(kind, Switch):
+        if name is None and word != CONFIG_FLAG:
+            _refuse_flag(word, names, read)
+            _take_values(rest, several=True)
+            continue
+        kind = known[name][0].kind if name is not None else None
+        if name is not None and isinstance(kind, Switch):
             if negated and equals:
-                raise ConfigError(f"{word} takes no value.")
-            given[name] = _Given(word, not negated if not equals else attached)
+                read.refuse(f"{word} takes no value.", name)
+            else:
+                given[name] = _Given(word, not negated if not equals else attached)
+            continue
+        values = [attached] if equals else _take_values(rest, several=isinstance(kind, Listed))
+        if not values:
+            read.refuse(f"{word} needs a value.", *([name] if name is not None else []))
+        elif name is None:
+            read.file = values[0]
         elif isinstance(kind, Listed):
-            values = [attached] if equals else [_take_value(word, rest)]
-            while not equals and rest and not rest[0].startswith("--"):
-                values.append(rest.pop(0))
             before = given[name].value if name in given else []
             assert isinstance(before, list)
             given[name] = _Given(word, before + values)
         else:
-            given[name] = _Given(word, attached if equals else _take_value(word, rest))
-    return given, file
+            given[name] = _Given(word, values[0])
+    return given
 
 
-def _take_value(word: str, rest: list[str]) -> str:
-    if not rest or rest[0].startswith("--"):
-        raise ConfigError(f"{word} needs a value.")
-    return rest.pop(0)
+def _take_values(rest: list[str], *, several: bool) -> list[str]:
+    values: list[str] = []
+    while rest and not rest[0].startswith("--") and (several or not values):
+        values.append(rest.pop(0))
+    return values
 
 
-def _read_environment(environ: Mapping[str, str], known: Mapping[str, tuple[Option, object]]) -> dict[str, _Given]:
+def _refuse_flag(word: str, names: Mapping[str, str], read: _Read) -> None:
+    plain = word[2:].replace("-", "_")
+    if instead := unbuilt.option(plain):
+        read.refuse(f"{word} is not built yet: {instead}.")
+    elif instead := unbuilt.in_process_key(plain):
+        read.refuse(f"{word} configures LMCache inside an engine, not a server: {instead}.")
+    else:
+        meant = nearest(word, [*names, CONFIG_FLAG])
+        guess = f"; did you mean {meant}?" if meant else "; lmcache server --help lists them"
+        # What was meant counts as given, so that it is not asked for as well.
+        read.refuse(f"{word} is not an option of lmcache server{guess}", *filter(None, [names.get(meant)]))
+
+
+def _read_environment(environ: Mapping[str, str], known: _Known, read: _Read) -> dict[str, _Given]:
     """Variables named like options. One that is nearly named so is a slip of the hand; the rest belongs to others."""
     names = {variable(name): name for name in known}
     given: dict[str, _Given] = {}
@@ -128,23 +200,45 @@ def _read_environment(environ: Mapping[str, str], known: Mapping[str, tuple[Opti
             continue  # Kubernetes sets LMCACHE_PORT=tcp://... beside a service that is called lmcache
         if name := names.get(key):
             given[name] = _Given(key, value)
-        elif "_SERVICE_" not in key and (meant := nearest(key, list(names), cutoff=0.9)):
-            raise ConfigError(f"{key} in the environment is not an option; did you mean {meant}?")
+        elif _KUBERNETES.fullmatch(key):
+            continue
+        elif meant := nearest(key, list(names), cutoff=0.9):
+            read.refuse(f"{key} in the environment is not an option; did you mean {meant}?", names[meant])
+        else:
+            read.ignored.append(key)
     return given
 
 
-def _read_file(path: str, known: Mapping[str, tuple[Option, object]]) -> dict[str, _Given]:
+def _read_file(path: str, known: _Known, read: _Read) -> dict[str, _Given]:
     from lmcache.config.file import read_yaml  # PyYAML only where a file is given
 
     given: dict[str, _Given] = {}
-    for key, value in read_yaml(path).items():
+    try:
+        content = read_yaml(path)
+    except ConfigError as error:
+        read.refuse(str(error))
+        read.file_unread = True
+        return {}
+    for key, value in content.items():
         name = key.replace("-", "_")
         where = f"{key} in {path}"
         if name not in known:
-            raise ConfigError(_sentence(f"{where} is not an option{did_you_mean(name, list(known))}"))
-        if name in given:
-            raise ConfigError(f"{path} gives {key} twice, with dashes and with underscores.")
-        if value is None:
-            raise ConfigError(f"{where} has no value.")
-        given[name] = _Given(where, value)
+            _refuse_key(name, where, known, read)
+        elif name in given:
+            read.refuse(f"{path} gives {key} twice, with dashes and with underscores.", name)
+        elif value is None:
+            read.refuse(f"{where} has no value.", name)
+        else:
+            given[name] = _Given(where, value)
     return given
+
+
+def _refuse_key(name: str, where: str, known: _Known, read: _Read) -> None:
+    if instead := unbuilt.option(name):
+        read.refuse(f"{where} is not built yet: {instead}.")
+    elif instead := unbuilt.in_process_key(name):
+        read.refuse(f"{where} configures LMCache inside an engine, not a server: {instead}.")
+    else:
+        meant = nearest(name, list(known))
+        guess = f"; did you mean {meant}?" if meant else "; lmcache server --help lists them"
+        read.refuse(f"{where} is not an option{guess}", *filter(None, [meant]))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmcache.config import unbuilt
 from lmcache.config.values import Choice, JsonObject, Kind, Listed, Number, Switch, Text, Whole
 from lmcache.core.limits import FRAME_ALIGN_BYTES, GIB, MAX_TOKENS_PER_SESSION
 
@@ -18,8 +19,8 @@ _METADATA_KEY = "option"
 class Option:
     """What is known of one option beside its name and default.
 
-    `unbuilt` is a sentence for an option that is documented and not built yet: any value but the default is refused
-    with it. `default_text` replaces the default in help where it depends on something else.
+    `default_text` replaces the default in help where it depends on something else. `unbuilt` is what to use instead of
+    an option that is documented and not built yet (config/unbuilt.py): any value but the default is refused with it.
     """
 
     kind: Kind
@@ -29,12 +30,12 @@ class Option:
     unbuilt: str = ""
 
 
-def _about(kind: Kind, help: str, *, default_text: str = "", unbuilt: str = "") -> dict[str, Option]:
-    return {_METADATA_KEY: Option(kind, help, default_text=default_text, unbuilt=unbuilt)}
+def _about(kind: Kind, help: str, *, default_text: str = "") -> dict[str, Option]:
+    return {_METADATA_KEY: Option(kind, help, default_text=default_text)}
 
 
-def _option(kind: Kind, default: object, help: str, *, default_text: str = "", unbuilt: str = "") -> Any:
-    metadata = _about(kind, help, default_text=default_text, unbuilt=unbuilt)
+def _option(kind: Kind, default: object, help: str, *, default_text: str = "") -> Any:
+    metadata = _about(kind, help, default_text=default_text)
     return field(metadata=metadata) if default is dataclasses.MISSING else field(default=default, metadata=metadata)
 
 
@@ -42,7 +43,6 @@ _REQUIRED = dataclasses.MISSING
 _PORT = Whole(minimum=0, maximum=65535, shown_as="PORT")
 _GB = "GB"
 _FRACTION = Number(above=0, maximum=1, shown_as="FRACTION")
-_NO_PLUGINS = "runtime plugins are not built yet"
 _ADAPTER_EXAMPLE = '{"type": "fs_native", "base_path": "/data/lmcache"}'
 
 ADAPTER_KIND = JsonObject(required_key="type", example=_ADAPTER_EXAMPLE)
@@ -81,7 +81,7 @@ class ServerConfig:
     max_cpu_workers: int | None = _option(
         Whole(unit="threads", minimum=1, maximum=256),
         None,
-        "threads that verify what is loaded from L2",
+        "threads that verify what was loaded from L2; fs and fs_native verify on their own threads",
         default_text="--max-workers",
     )
     hash_algorithm: str = _option(
@@ -90,7 +90,7 @@ class ServerConfig:
         "how chunks are named; builtin depends on PYTHONHASHSEED, the others on nothing",
     )
     engine_type: str = _option(
-        Choice(("default",), unbuilt=("blend",)), "default", "blend (reuse at any position) is not built yet"
+        Choice(("default",), unbuilt=unbuilt.OPTION_VALUES["engine_type"]), "default", "how KV is reused"
     )
 
     http_host: str = _option(Text("HOST"), "0.0.0.0", "address of the HTTP and Prometheus listeners")
@@ -127,7 +127,7 @@ class ServerConfig:
         "costs 8 bytes of memory for every --l1-align-bytes",
     )
     l1_use_hugepages: bool = _option(Switch(), False, "take L1 from the huge pages of a mounted hugetlbfs")
-    l1_numa: str = _option(Text("NODES"), "", "NUMA nodes for L1", unbuilt="placing L1 on NUMA nodes is not built yet")
+    l1_numa: str = _option(Text("NODES"), "", "NUMA nodes for L1")
 
     eviction_policy: str = _option(
         Choice(("LRU", "IsolatedLRU", "S3FIFO", "noop")),
@@ -167,13 +167,13 @@ class ServerConfig:
         Whole(unit="requests", minimum=1, maximum=4096), 8, "how many requests may load from L2 at once"
     )
 
-    disable_observability: bool = _option(Switch(), False, "no metrics, no event log, no lookup log")
+    disable_observability: bool = _option(Switch(), False, "no metrics, no lookup log, and --disable-logging")
     disable_metrics: bool = _option(Switch(), False, "no metrics and no Prometheus listener")
-    disable_logging: bool = _option(Switch(), False, "log warnings and errors only")
-    enable_tracing: bool = _option(Switch(), False, "OpenTelemetry spans", unbuilt="tracing is not built yet")
-    otlp_endpoint: str = _option(
-        Text("URL"), "", "OTLP gRPC endpoint", default_text="none", unbuilt="export over OTLP is not built yet"
+    disable_logging: bool = _option(
+        Switch(), False, "no lookup log; warnings and errors only, unless LMCACHE_LOG_LEVEL asks for more"
     )
+    enable_tracing: bool = _option(Switch(), False, "OpenTelemetry spans")
+    otlp_endpoint: str = _option(Text("URL"), "", "OTLP gRPC endpoint", default_text="none")
     event_bus_queue_size: int = _option(
         Whole(unit="events", minimum=1, maximum=10_000_000),
         10_000,
@@ -200,10 +200,10 @@ class ServerConfig:
     lookup_hash_log_max_files: int = _option(Whole(unit="files", minimum=1), 100, "delete the oldest beyond that many")
 
     runtime_plugin_locations: list[str] = field(
-        default_factory=list, metadata=_about(Listed(Text("PATH")), "scripts or folders of them", unbuilt=_NO_PLUGINS)
+        default_factory=list, metadata=_about(Listed(Text("PATH")), "scripts or folders of them")
     )
     runtime_plugin_config: dict[str, Any] = field(
-        default_factory=dict, metadata=_about(JsonObject(), "configuration for runtime plugins", unbuilt=_NO_PLUGINS)
+        default_factory=dict, metadata=_about(JsonObject(), "configuration for runtime plugins")
     )
 
     admin_token_file: str = _option(
@@ -212,18 +212,10 @@ class ServerConfig:
         "file with the token that lets other hosts change state over HTTP",
         default_text="none: only this host may",
     )
-    zmq_curve_server_key_file: str = _option(
-        Text("FILE"), "", "CURVE key of this server", default_text="none", unbuilt="CURVE encryption is not built yet"
-    )
-    zmq_curve_client_keys_dir: str = _option(
-        Text("FOLDER"), "", "CURVE keys of engines", default_text="none", unbuilt="CURVE encryption is not built yet"
-    )
-    http_tls_cert: str = _option(
-        Text("FILE"), "", "certificate for HTTPS", default_text="none", unbuilt="HTTPS is not built yet"
-    )
-    http_tls_key: str = _option(
-        Text("FILE"), "", "key of that certificate", default_text="none", unbuilt="HTTPS is not built yet"
-    )
+    zmq_curve_server_key_file: str = _option(Text("FILE"), "", "CURVE key of this server", default_text="none")
+    zmq_curve_client_keys_dir: str = _option(Text("FOLDER"), "", "CURVE keys of engines", default_text="none")
+    http_tls_cert: str = _option(Text("FILE"), "", "certificate for HTTPS", default_text="none")
+    http_tls_key: str = _option(Text("FILE"), "", "key of that certificate", default_text="none")
 
     def __post_init__(self) -> None:
         def fill(name: str, value: object) -> None:
@@ -263,7 +255,10 @@ def options() -> Mapping[str, tuple[Option, object]]:
     for one in dataclasses.fields(ServerConfig):
         group = GROUPS.get(one.name, group)
         default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
-        found[one.name] = (dataclasses.replace(one.metadata[_METADATA_KEY], group=group), default)
+        option = dataclasses.replace(
+            one.metadata[_METADATA_KEY], group=group, unbuilt=unbuilt.OPTIONS.get(one.name, "")
+        )
+        found[one.name] = (option, default)
     return found
 
 

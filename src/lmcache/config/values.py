@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -50,6 +51,13 @@ def _quantity(amount: float, unit: str) -> str:
     return f"{text} {singular}"
 
 
+_WITH_UNIT = re.compile(r"\s*[-+]?[0-9][0-9_.]*\s*[A-Za-z%]+\s*")
+
+
+def _without_unit(given: object) -> str:
+    return "; give the number alone" if isinstance(given, str) and _WITH_UNIT.fullmatch(given) else ""
+
+
 @dataclass(frozen=True)
 class _Bounded:
     unit: str = ""
@@ -61,6 +69,10 @@ class _Bounded:
     @property
     def placeholder(self) -> str:
         return self.shown_as or self.unit.upper() or "N"
+
+    @property
+    def of_unit(self) -> str:
+        return f" of {self.unit}" if self.unit else ""
 
     def check(self, value: float, given: object) -> None:
         if self.above is not None and value <= self.above:
@@ -86,8 +98,7 @@ class Whole(_Bounded):
             except ValueError:
                 value = None
         if not isinstance(value, int) or isinstance(value, bool):
-            of_unit = f" of {self.unit}" if self.unit else ""
-            raise ValueError(f"must be a whole number{of_unit}, got {given!r}")
+            raise ValueError(f"must be a whole number{self.of_unit}, got {given!r}{_without_unit(given)}")
         self.check(value, given)
         if self.power_of_two and value & (value - 1):
             raise ValueError(f"must be a power of two, got {given}")
@@ -104,8 +115,7 @@ class Number(_Bounded):
             except ValueError:
                 value = None
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-            of_unit = f" of {self.unit}" if self.unit else ""
-            raise ValueError(f"must be a number{of_unit}, got {given!r}")
+            raise ValueError(f"must be a number{self.of_unit}, got {given!r}{_without_unit(given)}")
         self.check(value, given)
         return float(value)
 
@@ -127,10 +137,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of `choices`; `unbuilt` are documented names that this version refuses."""
+    """One of `choices`; `unbuilt` are documented names that this version refuses, and what to use instead."""
 
     choices: tuple[str, ...]
-    unbuilt: tuple[str, ...] = ()
+    unbuilt: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def placeholder(self) -> str:
@@ -141,7 +151,9 @@ class Choice:
         if not isinstance(given, str):
             raise ValueError(f"must be one of {allowed}, got {given!r}")
         if given in self.unbuilt:
-            raise ValueError(f"cannot be {given}: that is not built yet; choose one of {allowed}")
+            raise ValueError(
+                f"cannot be {given}, which is not built yet ({self.unbuilt[given]}); it must be one of {allowed}"
+            )
         if given not in self.choices:
             raise ValueError(f"must be one of {allowed}, got {given!r}{did_you_mean(given, list(self.choices))}")
         return given
@@ -216,10 +228,14 @@ class Listed:
     def placeholder(self) -> str:
         return self.item.placeholder
 
-    def parse(self, given: object) -> list[object]:
+    def items(self, given: object) -> list[object]:
+        """What `item` is to parse."""
         if isinstance(given, str) and given.lstrip().startswith("["):
             given = parse_json(given)
-        return [self.item.parse(one) for one in (given if isinstance(given, list) else [given])]
+        return given if isinstance(given, list) else [given]
+
+    def parse(self, given: object) -> list[object]:
+        return [self.item.parse(value) for value in self.items(given)]
 
     def show(self, value: object) -> str:
         return "none" if not value else json.dumps(value)

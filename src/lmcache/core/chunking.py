@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
 import struct
 from collections.abc import Callable, Mapping
 
@@ -12,7 +10,6 @@ from lmcache import _native
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import ConfigError
 
-_LOG = logging.getLogger("lmcache.chunking")
 _TOKEN_BYTES = 4
 _NO_EXTRA = bytes(CHUNK_HASH_BYTES)
 
@@ -46,11 +43,6 @@ class ChunkHasher:
         self.algorithm = algorithm
         self.chunk_tokens = chunk_tokens
         self._link = _LINKS.get(algorithm)
-        if algorithm == "builtin" and not os.environ.get("PYTHONHASHSEED", "").isdigit():
-            _LOG.warning(
-                "Hash algorithm builtin without PYTHONHASHSEED: what is stored now cannot be found after a restart; "
-                "set PYTHONHASHSEED to a number or use blake3."
-            )
 
     def root(self, identity: bytes) -> bytes:
         """The parent of a first chunk. `identity` is what must match for a whole request beside its tokens."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache.core.limits import GIB, L2_DEFAULT_TIMEOUT_SECONDS
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, ResourceError
 from lmcache.eviction.registry import POLICIES
 from lmcache.l2.keys import Key, choice, number, read, switch, text
 
@@ -42,6 +42,24 @@ class AdapterConfig:
     def where(self) -> str:
         return f"--l2-adapter {self.index + 1} ({self.type})"
 
+    def silent(self) -> ResourceError:
+        """For a backend that does not answer in time."""
+        return ResourceError(
+            f"{self.where}: the backend did not answer within {self.timeout_seconds:g} s; "
+            "see whether it is up, or raise timeout_seconds."
+        )
+
+    def notes(self) -> list[str]:
+        """Sentences about keys of all types that are accepted and have no effect."""
+        eviction = self.eviction
+        if eviction is None or eviction.eviction_policy != "noop":
+            return []
+        return [
+            f'{self.where}: "{name}" has no effect under "eviction_policy" "noop", which evicts nothing.'
+            for name in ("trigger_watermark", "eviction_ratio")
+            if getattr(eviction, name) != getattr(EvictionConfig, name)
+        ]
+
 
 def _eviction(where: str, spec: object) -> EvictionConfig:
     if not isinstance(spec, dict):
@@ -61,8 +79,6 @@ def _eviction(where: str, spec: object) -> EvictionConfig:
 def parse(spec: Mapping[str, Any], index: int, keys: tuple[Key, ...], bounds_itself: bool = False) -> AdapterConfig:
     """`keys` are those of the type; the common ones are added here. `bounds_itself`: the backend has a limit anyway."""
     where = f"--l2-adapter {index + 1} ({spec['type']})"
-    if "serde" in spec:
-        raise ConfigError(f'{where}: "serde" is not built yet; leave the key out to store KV as it is.')
     common = (
         Key("type", text),
         Key("eviction", lambda value: _eviction(where, value), None),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache.config import unbuilt
+from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
 
 REQUIRED: Any = object()
@@ -78,30 +80,47 @@ def choice(names: Sequence[str]) -> Callable[[Any], str]:
     return check
 
 
-def nearest(name: object, allowed: Sequence[str]) -> str:
-    """ "" or a question that names the nearest valid name."""
+def closest(name: object, allowed: Sequence[str]) -> str:
+    """The allowed name that looks most like it, or ""."""
     by_lower = {candidate.lower(): candidate for candidate in allowed}
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.5)
-    return f" (did you mean {by_lower[close[0]]}?)" if close else ""
+    return by_lower[close[0]] if close else ""
+
+
+def nearest(name: object, allowed: Sequence[str]) -> str:
+    """ "" or a question that names the nearest valid name."""
+    meant = closest(name, allowed)
+    return f" (did you mean {meant}?)" if meant else ""
 
 
 def read(spec: Mapping[str, Any], keys: Sequence[Key], where: str) -> dict[str, Any]:
-    """Values of all keys by name. ConfigError begins with `where`, names the key and says what is allowed."""
-    names = [key.name for key in keys]
+    """Values of all keys by name. ConfigError tells all that is wrong: each sentence begins with `where`, names the key
+    and says what is allowed."""
+    problems = Problems()
+    missing = {key.name for key in keys if key.default is REQUIRED} - set(spec)
     for name in spec:
-        if name not in names:
-            raise ConfigError(
-                f'{where}: unknown key "{name}"{nearest(name, names)}; allowed are {", ".join(sorted(names))}.'
-            )
+        if name not in {key.name for key in keys}:
+            _refuse_key(name, keys, missing, where, problems)
     values: dict[str, Any] = {}
     for key in keys:
         if key.name not in spec:
-            if key.default is REQUIRED:
-                raise ConfigError(f'{where}: the key "{key.name}" is required.')
+            if key.name in missing:
+                problems.add(f'{where}: the key "{key.name}" is required.')
             values[key.name] = key.default
             continue
-        try:
-            values[key.name] = key.check(spec[key.name])
-        except ValueError as error:
-            raise ConfigError(f'{where}: "{key.name}" must be {error}; got {spec[key.name]!r}.') from None
+        with problems.collect():
+            try:
+                values[key.name] = key.check(spec[key.name])
+            except ValueError as error:
+                raise ConfigError(f'{where}: "{key.name}" must be {error}; got {spec[key.name]!r}.') from None
+    problems.raise_all()
     return values
+
+
+def _refuse_key(name: str, keys: Sequence[Key], missing: set[str], where: str, problems: Problems) -> None:
+    if instead := unbuilt.ADAPTER_KEYS.get(name):
+        problems.add(f'{where}: "{name}" is not built yet; {instead}.')
+        return
+    names = [key.name for key in keys]
+    missing.discard(closest(name, names))  # it was meant: nobody has to be asked for it as well
+    problems.add(f'{where}: unknown key "{name}"{nearest(name, names)}; allowed are {", ".join(sorted(names))}.')

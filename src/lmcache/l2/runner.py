@@ -18,7 +18,7 @@ from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.errors import AdapterError, CapacityError, ConfigError, ResourceError
+from lmcache.errors import AdapterError, CapacityError, ConfigError
 from lmcache.eviction.base import EvictionPolicy
 from lmcache.eviction.limits import SaltLimits
 from lmcache.eviction.registry import build_policy
@@ -76,10 +76,7 @@ class Runner:
         try:
             await asyncio.wait_for(self._adapter.open(self), self.config.timeout_seconds)
         except asyncio.TimeoutError:
-            raise ResourceError(
-                f"{self.config.where}: the backend did not answer within {self.config.timeout_seconds:g} s; "
-                "see whether it is up, or raise timeout_seconds."
-            ) from None
+            raise self.config.silent() from None
         self._take_capacity()
         if self.config.eviction and self.ledger.capacity.limit_bytes is None:
             await self._adapter.close()

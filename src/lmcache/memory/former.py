@@ -36,22 +36,11 @@ class Former:
 
 def open_former(path: Path) -> Former | None:
     """None where nothing has the name. ResourceError if a live server owns it or if it is not ours."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
+    fd = _open(path)
+    if fd is None:
         return None
-    except OSError as error:
-        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
-        raise ResourceError(
-            f"{path} exists and cannot be used ({why}); remove it or choose another --shm-name"
-        ) from error
     try:
-        status = os.fstat(fd)
-        page = os.pread(fd, HEADER_BYTES, 0) if stat.S_ISREG(status.st_mode) else b""
-        if not is_ours(page) or status.st_uid != os.geteuid():
-            raise ResourceError(
-                f"{path} exists and is not L1 memory of this user; remove it or choose another --shm-name"
-            )
+        page = _first_page(fd, path)
         header = Header.unpack(page)
         if not ownership.try_lock_server(fd):
             by = f"process {header.pid}" if header is not None else "another process"
@@ -63,6 +52,36 @@ def open_former(path: Path) -> Former | None:
     except BaseException:
         os.close(fd)
         raise
+
+
+def refuse_foreign(path: Path) -> None:
+    """ResourceError if something that is not ours has the name. A live server may own what is ours."""
+    fd = _open(path)
+    if fd is not None:
+        try:
+            _first_page(fd, path)
+        finally:
+            os.close(fd)
+
+
+def _open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise ResourceError(
+            f"{path} exists and cannot be used ({why}); remove it or choose another --shm-name"
+        ) from error
+
+
+def _first_page(fd: int, path: Path) -> bytes:
+    status = os.fstat(fd)
+    page = os.pread(fd, HEADER_BYTES, 0) if stat.S_ISREG(status.st_mode) else b""
+    if not is_ours(page) or status.st_uid != os.geteuid():
+        raise ResourceError(f"{path} exists and is not L1 memory of this user; remove it or choose another --shm-name")
+    return page
 
 
 def same_file(fd: int, path: str) -> bool:

@@ -47,10 +47,23 @@ class Machine:
                 "raise that limit",
             )
 
+    def rooms_in_all(self, directory: Path) -> Iterator[Room]:
+        """The same, with everything counted that somebody uses now."""
+        status = os.statvfs(directory)
+        if status.f_blocks > 0:
+            whole_bytes = status.f_blocks * status.f_frsize
+            yield Room(str(directory), whole_bytes, f"enlarge it (mount -o remount,size=... {directory})")
+        whole = self._meminfo_bytes("MemTotal")
+        if whole is not None:
+            yield Room("this machine's memory", whole, "add memory")
+
     def _memory_available_bytes(self) -> int | None:
+        return self._meminfo_bytes("MemAvailable")
+
+    def _meminfo_bytes(self, name: str) -> int | None:
         try:
             for line in (self.proc / "meminfo").read_text().splitlines():
-                if line.startswith("MemAvailable:"):
+                if line.startswith(name + ":"):
                     return int(line.split()[1]) * 1024
         except (OSError, ValueError, IndexError):
             return None
@@ -114,4 +127,14 @@ def refuse_if_short(needed_bytes: int, directory: Path, machine: Machine, what: 
             raise ResourceError(
                 f"{what} needs {needed_bytes / GIB:.2f} GiB, but {room.source} leaves "
                 f"{max(room.available_bytes, 0) / GIB:.2f} GiB; choose a smaller --l1-size-gb or {room.remedy}"
+            )
+
+
+def refuse_if_impossible(needed_bytes: int, directory: Path, machine: Machine, what: str) -> None:
+    """ResourceError where `needed_bytes` would not fit into `directory` if nobody else used any memory."""
+    for room in machine.rooms_in_all(directory):
+        if needed_bytes > room.available_bytes:
+            raise ResourceError(
+                f"{what} needs {needed_bytes / GIB:.2f} GiB, but {room.source} has "
+                f"{room.available_bytes / GIB:.2f} GiB in all; choose a smaller --l1-size-gb or {room.remedy}"
             )

@@ -15,7 +15,7 @@ from lmcache import _native
 from lmcache.core.limits import MAX_SHM_NAME_BYTES, MIB
 from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
 from lmcache.memory import ownership
-from lmcache.memory.former import open_former, same_file
+from lmcache.memory.former import open_former, refuse_foreign, same_file
 from lmcache.memory.header import BOOT_TOKEN_BYTES, HEADER_BYTES, Header
 from lmcache.memory.hugepages import find_hugepages
 from lmcache.memory.inheritance import (
@@ -27,7 +27,7 @@ from lmcache.memory.inheritance import (
     Inheritance,
 )
 from lmcache.memory.mapping import advise, map_shared
-from lmcache.memory.room import Machine, refuse_if_short
+from lmcache.memory.room import Machine, refuse_if_impossible, refuse_if_short
 
 logger = logging.getLogger("lmcache.memory")
 
@@ -37,6 +37,17 @@ _CLAIM_ATTEMPTS = 20
 _MAP_AHEAD_SECONDS = 0.5  # between looks at what the server has added
 
 _opened: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def refuse_unusable(
+    name: str, size_bytes: int, *, hugepages: bool, directory: Path = DIRECTORY, machine: Machine | None = None
+) -> None:
+    """ResourceError where no server could make such a memory, whatever runs now. Makes nothing and locks nothing."""
+    if hugepages:
+        directory = find_hugepages().directory
+    refuse_foreign(directory / name)
+    if not hugepages:
+        refuse_if_impossible(size_bytes, directory, machine or Machine(), "L1")
 
 
 class SharedMemory:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache.clock import Clock
+from lmcache.core.folders import refuse_unwritable
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import ResourceError
 from lmcache.telemetry.events import Event, LookupEvent
@@ -22,6 +23,20 @@ from lmcache.telemetry.events import Event, LookupEvent
 logger = logging.getLogger("lmcache.telemetry")
 
 _FILE_NAME = re.compile(r"lookup_hashes_\d{8}_\d{6}_\d{6}\.jsonl")
+
+
+def refuse_unusable(folder: str) -> None:
+    """ResourceError where a LookupHashLog could not be made. Makes nothing."""
+    try:
+        refuse_unwritable(folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: str, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"--lookup-hash-log-dir {folder} cannot be written: {error.strerror}; choose another folder or none."
+    )
 
 
 class LookupHashLog:
@@ -46,9 +61,7 @@ class LookupHashLog:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._begin_file()
         except OSError as error:
-            raise ResourceError(
-                f"--lookup-hash-log-dir {folder} cannot be written: {error.strerror}; choose another folder or none."
-            ) from None
+            raise _unwritable(folder, error) from None
 
     def handle(self, events: Sequence[Event]) -> None:
         lines = b"".join(line_of(event) for event in events)

@@ -67,6 +67,22 @@ class _Route:
         self.calls: dict[str, Any] = {}  # status -> metric child
 
 
+def refuse_unusable(host: str, port: int) -> None:
+    """ResourceError where no port of the host can be listened on. Whether `port` is free is seen when it is taken."""
+    endpoint = bind_endpoint(host, 0)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.IPV6, int("[" in endpoint))
+        try:
+            router.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: zmq.ZMQError) -> ResourceError:
+    reason = "it is in use" if error.errno == zmq.EADDRINUSE else str(error)
+    return ResourceError(f"Cannot listen on {host}:{port} because {reason}; choose another --port or --host.")
+
+
 class RpcServer:
     """Binds at construction (ResourceError when it cannot), serves from `start` to `stop`."""
 
@@ -108,10 +124,7 @@ class RpcServer:
         except zmq.ZMQError as error:
             router.close(0)
             self._context.term()
-            reason = "it is in use" if error.errno == zmq.EADDRINUSE else str(error)
-            raise ResourceError(
-                f"Cannot listen on {host}:{port} because {reason}; choose another --port or --host."
-            ) from error
+            raise _cannot_listen(host, port, error) from error
         return router
 
     # ---- any thread --------------------------------------------------------------------------------------------------

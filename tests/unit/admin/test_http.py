@@ -277,10 +277,25 @@ def test_log_level_can_be_changed(http: httpx.Client) -> None:
 
 
 def test_what_is_not_there_says_so(http: httpx.Client) -> None:
-    assert http.get("/cache/objects").status_code == 501
-    assert "not built yet" in http.get("/cache/pins").json()["error"]
     assert http.get("/nowhere").status_code == 404
     assert http.delete("/cache/clear").status_code == 405
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("GET /cache/objects?tier=l1", "DELETE /cache/objects", "POST /cache/prefetches", "GET /cache/prefetches/r/1"),
+        *("POST /cache/pins", "DELETE /cache/pins", "GET /cache/pins", "POST /lookup", "POST /clear", "POST /compress"),
+        *("POST /decompress", "POST /move", "POST /pin", "POST /unpin", "POST /health", "POST /check_finish"),
+        *("POST /query_instance", "POST /query_worker_info", "GET /controller/workers", "PUT /instances/a/heartbeat"),
+        *("GET /instances", "POST /events", "POST /directory/lookup"),
+    ],
+)
+def test_what_is_documented_and_not_built_is_501_with_one_sentence(http: httpx.Client, asked: str) -> None:
+    answer = http.request(*asked.split(" "))
+    assert answer.status_code == 501
+    sentence = answer.json()["error"]
+    assert " is not built yet: " in sentence and sentence.endswith(".")
 
 
 def test_the_root_is_a_list_or_a_page_for_browsers(http: httpx.Client) -> None:

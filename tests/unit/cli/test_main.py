@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lmcache.cli import main as cli
+from lmcache.config import unbuilt
 from lmcache.errors import ConfigError, ResourceError
 
 
@@ -66,7 +67,7 @@ def test_help_lists_every_command_and_each_has_help(capsys: pytest.CaptureFixtur
     assert run(capsys)[0] == 2
 
 
-@pytest.mark.parametrize("name", cli.UNBUILT)
+@pytest.mark.parametrize("name", unbuilt.COMMANDS)
 def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, err = run(capsys, *name.split(), "--any", "thing")
     assert (code, out) == (2, "")
@@ -102,6 +103,29 @@ def test_wrong_usage_is_one_sentence_and_code_2(capsys: pytest.CaptureFixture[st
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_all_problems_of_a_command_line_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "ping", "--timeot", "3", "--timeout", "soon", "--ulr", "x")
+    assert code == 2
+    assert err.splitlines() == [
+        "lmcache ping does not take '--timeot'; did you mean --timeout?",
+        "lmcache ping does not take '--ulr'; did you mean --url?",
+        "lmcache: --timeout must be a number of seconds, got 'soon'.",
+    ]
+    code, _, err = run(capsys, "config", "check", "--l1-size-gb", "x", "--chunk-size", "0", "--evicton-policy", "LRU")
+    assert (code, err.count("\n")) == (2, 3)
+
+
+def test_errors_may_be_asked_for_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "config", "check", "--l1-size-gb", "x", "--port", "x", "--format", "json")
+    assert (code, out) == (2, "")
+    assert len(json.loads(err)["problems"]) == 3
+    assert json.loads(err)["error"].startswith("--l1-size-gb must be a number of GB, got 'x'. ")
+    code, out, err = run(capsys, "--format=json", "ping", "--url", "http://127.0.0.1:1")
+    assert (code, out) == (1, "")
+    assert "is the server running there?" in json.loads(err)["error"]
+    assert json.loads(run(capsys, "--format", "json", "coordinator")[2])["problems"]
 
 
 def test_no_server_is_one_sentence_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,17 +205,19 @@ def test_config_check_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Any
     from lmcache.config.load import load_server_config
 
     options = ["--l1-size-gb", "4", "--eviction-policy", "LRU", "--service-instance-id", "me"]
-    options += ["--l2-adapter", '{"type": "fs_native", "base_path": "/data"}']
+    options += ["--l2-adapter", '{"type": "fs_native", "base_path": "%s"}' % (tmp_path / "l2")]
+    options += ["--http-host", "127.0.0.1"]
     assert run(capsys, "config", "check", *options)[0] == 0
     code, out, _ = run(capsys, "config", "check", *options, "--format", "json", "--max-gpu-workers", "2")
     assert code == 0
-    assert "--max-gpu-workers 2" in json.loads(out)["metrics"]["remarks"][0]
+    assert "--max-gpu-workers has no effect" in json.loads(out)["metrics"]["notes"][0]
     assert run(capsys, "config", "check", *options, "--l2-adapter", '{"type": "s3"}')[0] == 2
 
     code, out, _ = run(capsys, "config", "show", *options)
     assert code == 0
     assert "chunk_size: 256" in out
-    assert yaml.safe_load(out)["l2_adapter"] == [{"type": "fs_native", "base_path": "/data"}]
+    assert yaml.safe_load(out)["l2_adapter"] == [{"type": "fs_native", "base_path": str(tmp_path / "l2")}]
+    assert not (tmp_path / "l2").exists()  # nothing was made
     path = tmp_path / "server.yaml"
     path.write_text(out)
     assert load_server_config(["--config", str(path)], {}) == load_server_config(options, {})  # it is a --config file

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.config.check import remarks
 from lmcache.config.help import server_help
 from lmcache.config.load import load, load_server_config
+from lmcache.config.notes import notes
 from lmcache.config.spec import ServerConfig, flag, options, variable
 from lmcache.errors import ConfigError
 
@@ -63,10 +63,15 @@ DOCUMENTED_COMMAND = """
 """
 
 
-def refusal(argv: list[str], environ: dict[str, str] | None = None) -> str:
+def problems(argv: list[str], environ: dict[str, str] | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(argv, environ or {})
-    sentence = str(caught.value)
+    assert str(caught.value) == "\n".join(caught.value.problems)
+    return list(caught.value.problems)
+
+
+def refusal(argv: list[str], environ: dict[str, str] | None = None) -> str:
+    (sentence,) = problems(argv, environ)
     assert "\n" not in sentence
     assert sentence.endswith((".", "?"))
     return sentence
@@ -150,18 +155,24 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         (["--chunk-size", "many"], "--chunk-size must be a whole number of tokens, got 'many'."),
         (["--chunk-size"], "--chunk-size needs a value."),
         (["--port", "70000"], "--port must be at most 65535, got 70000."),
-        (["--port", "--host"], "--port needs a value."),
+        (["--port", "--host=h"], "--port needs a value."),
         (["--evicton-policy", "LRU"], "did you mean --eviction-policy?"),
         (["--l1-size", "4"], "did you mean --l1-size-gb?"),
         (["--no-port"], "--no-port is not an option"),
         (["stray"], "'stray' is not expected"),
         (["-p", "1"], "'-p' is not expected"),
         (["--eviction-policy", "lru"], "must be one of LRU, IsolatedLRU, S3FIFO, noop, got 'lru'; did you mean LRU?"),
-        (["--engine-type", "blend"], "cannot be blend: that is not built yet"),
+        (["--engine-type", "blend"], "cannot be blend, which is not built yet"),
         (["--hash-algorithm", "sha512"], "must be one of blake3, sha256_cbor, builtin"),
         (["--eviction-ratio", "1.5"], "--eviction-ratio must be at most 1, got 1.5."),
         (["--eviction-trigger-watermark", "0"], "must be more than 0, got 0."),
         (["--l1-size-gb", "nan"], "--l1-size-gb must be a number of GB, got 'nan'."),
+        (["--l1-size-gb", "20GB"], "--l1-size-gb must be a number of GB, got '20GB'; give the number alone."),
+        (["--chunk-size", "256 tokens"], "must be a whole number of tokens, got '256 tokens'; give the number alone."),
+        (["--qqqq", "1"], "--qqqq is not an option of lmcache server; lmcache server --help lists them."),
+        (["--p2p-advertise-url", "h:1"], "--p2p-advertise-url is not built yet: several servers can share a folder"),
+        (["--coordinator-url=h:1"], "--coordinator-url is not built yet: one server is all there is"),
+        (["--max-local-cpu-size", "5"], "--max-local-cpu-size configures LMCache inside an engine, not a server: --l1"),
         (["--l1-size-gb", "-1"], "--l1-size-gb must be more than 0 GB, got -1."),
         (["--l1-size-gb", "0.000001"], "holds no object"),
         (["--l1-align-bytes", "5000"], "--l1-align-bytes must be a power of two, got 5000."),
@@ -172,14 +183,14 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         (["--l2-adapter", "3"], "--l2-adapter must be a JSON object"),
         (["--l2-store-policy", "skip_l1"], "--l2-store-policy skip_l1 needs an --l2-adapter"),
         (["--l2-store-policy", "skip-l1", "--l2-adapter", ADAPTER], "did you mean skip_l1?"),
-        (["--enable-tracing"], "--enable-tracing cannot be used: tracing is not built yet."),
-        (["--otlp-endpoint", "http://h:4317"], "export over OTLP is not built yet."),
-        (["--runtime-plugin-locations", "/a", "/b"], "runtime plugins are not built yet."),
-        (["--runtime-plugin-config", '{"a": 1}'], "runtime plugins are not built yet."),
+        (["--enable-tracing"], "--enable-tracing is not built yet: a --lookup-hash-log-dir records"),
+        (["--otlp-endpoint", "http://h:4317"], "--otlp-endpoint is not built yet: GET /metrics"),
+        (["--runtime-plugin-locations", "/a", "/b"], "--runtime-plugin-locations is not built yet: "),
+        (["--runtime-plugin-config", '{"a": 1}'], "--runtime-plugin-config is not built yet: "),
         (["--metrics-sample-rate", "1.5"], "--metrics-sample-rate must be"),
-        (["--l1-numa", "0"], "--l1-numa cannot be used"),
-        (["--zmq-curve-server-key-file", "k"], "CURVE encryption is not built yet."),
-        (["--http-tls-cert", "c"], "HTTPS is not built yet."),
+        (["--l1-numa", "0"], "--l1-numa is not built yet: start the server under `numactl"),
+        (["--zmq-curve-server-key-file", "k"], "--zmq-curve-server-key-file is not built yet: "),
+        (["--http-tls-cert", "c"], "--http-tls-cert is not built yet: put a proxy"),
         (["--http-port", "5555"], "--port and --http-port are both 5555"),
         (["--prometheus-port", "8080"], "--http-port and --prometheus-port are both 8080"),
         (["--shm-name", "../etc/passwd"], "--shm-name must be"),
@@ -232,6 +243,13 @@ def test_environment_of_others_is_left_alone() -> None:
     ("text", "said"),
     [
         ("evicton_policy: LRU", "evicton_policy in {file} is not an option; did you mean eviction_policy?"),
+        ("local_cpu: true", "local_cpu in {file} configures LMCache inside an engine, not a server: --l1-size-gb is"),
+        ("remote_url: redis://h", "remote_url in {file} configures LMCache inside an engine, not a server: several"),
+        ("p2p_listen_url: h", "p2p_listen_url in {file} is not built yet: several servers"),
+        (
+            "chunk_size: 20GB",
+            "chunk_size in {file} must be a whole number of tokens, got '20GB'; give the number alone.",
+        ),
         ("port: '80'\nport: 81", "has the key 'port' twice."),
         ("http-port: 80\nhttp_port: 81", "gives http_port twice"),
         ("port:", "port in {file} has no value."),
@@ -269,9 +287,123 @@ def test_sizes_in_bytes_are_whole_frames() -> None:
     assert config.l1_init_size_bytes == config.l1_size_bytes
 
 
-def test_remarks_are_about_what_may_be_meant_otherwise() -> None:
-    assert remarks(load_server_config(REQUIRED, {})) == []
-    (remark,) = remarks(load_server_config(["--l1-size-gb", "1", "--eviction-policy", "noop"], {}))
-    assert "nothing ever leaves L1" in remark
-    (remark,) = remarks(load_server_config([*REQUIRED, "--max-workers", "4"], {}))
-    assert "--max-gpu-workers 4" in remark
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("http_port: many\nlocal_disk: /x\nevicton_ratio: 0.5\nport: 1\nport-: 2\n")
+    found = problems(
+        [
+            "--l1-size-gb",
+            "20GB",
+            "--chunk-sise",
+            "256",
+            "stray",
+            "--max-workers",
+            "--host",
+            "a b",
+            "--config",
+            str(file),
+        ],
+        {"LMCACHE_METRICS_SAMPLE_RATE": "2", "LMCACHE_EVICTON_POLICY": "LRU", "LMCACHE_LOG_LEVEL": "INFO"},
+    )
+    assert [sentence.split(" ")[0] for sentence in found] == [
+        "--chunk-sise",
+        "--max-workers",
+        "LMCACHE_EVICTON_POLICY",
+        "local_disk",
+        "evicton_ratio",
+        "port-",
+        "http_port",
+        "LMCACHE_METRICS_SAMPLE_RATE",
+        "--l1-size-gb",
+        "--host",
+    ]  # neither --eviction-policy, which was meant, nor --l1-size-gb is asked for as well
+    assert all(sentence.endswith((".", "?")) for sentence in found)
+
+
+def test_stray_words_and_lists_are_told_one_by_one() -> None:
+    found = problems([*REQUIRED, "--l2-adapter", '{"typ": 1}', ADAPTER, "{", "--port=x"])
+    assert [sentence[:20] for sentence in found] == [
+        "--l2-adapter 1 must ",
+        "--l2-adapter 3 must ",
+        "--port must be a who",
+    ]
+    assert len(problems(["a", "b", *REQUIRED])) == 2
+
+
+def test_what_a_file_that_cannot_be_read_may_hold_is_not_asked_for() -> None:
+    (sentence,) = problems(["--config", "/nonexistent/server.yaml"])
+    assert "No such file" in sentence
+
+
+def told(*argv: str, environ: dict[str, str] | None = None, verifies_loads: bool = True) -> list[str]:
+    return notes(load([*REQUIRED, *argv], environ or {}), environ or {}, verifies_loads=verifies_loads)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--max-gpu-workers", "2"], "--max-gpu-workers has no effect: engines copy with threads of their own."),
+        (
+            ["--max-cpu-workers", "2"],
+            "--max-cpu-workers has no effect: its threads verify what L2 gave back, and there",
+        ),
+        (["--max-workers", "4"], "--max-workers has no effect: its threads verify what L2 gave back"),
+        (
+            ["--max-workers", "4", "--max-cpu-workers", "2", "--l2-adapter", ADAPTER],
+            "--max-workers has no effect: --max-cpu",
+        ),
+        (["--no-l1-use-lazy", "--l1-init-size-gb", "2"], "--l1-init-size-gb has no effect: without --l1-use-lazy"),
+        (
+            ["--eviction-policy", "noop", "--eviction-ratio", "0.5"],
+            "--eviction-ratio has no effect: --eviction-policy noop",
+        ),
+        (["--eviction-policy", "noop", "--eviction-trigger-watermark=1"], "--eviction-trigger-watermark has no effect"),
+        (["--quota-file", "/q"], "--quota-file has no effect: --eviction-policy LRU knows no quotas; use IsolatedLRU."),
+        (["--disable-metrics", "--prometheus-port", "1"], "--prometheus-port has no effect: metrics are off."),
+        (
+            ["--disable-observability", "--metrics-sample-rate", "1"],
+            "--metrics-sample-rate has no effect: metrics are off.",
+        ),
+        (["--disable-metrics", "--service-instance-id", "me"], "--service-instance-id has no effect: metrics are off."),
+        (
+            ["--disable-observability", "--disable-logging"],
+            "--disable-logging has no effect: --disable-observability cov",
+        ),
+        (["--event-bus-queue-size", "5"], "--event-bus-queue-size has no effect: there is no --lookup-hash-log-dir."),
+        (["--lookup-hash-log-max-files", "5"], "--lookup-hash-log-max-files has no effect"),
+        (["--lookup-hash-log-rotation-interval", "5"], "--lookup-hash-log-rotation-interval has no effect"),
+        (["--lookup-hash-log-rotation-max-size", "5000"], "--lookup-hash-log-rotation-max-size has no effect"),
+        (["--l2-prefetch-policy", "retain"], "--l2-prefetch-policy has no effect: there is no --l2-adapter."),
+        (["--l2-prefetch-max-in-flight", "5"], "--l2-prefetch-max-in-flight has no effect: there is no --l2-adapter."),
+        (["--eviction-policy", "noop"], "nothing ever leaves L1"),
+        (
+            ["--eviction-policy", "IsolatedLRU", "--l1-persist"],
+            "--l1-persist without --quota-file starts without quotas",
+        ),
+        (["--hash-algorithm", "builtin"], "--hash-algorithm builtin without PYTHONHASHSEED"),
+    ],
+)
+def test_what_has_no_effect_says_so(argv: list[str], said: str) -> None:
+    found = told(*argv)
+    assert any(said in sentence for sentence in found), found
+    assert all(sentence.endswith(".") and "\n" not in sentence for sentence in found)
+
+
+def test_notes_are_only_about_what_was_given() -> None:
+    assert told() == []
+    assert told("--max-gpu-workers", "1", "--lookup-hash-log-max-files", "100", "--l2-prefetch-policy", "default") == []
+    assert told("--max-workers", "2", "--l2-adapter", ADAPTER) == []
+    (note,) = told("--max-workers", "2", "--l2-adapter", ADAPTER, verifies_loads=False)
+    assert "every --l2-adapter verifies on its own threads" in note
+    assert told("--hash-algorithm", "builtin", environ={"PYTHONHASHSEED": "0"}) == []
+    shared = '{"type": "fs", "base_path": "/d", "max_capacity_gb": 1, "eviction": {"eviction_policy": "IsolatedLRU"}}'
+    assert told("--quota-file", "/q", "--l2-adapter", shared) == []  # it says how salts share the adapter
+
+
+def test_variables_that_are_no_options_are_named() -> None:
+    environ = {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_SERVICE_PORT": "5555"}
+    assert told(environ=environ) == [
+        "LMCACHE_LOCAL_CPU in the environment is not an option of this server (--l1-size-gb is how much memory this "
+        "server takes).",
+        "LMCACHE_TRACK_USAGE in the environment is not an option of this server.",
+    ]

@@ -117,16 +117,6 @@ def test_hashes_do_not_depend_on_the_interpreters_seed(algorithm: str) -> None:
     assert len(outputs) == 1
 
 
-def test_builtin_without_a_fixed_seed_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    ChunkHasher("builtin", 256)
-    assert "PYTHONHASHSEED" in caplog.text
-    caplog.clear()
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    ChunkHasher("builtin", 256)
-    assert caplog.text == ""
-
-
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="'md5' is unknown: use one of blake3, builtin, sha256_cbor"):
         ChunkHasher("md5", 256)

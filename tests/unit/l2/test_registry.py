@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from lmcache.config import unbuilt
 from lmcache.core.limits import GIB
 from lmcache.errors import ConfigError
 from lmcache.l2.config import EvictionConfig
-from lmcache.l2.registry import NOT_BUILT, build, parse_adapter
+from lmcache.l2.registry import TYPES, build, parse_adapter
 
 FS = {"type": "fs_native", "base_path": "/nowhere/at/all"}
 MOCK = {"type": "mock", "max_size_gb": 2, "mock_bandwidth_gb": 10}
@@ -101,10 +102,79 @@ def test_what_is_wrong_is_refused_in_one_sentence(spec: Any, words: list[str]) -
     assert message.startswith("--l2-adapter 1") and message.endswith(".") and "\n" not in message
 
 
-@pytest.mark.parametrize("name", NOT_BUILT)
+def refusal(spec: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        parse_adapter(spec, 0)
+    return caught.value
+
+
+DOCUMENTED = ("nixl_store", "nixl_store_dynamic", "mooncake_store", "s3", "resp", "infinistore", "p2p")
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_what_is_not_built_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f'"{name}" is not built yet; built are fs, fs_native, '):
-        parse_adapter({"type": name}, 0)
+    sentence = str(refusal({"type": name}))
+    assert f'"{name}" is not built yet ({unbuilt.ADAPTERS[name]}); built are fs, fs_native, ' in sentence
+    assert set(unbuilt.ADAPTERS) == set(DOCUMENTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("redis", "did you mean resp? It is not built yet: several servers can share a folder"),
+        ("Valkey", "did you mean resp? "),
+        ("disk", "did you mean fs_native?)"),
+        ("file", "did you mean fs_native?)"),
+        ("local", "did you mean fs_native?)"),
+        ("nixl", "did you mean nixl_store? "),
+        ("mooncake", "did you mean mooncake_store? "),
+        ("gds", 'did you mean nixl_store with "backend": "GDS"? '),
+        ("aws", "did you mean s3? "),
+        ("minio", "did you mean s3? "),
+        ("rawblock", "did you mean raw_block?)"),
+        ("nixl-store", "did you mean nixl_store?)"),
+    ],
+)
+def test_what_people_call_a_type_leads_to_its_name(name: str, said: str) -> None:
+    sentence = str(refusal({"type": name}))
+    assert sentence.startswith(f'--l2-adapter 1: unknown adapter type "{name}" (')
+    assert said in sentence
+
+
+def test_aliases_name_what_the_documents_name() -> None:
+    assert {meant for meant, _ in unbuilt.ADAPTER_ALIASES.values()} <= {*TYPES, *unbuilt.ADAPTERS}
+    assert not set(unbuilt.ADAPTER_ALIASES) & {*TYPES, *unbuilt.ADAPTERS}
+    assert not set(TYPES) & set(unbuilt.ADAPTERS)
+
+
+def test_all_that_is_wrong_with_an_adapter_is_told_at_once() -> None:
+    eviction = {"eviction_policy": "lru", "ratio": 1}
+    spec = {
+        "type": "fs_native",
+        "base_pth": "/x",
+        "num_workers": 0,
+        "eviction": eviction,
+        "serde": {},
+        "use_odirect": 1,
+    }
+    assert [problem.split(":")[1].split(" ")[1] for problem in refusal(spec).problems] == [
+        "unknown",  # base_pth: base_path is not asked for as well
+        '"serde"',
+        '"num_workers"',
+        '"use_odirect"',
+        "unknown",  # ratio
+        '"eviction_policy"',
+    ]
+
+
+def test_common_keys_without_an_effect_are_told() -> None:
+    eviction = {"eviction_policy": "noop", "trigger_watermark": 0.8, "eviction_ratio": 0.5}
+    (note,) = parse_adapter({**MOCK, "eviction": eviction}, 0).notes()
+    assert (
+        note
+        == '--l2-adapter 1 (mock): "eviction_ratio" has no effect under "eviction_policy" "noop", which evicts nothing.'
+    )
+    assert parse_adapter({**MOCK, "eviction": {**eviction, "eviction_policy": "LRU"}}, 0).notes() == []
 
 
 @pytest.mark.parametrize("path", ["/abs", "../out", "a/../../out", "quarantine", ".lmcache/x", "a/b/c"])

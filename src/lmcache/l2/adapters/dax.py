@@ -22,6 +22,7 @@ from lmcache.core.limits import FRAME_HEADER_BYTES, GIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError
 from lmcache.l2.adapter import Capacity, Inventory
+from lmcache.l2.adapters import dax_device
 from lmcache.l2.adapters import dax_format as layout
 from lmcache.l2.adapters.dax_device import MappedDevice, refuse_foreign
 from lmcache.l2.background import in_thread, spawn
@@ -348,6 +349,13 @@ class DaxAdapter:
             return Namespace.decode(parse_header(header).namespace)
         except (ValueError, msgspec.MsgspecError):
             return None
+
+
+def check(config: AdapterConfig) -> list[str]:
+    """As `AdapterType.check`. What a DAX device holds is seen when it is mapped."""
+    settings = config.settings
+    dax_device.check(config.where, settings["device_path"], int(settings["max_dax_size_gb"] * GIB))
+    return []
 
 
 def build(config: AdapterConfig) -> DaxAdapter:

@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from lmcache import _native
@@ -32,33 +33,115 @@ def _attribute(info: os.stat_result, name: str) -> Path:
     return Path(f"/sys/dev/char/{os.major(info.st_rdev)}:{os.minor(info.st_rdev)}/{name}")
 
 
+@dataclass(frozen=True)
+class _Medium:
+    """What is at the path, open for reading and writing."""
+
+    fd: int
+    is_device: bool
+    unit_bytes: int  # what the size of a mapping must be a multiple of
+    size_bytes: int  # what can be mapped of what is wanted
+
+
+def _look(where: str, path: str, wanted_bytes: int, fd: int, *, lock: bool) -> _Medium:
+    """ConfigError, ResourceError or OSError where it cannot be used. Changes nothing."""
+    info = os.fstat(fd)
+    is_device = stat.S_ISCHR(info.st_mode) and _attribute(info, "subsystem").resolve().name == "dax"
+    if not is_device and not stat.S_ISREG(info.st_mode):
+        raise ConfigError(f'{where}: "device_path" {path} is neither a DAX device nor a file; name one of these.')
+    if lock:
+        _lock(where, path, fd)
+    if not is_device:
+        refuse_foreign(where, path, os.pread(fd, SUPERBLOCK_BYTES, 0))
+    unit_bytes = _unit_bytes(info, is_device)
+    medium = _Medium(fd, is_device, unit_bytes, wanted_bytes // unit_bytes * unit_bytes)
+    _refuse_too_small(where, path, wanted_bytes, medium, info)
+    return medium
+
+
+def _open(where: str, path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ConfigError(
+            f'{where}: "device_path" {path} does not exist; for a file that stands in for a device create an empty one '
+            "first."
+        ) from None
+    except OSError as error:
+        raise ResourceError(
+            f"{where}: cannot open {path}: {error.strerror}; see that this user may read and write it."
+        ) from None
+
+
+def _lock(where: str, path: str, fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ResourceError(
+            f"{where}: {path} is in use by another process; each server needs a device of its own."
+        ) from None
+
+
+def _unit_bytes(info: os.stat_result, is_device: bool) -> int:
+    if is_device:
+        align = _attribute(info, "align")
+        return int(align.read_text()) if align.exists() else 2 << 20
+    return info.st_blksize if info.st_blksize > 1 << 20 else mmap.PAGESIZE  # huge pages
+
+
+def _refuse_too_small(where: str, path: str, wanted_bytes: int, medium: _Medium, info: os.stat_result) -> None:
+    """A page without anything behind it would be a SIGBUS later; here it is an error."""
+    if medium.is_device:
+        size = _attribute(info, "size")
+        device_bytes = int(size.read_text()) if size.exists() else medium.size_bytes
+        if device_bytes < medium.size_bytes:
+            raise ConfigError(
+                f'{where}: "max_dax_size_gb" asks for {wanted_bytes} bytes and {path} has {device_bytes}; lower it.'
+            )
+        return
+    missing_bytes = medium.size_bytes - info.st_blocks * 512
+    volume = os.fstatvfs(medium.fd)
+    free_bytes = volume.f_bavail * volume.f_frsize
+    # An attempt would fill the volume for everybody. Without any block a volume has no limit of its own.
+    if volume.f_blocks and missing_bytes > free_bytes:
+        raise ResourceError(
+            f'{where}: "max_dax_size_gb" asks for {wanted_bytes} bytes, of which {path} lacks {missing_bytes}, and its '
+            f"file system has {free_bytes} left; lower it."
+        )
+
+
+def _unmappable(where: str, path: str, wanted_bytes: int, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"{where}: cannot map {wanted_bytes} bytes of {path}: {error.strerror or error}; see that this user may write "
+        "to it and that it has the room."
+    )
+
+
+def check(where: str, path: str, wanted_bytes: int) -> None:
+    """Refuses what a `MappedDevice` would refuse, without a lock: another server may hold it."""
+    fd = _open(where, path)
+    try:
+        _look(where, path, wanted_bytes, fd, lock=False)
+    except OSError as error:
+        raise _unmappable(where, path, wanted_bytes, error) from None
+    finally:
+        os.close(fd)
+
+
 class MappedDevice:
     """Locked for as long as it is open. ConfigError or ResourceError: it cannot be used; the sentence says why."""
 
     def __init__(self, where: str, path: str, wanted_bytes: int) -> None:
-        self._where = where
-        self._path = path
-        self._fd = self._open()
+        self._fd = _open(where, path)
         try:
-            info = os.fstat(self._fd)
-            self.is_device = stat.S_ISCHR(info.st_mode) and _attribute(info, "subsystem").resolve().name == "dax"
-            if not self.is_device and not stat.S_ISREG(info.st_mode):
-                raise ConfigError(
-                    f'{where}: "device_path" {path} is neither a DAX device nor a file; name one of these.'
-                )
-            self._lock()
-            if not self.is_device:
-                refuse_foreign(where, path, os.pread(self._fd, SUPERBLOCK_BYTES, 0))
-            unit_bytes = self._unit_bytes(info)
-            self.size_bytes = wanted_bytes // unit_bytes * unit_bytes
-            self._make_room(info, wanted_bytes)
-            self._mapping, self.persistent = self._map(max(unit_bytes, _native.LARGE_PAGE_BYTES))
+            medium = _look(where, path, wanted_bytes, self._fd, lock=True)
+            self.is_device, self.size_bytes = medium.is_device, medium.size_bytes
+            if not medium.is_device:
+                os.posix_fallocate(self._fd, 0, self.size_bytes)
+            self._mapping, self.persistent = self._map(max(medium.unit_bytes, _native.LARGE_PAGE_BYTES))
         except OSError as error:
             os.close(self._fd)
-            raise ResourceError(
-                f"{where}: cannot map {wanted_bytes} bytes of {path}: {error.strerror or error}; see that this user "
-                "may write to it and that it has the room."
-            ) from None
+            raise _unmappable(where, path, wanted_bytes, error) from None
         except BaseException:
             os.close(self._fd)
             raise
@@ -76,56 +159,6 @@ class MappedDevice:
             self._mapping = memoryview(b"")
             os.close(self._fd)
             self._fd = -1
-
-    def _open(self) -> int:
-        try:
-            return os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise ConfigError(
-                f'{self._where}: "device_path" {self._path} does not exist; for a file that stands in for a device '
-                "create an empty one first."
-            ) from None
-        except OSError as error:
-            raise ResourceError(
-                f"{self._where}: cannot open {self._path}: {error.strerror}; see that this user may read and write it."
-            ) from None
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResourceError(
-                f"{self._where}: {self._path} is in use by another process; each server needs a device of its own."
-            ) from None
-
-    def _unit_bytes(self, info: os.stat_result) -> int:
-        """What the size of a mapping must be a multiple of."""
-        if self.is_device:
-            align = _attribute(info, "align")
-            return int(align.read_text()) if align.exists() else 2 << 20
-        return info.st_blksize if info.st_blksize > 1 << 20 else mmap.PAGESIZE  # huge pages
-
-    def _make_room(self, info: os.stat_result, wanted_bytes: int) -> None:
-        """A page without anything behind it would be a SIGBUS later; here it is an error."""
-        if not self.is_device:
-            missing_bytes = self.size_bytes - info.st_blocks * 512
-            volume = os.fstatvfs(self._fd)
-            free_bytes = volume.f_bavail * volume.f_frsize
-            # An attempt would fill the volume for everybody. Without any block a volume has no limit of its own.
-            if volume.f_blocks and missing_bytes > free_bytes:
-                raise ResourceError(
-                    f'{self._where}: "max_dax_size_gb" asks for {wanted_bytes} bytes, of which {self._path} lacks '
-                    f"{missing_bytes}, and its file system has {free_bytes} left; lower it."
-                )
-            os.posix_fallocate(self._fd, 0, self.size_bytes)
-            return
-        size = _attribute(info, "size")
-        device_bytes = int(size.read_text()) if size.exists() else self.size_bytes
-        if device_bytes < self.size_bytes:
-            raise ConfigError(
-                f'{self._where}: "max_dax_size_gb" asks for {wanted_bytes} bytes and {self._path} has {device_bytes}; '
-                "lower it."
-            )
 
     def _map(self, align_bytes: int) -> tuple[memoryview, bool]:
         """Persistent: what has left the processor's caches is on the medium. For files that is what MAP_SYNC is for."""

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 
 from lmcache import _native
+from lmcache.core.folders import refuse_unwritable
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_ALIGN_BYTES
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
@@ -116,10 +117,7 @@ class FsNativeAdapter:
         try:
             self._writer = await in_thread("l2-open", self._prepare)
         except OSError as error:
-            raise ResourceError(
-                f"{self._where}: cannot write to the folder {self._base}: {error.strerror or error}; "
-                "make it writable for this user or choose another base_path."
-            ) from None
+            raise _unwritable(self._where, self._base, error) from None
         unit_bytes = self._writer.unit_bytes()
         self.capacity = Capacity(self.capacity.limit_bytes, unit_bytes, DIRECTORY_ENTRY_BYTES)
         if self._engine == "auto":
@@ -443,6 +441,25 @@ def _checked_tmp(relative: str, where: str) -> str:
             f"{' and '.join(sorted(reserved))}; got {relative!r}."
         )
     return "" if normal == "." else normal
+
+
+def _unwritable(where: str, base: str, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"{where}: cannot write to the folder {base}: {error.strerror or error}; "
+        "make it writable for this user or choose another base_path."
+    )
+
+
+def check(config: AdapterConfig) -> list[str]:
+    """As `AdapterType.check`."""
+    base = os.path.abspath(config.settings["base_path"])
+    try:
+        refuse_unwritable(base)
+        for part in (_checked_tmp(config.settings["relative_tmp_dir"], config.where), folder.OWN_FOLDER):
+            refuse_unwritable(os.path.join(base, part))
+    except OSError as error:
+        raise _unwritable(config.where, base, error) from None
+    return []
 
 
 def build(config: AdapterConfig) -> FsNativeAdapter:

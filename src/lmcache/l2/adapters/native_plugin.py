@@ -228,5 +228,12 @@ class NativePluginAdapter:
         return self._sizes.get(key) or self._frame_bytes.get(key.namespace.digest, FRAME_HEADER_BYTES)
 
 
+def check(config: AdapterConfig) -> list[str]:
+    """As `AdapterType.check`. The object itself is made by `open`: it may connect."""
+    module = outside.import_module(config.where, config.settings["module_path"])
+    outside.attribute(config.where, module, "class_name", config.settings["class_name"])
+    return []
+
+
 def build(config: AdapterConfig) -> NativePluginAdapter:
     return NativePluginAdapter(config)

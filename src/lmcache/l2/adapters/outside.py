@@ -30,7 +30,7 @@ def import_module(where: str, module_path: str) -> ModuleType:
         found.loader.exec_module(module)
         sys.modules[name] = module
         return module
-    except Exception as error:  # code from outside may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # code from outside may raise anything while it is imported
         raise ConfigError(
             f'{where}: "module_path" {module_path!r} cannot be imported ({type(error).__name__}: {error}); it must be '
             "a module that Python finds where the server runs, or the path of a .py file."
@@ -40,11 +40,11 @@ def import_module(where: str, module_path: str) -> ModuleType:
 def construct(where: str, module: ModuleType, class_name: str, parameters: Mapping[str, Any], config_class: str) -> Any:
     """`class_name(**parameters)`; with a configuration class `class_name(config)`, where config comes from its
     `from_dict(parameters)` if it has one and from `config_class(**parameters)` otherwise."""
-    kind = _attribute(where, module, "class_name", class_name)
+    kind = attribute(where, module, "class_name", class_name)
     try:
         if not config_class:
             return kind(**parameters)
-        configuration = _attribute(where, module, "config_class_name", config_class)
+        configuration = attribute(where, module, "config_class_name", config_class)
         from_dict = getattr(configuration, "from_dict", None)
         return kind(from_dict(dict(parameters)) if from_dict else configuration(**parameters))
     except LMCacheError:
@@ -62,7 +62,8 @@ def need_methods(where: str, adapter: object, names: tuple[str, ...], guide: str
         raise ConfigError(f"{where}: {type(adapter).__name__} lacks {', '.join(missing)}; {guide} says what it needs.")
 
 
-def _attribute(where: str, module: ModuleType, key: str, name: str) -> Any:
+def attribute(where: str, module: ModuleType, key: str, name: str) -> Any:
+    """The class of that name. ConfigError names `key` and the nearest class that there is."""
     found = getattr(module, name, None)
     if not callable(found):
         classes = [candidate for candidate, value in vars(module).items() if isinstance(value, type)]

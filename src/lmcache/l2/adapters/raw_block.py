@@ -16,18 +16,17 @@ from lmcache import _native
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.errors import ResourceError
 from lmcache.l2.adapter import Capacity, Inventory
 from lmcache.l2.adapters.raw_index import SlotIndex
 from lmcache.l2.adapters.raw_recovery import HEADERS_AT_ONCE, Recovered, finish, read_table, scan
-from lmcache.l2.adapters.raw_settings import KEYS, open_and_claim, plan
+from lmcache.l2.adapters.raw_settings import KEYS, check, open_and_claim, plan, unusable
 from lmcache.l2.adapters.raw_table import OrderedPages
 from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.config import AdapterConfig
 from lmcache.l2.native_device import NativeDevice, usable_queue_depth
 from lmcache.telemetry.logs import level_of
 
-__all__ = ["KEYS", "RawBlockAdapter", "build"]
+__all__ = ["KEYS", "RawBlockAdapter", "build", "check"]
 
 log = logging.getLogger("lmcache.l2")
 
@@ -86,10 +85,7 @@ class RawBlockAdapter:
         try:
             self._device, claim, self._slots = await in_thread("l2-open", open_and_claim, self._config, self._geometry)
         except OSError as error:
-            raise ResourceError(
-                f"{self._config.where}: cannot use {settings['device_path']}: {error.strerror or error}; "
-                "see the kernel's log, or choose another device."
-            ) from None
+            raise unusable(self._config, error) from None
         if settings["use_odirect"] and not self._device.direct:
             self._figures["buffered_fallbacks"] = 1
             log.warning(

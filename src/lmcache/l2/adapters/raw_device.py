@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import stat
@@ -21,8 +20,6 @@ from lmcache.l2.adapters.raw_format import (
     UnknownVersion,
     decode_superblock,
 )
-
-log = logging.getLogger("lmcache.l2")
 
 RELEASE_SECONDS = 5.0
 _RELEASE_POLL_SECONDS = 0.02
@@ -120,6 +117,11 @@ class _Busy(ResourceError):
     pass
 
 
+def look_at(path: str, where: str, *, direct: bool, block_align: int) -> RawDevice:
+    """For reading only, and without a lock: another server may hold it. Refuses as `open_device` does otherwise."""
+    return _open_now(path, where, direct=direct, block_align=block_align, only_look=True)
+
+
 def open_device(path: str, where: str, *, direct: bool, block_align: int) -> RawDevice:
     """ConfigError or ResourceError: one sentence that says what to change. Waits a little for a device that is in use:
     the I/O of a killed server, and with io_uring its lock, outlive its process for a moment."""
@@ -133,7 +135,7 @@ def open_device(path: str, where: str, *, direct: bool, block_align: int) -> Raw
             time.sleep(_RELEASE_POLL_SECONDS)
 
 
-def _open_now(path: str, where: str, *, direct: bool, block_align: int) -> RawDevice:
+def _open_now(path: str, where: str, *, direct: bool, block_align: int, only_look: bool = False) -> RawDevice:
     try:
         kind = os.stat(path).st_mode
     except OSError as error:
@@ -147,6 +149,10 @@ def _open_now(path: str, where: str, *, direct: bool, block_align: int) -> RawDe
     # On a block device O_EXCL is the kernel's own lock: mounted, part of a RAID, or held by another server.
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_EXCL if block else 0)
     try:
+        if only_look:
+            flags = os.O_RDONLY | os.O_CLOEXEC
+            if not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         fd, direct = _open(path, flags, direct)
     except OSError as error:
         if error.errno == errno.EBUSY:
@@ -159,12 +165,8 @@ def _open_now(path: str, where: str, *, direct: bool, block_align: int) -> RawDe
             "make it accessible to this user or choose another device."
         ) from None
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _Busy(
-                f"{where}: {path} is in use by another server; give every server a device or file of its own."
-            ) from None
+        if not only_look:
+            _lock(fd, path, where)
         if block and direct:
             (sector_bytes,) = struct.unpack("i", fcntl.ioctl(fd, _BLKSSZGET, bytes(4)))
             if block_align % sector_bytes:
@@ -176,6 +178,15 @@ def _open_now(path: str, where: str, *, direct: bool, block_align: int) -> RawDe
     except BaseException:
         os.close(fd)
         raise
+
+
+def _lock(fd: int, path: str, where: str) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _Busy(
+            f"{where}: {path} is in use by another server; give every server a device or file of its own."
+        ) from None
 
 
 def _open(path: str, flags: int, direct: bool) -> tuple[int, bool]:
@@ -195,6 +206,7 @@ class Claim:
     superblock: Superblock
     is_new: bool = False  # must be formatted with it
     forgets: bool = False  # the objects of before do not count
+    note: str = ""  # a sentence for the operator where something is given up
 
 
 def claim(device: RawDevice, wanted: Superblock, where: str, *, reformat: bool) -> Claim:
@@ -209,16 +221,15 @@ def claim(device: RawDevice, wanted: Superblock, where: str, *, reformat: bool) 
     if found is not None and not obstacle:
         if found.meta_version == wanted.meta_version:
             return Claim(found)
-        log.info("%s: starts empty, as meta_version was %d", where, found.meta_version)
-        return Claim(replace(found, meta_version=wanted.meta_version), forgets=True)
+        note = f"{where}: starts empty, as meta_version was {found.meta_version}."
+        return Claim(replace(found, meta_version=wanted.meta_version), forgets=True, note=note)
     if obstacle and not reformat:
         raise ResourceError(
             f'{where}: {device.path} holds {obstacle}; nothing was changed. Choose another device, or set "reformat" '
             "to true to destroy what is there."
         )
-    if obstacle:
-        log.warning("%s: %s held %s and is formatted, as reformat is set", where, device.path, obstacle)
-    return Claim(wanted, is_new=True)
+    note = f"{where}: {device.path} holds {obstacle}, and is formatted, as reformat is set." if obstacle else ""
+    return Claim(wanted, is_new=True, note=note)
 
 
 def format_device(device: RawDevice, superblock: Superblock, used_bytes: int) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
+from collections.abc import Callable
 
 from lmcache.core.limits import FRAME_HEADER_BYTES
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapters import raw_device
 from lmcache.l2.adapters.raw_device import Claim, RawDevice
 from lmcache.l2.adapters.raw_format import Geometry, Superblock
 from lmcache.l2.config import AdapterConfig
 from lmcache.l2.keys import Key, choice, number, switch, text, whole
-
-log = logging.getLogger("lmcache.l2")
 
 
 def _magic(value: object) -> str:
@@ -73,35 +72,65 @@ def plan(config: AdapterConfig) -> Geometry:
     return geometry
 
 
+def check(config: AdapterConfig) -> list[str]:
+    """As `AdapterType.check`."""
+    geometry = plan(config)
+    try:
+        device = _open(raw_device.look_at, config)
+        with contextlib.closing(device):
+            _, note = _usable_slots(config, geometry, device)
+            claim = _claim(config, geometry, device)
+    except OSError as error:
+        raise unusable(config, error) from None
+    return [sentence for sentence in (note, claim.note) if sentence]
+
+
 def open_and_claim(config: AdapterConfig, geometry: Geometry) -> tuple[RawDevice, Claim, int]:
     """Opens, locks, and formats where it must; blocks. The last is the number of slots. ConfigError, ResourceError or
     OSError."""
-    settings = config.settings
-    device = raw_device.open_device(
-        settings["device_path"], config.where, direct=settings["use_odirect"], block_align=settings["block_align"]
-    )
+    device = _open(raw_device.open_device, config)
     try:
-        slots = _usable_slots(config, geometry, device)
-        wanted = Superblock(
-            device=os.urandom(16),
-            sequence=1,
-            geometry=geometry,
-            header_bytes=settings["header_bytes"],
-            meta_magic=settings["meta_magic"].encode(),
-            meta_version=settings["meta_version"],
-            first_generation=1,
-        )
-        claim = raw_device.claim(device, wanted, config.where, reformat=settings["reformat"])
+        slots, _ = _usable_slots(config, geometry, device)
+        claim = _claim(config, geometry, device)
         if claim.is_new:
             table_bytes = geometry.table_pages(slots) * geometry.page_bytes
-            raw_device.format_device(device, wanted, geometry.table_offset + table_bytes)
+            raw_device.format_device(device, claim.superblock, geometry.table_offset + table_bytes)
     except BaseException:
         device.close()
         raise
     return device, claim, slots
 
 
-def _usable_slots(config: AdapterConfig, geometry: Geometry, device: RawDevice) -> int:
+def unusable(config: AdapterConfig, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"{config.where}: cannot use {config.settings['device_path']}: {error.strerror or error}; "
+        "see the kernel's log, or choose another device."
+    )
+
+
+def _open(how: Callable[..., RawDevice], config: AdapterConfig) -> RawDevice:
+    settings = config.settings
+    return how(
+        settings["device_path"], config.where, direct=settings["use_odirect"], block_align=settings["block_align"]
+    )
+
+
+def _claim(config: AdapterConfig, geometry: Geometry, device: RawDevice) -> Claim:
+    settings = config.settings
+    wanted = Superblock(
+        device=os.urandom(16),
+        sequence=1,
+        geometry=geometry,
+        header_bytes=settings["header_bytes"],
+        meta_magic=settings["meta_magic"].encode(),
+        meta_version=settings["meta_version"],
+        first_generation=1,
+    )
+    return raw_device.claim(device, wanted, config.where, reformat=settings["reformat"])
+
+
+def _usable_slots(config: AdapterConfig, geometry: Geometry, device: RawDevice) -> tuple[int, str]:
+    """How many, and a sentence for the operator where there could be more."""
     caps = [cap for cap in (config.settings["capacity_bytes"], config.capacity_bytes) if cap]
     usable_bytes = min([device.size_bytes, *caps])
     slots = geometry.slots_in(usable_bytes)
@@ -111,13 +140,9 @@ def _usable_slots(config: AdapterConfig, geometry: Geometry, device: RawDevice) 
             f"{geometry.meta_total_bytes + geometry.slot_bytes}; use a larger device or capacity_bytes, or a smaller "
             "meta_total_bytes."
         )
-    if slots > geometry.max_slots:
-        log.warning(
-            "%s: meta_total_bytes %d has room for %d of %d slots and the rest stays unused; %d would do for all",
-            config.name,
-            geometry.meta_total_bytes,
-            geometry.max_slots,
-            slots,
-            geometry.meta_bytes_for(slots),
-        )
-    return min(slots, geometry.max_slots)
+    if slots <= geometry.max_slots:
+        return slots, ""
+    return geometry.max_slots, (
+        f"{config.where}: meta_total_bytes {geometry.meta_total_bytes} has room for {geometry.max_slots} of {slots} "
+        f"slots and the rest stays unused; {geometry.meta_bytes_for(slots)} would do for all."
+    )

@@ -1,0 +1,90 @@
+"""What is accepted and perhaps not what was meant: options that have no effect beside others, and odd combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from lmcache.config import unbuilt
+from lmcache.config.load import Loaded
+from lmcache.config.spec import ServerConfig, flag, options
+
+_LOOKUP_LOG = (
+    "event_bus_queue_size",
+    "lookup_hash_log_rotation_interval",
+    "lookup_hash_log_rotation_max_size",
+    "lookup_hash_log_max_files",
+)
+
+
+def notes(loaded: Loaded, environ: Mapping[str, str], *, verifies_loads: bool) -> list[str]:
+    """A sentence each, for the log and for `lmcache config check`. `verifies_loads`: something from L2 is left to the
+    server to verify."""
+    found = list(_without_effect(loaded, verifies_loads))
+    found += _odd(loaded.config, environ)
+    for name in loaded.ignored:
+        instead = unbuilt.in_process_key(name.removeprefix("LMCACHE_").lower())
+        found.append(f"{name} in the environment is not an option of this server{f' ({instead})' * bool(instead)}.")
+    return found
+
+
+def _without_effect(loaded: Loaded, verifies_loads: bool) -> Iterator[str]:
+    config = loaded.config
+    for names, reason in _idle(loaded, verifies_loads):
+        for name in names:
+            if name in loaded.sources and getattr(config, name) != _default(config, name):
+                yield f"{loaded.sources[name]} has no effect: {reason}."
+
+
+def _default(config: ServerConfig, name: str) -> object:
+    return config.max_workers if name in ("max_gpu_workers", "max_cpu_workers") else options()[name][1]
+
+
+def _idle(loaded: Loaded, verifies_loads: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Options that change nothing in this configuration, and why."""
+    config = loaded.config
+    yield ("max_gpu_workers",), "engines copy with threads of their own"
+    if not config.l2_adapter:
+        yield ("l2_prefetch_policy", "l2_prefetch_max_in_flight"), "there is no --l2-adapter"
+        yield ("max_workers", "max_cpu_workers"), "its threads verify what L2 gave back, and there is no --l2-adapter"
+    elif not verifies_loads:
+        yield ("max_workers", "max_cpu_workers"), "every --l2-adapter verifies on its own threads (num_workers)"
+    elif "max_cpu_workers" in loaded.sources:
+        yield ("max_workers",), f"{loaded.sources['max_cpu_workers']} says how many threads verify"
+    if not config.l1_use_lazy:
+        yield ("l1_init_size_gb",), "without --l1-use-lazy all of L1 is taken at the start"
+    if config.eviction_policy == "noop":
+        yield ("eviction_trigger_watermark", "eviction_ratio"), "--eviction-policy noop evicts nothing"
+    if not _limits_salts(config):
+        yield ("quota_file",), f"--eviction-policy {config.eviction_policy} knows no quotas; use IsolatedLRU"
+    if not config.metrics_enabled:
+        yield ("prometheus_port", "metrics_sample_rate", "service_instance_id"), "metrics are off"
+    if not config.lookup_hash_log_dir:
+        yield _LOOKUP_LOG, "there is no --lookup-hash-log-dir"
+    if config.disable_observability:
+        yield ("disable_metrics", "disable_logging"), "--disable-observability covers it"
+
+
+def _limits_salts(config: ServerConfig) -> bool:
+    policies = [config.eviction_policy]
+    for adapter in config.l2_adapter:
+        eviction = adapter.get("eviction")
+        policies.append(eviction.get("eviction_policy", "") if isinstance(eviction, dict) else "")
+    return "IsolatedLRU" in policies
+
+
+def _odd(config: ServerConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    if config.eviction_policy == "noop" and config.l2_store_policy != "skip_l1":
+        yield (
+            "With --eviction-policy noop and --l2-store-policy default nothing ever leaves L1: once it is full, new "
+            "chunks are not cached."
+        )
+    if config.eviction_policy == "IsolatedLRU" and config.l1_persist and not config.quota_file:
+        yield (
+            "--l1-persist without --quota-file starts without quotas: the first one that is set drops what L1 kept of "
+            "every other cache salt."
+        )
+    if config.hash_algorithm == "builtin" and not environ.get("PYTHONHASHSEED", "").isdigit():
+        yield (
+            f"{flag('hash_algorithm')} builtin without PYTHONHASHSEED: what is stored now cannot be found after a "
+            "restart; set PYTHONHASHSEED to a number or use blake3."
+        )

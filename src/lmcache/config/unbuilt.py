@@ -1,0 +1,184 @@
+"""Every name of LMCache's documents that this version does not have, and what to use instead.
+
+The command line, the options, the adapters and the HTTP listener refuse them from here: one that gets built is deleted
+here, one that is documented anew is added here. Each text ends a sentence that names what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_ONE_SERVER = "one server is all there is; engines of other hosts reach it over the socket"
+_SHARED_FOLDER = 'several servers can share a folder of a network file system ("type": "fs")'
+_PLUGIN = '"type": "plugin" takes an adapter of your own (docs/how-to/write-an-adapter.md)'
+_TRACING = "a --lookup-hash-log-dir records lookups and GET /metrics counts them"
+_METRICS = "GET /metrics gives the figures to Prometheus, and to an OpenTelemetry collector that scrapes it"
+_RUNTIME_PLUGINS = "start such scripts beside the server, and let them read GET /config and GET /status"
+_CURVE = "keep --host on loopback or on a network that you trust"
+_HTTPS = "put a proxy that speaks HTTPS before it, and --http-host on loopback"
+_BLEND = "only common prefixes are reused"
+_CLEAR = "POST /cache/clear empties L1, L2 or both"
+
+COMMANDS: Mapping[str, str] = {
+    "coordinator": _ONE_SERVER,
+    "controller": _ONE_SERVER,
+    "bench engine": "benchmarks/ in the sources has scripts that measure an engine",
+    "describe engine": "`lmcache ping engine` tells whether it is alive",
+    "query": "`lmcache describe` shows a running server",
+    "trace": "a --lookup-hash-log-dir records lookups, and `lmcache tool cache-simulator` replays them",
+    "top": "`lmcache describe` and GET /metrics show a running server",
+}
+
+# Options of `lmcache server` by their names with underscores, as in files. Those that are declared in config/spec.py
+# have a value that changes nothing, which is accepted.
+OPTIONS: Mapping[str, str] = {
+    "enable_tracing": _TRACING,
+    "otlp_endpoint": _METRICS,
+    "runtime_plugin_locations": _RUNTIME_PLUGINS,
+    "runtime_plugin_config": _RUNTIME_PLUGINS,
+    "l1_numa": "start the server under `numactl --interleave=NODES`",
+    "zmq_curve_server_key_file": _CURVE,
+    "zmq_curve_client_keys_dir": _CURVE,
+    "http_tls_cert": _HTTPS,
+    "http_tls_key": _HTTPS,
+    "instance_id": "--service-instance-id names this server in its metrics",
+}
+OPTION_FAMILIES: Mapping[str, str] = {  # by their beginning
+    "p2p_": _SHARED_FOLDER,
+    "coordinator_": _ONE_SERVER,
+    "controller_": _ONE_SERVER,
+}
+OPTION_VALUES: Mapping[str, Mapping[str, str]] = {"engine_type": {"blend": _BLEND}}
+
+# Keys of the file that configures LMCache inside an engine, without a server.
+_L1_SIZE = "--l1-size-gb is how much memory this server takes"
+_FOLDER = '--l2-adapter \'{"type": "fs_native", "base_path": ..., "max_capacity_gb": ...}\' keeps KV on a disk'
+_CONNECTOR = "the keys lmcache.mp.* of vLLM's kv_connector_extra_config say what an engine does"
+IN_PROCESS_KEYS: Mapping[str, str] = {
+    "local_cpu": _L1_SIZE,
+    "max_local_cpu_size": _L1_SIZE,
+    "reserve_local_cpu_size": _L1_SIZE,
+    "enable_lazy_memory_allocator": "--l1-use-lazy is what a server has for it",
+    "local_disk": _FOLDER,
+    "max_local_disk_size": _FOLDER,
+    "remote_url": _SHARED_FOLDER,
+    "remote_serde": "KV is stored as it is",
+    "remote_storage_plugins": _PLUGIN,
+    "remote_storage_plugin": _PLUGIN,
+    "external_backends": _PLUGIN,
+    "storage_plugins": _PLUGIN,
+    "gds_path": _FOLDER,
+    "weka_path": _FOLDER,
+    "cufile_buffer_size": _FOLDER,
+    "cache_policy": "--eviction-policy is what a server has for it",
+    "pre_caching_hash_algorithm": "--hash-algorithm is what a server has for it",
+    "save_decode_cache": "lmcache.mp.save_decode_cache in vLLM's kv_connector_extra_config is what there is for it",
+    "save_unfull_chunk": "only full chunks are stored; --chunk-size says how large they are",
+    "min_retrieve_tokens": _CONNECTOR,
+    "blocking_timeout_secs": _CONNECTOR,
+    "use_layerwise": _CONNECTOR,
+    "enable_async_loading": "loads always go on beside other requests",
+    "enable_blending": _BLEND,
+    "enable_p2p": _SHARED_FOLDER,
+    "enable_pd": "prefill and decode engines that share one server hit what the other stored",
+    "enable_nixl": _SHARED_FOLDER,
+    "enable_controller": _ONE_SERVER,
+    "lmcache_instance_id": _ONE_SERVER,
+    "lmcache_worker_port": _ONE_SERVER,
+    "lmcache_worker_ports": _ONE_SERVER,
+    "numa_mode": OPTIONS["l1_numa"],
+    "internal_api_server_enabled": "--http-port is where the server answers",
+    "internal_api_server_host": "--http-host is where the server answers",
+    "internal_api_server_port_start": "--http-port is where the server answers",
+    "plugin_locations": _RUNTIME_PLUGINS,
+    "extra_config": _CONNECTOR,
+    "priority_limit": _CONNECTOR,
+}
+IN_PROCESS_FAMILIES: Mapping[str, str] = {
+    "blend_": _BLEND,
+    "pd_": IN_PROCESS_KEYS["enable_pd"],
+    "nixl_": _SHARED_FOLDER,
+}
+
+ADAPTERS: Mapping[str, str] = {
+    "s3": f'a bucket that is mounted as a file system is a folder for "fs", and {_PLUGIN}',
+    "resp": f"{_SHARED_FOLDER}, and {_PLUGIN}",
+    "mooncake_store": f"{_SHARED_FOLDER}, and {_PLUGIN}",
+    "infinistore": f"{_SHARED_FOLDER}, and {_PLUGIN}",
+    "p2p": _SHARED_FOLDER,
+    "nixl_store": '"fs_native" and "raw_block" move whole files and devices without NIXL, with "use_odirect" past the '
+    "page cache",
+    "nixl_store_dynamic": '"fs_native" moves whole files without NIXL, and finds them again after a restart',
+}
+# What people call them: the documented type, and what else it needs.
+ADAPTER_ALIASES: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("redis", "rediss", "valkey", "keydb", "dragonfly"), ("resp", "")),
+    **dict.fromkeys(
+        ("disk", "file", "files", "folder", "local", "local_disk", "ssd", "nvme", "posix"), ("fs_native", "")
+    ),
+    **dict.fromkeys(("nfs", "filesystem", "file_system", "lustre", "gpfs", "ceph"), ("fs", "")),
+    **dict.fromkeys(("raw", "block", "block_device", "device", "spdk"), ("raw_block", "")),
+    **dict.fromkeys(("cxl", "pmem", "devdax", "dev_dax"), ("dax", "")),
+    "nixl": ("nixl_store", ""),
+    "nixl_dynamic": ("nixl_store_dynamic", ""),
+    **dict.fromkeys(("gds", "cufile"), ("nixl_store", '"backend": "GDS"')),
+    "gds_mt": ("nixl_store", '"backend": "GDS_MT"'),
+    **dict.fromkeys(("hf3fs", "3fs"), ("nixl_store", '"backend": "HF3FS"')),
+    **dict.fromkeys(("azure", "azure_blob"), ("nixl_store", '"backend": "AZURE_BLOB"')),
+    "mooncake": ("mooncake_store", ""),
+    **dict.fromkeys(("aws", "aws_s3", "minio", "ceph_rgw", "object_store"), ("s3", "")),
+    **dict.fromkeys(("python", "custom", "external"), ("plugin", "")),
+    "native": ("native_plugin", ""),
+    "peer": ("p2p", ""),
+    "infini_store": ("infinistore", ""),
+}
+ADAPTER_KEYS: Mapping[str, str] = {"serde": "leave the key out to store KV as it is"}
+
+# Paths of documented HTTP interfaces, `{name}` for a part that varies: what is asked for, and what there is.
+_OBJECTS = ("Listing and deleting single objects", f"GET /status counts objects, and {_CLEAR}")
+_PREFETCH = ("Prefetching on request", "a lookup of an engine loads what L2 has")
+_PINS = ("Pinning", "a larger L1, or quotas of cache salts, keep objects longer")
+_COORDINATOR = ("A coordinator of many servers", _ONE_SERVER)
+_CONTROLLER = ("The controller", _ONE_SERVER)
+_CODECS = ("Compressing what is stored", "KV is stored as it is")
+HTTP: Mapping[str, tuple[str, str]] = {
+    "/cache/objects": _OBJECTS,
+    "/cache/delete": _OBJECTS,
+    "/cache/prefetches": _PREFETCH,
+    "/cache/prefetches/{id:path}": _PREFETCH,
+    "/cache/pins": _PINS,
+    "/pin": _PINS,
+    "/unpin": _PINS,
+    "/compress": _CODECS,
+    "/decompress": _CODECS,
+    "/lookup": ("Looking tokens up over HTTP", "GET /metrics counts lookups and hits"),
+    "/clear": ("The controller's way to clear", _CLEAR),
+    "/move": ("Moving objects between servers", _SHARED_FOLDER),
+    "/health": ("The controller's way to ask for health", "GET /healthcheck and GET /readyz tell it"),
+    "/check_finish": _CONTROLLER,
+    "/query_instance": _CONTROLLER,
+    "/query_worker_info": _CONTROLLER,
+    "/controller/{rest:path}": _CONTROLLER,
+    "/instances": _COORDINATOR,
+    "/instances/{rest:path}": _COORDINATOR,
+    "/events": _COORDINATOR,
+    "/directory/{rest:path}": _COORDINATOR,
+}
+
+
+def option(name: str) -> str:
+    """What to use instead of an option by its name with underscores; "" for a name that no document has."""
+    if name in OPTIONS:
+        return OPTIONS[name]
+    return _of_family(name, OPTION_FAMILIES)
+
+
+def in_process_key(name: str) -> str:
+    """The same for a key of the file that configures LMCache inside an engine."""
+    if name in IN_PROCESS_KEYS:
+        return IN_PROCESS_KEYS[name]
+    return _of_family(name, {**IN_PROCESS_FAMILIES, **OPTION_FAMILIES})
+
+
+def _of_family(name: str, families: Mapping[str, str]) -> str:
+    return next((instead for beginning, instead in families.items() if name.startswith(beginning)), "")

@@ -1,0 +1,119 @@
+"""What comes before a server takes anything: its options are read, and all that can be known to fail is refused.
+
+`lmcache server` and `lmcache config check` both begin here, so that they cannot differ. What remains for the start is
+what depends on who else runs at that moment: ports, locks, and the memory and disk space that others leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lmcache.admin import listener
+from lmcache.admin.access import read_token
+from lmcache.config.load import Loaded, draft
+from lmcache.config.notes import notes
+from lmcache.config.spec import ServerConfig
+from lmcache.core.problems import Problems
+from lmcache.l1.quota_file import QuotaFile
+from lmcache.l2 import registry
+from lmcache.l2.background import in_thread
+from lmcache.l2.config import AdapterConfig
+from lmcache.l2.registry import ConfiguredAdapter
+from lmcache.memory import shared_memory
+from lmcache.telemetry import lookup_log
+from lmcache.transport import server as rpc
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A server that may be started. `adapters` are built and not opened."""
+
+    loaded: Loaded
+    adapters: Sequence[ConfiguredAdapter]
+    notes: Sequence[str]  # sentences for the operator: accepted, but perhaps not what was meant
+
+    @property
+    def config(self) -> ServerConfig:
+        return self.loaded.config
+
+    def discard(self) -> None:
+        """For a plan that is not carried out."""
+
+        async def close() -> None:
+            for configured in self.adapters:
+                await configured.adapter.close()
+
+        asyncio.run(close())
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Loaded, list[AdapterConfig]]:
+    """The options alone, those of adapters too. ConfigError tells all that is wrong, a sentence each."""
+    problems = Problems()
+    loaded = draft(argv, environ, problems)
+    configs = _adapter_configs(loaded.config, problems)
+    problems.raise_all()
+    return loaded, configs
+
+
+def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """ConfigError or ResourceError tells all that is wrong, a sentence each. The machine is looked at once the options
+    themselves are in order."""
+    loaded, configs = read(argv, environ)
+    problems = Problems()
+    _check_machine(loaded.config, problems)
+    adapters: list[ConfiguredAdapter] = []
+    found: list[str] = []
+    for config in configs:
+        with problems.collect():
+            adapters.append(registry.build(config))
+            found += config.notes() + asyncio.run(_check_backend(config))
+    problems.raise_all()
+    verifies = any(not getattr(configured.adapter, "verifies", False) for configured in adapters)
+    verifies = verifies or bool(
+        adapters and loaded.config.l1_persist
+    )  # what was adopted is verified before it is stored
+    return Plan(loaded, adapters, notes(loaded, environ, verifies_loads=verifies) + found)
+
+
+def _adapter_configs(config: ServerConfig, problems: Problems) -> list[AdapterConfig]:
+    configs: list[AdapterConfig] = []
+    for index, spec in enumerate(config.l2_adapter):
+        if spec:  # else it was refused as a whole
+            with problems.collect():
+                configs.append(registry.parse_adapter(spec, index))
+    devices: dict[str, AdapterConfig] = {}
+    for adapter in configs:
+        path = os.path.realpath(adapter.settings.get("device_path", ""))
+        if "device_path" in adapter.settings and (other := devices.setdefault(path, adapter)) is not adapter:
+            problems.add(
+                f'{adapter.where}: "device_path" {path} is that of {other.where}; give each a device of its own.'
+            )
+    return configs
+
+
+def _check_machine(config: ServerConfig, problems: Problems) -> None:
+    with problems.collect():
+        rpc.refuse_unusable(config.host, config.port)
+    with problems.collect():
+        listener.refuse_unusable(config.http_host, config.http_port)
+    with problems.collect():
+        read_token(config.admin_token_file)
+    with problems.collect():
+        shared_memory.refuse_unusable(config.shm_name, config.l1_size_bytes, hugepages=config.l1_use_hugepages)
+    if config.quota_file:
+        with problems.collect():
+            QuotaFile(config.quota_file).read()
+    if config.lookup_hash_log_dir:
+        with problems.collect():
+            lookup_log.refuse_unusable(config.lookup_hash_log_dir)
+
+
+async def _check_backend(config: AdapterConfig) -> list[str]:
+    """A dead mount holds up a thread, not the process."""
+    try:
+        return await asyncio.wait_for(in_thread("l2-check", registry.check, config), config.timeout_seconds)
+    except asyncio.TimeoutError:
+        raise config.silent() from None
