@@ -17,6 +17,7 @@ from lmcache.config.spec import ServerConfig
 from lmcache.core.frame import header_template
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.l2.registry import build, parse_adapter
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.server import Server
@@ -31,7 +32,8 @@ NO_SLOT = 2**64 - 1
 def server_within(**settings: Any) -> Iterator[Server]:
     """A small server inside this process, for tests that reach into it."""
     defaults = {"l1_size_gb": 0.05, "eviction_policy": "LRU", "port": 0, "http_port": free_port(), "prometheus_port": 0}
-    server = Server(ServerConfig(host="127.0.0.1", http_host="127.0.0.1", **{**defaults, **settings}))
+    config = ServerConfig(host="127.0.0.1", http_host="127.0.0.1", **{**defaults, **settings})
+    server = Server(config, [build(parse_adapter(spec, index)) for index, spec in enumerate(config.l2_adapter)])
     server.start()
     try:
         yield server

@@ -15,7 +15,7 @@ from lmcache import _native
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapters import raw_device, raw_format
-from lmcache.l2.registry import parse_adapter
+from lmcache.l2.registry import check, parse_adapter
 from lmcache.testing.frames import FrameMemory, keys, namespace
 from lmcache.testing.raw_devices import META_BYTES, SLOT_BYTES, RawServer, build_raw_block, make_device
 
@@ -296,13 +296,15 @@ def test_capacity_is_a_hard_cap(device: Path) -> None:
     run(test)
 
 
-def test_metadata_bounds_the_slots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_metadata_bounds_the_slots(tmp_path: Path) -> None:
     path = make_device(tmp_path / "device", 2000, meta_bytes=16384)
+    spec = {"type": "raw_block", "device_path": str(path), "slot_bytes": SLOT_BYTES, "meta_total_bytes": 16384}
+    (note,) = check(parse_adapter(spec, 0))
+    assert "has room for 72 of 2000 slots" in note
 
     async def test() -> None:
         async with RawServer(path, meta_total_bytes=16384) as server:
             assert server.adapter.status()["slots"] == 72
-        assert "has room for 72 of 2000 slots" in caplog.text
 
     run(test)
 
