@@ -1,5 +1,5 @@
-"""`lmcache config check` against `lmcache server`: what the one accepts the other starts, and what the server refuses the
-check refuses in the same words and with the same exit code."""
+"""`lmcache config check` against `lmcache server`: what the server refuses, the check refuses in the same words and
+with the same exit code; and what the server runs with, the check accepts."""
 
 from __future__ import annotations
 

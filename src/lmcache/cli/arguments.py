@@ -8,20 +8,37 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lmcache.cli.output import FORMATS
-from lmcache.config.values import Number, Whole, did_you_mean
+from lmcache.config.values import Choice, Kind, Number, Whole, did_you_mean
 from lmcache.core.problems import Problems
 
 
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=min(110, shutil.get_terminal_size().columns))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, "", []):
             return action.help
-        if isinstance(action.default, list):
-            return f"{action.help} (default: {' '.join(map(str, action.default))})"
-        return super()._get_help_string(action)
+        kind = action.type.kind if isinstance(action.type, _Typed) else None
+        values = action.default if isinstance(action.default, list) else [action.default]
+        return f"{action.help} (default: {' '.join(kind.show(value) if kind else str(value) for value in values)})"
+
+
+class _Typed:
+    """What argparse calls for each value of an option."""
+
+    def __init__(self, name: str, kind: Kind, problems: Problems) -> None:
+        self.kind = kind
+        self._name = name
+        self._problems = problems
+
+    def __call__(self, text: str) -> object:
+        try:
+            return self.kind.parse(text)
+        except ValueError as error:
+            sentence = f"{self._name} {error}"
+            self._problems.add(sentence if sentence.endswith("?") else sentence + ".")
+            return None
 
 
 class Arguments(argparse.ArgumentParser):
@@ -32,19 +49,22 @@ class Arguments(argparse.ArgumentParser):
         super().__init__(
             f"lmcache {command}", description=description, formatter_class=_Formatter, allow_abbrev=False, add_help=True
         )
-        self.add_argument("--format", choices=FORMATS, default="terminal", help="how results are printed")
+        self.add_value("--format", Choice(FORMATS), "how results and errors are printed", default="terminal")
         self.add_argument(
             "--output", metavar="FILE", default="", help="write results to a file instead of printing them"
         )
-        self.add_argument("--quiet", "-q", action="store_true", help="print nothing; the exit code tells")
+        self.add_argument("--quiet", "-q", action="store_true", help="print no results; the exit code tells")
+
+    def add_value(self, name: str, kind: Kind, help: str, **settings: Any) -> None:
+        """An option or positional of that kind; `settings` as of argparse."""
+        settings = {"metavar": kind.placeholder, **settings}
+        self.add_argument(name, type=_Typed(name, kind, self._problems), help=help, **settings)
 
     def add_whole(self, name: str, default: int, help: str, **bounds: Any) -> None:
-        kind = Whole(**bounds)
-        self.add_argument(name, type=self._typed(name, kind), metavar=kind.placeholder, default=default, help=help)
+        self.add_value(name, Whole(**bounds), help, default=default)
 
     def add_number(self, name: str, default: float, help: str, **bounds: Any) -> None:
-        kind = Number(**bounds)
-        self.add_argument(name, type=self._typed(name, kind), metavar=kind.placeholder, default=default, help=help)
+        self.add_value(name, Number(**bounds), help, default=default)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses, or raises ConfigError with a sentence for each problem. --help prints and exits with 0."""
@@ -53,6 +73,12 @@ class Arguments(argparse.ArgumentParser):
             self._refuse(unknown[0])
         self._problems.raise_all()
         return found
+
+    def read_own(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """As `read`, for a command that has options of another kind beside these: they are the second value."""
+        found, others = self.parse_known_args(list(argv))
+        self._problems.raise_all()
+        return found, others
 
     def _without_unknown(self, argv: Sequence[str]) -> list[str]:
         """Refuses misspelled options with their values, which would be taken for something else."""
@@ -77,16 +103,12 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if not self._problems.found:  # else it may only follow from them
+            name, expected, _ = message.removeprefix("argument ").partition(": expected ")
+            missing = message.removeprefix("the following arguments are required: ")
+            if expected:
+                message = f"{name} needs a value"
+            elif missing != message:
+                message = f"{missing} must be given; {self.prog} --help says what it is"
             self._problems.add(f"{self.prog}: {message}.")
         self._problems.raise_all()
         raise AssertionError("argparse reports an error")
-
-    def _typed(self, name: str, kind: Whole | Number) -> Any:
-        def parse(text: str) -> Any:
-            try:
-                return kind.parse(text)
-            except ValueError as error:
-                self._problems.add(f"{name} {error}.")
-                return kind.minimum
-
-        return parse

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.output import Report
+from lmcache.config.values import Choice, Number
 from lmcache.core.limits import GIB, MIB
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.simulation.plot import draw
@@ -26,8 +27,8 @@ def run(argv: Sequence[str]) -> int:
         "trace of a chat service is used.",
     )
     arguments.add_argument("trace", nargs="*", help="files of the lookup log, or folders of them")
-    arguments.add_argument("--policy", nargs="+", choices=POLICIES, default=["LRU", "S3FIFO"], help="what to compare")
-    arguments.add_argument("--size-gb", nargs="+", type=float, default=[], help="sizes; 1 GB is 2^30 bytes")
+    arguments.add_value("--policy", Choice(POLICIES), "what to compare", nargs="+", default=["LRU", "S3FIFO"])
+    arguments.add_value("--size-gb", Number("GB", above=0), "sizes; 1 GB is 2^30 bytes", nargs="+", default=[])
     arguments.add_argument(
         "--quota", nargs="+", default=[], metavar="SALT=GB", help="quotas for IsolatedLRU; _default is the empty salt"
     )

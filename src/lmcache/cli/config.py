@@ -15,10 +15,12 @@ from lmcache.config.spec import ServerConfig
 
 def run(argv: Sequence[str]) -> int:
     which, rest = argv[0], list(argv[1:])
-    arguments = Arguments(f"config {which}", f"{_TEXTS[which]} Takes every option of lmcache server beside these.")
+    arguments = Arguments(
+        f"config {which}", f"{_TEXTS[which]} Takes every option of lmcache server, such as --config FILE, beside these."
+    )
     if "--help" in rest or "-h" in rest:
         arguments.read(["--help"])
-    options, server_options = arguments.parse_known_args(rest)
+    options, server_options = arguments.read_own(rest)
     if which == "check":
         return _check(server_options, options)
     from lmcache.startup import read

@@ -9,14 +9,13 @@ from lmcache.cli.arguments import Arguments
 from lmcache.cli.http import DEFAULT_URL, HttpRefused, request
 from lmcache.cli.output import Report, bytes_text, seconds_text
 from lmcache.config import unbuilt
+from lmcache.config.values import Choice
 from lmcache.errors import ConfigError
 
 
 def run(argv: Sequence[str]) -> int:
     arguments = Arguments("describe", "Shows the health and the figures of a running cache server.")
-    arguments.add_argument(
-        "target", nargs="?", choices=("kvcache", "engine"), default="kvcache", help="what to describe"
-    )
+    arguments.add_value("target", Choice(("kvcache", "engine")), "what to describe", nargs="?", default="kvcache")
     arguments.add_argument("--url", default=DEFAULT_URL, help="the server's HTTP address")
     arguments.add_number("--timeout", 10.0, "give up after that long", unit="seconds", above=0)
     options = arguments.read(argv)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.http import DEFAULT_URL, TOKEN_VARIABLE, request
 from lmcache.cli.output import Report, bytes_text
+from lmcache.config.values import Choice
 
 
 def run(argv: Sequence[str]) -> int:
@@ -16,7 +17,7 @@ def run(argv: Sequence[str]) -> int:
         f"host the server's admin token is needed, in {TOKEN_VARIABLE}.",
     )
     arguments.add_argument("--url", default=DEFAULT_URL, help="the server's HTTP address")
-    arguments.add_argument("--tier", choices=("l1", "l2", "all"), default="l1", help="what to empty")
+    arguments.add_value("--tier", Choice(("l1", "l2", "all")), "what to empty", default="l1")
     arguments.add_number("--timeout", 60.0, "give up waiting after that long", unit="seconds", above=0)
     options = arguments.read(argv[1:])
     answer = request(options.url, "POST", "/cache/clear", {"tier": options.tier}, timeout_seconds=options.timeout)

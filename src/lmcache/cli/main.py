@@ -124,6 +124,8 @@ def _split_global(argv: list[str]) -> tuple[list[str], list[str]]:
     while rest:
         name = rest[0].partition("=")[0]
         if name in _GLOBAL_WITH_VALUE and "=" not in rest[0]:
+            if len(rest) == 1:
+                raise ConfigError(f"{name} needs a value, and then a command; lmcache --help lists them.")
             leading += rest[:2]
             del rest[:2]
         elif name in (*_GLOBAL_WITH_VALUE, *_GLOBAL):
@@ -166,11 +168,11 @@ def _help(beginning: str = "") -> str:
     lines += [f"  {name:<22}{text}" for name, (_, text) in COMMANDS.items() if name.startswith(beginning)]
     lines += [
         "",
-        "Options of every command (lmcache server has --help and --quiet of these):",
+        "Options of every command (lmcache server has no results, and no --output):",
         "  --help                    what the command takes, with defaults and units",
-        "  --format {terminal,json}  how results are printed (default: terminal)",
+        "  --format {terminal,json}  how results and errors are printed (default: terminal)",
         "  --output FILE             write results to a file instead",
-        "  --quiet, -q               print nothing; the exit code tells",
+        "  --quiet, -q               print no results; the exit code tells",
         "  --version                 print the version",
         "",
         f"Exit codes: 0 done, 1 failed, 2 wrong usage. {LEVEL_VARIABLE}=DEBUG shows where a fault came from.",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.http import DEFAULT_URL, request
 from lmcache.cli.output import Report
+from lmcache.config.values import Choice
 
 _PATHS = {"kvcache": "/healthcheck", "engine": "/health"}
 _ENGINE_URL = "http://localhost:8000"
@@ -17,7 +18,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = Arguments(
         "ping", "Asks a cache server (kvcache) or a vLLM engine (engine) whether it is healthy. Exit code 0: it is."
     )
-    arguments.add_argument("target", nargs="?", choices=tuple(_PATHS), default="kvcache", help="what to ask")
+    arguments.add_value("target", Choice(tuple(_PATHS)), "what to ask", nargs="?", default="kvcache")
     arguments.add_argument("--url", default="", help=f"HTTP address (default: {DEFAULT_URL}; engine: {_ENGINE_URL})")
     arguments.add_argument(
         "--rpc-url",

@@ -9,6 +9,8 @@ from typing import Any
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.http import DEFAULT_URL, TOKEN_VARIABLE, request
 from lmcache.cli.output import Report
+from lmcache.config.values import Number
+from lmcache.core.limits import MAX_QUOTA_GB
 
 _ABOUT = {
     "set": "Sets how much the objects of one cache salt may take in L1 under --eviction-policy IsolatedLRU.",
@@ -25,7 +27,8 @@ def run(argv: Sequence[str]) -> int:
     if verb != "list":
         arguments.add_argument("cache_salt", help="the salt; _default is the empty one")
     if verb == "set":
-        arguments.add_argument("limit_gb", type=float, help="GB; 1 GB is 2^30 bytes")
+        limit = Number("GB", minimum=0, maximum=MAX_QUOTA_GB)
+        arguments.add_value("limit_gb", limit, "1 GB is 2^30 bytes", metavar="limit_gb")
     arguments.add_argument("--url", default=DEFAULT_URL, help="the server's HTTP address")
     arguments.add_number("--timeout", 10.0, "give up waiting after that long", unit="seconds", above=0)
     options = arguments.read(argv[1:])

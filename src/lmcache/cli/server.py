@@ -9,6 +9,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from lmcache.cli.arguments import Arguments
+from lmcache.errors import ConfigError
 from lmcache.telemetry.line_writer import LineWriter
 from lmcache.telemetry.logs import LEVEL_VARIABLE, configure_logs, level_from
 
@@ -22,10 +24,11 @@ def run(argv: Sequence[str]) -> int:
 
         print(server_help(shutil.get_terminal_size().columns), end="")
         return 0
-    quiet = [word for word in rest if word in ("--quiet", "-q")]
-    rest = [word for word in rest if word not in quiet]
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if quiet else sys.stdout):
-        return _serve(rest)
+    own, options = Arguments("server", "").read_own(rest)  # --format is for errors, which cli/main.py prints
+    if own.output:
+        raise ConfigError("lmcache server has no results to write: --output cannot be used.")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if own.quiet else sys.stdout):
+        return _serve(options)
 
 
 def _serve(options: Sequence[str]) -> int:

@@ -9,6 +9,11 @@ from lmcache.config.spec import Option, flag, options
 from lmcache.config.values import Switch
 
 _INDENT = 4
+_OTHERS = (
+    ("File", "--config FILE", "YAML with the options above as keys."),
+    ("Output", "--quiet, -q", "do not print the line that says that the server is ready."),
+    ("Errors", "--format {terminal,json}", "how refused options are printed on stderr. Default: terminal."),
+)
 _END = """
 Every option can also come from the environment (--l1-size-gb as LMCACHE_L1_SIZE_GB) and from the file of --config
 (l1_size_gb: 20). Flags win over the environment, the environment over the file. LMCACHE_LOG_LEVEL is DEBUG, INFO
@@ -33,7 +38,8 @@ def server_help(width: int) -> str:
         lines += textwrap.wrap(
             _explanation(option, default), width, initial_indent=" " * _INDENT * 2, subsequent_indent=" " * _INDENT * 2
         )
-    lines += ["", "File:", "  --config FILE", " " * _INDENT * 2 + "YAML with the options above as keys"]
+    for title, usage, about in _OTHERS:
+        lines += ["", f"{title}:", f"  {usage}", " " * _INDENT * 2 + about]
     return "\n".join(lines) + "\n" + _END
 
 

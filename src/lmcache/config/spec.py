@@ -71,11 +71,15 @@ class ServerConfig:
         256,
         "tokens per chunk, the unit of caching; prompts shorter than one chunk are never cached",
     )
-    max_workers: int = _option(Whole(unit="threads", minimum=1, maximum=256), 1, "what the next two default to")
+    max_workers: int = _option(
+        Whole(unit="threads", minimum=1, maximum=256),
+        1,
+        "threads that --max-gpu-workers and --max-cpu-workers default to",
+    )
     max_gpu_workers: int | None = _option(
         Whole(unit="threads", minimum=1, maximum=256),
         None,
-        "threads for stores and retrieves; engines copy with threads of their own here, so it starts none",
+        "no effect: engines copy with threads of their own",
         default_text="--max-workers",
     )
     max_cpu_workers: int | None = _option(

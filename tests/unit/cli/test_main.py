@@ -86,11 +86,24 @@ def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         (["ping", "--timeot", "3"], "did you mean --timeout?"),
         (["ping", "--timeout", "soon"], "--timeout must be a number of seconds, got 'soon'."),
         (["ping", "--timeout", "0"], "--timeout must be more than 0 seconds, got 0."),
-        (["ping", "router"], "invalid choice: 'router'"),
+        (["ping", "router"], "target must be one of kvcache, engine, got 'router'."),
         (["ping", "--url", "ftp://x"], "--url must be like http://localhost:8080, got 'ftp://x'."),
         (["ping", "--url", "http://x:99999"], "--url must be like"),
-        (["--format", "xml", "ping"], "invalid choice: 'xml'"),
-        (["kvcache", "clear", "--tier", "l3"], "invalid choice: 'l3'"),
+        (["--format", "xml", "ping"], "--format must be one of terminal, json, got 'xml'."),
+        (["--format", "xml", "server"], "--format must be one of terminal, json, got 'xml'."),
+        (
+            ["config", "check", "--format", "jsn"],
+            "--format must be one of terminal, json, got 'jsn'; did you mean json?",
+        ),
+        (["server", "--output", "x"], "lmcache server has no results to write"),
+        (["--format"], "--format needs a value, and then a command; lmcache --help lists them."),
+        (["quota", "set", "tenant", "5GB"], "limit_gb must be a number of GB, got '5GB'; give the number alone."),
+        (["quota", "set", "tenant", "-1"], "limit_gb must be at least 0 GB, got -1."),
+        (["quota", "set"], "lmcache quota set: cache_salt, limit_gb must be given; lmcache quota set --help says"),
+        (["doctor", "--folder"], "lmcache doctor: --folder needs a value."),
+        (["tool", "cache-simulator", "--size-gb", "1", "x"], "--size-gb must be a number of GB, got 'x'."),
+        (["tool", "cache-simulator", "--policy", "lru"], "got 'lru'; did you mean LRU?"),
+        (["kvcache", "clear", "--tier", "l3"], "--tier must be one of l1, l2, all, got 'l3'."),
         (["bench", "l2"], "--l2-adapter"),
         (["bench", "l2", "--l2-adapter", '{"type": "fs_native", "base_pth": "/x"}'], "did you mean base_path?"),
         (["bench", "l2", "--l2-adapter", "{"], "--l2-adapter must be JSON"),
@@ -126,6 +139,14 @@ def test_errors_may_be_asked_for_as_json(capsys: pytest.CaptureFixture[str]) -> 
     assert (code, out) == (1, "")
     assert "is the server running there?" in json.loads(err)["error"]
     assert json.loads(run(capsys, "--format", "json", "coordinator")[2])["problems"]
+    assert len(json.loads(run(capsys, "--format", "json", "server", "--port", "x")[2])["problems"]) == 3
+
+
+def test_help_shows_defaults_with_their_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "(default: 5 seconds)" in run(capsys, "ping", "--help")[1]
+    assert "(default: 2 MiB)" in " ".join(run(capsys, "bench", "l2", "--help")[1].split())
+    assert "(default: 8192 tokens)" in run(capsys, "demo", "--help")[1]
+    assert "(default: LRU S3FIFO)" in " ".join(run(capsys, "tool", "cache-simulator", "--help")[1].split())
 
 
 def test_no_server_is_one_sentence_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
