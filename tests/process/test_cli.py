@@ -296,3 +296,23 @@ def test_lookups_are_written_to_the_log(tmp_path: Path) -> None:
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert {len(record["chunk_hashes"]) for record in records} == {2, 3}
     assert all(record["seq_len"] == 256 * len(record["chunk_hashes"]) for record in records)
+
+
+@pytest.mark.parametrize("switch", ["--disable-logging", "--disable-observability"])
+def test_a_log_level_that_is_asked_for_stands(tmp_path: Path, switch: str) -> None:
+    said = {}
+    for level in ("", "INFO", "DEBUG"):
+        server = CacheServer(
+            tmp_path,
+            l1_size_gb=0.1,
+            extra=[switch],
+            environment={"LMCACHE_LOG_LEVEL": level},
+            log_name=f"{level}.log",
+        )
+        try:
+            server.wait_ready()
+            said[level] = http_json(server.http_port, "GET", "/loglevel")[1]["level"]
+        finally:
+            assert server.stop() == 0
+        assert ("LMCache INFO: Draining" in server.log()) == bool(level)
+    assert said == {"": "WARNING", "INFO": "INFO", "DEBUG": "DEBUG"}

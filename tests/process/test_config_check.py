@@ -275,6 +275,21 @@ def test_the_check_of_a_running_server_is_fine_and_disturbs_nothing(tmp_path: Pa
         assert server.stop() == 0
 
 
+def test_memory_of_somebody_else_under_the_name_is_refused_by_both() -> None:
+    memory = Path(f"/dev/shm/lmcache-test-foreign-{os.getpid()}")
+    memory.write_bytes(b"important")
+    try:
+        check, server = both(["--shm-name", memory.name])
+        assert check == server
+        assert check[0] == MACHINE
+        assert check[1] == [
+            f"lmcache: {memory} exists and is not L1 memory of this user; remove it or choose another --shm-name."
+        ]
+        assert memory.read_bytes() == b"important"
+    finally:
+        memory.unlink()
+
+
 def test_an_empty_file_is_no_fault(tmp_path: Path) -> None:
     words = ["--config", file(tmp_path / "empty.yaml"), *base("lmcache-test-empty", [])]
     done = subprocess.run([*LMCACHE, "config", "check", *words], capture_output=True, text=True, timeout=START_SECONDS)

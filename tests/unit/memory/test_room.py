@@ -10,7 +10,7 @@ import pytest
 from lmcache.core.limits import GIB, L1_MEMORY_MARGIN_BYTES
 from lmcache.errors import ResourceError
 from lmcache.memory.hugepages import find_hugepages
-from lmcache.memory.room import Machine, refuse_if_short
+from lmcache.memory.room import Machine, refuse_if_impossible, refuse_if_short
 
 HUGE = 1 << 50
 
@@ -110,3 +110,11 @@ def test_huge_pages_are_counted_in_their_pool(tmp_path: Path) -> None:
     huge.refuse_if_short(14 << 20)
     with pytest.raises(ResourceError, match=r"needs 8 huge pages of 2 MiB .*but 7 are free; reserve more"):
         huge.refuse_if_short((14 << 20) + 1)
+
+
+def test_what_no_machine_of_this_size_can_give_is_refused_whoever_uses_it(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 1024 kB\nMemAvailable: 1 kB\n")
+    machine = Machine(proc=tmp_path, cgroup_root=tmp_path)
+    refuse_if_impossible(1 << 20, Path("/dev/shm"), machine, "L1")
+    with pytest.raises(ResourceError, match=r"has 0\.00 GiB in all; choose a smaller --l1-size-gb or add memory"):
+        refuse_if_impossible((1 << 20) + 1, Path("/dev/shm"), machine, "L1")

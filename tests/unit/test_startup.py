@@ -1,0 +1,50 @@
+"""What precedes a start, where a real machine cannot be made to show it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache import startup
+from lmcache.errors import ResourceError
+from lmcache.l2 import registry
+from lmcache.l2.config import AdapterConfig
+
+OPTIONS = ["--l1-size-gb", "0.01", "--eviction-policy", "LRU", "--host", "127.0.0.1", "--http-host", "127.0.0.1"]
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Looking at the backend of `mock` takes for ever."""
+    never = threading.Event()
+
+    def check(config: AdapterConfig) -> list[str]:
+        never.wait()
+        return []
+
+    monkeypatch.setitem(registry.TYPES, "mock", dataclasses.replace(registry.TYPES["mock"], check=check))
+    yield
+    never.set()
+
+
+def test_a_backend_that_does_not_answer_holds_nothing_up(stuck: None) -> None:
+    adapter = '{"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1, "timeout_seconds": 0.05}'
+    with pytest.raises(ResourceError, match=r"mock\): the backend did not answer within 0.05 s"):
+        startup.plan([*OPTIONS, "--l2-adapter", adapter], {})
+
+
+def test_notes_of_adapters_are_told_with_the_others(tmp_path: Path) -> None:
+    eviction = {"eviction_policy": "noop", "eviction_ratio": 0.5}
+    adapter = json.dumps({"type": "fs", "base_path": str(tmp_path), "max_capacity_gb": 1, "eviction": eviction})
+    planned = startup.plan([*OPTIONS, "--l2-adapter", adapter, "--max-cpu-workers", "3"], {})
+    assert [note.split(" has no effect")[0] for note in planned.notes] == [
+        "--max-cpu-workers",
+        '--l2-adapter 1 (fs): "eviction_ratio"',
+    ]
+    planned.discard()
+    assert list(tmp_path.iterdir()) == []
