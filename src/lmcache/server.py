@@ -19,7 +19,6 @@ from lmcache.admin.listener import HttpListener
 from lmcache.clock import SystemClock
 from lmcache.config.spec import ServerConfig
 from lmcache.core.chunking import ChunkHasher
-from lmcache.core.limits import GIB
 from lmcache.errors import ServerUnavailable
 from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.quota import Quotas
@@ -182,7 +181,7 @@ class Server:
         return (
             f"LMCache {__version__} is ready: engines at {self._rpc.endpoint}, "
             f"HTTP at http://{self.config.http_host}:{self._http.http_port}, "
-            f"L1 {l1.l1_size_bytes / GIB:g} GB in {self._l1.memory.path}, "
+            f"L1 {l1.l1_size_gb:g} GB in {self._l1.memory.path}, "
             f"L2 {', '.join(l2) if l2 else 'none'}"
         )
 

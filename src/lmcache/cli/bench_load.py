@@ -101,7 +101,8 @@ class Engine:
             )
             raise ResourceError(
                 f"The server had no room for {reserved.chunks_without_room} of {self.chunks} chunks: give it a larger "
-                "--l1-size-gb or measure with fewer or smaller chunks."
+                "--l1-size-gb or measure with fewer or smaller chunks; under --eviction-policy IsolatedLRU give the "
+                "empty cache salt a quota (lmcache quota set _default GB)."
             )
         job = self._copier.submit_store(self._group_in, reserved.slots, self._blocks, hashes, self._template)
         self._finish(job)

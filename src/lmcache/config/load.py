@@ -202,8 +202,10 @@ def _read_environment(environ: Mapping[str, str], known: _Known, read: _Read) ->
             given[name] = _Given(key, value)
         elif _KUBERNETES.fullmatch(key):
             continue
-        elif meant := nearest(key, list(names), cutoff=0.9):
-            read.refuse(f"{key} in the environment is not an option; did you mean {meant}?", names[meant])
+        elif meant := nearest(key, [*names, *sorted(_OF_OTHERS)], cutoff=0.9):
+            read.refuse(
+                f"{key} in the environment is not an option; did you mean {meant}?", *filter(None, [names.get(meant)])
+            )
         else:
             read.ignored.append(key)
     return given

@@ -55,6 +55,7 @@ _L1_SIZE = "--l1-size-gb is how much memory this server takes"
 _FOLDER = '--l2-adapter \'{"type": "fs_native", "base_path": ..., "max_capacity_gb": ...}\' keeps KV on a disk'
 _CONNECTOR = "the keys lmcache.mp.* of vLLM's kv_connector_extra_config say what an engine does"
 IN_PROCESS_KEYS: Mapping[str, str] = {
+    "config_file": "--config or LMCACHE_CONFIG names the file of a server",
     "local_cpu": _L1_SIZE,
     "max_local_cpu_size": _L1_SIZE,
     "reserve_local_cpu_size": _L1_SIZE,

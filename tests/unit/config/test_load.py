@@ -222,6 +222,20 @@ def test_environment_is_checked_like_flags() -> None:
     assert "did you mean LMCACHE_EVICTION_POLICY?" in refusal(REQUIRED, {"LMCACHE_EVICTON_POLICY": "LRU"})
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("LMCACHE_L1_SIZE", "LMCACHE_L1_SIZE_GB"),
+        ("LMCACHE_LOGLEVEL", "LMCACHE_LOG_LEVEL"),
+        ("LMCACHE_CONFG", "LMCACHE_CONFIG"),
+        ("LMCACHE_HTTP_PROT", "LMCACHE_HTTP_PORT"),
+        ("LMCACHE_L2_ADAPTERS", "LMCACHE_L2_ADAPTER"),
+    ],
+)
+def test_a_slip_in_the_name_of_a_variable_is_refused(name: str, meant: str) -> None:
+    assert refusal(REQUIRED, {name: "1"}) == f"{name} in the environment is not an option; did you mean {meant}?"
+
+
 def test_environment_of_others_is_left_alone() -> None:
     environ = {
         "LMCACHE_LOG_LEVEL": "DEBUG",
@@ -401,9 +415,16 @@ def test_notes_are_only_about_what_was_given() -> None:
 
 
 def test_variables_that_are_no_options_are_named() -> None:
-    environ = {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_SERVICE_PORT": "5555"}
+    environ = {
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_CONFIG_FILE": "/x.yaml",
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_SERVICE_PORT": "5555",
+    }
     assert told(environ=environ) == [
         "LMCACHE_LOCAL_CPU in the environment is not an option of this server (--l1-size-gb is how much memory this "
         "server takes).",
+        "LMCACHE_CONFIG_FILE in the environment is not an option of this server (--config or LMCACHE_CONFIG names the "
+        "file of a server).",
         "LMCACHE_TRACK_USAGE in the environment is not an option of this server.",
     ]
