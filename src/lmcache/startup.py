@@ -7,6 +7,7 @@ what depends on who else runs at that moment: ports, locks, and the memory and d
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from lmcache.l2.config import AdapterConfig
 from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.memory import shared_memory
 from lmcache.telemetry import lookup_log
+from lmcache.telemetry.logs import level_of
 from lmcache.transport import server as rpc
+
+log = logging.getLogger("lmcache.startup")
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,7 @@ class Plan:
 
     def discard(self) -> None:
         """For a plan that is not carried out."""
-
-        async def close() -> None:
-            for configured in self.adapters:
-                await configured.adapter.close()
-
-        asyncio.run(close())
+        asyncio.run(_close(self.adapters))
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Loaded, list[AdapterConfig]]:
@@ -70,6 +69,8 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
         with problems.collect():
             adapters.append(registry.build(config))
             found += config.notes() + asyncio.run(_check_backend(config))
+    if problems.found:
+        asyncio.run(_close(adapters))
     problems.raise_all()
     verifies = any(not getattr(configured.adapter, "verifies", False) for configured in adapters)
     verifies = verifies or bool(
@@ -117,3 +118,12 @@ async def _check_backend(config: AdapterConfig) -> list[str]:
         return await asyncio.wait_for(in_thread("l2-check", registry.check, config), config.timeout_seconds)
     except asyncio.TimeoutError:
         raise config.silent() from None
+
+
+async def _close(adapters: Sequence[ConfiguredAdapter]) -> None:
+    """What a plugin began when it was made must not hold up the end of the process."""
+    for configured in adapters:
+        try:
+            await asyncio.wait_for(configured.adapter.close(), configured.config.timeout_seconds)
+        except Exception as error:  # code from outside may raise anything; nothing was opened, so nothing is lost
+            log.log(level_of(error), "%s: closing failed before it was opened", configured.config.name, exc_info=True)

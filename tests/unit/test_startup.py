@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmcache import startup
-from lmcache.errors import ResourceError
+from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2 import registry
 from lmcache.l2.config import AdapterConfig
 
@@ -48,3 +48,38 @@ def test_notes_of_adapters_are_told_with_the_others(tmp_path: Path) -> None:
     ]
     planned.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+PLUGIN = """
+class Recording:
+    closed = 0
+    async def open(self, inventory): raise AssertionError
+    async def store(self, keys, buffers): ...
+    async def load(self, keys, buffers): ...
+    async def probe(self, keys): ...
+    async def delete(self, keys, *, corrupt=False): ...
+    async def clear(self): ...
+    async def close(self):
+        Recording.closed += 1
+        raise OSError("was never open")
+"""
+
+
+def plugin(folder: Path) -> list[str]:
+    module = folder / "recording.py"
+    module.write_text(PLUGIN)
+    spec = {"type": "plugin", "module_path": str(module), "class_name": "Recording"}
+    return ["--l2-adapter", json.dumps(spec)]
+
+
+def test_adapters_of_a_plan_that_is_not_carried_out_are_closed(tmp_path: Path) -> None:
+    planned = startup.plan([*OPTIONS, *plugin(tmp_path)], {})
+    (configured,) = planned.adapters
+    kind = type(configured.adapter.inner)  # type: ignore[attr-defined]
+    assert kind.closed == 0
+    planned.discard()  # although it raises
+    assert kind.closed == 1
+    missing = json.dumps({"type": "dax", "device_path": str(tmp_path / "none"), "max_dax_size_gb": 1, "slot_bytes": 1})
+    with pytest.raises(ConfigError, match="does not exist"):
+        startup.plan([*OPTIONS, *plugin(tmp_path), "--l2-adapter", missing], {})
+    assert kind.closed == 2
