@@ -10,8 +10,8 @@ import copy
 import functools
 import json
 import pickle
-import zlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,9 @@ from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -41,11 +43,14 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache.integration.vllm.connector import LMCacheMPConnector
+from simulation.chain import VOCABULARY, Chain
 from simulation.world import World
 
-VOCABULARY = 8192
 _MASK = 2**64 - 1
-_NO_TOKEN = -1
+_ENCODER_TOKENS = 1 << 20
+
+
+Images = Sequence[tuple[int, int, str]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Shape:
     overlapped: bool = False  # the next step is scheduled before the last one's result is known
     step_tokens: int = 64
     running: int = 6
+    sessions: bool = False  # requests that get more input, with images, while they run
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -132,24 +138,6 @@ def _configs(shape: Shape, folder: str, engine_id: str) -> tuple[VllmConfig, KVC
     return config, KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-class Chain:
-    """What every position of a sequence of tokens has in its KV: it depends on all tokens up to there."""
-
-    def __init__(self, request: Request) -> None:
-        lora = request.lora_request.lora_name if request.lora_request else ""
-        seed = zlib.crc32(repr((request.cache_salt or "", lora)).encode())  # the same in every process
-        self._states = [seed]
-
-    def upto(self, tokens: Any, count: int) -> np.ndarray:
-        states = self._states
-        for position in range(len(states) - 1, count):
-            states.append((states[-1] * 6364136223846793005 + tokens[position] * 2 + 1442695040888963407) & _MASK)
-        return np.array(states[1 : count + 1], dtype=np.uint64)
-
-    def next_token(self, count: int) -> int:
-        return 2 + (self._states[count] >> 33) % (VOCABULARY - 2)
-
-
 @dataclass
 class _Scheduled:
     request: Request
@@ -157,6 +145,8 @@ class _Scheduled:
     count: int
     blocks: tuple[list[int], ...]
     samples: bool
+    tokens: list[int]  # known when the step was scheduled
+    features: tuple[MultiModalFeatureSpec, ...]
 
 
 class Engine:
@@ -173,6 +163,8 @@ class Engine:
             block_size=shape.block_tokens,
             log_stats=False,
         )
+        self.scheduler.max_num_encoder_input_tokens = _ENCODER_TOKENS  # the model of the configuration sees nothing
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(_ENCODER_TOKENS)
         self.connector: LMCacheMPConnector = self.scheduler.connector
         self.memory = [np.zeros((shape.blocks, shape.block_tokens), np.uint64) for _ in range(shape.ranks)]
         self.workers = [self._worker(config, kv_config, rank) for rank in range(shape.ranks)]
@@ -213,6 +205,35 @@ class Engine:
         self.scheduler.add_request(request)
         return request
 
+    def add_input(self, name: str, tokens: list[int], max_tokens: int, images: Images = ()) -> Request:
+        """The first input of a session, or a further one. `images`: (position in these tokens, length, name)."""
+        request = Request(
+            name,
+            tokens,
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            None,
+            mm_features=[
+                MultiModalFeatureSpec(None, "image", image, PlaceholderRange(offset=offset, length=length))
+                for offset, length, image in images
+            ],
+            block_hasher=self._hasher,
+            resumable=True,
+        )
+        if name not in self.live:
+            self.chains[name] = Chain(request)
+            self.live[name] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def end_input(self, name: str) -> None:
+        self.scheduler.add_request(Request(name, [0], SamplingParams(max_tokens=1), None))
+        self._retire()
+
+    def is_lost(self, name: str) -> bool:
+        """vLLM drops the tokens of a session that stops while it is preempted, and never schedules it again."""
+        request = self.live.get(name)
+        return request is not None and request.resumable and request.num_tokens < request.num_prompt_tokens
+
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
@@ -231,6 +252,9 @@ class Engine:
         result = self._aggregator.aggregate(results)
         self.world.sleep(self.world.random.choice((0.0, 0.001, 0.005, 0.02)))
         self.scheduler.update_from_output(output, result)
+        self._retire()
+
+    def _retire(self) -> None:
         for name in [name for name, request in self.live.items() if request.is_finished()]:
             self.finished.append(self.live.pop(name))
 
@@ -246,7 +270,17 @@ class Engine:
             end = starts[name] + count
             # In overlapped scheduling this step's own placeholder is counted already.
             samples = end >= (known - (1 if self.shape.overlapped and request.num_output_placeholders else 0))
-            scheduled.append(_Scheduled(request, starts[name], count, tuple(map(list, blocks)), samples))
+            scheduled.append(
+                _Scheduled(
+                    request,
+                    starts[name],
+                    count,
+                    tuple(map(list, blocks)),
+                    samples,
+                    list(request.all_token_ids),
+                    tuple(request.mm_features),
+                )
+            )
         return scheduled
 
     def _run_worker(self, rank: int, output: Any, scheduled: list[_Scheduled]) -> ModelRunnerOutput:
@@ -281,7 +315,7 @@ class Engine:
         end = one.start + one.count
         request, chain = one.request, self.chains[one.request.request_id]
         tokens = self._tokens(one)
-        expected = chain.upto(tokens, end)
+        expected = chain.upto(tokens, end, one.features)
         for group, blocks in enumerate(one.blocks):
             values = expected ^ np.uint64(self._flavour(rank, group))
             table = np.array(blocks, dtype=np.int64)
@@ -322,10 +356,10 @@ class Engine:
 
     def _tokens(self, one: _Scheduled) -> Any:
         """The tokens as the worker knows them: with those sampled in steps whose result the scheduler has not seen."""
-        tokens = list(one.request.all_token_ids)
+        tokens = list(one.tokens)
         chain = self.chains[one.request.request_id]
         while len(tokens) < one.start + one.count:
-            chain.upto(tokens, len(tokens))
+            chain.upto(tokens, len(tokens), one.features)
             tokens.append(chain.next_token(len(tokens)))
         return tokens
 
@@ -346,7 +380,7 @@ class Engine:
         chain = Chain(request)
         tokens = list(request.prompt_token_ids)
         for token in request.output_token_ids:
-            chain.upto(tokens, len(tokens))
+            chain.upto(tokens, len(tokens), request.mm_features)
             assert token == chain.next_token(len(tokens)), f"{request.request_id} got a wrong token"
             tokens.append(token)
 

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.engine
 RUNS = int(os.environ.get("LMCACHE_SIMULATED_RUNS", "1"))
 FIRST_SEED = int(os.environ.get("LMCACHE_SIMULATED_SEED", "1"))
 REQUESTS = 200
+IMAGE_TOKENS = 20
 L1_BYTES = 160 * 8192
 
 DECODED = {"lmcache.mp.save_decode_cache": True}
@@ -53,6 +54,10 @@ SHAPES = {
     "decoded, overlapped": Shape(overlapped=True, extra=DECODED),
     "decoded, two ranks": Shape(ranks=2, prefix_caching=False, extra=DECODED),
     "decoded, window": Shape(window=70, blocks=60, extra=DECODED),
+    "sessions": Shape(sessions=True, blocks=60),
+    "sessions, decoded": Shape(sessions=True, blocks=60, extra=DECODED),
+    "sessions, decoded, overlapped": Shape(sessions=True, blocks=60, overlapped=True, extra=DECODED),
+    "sessions, decoded, small chunks": Shape(sessions=True, block_tokens=8, blocks=120, extra=DECODED),
 }
 
 
@@ -122,6 +127,12 @@ class Odds:
     clears: float = 0.1
 
 
+@dataclass
+class _Session:
+    name: str
+    inputs: int  # still to come
+
+
 class Run:
     def __init__(self, seed: int, shape: Shape, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.seed = seed
@@ -138,6 +149,8 @@ class Run:
         patch.setattr(SimCopier, "before_store", staticmethod(self.before_store), raising=False)
         self.odds = Odds()
         self.texts: list[list[int]] = [self.fresh(16 * self.random.randint(1, 14)) for _ in range(4)]
+        self.session: _Session | None = None
+        self.further: list[list[int]] = [self.fresh(self.random.randint(4, 40)) for _ in range(2)]
         self.named = 0
         self.did: Counter[str] = Counter()
 
@@ -178,6 +191,33 @@ class Run:
         lora = self.random.choice((None,) * 14 + ("l1", "l2"))
         self.engine.add(f"r{self.named}", tokens, self.random.choice((1, 1, 2, 5, 20, 70)), salt, lora)
 
+    def add_session(self) -> None:
+        self.named += 1
+        text = self.random.choice(self.texts)
+        self.session = _Session(f"r{self.named}", self.random.randint(0, 3))
+        self.engine.add_input(self.session.name, text[: self.random.randint(1, 120)], self.random.choice((1, 1, 2, 20)))
+
+    def go_on_with_session(self) -> None:
+        """The same few texts again and again, around one of two images."""
+        session = self.session
+        if session is None or self.random.random() > 0.05:
+            return
+        if self.engine.is_lost(session.name):
+            self.engine.abort(session.name)
+            self.did["sessions lost by vLLM"] += 1
+        if session.name not in self.engine.live or self.engine.live[session.name].is_finished():  # aborted
+            self.session = None
+        elif session.inputs:
+            session.inputs -= 1
+            before, after = self.random.choice(self.further), self.random.choice(self.further)
+            image = (len(before), IMAGE_TOKENS, self.random.choice("ab"))
+            tokens = [*before, *[1] * IMAGE_TOKENS, *after]
+            self.engine.add_input(session.name, tokens, self.random.choice((1, 1, 2, 20)), [image])
+            self.did["inputs added"] += 1
+        else:
+            self.session = None
+            self.engine.end_input(session.name)
+
     def disturb(self) -> None:
         for name, percent in vars(self.odds).items():
             if self.random.random() * 100 < percent:
@@ -188,6 +228,8 @@ class Run:
         if self.named < REQUESTS:
             for _ in range(self.random.choice((1, 1, 2, 6))):
                 self.add_request()
+            if self.shape.sessions and self.session is None and self.named < REQUESTS:
+                self.add_session()
 
     def do_aborts(self) -> None:
         if self.engine.live:
@@ -200,7 +242,7 @@ class Run:
 
     def do_preempts(self) -> None:
         scheduler = self.engine.scheduler
-        if scheduler.running and not self.engine.in_flight:
+        if scheduler.running and (self.shape.sessions or not self.engine.in_flight):
             request = scheduler.running.pop()
             self.did["preempted while " + self.state_of(request.request_id, running=True)] += 1
             scheduler._preempt_request(request, 0.0)
@@ -250,13 +292,14 @@ class Run:
             self.disturb()
             self.step()
         waited_from, steps = self.world.now, 0
-        while engine.scheduler.has_requests() or engine.in_flight:
+        while engine.scheduler.has_requests() or engine.in_flight or self.session is not None:
             self.step()
             steps += 1
             assert steps < 20_000 and self.world.now - waited_from < 900.0, f"hangs: {list(engine.scheduler.requests)}"
         self.settle()
 
     def step(self) -> None:
+        self.go_on_with_session()
         if self.engine.scheduler.has_requests():
             self.engine.step()
         elif self.engine.in_flight:

@@ -101,7 +101,15 @@ class DecodedChunks:
 
 
 def take_tokens(question: Question, request: Any) -> None:
-    """Adds what has been decoded so far to the question's tokens."""
+    """Adds what has been decoded so far, or put in by a session, to the question's tokens."""
     known = len(question.tokens) // 4
     if known < request.num_tokens <= MAX_TOKENS_PER_SESSION:
         question.tokens += pack_tokens(list(request.all_token_ids[known:]))
+        question.features = tuple(request.mm_features)
+
+
+def lost_tokens(question: Question, request: Any) -> bool:
+    """Whether tokens of the question are no longer the request's. Those of a session may be replaced; vLLM 0.32 does
+    that to computed ones only when the session stops while it is preempted."""
+    known = len(question.tokens) // 4
+    return bool(request.resumable) and pack_tokens(list(request.all_token_ids[:known])) != question.tokens

@@ -136,12 +136,16 @@ def _adapter_sample(lora: Any) -> str:
     return sample
 
 
-def content_extras(features: Sequence[Any], chunk_tokens: int) -> list[tuple[int, bytes]]:
-    """(chunk, 32 bytes) for the chunks that hold placeholders of images, audio ...: what they stand for, and where."""
+def content_extras(features: Sequence[Any], chunk_tokens: int, first_token: int = 0) -> list[tuple[int, bytes]]:
+    """(chunk, 32 bytes) for the chunks that hold placeholders of images, audio ...: what they stand for, and where.
+
+    From the chunk on that `first_token` is in: of that one, what lies before the token too.
+    """
     touching: dict[int, list[tuple[str, int]]] = {}
     for feature in features:
         first, length = feature.mm_position.offset, feature.mm_position.length
-        for chunk in range(first // chunk_tokens, (first + max(length, 1) - 1) // chunk_tokens + 1):
+        first_chunk = max(first, first_token) // chunk_tokens
+        for chunk in range(first_chunk, (first + max(length, 1) - 1) // chunk_tokens + 1):
             touching.setdefault(chunk, []).append((feature.identifier, first - chunk * chunk_tokens))
     return [
         (chunk, hashlib.sha256(msgspec.msgpack.encode(sorted(contents, key=lambda content: content[1]))).digest())
@@ -150,7 +154,8 @@ def content_extras(features: Sequence[Any], chunk_tokens: int) -> list[tuple[int
 
 
 def is_cacheable(request: Any, *, media_have_names: bool = True) -> bool:
-    """Whether the key of a request would say everything about its KV: not so when embeddings are passed in."""
-    if request.mm_features and not media_have_names:
+    """Whether the key of a request would say everything about its KV: not so when embeddings are passed in. A session
+    (`resumable`) may get its media later."""
+    if (request.mm_features or request.resumable) and not media_have_names:
         return False
     return request.prompt_token_ids is not None and request.prompt_embeds is None

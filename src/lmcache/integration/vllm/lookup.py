@@ -43,7 +43,7 @@ class Question:
     cache_salt: str
     identity: bytes
     tokens: bytes  # u32: the prompt, and of what was decoded as much as somebody asked for
-    features: Sequence[Any] = ()  # images, audio ... inside the prompt
+    features: Sequence[Any] = ()  # images, audio ... inside these tokens
     hello: HelloReply | None = None  # the server life that holds the session, as far as is known
     told: HelloReply | None = None  # the last server life that was told of this request
     sent_tokens: int = 0  # how many the session in `hello` has
@@ -96,14 +96,15 @@ class Asker:
     def _unsent(self, question: Question, hello: HelloReply) -> _Unsent:
         """What `Lookup` and `Append` begin with: the request, and what its session at this server lacks."""
         known = question.hello is hello
+        first_token = question.sent_tokens if known else 0
         return (
             self.instance_id,
             question.request_id,
             question.cache_salt,
-            question.sent_tokens if known else 0,
-            question.tokens[4 * question.sent_tokens :] if known else question.tokens,
+            first_token,
+            question.tokens[4 * first_token :],
             question.identity,
-            [] if known else content_extras(question.features, hello.chunk_tokens),
+            content_extras(question.features, hello.chunk_tokens, first_token),
         )
 
     def settle(self, question: Question, wait_seconds: float = 0.0) -> Progress:

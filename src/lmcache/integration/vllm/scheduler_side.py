@@ -24,7 +24,7 @@ from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
 from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN, States, blocks_to_store, group_load, restores_states
 from lmcache.integration.vllm.costs import Costs, Stopwatch, Tier
-from lmcache.integration.vllm.decoded import DecodedChunks, take_tokens
+from lmcache.integration.vllm.decoded import DecodedChunks, lost_tokens, take_tokens
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.identity import is_cacheable, request_identity
 from lmcache.integration.vllm.lookup import Asker, Progress, Question
@@ -143,6 +143,9 @@ class SchedulerSide:
         if state is None or state.load_failed or state.loading or request.skip_reading_prefix_cache:
             return 0, False
         question = state.question
+        if lost_tokens(question, request):
+            self._forget(question.request_id, state)
+            return 0, False
         self._makers.pauses(question.request_id)
         progress = self._answered(state, request)
         if progress is Progress.ANSWERED:

@@ -120,6 +120,7 @@ def request(request_id: str, prompt_tokens: int, **fields: Any) -> Any:
         "num_tokens": prompt_tokens,
         "lora_request": None,
         "mm_features": [],
+        "resumable": False,
         "skip_reading_prefix_cache": False,
     }
     return SimpleNamespace(**{**values, **fields})

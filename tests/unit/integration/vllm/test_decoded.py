@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from lmcache.clock import ManualClock
 from lmcache.errors import ConfigError, RemoteError, ServerUnavailable
 from lmcache.integration.vllm.groups import CacheGroup
+from lmcache.integration.vllm.identity import content_extras, is_cacheable
 from lmcache.integration.vllm.orders import WorkerReport
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.integration.vllm.settings import ConnectorSettings
@@ -24,7 +26,7 @@ GROUP = CacheGroup(128, ("layer0",))
 class Chat:
     """One request that decodes; blocks are numbered from 1 in the order of their tokens."""
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, **fields: Any) -> None:
         self.clock = ManualClock()
         self.client = FakeClient(self.clock)
         self.pool = FakeBlockPool(100)
@@ -37,7 +39,7 @@ class Chat:
             save_decode=True,
             clock=self.clock,
         )
-        self.request = request("a", prompt_tokens)
+        self.request = request("a", prompt_tokens, **fields)
         self.request.all_token_ids = list(range(prompt_tokens))
         self.request.num_tokens = prompt_tokens
         self.request.num_computed_tokens = 0
@@ -165,6 +167,48 @@ def test_a_request_that_is_preempted_while_it_decodes_finds_what_it_decoded() ->
     assert (again.first_token, len(again.tokens)) == (512, 4 * (521 - 512))
     chat.client.pendings("lookup")[1].outcome = answer(2, 521)
     assert chat.side.matched_tokens(chat.request, 0) == (512, True)
+
+
+def image(name: str, offset: int, length: int = 20) -> Any:
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def go_on(chat: Chat, tokens: int, images: list[Any]) -> None:
+    """A session gets more input: it takes the place of the token that was sampled last."""
+    chat.request.all_token_ids[chat.request.num_computed_tokens :] = [9] * tokens
+    chat.request.num_tokens = len(chat.request.all_token_ids)
+    chat.request.mm_features.extend(images)
+
+
+def test_images_that_a_session_gets_later_are_part_of_the_names() -> None:
+    chat = Chat(300, resumable=True, mm_features=[image("first", 250)])
+    chat.compute(300)
+    go_on(chat, 300, [image("second", 310), image("third", 505)])
+    chat.compute(600)
+    (append,) = chat.client.messages("append")
+    assert append.first_token == 300
+    assert append.tokens == array("I", [9] * 300).tobytes()
+    assert append.extras == content_extras(chat.request.mm_features, CHUNK)[1:]
+    assert [chunk for chunk, _ in append.extras] == [1, 2]
+    assert content_extras(chat.request.mm_features[:1], CHUNK)[1] != append.extras[0]  # with what was there before
+
+
+def test_a_session_whose_tokens_were_replaced_goes_on_uncached() -> None:
+    chat = Chat(300, resumable=True)
+    chat.compute(300)
+    chat.request.all_token_ids[:] = [9] * 300
+    chat.request.num_tokens = 300
+    assert chat.side.matched_tokens(chat.request, 0) == (0, False)
+    assert chat.client.sent[-1][0] == "end_session"
+    chat.side.after_allocation(chat.request, ([],), 0)
+    assert chat.compute(300).stores == []
+
+
+def test_a_session_may_get_images_without_names() -> None:
+    without_names = {"media_have_names": False}
+    assert is_cacheable(request("a", 300), **without_names)
+    assert not is_cacheable(request("a", 300, resumable=True), **without_names)
+    assert is_cacheable(request("a", 300, resumable=True))
 
 
 def test_without_the_setting_nothing_is_appended() -> None:

@@ -72,7 +72,7 @@ def test_media_that_the_engine_only_counts_are_not_cached(cache_gb: float, prefi
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
     )
     assert names_media(config) is named
-    text = SimpleNamespace(prompt_token_ids=[1], prompt_embeds=None, mm_features=[])
+    text = SimpleNamespace(prompt_token_ids=[1], prompt_embeds=None, mm_features=[], resumable=False)
     with_image = SimpleNamespace(**{**vars(text), "mm_features": [object()]})
     assert is_cacheable(text, media_have_names=named)
     assert is_cacheable(with_image, media_have_names=named) is named
