@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from engines import beside_a_server, settle
-from lmcache.testing.processes import CacheServer, VllmEngine, http_json
+from lmcache.testing.processes import CacheServer, VllmEngine
 from measure import Result, at_least, at_most, report, spread
 
 REQUESTS = 8
@@ -52,7 +52,7 @@ def fast_quarter(values: list[float]) -> float:
 
 
 def connector_seconds(engine: VllmEngine) -> dict[str, float]:
-    _, body = http_json(engine.port, "POST", "/collective_rpc", {"method": "connector_seconds"}, 60.0)
+    _, body = engine.ask(engine.port, "POST", "/collective_rpc", {"method": "connector_seconds"}, 60.0)
     return dict(body["results"][0])
 
 

@@ -11,7 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from engines import beside_a_server, prompt_of, settle
-from lmcache.testing.processes import VllmEngine, http_json
+from lmcache.testing.processes import VllmEngine
 from measure import Result, at_most, report, spread
 
 REQUESTS, COMMON_TOKENS, OWN_TOKENS = 16, 4096, 30
@@ -19,7 +19,7 @@ TURNS, SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 8, 1000, 300, 64
 
 
 def computed_tokens(engine: VllmEngine) -> float:
-    _, text = http_json(engine.port, "GET", "/metrics")
+    _, text = engine.ask(engine.port, "GET", "/metrics")
     name = "vllm:prompt_tokens_by_source_total"
     lines = [line for line in str(text).splitlines() if line.startswith(name) and "local_compute" in line]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

@@ -14,7 +14,7 @@ from typing import Any
 import lmcache
 from e2e.proxy import Network
 from lmcache import _native
-from lmcache.testing.processes import LOOPBACK, CacheServer, VllmEngine, http_json
+from lmcache.testing.processes import LOOPBACK, CacheServer, VllmEngine
 
 PACKAGE_PARENT = Path(lmcache.__file__).parents[1]  # of the package under test, installed or not
 TESTS = Path(__file__).parents[1]
@@ -61,11 +61,12 @@ class Stack:
         server_flags: Sequence[str] = (),
         l1_size_gb: float = 1.0,
         ranks: int = 1,
+        workers: int | None = None,
         networked: bool = False,
         **engine: Any,
     ):
-        """`ranks` of the engine that each store a part of a chunk. `networked`: engine and server have a `network`
-        between them that the test can cut."""
+        """`ranks` of the engine that each store a part of a chunk; `workers`, where several hold the same. `networked`:
+        engine and server have a `network` between them that the test can cut."""
         self.model = model
         self.folder = folder
         self._l2_folder = folder / "l2" if l2 else None
@@ -73,6 +74,7 @@ class Stack:
         self._server_flags = list(server_flags)
         self._l1_size_gb = l1_size_gb
         self.ranks = ranks
+        self._workers = workers or ranks
         self._environment = engine.pop("environment", {})
         # Tests count on hits; what a busy machine measures must not turn one into a prefill.
         extra = {"lmcache.mp.load_or_recompute": False, **engine.pop("extra_config", {})}
@@ -124,8 +126,8 @@ class Stack:
 
     # ---- the engine --------------------------------------------------------------------------------------------------
     def rpc(self, method: str, engine: VllmEngine | None = None) -> list[Any]:
-        port = (engine or self.engine).port
-        status, body = http_json(port, "POST", "/collective_rpc", {"method": method}, 60.0)
+        asked = engine or self.engine
+        status, body = asked.ask(asked.port, "POST", "/collective_rpc", {"method": method}, 60.0)
         assert status == 200, body
         return list(body["results"])
 
@@ -133,14 +135,14 @@ class Stack:
         """Empties the engine's own prefix cache."""
 
         def done() -> bool:
-            status, _ = http_json(self.engine.port, "POST", "/reset_prefix_cache")
+            status, _ = self.engine.ask(self.engine.port, "POST", "/reset_prefix_cache")
             return status == 200 and self.engine_metric("vllm:kv_cache_usage_perc") == 0
 
         until(done)
 
     def engine_metric(self, name: str, label: str = "") -> float:
         """Sum of the samples whose labels contain `label`."""
-        _, text = http_json(self.engine.port, "GET", "/metrics")
+        _, text = self.engine.ask(self.engine.port, "GET", "/metrics")
         lines = [line for line in str(text).splitlines() if line.startswith((name + " ", name + "{")) and label in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -178,8 +180,9 @@ class Stack:
         """Until the engine, both sides of it, has found the server by itself."""
 
         def registered() -> bool:
+            self.engine.check_alive()
             instances = self.server.status()["instances"]
-            return any(instance["ranks"] == len(instance["workers"]) > 0 for instance in instances)
+            return any(len(instance["workers"]) == self._workers for instance in instances)
 
         until(registered, tell=self.server.status)
 
@@ -187,6 +190,7 @@ class Stack:
         objects = chunks * self.ranks
 
         def stored() -> bool:
+            self.engine.check_alive()
             status = self.server.status()
             if in_l2 and any(one["objects"] < objects or one["stores_in_flight"] for one in status["l2"]["adapters"]):
                 return False

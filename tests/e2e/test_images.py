@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from e2e.harness import Stack
-from lmcache.testing.processes import http_json
 from lmcache.testing.tiny_images import IMAGE_TOKENS, image_url, make_idefics3
 from lmcache.testing.tiny_models import sample_text
 
@@ -41,7 +40,7 @@ def ask(stack: Stack, *parts: dict[str, Any]) -> Answer:
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    status, answer = http_json(stack.engine.port, "POST", "/v1/chat/completions", body, 120.0)
+    status, answer = stack.engine.ask(stack.engine.port, "POST", "/v1/chat/completions", body, 120.0)
     assert status == 200, answer
     details = answer["usage"]["prompt_tokens_details"] or {}
     return Answer(

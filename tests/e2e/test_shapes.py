@@ -40,6 +40,7 @@ class Shape:
     refusal: str = ""  # what the engine says when it runs uncached
     same_tokens: bool = True  # False where the engine itself computes otherwise after a partial prefill
     ranks: int = 1  # that each store a part of a chunk
+    workers: int | None = None  # where several hold the same
     is_state: bool = False
     accepts_drafts: bool = False  # as many from a hit as from the engine's own cache
     always: bool = False  # not only nightly
@@ -75,7 +76,7 @@ STATE: dict[str, Any] = {"chunk_tokens": 640, "hit_chunks": 2, "is_state": True}
 HALF_STATE: dict[str, Any] = {**STATE, "chunk_tokens": 384}  # the engine's block is as large as a rank's state
 SHAPES: dict[str, Shape] = {
     "mla": Shape(make_deepseek_v2, **MLA, always=True),
-    "mla, two ranks": Shape(make_deepseek_v2, **MLA, **TWO_RANKS),
+    "mla, two ranks": Shape(make_deepseek_v2, **MLA, **TWO_RANKS, workers=2),
     "qwen3": Shape(make_qwen3),
     "multi-query": Shape(make_multi_query),
     "multi-query, two ranks": Shape(make_multi_query, **TWO_RANKS, ranks=2),
@@ -141,6 +142,7 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
         server_flags=["--chunk-size", str(shape.chunk_tokens)],
         prefix_caching=shape.prefix_caching,
         ranks=shape.ranks,
+        workers=shape.workers,
     )
     if shape.refusal:
         check_uncached(stack, shape)

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from e2e.harness import Stack, leave_early, until
-from lmcache.testing.processes import http_json
 from lmcache.testing.tiny_models import sample_tokens
 from process.memory_watch import MemoryWatch, private_bytes, tree_bytes
 
@@ -100,7 +99,7 @@ def test_memory_is_flat_and_nothing_stays_held(llama: Path, start_stack: Callabl
     until(lambda: stack.engine_metric("vllm:num_requests_running") == 0)
     stack.wait_clean()
     until(lambda: not any(sum(rank.values()) for rank in stack.rpc("kv_held")), tell=lambda: stack.rpc("kv_held"))
-    until(lambda: http_json(stack.engine.port, "POST", "/reset_prefix_cache")[0] == 200)
+    until(lambda: stack.engine.ask(stack.engine.port, "POST", "/reset_prefix_cache")[0] == 200)
     until(lambda: stack.engine_metric("vllm:kv_cache_usage_perc") == 0)
     did["preemptions"] = int(stack.engine_metric("vllm:num_preemptions_total"))
     did["evicted"] = stack.server.status()["l1"]["evicted_objects"]

@@ -46,7 +46,7 @@ class SmallEngine:
 
     def __init__(
         self,
-        port: int,
+        address: int | str,
         *,
         instance_id: str = "",
         payload_bytes: int = 4096,
@@ -54,8 +54,9 @@ class SmallEngine:
         on_new_incarnation: Callable[[Client], None] | None = None,
         transfer: WantedTransfer = WantedTransfer.AUTO,
     ) -> None:
+        """`address`: a port of this machine, or a URL."""
         self.client = Client(
-            f"tcp://127.0.0.1:{port}",
+            f"tcp://127.0.0.1:{address}" if isinstance(address, int) else address,
             heartbeat_interval_seconds=heartbeat,
             on_new_incarnation=on_new_incarnation,
             transfer=transfer,

@@ -34,7 +34,12 @@ def run(argv: Sequence[str]) -> int:
         "Without --rpc-url a server is started for it. In a running server it leaves what it stored, as model "
         "lmcache-bench: in L1 and in any L2, until that is evicted or cleared.",
     )
-    arguments.add_argument("--rpc-url", default="", metavar="URL", help="a running server, like tcp://localhost:5555")
+    arguments.add_argument(
+        "--rpc-url",
+        default="",
+        metavar="URL",
+        help="a running server, like tcp://localhost:5555 or ipc:///run/lmcache.sock",
+    )
     arguments.add_whole("--chunks", 32, "how many chunks are stored and retrieved at once", minimum=1, maximum=4096)
     arguments.add_number("--chunk-mib", 2.0, "size of one of them", unit="MiB", above=0, maximum=1024)
     arguments.add_whole("--lookup-chunks", 500, "length of a long lookup", unit="chunks", minimum=1, maximum=16_384)

@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
         "--rpc-url",
         default="",
         metavar="URL",
-        help="ask over the port that engines use instead, like tcp://localhost:5555",
+        help="ask where engines do instead, like tcp://localhost:5555 or ipc:///run/lmcache.sock",
     )
     arguments.add_number("--timeout", 5.0, "give up after that long", unit="seconds", above=0)
     options = arguments.read(argv)

@@ -19,6 +19,7 @@ import zmq
 from lmcache import __version__
 from lmcache.client.transfer import Transfer, WantedTransfer, agree
 from lmcache.clock import Clock, SystemClock
+from lmcache.core.address import connect_endpoint
 from lmcache.errors import LMCacheError, RemoteError, ServerUnavailable, VersionError
 from lmcache.memory.shared_memory import SharedMemory
 from lmcache.protocol.messages import (
@@ -36,7 +37,6 @@ from lmcache.protocol.messages import (
     Unregister,
 )
 from lmcache.protocol.version import OLDEST_SUPPORTED_PROTOCOL_VERSION, PROTOCOL_VERSION
-from lmcache.transport.address import connect_endpoint
 from lmcache.transport.client import Connection, Pending
 
 log = logging.getLogger("lmcache.client")

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 
 from lmcache.config.spec import ServerConfig, flag
+from lmcache.core.address import bind_endpoint, socket_path
+from lmcache.errors import ConfigError
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -48,14 +50,17 @@ def _names(config: ServerConfig) -> Iterator[Conflict]:
             f"--shm-name must be at most 200 letters, digits, dots, dashes and underscores, beginning with a letter or "
             f"digit, got {config.shm_name!r}.",
         )
-    for name in ("host", "http_host"):
-        host = getattr(config, name)
-        if not host or "://" in host or "/" in host or any(letter.isspace() for letter in host):
-            yield {name}, f"{flag(name)} must be a host name or an address, got {host!r}."
+    try:
+        bind_endpoint(config.host, config.port)
+    except ConfigError as refusal:
+        yield {"host"}, str(refusal)
+    host = config.http_host
+    if not host or "/" in host or any(letter.isspace() for letter in host):
+        yield {"http_host"}, f"--http-host must be a host name or an address, got {host!r}."
 
 
 def _ports(config: ServerConfig) -> Iterator[Conflict]:
-    names = ["port", "http_port"] + ["prometheus_port"] * config.metrics_enabled
+    names = ["port"] * (not socket_path(config.host)) + ["http_port"] + ["prometheus_port"] * config.metrics_enabled
     for index, name in enumerate(names):
         port = getattr(config, name)
         for other in names[:index]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 from lmcache.config import unbuilt
 from lmcache.config.values import Choice, JsonObject, Kind, Listed, Number, Switch, Text, Whole
+from lmcache.core.address import socket_path
 from lmcache.core.limits import FRAME_ALIGN_BYTES, GIB, MAX_TOKENS_PER_SESSION
 
 _METADATA_KEY = "option"
@@ -64,8 +66,8 @@ GROUPS: dict[str, str] = {  # title by the first option of the group
 class ServerConfig:
     """The configuration of one server, complete: what depends on other options is filled in at construction."""
 
-    host: str = _option(Text("HOST"), "localhost", "address that engines connect to")
-    port: int = _option(_PORT, 5555, "port that engines connect to; 0 takes a free one")
+    host: str = _option(Text("HOST"), "localhost", "address that engines connect to: a host, or ipc:// and a path")
+    port: int = _option(_PORT, 5555, "port that engines connect to; 0 takes a free one, ipc:// has none")
     chunk_size: int = _option(
         Whole(unit="tokens", minimum=1, maximum=MAX_TOKENS_PER_SESSION),
         256,
@@ -123,7 +125,12 @@ class ServerConfig:
         300.0,
         "how long an engine may be silent before what it was reading may be evicted",
     )
-    shm_name: str = _option(Text("NAME"), "", "name of the shared memory under /dev/shm", default_text="lmcache-PORT")
+    shm_name: str = _option(
+        Text("NAME"),
+        "",
+        "name of the shared memory under /dev/shm",
+        default_text="lmcache-PORT, or lmcache-PATH for ipc://",
+    )
     l1_persist: bool = _option(
         Switch(),
         False,
@@ -230,10 +237,17 @@ class ServerConfig:
         if self.max_cpu_workers is None:
             fill("max_cpu_workers", self.max_workers)
         if not self.shm_name:
-            fill("shm_name", f"lmcache-{self.port}" if self.port else f"lmcache-{uuid.uuid4().hex[:12]}")
+            fill("shm_name", self._default_shm_name())
         if self.service_instance_id is None:
             fill("service_instance_id", str(uuid.uuid4()))
         fill("l1_init_size_gb", min(self.l1_init_size_gb, self.l1_size_gb))
+
+    def _default_shm_name(self) -> str:
+        """The same for every server at the same address, so that the next one there finds what this one leaves."""
+        path = socket_path(self.host)
+        if path:
+            return "lmcache" + re.sub(r"[^A-Za-z0-9._-]", "-", path)
+        return f"lmcache-{self.port}" if self.port else f"lmcache-{uuid.uuid4().hex[:12]}"
 
     @property
     def l1_size_bytes(self) -> int:

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
+_LOG_END = 3000  # characters that an error shows
+_LOOK_SECONDS = 0.2  # how soon the end of a process is noticed
+_END_SECONDS = 1.0  # that a process may outlive its connections
 
 
 def free_port() -> int:
@@ -34,16 +38,27 @@ def http_json(port: int, method: str, path: str, body: Any = None, timeout_secon
     """One request to a local server: (status, decoded JSON or text)."""
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_seconds)
     try:
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-        try:
-            return response.status, json.loads(text)
-        except ValueError:
-            return response.status, text
+        return _exchange(connection, method, path, body)
     finally:
         connection.close()
+
+
+def _exchange(connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> tuple[int, Any]:
+    headers = {"Content-Type": "application/json"} if body is not None else {}
+    connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    try:
+        return response.status, json.loads(text)
+    except ValueError:
+        return response.status, text
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
 
 
 def stop_running(pid: int) -> None:
@@ -56,8 +71,14 @@ def stop_running(pid: int) -> None:
                 time.sleep(0.001)
 
 
+class ProcessEnded(RuntimeError):
+    """The process that was asked has ended: the sentence carries the end of its log."""
+
+
 class ManagedProcess:
     """A child in a process group of its own, with its output in a file."""
+
+    name = "the process"
 
     def __init__(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None) -> None:
         self.log_path = log_path
@@ -106,17 +127,68 @@ class ManagedProcess:
         self.signal_group(signal.SIGKILL)
         return self.popen.wait(timeout=30)
 
-    def wait_until_ready(self, port: int, path: str, timeout_seconds: float, what: str) -> float:
+    def ended(self) -> str:
+        """How it has ended, or a part of it without which it does not answer; "" while it goes on."""
+        return "" if self.alive() else f"{self.name} ended with code {self.popen.returncode}"
+
+    def check_alive(self) -> None:
+        """ProcessEnded if it is not."""
+        ended = self.ended()
+        if ended:
+            raise ProcessEnded(f"{ended}:\n{self.log()[-_LOG_END:]}")
+
+    def ask(
+        self, port: int, method: str, path: str, body: Any = None, timeout_seconds: float = 10.0
+    ) -> tuple[int, Any]:
+        """`http_json` at this process: ProcessEnded as soon as it has ended."""
+        with self.connection(port, timeout_seconds) as connection:
+            return _exchange(connection, method, path, body)
+
+    @contextlib.contextmanager
+    def connection(self, port: int, timeout_seconds: float) -> Iterator[http.client.HTTPConnection]:
+        """To this process. A child that outlives it may keep its sockets open, so the end of the process is watched
+        for: it ends what waits on the connection, and is raised as ProcessEnded."""
+        self.check_alive()
+        connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_seconds)
+        finished = threading.Event()
+        cut_off = threading.Event()
+
+        def watch() -> None:
+            while not finished.wait(_LOOK_SECONDS):
+                if self.ended() and connection.sock is not None:
+                    cut_off.set()
+                    with contextlib.suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+                    return
+
+        watcher = threading.Thread(target=watch, name="process-watcher", daemon=True)
+        try:
+            connection.connect()
+            watcher.start()
+            yield connection
+        except (OSError, http.client.HTTPException):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a connection that breaks may be the first sign of it
+                self.popen.wait(_END_SECONDS)
+            self.check_alive()
+            raise
+        finally:
+            finished.set()
+            if watcher.ident is not None:
+                watcher.join()
+            connection.close()
+        if cut_off.is_set():
+            self.check_alive()
+
+    def wait_until_ready(self, port: int, path: str, timeout_seconds: float) -> float:
         """Polls an HTTP path until it answers 200; returns the seconds that it took."""
         started = time.monotonic()
         while time.monotonic() - started < timeout_seconds:
-            if not self.alive():
-                raise RuntimeError(f"{what} ended with code {self.popen.returncode}:\n{self.log()[-3000:]}")
+            self.check_alive()
             with contextlib.suppress(OSError, http.client.HTTPException):
                 if http_json(port, "GET", path, timeout_seconds=2.0)[0] == 200:
                     return time.monotonic() - started
             time.sleep(0.05)
-        raise RuntimeError(f"{what} was not ready within {timeout_seconds:.0f} s:\n{self.log()[-3000:]}")
+        raise RuntimeError(f"{self.name} was not ready within {timeout_seconds:.0f} s:\n{self.log()[-_LOG_END:]}")
 
     def __enter__(self) -> ManagedProcess:
         return self
@@ -128,12 +200,15 @@ class ManagedProcess:
 class CacheServer(ManagedProcess):
     """`lmcache server` with an L1 of `l1_size_gb` and, when a folder is given, a fs_native L2 in it."""
 
+    name = "the cache server"
+
     def __init__(
         self,
         work_folder: Path,
         *,
         l1_size_gb: float = 1.0,
         l2_folder: Path | None = None,
+        host: str = LOOPBACK,
         port: int | None = None,
         http_port: int | None = None,
         shm_name: str | None = None,
@@ -148,7 +223,7 @@ class CacheServer(ManagedProcess):
         self.shm_name = shm_name or f"lmcache-test-{os.getpid()}-{self.port}"
         command = [
             *(sys.executable, *program, "server"),
-            *("--host", LOOPBACK, "--port", str(self.port)),
+            *("--host", host, "--port", str(self.port)),
             *("--http-host", LOOPBACK, "--http-port", str(self.http_port)),
             *("--prometheus-port", str(free_port())),
             *("--l1-size-gb", str(l1_size_gb), "--eviction-policy", "LRU", "--shm-name", self.shm_name),
@@ -158,22 +233,22 @@ class CacheServer(ManagedProcess):
         super().__init__([*command, *extra], work_folder / log_name, environment)
 
     def wait_ready(self, timeout_seconds: float = 30.0) -> float:
-        return self.wait_until_ready(self.http_port, "/healthcheck", timeout_seconds, "the cache server")
+        return self.wait_until_ready(self.http_port, "/healthcheck", timeout_seconds)
 
     def clear(self, tier: str) -> None:
-        status, body = http_json(self.http_port, "POST", "/cache/clear", {"tier": tier})
+        status, body = self.ask(self.http_port, "POST", "/cache/clear", {"tier": tier})
         if status != 200:
             raise RuntimeError(f"clearing {tier} was answered with {status}: {body}")
 
     def status(self) -> dict[str, Any]:
-        status, body = http_json(self.http_port, "GET", "/status")
+        status, body = self.ask(self.http_port, "GET", "/status")
         if status != 200:
             raise RuntimeError(f"/status answered {status}: {body}")
         return dict(body)
 
     def metric(self, name: str) -> float:
         """Sum over the labels of one metric, 0.0 when it has no sample yet."""
-        status, text = http_json(self.http_port, "GET", "/metrics")
+        status, text = self.ask(self.http_port, "GET", "/metrics")
         if status != 200:
             raise RuntimeError(f"/metrics answered {status}")
         total = 0.0
@@ -199,6 +274,8 @@ class Completion:
 class VllmEngine(ManagedProcess):
     """`vllm serve` on CPU with the documented connector setting, or without a connector when `cache_port` is None."""
 
+    name = "vLLM"
+
     def __init__(
         self,
         model_folder: Path,
@@ -214,6 +291,7 @@ class VllmEngine(ManagedProcess):
         log_name: str = "engine.log",
     ) -> None:
         """`connector`: what names another connector class to vLLM."""
+        self._parts: dict[int, str] = {}  # the engine core and the workers, once it is ready
         self.port = free_port()
         self.model = str(model_folder)
         command = [
@@ -244,8 +322,18 @@ class VllmEngine(ManagedProcess):
         }
         super().__init__([*command, *extra], work_folder / log_name, settings)
 
-    def wait_ready(self, timeout_seconds: float = 240.0) -> float:
-        return self.wait_until_ready(self.port, "/health", timeout_seconds, "vLLM")
+    def wait_ready(self, timeout_seconds: float = 600.0) -> float:
+        seconds = self.wait_until_ready(self.port, "/health", timeout_seconds)
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # one that ends meanwhile
+                program = (folder / "comm").read_text().strip()
+                if program.startswith("VLLM::") and os.getsid(int(folder.name)) == self.pid:
+                    self._parts[int(folder.name)] = program
+        return seconds
+
+    def ended(self) -> str:
+        lost = [f"{program} ({pid})" for pid, program in self._parts.items() if not _runs(pid)]
+        return super().ended() or (f"{self.name} has lost {', '.join(lost)}" if lost else "")
 
     def complete(
         self,
@@ -272,14 +360,13 @@ class VllmEngine(ManagedProcess):
             **parameters,
         }
         payload = json.dumps(body)
-        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=timeout_seconds)
         started = time.perf_counter()
         first: float | None = None
         texts: list[str] = []
         token_ids: list[int] = []
         logprobs: list[float] = []
         usage: dict[str, Any] = {}
-        try:
+        with self.connection(self.port, timeout_seconds) as connection:
             headers = {"Content-Type": "application/json"}
             if replica is not None:
                 headers["X-data-parallel-rank"] = str(replica)
@@ -297,8 +384,6 @@ class VllmEngine(ManagedProcess):
                 if event.get("error"):
                     raise RuntimeError(f"vLLM ended the stream with {event['error']}")
                 usage = event.get("usage") or usage
-        finally:
-            connection.close()
         ended = time.perf_counter()
         details = usage.get("prompt_tokens_details") or {}
         return Completion(
@@ -313,7 +398,11 @@ class VllmEngine(ManagedProcess):
 
 
 def _server_sent_events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """HTTPException when the stream ends before its end was said."""
     for raw in response:
         line = raw.decode().strip()
-        if line.startswith("data: ") and line != "data: [DONE]":
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
             yield json.loads(line[len("data: ") :])
+    raise http.client.HTTPException("the stream of an answer ended early")

@@ -7,6 +7,7 @@ handler waits. What takes long returns a `Deferred` and answers it later from an
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -22,12 +23,13 @@ import msgspec
 import zmq
 
 from lmcache.core import limits
+from lmcache.core.address import bind_endpoint, socket_path
 from lmcache.errors import RemoteError, ResourceError
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import wire
-from lmcache.transport.address import bind_endpoint
 from lmcache.transport.bulk import Bulk
 from lmcache.transport.deferred import Answer, Deferred
+from lmcache.transport.socket_path import claimed, inode, refuse_unusable_path, remove
 from lmcache.transport.timers import Timer, Timers
 
 log = logging.getLogger("lmcache.transport")
@@ -68,19 +70,25 @@ class _Route:
 
 
 def refuse_unusable(host: str, port: int) -> None:
-    """ResourceError where no port of the host can be listened on. Whether `port` is free is seen when it is taken."""
+    """ResourceError where no port of the host can be listened on, or not at the path. Whether `port` is free, or the
+    path a live server's, is seen when it is taken."""
     endpoint = bind_endpoint(host, 0)
+    path = socket_path(endpoint)
+    if path:
+        refuse_unusable_path(path)
+        return
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             router.bind(endpoint)
         except zmq.ZMQError as error:
-            raise _cannot_listen(host, port, error) from error
+            raise _cannot_listen("", host, port, error) from error
 
 
-def _cannot_listen(host: str, port: int, error: zmq.ZMQError) -> ResourceError:
+def _cannot_listen(path: str, host: str, port: int, error: zmq.ZMQError) -> ResourceError:
     reason = "it is in use" if error.errno == zmq.EADDRINUSE else str(error)
-    return ResourceError(f"Cannot listen on {host}:{port} because {reason}; choose another --port or --host.")
+    place, remedy = (f"ipc://{path}", "--host") if path else (f"{host}:{port}", "--port or --host")
+    return ResourceError(f"Cannot listen on {place} because {reason}; choose another {remedy}.")
 
 
 class RpcServer:
@@ -105,6 +113,7 @@ class RpcServer:
         self._draining = False
         self._thread = threading.Thread(target=self._run, name="lmcache-rpc", daemon=True)
         self._context = zmq.Context(io_threads=1)
+        self._remove_socket: Callable[[], None] = lambda: None
         self._router = self._bind(bind_endpoint(bind_host, port), bind_host, port)
         self.endpoint = cast(bytes, self._router.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -119,12 +128,18 @@ class RpcServer:
         router.setsockopt(zmq.TCP_KEEPALIVE, 1)
         router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
         router.setsockopt(zmq.IPV6, int("[" in endpoint))
+        path = socket_path(endpoint)
         try:
-            router.bind(endpoint)
-        except zmq.ZMQError as error:
+            with claimed(path) if path else contextlib.nullcontext():
+                router.bind(endpoint)
+                if path:
+                    self._remove_socket = functools.partial(remove, path, inode(path))
+        except (zmq.ZMQError, ResourceError) as error:
             router.close(0)
             self._context.term()
-            raise _cannot_listen(host, port, error) from error
+            if isinstance(error, ResourceError):
+                raise
+            raise _cannot_listen(path, host, port, error) from error
         return router
 
     # ---- any thread --------------------------------------------------------------------------------------------------
@@ -321,6 +336,7 @@ class RpcServer:
     def _close(self) -> None:
         for deferred in list(self._deferred.values()):
             deferred.answer(RemoteError(wire.SHUTTING_DOWN, "The server is shutting down."))
+        self._remove_socket()  # ZMQ leaves it
         self._router.close()
         self._context.term()
         os.close(self._wake_fd)

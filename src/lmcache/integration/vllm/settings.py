@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache.client.transfer import WantedTransfer
+from lmcache.core.address import connect_endpoint
 from lmcache.errors import ConfigError
-from lmcache.transport.address import connect_endpoint
 
 log = logging.getLogger("lmcache.vllm")
 

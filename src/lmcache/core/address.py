@@ -1,0 +1,78 @@
+"""Turns what people write as host and port into what ZMQ binds and connects: `tcp://host:port` or `ipc:///path`."""
+
+from __future__ import annotations
+
+import os
+
+from lmcache.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), without its end
+_IPC = "ipc"
+
+
+def bind_endpoint(host: str, port: int) -> str:
+    """`host` is what --host takes. `localhost` means the loopback interface, never more. Port 0 lets the kernel
+    choose. ConfigError names the rule that an address breaks."""
+    scheme, rest = _scheme(host)
+    if scheme == _IPC:
+        return f"ipc://{_socket_path(f'--host {host}', rest)}"
+    if scheme != "tcp" or not rest or "/" in rest or any(letter.isspace() for letter in rest):
+        raise ConfigError(f"--host must be a host name, an address, or ipc:// and a path, got {host!r}.")
+    return f"tcp://{_bracketed(LOOPBACK if rest == 'localhost' else rest)}:{port or '*'}"
+
+
+def connect_endpoint(url: str, port: int | None = None) -> str:
+    """`tcp://host:port`, `host:port`, or a host with `port` given apart, in canonical form; or `ipc://` and an absolute
+    path, which has no port."""
+    scheme, rest = _scheme(url)
+    if scheme == _IPC:
+        return f"ipc://{_socket_path(f'The server address {url}', rest)}"
+    if scheme != "tcp":
+        raise ConfigError(f"The server address {url!r} has scheme {scheme!r}; use tcp:// or ipc://.")
+    host, written_port = _split(rest.rstrip("/"))
+    if written_port:
+        if not written_port.isdecimal():
+            raise ConfigError(f"The server address {url!r} ends in {written_port!r}, which is not a port.")
+        port = int(written_port)
+    if not host or port is None or not 0 < port < 65536:
+        raise ConfigError(f"The server address {url!r} needs a host and a port from 1 to 65535.")
+    return f"tcp://{_bracketed(LOOPBACK if host == 'localhost' else host)}:{port}"
+
+
+def socket_path(endpoint: str) -> str:
+    """Of an ipc endpoint; "" for others."""
+    scheme, rest = _scheme(endpoint)
+    return rest if scheme == _IPC else ""
+
+
+def _scheme(address: str) -> tuple[str, str]:
+    scheme, separator, rest = address.partition("://")
+    return (scheme, rest) if separator else ("tcp", address)
+
+
+def _socket_path(subject: str, path: str) -> str:
+    """The path of a Unix socket. Engine and server may run in other folders, so it begins at the root."""
+    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise ConfigError(f"{subject} must name the path of a socket from the root on, like ipc:///run/lmcache.sock.")
+    size_bytes = len(os.fsencode(path))
+    if size_bytes > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"{subject} has a path of {size_bytes} bytes; the path of a socket has at most {MAX_SOCKET_PATH_BYTES}: "
+            "choose a shorter one."
+        )
+    return path
+
+
+def _split(rest: str) -> tuple[str, str]:
+    if rest.startswith("["):
+        host, _, tail = rest[1:].partition("]")
+        return host, tail.removeprefix(":")
+    if rest.count(":") > 1:  # an IPv6 address without brackets has no port
+        return rest, ""
+    host, _, port = rest.partition(":")
+    return host, port
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
