@@ -286,6 +286,7 @@ class VllmEngine(ManagedProcess):
         prefix_caching: bool = False,
         extra_config: Mapping[str, Any] | None = None,
         connector: Mapping[str, str] | None = None,
+        role: str = "kv_both",
         extra: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         log_name: str = "engine.log",
@@ -304,7 +305,7 @@ class VllmEngine(ManagedProcess):
         if cache_port is not None:
             transfer = {
                 **(connector or {"kv_connector": "LMCacheMPConnector"}),
-                "kv_role": "kv_both",
+                "kv_role": role,
                 "kv_connector_extra_config": {
                     "lmcache.mp.host": f"tcp://{LOOPBACK}",
                     "lmcache.mp.port": cache_port,

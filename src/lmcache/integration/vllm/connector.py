@@ -116,12 +116,17 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         )
         self._await_server(client)
+        role = self._kv_transfer_config
+        if not role.is_kv_consumer or not role.is_kv_producer:
+            log.info("kv_role is %s: this engine only %s", role.kv_role, "loads" if role.is_kv_consumer else "stores")
         self._scheduler = SchedulerSide(
             client,
             instance_id=self._instance_id,
             groups=self._groups,
             ranks=self._kv_ranks,
             workers=parallel.world_size,
+            loads=role.is_kv_consumer,
+            stores=role.is_kv_producer,
             save_decode=self._saves_decode(),
             load_or_recompute=self._settings.load_or_recompute,
             media_have_names=self._media_have_names(),

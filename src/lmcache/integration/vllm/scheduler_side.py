@@ -72,24 +72,27 @@ class SchedulerSide:
         groups: Sequence[CacheGroup],
         ranks: int,
         workers: int,
+        loads: bool = True,
+        stores: bool = True,
         save_decode: bool = False,
         load_or_recompute: bool = True,
         media_have_names: bool = True,
         clock: Clock | None = None,
     ) -> None:
-        """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV. `save_decode`: chunks that
-        decoding fills are stored too. `load_or_recompute`: a hit that would be slower than computing is not loaded.
-        `media_have_names`: requests with images ... are cached."""
+        """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV. `loads`: hits are used;
+        `stores`: what is computed is stored. `save_decode`: chunks that decoding fills, too. `load_or_recompute`: a hit
+        that would be slower than computing is not loaded. `media_have_names`: requests with images ... are cached."""
         self._clock = clock or SystemClock()
         self._client = client
         self._groups = tuple(groups)
         self._needs_the_end = any(group.tail_tokens for group in groups)
         self._ranks = ranks
         self._media_have_names = media_have_names
+        self._uses_hits, self._stores = loads, stores
         self._asker = Asker(client, instance_id, self._clock)
         self._pins = Pins(workers, self._clock)
         self._makers = Makers(workers, self._clock)
-        self._decoded = DecodedChunks(self._asker, self._pins) if save_decode else None
+        self._decoded = DecodedChunks(self._asker, self._pins) if save_decode and stores else None
         self._costs = Costs() if load_or_recompute else None
         self._stopwatch = Stopwatch(self._clock)
         self._requests: dict[str, _Request] = {}
@@ -145,6 +148,8 @@ class SchedulerSide:
         question = state.question
         if lost_tokens(question, request):
             self._forget(question.request_id, state)
+            return 0, False
+        if not self._uses_hits:
             return 0, False
         self._makers.pauses(question.request_id)
         progress = self._answered(state, request)
@@ -202,14 +207,21 @@ class SchedulerSide:
         former, hello = state.question.hello, self._client.hello
         if hello is None or not self._fits(hello):
             return False
-        state.worth_loading = None
-        recompute = not self._worth_loading(Tier.L2, len(state.question.tokens) // 4)
-        if not self._asker.ask(state.question, recompute=recompute):
+        if not self._ask_for_hits(state) if self._uses_hits else not self._asker.append(state.question):
             return False
         if state.question.hello is not former:  # a server that holds nothing of this request, perhaps in other chunks
-            state.stored_chunks = 0
-            self._storing[state.question.request_id] = state
+            self._store_from(state, 0)
         return True
+
+    def _ask_for_hits(self, state: _Request) -> bool:
+        state.worth_loading = None
+        recompute = not self._worth_loading(Tier.L2, len(state.question.tokens) // 4)
+        return self._asker.ask(state.question, recompute=recompute)
+
+    def _store_from(self, state: _Request, chunk: int) -> None:
+        if self._stores:
+            state.stored_chunks = chunk
+            self._storing[state.question.request_id] = state
 
     @property
     def _alone(self) -> bool:
@@ -257,7 +269,7 @@ class SchedulerSide:
         question, reply = state.question, state.question.reply
         if reply is not None:
             state.stored_chunks = max(state.stored_chunks, reply.chunks)
-        if question.hello is not None:
+        if question.hello is not None and self._stores:
             self._makers.begins(question, state.stored_chunks, state.prompt_tokens // question.hello.chunk_tokens)
         if reply is None:
             return
@@ -331,8 +343,8 @@ class SchedulerSide:
     def _store_order(self, request_id: str, state: _Request, computed_tokens: int, states: States) -> StoreOrder | None:
         """The chunks that this step completes, with their blocks pinned."""
         question = state.question
-        if not question.hashes and question.pending is not None:
-            self._asker.settle(question)
+        if not question.hashes:
+            self._settle_names(question)
         # Of what is decoded only known tokens count: drafts may be rejected, placeholders stand for nothing yet.
         known_tokens = state.prompt_tokens
         if self._decoded is not None:
@@ -366,6 +378,12 @@ class SchedulerSide:
         packed = tuple(group.tobytes() for group in stored.blocks)
         return StoreOrder(job, question.boot_token, question.cache_salt, hashes, packed, stored.wanted)
 
+    def _settle_names(self, question: Question) -> None:
+        if question.pending is not None:
+            self._asker.settle(question)
+        elif question.appending is not None:
+            self._asker.settle_append(question)
+
     def step_ended(self, output: Any) -> None:
         """Takes what the workers reported. A load has ended when all have said so; failures may come earlier."""
         if self._costs is not None:
@@ -392,8 +410,7 @@ class SchedulerSide:
             self._costs.loaded(Tier.L1, state.load_tokens, self._clock.monotonic() - state.load_began)
         self._asker.release(state.loading_lease, state.unreadable)
         if state.unreadable:  # the server drops those; what is computed in their place is stored
-            state.stored_chunks = min(state.unreadable)
-            self._storing[request_id] = state
+            self._store_from(state, min(state.unreadable))
             state.unreadable = set()
         if state.finished:
             self._forget(request_id, state)
