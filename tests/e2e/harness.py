@@ -15,11 +15,14 @@ import lmcache
 from e2e.proxy import Network
 from lmcache import _native
 from lmcache.testing.processes import LOOPBACK, CacheServer, VllmEngine
+from lmcache.testing.stand_stills import StandStills
 
+GIVEN_UP = "The LMCache server does not answer"  # what the engine says then
 PACKAGE_PARENT = Path(lmcache.__file__).parents[1]  # of the package under test, installed or not
 TESTS = Path(__file__).parents[1]
 PROBE = "e2e.worker_probe.KVProbe"
 CHUNK_TOKENS = 256
+_STAND_STILLS = 3  # that a check survives
 
 
 def until(
@@ -80,6 +83,7 @@ class Stack:
         extra = {"lmcache.mp.load_or_recompute": False, **engine.pop("extra_config", {})}
         self._engine_options = {**engine, "extra_config": extra}
         self._lives = 0
+        self._stand_stills = StandStills()
         self.server = self._new_server()
         self.network = Network(self.server.port) if networked else None
         try:
@@ -130,6 +134,20 @@ class Stack:
         status, body = asked.ask(asked.port, "POST", "/collective_rpc", {"method": method}, 60.0)
         assert status == 200, body
         return list(body["results"])
+
+    def unless_machine_stood_still(self, check: Callable[[], None]) -> None:
+        """Runs a check of hits. An engine rightly gives up a server that nothing of the machine let answer: where both
+        happened, the check is run again."""
+        for _ in range(_STAND_STILLS):
+            began, given_up = time.monotonic(), self.engine.log().count(GIVEN_UP)
+            try:
+                return check()
+            except AssertionError:
+                seconds = self._stand_stills.seconds_since(began)
+                if not seconds or self.engine.log().count(GIVEN_UP) == given_up:
+                    raise
+                print(f"the machine stood still for {seconds:.1f} s, and the engine gave the server up: once more")
+        return check()
 
     def forget_prefixes(self) -> None:
         """Empties the engine's own prefix cache."""
@@ -219,6 +237,7 @@ class Stack:
         return len(starts)
 
     def close(self) -> None:
+        self._stand_stills.close()
         self.engine.stop()
         if self.network is not None:
             self.network.close()

@@ -172,13 +172,13 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
         assert witness.loaded() >= (shape.hit_chunks + witness.groups - 1) * shape.ranks
         stack.wait_clean()
 
-    same_again("from L1")
+    stack.unless_machine_stood_still(lambda: same_again("from L1"))
     stack.server.clear("l1")
-    same_again("from L2")
+    stack.unless_machine_stood_still(lambda: same_again("from L2"))
     if not shape.always:
         stack.restart_engine()
         witness.watch()
-        same_again("after a restart of the engine")
+        stack.unless_machine_stood_still(lambda: same_again("after a restart of the engine"))
 
 
 def ask(stack: Stack, shape: Shape) -> Completion:

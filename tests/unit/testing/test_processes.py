@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.testing.processes import LOOPBACK, ManagedProcess, ProcessEnded, free_port
+from lmcache.testing.processes import LOOPBACK, ManagedProcess, ProcessEnded, VllmEngine, free_port
 from polling import until
 
 # Listens, leaves the socket to a child that never answers, and goes on until it is killed.
@@ -55,3 +55,43 @@ def test_a_process_that_does_not_answer_is_waited_for(process) -> None:
     with pytest.raises(TimeoutError):
         asked.ask(port, "GET", "/", timeout_seconds=0.5)
     assert asked.alive()
+
+
+# Answers /health only, and has a worker of the name that vLLM gives it.
+ENGINE = """
+import http.server, os, sys, time
+worker = os.fork()
+if not worker:
+    open("/proc/self/comm", "w").write("VLLM::Worker")
+    time.sleep(60)
+while "VLLM" not in open(f"/proc/{worker}/comm").read():
+    time.sleep(0.01)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path != "/health":
+            time.sleep(60)
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *arguments): pass
+print("the last words of the engine", flush=True)
+http.server.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+class Engine(VllmEngine):
+    """What looks like one from outside."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self._parts = {}
+        ManagedProcess.__init__(self, [sys.executable, "-c", ENGINE, LOOPBACK, str(self.port)], folder / "log")
+
+
+def test_the_end_of_a_worker_ends_the_wait_for_the_engine(tmp_path: Path) -> None:
+    with Engine(tmp_path) as engine:
+        engine.wait_ready()
+        (worker,) = engine._parts
+        engine.check_alive()
+        threading.Timer(0.5, os.kill, (worker, signal.SIGKILL)).start()
+        with pytest.raises(ProcessEnded, match=rf"vLLM has lost VLLM::Worker \({worker}\):\n.*the last words"):
+            engine.ask(engine.port, "GET", "/", timeout_seconds=SECONDS)

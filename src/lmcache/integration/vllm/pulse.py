@@ -17,6 +17,9 @@ ANSWER_SECONDS = 1.5  # what the message loop gets to answer a call that does no
 # Two looks for the answer count as no more than that: an engine that did not run in between, or was inside a long step,
 # has not given the server, or its own socket's thread, the time that passed.
 LONGEST_LOOK_SECONDS = 0.5
+# Looks further apart than this show that the engine stood still, and what stood still here (a machine, a container
+# without processor time) may have stood still there: such a wait is begun once more before the server is given up.
+STAND_STILL_SECONDS = 0.2
 _SILENT_SECONDS = 60.0
 
 
@@ -29,6 +32,7 @@ class Pulse:
         self._probe: Pending[Empty] | None = None
         self._looked_at = 0.0
         self._waited_seconds = 0.0  # for the probe's answer
+        self._stood_still = self._waited_again = False  # meanwhile
         self._heard_at = float("-inf")
         self._silent = False
 
@@ -52,13 +56,18 @@ class Pulse:
             try:
                 self._probe = self._client.submit("noop", Empty(), _SILENT_SECONDS)
                 self._looked_at, self._waited_seconds = now, 0.0
+                self._stood_still = self._waited_again = False
             except LMCacheError:
                 return False
         self._listen()
+        self._stood_still |= now - self._looked_at > STAND_STILL_SECONDS
         self._waited_seconds += min(now - self._looked_at, LONGEST_LOOK_SECONDS)
         self._looked_at = now
         if self._probe is not None and self._waited_seconds >= ANSWER_SECONDS:
-            self._silent = True
+            if self._stood_still and not self._waited_again:
+                self._waited_seconds, self._waited_again = 0.0, True
+            else:
+                self._silent = True
         return not self._silent
 
     def _listen(self) -> None:

@@ -415,8 +415,22 @@ def test_an_engine_that_stood_still_does_not_take_the_server_for_dead() -> None:
     while engine.side.matched_tokens(one, 0) == (None, False):  # in long steps
         engine.clock.advance(10 * LONGEST_LOOK_SECONDS)
         looks += 1
-    assert looks <= ANSWER_SECONDS / LONGEST_LOOK_SECONDS + 1
+    assert looks <= 2 * ANSWER_SECONDS / LONGEST_LOOK_SECONDS + 1
     assert engine.side.matched_tokens(one, 0) == (0, False)
+
+
+def test_a_server_on_a_machine_that_stands_still_again_and_again_is_waited_for_once_more() -> None:
+    engine = Engine()
+    engine.side.on_new_request(one := request("a", 600))
+    engine.clock.advance(QUIET_SECONDS)
+    started = engine.clock.now_seconds
+    while engine.clock.now_seconds - started < 4 * LONGEST_LOOK_SECONDS:  # nothing runs for most of that time
+        assert engine.side.matched_tokens(one, 0) == (None, False)
+        engine.clock.advance(LONGEST_LOOK_SECONDS)
+        assert engine.side.matched_tokens(one, 0) == (None, False)
+        engine.clock.advance(0.01)
+    engine.settle(answer(2, 600))
+    assert engine.side.matched_tokens(one, 0) == (512, True)
 
 
 def test_a_slow_lookup_of_a_live_server_is_waited_for() -> None:
