@@ -5,11 +5,13 @@ PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 SOURCES := $(shell git ls-files native src pyproject.toml CMakeLists.txt 2>/dev/null)
 
+NIGHTLY := $(addprefix nightly-,shapes engine faults kill simulation contract cap others)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types native native-test python-test nightly soak bench clean
+.PHONY: help demo test lint format types native native-test python-test nightly soak bench clean $(NIGHTLY)
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 demo: $(STAMPS)/engine $(STAMPS)/package ## a real vLLM on CPU with a small model, cold against cached, in one table
 	@$(VENV)/bin/lmcache demo
@@ -47,13 +49,20 @@ native-test: ## C++ tests: plain, with ASan and UBSan, with TSan
 python-test: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## Python tests, the ones with real vLLM included
 	$(PY) -m pytest tests -m "not slow"
 
-nightly: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## what takes long: every model shape; ten minutes of mixed traffic; 200 rounds of load, kill -9 and restart; long simulations; 10 GB under a cap; 50,000 random operations an adapter
-	$(PY) -m pytest tests -m slow
-	LMCACHE_KILL_ROUNDS=200 LMCACHE_SIMULATION_STEPS=100000 $(PY) -m pytest tests/process/test_kill_loop.py tests/simulation
-	LMCACHE_SIMULATED_RUNS=50 LMCACHE_SIMULATED_SEED=$$(date +%s) $(PY) -m pytest tests/simulation/test_connector.py
-	LMCACHE_TEST_CAP_STORE_GB=10 $(PY) -m pytest tests/process/test_cap.py
-	LMCACHE_POWER_CUTS=200 $(PY) -m pytest tests/faults/test_power_cut.py
-	LMCACHE_CONTRACT_STEPS=50000 LMCACHE_CONTRACT_SEED=$$(date +%s) $(PY) -m pytest tests/contract -k like_a_dictionary
+READY := $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools
+nightly: $(READY) ## all that takes long, part by part, with a table of results at the end; PYTEST="-k ..." selects
+	$(PY) scripts/nightly.py -- $(PYTEST)
+
+nightly-shapes: ## every model shape with a real vLLM
+nightly-engine: ## the other long tests with a real vLLM
+nightly-faults: ## every medium under every fault, 200 power cuts
+nightly-kill: ## 200 rounds of load, kill -9 and restart for everything that keeps objects
+nightly-simulation: ## 100,000 steps of the index and its controllers, 50 runs of every shape of the connector
+nightly-contract: ## 50,000 random operations an adapter
+nightly-cap: ## 10 GB under a cap
+nightly-others: ## slow tests that no other part has
+$(NIGHTLY): nightly-%: $(READY)
+	$(PY) scripts/nightly.py $* -- $(PYTEST)
 
 SOAK ?= 7200
 soak: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## mixed traffic for two hours (SOAK=seconds), a quarter of it without vLLM: memory flat, nothing held at the end

@@ -1,0 +1,113 @@
+"""Runs the tests that take long, part by part, and says what each part came to. A part that fails does not end the others.
+
+python scripts/nightly.py                        all of them
+python scripts/nightly.py shapes kill            these two
+python scripts/nightly.py shapes -- -k mla       what follows -- goes to pytest
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED = str(int(time.time()))
+_NOTHING_COLLECTED = 5  # pytest's exit code
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pytest."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+SLOW = ("-m", "slow")
+SHAPES = "tests/e2e/test_shapes.py"
+PARTS: dict[str, tuple[Run, ...]] = {
+    "shapes": (Run((SHAPES, *SLOW)),),
+    "engine": (Run(("tests/e2e", *SLOW, f"--ignore={SHAPES}")),),
+    "faults": (
+        Run(("tests/faults", *SLOW)),
+        Run(("tests/faults/test_power_cut.py",), {"LMCACHE_POWER_CUTS": "200"}),
+    ),
+    "kill": (Run(("tests/process/test_kill_loop.py",), {"LMCACHE_KILL_ROUNDS": "200"}),),
+    "simulation": (
+        Run(("tests/simulation",), {"LMCACHE_SIMULATION_STEPS": "100000"}),
+        Run(("tests/simulation/test_connector.py",), {"LMCACHE_SIMULATED_RUNS": "50", "LMCACHE_SIMULATED_SEED": SEED}),
+    ),
+    "contract": (
+        Run(
+            ("tests/contract", "-k", "like_a_dictionary"),
+            {"LMCACHE_CONTRACT_STEPS": "50000", "LMCACHE_CONTRACT_SEED": SEED},
+        ),
+    ),
+    "cap": (Run(("tests/process/test_cap.py",), {"LMCACHE_TEST_CAP_STORE_GB": "10"}),),
+    "others": (Run(("tests", *SLOW, "--ignore=tests/e2e", "--ignore=tests/faults")),),
+}
+
+
+@dataclass
+class Outcome:
+    part: str
+    result: str = "not run"
+    seconds: float = 0.0
+
+
+def run_pytest(run: Run, extra: Sequence[str]) -> int:
+    command = [sys.executable, "-m", "pytest", *run.arguments, *extra]
+    settings = [f"{name}={value}" for name, value in run.environment.items()]
+    print("$", *settings, *command[1:], flush=True)
+    code = subprocess.run(command, cwd=ROOT, env={**os.environ, **run.environment}).returncode
+    return 0 if code == _NOTHING_COLLECTED and extra else code
+
+
+def run_parts(names: Sequence[str], run: Callable[[Run], int], say: Callable[[str], None] = print) -> list[Outcome]:
+    """Every part, whatever the others came to; those behind an interruption are not run."""
+    outcomes = [Outcome(name) for name in names]
+    for outcome in outcomes:
+        say(f"==== {outcome.part}")
+        began = time.monotonic()
+        try:
+            codes = [run(each) for each in PARTS[outcome.part]]
+            outcome.result = "failed" if any(codes) else "passed"
+        except KeyboardInterrupt:
+            outcome.result = "interrupted"
+        outcome.seconds = time.monotonic() - began
+        say(f"==== {outcome.part}: {outcome.result} after {outcome.seconds:.0f} s")
+        if outcome.result == "interrupted":
+            break
+    return outcomes
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    lines = [f"{outcome.part:<12}{outcome.result:<12}{outcome.seconds:>8.0f} s" for outcome in outcomes]
+    return "\n".join([f"{'part':<12}{'result':<12}{'time':>8}", *lines])
+
+
+def main(arguments: Sequence[str]) -> int:
+    names, extra = _split(arguments)
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        print(f"There is no part {unknown[0]!r}; the parts are {', '.join(PARTS)}.", file=sys.stderr)
+        return 2
+    outcomes = run_parts(names or list(PARTS), lambda run: run_pytest(run, extra))
+    print(summary(outcomes))
+    return 0 if all(outcome.result == "passed" for outcome in outcomes) else 1
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(parts, what pytest gets)."""
+    given = list(arguments)
+    end = given.index("--") if "--" in given else len(given)
+    return given[:end], given[end + 1 :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
