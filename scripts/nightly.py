@@ -1,8 +1,6 @@
-"""Runs the tests that take long, part by part, and says what each part came to. A part that fails does not end the others.
+"""Runs the tests that take long, part by part, and says what each came to. A part that fails does not end the others.
 
-python scripts/nightly.py                        all of them
-python scripts/nightly.py shapes kill            these two
-python scripts/nightly.py shapes -- -k mla       what follows -- goes to pytest
+Arguments are names of parts (none: all of them); what follows `--` goes to pytest: `nightly.py shapes -- -k mla`.
 """
 
 from __future__ import annotations

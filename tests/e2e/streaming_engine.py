@@ -1,0 +1,74 @@
+"""vLLM's engine alone, for what its server has no path for: a request that gets an image while it runs.
+
+Reads a JSON line a session from stdin, [name, image seed], and answers each with a line: [name, tokens].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import sys
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from lmcache.testing.tiny_images import image_url
+from lmcache.testing.tiny_models import sample_text
+
+FIRST_TOKENS, FURTHER_TOKENS, SAMPLED = 300, 500, 4
+
+
+def image(seed: int) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(image_url(seed).partition(",")[2])))
+
+
+async def main(model: str, transfer: dict[str, Any]) -> None:
+    from vllm import SamplingParams
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=model,
+            dtype="bfloat16",
+            seed=0,
+            enforce_eager=True,
+            max_model_len=4096,
+            max_num_seqs=4,
+            enable_prefix_caching=False,
+            kv_transfer_config=KVTransferConfig(**transfer),
+        )
+    )
+    texts = [sample_text(2 * tokens, seed=tokens)[:tokens] for tokens in (FIRST_TOKENS, FURTHER_TOKENS)]
+    sampling = SamplingParams(max_tokens=SAMPLED, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+    async def session(name: str, seed: int) -> list[int]:
+        turn_ended = asyncio.Event()
+
+        async def inputs() -> AsyncGenerator[StreamingInput, None]:
+            yield StreamingInput(prompt={"prompt": texts[0]})
+            await turn_ended.wait()
+            yield StreamingInput(prompt={"prompt": "<image>" + texts[1], "multi_modal_data": {"image": image(seed)}})
+
+        tokens: list[int] = []
+        async for output in engine.generate(inputs(), sampling, name):
+            tokens += output.outputs[0].token_ids
+            if len(tokens) >= SAMPLED:
+                turn_ended.set()
+        return tokens
+
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        name, seed = json.loads(line)
+        print(json.dumps([name, await session(name, seed)]), flush=True)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
