@@ -204,9 +204,11 @@ def test_every_load_ends_when_the_server_dies(upstream, monkeypatch, server):
     engine.close()
 
 
-@pytest.mark.parametrize("refused", ["images", "lora", "ray"])
+@pytest.mark.parametrize("refused", ["images", "embeddings", "lora", "ray"])
 def test_what_token_ids_alone_do_not_tell_apart_runs_uncached(upstream, monkeypatch, server, caplog, refused):
-    engine_config = config(server.port, is_multimodal_model=refused == "images")
+    engine_config = config(
+        server.port, is_multimodal_model=refused == "images", enable_prompt_embeds=refused == "embeddings"
+    )
     if refused == "lora":
         engine_config.lora_config = object()
     if refused == "ray":

@@ -46,6 +46,7 @@ def config(port: int, *, rank: int = 0, ranks: int = 1, **model: Any) -> Any:
         "quantization": None,
         "hf_config": hf_config,
         "is_multimodal_model": False,
+        "enable_prompt_embeds": False,
     }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(

@@ -151,10 +151,11 @@ class LMCacheMPWorkerAdapter:
         if config is None:
             raise LayoutRefused("vLLM's configuration is not to be had here, so what it means for KV is not known.")
         refuse_settings(config)
-        if config.lora_config is not None or config.model_config.is_multimodal_model:
+        model = config.model_config
+        if config.lora_config is not None or model.is_multimodal_model or model.enable_prompt_embeds:
             raise LayoutRefused(
-                "vLLM's own connector class looks up by token ids alone, which do not tell images or LoRA adapters "
-                "apart: unset LMCACHE_USE_UPSTREAM_MP to use LMCache's own."
+                "vLLM's own connector class looks up by token ids alone, which do not tell images, LoRA adapters or "
+                "prompt embeddings apart: unset LMCACHE_USE_UPSTREAM_MP to use LMCache's own."
             )
         if str(config.parallel_config.distributed_executor_backend) not in ("uni", "mp", "None"):
             raise LayoutRefused("vLLM's own connector class is served with the executors uni and mp only.")
