@@ -49,18 +49,13 @@ async def main(model: str, transfer: dict[str, Any]) -> None:
     sampling = SamplingParams(max_tokens=SAMPLED, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
     async def session(name: str, seed: int) -> list[int]:
-        turn_ended = asyncio.Event()
-
         async def inputs() -> AsyncGenerator[StreamingInput, None]:
             yield StreamingInput(prompt={"prompt": texts[0]})
-            await turn_ended.wait()
             yield StreamingInput(prompt={"prompt": "<image>" + texts[1], "multi_modal_data": {"image": image(seed)}})
 
         tokens: list[int] = []
         async for output in engine.generate(inputs(), sampling, name):
             tokens += output.outputs[0].token_ids
-            if len(tokens) >= SAMPLED:
-                turn_ended.set()
         return tokens
 
     print(json.dumps("ready"), flush=True)

@@ -14,6 +14,18 @@ def test_nothing_said_means_the_defaults() -> None:
     assert ConnectorSettings().transfer_mode is WantedTransfer.AUTO
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("cache.example", "tcp://cache.example:7"),
+        ("tcp://cache.example", "tcp://cache.example:7"),
+        ("ipc:///run/lmcache.sock", "ipc:///run/lmcache.sock"),
+    ],
+)
+def test_a_bare_host_means_tcp_and_a_path_has_no_port(host: str, url: str) -> None:
+    assert ConnectorSettings.read({"lmcache.mp.host": host, "lmcache.mp.port": 7}).url == url
+
+
 @pytest.mark.parametrize("mode", ["auto", "shm", "socket"])
 def test_the_transfer_mode_is_taken(mode: str) -> None:
     assert ConnectorSettings.read({"lmcache.mp.transfer_mode": mode}).transfer_mode.value == mode
