@@ -21,7 +21,7 @@ def test_a_producer_stores_and_a_consumer_loads(llama: Path, tmp_path: Path) -> 
         return VllmEngine(llama, tmp_path, cache_port=1, role=role, extra_config=extra, log_name=f"{role}.log")
 
     mine, theirs = (sample_tokens(1100, seed=seed) for seed in (1, 2))
-    with CacheServer(tmp_path, host=address) as server:
+    with CacheServer(tmp_path, host=address, l1_size_gb=0.125) as server:
         server.wait_ready()
         with engine("kv_producer") as producer:
             producer.wait_ready()

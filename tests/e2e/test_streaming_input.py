@@ -83,7 +83,7 @@ def streaming_engine(model: Path, port: int) -> Iterator[Callable[[str, int], li
 def test_an_image_that_comes_later_is_part_of_the_names(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     model = make_idefics3(tmp_path / "idefics3")
-    with CacheServer(tmp_path) as server:
+    with CacheServer(tmp_path, l1_size_gb=0.125) as server:
         server.wait_ready()
 
         def stored(objects: int) -> bool:
