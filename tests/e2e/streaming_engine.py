@@ -25,6 +25,14 @@ def image(seed: int) -> Any:
     return Image.open(io.BytesIO(base64.b64decode(image_url(seed).partition(",")[2])))
 
 
+def text_of(tokens: int, model: str) -> str:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = sample_text(4 * tokens, seed=tokens)
+    return next(text[:end] for end in range(tokens, len(text)) if len(tokenizer(text[:end]).input_ids) == tokens)
+
+
 async def main(model: str, transfer: dict[str, Any]) -> None:
     from vllm import SamplingParams
     from vllm.config import KVTransferConfig
@@ -45,7 +53,7 @@ async def main(model: str, transfer: dict[str, Any]) -> None:
             kv_transfer_config=KVTransferConfig(**transfer),
         )
     )
-    texts = [sample_text(2 * tokens, seed=tokens)[:tokens] for tokens in (FIRST_TOKENS, FURTHER_TOKENS)]
+    texts = [text_of(tokens, model) for tokens in (FIRST_TOKENS, FURTHER_TOKENS)]
     sampling = SamplingParams(max_tokens=SAMPLED, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
     async def session(name: str, seed: int) -> list[int]:
