@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def streaming_engine(model: Path, port: int) -> Iterator[Callable[[str, int], li
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env={
             **os.environ,
             "PYTHONPATH": f"{PACKAGE_PARENT}:{TESTS}",
@@ -76,7 +78,8 @@ def streaming_engine(model: Path, port: int) -> Iterator[Callable[[str, int], li
         process.stdin.close()
         assert process.wait(60) == 0
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its children too
         process.wait()
 
 

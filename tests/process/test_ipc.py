@@ -15,6 +15,8 @@ from lmcache.testing.processes import CacheServer
 from polling import until
 from process.support import SmallEngine
 
+REQUIRED = ("--l1-size-gb", "0.01", "--eviction-policy", "LRU")
+
 
 @pytest.fixture
 def path(tmp_path: Path):
@@ -96,6 +98,8 @@ def test_the_path_of_a_live_server_is_refused(path: Path) -> None:
                 )
                 assert "Traceback" not in second.log()
         server.resume()
+        checked = lmcache("config", "check", "--host", f"ipc://{path}", *REQUIRED)
+        assert checked.returncode == 0, checked.stderr  # of the path itself nothing is wrong
         with SmallEngine(f"ipc://{path}") as engine:
             stores_and_hits(engine, 1)
 
@@ -111,9 +115,10 @@ def test_a_path_that_cannot_be_had_is_refused_in_one_sentence(path: Path, what: 
         host, sentence, code = f"ipc:///{'x' * 107}", "the path of a socket has at most 107: choose a shorter one.", 2
     else:
         host, sentence, code = "ipc://x", "from the root on, like ipc:///run/lmcache.sock.", 2
-    ended = lmcache("server", "--host", host, "--l1-size-gb", "0.01", "--eviction-policy", "LRU")
-    assert (ended.returncode, sentence in ended.stderr) == (code, True), ended.stderr
-    assert "Traceback" not in ended.stderr
+    for command in (("server",), ("config", "check")):
+        ended = lmcache(*command, "--host", host, *REQUIRED)
+        assert (ended.returncode, sentence in ended.stderr) == (code, True), ended.stderr
+        assert "Traceback" not in ended.stderr
     if what == "file":
         assert path.read_text() == "kept"
 

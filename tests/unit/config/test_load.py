@@ -429,12 +429,6 @@ def test_variables_that_are_no_options_are_named() -> None:
         "file of a server).",
         "LMCACHE_TRACK_USAGE in the environment is not an option of this server.",
     ]
-def test_remarks_are_about_what_may_be_meant_otherwise() -> None:
-    assert remarks(load_server_config(REQUIRED, {})) == []
-    (remark,) = remarks(load_server_config(["--l1-size-gb", "1", "--eviction-policy", "noop"], {}))
-    assert "nothing ever leaves L1" in remark
-    (remark,) = remarks(load_server_config([*REQUIRED, "--max-workers", "4"], {}))
-    assert "--max-gpu-workers 4" in remark
 
 
 def test_a_path_takes_no_port_and_names_the_memory():
