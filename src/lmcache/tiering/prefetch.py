@@ -20,6 +20,7 @@ from lmcache.l1.adoption import STORAGE_OWNER
 from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
+from lmcache.tiering.checked_policies import CheckedPrefetchPolicy
 from lmcache.tiering.leases import FOREVER
 from lmcache.tiering.loads import Load, Loader, Slot
 from lmcache.tiering.tails import is_needed, longest_whole
@@ -63,8 +64,10 @@ NOTHING_ASKED = PrefetchResult(0, 0, b"", None)
 class _Run:
     """A request under way."""
 
-    def __init__(self, request: PrefetchRequest, namespace_ids: bytes) -> None:
+    def __init__(self, request: PrefetchRequest, namespace_ids: bytes, runners: Sequence[Runner]) -> None:
+        """`runners` in the order in which they are asked."""
         self.request = request
+        self.runners = runners
         self.namespace_ids = namespace_ids  # u32
         self.width = len(request.namespaces)
         self.hashes = [
@@ -87,12 +90,19 @@ class PrefetchController:
     """Belongs to the storage loop."""
 
     def __init__(
-        self, l1: L1Store, runners: Sequence[Runner], loader: Loader, *, max_in_flight: int, metrics: Metrics
+        self,
+        l1: L1Store,
+        runners: Sequence[Runner],
+        loader: Loader,
+        policy: CheckedPrefetchPolicy,
+        *,
+        max_in_flight: int,
+        metrics: Metrics,
     ) -> None:
-        """`runners` in the order in which they are asked."""
         self._l1 = l1
         self._runners = runners
         self._loader = loader
+        self._policy = policy
         self._metrics = metrics
         self._slots = asyncio.Semaphore(max_in_flight)
         self.waiting = 0
@@ -114,7 +124,8 @@ class PrefetchController:
         if self.waiting >= limits.MAX_PREFETCHES_WAITING:
             return PrefetchResult(0, 0, b"", MissReason.L2_DEADLINE)
         ids = array("I", [self._l1.namespace_id(namespace) for namespace in request.namespaces]).tobytes()
-        run = _Run(request, ids)
+        runners = [self._runners[index] for index in self._policy.order(request.namespaces)]
+        run = _Run(request, ids, runners)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.deadline_seconds
         work = loop.create_task(self._work(run))
@@ -137,6 +148,10 @@ class PrefetchController:
             await asyncio.gather(stop, work, return_exceptions=True)
             self._give_back(run)
 
+    def check_idle(self) -> None:
+        """AssertionError unless no request is under way."""
+        assert not self.waiting and not self.in_flight, f"{self.waiting} prefetches wait, {self.in_flight} run"
+
     # ---- the request -------------------------------------------------------------------------------------------------
     async def _work(self, run: _Run) -> None:
         self.waiting += 1
@@ -146,7 +161,7 @@ class PrefetchController:
             self.waiting -= 1
         self.in_flight += 1
         try:
-            for _ in self._runners:
+            for _ in run.runners:
                 run.reason = MissReason.NOT_STORED
                 await self._start_loads(run)
                 await self._await_loads(run)
@@ -195,7 +210,7 @@ class PrefetchController:
         for index, key in enumerate(keys):
             if self._loader.find(key) is not None:
                 source[index] = 0
-        for position, runner in enumerate(self._runners):
+        for position, runner in enumerate(run.runners):
             unknown = [index for index, value in enumerate(source) if value is None]
             if not unknown:
                 break
@@ -276,7 +291,7 @@ class PrefetchController:
                 if lease:
                     run.leases.append(lease)
         if slots:
-            load = Load(slots, reservation, width * count)
+            load = Load(slots, reservation, width * count, run.runners)
             self._join(run, load, first)
             self._loader.start(load)
             self._metrics.l2_prefetch_load_submitted.inc()
