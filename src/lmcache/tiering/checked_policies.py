@@ -16,6 +16,10 @@ T = TypeVar("T")
 log = logging.getLogger("lmcache.tiering")
 
 
+class _Unusable(Exception):
+    """An answer that does not keep to the contract."""
+
+
 class CheckedStorePolicy:
     def __init__(self, policy: StorePolicy, adapters: Sequence[AdapterInfo], metrics: Metrics) -> None:
         self.drops_from_l1 = policy.drops_from_l1
@@ -29,8 +33,8 @@ class CheckedStorePolicy:
         def ask() -> Sequence[Sequence[int]]:
             answer = self._policy.targets(keys, self._adapters)
             if not isinstance(answer, list | tuple) or len(answer) != len(keys):
-                raise ValueError(f"targets() must return a list with the adapters of each of {len(keys)} keys")
-            checked: object = None
+                raise _Unusable(f"targets() must return a list with the adapters of each of {len(keys)} keys")
+            checked: object = self  # nothing yet
             for indices in answer:
                 if indices is not checked:  # most objects of a batch have the same
                     _check("targets()", indices, len(self._adapters))
@@ -59,14 +63,14 @@ class CheckedPrefetchPolicy:
 
 
 def _check(method: str, indices: Any, adapters: int) -> None:
-    """ValueError unless these are different numbers of adapters."""
+    """_Unusable unless these are different numbers of adapters."""
     if not isinstance(indices, list | tuple | range):
-        raise ValueError(f"{method} must give the adapters of an object as a list of indices, got {indices!r:.100}")
+        raise _Unusable(f"{method} must give the adapters of an object as a list of indices, got {indices!r:.100}")
     for index in indices:
         if not isinstance(index, int) or not 0 <= index < adapters:
-            raise ValueError(f"{method} named the adapter {index!r:.100}; there are {adapters}, counted from 0")
+            raise _Unusable(f"{method} named the adapter {index!r:.100}; there are {adapters}, counted from 0")
     if len(indices) > 1 and len(set(indices)) < len(indices):
-        raise ValueError(f"{method} named an adapter twice: {list(indices)!r:.100}")
+        raise _Unusable(f"{method} named an adapter twice: {list(indices)!r:.100}")
 
 
 class _Faults:
@@ -84,12 +88,11 @@ class _Faults:
             if not self._is_said:
                 self._is_said = True
                 log.error(
-                    "The %s policy %s failed (%s: %s); the default decides whenever that happens (counted in "
+                    "The %s policy %s failed (%s); the default decides whenever that happens (counted in "
                     "lmcache_mp_policy_faults_total, said once)",
                     self._kind,
                     self._name,
-                    type(error).__name__,
-                    error,
-                    exc_info=error,
+                    error if isinstance(error, _Unusable) else f"{type(error).__name__}: {error}",
+                    exc_info=None if isinstance(error, _Unusable) else error,
                 )
             return default()
