@@ -133,9 +133,10 @@ class World:
         assert await self.loader.drain(LONGEST_SECONDS)
         for owner in range(1, ENGINES + 1):
             self.l1.core.drop_owner(owner)
-        self.l1.check_idle()
+        self.store.drop_leftovers()
+        for part in (self.l1, self.store, self.prefetch, self.loader, *self.runners):
+            part.check_idle()
         for runner in self.runners:
-            runner.ledger.check()
             assert await runner.close(LONGEST_SECONDS)
 
     async def _expire(self) -> None:
