@@ -258,6 +258,7 @@ class Storage:
         else:
             self._store.discard()
             await self._store.flush(FLUSH_SECONDS)
+            self._store.discard()  # what was being written, and failed
             for runner in self._runners:
                 try:
                     objects, size_bytes = _sum((objects, size_bytes), await runner.clear())

@@ -228,6 +228,19 @@ def test_what_is_queued_when_an_operator_clears_is_not_lost() -> None:
         assert (it.unstored, it.lost, it.l1_objects) == (0, 0, 0)
 
 
+def test_what_is_being_written_and_fails_when_an_operator_clears_does_not_come_back() -> None:
+    with skipping(adapters=1) as it:
+        it.it.storage.call_soon(it.adapters[0].gate.clear)
+        it.it.put(keys(4))
+        until(lambda: it.adapters[0].stalled == 1)
+        it.fail()
+        opener = threading.Timer(0.1, lambda: it.it.storage.call_soon(it.adapters[0].gate.set))
+        opener.start()
+        it.it.storage.clear("l2")
+        opener.join()
+        assert (it.unstored, it.lost, it.l1_objects) == (0, 0, 0)
+
+
 def test_a_store_that_is_late_is_stored() -> None:
     """It hangs beyond its deadline: its lease lasts, and the object leaves L1 when it has ended after all."""
     with skipping(slots=64, adapters=1) as it:
