@@ -82,7 +82,9 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     verifies = verifies or bool(
         adapters and loaded.config.l1_persist
     )  # what was adopted is verified before it is stored
-    return Plan(loaded, adapters, store_policy, prefetch_policy, notes(loaded, environ, verifies_loads=verifies) + found)
+    return Plan(
+        loaded, adapters, store_policy, prefetch_policy, notes(loaded, environ, verifies_loads=verifies) + found
+    )
 
 
 def _policies(config: ServerConfig, problems: Problems) -> tuple[StorePolicy | None, PrefetchPolicy | None]:

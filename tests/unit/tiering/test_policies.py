@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lmcache.config.load import load_server_config
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.errors import ConfigError
 from lmcache.tiering import policies
@@ -112,15 +113,12 @@ def test_the_example_by_entry_points(tmp_path: Path, registers: bool) -> None:
 
 
 def test_the_flags_of_the_guide_are_accepted(tmp_path: Path) -> None:
-    from lmcache.cli.config import check_storage
-    from lmcache.config.load import load_server_config
-
     save(tmp_path, EXAMPLE)
     command = next(part for part in GUIDE.read_text().split("\n\n") if "lmcache server" in part)
     words = [quoted or plain for quoted, plain in re.findall(r"'([^']*)'|(\S+)", command)]
     config = load_server_config(words[2:], {})
-    check_storage(config)
-    assert config.l2_store_policy == "tenant_policies:KeepPrivate"
+    assert type(select_store_policy(config.l2_store_policy)).__name__ == "KeepPrivate"
+    assert type(select_prefetch_policy(config.l2_prefetch_policy)).__name__ == "InTurns"
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
