@@ -183,6 +183,7 @@ class Engine:
         self.finished: list[Request] = []
         self.in_flight: deque[tuple[Any, list[_Scheduled]]] = deque()
         self.loaded_tokens = self.steps = self.preemptions = 0
+        self.weights = 0  # their version: other weights give every position another KV
 
     def _worker(self, config: VllmConfig, kv_config: KVCacheConfig, rank: int) -> LMCacheMPConnector:
         mine = copy.copy(config)
@@ -333,7 +334,8 @@ class Engine:
         return rank * self.shape.stages // self.shape.ranks
 
     def _flavour(self, rank: int, group: int) -> int:
-        return (self._stage(rank) + 1 if self.shape.mla else rank + 1) * 0x9E3779B97F4A7C15 * (group + 1) & _MASK
+        place = (self._stage(rank) + 1 if self.shape.mla else rank + 1) * 0x9E3779B97F4A7C15 * (group + 1)
+        return (place ^ self.weights * 0xD1342543DE82EF95) & _MASK
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
     def owned_blocks(self) -> set[int]:

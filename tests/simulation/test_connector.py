@@ -113,6 +113,7 @@ class Odds:
     requests: float = 10.0
     aborts: float = 3.0
     resets: float = 6.0
+    updates: float = 0.6
     preempts: float = 2.0
     kills: float = 0.1
     drops: float = 0.1
@@ -197,6 +198,23 @@ class Run:
 
     def do_resets(self) -> None:
         self.engine.scheduler.reset_prefix_cache()
+
+    def do_updates(self) -> None:
+        """Other weights between two steps. vLLM says when its reset is to be tried again: while blocks are in use."""
+        engine = self.engine
+        preempt = self.random.random() < 0.8
+        for _ in range(20):
+            while engine.in_flight:
+                engine.settle_one()
+            try:
+                if engine.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True):
+                    engine.weights += 1
+                    self.did["other weights"] += 1
+                    return
+            except RuntimeError as error:
+                assert "running requests waiting for remote KV transfer" in str(error)
+            self.did["resets that failed"] += 1
+            self.step()
 
     def do_preempts(self) -> None:
         scheduler = self.engine.scheduler

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -44,6 +46,9 @@ log = logging.getLogger("lmcache.vllm")
 
 KVConnectorMetadata.register(StepOrders)
 KVConnectorWorkerMetadata.register(WorkerReport)
+
+# The only workers of their engines, by engine, whose scheduler may live in this process too.
+_lone_workers: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -125,6 +130,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             save_decode=self._saves_decode(),
             load_or_recompute=self._settings.load_or_recompute,
             media_have_names=self._media_have_names(),
+            # Without a process of its own an engine runs no step once its requests have ended.
+            await_stores=parallel.world_size > 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING,
+            worker_here=lambda: _lone_workers.get(self._instance_id),
         )
 
     def _saves_decode(self) -> bool:
@@ -172,6 +180,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
 
         self._worker = WorkerSide(make_client, identity, groups, gpu)
+        if parallel.world_size == 1:
+            _lone_workers[self._instance_id] = self._worker
         self._await_server(self._worker.client)
 
     def _describe(self, kv_caches: dict[str, Any]) -> list[PagedGroup]:
@@ -226,8 +236,17 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- the scheduler's calls ---------------------------------------------------------------------------------------
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
-            self._scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+        if self._scheduler is None:
+            return
+        pool = kv_cache_manager.block_pool
+        self._scheduler.bind(pool, kv_cache_manager.get_block_ids)
+        reset_pool = pool.reset_prefix_cache
+
+        def reset_without_pins() -> bool:  # vLLM asks no connector before it looks whether a block is in use
+            self._await_pins()
+            return bool(reset_pool())
+
+        pool.reset_prefix_cache = reset_without_pins
 
     @_contained(None)
     def on_new_request(self, request: Any) -> None:
@@ -273,6 +292,16 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
         return False, None
+
+    @_contained(None)
+    def _await_pins(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.await_pins()
+
+    @_contained(False)
+    def reset_cache(self) -> bool:
+        """Called with `reset_prefix_cache(reset_connector=True)`, by which vLLM is told that its weights changed."""
+        return self._scheduler.reset() if self._scheduler is not None else True
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.pins_end_soon

@@ -113,12 +113,13 @@ def names_media(vllm_config: Any) -> bool:
     return media is None or media.mm_processor_cache_gb > 0 or bool(vllm_config.cache_config.enable_prefix_caching)
 
 
-def request_identity(request: Any) -> bytes:
-    """Bytes that seed a request's first chunk hash; empty for a plain request."""
+def request_identity(request: Any, generation: bytes = b"") -> bytes:
+    """Bytes that seed a request's first chunk hash; empty for a plain request to the weights that the engine started
+    with. `generation` stands for weights that came after those."""
     lora = request.lora_request
-    if lora is None:
-        return b""
-    return msgspec.msgpack.encode(("lora", lora.lora_name, lora.lora_path, _adapter_sample(lora)))
+    adapter = ("lora", lora.lora_name, lora.lora_path, _adapter_sample(lora)) if lora is not None else ()
+    weights = ("weights", generation) if generation else ()
+    return msgspec.msgpack.encode(adapter + weights) if adapter or weights else b""
 
 
 # By the number that the engine gives an adapter when it loads it: another content comes with another number.
@@ -134,6 +135,11 @@ def _adapter_sample(lora: Any) -> str:
         if len(_adapter_samples) > _MAX_ADAPTERS_KEPT:
             _adapter_samples.popitem(last=False)
     return sample
+
+
+def forget_adapters() -> None:
+    """The engine has dropped its adapters, or will: their files are read again."""
+    _adapter_samples.clear()
 
 
 def content_extras(features: Sequence[Any], chunk_tokens: int) -> list[tuple[int, bytes]]:

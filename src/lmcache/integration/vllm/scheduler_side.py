@@ -13,9 +13,10 @@ relies on:
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN, States, blocks_to
 from lmcache.integration.vllm.costs import Costs, Stopwatch, Tier
 from lmcache.integration.vllm.decoded import DecodedChunks, take_tokens
 from lmcache.integration.vllm.groups import CacheGroup
-from lmcache.integration.vllm.identity import is_cacheable, request_identity
+from lmcache.integration.vllm.identity import forget_adapters, is_cacheable, request_identity
 from lmcache.integration.vllm.lookup import Asker, Progress, Question
 from lmcache.integration.vllm.makers import Ahead, Makers
 from lmcache.integration.vllm.orders import LoadOrder, StepOrders, StoreOrder, WorkerReport
@@ -35,6 +36,7 @@ from lmcache.protocol.tokens import pack_tokens
 
 if TYPE_CHECKING:
     from lmcache.client.client import Client
+    from lmcache.integration.vllm.worker_side import WorkerSide
     from lmcache.protocol.messages import HelloReply
 
 log = logging.getLogger("lmcache.vllm")
@@ -42,6 +44,9 @@ log = logging.getLogger("lmcache.vllm")
 STEP_WAIT_SECONDS = 0.002  # all lookups of one scheduler step together
 NO_SERVER = b""  # workers report a load that names it as failed
 LOOKUP_PATIENCE_SECONDS = 0.004  # while other requests run, wait only for a lookup younger than this
+STORES_END_SECONDS = 5.0  # what a reset of the engine's caches waits for stores that read blocks
+_STORES_LOOK_SECONDS = 0.1
+_GENERATION_BYTES = 16
 
 
 @dataclass
@@ -75,11 +80,15 @@ class SchedulerSide:
         save_decode: bool = False,
         load_or_recompute: bool = True,
         media_have_names: bool = True,
+        await_stores: bool = False,
+        worker_here: Callable[[], WorkerSide | None] = lambda: None,
         clock: Clock | None = None,
+        random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
         """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV. `save_decode`: chunks that
         decoding fills are stored too. `load_or_recompute`: a hit that would be slower than computing is not loaded.
-        `media_have_names`: requests with images ... are cached."""
+        `media_have_names`: requests with images ... are cached. `await_stores`: no step ends before its stores have read
+        their blocks, because it may be the last one. `worker_here`: the only worker, if it lives in this process."""
         self._clock = clock or SystemClock()
         self._client = client
         self._groups = tuple(groups)
@@ -98,6 +107,10 @@ class SchedulerSide:
         self._step_wait_seconds = STEP_WAIT_SECONDS
         self._engine_busy = False
         self._block_table: Any = None
+        self._await_stores = await_stores
+        self._worker_here = worker_here
+        self._random_bytes = random_bytes
+        self._generation = b""  # of the weights; those that the engine started with have none
 
     def bind(self, block_pool: Any, block_table: Any) -> None:
         """`block_table(request id)` gives the block ids of each group."""
@@ -127,7 +140,7 @@ class SchedulerSide:
         question = Question(
             request.request_id,
             salt,
-            request_identity(request),
+            request_identity(request, self._generation),
             pack_tokens(prompt),
             tuple(request.mm_features),
         )
@@ -298,7 +311,7 @@ class SchedulerSide:
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def step_orders(self, scheduler_output: Any) -> StepOrders:
-        orders = StepOrders(loads=self._loads)
+        orders = StepOrders(loads=self._loads, await_stores=self._await_stores)
         self._loads = []
         self._step_wait_seconds = STEP_WAIT_SECONDS
         self._engine_busy = scheduler_output.total_num_scheduled_tokens > 0
@@ -367,12 +380,7 @@ class SchedulerSide:
         """Takes what the workers reported. A load has ended when all have said so; failures may come earlier."""
         if self._costs is not None:
             self._costs.computed(*self._stopwatch.step_ends())
-        report = output.kv_connector_worker_meta or WorkerReport()
-        self._pins.ended(report.ended_stores)
-        self._makers.stored(report.settled_stores)
-        for request_id, chunks in report.unreadable.items():
-            if request_id in self._requests:
-                self._requests[request_id].unreadable |= chunks
+        self._take(output.kv_connector_worker_meta or WorkerReport())
         if output.invalid_block_ids:
             for loading in self._requests.values():
                 if loading.loading and not loading.loading_blocks.isdisjoint(output.invalid_block_ids):
@@ -381,6 +389,13 @@ class SchedulerSide:
             state = self._requests.get(request_id)
             if state is not None and state.loading:
                 self._load_ended(request_id, state, request_id in output.failed_recving)
+
+    def _take(self, report: WorkerReport) -> None:
+        self._pins.ended(report.ended_stores)
+        self._makers.stored(report.settled_stores)
+        for request_id, chunks in report.unreadable.items():
+            if request_id in self._requests:
+                self._requests[request_id].unreadable |= chunks
 
     def _load_ended(self, request_id: str, state: _Request, failed: bool) -> None:
         state.loading = False
@@ -426,6 +441,45 @@ class SchedulerSide:
         self._storing.pop(request_id, None)
         self._makers.ends(request_id)
         self._asker.end(state.question)
+
+    # ---- other weights -----------------------------------------------------------------------------------------------
+    def await_pins(self) -> None:
+        """Before the engine resets its own cache: gives back what is pinned, as far as that needs no step. An engine
+        without requests may run none."""
+        if self._decoded is not None:
+            self._decoded.drop_tails()
+        worker = self._worker_here()
+        until = self._clock.monotonic() + STORES_END_SECONDS
+        while worker is not None and self._pins.held:
+            storing = worker.storing
+            self._take(worker.report() or WorkerReport())
+            if not storing or self._clock.monotonic() >= until:
+                return
+            worker.await_store_read(_STORES_LOOK_SECONDS)
+
+    def reset(self) -> bool:
+        """The weights may be others from now on. What was stored before is not found any more, and what was computed
+        before is not stored: all keys bear a name that nobody else has.
+
+        False while blocks of before are in use. They, and what is computed from them, may be of former weights, so
+        nothing is cached until a reset finds none."""
+        self._asker.suspended = True
+        self._generation = self._random_bytes(_GENERATION_BYTES)
+        forget_adapters()
+        for request_id, state in self._requests.items():
+            self._makers.ends(request_id)
+            identity = request_identity(state.request, self._generation)
+            state.question = self._asker.renamed(state.question, identity)
+            state.stored_chunks = 0
+        if not self._pins.pool_is_empty:
+            log.warning(
+                "KV of former weights may be in use, because requests run or stores have not ended: nothing is cached "
+                "until reset_prefix_cache(reset_connector=True) succeeds"
+            )
+            return False
+        self._asker.suspended = False
+        log.info("The caches are reset: from now on KV is stored and looked up under a new name of the weights")
+        return True
 
     @property
     def has_pins(self) -> bool:
