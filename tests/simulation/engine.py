@@ -164,6 +164,7 @@ class Engine:
         init_none_hash(sha256)
         self.world = world
         self.shape = shape
+        self._folder = folder
         config, kv_config = _configs(shape, str(folder), engine_id)
         self._groups = len(kv_config.kv_cache_groups)
         self.scheduler = (AsyncScheduler if shape.overlapped else Scheduler)(
@@ -198,6 +199,13 @@ class Engine:
         connector.register_kv_caches(dict.fromkeys(names, tensor))
         return connector
 
+    def _adapter(self, name: str) -> Path:
+        folder = self._folder / name
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "adapter_model.safetensors").write_text(name)
+        return folder
+
     # ---- requests ----------------------------------------------------------------------------------------------------
     def add(self, name: str, tokens: list[int], max_tokens: int, salt: str | None, lora: str | None) -> Request:
         request = Request(
@@ -206,7 +214,7 @@ class Engine:
             SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             None,
             cache_salt=salt,
-            lora_request=LoRARequest(lora, 1, "/" + lora) if lora else None,
+            lora_request=LoRARequest(lora, 1, str(self._adapter(lora))) if lora else None,
             block_hasher=self._hasher,
         )
         self.chains[name] = Chain(request)

@@ -33,7 +33,7 @@ from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.errors import LayoutRefused, LMCacheError
 from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
-from lmcache.integration.vllm.identity import engine_identity, names_media
+from lmcache.integration.vllm.identity import engine_identity, model_identity, names_media
 from lmcache.integration.vllm.orders import StepOrders, WorkerReport
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.integration.vllm.settings import SHORT_START_SECONDS, ConnectorSettings
@@ -189,6 +189,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         on_gpu = current_platform.is_cuda()
         describe = describe_gpu_group if on_gpu else describe_group
         described = []
+        model = model_identity(self._vllm_config)
         for group in self._groups:
             missing = [name for name in group.layer_names if name not in kv_caches]
             if missing:
@@ -196,7 +197,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             paged = describe(
                 [(name, kv_caches[name]) for name in group.layer_names],
                 engine=engine_identity(
-                    self._vllm_config, vllm.__version__, layers, group.layer_names, on_gpu=on_gpu, state=group.state
+                    model, vllm.__version__, layers, group.layer_names, on_gpu=on_gpu, state=group.state
                 ),
                 block_tokens=group.block_tokens,
                 num_blocks=self._kv_cache_config.num_blocks,

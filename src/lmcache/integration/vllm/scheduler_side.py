@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 from lmcache.clock import Clock, SystemClock
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
+from lmcache.integration.vllm.adapters import Adapters
 from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN, States, blocks_to_store, group_load, restores_states
 from lmcache.integration.vllm.costs import Costs, Stopwatch, Tier
 from lmcache.integration.vllm.decoded import DecodedChunks, take_tokens
 from lmcache.integration.vllm.groups import CacheGroup
-from lmcache.integration.vllm.identity import forget_adapters, is_cacheable, request_identity
+from lmcache.integration.vllm.identity import is_cacheable, request_identity
 from lmcache.integration.vllm.lookup import Asker, Progress, Question
 from lmcache.integration.vllm.makers import Ahead, Makers
 from lmcache.integration.vllm.orders import LoadOrder, StepOrders, StoreOrder, WorkerReport
@@ -87,7 +88,7 @@ class SchedulerSide:
     ) -> None:
         """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV. `save_decode`: chunks that
         decoding fills are stored too. `load_or_recompute`: a hit that would be slower than computing is not loaded.
-        `media_have_names`: requests with images ... are cached. `await_stores`: no step ends before its stores have read
+        `media_have_names`: requests with images ... are cached. `await_stores`: a step ends when its stores have read
         their blocks, because it may be the last one. `worker_here`: the only worker, if it lives in this process."""
         self._clock = clock or SystemClock()
         self._client = client
@@ -110,6 +111,7 @@ class SchedulerSide:
         self._await_stores = await_stores
         self._worker_here = worker_here
         self._random_bytes = random_bytes
+        self._adapters = Adapters()
         self._generation = b""  # of the weights; those that the engine started with have none
 
     def bind(self, block_pool: Any, block_table: Any) -> None:
@@ -137,10 +139,13 @@ class SchedulerSide:
         short = hello is not None and len(prompt) < hello.chunk_tokens
         if short and self._decoded is None:
             return
+        identity = self._identity(request)
+        if identity is None:
+            return
         question = Question(
             request.request_id,
             salt,
-            request_identity(request, self._generation),
+            identity,
             pack_tokens(prompt),
             tuple(request.mm_features),
         )
@@ -149,6 +154,12 @@ class SchedulerSide:
             self._storing[request.request_id] = state
         if not short:
             self._ask(state)
+
+    def _identity(self, request: Any) -> bytes | None:
+        """None: not known."""
+        lora = request.lora_request
+        content = self._adapters.content(lora) if lora is not None else ""
+        return request_identity(request, content, self._generation) if content is not None else None
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `computed_tokens` that will be loaded, asynchronously); (None, False): not known yet."""
@@ -350,6 +361,9 @@ class SchedulerSide:
             self._decoded.learn(question, state.request, min(computed_tokens, known_tokens))
         if not question.hashes or question.hello is None or question.hello is not self._client.hello:
             return None
+        lora = state.request.lora_request
+        if lora is not None and not self._adapters.unchanged(lora):
+            return None
         chunk_tokens = question.hello.chunk_tokens
         first = state.stored_chunks
         end = min(computed_tokens, known_tokens) // chunk_tokens
@@ -428,6 +442,8 @@ class SchedulerSide:
     def _keep_tail(self, decoded: DecodedChunks, state: _Request, block_ids: Sequence[Sequence[int]]) -> None:
         """The last token was sampled from the KV of those before it and has none of its own."""
         request, hello = state.request, self._client.hello
+        if request.lora_request is not None and not self._adapters.unchanged(request.lora_request):
+            return
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if hello is None or tokens // hello.chunk_tokens <= state.stored_chunks:
             return
@@ -465,11 +481,10 @@ class SchedulerSide:
         nothing is cached until a reset finds none."""
         self._asker.suspended = True
         self._generation = self._random_bytes(_GENERATION_BYTES)
-        forget_adapters()
         for request_id, state in self._requests.items():
             self._makers.ends(request_id)
-            identity = request_identity(state.request, self._generation)
-            state.question = self._asker.renamed(state.question, identity)
+            identity = self._identity(state.request)
+            state.question = self._asker.renamed(state.question, identity or self._random_bytes(_GENERATION_BYTES))
             state.stored_chunks = 0
         if not self._pins.pool_is_empty:
             log.warning(

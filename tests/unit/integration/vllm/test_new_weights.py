@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,6 @@ from lmcache.integration.vllm.orders import WorkerReport
 from lmcache.integration.vllm.scheduler_side import STORES_END_SECONDS
 from unit.integration.vllm.fakes import answer, output, request, step
 from unit.integration.vllm.test_scheduler_side import Engine
-
-ADAPTER = SimpleNamespace(lora_name="style", lora_path="/nowhere", lora_int_id=1)
 
 
 def numbered() -> Callable[[int], bytes]:
@@ -37,9 +36,9 @@ def name_of(generation: int) -> bytes:
     return msgspec.msgpack.encode(("weights", generation.to_bytes(16, "little")))
 
 
-def computed(engine: Engine, name: str, tokens: int = 600) -> Any:
+def computed(engine: Engine, name: str, tokens: int = 600, **fields: Any) -> Any:
     """A request that misses and is computed in one step; what that step orders."""
-    engine.side.on_new_request(one := request(name, tokens, num_computed_tokens=tokens))
+    engine.side.on_new_request(one := request(name, tokens, num_computed_tokens=tokens, **fields))
     engine.settle(answer(0, tokens))
     assert engine.side.matched_tokens(one, 0) == (0, False)
     blocks = list(range(1, 2 + tokens // 128))
@@ -53,12 +52,17 @@ def free(engine: Engine, name: str) -> None:
     engine.pool.free_blocks([engine.pool.blocks[block] for block in engine.tables[name][0]])
 
 
-def test_each_reset_gives_all_later_requests_a_name_that_nobody_else_has() -> None:
+def adapter(folder: Path, **fields: Any) -> Any:
+    (folder / "adapter_model.safetensors").write_bytes(b"first")
+    return SimpleNamespace(lora_name="style", lora_path=str(folder), lora_int_id=1, **fields)
+
+
+def test_each_reset_gives_all_later_requests_a_name_that_nobody_else_has(tmp_path: Path) -> None:
     engine = engine_of()
     engine.side.on_new_request(request("before", 600))
     assert engine.side.reset()
     engine.side.on_new_request(request("after", 600))
-    engine.side.on_new_request(request("adapter", 600, lora_request=ADAPTER))
+    engine.side.on_new_request(request("adapter", 600, lora_request=adapter(tmp_path)))
     assert engine.side.reset()
     engine.side.on_new_request(request("again", 600))
     names = [identity for _, _, identity in lookups(engine)]
@@ -192,3 +196,21 @@ def test_what_a_finished_request_left_behind_is_let_go_when_the_engine_resets() 
     assert engine.side.has_pins
     engine.side.await_pins()
     assert not engine.side.has_pins
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_what_an_adapter_computed_after_its_files_were_changed_is_not_stored(tmp_path: Path, decoded: bool) -> None:
+    engine = engine_of(save_decode=decoded)
+    lora = adapter(tmp_path, load_inplace=True)
+    one, orders = computed(engine, "a", 600, lora_request=lora)
+    assert len(orders.stores) == 1
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"other")
+    one.num_tokens, one.num_computed_tokens, one.all_token_ids = 1200, 1199, [1] * 1200
+    engine.tables["a"] = (list(range(1, 11)),)
+    assert not engine.side.step_orders(step(running=[("a", 600, 599)])).stores
+    engine.side.step_ended(output(report=WorkerReport(Counter({orders.stores[0].job: 1}))))
+    engine.side.request_finished(one, engine.tables["a"])
+    assert not engine.side.has_pins
+    engine.side.on_new_request(request("b", 600, lora_request=lora))
+    first, second = engine.client.messages("lookup")
+    assert first.identity != second.identity
