@@ -340,6 +340,39 @@ def test_requests_were_interrupted_in_every_state() -> None:
     assert states | {"preempted while running", "preempted while storing"} <= interrupted.keys()
 
 
+@pytest.mark.parametrize("name", ["plain", "two ranks", "no prefix cache"])
+def test_kv_of_former_weights_is_neither_served_nor_stored_under_the_new_name(
+    name: str, monkeypatch: pytest.MonkeyPatch, model_folder: Path, errors: _Errors
+) -> None:
+    simulation = Run(1, SHAPES[name], monkeypatch, model_folder)
+    engine = simulation.engine
+    text = simulation.fresh(200)
+
+    def loaded(request: str) -> int:
+        """Blocks that a request loaded, which runs to its end; what it attends to and what is stored is checked."""
+        before = simulation.did["blocks loaded"]
+        engine.scheduler.reset_prefix_cache()
+        engine.add(request, text, 2, None, None)
+        while engine.scheduler.has_requests():
+            simulation.step()
+        return simulation.did["blocks loaded"] - before
+
+    try:
+        simulation.world.sleep(1.0)
+        assert loaded("cold") == 0
+        found = loaded("warm")
+        assert found > 0
+        for update in range(2):
+            assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+            engine.weights += 1
+            assert loaded(f"cold {update}") == 0
+            assert loaded(f"warm {update}") == found
+        simulation.settle()
+    finally:
+        simulation.close()
+    assert not errors.faults, errors.faults[0]
+
+
 def test_a_lease_outlives_a_load_of_half_an_hour_and_ends_with_its_request(
     monkeypatch: pytest.MonkeyPatch, model_folder: Path, errors: _Errors
 ) -> None:

@@ -57,7 +57,7 @@ class CopyJob:
         self._result: bytes | None = None
 
     def wait(self, seconds: float) -> bytes | None:
-        """One byte a chunk, 1 = copied and verified; None while the copy runs. Somebody else's longer wait does not make
+        """One byte a chunk, 1 = copied and verified; None while the copy runs. Another thread's longer wait does not make
         this one longer."""
         if self._lock.acquire(timeout=seconds):
             try:
