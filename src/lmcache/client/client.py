@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,7 @@ class Client:
         self._owners: dict[_RegistrationKey, int] = {}
         self._locked: dict[_RegistrationKey, int] = {}  # the keeper's: owner bytes held in the present memory
         self._refused: dict[_RegistrationKey, LMCacheError] = {}
+        self._process = os.urandom(16)
         self._transfer_said = self._refusal_said = ""
         self._beat_now = False
         self._closing = False
@@ -160,10 +162,13 @@ class Client:
         return self._owners.get((instance_id, worker_id))
 
     def submit(self, method: str, message: Message, timeout_seconds: float) -> Pending[Any]:
-        """Sends a call and returns at once. ServerUnavailable at once while the server is known to be away."""
-        connection = self._ready
+        """Sends a call and returns at once. ServerUnavailable at once while the server is known to be away, or refuses
+        to register this client: the name that the call is made in may be somebody else's."""
+        connection, refused = self._ready, self._refused
         if connection is None:
             raise ServerUnavailable(self._reason)
+        if refused:
+            raise ServerUnavailable(str(next(iter(refused.values()), "")))
         return connection.submit(method, message, METHODS[method][1], timeout_seconds)
 
     def call(self, method: str, message: Message, timeout_seconds: float) -> Any:
@@ -276,9 +281,9 @@ class Client:
                 if key not in self._owners and (retry_refused or key not in self._refused)
             }
         for key, registration in missing.items():
-            method, message = "register_instance", registration
-            if isinstance(registration, RegisterWorker):
-                method, message = "register_worker", self._with_transfer(registration)
+            method, message = "register_instance", msgspec.structs.replace(registration, process=self._process)
+            if isinstance(message, RegisterWorker):
+                method, message = "register_worker", self._with_transfer(message)
             try:
                 reply = connection.submit(method, message, RegisterReply, _CONTROL_TIMEOUT_SECONDS).result()
             except RemoteError as error:

@@ -85,6 +85,8 @@ class RegisterInstance(Message):
     # Per object group: how many tokens before the end of a hit it must have, 0 for all of them. Empty: all of all. With
     # any other number a hit never covers the last token, which the engine computes: that needs what is before the end.
     tail_tokens: list[int] = []
+    # 16 random bytes of the client that registers: two engines with one instance id are told apart. Empty: not said.
+    process: bytes = b""
 
 
 class RegisterWorker(Message):
@@ -100,6 +102,7 @@ class RegisterWorker(Message):
     tensors: list[tuple[str, list[int]]] = []  # dtype and shape of a chunk's KV, for the lookup log
     transfer_mode: str = "shm"  # a TransferMode
     transfer_reason: str = ""  # one sentence for operators: why not "shm"
+    process: bytes = b""  # as in RegisterInstance
 
 
 class RegisterReply(Message):

@@ -164,6 +164,7 @@ class Registry:
         instance = self.instances.get(message.instance_id)
         former = instance.scheduler if instance is not None else None
         if instance is not None and former is not None:
+            self._refuse_another(message, former, former.registration.process)
             same_process_may_live = self._locks.owner_alive(former.owner)
             if former.registration == message and same_process_may_live:
                 former.last_seen_seconds = self._clock.monotonic()
@@ -205,8 +206,10 @@ class Registry:
         )
         if instance is None:
             instance = self._new_instance(message.instance_id)
-        former = instance.workers.pop(message.worker_id, None)
+        former = instance.workers.get(message.worker_id)
         if former is not None:
+            self._refuse_another(message, former, former.registration.process)
+            del instance.workers[message.worker_id]
             self._end_owner(former.owner)
         owner = self._l1.memory.new_owner()
         now = self._clock.monotonic()
@@ -220,6 +223,18 @@ class Registry:
             f"{message.transfer_mode}: {message.transfer_reason}" if message.transfer_reason else message.transfer_mode,
         )
         return owner
+
+    def _refuse_another(self, message: RegisterInstance | RegisterWorker, former: Party, former_process: bytes) -> None:
+        """Two engines under one name would take each other's sessions for their own."""
+        if not message.process or not former_process or message.process == former_process:
+            return
+        gone = former.lock_seen or former.silent(self._clock.monotonic())
+        if self._locks.owner_alive(former.owner) or not gone:
+            raise RemoteError(
+                ErrorCode.LAYOUT_CONFLICT,
+                f"Instance {message.instance_id!r} is registered by another engine that lives: give each engine an "
+                "engine_id of its own, or none.",
+            )
 
     def _new_instance(self, instance_id: str) -> Instance:
         if len(self.instances) >= limits.MAX_INSTANCES:

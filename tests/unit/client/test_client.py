@@ -215,8 +215,13 @@ def test_a_refused_registration_is_raised_and_tried_again(server, caplog):
             client.register(INSTANCE, 5.0)
         assert refusal.value.code == "layout_conflict"
         until(lambda: client.state is ClientState.READY)
+        # The name is somebody else's: a call in it would be taken for theirs.
+        with pytest.raises(ServerUnavailable, match="another life"):
+            client.submit("noop", m.Empty(), 5.0)
         server.refuse = None
         server.wait_for(lambda: ("engine", -1) in server.registered)
+        until(lambda: client.owner("engine") is not None)
+        client.call("noop", m.Empty(), 5.0)
     assert caplog.text.count("refused a registration") == 1
 
 

@@ -57,8 +57,8 @@ class CopyJob:
         self._result: bytes | None = None
 
     def wait(self, seconds: float) -> bytes | None:
-        """One byte a chunk, 1 = copied and verified; None while the copy runs. Another thread's longer wait does not make
-        this one longer."""
+        """One byte a chunk, 1 = copied and verified; None while the copy runs. Another thread's wait does not
+        make this one longer."""
         if self._lock.acquire(timeout=seconds):
             try:
                 if self._result is None:
