@@ -23,7 +23,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
 LOCAL: list[Any] = ["reset", {}]
@@ -37,11 +36,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
         yield server
 
 
-def run_engine(model: Path, server: CacheServer, calls: list[list[Any]], **options: Any) -> list[Any]:
+def run_engine(model: Path, server: CacheServer, calls: list[list[Any]], ranks: int = 1) -> list[Any]:
+    options = {"tensor_parallel_size": ranks}
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks)) if ranks > 1 else "0-1"}
     command = [sys.executable, str(Path(__file__).with_name("in_process_engine.py")), str(model), str(server.port)]
     done = subprocess.run(
         [*command, json.dumps(calls), json.dumps(options)],
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, **binding},
         capture_output=True,
         text=True,
         timeout=300,
@@ -73,11 +74,12 @@ def test_kv_of_former_weights_is_neither_served_nor_found_under_the_new_name(
     assert run_engine(other, server, [ask]) == [[new[0], 0]]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_without_a_loop_resets_its_caches_while_stores_are_under_way(
-    llama: Path, server: CacheServer
+    llama: Path, server: CacheServer, ranks: int
 ) -> None:
     """Its last request ends with the step that orders the store, and no step follows to report the end of it."""
     asks = [["ask", sample_tokens(PROMPT_TOKENS, seed=seed), 1] for seed in range(60, 64)]
     preempting: list[Any] = ["reset", {"reset_running_requests": True, "reset_connector": True}]
-    results = run_engine(llama, server, [asks[0], LOCAL, asks[1], WITH_CONNECTOR, asks[2], preempting, asks[3], LOCAL])
-    assert results[1::2] == [True] * 4
+    calls = [asks[0], LOCAL, asks[1], WITH_CONNECTOR, asks[2], preempting, asks[3], LOCAL]
+    assert run_engine(llama, server, calls, ranks)[1::2] == [True] * 4

@@ -228,6 +228,8 @@ def test_other_properties_conflict_while_the_process_lives(service):
         (m.RegisterWorker("engine", 1, 0, [LAYOUT.upper()], [4096]), "bad_request"),
         (m.RegisterWorker("engine", 1, 0, [LAYOUT], [4096], True, float("nan")), "bad_request"),
         (m.RegisterWorker("", 1, 0, [LAYOUT], [4096]), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [LAYOUT], [4096], process=bytes(65)), "too_large"),
+        (m.RegisterInstance("i", "model", 1, 1, 10.0, process=bytes(65)), "too_large"),
         (m.RegisterInstance("", "model", 1, 1, 10.0), "bad_request"),
         (m.RegisterInstance("i" * 513, "model", 1, 1, 10.0), "too_large"),
         (m.RegisterInstance("i", "m" * 513, 1, 1, 10.0), "too_large"),
