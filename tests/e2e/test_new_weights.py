@@ -31,13 +31,15 @@ WITH_CONNECTOR: list[Any] = ["reset", {"reset_connector": True}]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
-    with CacheServer(tmp_path_factory.mktemp("server")) as server:
+    with CacheServer(tmp_path_factory.mktemp("server"), l1_size_gb=0.25) as server:
         server.wait_ready()
         yield server
 
 
-def run_engine(model: Path, server: CacheServer, calls: list[list[Any]], ranks: int = 1) -> list[Any]:
-    options = {"tensor_parallel_size": ranks}
+def run_engine(
+    model: Path, server: CacheServer, calls: list[list[Any]], *, ranks: int = 1, load_format: str = "auto"
+) -> list[Any]:
+    options = {"tensor_parallel_size": ranks, "load_format": load_format}
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks)) if ranks > 1 else "0-1"}
     command = [sys.executable, str(Path(__file__).with_name("in_process_engine.py")), str(model), str(server.port)]
     done = subprocess.run(
@@ -74,6 +76,15 @@ def test_kv_of_former_weights_is_neither_served_nor_found_under_the_new_name(
     assert run_engine(other, server, [ask]) == [[new[0], 0]]
 
 
+def test_made_up_weights_do_not_find_the_kv_of_those_in_the_folder(llama: Path, server: CacheServer) -> None:
+    ask = ["ask", sample_tokens(PROMPT_TOKENS, seed=70), 8]
+    (real,) = run_engine(llama, server, [ask])
+    made_up, emptied, again = run_engine(llama, server, [ask, LOCAL, ask], load_format="dummy")
+    assert made_up[0] != real[0]
+    assert made_up[1] == 0
+    assert (emptied, again) == (True, [made_up[0], CHUNKED_TOKENS])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_without_a_loop_resets_its_caches_while_stores_are_under_way(
     llama: Path, server: CacheServer, ranks: int
@@ -82,4 +93,4 @@ def test_an_engine_without_a_loop_resets_its_caches_while_stores_are_under_way(
     asks = [["ask", sample_tokens(PROMPT_TOKENS, seed=seed), 1] for seed in range(60, 64)]
     preempting: list[Any] = ["reset", {"reset_running_requests": True, "reset_connector": True}]
     calls = [asks[0], LOCAL, asks[1], WITH_CONNECTOR, asks[2], preempting, asks[3], LOCAL]
-    assert run_engine(llama, server, calls, ranks)[1::2] == [True] * 4
+    assert run_engine(llama, server, calls, ranks=ranks)[1::2] == [True] * 4
