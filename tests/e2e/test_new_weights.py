@@ -31,7 +31,7 @@ WITH_CONNECTOR: list[Any] = ["reset", {"reset_connector": True}]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
-    with CacheServer(tmp_path_factory.mktemp("server"), l1_size_gb=0.25) as server:
+    with CacheServer(tmp_path_factory.mktemp("server"), l1_size_gb=0.1) as server:
         server.wait_ready()
         yield server
 
