@@ -272,17 +272,20 @@ class FileIO:
         whole and with the right checksum, fails with EBADMSG; it is checked while it is read."""
     def submit_stat(self, paths: Sequence[str]) -> int: ...
     def submit_unlink(self, paths: Sequence[str]) -> int: ...
+    def submit_remove_empty(self, folders: Sequence[str]) -> int:
+        """Removes each folder that has nothing in it, and the one above it on the same condition."""
     def drain(self) -> list[tuple[int, bytes, bytes]]:
         """Finished batches: (batch, i64 result per file, i32 errno per file). Result: bytes moved, or file size for
-        stat, 0 for unlink, -1 with errno on failure."""
+        stat, 0 for unlink and remove_empty, -1 with errno on failure."""
     def buffered_fallbacks(self) -> int:
         """Operations that wanted O_DIRECT and had to go without."""
     def close(self) -> None:
         """Waits for everything submitted. Idempotent."""
 
-def scan_folders(folders: Sequence[str], threads: int) -> tuple[bytes, bytes, bytes, list[str], list[tuple[str, int]]]:
+def scan_folders(folders: Sequence[str], threads: int) -> tuple[bytes, bytes, bytes, list[str], list[str], list[tuple[str, int]]]:
     """The objects in each of these folders of a file adapter (docs/formats/files.md), in no order: 32-byte hashes, i64
-    nanoseconds of last use, u64 bytes. Then paths that end in ".tmp", and (folder, errno) where reading failed."""
+    nanoseconds of last use, u64 bytes. Then paths that end in ".tmp", folders with nothing at all in them, and
+    (folder, errno) where reading failed. A folder that is gone is left out."""
 
 def youngest_first(used_ns: Buffer) -> bytes:
     """i64 times to u32 positions, the latest time first."""

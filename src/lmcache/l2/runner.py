@@ -233,6 +233,7 @@ class Runner:
         cleared = await self._stores.run(self._adapter.clear, Hold(_nothing), self._deadline(), asked_for=True)
         self._stores.ok()
         self.lost(known)
+        self._admission.note_room()
         self._show_usage()
         return cleared
 

@@ -85,7 +85,7 @@ class DaxAdapter:
         self._recovery: asyncio.Task[None] | None = None
         self._device: MappedDevice | None = None
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+    def overhead_bytes(self) -> int:
         return 0
 
     def status(self) -> dict[str, int]:

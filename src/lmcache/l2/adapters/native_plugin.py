@@ -67,7 +67,7 @@ class NativePluginAdapter:
         self._frame_bytes: dict[bytes, int] = {}  # by namespace: objects of one have one size
         self._unreadable: set[ObjectKey] = set()  # corrupt, where nothing can be deleted
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+    def overhead_bytes(self) -> int:
         return 0
 
     def status(self) -> dict[str, int]:
