@@ -27,7 +27,7 @@ from lmcache.l2.adapters import dax_format as layout
 from lmcache.l2.adapters.dax_device import MappedDevice, refuse_foreign
 from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.config import MAX_GB, AdapterConfig
-from lmcache.l2.keys import Key, number, text, whole
+from lmcache.l2.keys import LOOKUPS_READ_NOTHING, Key, number, text, whole, without_effect
 from lmcache.l2.native_mapping import NativeMapping
 from lmcache.telemetry.logs import level_of
 
@@ -355,7 +355,7 @@ def check(config: AdapterConfig) -> list[str]:
     """As `AdapterType.check`. What a DAX device holds is seen when it is mapped."""
     settings = config.settings
     dax_device.check(config.where, settings["device_path"], int(settings["max_dax_size_gb"] * GIB))
-    return []
+    return without_effect(config.where, settings, KEYS, {"num_lookup_workers": LOOKUPS_READ_NOTHING})
 
 
 def build(config: AdapterConfig) -> DaxAdapter:
