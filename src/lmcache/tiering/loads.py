@@ -86,7 +86,8 @@ class Loader:
         self._clock = clock
         self._by_key: dict[ObjectKey, Load] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.bytes_in_flight = 0
+        self.bytes_in_flight = 0  # of loads that somebody may wait for
+        self.abandoned_bytes = 0  # of slots that a late operation may still write into
         self.bytes_freed = asyncio.Event()
 
     def find(self, key: ObjectKey) -> Load | None:
@@ -137,10 +138,19 @@ class Loader:
                 del self._by_key[slot.key]
             self._count(load, missing)
             load.done.set_result(missing)
-            await load.operations_ended.wait()
-            self._l1.core.abort(load.reservation)  # nothing, where it was committed
             self.bytes_in_flight -= load.size_bytes
             self.bytes_freed.set()
+            await self._end_operations(load)
+            self._l1.core.abort(load.reservation)  # nothing, where it was committed
+
+    async def _end_operations(self, load: Load) -> None:
+        """What is given up counts apart: an adapter's lane bounds it, and other adapters need not wait for it."""
+        if load.operations:
+            self.abandoned_bytes += load.size_bytes
+            try:
+                await load.operations_ended.wait()
+            finally:
+                self.abandoned_bytes -= load.size_bytes
 
     def _publish(self, load: Load, missing: dict[ObjectKey, MissReason]) -> None:
         if not load.waiting and not self._retains:

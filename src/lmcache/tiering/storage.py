@@ -235,6 +235,7 @@ class Storage:
                 "in_flight": self._prefetch.in_flight,
                 "waiting": self._prefetch.waiting,
                 "bytes_in_flight": self._loader.bytes_in_flight,
+                "abandoned_bytes": self._loader.abandoned_bytes,
             },
             "adapters": [runner.status() for runner in self._runners],
         }
