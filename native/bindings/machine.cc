@@ -17,6 +17,7 @@ void bind_machine(nb::module_& m) {
         nb::dict features;
         features["avx2"] = found.avx2;
         features["avx512f"] = found.avx512f;
+        features["vpclmulqdq"] = found.vpclmulqdq;
         features["sse42"] = found.sse42;
         features["neon"] = found.neon;
         features["arm_crc32"] = found.arm_crc32;

@@ -15,10 +15,10 @@ LARGE_PAGE_BYTES: Final[int]  # 2 MiB
 
 # ---- machine -------------------------------------------------------------------------------------------------------
 def cpu_features() -> dict[str, bool]:
-    """Keys: avx2, avx512f, sse42, neon, arm_crc32. The copy and checksum paths chosen at run time depend on them."""
+    """Keys: avx2, avx512f, vpclmulqdq, sse42, neon, arm_crc32. The copy and checksum paths chosen at run time depend on them."""
 
 def copy_path() -> str:
-    """Name of the chosen path: "avx512", "avx2", "neon" or "portable"."""
+    """Name of the chosen path: "clmul", "avx512", "avx2", "neon" or "portable"."""
 
 def prefault(address: int, size_bytes: int, threads: int, large_pages: bool = False) -> None:
     """Touches every page for writing (MADV_POPULATE_WRITE, else by hand) without changing content. OSError on failure.
