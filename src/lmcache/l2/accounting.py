@@ -91,7 +91,7 @@ class Ledger:
         self._overhead_bytes = overhead_bytes
         self._charges: dict[ObjectKey, int] = {}
         self._folders = Folders()
-        self._held: dict[ObjectKey, int] = {}  # how many read it
+        self._readers: dict[object, Sequence[ObjectKey]] = {}  # what each reads
 
     def __contains__(self, key: ObjectKey) -> bool:
         return key in self._charges
@@ -151,18 +151,12 @@ class Ledger:
         self.leave_folders([key])
         return charge
 
-    def hold(self, keys: Sequence[ObjectKey]) -> None:
-        """They are being read, and no victims until `let_go`."""
-        held = self._held
-        for key in keys:
-            held[key] = held.get(key, 0) + 1
+    def hold(self, reader: object, keys: Sequence[ObjectKey]) -> None:
+        """They are being read, and no victims until the reader, which is only compared, lets go."""
+        self._readers[reader] = keys
 
-    def let_go(self, keys: Sequence[ObjectKey]) -> None:
-        held = self._held
-        for key in keys:
-            readers = held.pop(key) - 1
-            if readers:
-                held[key] = readers
+    def let_go(self, reader: object) -> None:
+        del self._readers[reader]
 
     @property
     def read_objects(self) -> int:
@@ -170,12 +164,13 @@ class Ledger:
 
     def victims(self, wanted_bytes: int) -> list[ObjectKey]:
         """Who goes to free so much, or as much as there is."""
-        passed_over = sum(map(self.charge_of, self._held))
+        held = {key for keys in self._readers.values() for key in keys}
+        passed_over = sum(map(self.charge_of, held))
         chosen: list[ObjectKey] = []
         for key in self.policy.victims(wanted_bytes + passed_over if wanted_bytes > 0 else 0):
             if wanted_bytes <= 0:
                 break
-            if key not in self._held:
+            if key not in held:
                 chosen.append(key)
                 wanted_bytes -= self._charges[key]
         return chosen

@@ -167,10 +167,10 @@ class Runner:
         are not evicted."""
 
         def ended() -> None:
-            self.ledger.let_go(keys)
+            self.ledger.let_go(ended)
             release()
 
-        self.ledger.hold(keys)
+        self.ledger.hold(ended, keys)
         hold = Hold(ended)
         outcomes = [LoadOutcome.FAILED] * len(keys)
         try:
