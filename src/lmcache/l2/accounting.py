@@ -160,7 +160,7 @@ class Ledger:
 
     @property
     def read_objects(self) -> int:
-        return len(self._held)
+        return sum(map(len, self._readers.values()))
 
     def victims(self, wanted_bytes: int) -> list[ObjectKey]:
         """Who goes to free so much, or as much as there is."""
