@@ -55,6 +55,15 @@ auto without_gil(Call&& call) {
     return call();
 }
 
+void translate_closed(const std::exception_ptr& fault, void*) {
+    try {
+        std::rethrow_exception(fault);
+    } catch (const lmcache::Closed&) {
+        const nb::object type = nb::module_::import_("lmcache.errors").attr("ServerUnavailable");
+        PyErr_SetString(type.ptr(), "The server is shutting down: L1 is closed.");
+    }
+}
+
 lmcache::EvictionPolicy policy_of(const std::string& name) {
     using lmcache::EvictionPolicy;
     if (name == "LRU") return EvictionPolicy::kLru;
@@ -254,6 +263,7 @@ void bind_adoption(nb::module_& m, nb::class_<L1Core>& core) {
 void bind_l1(nb::module_& m) {
     m.attr("NO_SLOT") = lmcache::kNoSlot;
     m.attr("NO_NAMESPACE") = lmcache::kNoNamespace;
+    nb::register_exception_translator(translate_closed);
     nb::class_<L1Core> core(m, "L1Core");
     core.def(
         "__init__",
@@ -267,6 +277,7 @@ void bind_l1(nb::module_& m) {
         },
         nb::arg("capacity_bytes"), nb::arg("first_offset"), nb::arg("align_bytes"), nb::arg("policy"),
         nb::arg("slot_table") = 0);
+    core.def("close", &L1Core::close, nb::call_guard<nb::gil_scoped_release>());
     core.def("set_committed", &L1Core::set_committed, nb::arg("committed_bytes"),
              nb::call_guard<nb::gil_scoped_release>());
     core.def(

@@ -182,6 +182,9 @@ class L1Core:
         """policy: "LRU", "IsolatedLRU", "S3FIFO" or "noop". Usable range: [first_offset, first_offset + capacity_bytes).
         `slot_table`: address of one u64 for each align_bytes of the capacity, zero at first, in memory that outlives the
         process; what is handed out is written down there (docs/formats/shared_memory.md). 0: nothing is kept."""
+    def close(self) -> None:
+        """Waits for the call that is under way. From then on every method raises ServerUnavailable and touches nothing.
+        Idempotent."""
     def adopt(self, left: LeftFrames, namespaces: Buffer, live_owners: Buffer) -> tuple[int, int, int, list[tuple[int, int]], int]:
         """Takes over what a former life left, into a core that never held anything: (objects, bytes, words refused,
         [(owner, quarantined reservation)], bytes quarantined). `namespaces`: u32 per `left.namespaces`, NO_NAMESPACE where

@@ -115,6 +115,10 @@ public:
     // std::invalid_argument with a sentence on bad options; so do all methods on bad arguments.
     explicit L1Core(const L1Options& options);
 
+    // Ends it before its memory goes: waits for the call that is under way; from then on every method throws Closed and
+    // nothing touches the slot table. Idempotent.
+    void close() { mutex_.close(); }
+
     void set_committed(std::uint64_t committed_bytes);
     std::uint32_t intern(const Digest& digest, std::string_view salt);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmcache._native import L1Core
@@ -27,6 +28,7 @@ logger = logging.getLogger("lmcache.l1")
 
 # After the machine refused memory, L1 lives with what it has for a while before it asks again.
 _RETRY_SECONDS = 10.0
+_STOP_SECONDS = 5.0
 
 
 class GrowingCore(L1Core):
@@ -66,17 +68,27 @@ class GrowingCore(L1Core):
         self._grower = threading.Thread(target=self._grow_in_background, name="l1-grower", daemon=True)
         self._grower.start()
 
-    def commit_all(self) -> None:
-        """Commits the whole capacity and touches every page, before it returns. ResourceError if it cannot be had."""
-        self._commit(self._capacity_bytes)
-        self._memory.prefault(0, self._memory.size_bytes, MAX_PREFAULT_THREADS)
+    def commit_all(self, go_on: Callable[[], object] = lambda: None) -> None:
+        """Commits the whole capacity and touches every page, before it returns. ResourceError if it cannot be had.
+        `go_on` is called between steps; what it raises ends this."""
+        end_bytes = 0
+        while end_bytes < self._capacity_bytes:
+            go_on()
+            end_bytes = min(end_bytes + L1_GROW_INLINE_BYTES, self._capacity_bytes)
+            self._commit(end_bytes)
+        begin, size_bytes = 0, self._memory.size_bytes
+        while begin < size_bytes:
+            go_on()
+            step_bytes = min(L1_GROW_INLINE_BYTES, size_bytes - begin)
+            self._memory.prefault(begin, step_bytes, MAX_PREFAULT_THREADS)
+            begin += step_bytes
 
     def stop(self) -> None:
-        """Ends the background; what is committed stays. Returns when its current step has ended. Idempotent."""
+        """Ends the background; what is committed stays. Waits for its current step, for a while. Idempotent."""
         self._is_stopping = True
         self._wake.set()
         if self._grower is not None:
-            self._grower.join()
+            self._grower.join(_STOP_SECONDS)
 
     def reserve(
         self, owner: int, namespaces: Buffer, sizes: Buffer, hashes: Buffer, deadline: float, wanted: Buffer = b""
@@ -120,8 +132,10 @@ class GrowingCore(L1Core):
 
     def _grow_in_background(self) -> None:
         try:
-            while not self._is_stopping and self._touched_bytes < self._capacity_bytes:
+            while self._touched_bytes < self._capacity_bytes:
                 self._wake.clear()
+                if self._is_stopping:  # looked at after `clear`: `stop` sets both
+                    return
                 if not self._grow_a_step():
                     self._wake.wait(_RETRY_SECONDS)
         except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from lmcache._native import L1Core
 from lmcache.clock import Clock, SystemClock
@@ -48,12 +49,13 @@ class L1Store:
         metrics: Metrics | None = None,
         clock: Clock | None = None,
         heir: Inheritance | None = None,
+        go_on: Callable[[], object] = lambda: None,
     ) -> L1Store:
         """Makes shared memory `name` for `capacity_bytes` of slots. ResourceError when the machine does not give it.
 
         With `init_bytes` L1 is lazy: that much is prepared in the background, more as it fills. None takes all of it
         before this returns. With an `heir` the memory stays at the end, and what a former server left to such an heir
-        is resident at once.
+        is resident at once. `go_on` is called between the steps of what takes long; what it raises ends this.
         """
         clock = clock or SystemClock()
         first_offset = heir.first_offset if heir else max(HEADER_BYTES, align_bytes)
@@ -68,7 +70,7 @@ class L1Store:
                 if metrics is not None:
                     metrics.l1_adopted.inc(store.adoption.objects)
             if init_bytes is None:
-                core.commit_all()
+                core.commit_all(go_on)
             else:
                 core.start(init_bytes)
         except BaseException:
@@ -76,11 +78,13 @@ class L1Store:
             raise
         return store
 
-    def close(self) -> None:
-        """Stops growth and gives the memory back; removes the file unless it is left to an heir. Idempotent."""
+    def close(self, *, in_use: bool = False) -> None:
+        """Stops growth, closes the core and gives the memory back; removes the file unless it is left to an heir. With
+        `in_use` the memory stays mapped until the process ends, for I/O that has not ended. Idempotent."""
         if isinstance(self.core, GrowingCore):
             self.core.stop()
-        self.memory.close()
+        self.core.close()
+        self.memory.close(in_use=in_use)
 
     def namespace_id(self, namespace: Namespace) -> int:
         """The number that the core uses for it, the same every time."""

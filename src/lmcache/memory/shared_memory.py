@@ -26,7 +26,7 @@ from lmcache.memory.inheritance import (
     TABLE_OFFSET,
     Inheritance,
 )
-from lmcache.memory.mapping import advise, map_shared
+from lmcache.memory.mapping import advise, map_shared, replace_by_private_pages
 from lmcache.memory.room import Machine, refuse_if_impossible, refuse_if_short
 
 logger = logging.getLogger("lmcache.memory")
@@ -37,6 +37,7 @@ _CLAIM_ATTEMPTS = 20
 _MAP_AHEAD_SECONDS = 0.5  # between looks at what the server has added
 
 _opened: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+_naming = threading.Lock()  # files get and lose their names, and `_opened` its members, one after the other
 
 
 def refuse_unusable(
@@ -77,13 +78,15 @@ class SharedMemory:
         mapping_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             align_bytes = max(_native.LARGE_PAGE_BYTES, os.fstatvfs(fd).f_bsize)
-            self._map = map_shared(mapping_fd, size_bytes, align_bytes)
+            # A server's threads that outlive its L1, whatever they do there, must not meet a hole in the address space.
+            self._map = map_shared(mapping_fd, size_bytes, align_bytes, is_unmapped=not is_creator)
         finally:
             os.close(mapping_fd)
         self.address = _native.buffer_address(self._map)
         for advice in (mmap.MADV_DONTDUMP, mmap.MADV_HUGEPAGE):  # both only save resources
             advise(self.address, size_bytes, advice)
-        _opened.add(self)
+        with _naming:
+            _opened.add(self)
 
     # ---- server side -------------------------------------------------------------------------------------------------
     @classmethod
@@ -159,8 +162,9 @@ class SharedMemory:
             memory._map[PAGE_OFFSET : PAGE_OFFSET + len(page)] = page
         directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # With a directory given, this is linkat(AT_SYMLINK_FOLLOW), which gives an unnamed file its name.
-            os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+            with _naming:
+                # With a directory given, this is linkat(AT_SYMLINK_FOLLOW), which gives an unnamed file its name.
+                os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
         except FileExistsError:
             memory.close()
             return None
@@ -350,22 +354,33 @@ class SharedMemory:
             # Root of a thread: without it the first copies take the page faults.
             logger.exception("mapping %s ahead of use ended", self.path)
 
-    def close(self) -> None:
+    def close(self, *, in_use: bool = False) -> None:
         """Gives up locks and mapping; the creator also removes the file, unless it is left to an heir and if the name
         still leads to it. Idempotent.
 
-        Nothing native may use `address` any more. Memory under a `view` is unmapped with the last one.
+        An engine's mapping goes with the last `view`: nothing native may use `address` any more. That of the creator is
+        replaced by private pages, so that a late use of it is harmless; with `in_use` it stays as it is until the
+        process ends, for operations that go on and whose bytes matter.
         """
         with self._lock:
-            fd, self._fd = self._fd, -1
-            if fd < 0:
+            if self._fd < 0:
                 return
             self._closed.set()
-            _opened.discard(self)
-            if self._is_creator and not self._is_kept and same_file(fd, self.path):
-                os.unlink(self.path)
+            with _naming:
+                self._remove_file()
+                _opened.discard(self)
+                fd, self._fd = self._fd, -1
             self._map = memoryview(b"")
+            if self._is_creator and not in_use:
+                try:
+                    replace_by_private_pages(self.address, self.size_bytes)
+                except OSError as error:
+                    logger.warning("%s stays mapped until the process ends: %s", self.path, error.strerror)
             os.close(fd)
+
+    def _remove_file(self) -> None:
+        if self._is_creator and not self._is_kept and same_file(self._fd, self.path):
+            os.unlink(self.path)
 
     def _forget_locks(self) -> None:
         """In a forked child: the locks belong to the parent, and must end with it."""
@@ -373,6 +388,15 @@ class SharedMemory:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def remove_files(timeout_seconds: float) -> None:
+    """For a process that ends at once, whatever its threads are doing: removes the files that `close` would remove and
+    lets no other get a name. Waits that long at most for one that is getting its name."""
+    if _naming.acquire(timeout=timeout_seconds):  # and never released
+        for memory in list(_opened):
+            with contextlib.suppress(OSError):
+                memory._remove_file()
 
 
 def _word(page: bytes, file_offset: int) -> int:
@@ -385,6 +409,8 @@ def _is_present(status: os.stat_result, committed_bytes: int) -> bool:
 
 
 def _forget_locks_in_child() -> None:
+    global _naming
+    _naming = threading.Lock()  # as above
     for memory in list(_opened):
         memory._forget_locks()
 

@@ -13,6 +13,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -108,6 +109,8 @@ class RpcServer:
         self._router = self._bind(bind_endpoint(bind_host, port), bind_host, port)
         self.endpoint = cast(bytes, self._router.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Open as long as anybody can post: the number could soon be that of somebody else's file.
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False  # type: ignore[misc]
 
     def _bind(self, endpoint: str, host: str, port: int) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
@@ -136,7 +139,7 @@ class RpcServer:
         """Runs `action` on the loop soon. Never blocks."""
         self._posted.append(action)
         if threading.current_thread() is not self._thread:
-            with contextlib.suppress(OSError):  # closed: the loop has ended
+            with contextlib.suppress(BlockingIOError):  # it will wake up anyway
                 os.eventfd_write(self._wake_fd, 1)
 
     def responsive(self, within_seconds: float) -> bool:
@@ -323,4 +326,3 @@ class RpcServer:
             deferred.answer(RemoteError(wire.SHUTTING_DOWN, "The server is shutting down."))
         self._router.close()
         self._context.term()
-        os.close(self._wake_fd)
