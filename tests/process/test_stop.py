@@ -30,6 +30,7 @@ from process.support import SmallEngine
 ROUNDS = int(os.environ.get("LMCACHE_STOP_ROUNDS", "16"))
 SEED = os.environ.get("LMCACHE_STOP_SEED", "1")
 LAST_MOMENT_SECONDS = 2.0
+CAUGHT_UP_GB = 1.25
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STACKS = {"PYTHONFAULTHANDLER": "1"}  # of every thread, in the log, after a crash or an abort
 
@@ -74,8 +75,13 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def takes_signals(pid: int) -> bool:
-    """Whether the server's own handling stands; before that the interpreter has just begun, and there is nothing yet."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    """Whether the server's own handling stands; before that the interpreter has just begun."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it has gone
+        return False
+    if "SigCgt:" not in status:
+        return False
     caught = int(status.partition("SigCgt:")[2].split()[0], 16)
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
@@ -160,29 +166,35 @@ def test_a_stop_at_a_random_moment(number: int, place: Place, tmp_path_factory: 
         if second is not None:
             time.sleep(between)
             server.popen.send_signal(second)
+        if not was_ready:  # a signal that met the beginning of the interpreter may be lost
+            until(lambda: not server.alive() or takes_signals(server.pid))
+            server.popen.send_signal(signal.SIGTERM)
         code = place.ended(server, what)
     assert not traffic.faults, f"{what}: {traffic.faults}"
-    allowed = {0} if second is None else {0, 128 + second}
-    if not was_ready:  # the interpreter had not come as far as our code
-        allowed |= {-first, 128 + signal.SIGINT, -(second or first)}
+    # Two that come at the same moment may change places.
+    allowed = {0} if second is None else {0, 128 + first, 128 + second}
+    if not was_ready:  # or end it in the interpreter's own way
+        allowed |= {-first, -(second or first), 128 + signal.SIGINT, 128 + signal.SIGTERM}
     assert code in allowed, f"{what}: exit code {code}\n{server.log()[-4000:]}"
     assert persists or not place.file.exists(), what
-    if persists and was_ready and code in (0, 128 + (second or first)) and place.file.exists():
+    if persists and was_ready and code >= 0 and place.file.exists():
         with place.server(*extra) as server:
             server.wait_ready()
             assert server.stop() == 0, server.log()
 
 
 def test_a_stop_while_l1_catches_up_with_l2(place: Place) -> None:
-    """The verifying threads read L1 when it is to be given back."""
+    """The verifying threads read L1 when it is to be given back. All of it is one batch, of several 100 ms."""
     extra = ["--l1-persist", "--l2-adapter", json.dumps({"type": "fs_native", "base_path": str(place.folder / "l2")})]
-    with place.server("--l1-persist", "--no-l1-use-lazy", l1_size_gb=0.25) as server:
+    with place.server("--l1-persist", "--no-l1-use-lazy", l1_size_gb=CAUGHT_UP_GB) as server:
         server.wait_ready()
         with SmallEngine(place.port, payload_bytes=15 << 20) as engine:
-            assert engine.store(engine.tokens(*range(16))) == 16
+            engine.payload = lambda chunk_hash: chunk_hash * (engine.payload_bytes // len(chunk_hash))  # type: ignore[method-assign]
+            objects = int(CAUGHT_UP_GB * 64)
+            assert engine.store(engine.tokens(*range(objects))) == objects
         server.kill()
-    for wait_seconds in (0.0, 0.01, 0.03):
-        with place.server(*extra, l1_size_gb=0.25) as server:
+    for wait_seconds in (0.0, 0.03):
+        with place.server(*extra, l1_size_gb=CAUGHT_UP_GB) as server:
             until(lambda server=server: "fs_native_0: holds" in server.log() or not server.alive())
             time.sleep(wait_seconds)
             server.popen.send_signal(signal.SIGTERM)
@@ -237,7 +249,12 @@ class Hanging(Adapter):
 
 def hanging(place: Place, **parameters: object) -> tuple[list[str], dict[str, str]]:
     (place.folder / "hanging_adapter.py").write_text(HANGING)
-    adapter = {"type": "plugin", "module_path": "hanging_adapter", "class_name": "Hanging", "adapter_params": parameters}
+    adapter = {
+        "type": "plugin",
+        "module_path": "hanging_adapter",
+        "class_name": "Hanging",
+        "adapter_params": parameters,
+    }
     path = os.pathsep.join(filter(None, [str(place.folder), os.environ.get("PYTHONPATH")]))
     return ["--l2-adapter", json.dumps(adapter)], {**STACKS, "PYTHONPATH": path}
 

@@ -102,8 +102,8 @@ class Runner:
         return not (self._loads.running or self._stores.running)
 
     async def close(self, seconds: float) -> bool:
-        """After `drain`. Deletes the objects when they are not to persist, as many as it can in half of that time. False
-        when the adapter did not end in time."""
+        """After `drain`. Objects that are not to persist are deleted, as many as go in half of that time. False when
+        the adapter did not end in time."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         if not self.config.persist:
@@ -123,8 +123,8 @@ class Runner:
         left = len(self.ledger)
         if left:
             log.warning(
-                "%s: %d of %d objects were not deleted within %.1f s, although persist_enabled is false; the next server "
-                "with this backend finds them",
+                "%s: %d of %d objects were not deleted within %.1f s, although persist_enabled is false; "
+                "the next server with this backend finds them",
                 *(self.name, left, len(keys), seconds),
             )
 

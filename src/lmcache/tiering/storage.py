@@ -166,12 +166,13 @@ class Storage:
         for task in self._prefetches:
             task.cancel()
         drained = [await runner.drain(deadline - loop.time()) for runner in self._runners]
+        idle = [runner for runner, has_ended in zip(self._runners, drained, strict=True) if has_ended]
         rest = max(_MARGIN_SECONDS, deadline - loop.time())
         drained += await asyncio.gather(self._loader.drain(rest), self._verifier.drain(rest))
         if ending := {*self._background, *self._prefetches}:
             await asyncio.wait(ending, timeout=_MARGIN_SECONDS)
         rest = max(CLOSE_SECONDS, deadline - loop.time())
-        closed = await asyncio.gather(*(runner.close(rest) for runner in self._runners))
+        closed = await asyncio.gather(*(runner.close(rest) for runner in idle))
         return all(drained) and all(closed)
 
     # ---- stores and prefetches ---------------------------------------------------------------------------------------

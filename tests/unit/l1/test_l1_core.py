@@ -7,7 +7,9 @@ import struct
 
 import pytest
 
+from lmcache import _native
 from lmcache._native import NO_SLOT, L1Core
+from lmcache.errors import ServerUnavailable
 
 KIB4 = 4096
 FOREVER = 1e18
@@ -527,3 +529,33 @@ def test_slots_are_reserved_where_they_are_wanted() -> None:
     with pytest.raises(ValueError, match="wanted"):
         core.reserve(1, namespaces, u64(KIB4, KIB4), chunk_hashes(0, 1), FOREVER, b"\1")
     core.check()
+
+
+def test_a_closed_core_refuses_every_call_and_touches_its_table_no_more() -> None:
+    table = bytearray(8 * 8)
+    core = L1Core(8 * KIB4, 0, KIB4, "LRU", _native.buffer_address(table))
+    core.set_committed(8 * KIB4)
+    number = core.intern(bytes(32), "")
+    names, hashes = u32(number), chunk_hashes("a")
+    reservation, _, _ = core.reserve(1, names, u64(KIB4), hashes, FOREVER)
+    core.commit(reservation, b"")
+    core.close()
+    core.close()
+    before = bytes(table)
+    assert any(before)
+    for call in (
+        lambda: core.clear(),
+        lambda: core.evict(1 << 20),
+        lambda: core.enforce_limits(),
+        lambda: core.set_limit("", 1),
+        lambda: core.remove(names, hashes),
+        lambda: core.reserve(1, names, u64(KIB4), chunk_hashes("b"), FOREVER),
+        lambda: core.acquire(1, names, hashes, FOREVER),
+        lambda: core.release(1),
+        lambda: core.stats(),
+        lambda: core.drop_owner(1),
+        lambda: core.expire(FOREVER),
+    ):
+        with pytest.raises(ServerUnavailable, match="shutting down"):
+            call()
+    assert bytes(table) == before

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
 import secrets
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -18,7 +20,7 @@ from lmcache._native import L1Core
 from lmcache.clock import ManualClock
 from lmcache.core.key import Namespace
 from lmcache.core.limits import GIB, MIB
-from lmcache.errors import ResourceError
+from lmcache.errors import ResourceError, ServerUnavailable
 from lmcache.l1 import growth
 from lmcache.l1.store import L1Store
 from lmcache.memory.room import Machine
@@ -373,3 +375,66 @@ def test_a_sample_is_about_as_large_as_asked_for() -> None:
     assert gaps == []
     with pytest.raises(ValueError, match="from 0 to 1"):
         core.set_age_sample_rate(1.5)
+
+
+def test_a_closed_l1_gives_its_memory_back_and_its_addresses_stay(name: str) -> None:
+    """A thread that outlives L1 finds zeros, writes where nobody reads, and gets no signal."""
+    store = L1Store.open(name, 8 * MIB, TOKEN, policy="LRU")
+    address, view = store.address_of(4096), store.memory.view(4096, 4096)
+    store.close()
+    del view
+    with pytest.raises(ServerUnavailable):
+        store.core.clear()
+    assert ctypes.string_at(address, 4096) == bytes(4096)
+    ctypes.memset(address, 1, 4096)
+    assert name not in Path("/proc/self/maps").read_text()
+
+
+def test_memory_in_use_keeps_its_bytes(name: str) -> None:
+    store = L1Store.open(name, 8 * MIB, TOKEN, policy="LRU")
+    address = store.address_of(4096)
+    ctypes.memset(address, 7, 4096)
+    store.close(in_use=True)
+    assert ctypes.string_at(address, 4096) == bytes([7]) * 4096
+    assert not os.path.exists(store.memory.path)
+
+
+def test_a_start_can_be_ended_while_memory_is_taken(name: str) -> None:
+    class Enough(Exception):
+        pass
+
+    def go_on() -> None:
+        if os.path.exists(f"/dev/shm/{name}"):
+            raise Enough
+
+    with pytest.raises(Enough):
+        L1Store.open(name, 64 * MIB, TOKEN, policy="LRU", go_on=go_on)
+    assert not os.path.exists(f"/dev/shm/{name}")
+
+
+def test_growth_that_is_told_to_stop_before_it_sleeps_does_not_sleep(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "L1_HEADROOM_BYTES", 0)
+
+    class Late(threading.Event):
+        """`stop` comes just before the event is cleared."""
+
+        def clear(self) -> None:
+            assert isinstance(store.core, growth.GrowingCore)
+            store.core._is_stopping = True
+            self.set()
+            super().clear()
+
+    store = L1Store.open(name, 64 * MIB, TOKEN, policy="LRU", init_bytes=MIB)
+    try:
+        assert isinstance(store.core, growth.GrowingCore)
+        until(lambda: store.stats()["committed_bytes"] == MIB)
+        store.core._wake, former = Late(), store.core._wake
+        former.set()
+        grower = store.core._grower
+        assert grower is not None
+        grower.join(growth._RETRY_SECONDS / 2)
+        assert not grower.is_alive()
+    finally:
+        store.close()
