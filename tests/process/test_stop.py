@@ -21,11 +21,13 @@ from pathlib import Path
 
 import pytest
 
+from lmcache.client.transfer import WantedTransfer
 from lmcache.errors import LMCacheError
+from lmcache.l1.store import L1Store
 from lmcache.stop_signals import STOP_SECONDS
 from lmcache.testing.processes import CacheServer, free_port, http_json
 from polling import until
-from process.support import SmallEngine
+from process.support import SmallEngine, server_within
 
 ROUNDS = int(os.environ.get("LMCACHE_STOP_ROUNDS", "16"))
 SEED = os.environ.get("LMCACHE_STOP_SEED", "1")
@@ -234,12 +236,14 @@ from lmcache.l2.adapter import Adapter
 
 class Hanging(Adapter):
     '''Begins, and then stands still in threads that the interpreter would wait for.'''
-    def __init__(self, opens=True): self.opens = opens
+    def __init__(self, opens=True, blocks=False): self.opens, self.blocks = opens, blocks
     def stand_still(self): return asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
     async def open(self, inventory):
         if not self.opens: await self.stand_still()
         inventory.complete()
-    async def store(self, keys, buffers): await self.stand_still()
+    async def store(self, keys, buffers):
+        if self.blocks: threading.Event().wait()
+        await self.stand_still()
     async def load(self, keys, buffers): await self.stand_still()
     async def probe(self, keys): return [None] * len(keys)
     async def delete(self, keys, *, corrupt=False): return [False] * len(keys)
@@ -273,6 +277,41 @@ def test_a_stop_while_a_backend_hangs(place: Place) -> None:
             assert time.monotonic() - started < STOP_SECONDS
         assert "are left behind" in server.log()
     assert not place.file.exists()
+
+
+@pytest.mark.slow  # STOP_SECONDS
+def test_a_stop_while_a_backend_blocks_the_storage_loop(place: Place) -> None:
+    extra, environment = hanging(place, blocks=True)
+    with place.server(*extra, environment=environment) as server:
+        server.wait_ready()
+        with SmallEngine(place.port) as engine:
+            engine.store(engine.tokens(1))
+            server.popen.send_signal(signal.SIGTERM)
+            assert place.ended(server, "blocking store") == 1
+    assert not place.file.exists()
+
+
+def test_nobody_can_call_any_more_when_l1_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loops = {"lmcache-rpc", "lmcache-http", "lmcache-events", "storage", "lmcache-payload_0"}
+    seen: list[set[str]] = []
+
+    def names() -> set[str]:
+        return {thread.name for thread in threading.enumerate()} & loops
+
+    def look(store: L1Store, **options: bool) -> None:
+        seen.append(names())
+        close(store, **options)
+
+    close = L1Store.close
+    monkeypatch.setattr(L1Store, "close", look)
+    name = f"lmcache-test-{os.getpid()}-order"
+    adapter = {"type": "fs_native", "base_path": str(tmp_path / "l2")}
+    with server_within(shm_name=name, lookup_hash_log_dir=str(tmp_path), l2_adapter=[adapter]) as server:
+        port = int(server.status()["rpc_endpoint"].rpartition(":")[2])
+        with SmallEngine(port, transfer=WantedTransfer.SOCKET) as engine:
+            assert engine.store(engine.tokens(1)) == 1
+        assert names() == loops
+    assert seen == [set()]
 
 
 def test_a_stop_while_a_backend_does_not_open(place: Place) -> None:
