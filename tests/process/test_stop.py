@@ -406,3 +406,24 @@ def test_a_start_that_fails_leaves_nothing(place: Place) -> None:
         assert not (Path("/dev/shm") / other).exists()
         assert first.stop() == 0
     assert not place.file.exists()
+
+
+FORKING = """
+import os, signal, time
+from lmcache.stop_signals import StopSignals
+signals = StopSignals()
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+os.kill(child, signal.SIGTERM)
+print(os.waitpid(child, 0)[1], signals.asked.wait(0.2))
+os.kill(os.getpid(), signal.SIGTERM)
+print(signals.asked.wait(10))
+"""
+
+
+def test_what_is_sent_to_a_forked_child_is_not_for_the_server() -> None:
+    """A child shares the descriptors of its parent, the one that signals are written to included."""
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=30)
+    assert done.stdout.splitlines() == [f"{signal.SIGTERM:d} False", "True"], done.stderr
