@@ -412,10 +412,13 @@ FORKING = """
 import os, signal, time
 from lmcache.stop_signals import StopSignals
 signals = StopSignals()
+reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(writing, b"!")
     time.sleep(60)
     os._exit(0)
+os.read(reading, 1)
 os.kill(child, signal.SIGTERM)
 print(os.waitpid(child, 0)[1], signals.asked.wait(0.2))
 os.kill(os.getpid(), signal.SIGTERM)
