@@ -151,10 +151,12 @@ def test_a_stop_at_a_random_moment(number: int, place: Place, tmp_path_factory: 
     adapter = {"type": "fs_native", "base_path": str(folder), "persist_enabled": source.random() < 0.8}
     extra += source.choice([[], ["--l2-adapter", json.dumps(adapter)], ["--l2-adapter", json.dumps(adapter)]])
     moment = source.choice([source.uniform(0, 0.6), source.uniform(0.3, 1.0), source.uniform(0, LAST_MOMENT_SECONDS)])
+    serves = source.random() < 0.4  # counted from its first answer, else from its first instruction
     first = source.choice(SIGNALS)
     second = source.choice([None, *SIGNALS])
     between = source.choice([0.0, source.uniform(0, 0.02), source.uniform(0, 0.3)])
-    what = f"seed {seed}: {first.name} after {moment:.3f} s, {second and second.name} {between:.3f} s later, {extra}"
+    what = f"seed {seed}: {first.name} after {moment:.3f} s of {'service' if serves else 'life'}, "
+    what += f"{second and second.name} {between:.3f} s later, {extra}"
     if persists and number % 2:  # something to go on with, and to catch up with
         with place.server(*extra[:1]) as before:
             before.wait_ready()
@@ -163,6 +165,8 @@ def test_a_stop_at_a_random_moment(number: int, place: Place, tmp_path_factory: 
             before.kill()
 
     with place.server(*extra) as server, Traffic(place, seed) as traffic:
+        if serves:
+            server.wait_ready()
         time.sleep(moment)
         was_ready = takes_signals(server.pid)
         server.popen.send_signal(first)
