@@ -242,8 +242,6 @@ class Client:
         transfer = agree(hello, self._wanted) if self._map_memory else None
         self._say_transfer(transfer)
         memory = transfer.memory if transfer is not None else None
-        if memory is not None:
-            memory.map_ahead()  # otherwise the first store and the first hit pay for it
         former_hello, former_memory = self.hello, self.memory
         former_transfer = self._transfer
         self.hello, self.memory, self._transfer = hello, memory, transfer
