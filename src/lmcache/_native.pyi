@@ -26,6 +26,9 @@ def prefault(address: int, size_bytes: int, threads: int, large_pages: bool = Fa
     `large_pages`: has the kernel make large ones before, where it can (MADV_COLLAPSE). They are charged to the caller.
     """
 
+def take_large_pages(address: int, size_bytes: int, threads: int) -> None:
+    """Has the kernel put large pages there, as far as it can; never a signal where it cannot."""
+
 def buffer_address(buffer: Buffer) -> int: ...
 
 # ---- hashing -------------------------------------------------------------------------------------------------------

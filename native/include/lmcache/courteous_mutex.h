@@ -33,7 +33,8 @@ public:
     }
 
     // Called by the holder at a point where what it guards is consistent: those who wait now go first. Bounded, because
-    // threads that come and come again must not stop the work for ever. The holder still holds it when this throws Closed.
+    // threads that come and come again must not stop the work for ever. The holder still holds it when this throws
+    // Closed.
     void let_others_in() {
         constexpr int kMaxYields = 1000;
         if (waiting_.load(std::memory_order_relaxed) == 0) return;

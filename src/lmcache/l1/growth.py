@@ -44,6 +44,7 @@ class GrowingCore(L1Core):
         self._clock = clock
         # In the background, half of the processors stay with the engines.
         self._threads = max(1, min(MAX_PREFAULT_THREADS, (os.cpu_count() or 1) // 2))
+        self._resumed_bytes = 0  # what a former life committed, in pages of whatever size
         self._touched_bytes = 0  # by the background, from the start
         self._target_bytes = 0  # what the background is to commit at least, whatever is used
         self._is_complete = False
@@ -56,7 +57,8 @@ class GrowingCore(L1Core):
     def resume(self) -> int:
         """Goes on with the memory that a former life committed; the bytes of it that are for slots."""
         self._commit(0)
-        return self.stats()["committed_bytes"]
+        self._resumed_bytes = self.stats()["committed_bytes"]
+        return self._resumed_bytes
 
     def start(self, init_bytes: int) -> None:
         """Commits a first step at once and, in the background, `init_bytes` and later whatever use asks for.
@@ -80,7 +82,7 @@ class GrowingCore(L1Core):
         while begin < size_bytes:
             go_on()
             step_bytes = min(L1_GROW_INLINE_BYTES, size_bytes - begin)
-            self._memory.prefault(begin, step_bytes, MAX_PREFAULT_THREADS)
+            self._memory.prefault(begin, step_bytes, MAX_PREFAULT_THREADS, large_pages=begin < self._resumed_bytes)
             begin += step_bytes
 
     def stop(self) -> None:
@@ -116,7 +118,7 @@ class GrowingCore(L1Core):
 
     def _commit(self, committed_bytes: int) -> None:
         try:
-            self._memory.grow(self._first_offset + committed_bytes)
+            self._memory.grow(self._first_offset + committed_bytes, self._threads)
             self._is_refused = False
         finally:  # as far as it went
             reached_bytes = min(self._memory.committed_bytes - self._first_offset, self._capacity_bytes)
@@ -155,13 +157,15 @@ class GrowingCore(L1Core):
             if self._clock.monotonic() < self._refused_until:
                 return False
             try:
-                self._memory.grow(self._first_offset + end_bytes)
+                self._memory.grow(self._first_offset + end_bytes, self._threads)
             except ResourceError as error:
                 self._remember_refusal(error)
                 return False
         # Touched before it is handed out: the first writer of a page would otherwise wait for its clearing.
         begin = self._first_offset + self._touched_bytes if self._touched_bytes else 0
-        self._memory.prefault(begin, self._first_offset + end_bytes - begin, self._threads)
+        size_bytes = self._first_offset + end_bytes - begin
+        is_former = self._touched_bytes < self._resumed_bytes
+        self._memory.prefault(begin, size_bytes, self._threads, large_pages=is_former)
         self._touched_bytes = end_bytes
         self._commit(end_bytes)
         return True

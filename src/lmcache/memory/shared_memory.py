@@ -239,8 +239,9 @@ class SharedMemory:
         if self._is_kept and self._fd >= 0:
             ctypes.c_uint64.from_address(self.address + offset).value = value  # one store: whole whenever we die
 
-    def grow(self, committed_bytes: int) -> None:
-        """Puts memory behind the first `committed_bytes` of the file, so that using them can never end in SIGBUS.
+    def grow(self, committed_bytes: int, threads: int = 1) -> None:
+        """Puts memory behind the first `committed_bytes` of the file, so that using them can never end in SIGBUS: large
+        pages as far as there are any.
 
         ResourceError when the machine has no more; `committed_bytes` then tells how far it went.
         """
@@ -249,6 +250,11 @@ class SharedMemory:
                 step_bytes = min(committed_bytes - self.committed_bytes, _STEP_BYTES)
                 if self._machine is not None:
                     refuse_if_short(step_bytes, Path(self.path).parent, self._machine, f"growing L1 {self.path}")
+                if not self._has_hugepages:
+                    # First, as small pages would have to be copied into them: ten times the work.
+                    begin = self.committed_bytes // _native.LARGE_PAGE_BYTES * _native.LARGE_PAGE_BYTES
+                    end = self.committed_bytes + step_bytes
+                    _native.take_large_pages(self.address + begin, end - begin, threads)
                 try:
                     os.posix_fallocate(self._fd, self.committed_bytes, step_bytes)
                 except OSError as error:
@@ -301,12 +307,13 @@ class SharedMemory:
             )
         return self._map[offset : offset + size_bytes]
 
-    def prefault(self, offset: int, size_bytes: int, threads: int) -> None:
-        """Maps and clears pages ahead of use, large ones if it can, on several threads. Only for what is committed, and
-        for the server, which pays for the memory."""
+    def prefault(self, offset: int, size_bytes: int, threads: int, *, large_pages: bool) -> None:
+        """Maps and clears pages ahead of use, on several threads. Only for what is committed, and for the server, which
+        pays for the memory. `large_pages`: has small ones replaced; `grow` leaves few of them."""
         # From the large page on that the last call left unfinished.
         before_bytes = offset % _native.LARGE_PAGE_BYTES
-        _native.prefault(self.address + offset - before_bytes, size_bytes + before_bytes, threads, large_pages=True)
+        begin = self.address + offset - before_bytes
+        _native.prefault(begin, size_bytes + before_bytes, threads, large_pages)
 
     def prefault_present(self, threads: int) -> int:
         """Maps what the server has filled since the last call, from the start without a gap; returns the bytes mapped.
