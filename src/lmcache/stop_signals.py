@@ -27,7 +27,7 @@ class StopAsked(Exception):
 
 
 class StopSignals:
-    """Takes the signals from its construction on, for the rest of the process. Constructed on the main thread.
+    """Takes the signals from its construction until `close`, both on the main thread.
 
     The first one sets `asked`. A second one, or STOP_SECONDS without an end, ends the process at once.
     """
@@ -39,13 +39,21 @@ class StopSignals:
         self._numbers = {signal.SIGTERM, signal.SIGINT}
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
             self._numbers.add(signal.SIGHUP)
-        self._reading, writing = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(writing, False)
+        self._closed = False
+        self._reading, self._writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._writing, False)
         threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        for number in self._numbers:
-            signal.signal(number, _nothing)
+        self._former_fd = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._former = {number: signal.signal(number, _nothing) for number in self._numbers}
         os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def close(self) -> None:
+        """Leaves the signals to whoever had them before."""
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._former_fd)
+        self._closed = True
+        os.close(self._writing)
 
     def before_forced_end(self, action: Callable[[], object]) -> None:
         """`action` runs on another thread, must end soon, and must wait for no lock without a deadline."""
@@ -58,8 +66,12 @@ class StopSignals:
 
     def _watch(self) -> None:
         self._next(None)
-        self.asked.set()
+        if not self._closed:
+            self.asked.set()
         again = self._next(self._stop_seconds)
+        if self._closed:
+            os.close(self._reading)
+            return
         for action in self._before_forced_end:
             with contextlib.suppress(Exception):  # the process ends, whatever it is
                 action()
@@ -72,18 +84,20 @@ class StopSignals:
         os._exit(EXIT_OVERDUE)
 
     def _next(self, seconds: float | None) -> int:
-        """The number of the next signal, 0 when none came in time."""
+        """The number of the next signal, 0 when none came in time or after `close`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._reading], [], [], left)[0]:
                 return 0
-            number = os.read(self._reading, 1)[0]
-            if number in self._numbers:
-                return number
+            read = os.read(self._reading, 1)
+            if not read or read[0] in self._numbers:
+                return read[0] if read else 0
 
     def _leave_to_parent(self) -> None:
         """In a forked child: the pipe is the parent's, and so are the signals of the parent."""
+        if self._closed:
+            return
         signal.set_wakeup_fd(-1)
         for number in self._numbers:
             signal.signal(number, signal.SIG_DFL)

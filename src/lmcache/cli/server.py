@@ -15,7 +15,6 @@ logger = logging.getLogger("lmcache.server")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Ends the process, but for --help and wrong options of the command itself."""
     rest = list(argv)
     if "--help" in rest or "-h" in rest:
         import shutil
@@ -24,20 +23,21 @@ def run(argv: Sequence[str]) -> int:
 
         print(server_help(shutil.get_terminal_size().columns), end="")
         return 0
-    signals = StopSignals()  # before anything else is imported: a stop that is asked for from now on is not lost
-    from lmcache.cli.arguments import Arguments
+    # Before anything else is imported: a stop that is asked for from now on is not lost.
+    with contextlib.closing(StopSignals()) as signals:
+        from lmcache.cli.arguments import Arguments
+        from lmcache.errors import ConfigError
+
+        own, options = Arguments("server", "").read_own(rest)
+        if own.output:
+            raise ConfigError("lmcache server has no results to write: --output cannot be used.")
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if own.quiet else sys.stdout):
+            return _serve(options, signals, as_json=own.format == "json")
+
+
+def _serve(options: Sequence[str], signals: StopSignals, *, as_json: bool) -> NoReturn:
+    """Ends the process, unless ConfigError or ResourceError tells that nothing was begun."""
     from lmcache.cli.main import guarded
-    from lmcache.errors import ConfigError
-
-    own, options = Arguments("server", "").read_own(rest)
-    if own.output:
-        raise ConfigError("lmcache server has no results to write: --output cannot be used.")
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if own.quiet else sys.stdout):
-        exit_code = guarded(lambda: _serve(options, signals), as_json=own.format == "json")
-    return _end(exit_code)
-
-
-def _serve(options: Sequence[str], signals: StopSignals) -> int:
     from lmcache.server import Server
     from lmcache.startup import plan
     from lmcache.telemetry.line_writer import LineWriter
@@ -53,8 +53,8 @@ def _serve(options: Sequence[str], signals: StopSignals) -> int:
     )
     for sentence in planned.notes:
         logger.warning("%s", sentence)
-    exit_code: int = Server(config, planned.adapters, planned.store_policy, planned.prefetch_policy).run(signals)
-    return exit_code
+    server = Server(config, planned.adapters, planned.store_policy, planned.prefetch_policy)
+    _end(guarded(lambda: server.run(signals), as_json=as_json))
 
 
 def _end(exit_code: int) -> NoReturn:
