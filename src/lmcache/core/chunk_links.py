@@ -23,8 +23,8 @@ def sha256_cbor(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
 def builtin(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
     """Four of the interpreter's 64-bit hashes, told apart by the first byte, because one alone collides too easily.
 
-    Bytes alone are hashed. A tuple is not: it would take one 64-bit hash of the tokens into all four, and what has no hash
-    of its own (None before Python 3.12) is hashed by its address, another one in every process."""
+    Bytes alone are hashed. In tuples one 64-bit hash of the tokens would be part of all four, and what has no hash of
+    its own (None before Python 3.12) is hashed by its address, another one in every process."""
     content = parent + extra + tokens
     return _pack_parts(*[hash(part + content) for part in _BUILTIN_PARTS])
 

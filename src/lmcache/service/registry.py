@@ -74,6 +74,7 @@ class Instance:
         self.scheduler: Scheduler | None = None
         self.workers: dict[int, Worker] = {}
         self.sessions: dict[str, Session] = {}  # by request, least recently used first
+        self.session_bytes = 0  # that `Sessions` has counted for them
         self.leases: dict[int, Session] = {}
         self.tenants: dict[str, Tenant] = {}
 

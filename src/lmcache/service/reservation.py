@@ -39,8 +39,10 @@ class Reservation:
 
     def only_whole(self, written: bytes) -> bytes:
         """`written` of a commit (empty: all) without the frames that did not arrive whole."""
-        flags = written or b"\1" * self.positions
-        return bytes(flag and position in self.whole for position, flag in enumerate(flags))
+        flags = bytearray(self.positions)
+        for position in self.whole:
+            flags[position] = written[position] if written else 1
+        return bytes(flags)
 
     def copy_ended(self) -> None:
         self.copies -= 1

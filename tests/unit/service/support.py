@@ -155,6 +155,10 @@ class Service:
         assert isinstance(reply, m.LookupReply)
         return reply
 
+    def append(self, request: str, tokens: bytes, first: int = 0, extras=(), *, instance: str = "engine") -> bytes:
+        """The hashes that are new."""
+        return self.lookups.append(m.Append(instance, request, "", first, tokens, b"", list(extras))).hashes
+
     def end(self, request: str, instance: str = "engine") -> None:
         self.lookups.end_session(m.EndSession(instance, request))
 
@@ -182,6 +186,7 @@ def a_service(*, with_l2: bool = False, capacity_bytes: int = 64 * FRAME_BYTES) 
     try:
         service = Service(l1, clock, metrics, with_l2=with_l2)
         yield service
+        service.lookups.check()
         for instance in list(service.registry.instances.values()):
             service.registry.remove_scheduler(instance, said_so=True)
             for worker in list(instance.workers):

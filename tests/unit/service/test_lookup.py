@@ -229,15 +229,18 @@ def test_when_every_session_holds_a_lease_another_is_too_many(service, monkeypat
 
 
 def test_the_memory_of_sessions_is_limited(service, monkeypatch):
-    monkeypatch.setattr(limits, "MAX_SESSION_BYTES", 100)
-    service.lookup("a", chunks(1, 2, 3))
-    assert service.lookups.session_bytes == 96
-    service.lookup("b", chunks(1))
+    monkeypatch.setattr(limits, "SESSION_BASE_BYTES", 0)
+    monkeypatch.setattr(limits, "MAX_SESSION_BYTES", 4 * 32)
+    service.append("a", chunks(1, 2, 3))
+    assert service.lookups.session_bytes == 3 * 32 + 1
+    service.append("b", chunks(1))
     assert list(service.registry.instances["engine"].sessions) == ["b"]
     with pytest.raises(RemoteError) as refusal:
-        service.lookup("c", chunks(1, 2, 3, 4))
+        service.append("c", chunks(1, 2, 3, 4))
     assert refusal.value.code == "too_many"
-    assert service.lookups.session_bytes == 0
+    assert list(service.registry.instances["engine"].sessions) == ["b"]
+    assert service.lookups.session_bytes == 33
+    service.end("b")
 
 
 @pytest.mark.parametrize(
