@@ -19,6 +19,7 @@ from lmcache.admin.listener import HttpListener
 from lmcache.clock import SystemClock
 from lmcache.config.spec import ServerConfig
 from lmcache.core.chunking import ChunkHasher
+from lmcache.core.limits import BOOT_TOKEN_BYTES
 from lmcache.errors import ServerUnavailable
 from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.quota import Quotas
@@ -41,7 +42,6 @@ T = TypeVar("T")
 
 DRAIN_SECONDS = 10.0
 _STATUS_SECONDS = 2.0
-_BOOT_TOKEN_BYTES = 16
 # How long a thread may keep the interpreter: the message loop must not wait 5 ms for the storage loop.
 _THREAD_SWITCH_SECONDS = 0.0005
 _WANTED_FILE_DESCRIPTORS = 65_536
@@ -108,7 +108,7 @@ class Server:
         closers.callback(self._rpc.stop)
         self._http = HttpListener(self)
         closers.callback(self._http.stop)
-        boot_token = secrets.token_bytes(_BOOT_TOKEN_BYTES)
+        boot_token = secrets.token_bytes(BOOT_TOKEN_BYTES)
         self._l1 = L1Store.open(
             config.shm_name,
             config.l1_size_bytes,
