@@ -43,9 +43,8 @@ class Oddities:
         return deferred
 
     def methods(self) -> dict[str, Method]:
-        return {name: Method(Text, getattr(self, name)) for name in ("echo", "refuse", "fail", "later")} | {
-            "ping": Method(Text, self.echo)
-        }
+        at_once = {name: Method(Text, getattr(self, name)) for name in ("echo", "refuse", "fail")}
+        return at_once | {"later": Method(Text, self.later, may_defer=True), "ping": Method(Text, self.echo)}
 
 
 @contextlib.contextmanager
