@@ -162,7 +162,8 @@ void L1Core::forget(std::uint32_t index) {
 std::size_t L1Core::remove(NamespaceIds namespaces, Hashes hashes) {
     const std::lock_guard lock(mutex_);
     std::size_t removed = 0;
-    for (std::size_t i = 0; i < check_pairs(namespaces, hashes); ++i) {
+    const std::size_t count = check_pairs(namespaces, hashes);
+    for (std::size_t i = 0; i < count; ++i) {
         const std::uint8_t* hash = &hashes[i * kChunkHashBytes];
         const std::uint32_t index = find(hash_key(namespaces[i], hash), namespaces[i], hash);
         if (index == kNoObject || objects_[index].state != ObjectState::kResident || objects_[index].readers != 0)

@@ -151,7 +151,8 @@ std::pair<std::size_t, std::size_t> L1Core::drop_owner(Owner owner) {
 std::size_t L1Core::make_permanent(NamespaceIds namespaces, Hashes hashes) {
     const std::lock_guard lock(mutex_);
     std::size_t changed = 0;
-    for (std::size_t i = 0; i < check_pairs(namespaces, hashes); ++i) {
+    const std::size_t count = check_pairs(namespaces, hashes);
+    for (std::size_t i = 0; i < count; ++i) {
         const std::uint8_t* hash = &hashes[i * kChunkHashBytes];
         const std::uint32_t index = find(hash_key(namespaces[i], hash), namespaces[i], hash);
         if (index == kNoObject || objects_[index].state != ObjectState::kResident || !objects_[index].temporary)

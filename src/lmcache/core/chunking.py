@@ -46,12 +46,12 @@ class ChunkHasher:
         """
         chunk_bytes = self.chunk_tokens * _TOKEN_BYTES
         count = memoryview(tokens).nbytes // chunk_bytes
-        by_chunk = {chunk: extra for chunk, extra in (extras or {}).items() if extra != _NO_EXTRA}
-        for chunk, extra in by_chunk.items():
+        packed = bytearray(count * CHUNK_HASH_BYTES) if extras else bytearray()
+        for chunk, extra in (extras or {}).items():
             if not 0 <= chunk < count or len(extra) != CHUNK_HASH_BYTES:
                 raise ValueError(f"the extra of chunk {chunk} must be 32 bytes for a chunk from 0 to {count - 1}")
+            packed[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES] = extra
         if self._link is None:
-            packed = b"".join(by_chunk.get(chunk, _NO_EXTRA) for chunk in range(count)) if by_chunk else b""
             return _native.hash_chunks(tokens, self.chunk_tokens, parent, packed)
         if len(parent) != CHUNK_HASH_BYTES:
             raise ValueError("parent must be 32 bytes")
@@ -59,6 +59,7 @@ class ChunkHasher:
         packed_tokens = bytes(tokens)
         for chunk in range(count):
             chunk_tokens = packed_tokens[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
-            parent = self._link(parent, chunk_tokens, by_chunk.get(chunk, b""))
+            extra = bytes(packed[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES])
+            parent = self._link(parent, chunk_tokens, b"" if extra == _NO_EXTRA else extra)
             hashes.append(parent)
         return b"".join(hashes)

@@ -29,7 +29,10 @@ class Extras:
         return len(self._chunks) * self._chunks.itemsize + len(self._digests)
 
     def between(self, first: int, end: int) -> dict[int, bytes]:
-        """Those of chunks from `first` to before `end`."""
+        """Those of chunks from `first` to before `end`; chunks are counted from `first`."""
         start, stop = bisect_left(self._chunks, first), bisect_left(self._chunks, end)
         size, digests = CHUNK_HASH_BYTES, self._digests
-        return {self._chunks[at]: digests[at * size : (at + 1) * size] for at in range(start, stop)}
+        return {
+            chunk - first: digests[at * size : (at + 1) * size]
+            for at, chunk in enumerate(self._chunks[start:stop], start)
+        }

@@ -106,9 +106,8 @@ class TokenChain:
         hashed_bytes = growth.new_chunks * self._hasher.chunk_tokens * TOKEN_BYTES
         if growth.new_chunks:
             extras = growth.extras.between(growth.first_chunk, growth.chunks)
-            relative = {chunk - growth.first_chunk: extra for chunk, extra in extras.items()}
             parent = hashes[-CHUNK_HASH_BYTES:] or self._root
-            hashes += self._hasher.extend(parent, memoryview(growth.unhashed)[:hashed_bytes], relative)
+            hashes += self._hasher.extend(parent, memoryview(growth.unhashed)[:hashed_bytes], extras)
         self.hashes, self._tail, self._extras = hashes, growth.unhashed[hashed_bytes:], growth.extras
 
     def _kept(self, first_token: int) -> tuple[int, bytes, int]:

@@ -1,12 +1,12 @@
 """ZMTP 3.1 as a server needs it (docs/formats/wire.md): bytes of one connection in, whole messages out.
 
 libzmq's own socket cannot be used here: it collects the frames of a message in its memory until the last one has come,
-however many there are. This reader holds one message at most, and no more of it than has arrived (twice that, beyond
-the first MiB, while a large frame grows).
+however many there are. This reader holds one message at most, and of a large frame only what has arrived.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 
 from lmcache.core.limits import MIB
@@ -17,7 +17,9 @@ GREETING_BYTES = 64
 RECEIVE_BYTES = 64 * 1024  # at a time; larger frames arrive where they will lie
 MAX_FRAMES = 64  # of a message that is then dropped; beyond, the connection ends
 _MAX_COMMAND_BYTES = 512
-_FIRST_BODY_BYTES = MIB + 64 * 1024  # a part of a frame of KV fits without growing
+_FROM_HEAP_BYTES = (
+    MIB + 64 * 1024
+)  # larger frames lie in memory of their own, of which nothing is taken before it is used
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE_BYTES = 10
@@ -58,8 +60,7 @@ class MessageReader:
         self._frames: Message = []
         self._frame_count = 0
         self._size_bytes = 0  # of the message so far
-        self._body: bytearray | None = None  # of a frame that is larger than what was received at once
-        self._body_size = 0
+        self._body: bytearray | mmap.mmap | None = None  # of a frame that is larger than what was received at once
         self._filled = 0
         self._more = False
 
@@ -71,11 +72,7 @@ class MessageReader:
 
     def body_received(self, count: int) -> None:
         """So many bytes were written to `body_room`, which is given up."""
-        assert self._body is not None
         self._filled += count
-        size = len(self._body)
-        if self._filled == size < self._body_size:
-            self._body += bytes(min(size, self._body_size - size))
 
     def feed(self, data: bytes) -> None:
         """What has arrived."""
@@ -85,8 +82,9 @@ class MessageReader:
     @property
     def unfinished_bytes(self) -> int:
         """Memory that waits for the rest of a message, after `next` has returned None."""
-        frames_bytes = self._size_bytes - self._body_size
-        return frames_bytes + (len(self._body) if self._body is not None else 0) + len(self._data)
+        body = self._body
+        missing = 0 if body is None or isinstance(body, bytearray) else len(body) - self._filled
+        return self._size_bytes - missing + len(self._data)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     def next(self) -> Message | None:
@@ -95,10 +93,10 @@ class MessageReader:
             return None
         while True:
             if self._body is not None:
-                if self._filled < self._body_size:
+                if self._filled < len(self._body):
                     return None
                 frame: Payload = memoryview(self._body)
-                self._body, self._body_size = None, 0
+                self._body = None
             else:
                 taken = self._take_frame()
                 if taken is None:
@@ -154,9 +152,9 @@ class MessageReader:
     def _begin_body(self, beginning: bytes, size: int) -> None:
         if not self.established:
             raise ProtocolError("a message before the handshake")
-        body = bytearray(min(size, max(_FIRST_BODY_BYTES, len(beginning))))
-        body[: len(beginning)] = beginning
-        self._body, self._body_size, self._filled = body, size, len(beginning)
+        self._body = bytearray(size) if size <= _FROM_HEAP_BYTES else mmap.mmap(-1, size)
+        self._body[: len(beginning)] = beginning
+        self._filled = len(beginning)
         self._size_bytes += size
 
     # ---- handshake ---------------------------------------------------------------------------------------------------
