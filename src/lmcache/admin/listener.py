@@ -44,23 +44,34 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Closes connections on which no new request has come for a while. uvicorn would wait for ever for the end of a
-    header, so that a few hundred silent connections could keep every health check out."""
+    """Closes connections on which no new request has come, and nothing of an answer has left, for a while. uvicorn would
+    wait for ever for the end of a header or for a client to take its answer, so that a few hundred such connections could
+    keep every health check out."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= 2 * _MAX_CONNECTIONS:  # beyond one time of them requests are refused
+            transport.abort()
+            return
         super().connection_made(transport)
-        self._last_seen: object = self.cycle
+        self._last_seen = self._progress()
         self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        if hasattr(self, "_last_seen"):
+            super().connection_lost(exc)
+
+    def _progress(self) -> tuple[object, int]:
+        return self.cycle, self.transport.get_write_buffer_size()
+
     def _close_if_silent(self) -> None:
-        if self.transport.is_closing():
-            return
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if self.cycle is self._last_seen and not answering:
-            self.transport.close()
-            return
-        self._last_seen = self.cycle
-        self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
+        progress = self._progress()
+        unsent_bytes = progress[1]
+        computing = self.cycle is not None and not self.cycle.response_complete and not unsent_bytes
+        if progress == self._last_seen and not computing:
+            self.transport.abort()  # `close` would wait for what is unsent
+        elif self in self.connections:
+            self._last_seen = progress
+            self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
 
 
 class HttpListener:
