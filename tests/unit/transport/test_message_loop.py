@@ -191,6 +191,7 @@ def test_deferred_calls_are_limited():
         with pytest.raises(RemoteError) as refusal:
             calls[2].result()
         assert refusal.value.code == "too_many"
+        assert len(oddities.deferred) == 2  # it has not begun
         oddities.deferred[0].answer(Text("first"))
         assert calls[0].result().text == "first"
         again = connection.submit("later", Text(), Text, 5.0)
