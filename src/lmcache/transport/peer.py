@@ -26,6 +26,7 @@ class Peer:
         "fd",
         "handshake_timer",
         "has_turn",
+        "held_back",
         "name",
         "reader",
         "unsent_bytes",
@@ -39,6 +40,7 @@ class Peer:
         self.closed = False
         self.events = select.EPOLLIN  # what it is watched for
         self.has_turn = False  # of the message loop, soon
+        self.held_back = False  # messages that may be there, until it has taken answers
         self.handshake_timer: Timer | None = None
         self.reader = MessageReader(message_bytes)
         self.deferred = 0  # calls that wait for an answer

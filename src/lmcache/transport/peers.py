@@ -133,7 +133,8 @@ class Peers:
     # ---- in ----------------------------------------------------------------------------------------------------------
     def next_message(self, peer: Peer) -> Message | None:
         """As Peer.next_message; None, too, for a peer that has gone or must first take answers."""
-        if peer.closed or _deaf(peer):
+        peer.held_back = _deaf(peer)
+        if peer.closed or peer.held_back:
             return None
         try:
             message = peer.next_message()
@@ -180,12 +181,13 @@ class Peers:
         while (oldest := self._unsent.surplus()) is not None:
             self._end(oldest, "too many answers wait to be taken; its answers wait for the longest time")
         events = (0 if _deaf(peer) else select.EPOLLIN) | (select.EPOLLOUT if peer.unsent_bytes else 0)
-        if peer.closed or events == peer.events:
+        if peer.closed:
             return
-        resumed = events & ~peer.events & select.EPOLLIN
-        peer.events = events
-        self._epoll.modify(peer.fd, events)
-        if resumed:
+        if events != peer.events:
+            peer.events = events
+            self._epoll.modify(peer.fd, events)
+        if peer.held_back and not _deaf(peer):
+            peer.held_back = False
             self._on_resumed(peer)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
