@@ -19,7 +19,7 @@ from lmcache.l1.store import L1Store
 from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker
 from lmcache.service.checks import check_instance, check_worker
 from lmcache.service.keyspace import Keyspace, TenantCounters, rank_keyspace, whole_keyspace
-from lmcache.service.reservation import Reservation
+from lmcache.service.reservation import Reservations
 from lmcache.service.session import Session
 from lmcache.telemetry.metrics import Metrics
 
@@ -51,7 +51,7 @@ class Party:
 @dataclass
 class Worker(Party):
     registration: RegisterWorker
-    reservations: dict[int, Reservation] = field(default_factory=dict)
+    reservations: Reservations = field(default_factory=Reservations)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What one worker has reserved and not yet committed."""
+"""What a worker has reserved and not yet committed."""
 
 from __future__ import annotations
 
@@ -44,9 +44,35 @@ class Reservation:
             flags[position] = written[position] if written else 1
         return bytes(flags)
 
+    @property
+    def size_bytes(self) -> int:
+        return len(self.hashes) + len(self.slots)
+
     def copy_ended(self) -> None:
         self.copies -= 1
         if not self.copies:
             actions, self.when_copied = self.when_copied, []
             for action in actions:
                 action()
+
+
+class Reservations:
+    """Those of one worker, by number. Invariant: `size_bytes` is the sum of theirs."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Reservation] = {}
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def get(self, number: int) -> Reservation | None:
+        return self._by_number.get(number)
+
+    def add(self, number: int, reservation: Reservation) -> None:
+        assert number not in self._by_number
+        self._by_number[number] = reservation
+        self.size_bytes += reservation.size_bytes
+
+    def remove(self, number: int) -> None:
+        self.size_bytes -= self._by_number.pop(number).size_bytes

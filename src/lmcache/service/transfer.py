@@ -21,6 +21,8 @@ from lmcache.transport.deferred import Deferred
 
 log = logging.getLogger("lmcache.service")
 
+_SLOT_BYTES = 8
+
 
 class CommitSink(Protocol):
     """The storage loop, as far as commits need it."""
@@ -59,10 +61,14 @@ class TransferService:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A call covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
         if message.wanted and len(message.wanted) != chunks * len(worker.registration.layouts):
             raise RemoteError(ErrorCode.BAD_REQUEST, "`wanted` must have one byte for each object group and chunk.")
-        if len(worker.reservations) >= limits.MAX_RESERVATIONS_PER_WORKER:
+        size_bytes = chunks * (CHUNK_HASH_BYTES + _SLOT_BYTES * len(worker.registration.layouts))
+        held = worker.reservations
+        too_large = held.size_bytes + size_bytes > limits.MAX_RESERVATION_BYTES_PER_WORKER
+        if too_large or len(held) >= limits.MAX_RESERVATIONS_PER_WORKER:
             raise RemoteError(
                 ErrorCode.TOO_MANY,
-                f"This worker has {len(worker.reservations)} reservations; commit some before you make others.",
+                f"This worker has {len(held)} reservations of {held.size_bytes} bytes of hashes and offsets; commit some "
+                "before you make others.",
             )
         keyspace = self._registry.rank_keyspace(instance, worker, message.cache_salt)
         deadline = self._clock.monotonic() + self._reservation_ttl_seconds
@@ -70,7 +76,7 @@ class TransferService:
             worker.owner, keyspace.ids, keyspace.sizes, message.hashes, deadline, message.wanted
         )
         if reservation:
-            worker.reservations[reservation] = Reservation(keyspace, message.hashes, slots)
+            worker.reservations.add(reservation, Reservation(keyspace, message.hashes, slots))
             self._metrics.num_submitted_stores.inc()
         return ReserveReply(reservation, slots, without_room)
 
@@ -89,7 +95,7 @@ class TransferService:
             deferred = Deferred()
             reserved.when_copied.append(lambda: self._commit_late(message, deferred))
             return deferred
-        del worker.reservations[message.reservation]
+        worker.reservations.remove(message.reservation)
         written = message.written
         if worker.registration.transfer_mode == TransferMode.SOCKET:
             written = reserved.only_whole(written)
