@@ -44,9 +44,9 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Closes connections on which no new request has come, and nothing of an answer has left, for a while. uvicorn would
-    wait for ever for the end of a header or for a client to take its answer, so that a few hundred such connections could
-    keep every health check out."""
+    """Closes connections on which no new request has come, and nothing of an answer has left, for a while. uvicorn
+    would wait for ever for the end of a header or for a client to take its answer, so that a few hundred such
+    connections could keep every health check out."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= 2 * _MAX_CONNECTIONS:  # beyond one time of them requests are refused

@@ -74,13 +74,15 @@ class Sessions:
         instance.sessions.pop(session.request_id, None)
         instance.sessions[session.request_id] = session
         self._holders[instance.instance_id] = instance
-        self.hold(instance, session, held_after)
+        session.held_bytes = held_after
+        self._count(instance, session, size_bytes)
         return session
 
     def hold(self, instance: Instance, session: Session, held_bytes: int) -> None:
         """From now on the session's lookup or lease takes that much."""
+        change = held_bytes - session.held_bytes
         session.held_bytes = held_bytes
-        self._count(instance, session, session.size_bytes)
+        self._count(instance, session, session.counted_bytes + change)
 
     def end(self, instance: Instance, session: Session) -> None:
         self._settle(instance, session)

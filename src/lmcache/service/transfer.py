@@ -67,8 +67,8 @@ class TransferService:
         if too_large or len(held) >= limits.MAX_RESERVATIONS_PER_WORKER:
             raise RemoteError(
                 ErrorCode.TOO_MANY,
-                f"This worker has {len(held)} reservations of {held.size_bytes} bytes of hashes and offsets; commit some "
-                "before you make others.",
+                f"This worker has {len(held)} reservations with {held.size_bytes} bytes of hashes and offsets; commit "
+                "some before you make others.",
             )
         keyspace = self._registry.rank_keyspace(instance, worker, message.cache_salt)
         deadline = self._clock.monotonic() + self._reservation_ttl_seconds
