@@ -11,7 +11,7 @@ FRAME_ALIGN_BYTES = 4096
 # protocol
 MAX_MESSAGE_BYTES = 20 * MIB  # of a call or an answer, over all its frames
 MAX_UNFINISHED_BYTES = 256 * MIB  # of messages that have begun to arrive, of all connections
-MAX_UNSENT_BYTES = 512 * MIB  # of answers that clients do not take, of all connections
+MAX_UNSENT_BYTES = GIB  # of answers that clients do not take, of all connections
 MAX_UNSENT_BYTES_PER_CONNECTION = 64 * MIB
 MAX_CONNECTIONS = 4096
 BOOT_TOKEN_BYTES = 16
