@@ -38,6 +38,10 @@ def hash_chunks(tokens: Buffer, chunk_tokens: int, parent: bytes, extras: Buffer
     ignored. Returns 32 bytes a chunk.
     """
 
+def cbor_numbers(numbers: Buffer) -> bytes:
+    """CBOR of each number (u32), one after the other, in the shortest form; without the head of an array. Keeps the GIL:
+    it is called a chunk at a time."""
+
 # ---- frame ---------------------------------------------------------------------------------------------------------
 def frame_template(namespace: bytes, namespace_digest: bytes, payload_bytes: int, serde: str = "", serde_params: bytes = b"") -> bytes:
     """A 4096-byte header, complete but for chunk hash, payload checksum and header checksum."""

@@ -1,4 +1,4 @@
-"""Links of the chain of chunk hashes that Python computes (docs/formats/chunk_hash.md). Needs nothing but Python."""
+"""Links of the chain of chunk hashes that Python computes (docs/formats/chunk_hash.md)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import struct
 from collections.abc import Callable
 
 _BUILTIN_PARTS = (b"\0", b"\1", b"\2", b"\3")
+_CBOR_BYTES, _CBOR_ARRAY = 0x40, 0x80  # kinds, to which the count is added
+_CBOR_TRIPLE, _CBOR_NULL = b"\x83", b"\xf6"
 _pack_parts = struct.Struct("<4q").pack
 
 # parent hash, packed tokens of one chunk, extra identity of that chunk or b"" -> hash, 32 bytes
@@ -14,10 +16,23 @@ Link = Callable[[bytes, bytes, bytes], bytes]
 
 
 def sha256_cbor(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
-    import cbor2  # only where this algorithm is configured
+    """CBOR of (parent, numbers, extra or null)."""
+    from lmcache._native import cbor_numbers  # here, so that nothing but Python is needed for the other one
 
-    numbers = struct.unpack(f"<{len(tokens) // 4}I", tokens)
-    return hashlib.sha256(cbor2.dumps((parent, numbers, extra or None))).digest()
+    numbers = _cbor_head(_CBOR_ARRAY, len(tokens) // 4) + cbor_numbers(tokens)
+    content = _cbor_bytes(extra) if extra else _CBOR_NULL
+    return hashlib.sha256(_CBOR_TRIPLE + _cbor_bytes(parent) + numbers + content).digest()
+
+
+def _cbor_bytes(content: bytes) -> bytes:
+    return _cbor_head(_CBOR_BYTES, len(content)) + content
+
+
+def _cbor_head(kind: int, count: int) -> bytes:
+    if count < 24:
+        return bytes([kind + count])
+    size_bytes = 1 if count < 1 << 8 else 2 if count < 1 << 16 else 4
+    return bytes([kind + 24 + size_bytes.bit_length() - 1]) + count.to_bytes(size_bytes, "big")
 
 
 def builtin(parent: bytes, tokens: bytes, extra: bytes) -> bytes:

@@ -55,6 +55,17 @@ def test_sha256_cbor_chain_is_the_documented_one() -> None:
     assert ChunkHasher("sha256_cbor", 16).extend(PARENT, pack(tokens), {1: b"x" * 32}) == first + second
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 23, 24, 255, 256, 65_536])
+@pytest.mark.parametrize("extra", [b"", b"e" * 32])
+def test_sha256_cbor_of_all_sizes_of_numbers(chunk_tokens: int, extra: bytes) -> None:
+    limits = (0, 23, 24, 255, 256, 65_535, 65_536, (1 << 32) - 1)
+    tokens = [limits[number % len(limits)] for number in range(chunk_tokens)]
+    expected = hashlib.sha256(cbor2.dumps((PARENT, tokens, extra or None))).digest()
+    assert (
+        ChunkHasher("sha256_cbor", chunk_tokens).extend(PARENT, pack(tokens), {0: extra} if extra else {}) == expected
+    )
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_extending_in_steps_equals_extending_at_once(algorithm: str) -> None:
     hasher = ChunkHasher(algorithm, 16)
