@@ -14,7 +14,7 @@ from typing import Protocol
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.errors import RemoteError, ResourceError
+from lmcache.errors import RemoteError
 from lmcache.l1.store import L1Store
 from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker
 from lmcache.service.checks import check_instance, check_worker
@@ -148,14 +148,11 @@ class Registry:
             if len(workers) < scheduler.registration.kv_world_size:
                 return None
             ranks = [self._name(scheduler.registration, workers[rank], cache_salt) for rank in sorted(workers)]
-            tenant.whole = whole_keyspace(self._l1, ranks)
+            tenant.whole = whole_keyspace(ranks)
         return tenant.whole
 
     def _name(self, profile: RegisterInstance, worker: RegisterWorker, cache_salt: str) -> Keyspace:
-        try:
-            return rank_keyspace(self._l1, profile, worker, cache_salt, self._chunk_tokens)
-        except ResourceError as error:  # more tenants than the index can tell apart
-            raise RemoteError(ErrorCode.TOO_MANY, str(error)) from error
+        return rank_keyspace(self._l1, profile, worker, cache_salt, self._chunk_tokens)
 
     # ---- coming ------------------------------------------------------------------------------------------------------
     def register_instance(self, message: RegisterInstance) -> int:

@@ -29,28 +29,27 @@ class Leased:
             self._l1.core.release(lease)
 
 
-def lease_objects(l1: L1Store, objects: Sequence[tuple[int, ObjectKey, int]]) -> Leased:
-    """Leases (namespace id, key, bytes), each on its own: what was evicted meanwhile is left out. To be copied
+def lease_objects(l1: L1Store, objects: Sequence[tuple[ObjectKey, int]]) -> Leased:
+    """Leases (key, bytes), each on its own: what was evicted meanwhile is left out. To be copied
     elsewhere is no use: the objects keep their place in the order of eviction."""
     leased = Leased(l1)
     offsets: list[int | None] = [None] * len(objects)
-    by_namespace: dict[int, list[int]] = {}
-    for index, (namespace_id, _, _) in enumerate(objects):
-        by_namespace.setdefault(namespace_id, []).append(index)
-    for namespace_id, indices in by_namespace.items():
-        namespaces = array("I", [namespace_id]).tobytes()
-        hashes = b"".join(objects[index][1].chunk_hash for index in indices)
+    by_namespace: dict[bytes, list[int]] = {}
+    for index, (key, _) in enumerate(objects):
+        by_namespace.setdefault(key.namespace.digest, []).append(index)
+    for digest, indices in by_namespace.items():
+        hashes = b"".join(objects[index][0].chunk_hash for index in indices)
         at = 0
         while at < len(indices):
             # A prefix at a time: what follows a gap is asked for again.
             rest = hashes[at * CHUNK_HASH_BYTES :]
-            lease, chunks, found = l1.core.acquire(STORAGE_OWNER, namespaces, rest, FOREVER, is_use=False)
+            lease, chunks, found = l1.core.acquire(STORAGE_OWNER, digest, rest, FOREVER, is_use=False)
             if lease:
                 leased.leases.append(lease)
                 for index, offset in zip(indices[at : at + chunks], array("Q", found), strict=True):
                     offsets[index] = offset
             at += chunks + 1
-    for (_, key, frame_bytes), place in zip(objects, offsets, strict=True):
+    for (key, frame_bytes), place in zip(objects, offsets, strict=True):
         if place is not None:
             leased.keys.append(key)
             leased.views.append(l1.memory.view(place, frame_bytes))

@@ -10,14 +10,14 @@ import asyncio
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.outcome import StoreOutcome
 from lmcache.l1.store import L1Store
 from lmcache.l2.background import spawn
@@ -28,7 +28,7 @@ from lmcache.tiering.policies import StorePolicy
 
 log = logging.getLogger("lmcache.tiering")
 
-COMMIT_RECORD_BYTES = 32  # four u64: namespace id, chunk index, offset, bytes
+COMMIT_RECORD_BYTES = 32  # four u64: namespace index, chunk index, offset, bytes
 LOST_SAID_EVERY_SECONDS = 60.0
 _THERE = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
 
@@ -36,7 +36,6 @@ _THERE = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
 @dataclass(frozen=True, slots=True)
 class QueuedObject:
     key: ObjectKey
-    namespace_id: int
     frame_bytes: int
 
 
@@ -59,7 +58,7 @@ class StoreController:
         self._kept: set[ObjectKey] = set()  # of those, what some adapter has
         self._lost_unsaid = 0
         self._lost_said_until = 0.0
-        self._to_drop: dict[ObjectKey, int] = {}  # stored, but somebody was reading: namespace ids
+        self._to_drop: list[ObjectKey] = []  # stored, but somebody was reading
         self._taken = asyncio.Event()  # from a queue
         self._idle = asyncio.Event()
         self._idle.set()
@@ -73,14 +72,13 @@ class StoreController:
             for _ in range(limits.L2_STORE_BATCHES_IN_FLIGHT):
                 self._workers.append(spawn(self._work(index), f"store-{runner.name}"))
 
-    def add(self, records: bytes, hashes: bytes) -> None:
-        """Objects as `L1Core.commit` reports them, and the hashes that their chunk indices count."""
+    def add(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
+        """Objects as `L1Core.commit` reports them, and the namespaces and hashes that they count in."""
         numbers = array("Q", records)
         for at in range(0, len(numbers), 4):
-            namespace_id, chunk, _, frame_bytes = numbers[at : at + 4]
+            position, chunk, _, frame_bytes = numbers[at : at + 4]
             chunk_hash = hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES]
-            key = ObjectKey(self._l1.namespace(namespace_id), chunk_hash)
-            self._enqueue(QueuedObject(key, namespace_id, frame_bytes))
+            self._enqueue(QueuedObject(ObjectKey(namespaces[position], chunk_hash), frame_bytes))
         for event in self._wake:
             event.set()
 
@@ -145,7 +143,7 @@ class StoreController:
 
     def drop_leftovers(self) -> None:
         """Tries again to take out of L1 what somebody was reading when its store ended."""
-        waiting, self._to_drop = self._to_drop, {}
+        waiting, self._to_drop = self._to_drop, []
         self._remove(waiting)
 
     # ---- one adapter -------------------------------------------------------------------------------------------------
@@ -177,7 +175,7 @@ class StoreController:
         return batch
 
     async def _store(self, runner: Runner, batch: Sequence[QueuedObject]) -> None:
-        leased = lease_objects(self._l1, [(queued.namespace_id, queued.key, queued.frame_bytes) for queued in batch])
+        leased = lease_objects(self._l1, [(queued.key, queued.frame_bytes) for queued in batch])
         if len(leased.keys) < len(batch):
             self._drop(len(batch) - len(leased.keys), "evicted")
         if not leased.keys:
@@ -244,7 +242,7 @@ class StoreController:
             self._kept.discard(queued.key)
         if lost:
             self._note_lost(lost)
-        self._remove({queued.key: queued.namespace_id for queued in objects})
+        self._remove([queued.key for queued in objects])
 
     def _note_lost(self, objects: int) -> None:
         """Engines were told that these are stored, and now they are nowhere."""
@@ -260,13 +258,11 @@ class StoreController:
             self._lost_unsaid = 0
             self._lost_said_until = now + LOST_SAID_EVERY_SECONDS
 
-    def _remove(self, objects: Mapping[ObjectKey, int]) -> None:
-        if not objects:
+    def _remove(self, keys: Sequence[ObjectKey]) -> None:
+        if not keys:
             return
         core = self._l1.core
-        hashes = b"".join(key.chunk_hash for key in objects)
-        if core.remove(array("I", objects.values()).tobytes(), hashes) == len(objects):
+        digests = b"".join(key.namespace.digest for key in keys)
+        if core.remove(digests, b"".join(key.chunk_hash for key in keys)) == len(keys):
             return
-        for key, namespace_id in objects.items():
-            if core.probe(array("I", [namespace_id]).tobytes(), key.chunk_hash):
-                self._to_drop[key] = namespace_id
+        self._to_drop += [key for key in keys if core.probe(key.namespace.digest, key.chunk_hash)]

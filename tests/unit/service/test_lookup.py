@@ -41,11 +41,12 @@ def load(service: Service, which: int, *numbers: int, reason: MissReason | None 
     wanted = request.hashes[: 32 * len(numbers)]
     lease, count, offsets = 0, 0, b""
     if numbers:
-        ids = b"".join(service.l1.namespace_id(namespace).to_bytes(4, "little") for namespace in request.namespaces)
+        digests = b"".join(namespace.digest for namespace in request.namespaces)
+        salt = request.namespaces[0].cache_salt
         sizes = b"".join(size.to_bytes(8, "little") for size in request.frame_bytes)
-        reservation, _, _ = service.l1.core.reserve(1_000_000, ids, sizes, wanted, 1e9)
+        reservation, _, _ = service.l1.core.reserve(1_000_000, digests, salt, sizes, wanted, 1e9)
         service.l1.core.commit(reservation, b"")
-        lease, count, offsets = service.l1.core.acquire(request.owner, ids, wanted, request.lease_deadline)
+        lease, count, offsets = service.l1.core.acquire(request.owner, digests, wanted, request.lease_deadline)
         assert count == len(numbers)
     result = PrefetchResult(count, lease, offsets, reason)
     on_done(result)

@@ -53,10 +53,9 @@ class Rig:
     def put(self, chunks: Sequence[ObjectKey], tell: bool = True) -> int:
         """Stores chunks of one namespace as an engine does; how many became resident."""
         of = chunks[0].namespace
-        ids = array("I", [self.l1.namespace_id(of)]).tobytes()
         hashes = b"".join(key.chunk_hash for key in chunks)
         sizes = array("Q", [FRAME_BYTES]).tobytes()
-        reservation, packed, _ = self.l1.core.reserve(ENGINE, ids, sizes, hashes, FOREVER)
+        reservation, packed, _ = self.l1.core.reserve(ENGINE, of.digest, of.cache_salt, sizes, hashes, FOREVER)
         template = header_template(of, PAYLOAD_BYTES)
         for key, offset in zip(chunks, array("Q", packed), strict=True):
             if offset != _native.NO_SLOT:
@@ -65,12 +64,11 @@ class Rig:
         written = bytes(offset != _native.NO_SLOT for offset in array("Q", packed))
         count, _, records = self.l1.core.commit(reservation, written)
         if tell:
-            self.storage.objects_committed(records, hashes)
+            self.storage.objects_committed([of], hashes, records)
         return count
 
     def resident(self, chunks: Sequence[ObjectKey]) -> int:
-        ids = array("I", [self.l1.namespace_id(chunks[0].namespace)]).tobytes()
-        return self.l1.core.probe(ids, b"".join(key.chunk_hash for key in chunks))
+        return self.l1.core.probe(chunks[0].namespace.digest, b"".join(key.chunk_hash for key in chunks))
 
     def begin_fetch(
         self,

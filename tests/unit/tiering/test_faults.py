@@ -203,8 +203,8 @@ def test_skip_l1_waits_for_readers() -> None:
     with rig([configured], l1_policy="noop", store_policy="skip_l1") as it:
         adapter.gate.clear()
         it.put(keys(10))
-        ids = it.l1.namespace_id(keys(1)[0].namespace).to_bytes(4, "little")
-        lease, chunks, _ = it.l1.core.acquire(ENGINE, ids, b"".join(key.chunk_hash for key in keys(10)), FOREVER)
+        digest = keys(1)[0].namespace.digest
+        lease, chunks, _ = it.l1.core.acquire(ENGINE, digest, b"".join(key.chunk_hash for key in keys(10)), FOREVER)
         assert chunks == 10
         it.storage.call_soon(adapter.gate.set)
         assert it.storage.flush(20)
@@ -287,7 +287,7 @@ def test_stop_writes_what_is_queued() -> None:
         assert len(adapter.inner.objects) == 400  # type: ignore[attr-defined]
         assert not it.storage.responsive(0.05)
         assert it.fetch(keys(5)).miss_reason is MissReason.L2_FAILED
-        it.storage.objects_committed(bytes(32), bytes(32))
+        it.storage.objects_committed([keys(1)[0].namespace], bytes(32), bytes(32))
         with pytest.raises(LMCacheError, match="has ended"):
             it.storage.clear("l1")
 
