@@ -367,6 +367,8 @@ class RawIndex:
     def next_generation(self) -> int: ...
     def intern(self, digest: Buffer, number: int) -> int:
         """A new namespace. `number`: its page on the device, or 2**32 - 1."""
+    def take_unused_spaces(self) -> bytes:
+        """u32: namespaces that have neither objects nor transfers under way. Their ids are given to others from now on."""
     def set_number(self, space: int, number: int) -> None: ...
     def take_pages(self, first: int, pages: Buffer, spaces: Buffer, forget: bool) -> None:
         """Recovery: pages of the table from `first` on. `spaces`: u32 by namespace number, 2**32 - 1 for unknown ones.
