@@ -191,10 +191,13 @@ void bind_upkeep(nb::class_<L1Core>& core) {
             without_gil([&] { self.set_limit(salt, limit_bytes); });
         },
         nb::arg("salt"), nb::arg("limit_bytes"));
-    core.def("enforce_limits", [](L1Core& self) {
-        const auto removed = without_gil([&] { return self.enforce_limits(); });
-        return std::make_pair(removed.objects, removed.size_bytes);
-    });
+    core.def(
+        "enforce_limits",
+        [](L1Core& self, bool spare_new) {
+            const auto removed = without_gil([&] { return self.enforce_limits(spare_new); });
+            return std::make_pair(removed.objects, removed.size_bytes);
+        },
+        nb::arg("spare_new") = false);
     core.def(
         "remove",
         [](L1Core& self, nb::handle namespaces, nb::handle hashes) {

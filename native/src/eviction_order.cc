@@ -1,6 +1,7 @@
 #include "lmcache/eviction_order.h"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -193,9 +194,13 @@ std::uint64_t EvictionOrder::evictable_units_for(std::uint32_t name_space, std::
     return evictable_excess_units_ - queues_[salt].evictable_excess_units + queues_[salt].evictable_units;
 }
 
-std::uint32_t EvictionOrder::victim_above_limit() {
-    if (fullest_.empty() || queues_[fullest_.top()].excess_units == 0) return kNoObject;
-    return oldest_evictable(queues_[fullest_.top()]);
+std::vector<std::uint32_t> EvictionOrder::salts_above_limits() const {
+    constexpr Fullness kAllTaken{1.0, std::numeric_limits<std::uint64_t>::max()};
+    return fullest_.fuller_than(kAllTaken);
+}
+
+std::uint32_t EvictionOrder::victim_above_limit(std::uint32_t salt) {
+    return queues_[salt].excess_units == 0 ? kNoObject : oldest_evictable(queues_[salt]);
 }
 
 bool EvictionOrder::may_go_together(std::uint32_t a, std::uint32_t b) const {

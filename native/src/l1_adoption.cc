@@ -82,6 +82,7 @@ bool L1Core::adopt_frame(const LeftFrame& frame, const Digest& digest, std::stri
     object.first_unit = frame.first_unit;
     object.units = frame.units;
     object.state = ObjectState::kResident;
+    object.cycle = cycle_;
     keys_.insert(key_hash, index);
     charge(name_space, frame.units);
     order_.enter(index, key_hash);

@@ -175,9 +175,21 @@ void L1Core::set_limit(std::string_view salt, std::uint64_t limit_bytes) {
     namespaces_.release_salt(number);
 }
 
-Removed L1Core::enforce_limits() {
+Removed L1Core::enforce_limits(bool spare_new) {
     const std::lock_guard lock(mutex_);
-    return evict_while(std::numeric_limits<std::uint64_t>::max(), [this] { return order_.victim_above_limit(); });
+    const std::uint8_t now = cycle_;
+    if (spare_new) ++cycle_;
+    Removed removed;
+    for (const std::uint32_t salt : order_.salts_above_limits()) {  // others may get a number meanwhile: no matter
+        const Removed of_salt = evict_while(std::numeric_limits<std::uint64_t>::max(), [&] {
+            const std::uint32_t victim = order_.victim_above_limit(salt);
+            return victim != kNoObject && spare_new && objects_[victim].cycle == now ? kNoObject : victim;
+        });
+        removed.objects += of_salt.objects;
+        removed.size_bytes += of_salt.size_bytes;
+        if (of_salt.objects < kObjectsAtOnce) mutex_.let_others_in();
+    }
+    return removed;
 }
 
 std::vector<Overuse> L1Core::take_overuses() {

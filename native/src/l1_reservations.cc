@@ -113,6 +113,7 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
             }
             Object& object = objects_[index];
             object.state = ObjectState::kResident;
+            object.cycle = cycle_;
             object.temporary = options.temporary;
             --staged_;
             ++resident_;

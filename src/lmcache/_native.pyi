@@ -236,8 +236,9 @@ class L1Core:
         """Under IsolatedLRU, what the objects of a salt may keep; 0 is what a salt has that was never given one. A salt goes
         beyond its limit while there is room; what it has beyond goes first, and never costs a salt within its limit
         anything. Without effect under other policies."""
-    def enforce_limits(self) -> tuple[int, int]:
-        """Evicts what salts have above their limits as far as nobody reads it: (objects, bytes)."""
+    def enforce_limits(self, spare_new: bool = False) -> tuple[int, int]:
+        """Evicts what salts have above their limits as far as nobody reads it: (objects, bytes). With `spare_new` not what
+        became resident since the last such call."""
     def take_overuses(self) -> list[tuple[str, int]]:
         """(salt, limit in bytes) of salts that stored, or had no room to store, beyond their limits since the last call; each
         once for as long as it has objects."""

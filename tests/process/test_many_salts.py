@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from polling import until
 
 from lmcache import _native
 from lmcache.client import Client
@@ -19,6 +18,7 @@ from lmcache.core.key import Namespace
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer
+from polling import until
 from process.memory_watch import MIB, private_bytes
 from process.support import CALL_SECONDS, unpack_slots
 

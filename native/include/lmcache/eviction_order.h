@@ -60,8 +60,10 @@ public:
     std::uint32_t victim();
     // Who goes next to make room for so much of that namespace, or kNoObject.
     std::uint32_t victim_for(std::uint32_t name_space, std::uint32_t units);
-    // The next victim of a salt that is above its limit, or kNoObject.
-    std::uint32_t victim_above_limit();
+    // Salts that are above their limits and have something evictable.
+    std::vector<std::uint32_t> salts_above_limits() const;
+    // The next victim of that salt while it is above its limit, or kNoObject.
+    std::uint32_t victim_above_limit(std::uint32_t salt);
     // Whether making room for one may cost the other.
     bool may_go_together(std::uint32_t a, std::uint32_t b) const;
     // Whether `a` was used before `b`. The order holds beyond the wrap of the counter.

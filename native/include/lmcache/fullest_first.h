@@ -53,6 +53,21 @@ public:
         settle(place);
     }
 
+    // Those that are fuller, in any order, without looking at the others.
+    std::vector<std::uint32_t> fuller_than(const Fullness& fullness) const {
+        std::vector<std::uint32_t> numbers;
+        std::vector<std::size_t> places{0};
+        while (!places.empty()) {
+            const std::size_t place = places.back();
+            places.pop_back();
+            if (place >= heap_.size() || !(fullness < heap_[place].fullness)) continue;
+            numbers.push_back(heap_[place].number);
+            places.push_back(2 * place + 1);
+            places.push_back(2 * place + 2);
+        }
+        return numbers;
+    }
+
     bool contains(std::uint32_t number) const { return number < places_.size() && places_[number] != kNowhere; }
     std::size_t memory_bytes() const {
         return heap_.capacity() * sizeof(Entry) + places_.capacity() * sizeof(std::size_t);

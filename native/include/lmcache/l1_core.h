@@ -156,8 +156,9 @@ public:
     // Under IsolatedLRU: how much the objects of a salt may keep; 0 for a salt without a limit. What they take beyond
     // goes first, also inline, and never makes a salt within its limit lose anything.
     void set_limit(std::string_view salt, std::uint64_t limit_bytes);
-    // Evicts what salts have above their limits, as far as nobody reads it.
-    Removed enforce_limits();
+    // Evicts what salts have above their limits, as far as nobody reads it. With `spare_new` not what became resident
+    // since the last such call, so that there is time to copy it elsewhere.
+    Removed enforce_limits(bool spare_new = false);
     // Salts that went beyond their limits since the last call, each once for as long as it has objects.
     std::vector<Overuse> take_overuses();
     std::size_t remove(NamespaceDigests namespaces, Hashes hashes);
@@ -261,6 +262,7 @@ private:
     EvictionOrder order_;
     AgeSamples ages_;
     std::vector<Overuse> overuses_;
+    std::uint8_t cycle_ = 0;  // of keeping limits
     ClaimTable<Lease> leases_;
     ClaimTable<Reservation> reservations_;
     std::size_t resident_ = 0;

@@ -9,6 +9,7 @@ from lmcache.clock import Clock, SystemClock
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.l1.adoption import Adoption, adopt
 from lmcache.l1.growth import GrowingCore
+from lmcache.l1.overuse import OveruseLog
 from lmcache.memory.header import HEADER_BYTES
 from lmcache.memory.inheritance import Inheritance
 from lmcache.memory.shared_memory import SharedMemory
@@ -27,6 +28,7 @@ class L1Store:
         self.align_bytes = align_bytes
         self.adoption = Adoption()  # what a former server left
         self._metrics = metrics
+        self._overuse = OveruseLog()
         self._lock = threading.Lock()  # guards what follows
         self._published = {"evicted_objects": 0, "allocation_failures": 0}
 
@@ -85,6 +87,13 @@ class L1Store:
     def frame_bytes(self, payload_bytes: int) -> int:
         """Size of the slot that holds such a payload: header and payload, rounded up to the alignment."""
         return -(-(FRAME_HEADER_BYTES + payload_bytes) // self.align_bytes) * self.align_bytes
+
+    def enforce_limits(self) -> tuple[int, int]:
+        """To be called regularly. Evicts what salts have beyond their limits, as far as nobody reads it: (objects,
+        bytes). What is new stays until the next call, so that it can reach L2. Says once of each salt that it goes
+        beyond."""
+        self._overuse.say(self.core.take_overuses())
+        return self.core.enforce_limits(spare_new=True)
 
     def stats(self) -> dict[str, int]:
         """The core's figures; brings the metrics up to date on the way."""

@@ -25,8 +25,6 @@ from lmcache.telemetry.metrics import Metrics
 
 log = logging.getLogger("lmcache.service")
 
-_MAX_TENANTS_KEPT_PER_INSTANCE = 1024  # beyond: forgotten and built again on demand
-
 
 class OwnerLocks(Protocol):
     def owner_alive(self, owner: int) -> bool:
@@ -122,8 +120,8 @@ class Registry:
         if tenant is None:
             if len(cache_salt.encode()) > limits.MAX_NAME_BYTES:
                 raise RemoteError(ErrorCode.TOO_LARGE, f"A cache salt has at most {limits.MAX_NAME_BYTES} bytes.")
-            if len(instance.tenants) >= _MAX_TENANTS_KEPT_PER_INSTANCE:
-                instance.tenants.clear()
+            while len(instance.tenants) >= _tenants_kept(scheduler.registration):
+                del instance.tenants[next(iter(instance.tenants))]
             tenant = Tenant(TenantCounters(self._metrics, scheduler.registration.model_name, cache_salt))
             instance.tenants[cache_salt] = tenant
         return tenant
@@ -273,3 +271,8 @@ class Registry:
         if instance.scheduler is None and not instance.workers:
             self.instances.pop(instance.instance_id, None)
             log.info("Instance %s has gone", instance.instance_id)
+
+
+def _tenants_kept(profile: RegisterInstance) -> int:
+    namespaces = profile.kv_world_size * profile.object_groups
+    return min(limits.MAX_TENANTS_KEPT_PER_INSTANCE, max(1, limits.MAX_NAMESPACES_KEPT_PER_INSTANCE // namespaces))

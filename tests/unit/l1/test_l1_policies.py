@@ -147,6 +147,26 @@ def test_what_a_salt_has_beyond_its_limit_passes_through() -> None:
     assert tier.core.stats()["above_limits_bytes"] == 0
 
 
+def test_what_is_new_has_a_cycle_to_be_copied_elsewhere() -> None:
+    tier = Tier("IsolatedLRU", 8)
+    tier.core.set_limit("x", 2 * UNIT)
+    tier.store("ab")
+    tier.store("cd", "x")
+    tier.store("ef", "x")
+    assert tier.core.enforce_limits(spare_new=True) == (0, 0)
+    tier.store("g")
+    assert tier.core.enforce_limits(spare_new=True) == (4, 4 * UNIT)
+    tier.store("ij")
+    tier.read("g")
+    tier.core.enforce_limits(spare_new=True)
+    assert tier.resident() == "efgij"  # what is older in order of use and new holds the others up, for one cycle
+    assert tier.core.enforce_limits(spare_new=True) == (3, 3 * UNIT)
+    assert tier.resident() == "ef"
+    tier.store("h")
+    assert tier.core.enforce_limits() == (1, UNIT)
+    tier.core.check()
+
+
 def test_what_is_beyond_a_limit_goes_first_and_costs_nobody_within_one() -> None:
     tier = Tier("IsolatedLRU", 8)
     tier.core.set_limit("x", 3 * UNIT)
