@@ -452,3 +452,14 @@ def test_a_hit_that_would_be_slower_than_computing_is_left_out_and_counted() -> 
         assert service.storage.asked == []
         service.lookups.release(m.Release("engine", reply.lease, recomputed=True))
         assert service.sample("misses_total", reason="recompute_faster") == 2
+
+
+def test_the_salts_at_hand_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_NAMESPACES_KEPT_PER_INSTANCE", 7)
+    with a_service() as service:
+        service.register(ranks=2)
+        for user in range(20):
+            assert service.lookup(f"r{user}", chunks(1, 2), salt=f"user {user}").chunks == 0
+        instance = service.registry.instances["engine"]
+        assert list(instance.tenants) == ["user 17", "user 18", "user 19"]
+        assert service.l1.core.stats()["namespaces"] == 0
