@@ -19,8 +19,8 @@ FILE_MODE = 0o600  # salts may name tenants
 
 
 class QuotaFile:
-    """One file for one server: what others write into it meanwhile is overwritten with the next change. Where the path is
-    a symbolic link, the link stays, and what it leads to is read and replaced."""
+    """One file for one server: what others write into it meanwhile is overwritten with the next change. Where the path
+    is a symbolic link, the link stays, and what it leads to is read and replaced."""
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
