@@ -31,6 +31,7 @@ from lmcache.telemetry.bus import EventBus
 from lmcache.telemetry.logs import count_faults
 from lmcache.telemetry.lookup_log import LookupHashLog
 from lmcache.telemetry.metrics import Metrics
+from lmcache.tiering.policies import PrefetchPolicy, StorePolicy
 from lmcache.tiering.storage import Storage
 from lmcache.transport.server import RpcServer
 
@@ -49,10 +50,18 @@ _WANTED_FILE_DESCRIPTORS = 65_536
 class Server:
     """One server. Every method of `admin.state.ServerState` may be called from any thread."""
 
-    def __init__(self, config: ServerConfig, adapters: Sequence[ConfiguredAdapter]) -> None:
-        """`adapters` as of `lmcache.startup.plan`: built and not opened."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        adapters: Sequence[ConfiguredAdapter],
+        store_policy: StorePolicy,
+        prefetch_policy: PrefetchPolicy,
+    ) -> None:
+        """As of `lmcache.startup.plan`: adapters are built and not opened."""
         self.config = config
         self._adapters = adapters
+        self._store_policy = store_policy
+        self._prefetch_policy = prefetch_policy
         self.metrics = Metrics(enabled=config.metrics_enabled, service_instance_id=config.service_instance_id or "")
         self._clock = SystemClock()
         self._closers = contextlib.ExitStack()
@@ -127,8 +136,8 @@ class Server:
         self._storage = Storage(
             self._l1,
             self._adapters,
-            store_policy=config.l2_store_policy,
-            prefetch_policy=config.l2_prefetch_policy,
+            store_policy=self._store_policy,
+            prefetch_policy=self._prefetch_policy,
             prefetch_max_in_flight=config.l2_prefetch_max_in_flight,
             eviction_watermark=config.eviction_trigger_watermark,
             eviction_ratio=config.eviction_ratio,

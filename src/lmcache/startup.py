@@ -26,6 +26,8 @@ from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.memory import shared_memory
 from lmcache.telemetry import lookup_log
 from lmcache.telemetry.logs import level_of
+from lmcache.tiering.policies import PrefetchPolicy, StorePolicy
+from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
 from lmcache.transport import server as rpc
 
 log = logging.getLogger("lmcache.startup")
@@ -37,6 +39,8 @@ class Plan:
 
     loaded: Loaded
     adapters: Sequence[ConfiguredAdapter]
+    store_policy: StorePolicy
+    prefetch_policy: PrefetchPolicy
     notes: Sequence[str]  # sentences for the operator: accepted, but perhaps not what was meant
 
     @property
@@ -63,6 +67,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     loaded, configs = read(argv, environ)
     problems = Problems()
     _check_machine(loaded.config, problems)
+    store_policy, prefetch_policy = _policies(loaded.config, problems)
     adapters: list[ConfiguredAdapter] = []
     found: list[str] = []
     for config in configs:
@@ -72,11 +77,25 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if problems.found:
         asyncio.run(_close(adapters))
     problems.raise_all()
+    assert store_policy is not None and prefetch_policy is not None
     verifies = any(not getattr(configured.adapter, "verifies", False) for configured in adapters)
     verifies = verifies or bool(
         adapters and loaded.config.l1_persist
     )  # what was adopted is verified before it is stored
-    return Plan(loaded, adapters, notes(loaded, environ, verifies_loads=verifies) + found)
+    return Plan(
+        loaded, adapters, store_policy, prefetch_policy, notes(loaded, environ, verifies_loads=verifies) + found
+    )
+
+
+def _policies(config: ServerConfig, problems: Problems) -> tuple[StorePolicy | None, PrefetchPolicy | None]:
+    """None where there is a problem."""
+    store_policy: StorePolicy | None = None
+    prefetch_policy: PrefetchPolicy | None = None
+    with problems.collect():
+        store_policy = select_store_policy(config.l2_store_policy)
+    with problems.collect():
+        prefetch_policy = select_prefetch_policy(config.l2_prefetch_policy)
+    return store_policy, prefetch_policy
 
 
 def _adapter_configs(config: ServerConfig, problems: Problems) -> list[AdapterConfig]:

@@ -45,5 +45,5 @@ def _serve(options: Sequence[str]) -> int:
     )
     for sentence in planned.notes:
         logger.warning("%s", sentence)
-    exit_code: int = Server(config, planned.adapters).run()
+    exit_code: int = Server(config, planned.adapters, planned.store_policy, planned.prefetch_policy).run()
     return exit_code

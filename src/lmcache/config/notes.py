@@ -73,7 +73,7 @@ def _limits_salts(config: ServerConfig) -> bool:
 
 
 def _odd(config: ServerConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    if config.eviction_policy == "noop" and config.l2_store_policy != "skip_l1":
+    if config.eviction_policy == "noop" and config.l2_store_policy == "default":
         yield (
             "With --eviction-policy noop and --l2-store-policy default nothing ever leaves L1: once it is full, new "
             "chunks are not cached."

@@ -51,6 +51,7 @@ L2_STORE_BATCH_BYTES = 64 * MIB  # a batch ends at the object that goes beyond
 L2_LOAD_BATCH_BYTES = 16 * MIB  # small enough that one is verified while the next is read
 L2_STORE_BATCHES_IN_FLIGHT = 2  # an adapter
 MAX_L2_STORE_QUEUE_OBJECTS = 65_536
+MAX_L2_UNSTORED_OBJECTS = 65_536  # that no adapter took and that L1 keeps under skip_l1; the oldest are given up
 MAX_L2_PREFETCH_BYTES_IN_FLIGHT = 4 * GIB
 L2_DEFAULT_TIMEOUT_SECONDS = 30.0
 L2_RETRIES = 2

@@ -115,6 +115,10 @@ class Ledger:
             if readers:
                 held[key] = readers
 
+    @property
+    def read_objects(self) -> int:
+        return len(self._held)
+
     def victims(self, wanted_bytes: int) -> list[ObjectKey]:
         """Who goes to free so much, or as much as there is."""
         passed_over = sum(map(self.charge_of, self._held))

@@ -64,6 +64,11 @@ class Admission:
                     )
         return [index for index in todo if outcomes[index] is not StoreOutcome.TOO_LARGE]
 
+    @property
+    def would_try(self) -> bool:
+        """What `may_try` would say, without a try."""
+        return self._full.would_admit
+
     def may_try(self) -> bool:
         return self._full.admits()
 

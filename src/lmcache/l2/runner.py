@@ -185,6 +185,20 @@ class Runner:
         """Whether what it loads has been verified in place. Adapters that do not say so are not believed."""
         return bool(getattr(self._adapter, "verifies", False))
 
+    @property
+    def takes_stores(self) -> bool:
+        """Whether stores are neither suspended nor refused for lack of room."""
+        return not (self._stores.breaker.is_open or self._admission.is_full)
+
+    @property
+    def may_store(self) -> bool:
+        """Whether a store that begins now would be tried, as one of many or to see whether stores can go on."""
+        return self._stores.breaker.would_admit and self._admission.would_try
+
+    def holds(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """What is known to be there."""
+        return self.ledger.known(keys)
+
     async def probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """What is known is believed; about the rest the backend is asked, as another server may have stored it."""
         there = self.ledger.known(keys)
@@ -236,6 +250,18 @@ class Runner:
         if eviction is None or self.ledger.fraction <= eviction.trigger_watermark:
             return 0, 0
         return await self.evict(int(eviction.eviction_ratio * self.ledger.used_bytes))
+
+    def check_idle(self) -> None:
+        """AssertionError unless no operation is under way and nothing is held for one."""
+        held = {
+            "loads": len(self._loads.running),
+            "stores": len(self._stores.running),
+            "trials": len(self._trials),
+            "read": self.ledger.read_objects,
+            "reserved": self.ledger.reserved_bytes,
+        }
+        assert not any(held.values()), f"{self.name} is not idle: {held}"
+        self.ledger.check()
 
     def status(self) -> dict[str, Any]:
         """Figures for operators. May be called from any thread."""

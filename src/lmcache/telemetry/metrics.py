@@ -132,6 +132,12 @@ class Metrics:
         self.l2_store_lost = self._counter(
             "l2_store_lost", "Objects that left L1 and that no adapter took", unit="chunks"
         )
+        self.l2_store_unstored = self._gauge(
+            "l2_store_unstored", "Objects that stay in L1 because no adapter took them, to be offered again"
+        )
+        self.policy_faults = self._counter(
+            "policy_faults", "Answers of a policy that could not be used; the default's was", ("policy",)
+        )
         self.l2_store_dropped = self._counter(
             "l2_store_dropped", "Objects that did not reach an adapter, by reason", ("reason",)
         )

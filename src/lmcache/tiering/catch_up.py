@@ -14,8 +14,8 @@ from lmcache.core.key import CHUNK_HASH_BYTES, NAMESPACE_DIGEST_BYTES, ObjectKey
 from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from lmcache.tiering.leases import lease_objects
-from lmcache.tiering.store import QueuedObject, StoreController
+from lmcache.tiering.leases import QueuedObject, lease_objects
+from lmcache.tiering.store import StoreController
 
 log = logging.getLogger("lmcache.tiering")
 
@@ -78,7 +78,7 @@ class CatchUp:
         """Those whose frame is whole; the others leave L1."""
         if not page:
             return []
-        leased = lease_objects(self._l1, [(queued.key, queued.frame_bytes) for queued in page])
+        leased = lease_objects(self._l1, page)
         try:
             reasons = await asyncio.get_running_loop().run_in_executor(
                 self._verifier,
@@ -90,11 +90,10 @@ class CatchUp:
             )
         finally:
             leased.release()
-        good = {key for key, reason in zip(leased.keys, reasons, strict=True) if not reason}
-        corrupt = [key for key, reason in zip(leased.keys, reasons, strict=True) if reason]
+        corrupt = [queued.key for queued, reason in zip(leased.objects, reasons, strict=True) if reason]
         if corrupt:
             self._drop(corrupt)
-        return [queued for queued in page if queued.key in good]
+        return [queued for queued, reason in zip(leased.objects, reasons, strict=True) if not reason]
 
     def _drop(self, keys: Sequence[ObjectKey]) -> None:
         digests = b"".join(key.namespace.digest for key in keys)

@@ -42,15 +42,17 @@ class Slot:
     place: int
     offset: int
     frame_bytes: int
-    source: int  # position in the order of adapters: the first one that has it
+    source: int  # position in the load's order of adapters: the first one that has it
 
 
 class Load:
     """One reservation on its way. `done` is set, with the reason of each object that is not there, when the outcome is
     known to those who wait."""
 
-    def __init__(self, slots: Sequence[Slot], reservation: int, places: int) -> None:
+    def __init__(self, slots: Sequence[Slot], reservation: int, places: int, runners: Sequence[Runner]) -> None:
+        """`runners` in the order in which they are asked."""
         self.slots = slots
+        self.runners = runners
         self.reservation = reservation
         self.places = places
         self.done: asyncio.Future[dict[ObjectKey, MissReason]] = asyncio.get_running_loop().create_future()
@@ -71,16 +73,13 @@ class Loader:
     def __init__(
         self,
         l1: L1Store,
-        runners: Sequence[Runner],
         *,
         retains: bool,
         verifier: Executor,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        """`runners` in the order in which they are asked."""
         self._l1 = l1
-        self._runners = runners
         self._retains = retains
         self._verifier = verifier
         self._metrics = metrics
@@ -110,6 +109,11 @@ class Loader:
         if load.waiting == 0 and load.lease:
             self._l1.core.release(load.lease)
             load.lease = 0
+
+    def check_idle(self) -> None:
+        """AssertionError unless no load is under way."""
+        held = {"keys": len(self._by_key), "loads": len(self._tasks), "bytes": self.bytes_in_flight}
+        assert not any(held.values()), f"The loader is not idle: {held}"
 
     async def drain(self, seconds: float) -> bool:
         if self._tasks:
@@ -151,7 +155,7 @@ class Loader:
         """Asks the adapters in order, each for what the ones before did not give; what none gave, and why."""
         missing: dict[ObjectKey, MissReason] = {}
         todo = list(load.slots)
-        for position, runner in enumerate(self._runners):
+        for position, runner in enumerate(load.runners):
             now = [slot for slot in todo if slot.source == position]
             now += await self._has(runner, [slot for slot in todo if slot.source < position])
             if not now:

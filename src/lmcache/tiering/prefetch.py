@@ -20,6 +20,7 @@ from lmcache.l1.adoption import STORAGE_OWNER
 from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
+from lmcache.tiering.checked_policies import CheckedPrefetchPolicy
 from lmcache.tiering.leases import FOREVER
 from lmcache.tiering.loads import Load, Loader, Slot
 from lmcache.tiering.tails import is_needed, longest_whole
@@ -35,8 +36,7 @@ Sources = list[int | None]
 
 @dataclass(frozen=True)
 class PrefetchRequest:
-    """`hashes`: the chunks that L1 did not have, in order, 32 bytes each. An object is one chunk in one namespace; all
-    namespaces have one salt."""
+    """`hashes`: the chunks that L1 did not have, in order, 32 bytes each. An object is one chunk in one namespace."""
 
     owner: int
     lease_deadline: float
@@ -64,8 +64,10 @@ NOTHING_ASKED = PrefetchResult(0, 0, b"", None)
 class _Run:
     """A request under way."""
 
-    def __init__(self, request: PrefetchRequest) -> None:
+    def __init__(self, request: PrefetchRequest, runners: Sequence[Runner]) -> None:
+        """`runners` in the order in which they are asked."""
         self.request = request
+        self.runners = runners
         self.digests = b"".join(namespace.digest for namespace in request.namespaces)
         self.width = len(request.namespaces)
         self.hashes = [
@@ -85,12 +87,19 @@ class PrefetchController:
     """Belongs to the storage loop."""
 
     def __init__(
-        self, l1: L1Store, runners: Sequence[Runner], loader: Loader, *, max_in_flight: int, metrics: Metrics
+        self,
+        l1: L1Store,
+        runners: Sequence[Runner],
+        loader: Loader,
+        policy: CheckedPrefetchPolicy,
+        *,
+        max_in_flight: int,
+        metrics: Metrics,
     ) -> None:
-        """`runners` in the order in which they are asked."""
         self._l1 = l1
         self._runners = runners
         self._loader = loader
+        self._policy = policy
         self._metrics = metrics
         self._slots = asyncio.Semaphore(max_in_flight)
         self.waiting = 0
@@ -111,7 +120,8 @@ class PrefetchController:
         self._metrics.l2_prefetch_lookup.inc()
         if self.waiting >= limits.MAX_PREFETCHES_WAITING:
             return PrefetchResult(0, 0, b"", MissReason.L2_DEADLINE)
-        run = _Run(request)
+        runners = [self._runners[index] for index in self._policy.order(request.namespaces)]
+        run = _Run(request, runners)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.deadline_seconds
         work = loop.create_task(self._work(run))
@@ -134,6 +144,10 @@ class PrefetchController:
             await asyncio.gather(stop, work, return_exceptions=True)
             self._give_back(run)
 
+    def check_idle(self) -> None:
+        """AssertionError unless no request is under way."""
+        assert not self.waiting and not self.in_flight, f"{self.waiting} prefetches wait, {self.in_flight} run"
+
     # ---- the request -------------------------------------------------------------------------------------------------
     async def _work(self, run: _Run) -> None:
         self.waiting += 1
@@ -143,7 +157,7 @@ class PrefetchController:
             self.waiting -= 1
         self.in_flight += 1
         try:
-            for _ in self._runners:
+            for _ in run.runners:
                 run.reason = MissReason.NOT_STORED
                 await self._start_loads(run)
                 await self._await_loads(run)
@@ -192,7 +206,7 @@ class PrefetchController:
         for index, key in enumerate(keys):
             if self._loader.find(key) is not None:
                 source[index] = 0
-        for position, runner in enumerate(self._runners):
+        for position, runner in enumerate(run.runners):
             unknown = [index for index, value in enumerate(source) if value is None]
             if not unknown:
                 break
@@ -274,7 +288,7 @@ class PrefetchController:
                 if lease:
                     run.leases.append(lease)
         if slots:
-            load = Load(slots, reservation, width * count)
+            load = Load(slots, reservation, width * count, run.runners)
             self._join(run, load, first)
             self._loader.start(load)
             self._metrics.l2_prefetch_load_submitted.inc()

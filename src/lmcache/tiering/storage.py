@@ -24,10 +24,11 @@ from lmcache.l2.background import spawn
 from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from lmcache.tiering import policies
 from lmcache.tiering.catch_up import CatchUp
+from lmcache.tiering.checked_policies import CheckedPrefetchPolicy, CheckedStorePolicy
 from lmcache.tiering.eviction import EvictionController
 from lmcache.tiering.loads import Loader
+from lmcache.tiering.policies import AdapterInfo, PrefetchPolicy, StorePolicy
 from lmcache.tiering.prefetch import PrefetchController, PrefetchRequest, PrefetchResult
 from lmcache.tiering.store import COMMIT_RECORD_BYTES, StoreController
 
@@ -52,8 +53,8 @@ class Storage:
         l1: L1Store,
         adapters: Sequence[ConfiguredAdapter],
         *,
-        store_policy: str,
-        prefetch_policy: str,
+        store_policy: StorePolicy,
+        prefetch_policy: PrefetchPolicy,
         prefetch_max_in_flight: int,
         eviction_watermark: float,
         eviction_ratio: float,
@@ -62,13 +63,13 @@ class Storage:
         verify_threads: int = 1,
         salt_limits: SaltLimits | None = None,
     ) -> None:
-        """ConfigError for an unknown policy."""
         clock = clock or SystemClock()
         self._l1 = l1
         self._metrics = metrics
         self._prefetches: set[asyncio.Task[None]] = set()
         self._committed: deque[tuple[Sequence[Namespace], bytes, bytes]] = deque()
         self._committed_objects = 0
+        self._refused_objects = 0
         self._committed_lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_log_fault)
@@ -76,15 +77,16 @@ class Storage:
         self._stopped = False
         self._verifier = concurrent.futures.ThreadPoolExecutor(verify_threads, thread_name_prefix="verify")
         self._runners = [Runner(adapter, metrics, clock, salt_limits) for adapter in adapters]
-        prefetch = policies.prefetch_policy(prefetch_policy)
-        ordered = [self._runners[index] for index in prefetch.order(len(self._runners))]
-        self._loader = Loader(
-            l1, ordered, retains=prefetch.retains, verifier=self._verifier, metrics=metrics, clock=clock
-        )
+        described = [
+            AdapterInfo(runner.name, runner.config.type, runner.config.capacity_bytes) for runner in self._runners
+        ]
+        prefetch = CheckedPrefetchPolicy(prefetch_policy, described, metrics)
+        self._loader = Loader(l1, retains=prefetch.retains, verifier=self._verifier, metrics=metrics, clock=clock)
         self._prefetch = PrefetchController(
-            l1, ordered, self._loader, max_in_flight=prefetch_max_in_flight, metrics=metrics
+            l1, self._runners, self._loader, prefetch, max_in_flight=prefetch_max_in_flight, metrics=metrics
         )
-        self._store = StoreController(l1, self._runners, policies.store_policy(store_policy), metrics, clock)
+        store = CheckedStorePolicy(store_policy, described, metrics)
+        self._store = StoreController(l1, self._runners, store, metrics, clock)
         self._eviction = EvictionController(
             l1, self._runners, self._store, watermark=eviction_watermark, ratio=eviction_ratio
         )
@@ -137,9 +139,10 @@ class Storage:
         for runner in self._runners:
             await runner.open()
         self._store.start()
-        self._background.append(spawn(self._eviction.run(), "eviction"))
+        self._background += self._eviction.start()
         if self._catch_up is not None:
             self._background.append(spawn(self._catch_up.run(), "catch-up"))
+            self._catch_up = None  # with the list of what the former server left
 
     async def _drain(self, seconds: float) -> bool:
         loop = asyncio.get_running_loop()
@@ -159,7 +162,7 @@ class Storage:
     def objects_committed(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
         """Objects became resident: what the reservation was made with, and the records of `L1Core.commit`.
 
-        Never waits. Beyond MAX_L2_STORE_QUEUE_OBJECTS objects are counted and stay in L1 only.
+        Never waits. Beyond MAX_L2_STORE_QUEUE_OBJECTS objects are counted and reach no adapter.
         """
         if not records or not self._runners:
             return
@@ -167,7 +170,8 @@ class Storage:
         with self._committed_lock:
             wakes = not self._committed
             if self._committed_objects + objects > limits.MAX_L2_STORE_QUEUE_OBJECTS:
-                self._metrics.l2_store_dropped.labels("queue_full").inc(objects)
+                self._refused_objects += objects
+                self._store.take_out(namespaces, hashes, records)
             else:
                 self._committed.append((namespaces, hashes, records))
                 self._committed_objects += objects
@@ -179,6 +183,8 @@ class Storage:
             taken = list(self._committed)
             self._committed.clear()
             self._committed_objects = 0
+            refused, self._refused_objects = self._refused_objects, 0
+        self._store.note_refused(refused)
         for namespaces, hashes, records in taken:
             self._store.add(namespaces, hashes, records)
 
@@ -223,6 +229,7 @@ class Storage:
             "store": {
                 "queued_objects": self._store.queued_objects,
                 "batches_in_flight": self._store.batches_in_flight,
+                "unstored_objects": self._store.unstored_objects,
                 "dropped_objects": self._store.dropped,
             },
             "prefetch": {
@@ -250,8 +257,9 @@ class Storage:
         if tier == "l1":
             await self._store.flush(FLUSH_SECONDS)  # what was promised to L2 is not lost by emptying L1
         else:
-            self._store.discard_queue()
+            self._store.discard()
             await self._store.flush(FLUSH_SECONDS)
+            self._store.discard()  # what was being written, and failed
             for runner in self._runners:
                 try:
                     objects, size_bytes = _sum((objects, size_bytes), await runner.clear())
@@ -259,9 +267,20 @@ class Storage:
                     faults.append(str(error))
         if tier != "l2":
             objects, size_bytes = _sum((objects, size_bytes), self._l1.core.clear())
+            self._store.l1_cleared()
         if faults:
             raise AdapterError(f"Not everything could be cleared: {'; '.join(faults)}")
         return objects, size_bytes
+
+    def check_idle(self) -> None:
+        """AssertionError if a controller or a runner holds anything. To be called on the storage loop when nothing is
+        under way."""
+        assert not self._prefetches and not self._committed, "Requests or commits are under way"
+        self._store.check_idle()
+        self._prefetch.check_idle()
+        self._loader.check_idle()
+        for runner in self._runners:
+            runner.check_idle()
 
     # ---- between threads ---------------------------------------------------------------------------------------------
     def call_soon(self, callback: Callable[[], None]) -> bool:

@@ -61,8 +61,7 @@ def run(test: Callable[[Bench], Awaitable[None]], **spec: Any) -> None:
         await test(bench)
         bench.adapter.gate.set()
         assert await bench.runner.drain(5)
-        bench.runner.ledger.check()
-        assert bench.runner.ledger.reserved_bytes == 0
+        bench.runner.check_idle()
         assert await bench.runner.close(5)
 
     asyncio.run(whole())

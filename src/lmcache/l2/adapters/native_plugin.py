@@ -57,7 +57,7 @@ class NativePluginAdapter:
         self.capacity = Capacity(config.capacity_bytes)
         self._where = config.where
         self._settings = settings
-        self._module = outside.import_module(config.where, settings["module_path"])
+        self._module = outside.import_module(f'{config.where}: "module_path"', settings["module_path"])
         self._must_delete = config.eviction is not None or not config.persist
         self._name = config.name
         self._client: Any = None

@@ -87,7 +87,7 @@ class PluginAdapter:
 
 def build(config: AdapterConfig) -> PluginAdapter:
     settings = config.settings
-    module = outside.import_module(config.where, settings["module_path"])
+    module = outside.import_module(f'{config.where}: "module_path"', settings["module_path"])
     adapter = outside.construct(
         config.where, module, settings["class_name"], settings["adapter_params"], settings["config_class_name"]
     )
