@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -149,7 +148,7 @@ class LookupService:
             return self._answer(asked, None, _Hit(), 0, reason)
         lease_deadline = self._clock.monotonic() + self._lease_ttl_seconds
         lease, chunks, offsets = self._l1.core.acquire(
-            scheduler.owner, keyspace.ids, wanted_hashes, lease_deadline, True, keyspace.tails
+            scheduler.owner, keyspace.digests, wanted_hashes, lease_deadline, True, keyspace.tails
         )
         in_l1 = _Hit((lease,) if lease else (), chunks, offsets)
         if chunks == total:
@@ -208,7 +207,7 @@ class LookupService:
         keyspace = self._registry.whole_keyspace(instance, chain.cache_salt)
         slots = chain.chunks * len(keyspace.namespaces) if keyspace is not None else 0
         if keyspace is not None and chain.chunks <= limits.MAX_CHUNKS_PER_CALL and slots <= limits.MAX_SLOTS_PER_CALL:
-            self._l1.core.touch(keyspace.ids, chain.hashes, keyspace.tails)
+            self._l1.core.touch(keyspace.digests, chain.hashes, keyspace.tails)
 
     def end_all_sessions(self, instance: Instance) -> None:
         """The scheduler side has gone."""
@@ -243,8 +242,8 @@ class LookupService:
         packed = b"".join(
             lease.hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES] for chunk in unreadable
         )
-        for namespace_id in lease.keyspace.by_id:
-            self._l1.core.remove(struct.pack("<I", namespace_id) * len(unreadable), packed)
+        for namespace in lease.keyspace.namespaces:
+            self._l1.core.remove(namespace.digest * len(unreadable), packed)
 
     # ---- waiting for L2 ----------------------------------------------------------------------------------------------
     def _load(self, waiting: _Waiting, request: PrefetchRequest, prefetcher: Prefetcher) -> Deferred:

@@ -6,11 +6,12 @@ What is reserved and not committed never becomes visible, whatever dies.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.errors import RemoteError
 from lmcache.l1.store import L1Store
 from lmcache.protocol.messages import Commit, CommitReply, ErrorCode, Reserve, ReserveReply, TransferMode
@@ -27,8 +28,8 @@ _SLOT_BYTES = 8
 class CommitSink(Protocol):
     """The storage loop, as far as commits need it."""
 
-    def objects_committed(self, records: bytes, hashes: bytes) -> None:
-        """`records` as `L1Core.commit` returns them; `hashes` are those of the reservation."""
+    def objects_committed(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
+        """`records` as `L1Core.commit` returns them; namespaces and hashes are those of the reservation."""
         ...
 
 
@@ -73,7 +74,13 @@ class TransferService:
         keyspace = self._registry.rank_keyspace(instance, worker, message.cache_salt)
         deadline = self._clock.monotonic() + self._reservation_ttl_seconds
         reservation, slots, without_room = self._l1.core.reserve(
-            worker.owner, keyspace.ids, keyspace.sizes, message.hashes, deadline, message.wanted
+            worker.owner,
+            keyspace.digests,
+            keyspace.cache_salt,
+            keyspace.sizes,
+            message.hashes,
+            deadline,
+            message.wanted,
         )
         if reservation:
             worker.reservations.add(reservation, Reservation(keyspace, message.hashes, slots))
@@ -107,7 +114,7 @@ class TransferService:
         if committed:
             self._metrics.l1_write.inc(committed)
             if self._sink is not None:
-                self._sink.objects_committed(records, reserved.hashes)
+                self._sink.objects_committed(reserved.keyspace.namespaces, reserved.hashes, records)
         return CommitReply(committed)
 
     def _commit_late(self, message: Commit, deferred: Deferred) -> None:

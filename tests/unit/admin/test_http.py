@@ -210,6 +210,15 @@ def test_a_page_of_another_site_cannot_use_the_browser_of_this_host(server: Fake
     assert http.post("/cache/clear", headers={"Origin": str(http.base_url).rstrip("/")}).status_code == 200
 
 
+def test_both_ports_hide_salts_from_others(server: FakeServer, listener: HttpListener) -> None:
+    server.metrics.lookups.labels("model", "alice").inc()
+    for port in (listener.http_port, listener.prometheus_port):
+        url = f"http://127.0.0.1:{port}/metrics"
+        assert 'cache_salt="alice"' in httpx.get(url).text
+        through_a_proxy = httpx.get(url, headers={"X-Forwarded-For": "192.0.2.1"}).text
+        assert "alice" not in through_a_proxy and 'cache_salt="salt-2bd806c97f0e"' in through_a_proxy
+
+
 def request_from(host: str, **headers: str) -> Request:
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return Request({"type": "http", "headers": raw, "client": (host, 40000)})

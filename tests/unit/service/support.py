@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache.clock import ManualClock
 from lmcache.core.chunking import ChunkHasher
+from lmcache.core.key import Namespace
 from lmcache.l1.store import L1Store
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
@@ -75,7 +76,7 @@ class Storage:
         self.asked.append((request, on_done))
         return lambda: self.cancelled.append(number)
 
-    def objects_committed(self, records: bytes, hashes: bytes) -> None:
+    def objects_committed(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
         self.commits.append((records, hashes))
 
 
