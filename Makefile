@@ -53,6 +53,7 @@ nightly: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## what takes long: 
 	LMCACHE_SIMULATED_RUNS=50 LMCACHE_SIMULATED_SEED=$$(date +%s) $(PY) -m pytest tests/simulation/test_connector.py
 	LMCACHE_TEST_CAP_STORE_GB=10 $(PY) -m pytest tests/process/test_cap.py
 	LMCACHE_STOP_ROUNDS=300 LMCACHE_STOP_SEED=$$(date +%s) $(PY) -m pytest tests/process/test_stop.py
+	LMCACHE_TEST_SALTS=200000 $(PY) -m pytest tests/process/test_many_salts.py
 	LMCACHE_POWER_CUTS=200 $(PY) -m pytest tests/faults/test_power_cut.py
 	LMCACHE_CONTRACT_STEPS=50000 LMCACHE_CONTRACT_SEED=$$(date +%s) $(PY) -m pytest tests/contract -k like_a_dictionary
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import resource
@@ -17,6 +18,7 @@ from lmcache.admin.listener import HttpListener
 from lmcache.clock import SystemClock
 from lmcache.config.spec import ServerConfig
 from lmcache.core.chunking import ChunkHasher
+from lmcache.core.limits import BOOT_TOKEN_BYTES
 from lmcache.errors import ServerUnavailable
 from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.quota import Quotas
@@ -43,10 +45,11 @@ DRAIN_SECONDS = 10.0  # for what is on its way to L2
 EXIT_LEFT_BEHIND = 1  # something hangs in a backend or in the kernel
 _REMOVE_SECONDS = 1.0
 _STATUS_SECONDS = 2.0
-_BOOT_TOKEN_BYTES = 16
 # How long a thread may keep the interpreter: the message loop must not wait 5 ms for the storage loop.
 _THREAD_SWITCH_SECONDS = 0.0005
 _WANTED_FILE_DESCRIPTORS = 65_536
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_KEPT_BYTES = 32 << 20  # the most that mallopt takes
 
 
 class Server:
@@ -103,13 +106,14 @@ class Server:
         closers.callback(count_faults(lambda name: self.metrics.internal_faults.labels(name).inc()))
         sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
         _raise_descriptor_limit()
+        _keep_freed_memory()
         hasher = ChunkHasher(config.hash_algorithm, config.chunk_size)
         self._rpc = RpcServer(config.host, config.port, self.metrics)
         closers.callback(self._rpc.stop)
         self._http = HttpListener(self)
         closers.callback(self._http.close)
         go_on()
-        boot_token = secrets.token_bytes(_BOOT_TOKEN_BYTES)
+        boot_token = secrets.token_bytes(BOOT_TOKEN_BYTES)
         self._l1 = L1Store.open(
             config.shm_name,
             config.l1_size_bytes,
@@ -267,6 +271,15 @@ class Server:
         if not asked.wait(_STATUS_SECONDS) or not answers:
             raise ServerUnavailable(f"The message loop did not answer within {_STATUS_SECONDS:g} s.")
         return answers[0]
+
+
+def _keep_freed_memory() -> None:
+    """The messages of a prompt take memory of up to 20 MiB for a moment. By default the C library gives it back each
+    time, and to touch fresh pages costs several times what is done with them."""
+    with contextlib.suppress(AttributeError):  # not glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
 
 
 def _raise_descriptor_limit() -> None:

@@ -93,13 +93,20 @@ class GrowingCore(L1Core):
             self._grower.join(_STOP_SECONDS)
 
     def reserve(
-        self, owner: int, namespaces: Buffer, sizes: Buffer, hashes: Buffer, deadline: float, wanted: Buffer = b""
+        self,
+        owner: int,
+        namespaces: Buffer,
+        salt: str,
+        sizes: Buffer,
+        hashes: Buffer,
+        deadline: float,
+        wanted: Buffer = b"",
     ) -> tuple[int, bytes, int]:
         if self._is_complete:
-            return super().reserve(owner, namespaces, sizes, hashes, deadline, wanted)
+            return super().reserve(owner, namespaces, salt, sizes, hashes, deadline, wanted)
         frame_bytes = sum(memoryview(bytes(sizes)).cast("Q")) if len(sizes) % 8 == 0 else 0
         left_bytes = self._make_room(frame_bytes * (len(hashes) // 32))
-        reserved = super().reserve(owner, namespaces, sizes, hashes, deadline, wanted)
+        reserved = super().reserve(owner, namespaces, salt, sizes, hashes, deadline, wanted)
         if left_bytes < L1_HEADROOM_BYTES:
             self._wake.set()
         return reserved

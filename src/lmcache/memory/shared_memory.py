@@ -208,6 +208,9 @@ class SharedMemory:
                 difference = "its header is damaged"
             if not difference and (status.st_size != size_bytes or not _is_present(status, committed_bytes)):
                 difference = "its size is not what its description says"
+            last_owner = _word(page, LAST_OWNER_WORD_OFFSET)
+            if not difference and last_owner > ownership.MAX_OWNERS_EVER:
+                difference = "its last owner number is damaged"
             if difference:
                 logger.warning("L1 starts empty: what a former server left in %s is not used: %s", name, difference)
                 former.close()
@@ -218,7 +221,8 @@ class SharedMemory:
             raise
         memory._is_kept = True
         memory.committed_bytes = committed_bytes
-        memory._last_owner = _word(page, LAST_OWNER_WORD_OFFSET)
+        # Whatever the word says, nobody gets the number of a process that lives.
+        memory._last_owner = max(last_owner, ownership.highest_locked_owner(memory._fd))
         memory._machine = None if hugepages else machine or Machine()
         memory._map[:HEADER_BYTES] = Header(size_bytes, boot_token, os.getpid()).pack()
         return memory

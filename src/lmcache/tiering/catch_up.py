@@ -7,7 +7,7 @@ import logging
 from array import array
 from collections.abc import Sequence
 
-from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
+from lmcache.core.key import CHUNK_HASH_BYTES, NAMESPACE_DIGEST_BYTES, ObjectKey
 from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
@@ -32,24 +32,27 @@ class CatchUp:
         self._store = store
         self._verifier = verifier
         self._metrics = metrics
-        self._namespaces, self._hashes, self._sizes, _ = l1.core.list_objects(0, _ALL)
+        digests, self._positions, self._hashes, self._sizes, _ = l1.core.list_objects(0, _ALL)
+        self._namespaces = [
+            l1.adoption.namespaces[digests[at : at + NAMESPACE_DIGEST_BYTES]]
+            for at in range(0, len(digests), NAMESPACE_DIGEST_BYTES)
+        ]
 
     async def run(self) -> None:
         for runner in self._runners:
             await runner.wait_for_inventory()
-        ids, sizes = array("I", self._namespaces), array("Q", self._sizes)
+        positions, sizes = array("I", self._positions), array("Q", self._sizes)
         offered = 0
-        for first in range(0, len(ids), PAGE_OBJECTS):
+        for first in range(0, len(positions), PAGE_OBJECTS):
             page = [
                 QueuedObject(
                     ObjectKey(
-                        self._l1.namespace(ids[index]),
+                        self._namespaces[positions[index]],
                         self._hashes[index * CHUNK_HASH_BYTES : (index + 1) * CHUNK_HASH_BYTES],
                     ),
-                    ids[index],
                     sizes[index],
                 )
-                for index in range(first, min(len(ids), first + PAGE_OBJECTS))
+                for index in range(first, min(len(positions), first + PAGE_OBJECTS))
             ]
             wanted = await self._verified(await self._wanted(page))
             self._store.offer(wanted)
@@ -81,7 +84,7 @@ class CatchUp:
         return [queued for queued, fault in zip(leased.objects, faults, strict=True) if not fault]
 
     def _drop(self, keys: Sequence[ObjectKey]) -> None:
-        numbers = array("I", [self._l1.namespace_id(key.namespace) for key in keys]).tobytes()
-        self._l1.core.remove(numbers, b"".join(key.chunk_hash for key in keys))
+        digests = b"".join(key.namespace.digest for key in keys)
+        self._l1.core.remove(digests, b"".join(key.chunk_hash for key in keys))
         self._metrics.corrupt_frames.labels("l1").inc(len(keys))
         log.warning("L1: %d objects of the former server are corrupt and dropped", len(keys))

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from lmcache.clock import Clock, SystemClock
 from lmcache.core import limits
+from lmcache.core.key import Namespace
 from lmcache.core.outcome import MissReason
 from lmcache.errors import AdapterError, LMCacheError
 from lmcache.eviction.limits import SaltLimits
@@ -70,7 +71,7 @@ class Storage:
         self._l1 = l1
         self._metrics = metrics
         self._prefetches: set[asyncio.Task[None]] = set()
-        self._committed: deque[tuple[bytes, bytes]] = deque()
+        self._committed: deque[tuple[Sequence[Namespace], bytes, bytes]] = deque()
         self._committed_objects = 0
         self._refused_objects = 0
         self._committed_lock = threading.Lock()
@@ -176,8 +177,8 @@ class Storage:
         return all(drained) and all(closed)
 
     # ---- stores and prefetches ---------------------------------------------------------------------------------------
-    def objects_committed(self, records: bytes, hashes: bytes) -> None:
-        """Objects became resident: the records of `L1Core.commit`, and the hashes that the reservation was made with.
+    def objects_committed(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
+        """Objects became resident: what the reservation was made with, and the records of `L1Core.commit`.
 
         Never waits. Beyond MAX_L2_STORE_QUEUE_OBJECTS objects are counted and reach no adapter.
         """
@@ -188,9 +189,9 @@ class Storage:
             wakes = not self._committed
             if self._committed_objects + objects > limits.MAX_L2_STORE_QUEUE_OBJECTS:
                 self._refused_objects += objects
-                self._store.take_out(records, hashes)
+                self._store.take_out(namespaces, hashes, records)
             else:
-                self._committed.append((records, hashes))
+                self._committed.append((namespaces, hashes, records))
                 self._committed_objects += objects
         if wakes:
             self.call_soon(self._take_committed)
@@ -202,8 +203,8 @@ class Storage:
             self._committed_objects = 0
             refused, self._refused_objects = self._refused_objects, 0
         self._store.note_refused(refused)
-        for records, hashes in taken:
-            self._store.add(records, hashes)
+        for namespaces, hashes, records in taken:
+            self._store.add(namespaces, hashes, records)
 
     def prefetch(self, request: PrefetchRequest, on_done: Callable[[PrefetchResult], None]) -> Callable[[], None]:
         """Loads and leases the longest prefix that L2 has. `on_done` is called once, on the storage loop, also after

@@ -50,8 +50,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reserve(store: L1Store, count: int, size_bytes: int, first: int = 0) -> tuple[int, bytes, int]:
     hashes = b"".join(hashlib.sha256(str(first + i).encode()).digest() for i in range(count))
-    namespaces = struct.pack("<I", store.namespace_id(NAMESPACE))
-    return store.core.reserve(1, namespaces, struct.pack("<Q", size_bytes), hashes, FOREVER)
+    return store.core.reserve(1, NAMESPACE.digest, NAMESPACE.cache_salt, struct.pack("<Q", size_bytes), hashes, FOREVER)
 
 
 def put(store: L1Store, count: int, size_bytes: int, first: int = 0) -> int:
@@ -186,22 +185,6 @@ def test_frame_bytes(name: str, payload_bytes: int, align_bytes: int, expected: 
     store = L1Store.open(name, MIB, TOKEN, policy="LRU", align_bytes=align_bytes, init_bytes=MIB)
     try:
         assert store.frame_bytes(payload_bytes) == expected
-    finally:
-        store.close()
-
-
-def test_namespaces_keep_their_numbers(name: str) -> None:
-    store = L1Store.open(name, 16 * MIB, TOKEN, policy="LRU", init_bytes=MIB)
-    try:
-        other = Namespace("model", 2, 1, 0, "00" * 16, "tenant")
-        first, second = store.namespace_id(NAMESPACE), store.namespace_id(other)
-        assert first != second
-        assert store.namespace_id(Namespace("model", 2, 0, 0, "00" * 16, "tenant")) == first
-        assert (store.namespace(first), store.namespace(second)) == (NAMESPACE, other)
-        with pytest.raises(KeyError):
-            store.namespace(second + 1)
-        put(store, 1, MIB)
-        assert store.core.salt_usage() == [("tenant", MIB)]
     finally:
         store.close()
 
@@ -346,11 +329,11 @@ def test_ages_of_sampled_objects_are_metrics(rate: float) -> None:
     core.set_age_sample_rate(rate)
     metrics = Metrics()
     store = L1Store(cast(SharedMemory, None), core, metrics)
-    namespace = core.intern(bytes(32), "").to_bytes(4, "little")
+    namespace = bytes(32)
 
     def put(number: int) -> bytes:
         chunk_hash = bytes([number]) * 32
-        core.commit(core.reserve(1, namespace, (4096).to_bytes(8, "little"), chunk_hash, 1e18)[0], b"")
+        core.commit(core.reserve(1, namespace, "", (4096).to_bytes(8, "little"), chunk_hash, 1e18)[0], b"")
         return chunk_hash
 
     for number in range(4):
@@ -382,9 +365,9 @@ def test_a_sample_is_about_as_large_as_asked_for() -> None:
     core = L1Core(20_000 * 4096, 0, 4096, "LRU")
     core.set_committed(20_000 * 4096)
     core.set_age_sample_rate(0.1)
-    namespace = core.intern(bytes(32), "").to_bytes(4, "little")
+    namespace = bytes(32)
     hashes = os.urandom(32 * 20_000)
-    core.commit(core.reserve(1, namespace, (4096).to_bytes(8, "little"), hashes, 1e18)[0], b"")
+    core.commit(core.reserve(1, namespace, "", (4096).to_bytes(8, "little"), hashes, 1e18)[0], b"")
     core.evict(20_000 * 4096)
     lifetimes, idle, gaps = core.take_ages()
     assert 1500 < len(lifetimes) == len(idle) < 2500
