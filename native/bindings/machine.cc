@@ -39,6 +39,8 @@ void bind_machine(nb::module_& m) {
             }
         },
         nb::arg("address"), nb::arg("size_bytes"), nb::arg("threads"), nb::arg("large_pages") = false);
+    m.def("take_large_pages", &lmcache::take_large_pages, nb::arg("address"), nb::arg("size_bytes"), nb::arg("threads"),
+          nb::call_guard<nb::gil_scoped_release>());
     m.def(
         "buffer_address",
         [](nb::object buffer) {

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from lmcache import _native
 from lmcache.clock import Clock
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, MissReason
@@ -24,6 +21,7 @@ from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.leases import FOREVER
+from lmcache.tiering.verifier import Verifier
 
 log = logging.getLogger("lmcache.tiering")
 
@@ -75,7 +73,7 @@ class Loader:
         l1: L1Store,
         *,
         retains: bool,
-        verifier: Executor,
+        verifier: Verifier,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
@@ -222,15 +220,9 @@ class Loader:
 
     async def _verify(self, slots: Sequence[Slot]) -> dict[ObjectKey, str]:
         """What did not verify, and why."""
-        reasons = await asyncio.get_running_loop().run_in_executor(
-            self._verifier,
-            _native.frame_verify_many,
-            array("Q", [self._l1.address_of(slot.offset) for slot in slots]).tobytes(),
-            array("Q", [slot.frame_bytes for slot in slots]).tobytes(),
-            b"".join(slot.key.namespace.digest for slot in slots),
-            b"".join(slot.key.chunk_hash for slot in slots),
-        )
-        return {slot.key: reason for slot, reason in zip(slots, reasons, strict=True) if reason}
+        views = [self._l1.memory.view(slot.offset, slot.frame_bytes) for slot in slots]
+        faults = await self._verifier.faults([slot.key for slot in slots], views)
+        return {slot.key: fault for slot, fault in zip(slots, faults, strict=True) if fault}
 
     def _count(self, load: Load, missing: dict[ObjectKey, MissReason]) -> None:
         self._metrics.l2_prefetch_load_completed.inc(len(load.slots) - len(missing))
