@@ -47,11 +47,13 @@ native-test: ## C++ tests: plain, with ASan and UBSan, with TSan
 python-test: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## Python tests, the ones with real vLLM included
 	$(PY) -m pytest tests -m "not slow"
 
-nightly: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## what takes long: every model shape; ten minutes of mixed traffic; 200 rounds of load, kill -9 and restart; long simulations; 10 GB under a cap; 50,000 random operations an adapter
+nightly: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## what takes long: every model shape; ten minutes of mixed traffic; 200 rounds of load, kill -9 and restart; 300 stops at random moments; long simulations; 10 GB under a cap; 50,000 random operations an adapter
 	$(PY) -m pytest tests -m slow
 	LMCACHE_KILL_ROUNDS=200 LMCACHE_SIMULATION_STEPS=100000 $(PY) -m pytest tests/process/test_kill_loop.py tests/simulation
 	LMCACHE_SIMULATED_RUNS=50 LMCACHE_SIMULATED_SEED=$$(date +%s) $(PY) -m pytest tests/simulation/test_connector.py
 	LMCACHE_TEST_CAP_STORE_GB=10 $(PY) -m pytest tests/process/test_cap.py
+	LMCACHE_STOP_ROUNDS=300 LMCACHE_STOP_SEED=$$(date +%s) $(PY) -m pytest tests/process/test_stop.py
+	LMCACHE_TEST_SALTS=200000 $(PY) -m pytest tests/process/test_many_salts.py
 	LMCACHE_POWER_CUTS=200 $(PY) -m pytest tests/faults/test_power_cut.py
 	LMCACHE_CONTRACT_STEPS=50000 LMCACHE_CONTRACT_SEED=$$(date +%s) $(PY) -m pytest tests/contract -k like_a_dictionary
 

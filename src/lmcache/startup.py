@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lmcache.admin import listener
 from lmcache.admin.access import read_token
 from lmcache.config.load import Loaded, draft
 from lmcache.config.notes import notes
@@ -28,7 +27,7 @@ from lmcache.telemetry import lookup_log
 from lmcache.telemetry.logs import level_of
 from lmcache.tiering.policies import PrefetchPolicy, StorePolicy
 from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
-from lmcache.transport import server as rpc
+from lmcache.transport import listening
 
 log = logging.getLogger("lmcache.startup")
 
@@ -116,9 +115,9 @@ def _adapter_configs(config: ServerConfig, problems: Problems) -> list[AdapterCo
 
 def _check_machine(config: ServerConfig, problems: Problems) -> None:
     with problems.collect():
-        rpc.refuse_unusable(config.host, config.port)
+        listening.refuse_unusable(config.host, config.port, "--port or --host")
     with problems.collect():
-        listener.refuse_unusable(config.http_host, config.http_port)
+        listening.refuse_unusable(config.http_host, config.http_port, "--http-host")
     with problems.collect():
         read_token(config.admin_token_file)
     with problems.collect():

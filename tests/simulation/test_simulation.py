@@ -155,15 +155,17 @@ class World:
     async def put(self, owner: int) -> None:
         """Reserves, copies chunk after chunk, commits - or aborts, or is so late that its slots were set aside."""
         keys, core = self.prompt(), self.l1.core
-        ids = self._ids(keys)
+        of = keys[0].namespace
         hashes = b"".join(key.chunk_hash for key in keys)
         deadline = self.loop.time() + LEASE_SECONDS
-        reservation, packed, _ = core.reserve(owner, ids, array("Q", [FRAME_BYTES]).tobytes(), hashes, deadline)
+        reservation, packed, _ = core.reserve(
+            owner, of.digest, of.cache_salt, array("Q", [FRAME_BYTES]).tobytes(), hashes, deadline
+        )
         if not reservation:
             return
         late = self.dice.random() < 0.1
         offsets = array("Q", packed)
-        template = header_template(keys[0].namespace, PAYLOAD_BYTES)
+        template = header_template(of, PAYLOAD_BYTES)
         written = bytearray(len(keys))
         for chunk, (key, offset) in enumerate(zip(keys, offsets, strict=True)):
             if offset == _native.NO_SLOT:
@@ -179,7 +181,7 @@ class World:
         self.model.committed.update(key for key, done in zip(keys, written, strict=True) if done)
         committed, _, records = core.commit(reservation, bytes(written))
         if committed:
-            self.store.add(records, hashes)
+            self.store.add([of], hashes, records)
         else:
             core.abort(reservation)
 
@@ -187,7 +189,7 @@ class World:
         """A lookup as the service makes it: what L1 has is leased, the rest is asked of L2."""
         keys, core = self.prompt(), self.l1.core
         lease, chunks, packed = core.acquire(
-            owner, self._ids(keys), b"".join(key.chunk_hash for key in keys), self.loop.time() + 1e6
+            owner, keys[0].namespace.digest, b"".join(key.chunk_hash for key in keys), self.loop.time() + 1e6
         )
         self._check(keys[:chunks], packed)
         if chunks < len(keys):
@@ -213,9 +215,6 @@ class World:
             core.release(result.lease)
         self._check(keys[:chunks], packed)
         core.release(lease)
-
-    def _ids(self, keys: Sequence[ObjectKey]) -> bytes:
-        return array("I", [self.l1.namespace_id(keys[0].namespace)]).tobytes()
 
     def _check(self, keys: Sequence[ObjectKey], packed: bytes) -> None:
         """The invariant."""

@@ -46,7 +46,8 @@ Registration = RegisterInstance | RegisterWorker
 _RegistrationKey = tuple[str, int]
 
 _FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 0.25  # while nobody answers: what a restarted server waits for its engines
+_REFUSED_PAUSE_SECONDS = 1.0  # while somebody answers whom this client cannot use
 _CONTROL_TIMEOUT_SECONDS = 2.0  # hello, ping, register: the server answers these whatever else it does
 _CLOSE_TIMEOUT_SECONDS = 0.5
 _SCHEDULER_SIDE = -1
@@ -215,11 +216,11 @@ class Client:
                 self._become_unavailable(str(error), None)
             except LMCacheError as error:
                 self._become_unavailable(str(error), error)
-                pause_seconds = _LONGEST_PAUSE_SECONDS
+                pause_seconds = _REFUSED_PAUSE_SECONDS
             except Exception as error:
                 log.exception("The LMCache client failed and tries again")
                 self._become_unavailable(f"The LMCache client failed: {error}.", None)
-                pause_seconds = _LONGEST_PAUSE_SECONDS
+                pause_seconds = _REFUSED_PAUSE_SECONDS
             finally:
                 self._current = None
                 connection.close()
@@ -246,8 +247,6 @@ class Client:
         transfer = agree(hello, self._wanted) if self._map_memory else None
         self._say_transfer(transfer)
         memory = transfer.memory if transfer is not None else None
-        if memory is not None:
-            memory.map_ahead()  # otherwise the first store and the first hit pay for it
         former_hello, former_memory = self.hello, self.memory
         former_transfer = self._transfer
         self.hello, self.memory, self._transfer = hello, memory, transfer

@@ -80,8 +80,8 @@ def _odd(config: ServerConfig, environ: Mapping[str, str]) -> Iterator[str]:
         )
     if config.eviction_policy == "IsolatedLRU" and config.l1_persist and not config.quota_file:
         yield (
-            "--l1-persist without --quota-file starts without quotas: the first one that is set drops what L1 kept of "
-            "every other cache salt."
+            "--l1-persist without --quota-file starts without quotas: what L1 kept is evicted within seconds, unless "
+            "its cache salt is given a quota before."
         )
     if config.hash_algorithm == "builtin" and not environ.get("PYTHONHASHSEED", "").isdigit():
         yield (

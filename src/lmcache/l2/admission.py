@@ -89,13 +89,13 @@ class Admission:
                 break
             lacking = ledger.lacking_bytes(wanted, total)
         if not lacking:
-            room.reserve(total)
+            room.reserve(wanted, total)
             return todo
         admitted = []
         for index in todo:
             if ledger.lacking_bytes([keys[index]], charges[index]):
                 break
-            room.reserve(charges[index])
+            room.reserve([keys[index]], charges[index])
             admitted.append(index)
         return admitted
 

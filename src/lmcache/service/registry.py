@@ -14,18 +14,16 @@ from typing import Protocol
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.errors import RemoteError, ResourceError
+from lmcache.errors import RemoteError
 from lmcache.l1.store import L1Store
 from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker
 from lmcache.service.checks import check_instance, check_worker
 from lmcache.service.keyspace import Keyspace, TenantCounters, rank_keyspace, whole_keyspace
-from lmcache.service.reservation import Reservation
+from lmcache.service.reservation import Reservations
 from lmcache.service.session import Session
 from lmcache.telemetry.metrics import Metrics
 
 log = logging.getLogger("lmcache.service")
-
-_MAX_TENANTS_KEPT_PER_INSTANCE = 1024  # beyond: forgotten and built again on demand
 
 
 class OwnerLocks(Protocol):
@@ -51,7 +49,7 @@ class Party:
 @dataclass
 class Worker(Party):
     registration: RegisterWorker
-    reservations: dict[int, Reservation] = field(default_factory=dict)
+    reservations: Reservations = field(default_factory=Reservations)
 
 
 @dataclass
@@ -74,6 +72,7 @@ class Instance:
         self.scheduler: Scheduler | None = None
         self.workers: dict[int, Worker] = {}
         self.sessions: dict[str, Session] = {}  # by request, least recently used first
+        self.session_bytes = 0  # that `Sessions` has counted for them
         self.leases: dict[int, Session] = {}
         self.tenants: dict[str, Tenant] = {}
 
@@ -122,8 +121,8 @@ class Registry:
         if tenant is None:
             if len(cache_salt.encode()) > limits.MAX_NAME_BYTES:
                 raise RemoteError(ErrorCode.TOO_LARGE, f"A cache salt has at most {limits.MAX_NAME_BYTES} bytes.")
-            if len(instance.tenants) >= _MAX_TENANTS_KEPT_PER_INSTANCE:
-                instance.tenants.clear()
+            while len(instance.tenants) >= _tenants_kept(scheduler.registration):
+                del instance.tenants[next(iter(instance.tenants))]
             tenant = Tenant(TenantCounters(self._metrics, scheduler.registration.model_name, cache_salt))
             instance.tenants[cache_salt] = tenant
         return tenant
@@ -148,14 +147,11 @@ class Registry:
             if len(workers) < scheduler.registration.kv_world_size:
                 return None
             ranks = [self._name(scheduler.registration, workers[rank], cache_salt) for rank in sorted(workers)]
-            tenant.whole = whole_keyspace(self._l1, ranks)
+            tenant.whole = whole_keyspace(ranks)
         return tenant.whole
 
     def _name(self, profile: RegisterInstance, worker: RegisterWorker, cache_salt: str) -> Keyspace:
-        try:
-            return rank_keyspace(self._l1, profile, worker, cache_salt, self._chunk_tokens)
-        except ResourceError as error:  # more tenants than the index can tell apart
-            raise RemoteError(ErrorCode.TOO_MANY, str(error)) from error
+        return rank_keyspace(self._l1, profile, worker, cache_salt, self._chunk_tokens)
 
     # ---- coming ------------------------------------------------------------------------------------------------------
     def register_instance(self, message: RegisterInstance) -> int:
@@ -291,3 +287,8 @@ class Registry:
         if instance.scheduler is None and not instance.workers:
             self.instances.pop(instance.instance_id, None)
             log.info("Instance %s has gone", instance.instance_id)
+
+
+def _tenants_kept(profile: RegisterInstance) -> int:
+    namespaces = profile.kv_world_size * profile.object_groups
+    return min(limits.MAX_TENANTS_KEPT_PER_INSTANCE, max(1, limits.MAX_NAMESPACES_KEPT_PER_INSTANCE // namespaces))

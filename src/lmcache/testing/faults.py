@@ -36,8 +36,8 @@ class FaultyAdapter:
     def capacity(self) -> Capacity:
         return self.inner.capacity
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
-        return self.inner.overhead_bytes(upcoming)
+    def overhead_bytes(self) -> int:
+        return self.inner.overhead_bytes()
 
     def status(self) -> dict[str, int]:
         return self.inner.status()

@@ -49,12 +49,14 @@ class EvictionController:
             await asyncio.sleep(PERIOD_SECONDS)
 
     async def relieve_l1(self) -> None:
-        objects, freed_bytes = self._l1.core.enforce_limits()
+        objects, freed_bytes = self._l1.enforce_limits()
         if objects:
             log.debug("Evicted %d objects, %d bytes of salts above their limits from L1", objects, freed_bytes)
         stats = self._l1.stats()
-        if stats["used_bytes"] > self._watermark * stats["capacity_bytes"]:
-            wanted_bytes = int(self._ratio * stats["used_bytes"])
+        # What is beyond a quota and still being read goes in a later round; it must cost nobody else anything.
+        used_bytes = stats["used_bytes"] - stats["above_limits_bytes"]
+        if used_bytes > self._watermark * stats["capacity_bytes"]:
+            wanted_bytes = int(self._ratio * used_bytes)
             objects, freed_bytes = self._l1.core.evict(wanted_bytes)
             log.debug("Evicted %d objects, %d bytes from L1", objects, freed_bytes)
             if freed_bytes < wanted_bytes:

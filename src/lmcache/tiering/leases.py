@@ -19,7 +19,6 @@ class QueuedObject:
     """An object of L1 on its way to the adapters. What is known of the way is kept here, and so ends with it."""
 
     key: ObjectKey
-    namespace_id: int
     frame_bytes: int
     adapters_left: int = 0  # that have not dealt with it yet
     is_stored: bool = False  # by one of them
@@ -51,12 +50,12 @@ def lease_objects(l1: L1Store, objects: Sequence[QueuedObject]) -> Leased:
     keep their place in the order of eviction."""
     leased = Leased(l1)
     offsets: list[int | None] = [None] * len(objects)
-    for namespaces, hashes, indices in _by_namespace(objects):
+    for digest, hashes, indices in _by_namespace(objects):
         at = 0
         while at < len(indices):
             # A prefix at a time: what follows a gap is asked for again.
             rest = hashes[at * CHUNK_HASH_BYTES :]
-            lease, chunks, found = l1.core.acquire(STORAGE_OWNER, namespaces, rest, FOREVER, is_use=False)
+            lease, chunks, found = l1.core.acquire(STORAGE_OWNER, digest, rest, FOREVER, is_use=False)
             if lease:
                 leased.leases.append(lease)
                 for index, offset in zip(indices[at : at + chunks], array("Q", found), strict=True):
@@ -71,10 +70,10 @@ def lease_objects(l1: L1Store, objects: Sequence[QueuedObject]) -> Leased:
 
 def are_resident(l1: L1Store, objects: Sequence[QueuedObject]) -> list[bool]:
     resident = [False] * len(objects)
-    for namespaces, hashes, indices in _by_namespace(objects):
+    for digest, hashes, indices in _by_namespace(objects):
         at = 0
         while at < len(indices):
-            chunks = l1.core.probe(namespaces, hashes[at * CHUNK_HASH_BYTES :])
+            chunks = l1.core.probe(digest, hashes[at * CHUNK_HASH_BYTES :])
             for index in indices[at : at + chunks]:
                 resident[index] = True
             at += chunks + 1
@@ -82,15 +81,11 @@ def are_resident(l1: L1Store, objects: Sequence[QueuedObject]) -> list[bool]:
 
 
 def _by_namespace(objects: Sequence[QueuedObject]) -> list[tuple[bytes, memoryview, list[int]]]:
-    """Of each namespace its id (u32), the hashes of its objects and their positions."""
-    positions: dict[int, list[int]] = {}
+    """Of each namespace its digest, the hashes of its objects and their positions."""
+    positions: dict[bytes, list[int]] = {}
     for index, queued in enumerate(objects):
-        positions.setdefault(queued.namespace_id, []).append(index)
+        positions.setdefault(queued.key.namespace.digest, []).append(index)
     return [
-        (
-            array("I", [namespace_id]).tobytes(),
-            memoryview(b"".join(objects[index].key.chunk_hash for index in indices)),
-            indices,
-        )
-        for namespace_id, indices in positions.items()
+        (digest, memoryview(b"".join(objects[index].key.chunk_hash for index in indices)), indices)
+        for digest, indices in positions.items()
     ]

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from lmcache import _native
 from lmcache.clock import Clock
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, MissReason
@@ -24,6 +21,7 @@ from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.leases import FOREVER
+from lmcache.tiering.verifier import Verifier
 
 log = logging.getLogger("lmcache.tiering")
 
@@ -75,7 +73,7 @@ class Loader:
         l1: L1Store,
         *,
         retains: bool,
-        verifier: Executor,
+        verifier: Verifier,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
@@ -86,7 +84,8 @@ class Loader:
         self._clock = clock
         self._by_key: dict[ObjectKey, Load] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.bytes_in_flight = 0
+        self.bytes_in_flight = 0  # of loads that somebody may wait for
+        self.abandoned_bytes = 0  # of slots that a late operation may still write into
         self.bytes_freed = asyncio.Event()
 
     def find(self, key: ObjectKey) -> Load | None:
@@ -137,10 +136,19 @@ class Loader:
                 del self._by_key[slot.key]
             self._count(load, missing)
             load.done.set_result(missing)
-            await load.operations_ended.wait()
-            self._l1.core.abort(load.reservation)  # nothing, where it was committed
             self.bytes_in_flight -= load.size_bytes
             self.bytes_freed.set()
+            await self._end_operations(load)
+            self._l1.core.abort(load.reservation)  # nothing, where it was committed
+
+    async def _end_operations(self, load: Load) -> None:
+        """What is given up counts apart: an adapter's lane bounds it, and other adapters need not wait for it."""
+        if load.operations:
+            self.abandoned_bytes += load.size_bytes
+            try:
+                await load.operations_ended.wait()
+            finally:
+                self.abandoned_bytes -= load.size_bytes
 
     def _publish(self, load: Load, missing: dict[ObjectKey, MissReason]) -> None:
         if not load.waiting and not self._retains:
@@ -212,15 +220,9 @@ class Loader:
 
     async def _verify(self, slots: Sequence[Slot]) -> dict[ObjectKey, str]:
         """What did not verify, and why."""
-        reasons = await asyncio.get_running_loop().run_in_executor(
-            self._verifier,
-            _native.frame_verify_many,
-            array("Q", [self._l1.address_of(slot.offset) for slot in slots]).tobytes(),
-            array("Q", [slot.frame_bytes for slot in slots]).tobytes(),
-            b"".join(slot.key.namespace.digest for slot in slots),
-            b"".join(slot.key.chunk_hash for slot in slots),
-        )
-        return {slot.key: reason for slot, reason in zip(slots, reasons, strict=True) if reason}
+        views = [self._l1.memory.view(slot.offset, slot.frame_bytes) for slot in slots]
+        faults = await self._verifier.faults([slot.key for slot in slots], views)
+        return {slot.key: fault for slot, fault in zip(slots, faults, strict=True) if fault}
 
     def _count(self, load: Load, missing: dict[ObjectKey, MissReason]) -> None:
         self._metrics.l2_prefetch_load_completed.inc(len(load.slots) - len(missing))

@@ -64,11 +64,11 @@ NOTHING_ASKED = PrefetchResult(0, 0, b"", None)
 class _Run:
     """A request under way."""
 
-    def __init__(self, request: PrefetchRequest, namespace_ids: bytes, runners: Sequence[Runner]) -> None:
+    def __init__(self, request: PrefetchRequest, runners: Sequence[Runner]) -> None:
         """`runners` in the order in which they are asked."""
         self.request = request
         self.runners = runners
-        self.namespace_ids = namespace_ids  # u32
+        self.digests = b"".join(namespace.digest for namespace in request.namespaces)
         self.width = len(request.namespaces)
         self.hashes = [
             request.hashes[at : at + CHUNK_HASH_BYTES] for at in range(0, len(request.hashes), CHUNK_HASH_BYTES)
@@ -78,9 +78,6 @@ class _Run:
         self.leases: list[int] = []  # on objects that were resident already
         self.reason = MissReason.NOT_STORED
         self.chunks = 0  # expected to be resident once the loads are done
-
-    def namespace_id(self, position: int) -> bytes:
-        return self.namespace_ids[4 * position : 4 * position + 4]
 
     def keys_of(self, chunk: int) -> list[ObjectKey]:
         return [ObjectKey(namespace, self.hashes[chunk]) for namespace in self.request.namespaces]
@@ -123,9 +120,8 @@ class PrefetchController:
         self._metrics.l2_prefetch_lookup.inc()
         if self.waiting >= limits.MAX_PREFETCHES_WAITING:
             return PrefetchResult(0, 0, b"", MissReason.L2_DEADLINE)
-        ids = array("I", [self._l1.namespace_id(namespace) for namespace in request.namespaces]).tobytes()
         runners = [self._runners[index] for index in self._policy.order(request.namespaces)]
-        run = _Run(request, ids, runners)
+        run = _Run(request, runners)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.deadline_seconds
         work = loop.create_task(self._work(run))
@@ -227,7 +223,7 @@ class PrefetchController:
         return found
 
     def _or_resident(self, run: _Run, chunk: int, position: int, source: int | None) -> int | None:
-        if source is None and self._l1.core.probe(run.namespace_id(position), run.hashes[chunk]):
+        if source is None and self._l1.core.probe(run.request.namespaces[position].digest, run.hashes[chunk]):
             return 0
         return source
 
@@ -259,7 +255,8 @@ class PrefetchController:
         core = self._l1.core
         reservation, packed, without_room = core.reserve(
             STORAGE_OWNER,
-            run.namespace_ids,
+            run.digests,
+            run.request.namespaces[0].cache_salt,
             array("Q", run.request.frame_bytes).tobytes(),
             b"".join(run.hashes[first : first + count]),
             FOREVER,
@@ -286,8 +283,8 @@ class PrefetchController:
                     self._join(run, other, first + chunk)
                     continue
                 # Resident: held, so that making room for the rest does not evict it. Or staged by an engine: a miss.
-                ids = run.namespace_id(position)
-                lease, _, _ = core.acquire(STORAGE_OWNER, ids, run.hashes[first + chunk], FOREVER)
+                digest = run.request.namespaces[position].digest
+                lease, _, _ = core.acquire(STORAGE_OWNER, digest, run.hashes[first + chunk], FOREVER)
                 if lease:
                     run.leases.append(lease)
         if slots:
@@ -317,7 +314,7 @@ class PrefetchController:
         """What is resident now, which at a deadline may be more or less than what was waited for."""
         lease, leased, offsets = self._l1.core.acquire(
             run.request.owner,
-            run.namespace_ids,
+            run.digests,
             run.request.hashes,
             run.request.lease_deadline,
             True,

@@ -17,7 +17,7 @@ from itertools import count
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.outcome import StoreOutcome
 from lmcache.l1.store import L1Store
 from lmcache.l2.background import spawn
@@ -29,7 +29,7 @@ from lmcache.tiering.unstored import MOST_PERIODS_BETWEEN_OFFERS, PERIOD_SECONDS
 
 log = logging.getLogger("lmcache.tiering")
 
-COMMIT_RECORD_BYTES = 32  # four u64: namespace id, chunk index, offset, bytes
+COMMIT_RECORD_BYTES = 32  # four u64: namespace index, chunk index, offset, bytes
 _THERE = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
 
 
@@ -66,16 +66,14 @@ class StoreController:
         if self.drops_from_l1:
             self._tasks.append(spawn(self._offer_again(), "store-again"))
 
-    def add(self, records: bytes, hashes: bytes) -> None:
-        """Objects as `L1Core.commit` reports them, and the hashes that their chunk indices count."""
+    def add(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
+        """Objects as `L1Core.commit` reports them, and the namespaces and hashes that they count in."""
         numbers = array("Q", records)
         objects = []
         for at in range(0, len(numbers), 4):
-            namespace_id, chunk, _, frame_bytes = numbers[at : at + 4]
+            position, chunk, _, frame_bytes = numbers[at : at + 4]
             chunk_hash = hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES]
-            objects.append(
-                QueuedObject(ObjectKey(self._l1.namespace(namespace_id), chunk_hash), namespace_id, frame_bytes)
-            )
+            objects.append(QueuedObject(ObjectKey(namespaces[position], chunk_hash), frame_bytes))
         self._unstored.committed_again(queued.key for queued in objects)
         self.offer(objects)
 
@@ -101,13 +99,14 @@ class StoreController:
         for event in self._wake:
             event.set()
 
-    def take_out(self, records: bytes, hashes: bytes) -> None:
+    def take_out(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
         """Objects as for `add` that nobody can remember: out of L1 where the policy keeps nothing there. May be called
         from any thread; `note_refused` follows on the loop."""
         if self.drops_from_l1:
             numbers = array("Q", records)
             chunks = [hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES] for chunk in numbers[1::4]]
-            self._l1.core.remove(array("I", numbers[0::4]).tobytes(), b"".join(chunks))
+            digests = [namespaces[position].digest for position in numbers[0::4]]
+            self._l1.core.remove(b"".join(digests), b"".join(chunks))
 
     def note_refused(self, objects: int) -> None:
         self._drop(objects, "queue_full")
@@ -271,8 +270,8 @@ class StoreController:
         if not objects:
             return
         core = self._l1.core
-        numbers = array("I", [queued.namespace_id for queued in objects]).tobytes()
-        if core.remove(numbers, b"".join(queued.key.chunk_hash for queued in objects)) < len(objects):
+        digests = b"".join(queued.key.namespace.digest for queued in objects)
+        if core.remove(digests, b"".join(queued.key.chunk_hash for queued in objects)) < len(objects):
             resident = are_resident(self._l1, objects)
             self._to_drop.update((queued.key, queued) for queued, there in zip(objects, resident, strict=True) if there)
 

@@ -1,4 +1,4 @@
-"""Turns what people write as host and port into what ZMQ binds and connects."""
+"""Turns what people write as host and port into what ZMQ connects."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from lmcache.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 
 
-def bind_endpoint(host: str, port: int) -> str:
-    """`localhost` means the loopback interface, never more. Port 0 lets the kernel choose."""
-    return f"tcp://{_bracketed(LOOPBACK if host in ('', 'localhost') else host)}:{port or '*'}"
+def tcp_endpoint(host: str, port: int) -> str:
+    return f"tcp://{_bracketed(host)}:{port}"
 
 
 def connect_endpoint(url: str, port: int | None = None) -> str:
@@ -26,7 +25,7 @@ def connect_endpoint(url: str, port: int | None = None) -> str:
         port = int(written_port)
     if not host or port is None or not 0 < port < 65536:
         raise ConfigError(f"The server address {url!r} needs a host and a port from 1 to 65535.")
-    return f"tcp://{_bracketed(LOOPBACK if host == 'localhost' else host)}:{port}"
+    return tcp_endpoint(LOOPBACK if host == "localhost" else host, port)
 
 
 def _split(rest: str) -> tuple[str, str]:

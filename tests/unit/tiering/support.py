@@ -53,11 +53,9 @@ class Rig:
         return (key.namespace.digest + key.chunk_hash) * (PAYLOAD_BYTES // 64)
 
     def reserve(self, chunks: Sequence[ObjectKey]) -> tuple[int, bytes]:
-        ids = array("I", [self.l1.namespace_id(chunks[0].namespace)]).tobytes()
+        of, hashes = chunks[0].namespace, b"".join(key.chunk_hash for key in chunks)
         sizes = array("Q", [FRAME_BYTES]).tobytes()
-        reservation, packed, _ = self.l1.core.reserve(
-            ENGINE, ids, sizes, b"".join(key.chunk_hash for key in chunks), FOREVER
-        )
+        reservation, packed, _ = self.l1.core.reserve(ENGINE, of.digest, of.cache_salt, sizes, hashes, FOREVER)
         return reservation, packed
 
     def put(self, chunks: Sequence[ObjectKey], tell: bool = True) -> int:
@@ -73,12 +71,11 @@ class Rig:
         written = bytes(offset != _native.NO_SLOT for offset in array("Q", packed))
         count, _, records = self.l1.core.commit(reservation, written)
         if tell:
-            self.storage.objects_committed(records, hashes)
+            self.storage.objects_committed([of], hashes, records)
         return count
 
     def resident(self, chunks: Sequence[ObjectKey]) -> int:
-        ids = array("I", [self.l1.namespace_id(chunks[0].namespace)]).tobytes()
-        return self.l1.core.probe(ids, b"".join(key.chunk_hash for key in chunks))
+        return self.l1.core.probe(chunks[0].namespace.digest, b"".join(key.chunk_hash for key in chunks))
 
     def begin_fetch(
         self,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lmcache.clock import ManualClock
+from lmcache.core import limits
 from lmcache.core.limits import L2_BREAKER_OPEN_SECONDS
 from lmcache.errors import AdapterError
 from lmcache.testing.faults import FaultyAdapter
 from polling import until
-from unit.tiering.support import ENGINE, Rig, faulty, keys, rig
+from unit.tiering.support import ENGINE, FRAME_BYTES, Rig, faulty, keys, rig
 
 TIMEOUT_SECONDS = 0.3  # of the first adapter once it is dead; the requests have 20
 
@@ -99,6 +100,23 @@ def test_a_dead_adapter_costs_its_deadline_once(dies_at: str, caplog: pytest.Log
         assert dead.calls["load"] > loads[0] and alive.calls["load"] == loads[1]
     assert sum("loads are suspended" in record.message for record in caplog.records) == 1
     assert sum("loads go on" in record.message for record in caplog.records) <= 1
+
+
+def test_loads_that_were_given_up_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a dead adapter may still write into is bounded by its operations, and no other adapter waits for it."""
+    monkeypatch.setattr(limits, "MAX_L2_PREFETCH_BYTES_IN_FLIGHT", 20 * FRAME_BYTES)
+    monkeypatch.setattr(limits, "L2_LOAD_BATCH_BYTES", 4 * FRAME_BYTES)
+    (first, dead), (second, _) = faulty(), faulty(index=1)
+    with rig([first, second]) as it:
+        stored_in_both(it, 60)
+        kill(it, dead)
+        result = it.fetch(keys(60), deadline_seconds=5)
+        assert result.chunks == 60 and it.holds(result, keys(60))
+        figures = it.storage.status()["prefetch"]
+        assert figures["bytes_in_flight"] == 0
+        assert 0 < figures["abandoned_bytes"] <= limits.L2_MAX_READS_IN_FLIGHT * 4 * FRAME_BYTES
+        revive(it, dead)
+        until(lambda: it.storage.status()["prefetch"]["abandoned_bytes"] == 0)
 
 
 def test_what_a_late_load_was_for_can_be_stored_and_loaded_elsewhere() -> None:

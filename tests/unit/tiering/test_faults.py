@@ -259,7 +259,7 @@ def test_stop_writes_what_is_queued() -> None:
         assert len(adapter.inner.objects) == 400  # type: ignore[attr-defined]
         assert not it.storage.responsive(0.05)
         assert it.fetch(keys(5)).miss_reason is MissReason.L2_FAILED
-        it.storage.objects_committed(bytes(32), bytes(32))
+        it.storage.objects_committed([keys(1)[0].namespace], bytes(32), bytes(32))
         with pytest.raises(LMCacheError, match="has ended"):
             it.storage.clear("l1")
 

@@ -278,8 +278,8 @@ def test_readers_are_waited_for() -> None:
     with skipping(adapters=1) as it:
         it.it.storage.call_soon(it.adapters[0].gate.clear)
         assert it.it.put(keys(10)) == 10
-        ids = it.it.l1.namespace_id(keys(1)[0].namespace).to_bytes(4, "little")
-        lease, chunks, _ = it.it.l1.core.acquire(ENGINE, ids, b"".join(key.chunk_hash for key in keys(10)), FOREVER)
+        digest = keys(1)[0].namespace.digest
+        lease, chunks, _ = it.it.l1.core.acquire(ENGINE, digest, b"".join(key.chunk_hash for key in keys(10)), FOREVER)
         assert chunks == 10
         it.it.storage.call_soon(it.adapters[0].gate.set)
         assert it.it.storage.flush(20)

@@ -90,6 +90,7 @@ class Attachment:
         self._open = True
         self._jobs: list[CopyJob] = []
         ways = gpu.ways if gpu is not None else None
+        memory.map_ahead()  # otherwise the first store and the first hit pay for it
         self._copier = _native.PagedCopier(memory.address, memory.size_bytes, threads, ways)
         self._pinning = gpu.pin(memory) if gpu is not None else None
         self._groups = tuple(

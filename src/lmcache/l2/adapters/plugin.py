@@ -40,9 +40,9 @@ class PluginAdapter:
     def capacity(self) -> Capacity:
         return getattr(self.inner, "capacity", Capacity())
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+    def overhead_bytes(self) -> int:
         overhead_bytes = getattr(self.inner, "overhead_bytes", None)
-        return overhead_bytes(upcoming) if overhead_bytes else 0
+        return overhead_bytes() if overhead_bytes else 0
 
     def status(self) -> dict[str, int]:
         status = getattr(self.inner, "status", None)
