@@ -56,10 +56,10 @@ nightly: $(READY) ## all that takes long, part by part, with a table of results 
 nightly-shapes: ## every model shape with a real vLLM
 nightly-engine: ## the other long tests with a real vLLM
 nightly-faults: ## every medium under every fault, 200 power cuts
-nightly-kill: ## 200 rounds of load, kill -9 and restart for everything that keeps objects
+nightly-kill: ## 200 rounds of load, kill -9 and restart for everything that keeps objects; 300 stops at random moments
 nightly-simulation: ## 100,000 steps of the index and its controllers, 50 runs of every shape of the connector
 nightly-contract: ## 50,000 random operations an adapter
-nightly-cap: ## 10 GB under a cap
+nightly-cap: ## 10 GB under a cap, 200,000 salts
 nightly-others: ## slow tests that no other part has
 $(NIGHTLY): nightly-%: $(READY)
 	$(PY) scripts/nightly.py $* -- $(PYTEST)

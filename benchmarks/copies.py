@@ -43,6 +43,7 @@ class PagedMemory:
 
     def __init__(self, client: Client, threads: int) -> None:
         assert client.memory is not None
+        client.memory.map_ahead()
         self.layers = [Region(BLOCKS * LAYER_BLOCK_BYTES) for _ in range(LAYERS)]
         self.copier = _native.PagedCopier(client.memory.address, client.memory.size_bytes, threads)
         segments = [(layer.address, LAYER_BLOCK_BYTES, LAYER_BLOCK_BYTES, ()) for layer in self.layers]

@@ -32,12 +32,13 @@ from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from measure import Region, Result, at_least, report, spread
+from measure import Region, Result, at_least, keep_folders, report, spread
 
 SOURCE = Path(__file__).resolve().parents[1] / "native" / "bench" / "plain_files.cc"
 SHAPES = ((32, 2 << 20), (256, 64 << 10))
 DIRECT_TARGET = 0.9
 BUFFERED_TARGET = 0.8
+NAMESPACE = Namespace("bench", 1, 0, 0, "0" * 32)
 READS = 3  # of what a round wrote
 
 
@@ -93,6 +94,7 @@ class Bench:
 
     async def run(self, rounds: int) -> list[Result]:
         await self.runner.open()
+        await keep_folders(self.runner, NAMESPACE, self.memory, self.size_bytes)
         for number in range(rounds + 1):
             await self._round(number)
         assert not self.runner.status()["buffered_fallbacks"], "O_DIRECT was not possible in this folder"
@@ -106,9 +108,8 @@ class Bench:
         """The first one warms up. Who goes first changes from turn to turn."""
         folder = self.folder / f"plain{number}"
         folder.mkdir()
-        namespace = Namespace("bench", 1, 0, 0, "0" * 32)  # one for all rounds, its folders are made by the first
-        template = header_template(namespace, self.size_bytes - FRAME_HEADER_BYTES)
-        keys = [ObjectKey(namespace, bytes([index % 256]) + os.urandom(31)) for index in range(self.count)]
+        template = header_template(NAMESPACE, self.size_bytes - FRAME_HEADER_BYTES)
+        keys = [ObjectKey(NAMESPACE, bytes([index % 256]) + os.urandom(31)) for index in range(self.count)]
         views = [
             memoryview(self.memory.map)[i * self.size_bytes : (i + 1) * self.size_bytes] for i in range(self.count)
         ]
@@ -120,7 +121,7 @@ class Bench:
                 if number:
                     self.times[who].append(seconds)
         shutil.rmtree(folder)
-        await self.runner.clear()
+        await self.runner._delete(keys)
         await asyncio.to_thread(os.sync)
 
     async def _ours(self, which: str, keys: Sequence[ObjectKey], views: Sequence[memoryview]) -> float:

@@ -30,7 +30,7 @@ class Filled:
         self.core = L1Core(objects * OBJECT_BYTES, OBJECT_BYTES, OBJECT_BYTES, policy)
         self.core.set_committed(objects * OBJECT_BYTES)
         self.core.set_limit("salt", objects * OBJECT_BYTES)
-        self.namespace = struct.pack("<I", self.core.intern(bytes(32), "salt"))
+        self.namespace = bytes(32)
         self.size = struct.pack("<Q", OBJECT_BYTES)
         self.hashes: list[bytes] = []
         self.prompts: list[bytes] = []
@@ -44,7 +44,7 @@ class Filled:
             self.core.touch(self.namespace, b"".join(self.hashes[first : first + CALL_CHUNKS]))
 
     def reserve(self, hashes: bytes) -> int:
-        return self.core.reserve(OWNER, self.namespace, self.size, hashes, FOREVER)[0]
+        return self.core.reserve(OWNER, self.namespace, "salt", self.size, hashes, FOREVER)[0]
 
     def store(self, hashes: bytes) -> None:
         self.core.commit(self.reserve(hashes), b"")

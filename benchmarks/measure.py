@@ -10,6 +10,11 @@ from dataclasses import asdict, dataclass
 
 from lmcache import _native
 from lmcache.cli.bench_timing import Region
+from lmcache.core.frame import header_template
+from lmcache.core.key import Namespace, ObjectKey
+from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.core.outcome import StoreOutcome
+from lmcache.l2.runner import Runner
 
 MIB = 1 << 20
 
@@ -64,6 +69,16 @@ def best_copy_seconds(source: Region, destination: Region, size_bytes: int, runs
         )
         medians.append(statistics.median(times))
     return min(medians)
+
+
+async def keep_folders(runner: Runner, namespace: Namespace, memory: Region, frame_bytes: int) -> None:
+    """An object in each folder of a file adapter, as in a cache that is in use: one that nothing is in is removed."""
+    template = header_template(namespace, frame_bytes - FRAME_HEADER_BYTES)
+    view = memoryview(memory.map)[:frame_bytes]
+    for first in range(256):
+        key = ObjectKey(namespace, bytes([first]) + bytes(31))
+        _native.frame_seal(memory.address, template, key.chunk_hash)
+        assert await runner.store([key], [view], lambda: None) == [StoreOutcome.STORED]
 
 
 def report(results: Sequence[Result], as_json: bool) -> int:

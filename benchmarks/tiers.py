@@ -35,7 +35,7 @@ from lmcache.l2.completions import words
 from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from measure import Region, Result, at_least, at_most, report, spread
+from measure import Region, Result, at_least, at_most, keep_folders, report, spread
 
 SHAPES = ((96, 2 << 20), (1024, 64 << 10))
 TARGET = 0.9
@@ -124,6 +124,8 @@ class Bench:
     async def run(self, rounds: int) -> list[Result]:
         await self.runner.open()
         await asyncio.wait_for(self.runner._inventory_complete.wait(), 60)
+        if self.engine is None:
+            await keep_folders(self.runner, NAMESPACE, self.memory, self.size_bytes)
         for number in range(rounds + 1):
             await self._round(number)
         await self.runner.drain(10)
@@ -152,7 +154,7 @@ class Bench:
             if number:
                 self.ratios[ours].append(speeds["we"] / speeds["fio"])
                 self.speeds[ours].append((speeds["we"], speeds["fio"], alone))
-        await self.runner.clear()
+        await self.runner._delete(keys)
 
     async def _ours(self, which: str, keys: Sequence[ObjectKey]) -> float:
         operation = self.runner.store if which == "store" else self.runner.load

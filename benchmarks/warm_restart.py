@@ -25,11 +25,11 @@ CALL_OBJECTS = 10_000
 
 def fill(l1: L1Store, objects: int) -> None:
     of = Namespace("model", 1, 0, 0, "0a" * 16)
-    ids, sizes = array("I", [l1.namespace_id(of)]).tobytes(), array("Q", [FRAME_BYTES]).tobytes()
+    sizes = array("Q", [FRAME_BYTES]).tobytes()
     template = header_template(of, FRAME_BYTES - FRAME_HEADER_BYTES)
     for first in range(0, objects, CALL_OBJECTS):
         hashes = [number.to_bytes(32, "little") for number in range(first, min(objects, first + CALL_OBJECTS))]
-        reservation, offsets, _ = l1.core.reserve(1, ids, sizes, b"".join(hashes), FOREVER)
+        reservation, offsets, _ = l1.core.reserve(1, of.digest, of.cache_salt, sizes, b"".join(hashes), FOREVER)
         for chunk_hash, offset in zip(hashes, array("Q", offsets), strict=True):
             _native.frame_seal(l1.address_of(offset), template, chunk_hash)
         l1.core.commit(reservation, b"")

@@ -35,7 +35,10 @@ PARTS: dict[str, tuple[Run, ...]] = {
         Run(("tests/faults", *SLOW)),
         Run(("tests/faults/test_power_cut.py",), {"LMCACHE_POWER_CUTS": "200"}),
     ),
-    "kill": (Run(("tests/process/test_kill_loop.py",), {"LMCACHE_KILL_ROUNDS": "200"}),),
+    "kill": (
+        Run(("tests/process/test_kill_loop.py",), {"LMCACHE_KILL_ROUNDS": "200"}),
+        Run(("tests/process/test_stop.py",), {"LMCACHE_STOP_ROUNDS": "300", "LMCACHE_STOP_SEED": SEED}),
+    ),
     "simulation": (
         Run(("tests/simulation",), {"LMCACHE_SIMULATION_STEPS": "100000"}),
         Run(("tests/simulation/test_connector.py",), {"LMCACHE_SIMULATED_RUNS": "50", "LMCACHE_SIMULATED_SEED": SEED}),
@@ -46,7 +49,10 @@ PARTS: dict[str, tuple[Run, ...]] = {
             {"LMCACHE_CONTRACT_STEPS": "50000", "LMCACHE_CONTRACT_SEED": SEED},
         ),
     ),
-    "cap": (Run(("tests/process/test_cap.py",), {"LMCACHE_TEST_CAP_STORE_GB": "10"}),),
+    "cap": (
+        Run(("tests/process/test_cap.py",), {"LMCACHE_TEST_CAP_STORE_GB": "10"}),
+        Run(("tests/process/test_many_salts.py",), {"LMCACHE_TEST_SALTS": "200000"}),
+    ),
     "others": (Run(("tests", *SLOW, "--ignore=tests/e2e", "--ignore=tests/faults")),),
 }
 

@@ -62,6 +62,8 @@ void bind_file_io(nb::module_& m) {
             nb::arg("base"), nb::arg("buffers"), nb::arg("frame_names"))
         .def("submit_stat", &FileIO::submit_stat, nb::arg("paths"), nb::call_guard<nb::gil_scoped_release>())
         .def("submit_unlink", &FileIO::submit_unlink, nb::arg("paths"), nb::call_guard<nb::gil_scoped_release>())
+        .def("submit_remove_empty", &FileIO::submit_remove_empty, nb::arg("folders"),
+             nb::call_guard<nb::gil_scoped_release>())
         .def("drain",
              [](FileIO& self) {
                  std::vector<lmcache::FinishedBatch> finished;

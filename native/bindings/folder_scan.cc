@@ -16,7 +16,7 @@ void bind_folder_scan(nb::module_& m) {
                 scan = lmcache::scan_folders(folders, threads);
             }
             return nb::make_tuple(packed(scan.hashes), packed(scan.used_ns), packed(scan.sizes), scan.temporary,
-                                  scan.unreadable);
+                                  scan.empty, scan.unreadable);
         },
         nb::arg("folders"), nb::arg("threads"));
     m.def(

@@ -33,4 +33,12 @@ void bind_hashing(nb::module_& m) {
             return nb::bytes(hashes.data(), hashes.size());
         },
         nb::arg("tokens"), nb::arg("chunk_tokens"), nb::arg("parent"), nb::arg("extras") = nb::bytes("", 0));
+    m.def(
+        "cbor_numbers",
+        [](nb::object numbers) {
+            const PackedView<std::uint32_t> view(numbers, "numbers");
+            const std::vector<std::byte> encoded = lmcache::cbor_numbers({view.data(), view.size()});
+            return nb::bytes(encoded.data(), encoded.size());
+        },
+        nb::arg("numbers"));
 }

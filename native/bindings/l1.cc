@@ -1,9 +1,11 @@
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <optional>
 #include <set>
 #include <span>
 #include <tuple>
@@ -41,18 +43,39 @@ private:
     PackedView<std::uint8_t> view_;
 };
 
+// Digests of namespaces, seen in place as well.
+class NamespacesArgument {
+public:
+    explicit NamespacesArgument(nb::handle object) : view_(object, "namespaces") {}
+    lmcache::NamespaceDigests span() const { return {view_.data(), view_.size()}; }
+
+private:
+    static_assert(sizeof(lmcache::Digest) == lmcache::kDigestBytes && alignof(lmcache::Digest) == 1);
+    PackedView<lmcache::Digest> view_;
+};
+
 // Namespaces and hashes come first in most calls.
 struct Keys {
     Keys(nb::handle namespaces_object, nb::handle hashes_object)
-        : namespaces(copy_elements<std::uint32_t>(namespaces_object, "namespaces")), hashes(hashes_object, "hashes") {}
-    std::vector<std::uint32_t> namespaces;
+        : namespaces_view(namespaces_object), hashes(hashes_object, "hashes"), namespaces(namespaces_view.span()) {}
+    NamespacesArgument namespaces_view;
     BytesArgument hashes;
+    lmcache::NamespaceDigests namespaces;
 };
 
 template <typename Call>
 auto without_gil(Call&& call) {
     const nb::gil_scoped_release released;
     return call();
+}
+
+void translate_closed(const std::exception_ptr& fault, void*) {
+    try {
+        std::rethrow_exception(fault);
+    } catch (const lmcache::Closed&) {
+        const nb::object type = nb::module_::import_("lmcache.errors").attr("ServerUnavailable");
+        PyErr_SetString(type.ptr(), "The server is shutting down: L1 is closed.");
+    }
 }
 
 lmcache::EvictionPolicy policy_of(const std::string& name) {
@@ -81,6 +104,9 @@ nb::dict to_dict(const lmcache::L1Stats& stats) {
     result["evicted_bytes"] = stats.evicted_bytes;
     result["allocation_failures"] = stats.allocation_failures;
     result["index_bytes"] = stats.index_bytes;
+    result["above_limits_bytes"] = stats.above_limits_bytes;
+    result["namespaces"] = stats.namespaces;
+    result["salts"] = stats.salts;
     return result;
 }
 
@@ -128,18 +154,19 @@ void bind_reading(nb::class_<L1Core>& core) {
 void bind_writing(nb::class_<L1Core>& core) {
     core.def(
         "reserve",
-        [](L1Core& self, lmcache::Owner owner, nb::handle namespaces, nb::handle sizes, nb::handle hashes,
-           double deadline, nb::handle wanted) {
+        [](L1Core& self, lmcache::Owner owner, nb::handle namespaces, const std::string& salt, nb::handle sizes,
+           nb::handle hashes, double deadline, nb::handle wanted) {
             const Keys keys(namespaces, hashes);
             const auto sizes_bytes = copy_elements<std::uint64_t>(sizes, "sizes");
             const BytesArgument flags(wanted, "wanted");
             const auto reserved = without_gil([&] {
-                return self.reserve(owner, keys.namespaces, sizes_bytes, keys.hashes.span(), deadline, flags.span());
+                return self.reserve(owner, keys.namespaces, salt, sizes_bytes, keys.hashes.span(), deadline,
+                                    flags.span());
             });
             return std::make_tuple(reserved.reservation, pack(reserved.offsets), reserved.chunks_without_room);
         },
-        nb::arg("owner"), nb::arg("namespaces"), nb::arg("sizes"), nb::arg("hashes"), nb::arg("deadline"),
-        nb::arg("wanted") = nb::bytes("", 0));
+        nb::arg("owner"), nb::arg("namespaces"), nb::arg("salt"), nb::arg("sizes"), nb::arg("hashes"),
+        nb::arg("deadline"), nb::arg("wanted") = nb::bytes("", 0));
     core.def(
         "commit",
         [](L1Core& self, std::uint64_t reservation, nb::handle written, lmcache::Owner lease_owner, double deadline,
@@ -173,10 +200,13 @@ void bind_upkeep(nb::class_<L1Core>& core) {
             without_gil([&] { self.set_limit(salt, limit_bytes); });
         },
         nb::arg("salt"), nb::arg("limit_bytes"));
-    core.def("enforce_limits", [](L1Core& self) {
-        const auto removed = without_gil([&] { return self.enforce_limits(); });
-        return std::make_pair(removed.objects, removed.size_bytes);
-    });
+    core.def(
+        "enforce_limits",
+        [](L1Core& self, bool spare_new) {
+            const auto removed = without_gil([&] { return self.enforce_limits(spare_new); });
+            return std::make_pair(removed.objects, removed.size_bytes);
+        },
+        nb::arg("spare_new") = false);
     core.def(
         "remove",
         [](L1Core& self, nb::handle namespaces, nb::handle hashes) {
@@ -192,7 +222,8 @@ void bind_upkeep(nb::class_<L1Core>& core) {
         "list_objects",
         [](L1Core& self, std::uint32_t start, std::size_t count) {
             const auto page = without_gil([&] { return self.list_objects(start, count); });
-            return std::make_tuple(pack(page.namespaces), pack(page.hashes), pack(page.sizes_bytes), page.next_start);
+            return std::make_tuple(pack(page.namespaces), pack(page.positions), pack(page.hashes),
+                                   pack(page.sizes_bytes), page.next_start);
         },
         nb::arg("start"), nb::arg("count"));
     core.def("stats", [](L1Core& self) { return to_dict(without_gil([&] { return self.stats(); })); });
@@ -203,6 +234,17 @@ void bind_upkeep(nb::class_<L1Core>& core) {
         return std::make_tuple(std::move(ages.lifetimes), std::move(ages.idle_before_eviction),
                                std::move(ages.reuse_gaps));
     });
+    core.def("take_overuses", [](L1Core& self) {
+        std::vector<std::pair<std::string, std::uint64_t>> overuses;
+        for (auto& [salt, limit_bytes] : without_gil([&] { return self.take_overuses(); })) {
+            overuses.emplace_back(std::move(salt), limit_bytes);
+        }
+        return overuses;
+    });
+    core.def(
+        "usage_of",
+        [](L1Core& self, const std::string& salt) { return without_gil([&] { return self.usage_of(salt); }); },
+        nb::arg("salt"));
     core.def("salt_usage", &L1Core::salt_usage, nb::call_guard<nb::gil_scoped_release>());
     core.def("check", &L1Core::check, nb::call_guard<nb::gil_scoped_release>());
 }
@@ -239,21 +281,21 @@ void bind_adoption(nb::module_& m, nb::class_<L1Core>& core) {
         nb::arg("threads"));
     core.def(
         "adopt",
-        [](L1Core& self, const lmcache::LeftFrames& left, nb::handle namespaces, nb::handle live_owners) {
-            const auto ids = copy_elements<std::uint32_t>(namespaces, "namespaces");
+        [](L1Core& self, const lmcache::LeftFrames& left, const std::vector<std::optional<std::string>>& salts,
+           nb::handle live_owners) {
             const auto owners = copy_elements<lmcache::Owner>(live_owners, "live_owners");
-            const auto adopted = without_gil([&] { return self.adopt(left, ids, owners); });
+            const auto adopted = without_gil([&] { return self.adopt(left, salts, owners); });
             return std::make_tuple(adopted.objects, adopted.size_bytes, adopted.refused, adopted.set_aside,
                                    adopted.set_aside_bytes);
         },
-        nb::arg("left"), nb::arg("namespaces"), nb::arg("live_owners"));
+        nb::arg("left"), nb::arg("salts"), nb::arg("live_owners"));
 }
 
 }  // namespace
 
 void bind_l1(nb::module_& m) {
     m.attr("NO_SLOT") = lmcache::kNoSlot;
-    m.attr("NO_NAMESPACE") = lmcache::kNoNamespace;
+    nb::register_exception_translator(translate_closed);
     nb::class_<L1Core> core(m, "L1Core");
     core.def(
         "__init__",
@@ -267,18 +309,9 @@ void bind_l1(nb::module_& m) {
         },
         nb::arg("capacity_bytes"), nb::arg("first_offset"), nb::arg("align_bytes"), nb::arg("policy"),
         nb::arg("slot_table") = 0);
+    core.def("close", &L1Core::close, nb::call_guard<nb::gil_scoped_release>());
     core.def("set_committed", &L1Core::set_committed, nb::arg("committed_bytes"),
              nb::call_guard<nb::gil_scoped_release>());
-    core.def(
-        "intern",
-        [](L1Core& self, nb::handle namespace_digest, const std::string& salt) {
-            const BytesArgument digest(namespace_digest, "namespace_digest");
-            lmcache::Digest copy;
-            if (digest.span().size() != copy.size()) throw std::invalid_argument("namespace_digest must be 32 bytes");
-            std::memcpy(copy.data(), digest.span().data(), copy.size());
-            return without_gil([&] { return self.intern(copy, salt); });
-        },
-        nb::arg("namespace_digest"), nb::arg("salt"));
     bind_adoption(m, core);
     bind_reading(core);
     bind_writing(core);

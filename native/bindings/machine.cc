@@ -17,6 +17,7 @@ void bind_machine(nb::module_& m) {
         nb::dict features;
         features["avx2"] = found.avx2;
         features["avx512f"] = found.avx512f;
+        features["vpclmulqdq"] = found.vpclmulqdq;
         features["sse42"] = found.sse42;
         features["neon"] = found.neon;
         features["arm_crc32"] = found.arm_crc32;
@@ -38,6 +39,8 @@ void bind_machine(nb::module_& m) {
             }
         },
         nb::arg("address"), nb::arg("size_bytes"), nb::arg("threads"), nb::arg("large_pages") = false);
+    m.def("take_large_pages", &lmcache::take_large_pages, nb::arg("address"), nb::arg("size_bytes"), nb::arg("threads"),
+          nb::call_guard<nb::gil_scoped_release>());
     m.def(
         "buffer_address",
         [](nb::object buffer) {

@@ -69,6 +69,7 @@ void bind_recovery(nb::class_<RawIndex>& index) {
                 return self.intern(only32(PackedView<std::byte>(digest, "digest")), number);
             },
             nb::arg("digest"), nb::arg("number"))
+        .def("take_unused_spaces", [](RawIndex& self) { return packed(self.take_unused_spaces()); })
         .def("set_number", &RawIndex::set_number, nb::arg("space"), nb::arg("number"))
         .def(
             "take_pages",

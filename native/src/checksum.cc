@@ -3,6 +3,7 @@
 #include <bit>
 #include <cstring>
 
+#include "crc_fold.h"
 #include "lmcache/cpu.h"
 
 #if defined(__x86_64__)
@@ -52,6 +53,12 @@ std::uint32_t crc32c_portable(const std::byte* at, std::size_t size) {
 #if defined(__x86_64__)
 __attribute__((target("sse4.2"))) std::uint32_t crc32c_hardware(const std::byte* at, std::size_t size) {
     std::uint64_t crc = ~0U;
+    if (size >= 2 * kFoldStepBytes && can_fold(cpu_features())) {
+        const std::size_t folded_bytes = size / kFoldStepBytes * kFoldStepBytes;
+        crc = fold_crc32c(~0U, at, folded_bytes);
+        at += folded_bytes;
+        size -= folded_bytes;
+    }
     for (; size >= 8; at += 8, size -= 8) crc = _mm_crc32_u64(crc, load_word(at));
     auto narrow = static_cast<std::uint32_t>(crc);
     for (; size > 0; ++at, --size) narrow = _mm_crc32_u8(narrow, static_cast<std::uint8_t>(*at));

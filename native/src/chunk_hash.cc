@@ -43,4 +43,30 @@ std::vector<std::byte> hash_chunks(std::span<const std::uint32_t> tokens, std::s
     return hashes;
 }
 
+std::vector<std::byte> cbor_numbers(std::span<const std::uint32_t> numbers) {
+    constexpr std::size_t kLongest = 5;
+    std::vector<std::byte> encoded(numbers.size() * kLongest);
+    std::byte* end = encoded.data();
+    for (const std::uint32_t number : numbers) {
+        int size_bytes = 0;
+        if (number < 24) {
+            *end++ = static_cast<std::byte>(number);
+            continue;
+        }
+        if (number <= 0xFF) {
+            *end++ = std::byte{0x18};
+            size_bytes = 1;
+        } else if (number <= 0xFFFF) {
+            *end++ = std::byte{0x19};
+            size_bytes = 2;
+        } else {
+            *end++ = std::byte{0x1A};
+            size_bytes = 4;
+        }
+        for (int shift = 8 * (size_bytes - 1); shift >= 0; shift -= 8) *end++ = static_cast<std::byte>(number >> shift);
+    }
+    encoded.resize(static_cast<std::size_t>(end - encoded.data()));
+    return encoded;
+}
+
 }  // namespace lmcache

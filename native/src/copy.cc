@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "copy_paths.h"
+#include "crc_fold.h"
 #include "lmcache/cpu.h"
 
 namespace lmcache {
@@ -32,6 +33,7 @@ void load_fence() {
 const CopyKernels* copy_kernels(const char* name) {
     const CpuFeatures& cpu = cpu_features();
 #if defined(__x86_64__)
+    if (std::strcmp(name, kClmulCopy.name) == 0) return can_fold(cpu) ? &kClmulCopy : nullptr;
     if (std::strcmp(name, kAvx512Copy.name) == 0) return cpu.avx512f && cpu.sse42 ? &kAvx512Copy : nullptr;
     if (std::strcmp(name, kAvx2Copy.name) == 0) return cpu.avx2 && cpu.sse42 ? &kAvx2Copy : nullptr;
 #elif defined(__aarch64__)
@@ -44,7 +46,7 @@ const CopyKernels* copy_kernels(const char* name) {
 
 const CopyKernels& best_copy_kernels() {
     static const CopyKernels* const best = [] {
-        for (const char* name : {"avx512", "avx2", "neon"}) {
+        for (const char* name : {"clmul", "avx512", "avx2", "neon"}) {
             if (const CopyKernels* kernels = copy_kernels(name)) return kernels;
         }
         return &kPortableCopy;

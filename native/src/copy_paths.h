@@ -21,6 +21,7 @@ extern const CopyKernels kPortableCopy;
 #if defined(__x86_64__)
 extern const CopyKernels kAvx2Copy;
 extern const CopyKernels kAvx512Copy;
+extern const CopyKernels kClmulCopy;  // where can_fold (crc_fold.h)
 #elif defined(__aarch64__)
 extern const CopyKernels kNeonCopy;
 #endif

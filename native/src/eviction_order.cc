@@ -4,16 +4,9 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace lmcache {
-
-namespace {
-
-// Many salts are not looked through for every object.
-constexpr std::size_t kSaltsPerGive = 16;
-constexpr std::size_t kMostGives = 64;
-
-}  // namespace
 
 std::size_t EvictionOrder::queue_number(const Object& object) const {
     switch (policy_) {
@@ -114,12 +107,14 @@ void EvictionOrder::begin_reading(std::uint32_t index) {
     const Object& object = objects_[index];
     queue_of(object).evictable_units -= object.units;
     evictable_units_ -= object.units;
+    if (has_limits()) weigh(queue_number(object));
 }
 
 void EvictionOrder::end_reading(std::uint32_t index) {
     const Object& object = objects_[index];
     queue_of(object).evictable_units += object.units;
     evictable_units_ += object.units;
+    if (has_limits()) weigh(queue_number(object));
 }
 
 void EvictionOrder::use(std::uint32_t index) {
@@ -148,7 +143,7 @@ std::uint32_t EvictionOrder::victim() {
         case EvictionPolicy::kLru:
             return oldest_evictable(queues_[0]);
         case EvictionPolicy::kIsolatedLru:
-            return fullest_salts_victim();
+            return fullest_.empty() ? kNoObject : oldest_evictable(queues_[fullest_.top()]);
         case EvictionPolicy::kS3Fifo:
             return s3_victim();
     }
@@ -182,40 +177,30 @@ void EvictionOrder::set_room(std::uint64_t units) {
     room_units_ = units;
 }
 
-std::uint32_t EvictionOrder::victim_of(std::uint32_t name_space) {
-    if (!has_limits()) return victim();
-    return oldest_evictable(queue_at(namespaces_.salt_of(name_space)));
+std::uint32_t EvictionOrder::victim_for(std::uint32_t name_space, std::uint32_t units) {
+    if (!would_exceed(name_space, units)) return victim();
+    const std::uint32_t salt = namespaces_.salt_of(name_space);
+    Queue& own = queue_at(salt);
+    const bool others_exceed = !fullest_.empty() && queues_[fullest_.top()].excess_units != 0;
+    if (own.evictable_units != 0 && !(others_exceed && fullness(salt, units) < fullness(fullest_.top())))
+        return oldest_evictable(own);
+    return others_exceed ? oldest_evictable(queues_[fullest_.top()]) : kNoObject;
 }
 
-std::uint32_t EvictionOrder::victim_above_limit(std::uint32_t& salt) {
-    if (!has_limits()) return kNoObject;
-    for (; salt < queues_.size(); ++salt) {
-        if (queues_[salt].evictable_units == 0 || namespaces_.units_of_salt(salt) <= queues_[salt].limit_units)
-            continue;
-        return oldest_evictable(queues_[salt]);
-    }
-    return kNoObject;
+std::uint64_t EvictionOrder::evictable_units_for(std::uint32_t name_space, std::uint32_t units) const {
+    if (!would_exceed(name_space, units)) return evictable_units_;
+    const std::uint32_t salt = namespaces_.salt_of(name_space);
+    if (salt >= queues_.size()) return evictable_excess_units_;
+    return evictable_excess_units_ - queues_[salt].evictable_excess_units + queues_[salt].evictable_units;
 }
 
-std::uint32_t EvictionOrder::fullest_salts_victim() {
-    if (fullest_gives_ == 0 || queues_[fullest_].evictable_units == 0) {
-        double most = -1;
-        for (std::uint32_t salt = 0; salt < queues_.size(); ++salt) {
-            const Queue& queue = queues_[salt];
-            if (queue.evictable_units == 0) continue;
-            const double part = queue.limit_units == 0 ? std::numeric_limits<double>::infinity()
-                                                       : static_cast<double>(namespaces_.units_of_salt(salt)) /
-                                                             static_cast<double>(queue.limit_units);
-            if (part > most) {
-                most = part;
-                fullest_ = salt;
-            }
-        }
-        if (most < 0) return kNoObject;
-        fullest_gives_ = std::clamp<std::size_t>(queues_.size() / kSaltsPerGive, 1, kMostGives);
-    }
-    --fullest_gives_;
-    return oldest_evictable(queues_[fullest_]);
+std::vector<std::uint32_t> EvictionOrder::salts_above_limits() const {
+    constexpr Fullness kAllTaken{1.0, std::numeric_limits<std::uint64_t>::max()};
+    return fullest_.fuller_than(kAllTaken);
+}
+
+std::uint32_t EvictionOrder::victim_above_limit(std::uint32_t salt) {
+    return queues_[salt].excess_units == 0 ? kNoObject : oldest_evictable(queues_[salt]);
 }
 
 bool EvictionOrder::may_go_together(std::uint32_t a, std::uint32_t b) const {
@@ -224,23 +209,43 @@ bool EvictionOrder::may_go_together(std::uint32_t a, std::uint32_t b) const {
 
 // ---- limits ---------------------------------------------------------------------------------------------------------
 
-std::uint64_t EvictionOrder::evictable_units_of(std::uint32_t name_space) const {
-    const std::size_t number = has_limits() ? namespaces_.salt_of(name_space) : 0;
-    return number < queues_.size() ? queues_[number].evictable_units : 0;
+std::uint64_t EvictionOrder::set_limit(std::uint32_t salt, std::uint64_t units) {
+    const std::uint64_t former = std::exchange(queue_at(salt).limit_units, units);
+    weigh(salt);
+    return former;
 }
 
-void EvictionOrder::set_limit(std::uint32_t salt, std::uint64_t units) {
-    if (has_limits()) queue_at(salt).limit_units = units;
+bool EvictionOrder::would_exceed(std::uint32_t name_space, std::uint32_t units) const {
+    if (!has_limits()) return false;
+    const std::uint32_t salt = namespaces_.salt_of(name_space);
+    return namespaces_.units_of_salt(salt) + units > limit_of(salt);
 }
 
-std::uint64_t EvictionOrder::limit_of(std::uint32_t name_space) const {
-    const std::size_t number = namespaces_.salt_of(name_space);
-    return number < queues_.size() ? queues_[number].limit_units : 0;
+Fullness EvictionOrder::fullness(std::size_t salt, std::uint64_t more_units) const {
+    const auto number = static_cast<std::uint32_t>(salt);
+    return Fullness::of(namespaces_.units_of_salt(number) + more_units, limit_of(number));
+}
+
+void EvictionOrder::weigh(std::size_t salt) {
+    const auto number = static_cast<std::uint32_t>(salt);
+    Queue& queue = queue_at(salt);
+    const std::uint64_t used = namespaces_.units_of_salt(number);
+    const std::uint64_t excess = used > queue.limit_units ? used - queue.limit_units : 0;
+    const std::uint64_t evictable_excess = std::min(excess, queue.evictable_units);
+    excess_units_ += excess - std::exchange(queue.excess_units, excess);
+    evictable_excess_units_ += evictable_excess - std::exchange(queue.evictable_excess_units, evictable_excess);
+    if (queue.evictable_units == 0) {
+        fullest_.remove(number);
+    } else {
+        fullest_.put(number, fullness(salt));
+    }
 }
 
 // ---- figures --------------------------------------------------------------------------------------------------------
 
-std::size_t EvictionOrder::memory_bytes() const { return queues_.capacity() * sizeof(Queue) + ghosts_.memory_bytes(); }
+std::size_t EvictionOrder::memory_bytes() const {
+    return queues_.capacity() * sizeof(Queue) + fullest_.memory_bytes() + ghosts_.memory_bytes();
+}
 
 void EvictionOrder::check() const {
     const auto expect = [](bool holds, const char* invariant) {
@@ -281,6 +286,18 @@ void EvictionOrder::check() const {
         expect(queue.oldest == newer, "end of a queue");
     }
     expect(walked == linked, "every linked object is in a queue");
+    if (!has_limits()) return;
+    std::uint64_t excess = 0, evictable_excess = 0;
+    for (std::uint32_t salt = 0; salt < queues_.size(); ++salt) {
+        const std::uint64_t used = salt < namespaces_.salts_end() ? namespaces_.units_of_salt(salt) : 0;
+        const std::uint64_t beyond = used - std::min(used, queues_[salt].limit_units);
+        excess += beyond;
+        evictable_excess += std::min(beyond, queues_[salt].evictable_units);
+        expect(fullest_.contains(salt) == (queues_[salt].evictable_units != 0),
+               "salts with victims are in their order");
+        expect(!fullest_.contains(salt) || !(fullness(fullest_.top()) < fullness(salt)), "the fullest salt is first");
+    }
+    expect(excess == excess_units_ && evictable_excess == evictable_excess_units_, "memory beyond limits");
 }
 
 }  // namespace lmcache

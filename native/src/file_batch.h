@@ -20,7 +20,7 @@
 
 namespace lmcache::file_batch {
 
-enum class Kind { kWrite, kRead, kStat, kUnlink };
+enum class Kind { kWrite, kRead, kStat, kUnlink, kRemoveEmpty };
 
 inline constexpr std::size_t kFrameNameBytes = kDigestBytes + kChunkHashBytes;
 

@@ -23,6 +23,7 @@
 #include <utility>
 
 #include "file_batch.h"
+#include "file_folders.h"
 #include "lmcache/bus_guard.h"
 #include "lmcache/object_path.h"
 #include "lmcache/ring.h"
@@ -32,10 +33,10 @@ namespace lmcache {
 namespace {
 
 using namespace file_batch;
+using namespace file_folders;
 
-// Prompts can be reconstructed from KV: never readable by everybody, by the group only if the umask allows it.
+// As for folders (file_folders.h).
 constexpr mode_t kFileMode = 0660;
-constexpr mode_t kFolderMode = 0770;
 
 // From this size on mapping a file costs less than it saves.
 constexpr std::size_t kMappedBytes = 1 << 20;
@@ -51,21 +52,6 @@ int open_file(const std::string& path, int flags, mode_t mode = 0) {
         fd = ::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, mode);
     } while (fd < 0 && errno == EINTR);
     return fd;
-}
-
-// The two folders above a file: its namespace and its fan-out. What lies above them must exist: when the base folder is
-// gone (unmounted, removed), writing must fail and not fill another disk.
-int make_parents(const std::string& path) {
-    const std::size_t parent_end = path.rfind('/');
-    if (parent_end == std::string::npos || parent_end == 0) return ENOENT;
-    const std::string parent = path.substr(0, parent_end);
-    if (::mkdir(parent.c_str(), kFolderMode) == 0 || errno == EEXIST) return 0;
-    if (errno != ENOENT) return errno;
-    const std::size_t grandparent_end = parent.rfind('/');
-    if (grandparent_end == std::string::npos || grandparent_end == 0) return ENOENT;
-    const std::string grandparent = parent.substr(0, grandparent_end);
-    if (::mkdir(grandparent.c_str(), kFolderMode) != 0 && errno != EEXIST) return errno;
-    return ::mkdir(parent.c_str(), kFolderMode) == 0 || errno == EEXIST ? 0 : errno;
 }
 
 }  // namespace
@@ -221,6 +207,9 @@ private:
             case Kind::kUnlink:
                 batch->set(index, ::unlink(batch->paths[index].c_str()) == 0 ? Outcome{} : failure(errno));
                 break;
+            case Kind::kRemoveEmpty:
+                if (const int error = remove_empty(batch->paths[index]); error != 0) batch->set(index, failure(error));
+                break;
         }
         settle(batch);
     }
@@ -279,11 +268,9 @@ private:
             batch.set(index, failure(ECANCELED));
             return;
         }
-        int error = ::rename(temporary.c_str(), path.c_str()) == 0 ? 0 : errno;
-        if (error == ENOENT) {  // temporary files live elsewhere, and this is the first file of its folder
-            error = make_parents(path);
-            if (error == 0) error = ::rename(temporary.c_str(), path.c_str()) == 0 ? 0 : errno;
-        }
+        // Where temporary files live elsewhere this may be the first file of its folder.
+        const int error =
+            in_folder_of(path, [&] { return ::rename(temporary.c_str(), path.c_str()) == 0 ? 0 : errno; });
         if (error == 0) return;
         ::unlink(temporary.c_str());
         batch.set(index, failure(error));
@@ -335,13 +322,10 @@ private:
         const std::string& path = step.batch->temporary_paths[step.index];
         constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL;
         step.size = step.batch->sizes[step.index];
-        step.file = Descriptor(open_for_transfer(path, kFlags, kFileMode, step.direct));
-        if (!step.file.valid() && errno == ENOENT) {
-            const int error = make_parents(path);
-            if (error != 0) return error;
+        return in_folder_of(path, [&] {
             step.file = Descriptor(open_for_transfer(path, kFlags, kFileMode, step.direct));
-        }
-        return step.file.valid() ? 0 : errno;
+            return step.file.valid() ? 0 : errno;
+        });
     }
 
     int open_existing(FileStep& step) {
@@ -543,6 +527,10 @@ std::uint64_t FileIO::submit_stat(std::vector<std::string> paths) {
 
 std::uint64_t FileIO::submit_unlink(std::vector<std::string> paths) {
     return state_->submit(Kind::kUnlink, std::move(paths), {}, {}, {});
+}
+
+std::uint64_t FileIO::submit_remove_empty(std::vector<std::string> folders) {
+    return state_->submit(Kind::kRemoveEmpty, std::move(folders), {}, {}, {});
 }
 
 std::vector<FinishedBatch> FileIO::drain() { return state_->drain(); }

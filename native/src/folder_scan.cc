@@ -50,7 +50,7 @@ std::int64_t nanoseconds(const timespec& time) { return time.tv_sec * kSecondNs 
 
 int scan_folder(const std::string& path, FolderScan& scan) {
     const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
-    if (fd < 0) return errno;
+    if (fd < 0) return errno == ENOENT ? 0 : errno;  // removed since it was listed
     DIR* const opened = ::fdopendir(fd);
     if (opened == nullptr) {
         const int error = errno;
@@ -59,10 +59,12 @@ int scan_folder(const std::string& path, FolderScan& scan) {
     }
     const std::unique_ptr<DIR, int (*)(DIR*)> directory(opened, ::closedir);
     std::vector<Found> found;
+    bool is_empty = true;
     errno = 0;
     while (const dirent* entry = ::readdir(opened)) {
         const std::string_view name = entry->d_name;
         Found object{entry->d_ino, {}};
+        is_empty = is_empty && (name == "." || name == "..");
         if (parse_object(name, path, object.hash)) {
             found.push_back(object);
         } else if (name.ends_with(kTemporarySuffix)) {
@@ -71,6 +73,7 @@ int scan_folder(const std::string& path, FolderScan& scan) {
         errno = 0;
     }
     const int error = errno;
+    if (is_empty && error == 0) scan.empty.push_back(path);
     // File systems keep inodes in tables by their number: in this order a cold disk is read once, and forward.
     std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.inode < b.inode; });
     for (const Found& object : found) {
@@ -113,6 +116,7 @@ FolderScan scan_folders(const std::vector<std::string>& folders, unsigned thread
         append(all.used_ns, parts[i].used_ns);
         append(all.sizes, parts[i].sizes);
         append(all.temporary, parts[i].temporary);
+        append(all.empty, parts[i].empty);
         append(all.unreadable, parts[i].unreadable);
     }
     return std::move(all);

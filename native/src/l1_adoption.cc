@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "lmcache/l1_core.h"
 
@@ -38,15 +39,13 @@ std::vector<std::uint32_t> by_last_use(const std::vector<LeftFrame>& frames) {
 
 }  // namespace
 
-Adopted L1Core::adopt(const LeftFrames& left, NamespaceIds namespaces, std::span<const Owner> live_owners) {
-    if (namespaces.size() != left.namespaces.size()) {
-        throw std::invalid_argument("namespaces must hold one number for each namespace that was left");
+Adopted L1Core::adopt(const LeftFrames& left, std::span<const std::optional<std::string>> salts,
+                      std::span<const Owner> live_owners) {
+    if (salts.size() != left.namespaces.size()) {
+        throw std::invalid_argument("salts must hold one for each namespace that was left");
     }
     const std::lock_guard lock(mutex_);
     if (objects_.size() != 0) throw std::invalid_argument("only a core that never held anything can adopt");
-    for (const std::uint32_t id : namespaces) {
-        if (id != kNoNamespace) check_namespaces({&id, 1});
-    }
     Adopted adopted;
     for (const std::uint32_t unit : left.refused) slots_.clear(unit);
     adopted.refused = left.refused.size();
@@ -54,7 +53,8 @@ Adopted L1Core::adopt(const LeftFrames& left, NamespaceIds namespaces, std::span
     std::vector<std::uint32_t> indexes(left.frames.size(), kNoObject);
     for (std::size_t i = 0; i < left.frames.size(); ++i) {
         const LeftFrame& frame = left.frames[i];
-        if (adopt_frame(frame, namespaces[frame.name_space])) {
+        const auto& salt = salts[frame.name_space];
+        if (salt && adopt_frame(frame, left.namespaces[frame.name_space].digest, *salt)) {
             indexes[i] = objects_.size() - 1;  // records are taken in order
             ++adopted.objects;
             adopted.size_bytes += bytes(frame.units);
@@ -69,8 +69,9 @@ Adopted L1Core::adopt(const LeftFrames& left, NamespaceIds namespaces, std::span
     return adopted;
 }
 
-bool L1Core::adopt_frame(const LeftFrame& frame, std::uint32_t name_space) {
-    if (name_space == kNoNamespace) return false;
+bool L1Core::adopt_frame(const LeftFrame& frame, const Digest& digest, std::string_view salt) {
+    const NamespaceReferences reference(namespaces_, {&digest, 1}, salt);
+    const std::uint32_t name_space = reference.ids().front();
     const std::uint64_t key_hash = hash_key(name_space, frame.hash.data());
     if (find(key_hash, name_space, frame.hash.data()) != kNoObject) return false;
     if (!arena_.allocate_at(frame.first_unit, frame.units, objects_.size())) return false;
@@ -81,30 +82,33 @@ bool L1Core::adopt_frame(const LeftFrame& frame, std::uint32_t name_space) {
     object.first_unit = frame.first_unit;
     object.units = frame.units;
     object.state = ObjectState::kResident;
+    object.cycle = cycle_;
     keys_.insert(key_hash, index);
-    namespaces_.add_units(name_space, frame.units);
+    charge(name_space, frame.units);
     order_.enter(index, key_hash);
     ++resident_;
     return true;
 }
 
 void L1Core::set_aside(const LeftFrames& left, std::span<const Owner> live_owners, Adopted& adopted) {
+    const std::unordered_set<Owner> living(live_owners.begin(), live_owners.end());
+    const Digest nobody{};
     std::unordered_map<Owner, Reservation> reservations;
     for (const LeftSlot& slot : left.slots) {
-        const bool lives = std::find(live_owners.begin(), live_owners.end(), slot.owner) != live_owners.end();
-        if (!lives || !arena_.allocate_at(slot.first_unit, slot.units, objects_.size())) {
+        if (!living.contains(slot.owner) || !arena_.allocate_at(slot.first_unit, slot.units, objects_.size())) {
             slots_.clear(slot.first_unit);
             continue;
         }
         const std::uint32_t index = objects_.take();
         Object& object = objects_[index];
         object.hash = {};
-        object.name_space = namespaces_.intern(Digest{}, kSetAsideSalt);
+        const NamespaceReferences reference(namespaces_, {&nobody, 1}, kSetAsideSalt);
+        object.name_space = reference.ids().front();
         object.first_unit = slot.first_unit;
         object.units = slot.units;
         object.state = ObjectState::kQuarantined;
         slots_.set_staged(slot.first_unit, slot.units, owner_word(slot.owner));
-        namespaces_.add_units(object.name_space, slot.units);
+        charge(object.name_space, slot.units);
         quarantined_units_ += slot.units;
         adopted.set_aside_bytes += bytes(slot.units);
         reservations[slot.owner].objects.push_back(index);

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "l1_sweep.h"
+
 namespace lmcache {
 
 namespace {
@@ -53,11 +55,6 @@ void L1Core::set_committed(std::uint64_t committed_bytes) {
     order_.set_room(arena_.committed());
 }
 
-std::uint32_t L1Core::intern(const Digest& digest, std::string_view salt) {
-    const std::lock_guard lock(mutex_);
-    return namespaces_.intern(digest, salt);
-}
-
 std::uint64_t L1Core::hash_key(std::uint32_t name_space, const std::uint8_t* hash) const {
     std::array<std::uint64_t, 4> words;
     static_assert(sizeof(words) == kChunkHashBytes);
@@ -74,34 +71,23 @@ std::uint32_t L1Core::find(std::uint64_t key_hash, std::uint32_t name_space, con
     });
 }
 
-void L1Core::check_namespaces(NamespaceIds namespaces) const {
-    for (const std::uint32_t id : namespaces) {
-        if (!namespaces_.known(id)) {
-            throw std::invalid_argument("namespace " + std::to_string(id) + " was never interned");
-        }
-    }
-}
-
-std::size_t L1Core::check_product(NamespaceIds namespaces, Hashes hashes) const {
-    check_namespaces(namespaces);
+void L1Core::check_product(NamespaceDigests namespaces, Hashes hashes) {
     if (namespaces.empty()) throw std::invalid_argument("at least one namespace is needed");
     if (hashes.size() % kChunkHashBytes != 0) throw std::invalid_argument("hashes must be 32 bytes each");
     const std::size_t chunks = hashes.size() / kChunkHashBytes;
     if (chunks > kMaxObjectsPerCall / namespaces.size()) throw std::invalid_argument("too many objects in one call");
-    return chunks;
 }
 
-void L1Core::check_tails(NamespaceIds namespaces, Tails tails) {
+void L1Core::check_tails(NamespaceDigests namespaces, Tails tails) {
     if (!tails.empty() && tails.size() != namespaces.size())
         throw std::invalid_argument("tails must be empty or hold one number for each namespace");
 }
 
-std::size_t L1Core::check_pairs(NamespaceIds namespaces, Hashes hashes) const {
-    check_namespaces(namespaces);
-    if (hashes.size() != namespaces.size() * kChunkHashBytes) {
-        throw std::invalid_argument("there must be one hash of 32 bytes for each namespace");
-    }
-    return namespaces.size();
+std::vector<std::uint32_t> L1Core::numbers_of(NamespaceDigests namespaces) const {
+    std::vector<std::uint32_t> numbers;
+    numbers.reserve(namespaces.size());
+    for (const Digest& digest : namespaces) numbers.push_back(namespaces_.find(digest));
+    return numbers;
 }
 
 std::uint64_t L1Core::offset_of(const Object& object) const { return options_.first_offset + bytes(object.first_unit); }
@@ -122,9 +108,21 @@ std::uint32_t L1Core::stage(Owner owner, std::uint64_t key_hash, std::uint32_t n
     object.state = ObjectState::kStaged;
     slots_.set_staged(*first, units, owner_word(owner));
     keys_.insert(key_hash, index);
-    namespaces_.add_units(name_space, units);
+    charge(name_space, units);
     ++staged_;
     return index;
+}
+
+void L1Core::charge(std::uint32_t name_space, std::uint32_t units) {
+    namespaces_.refer(name_space);
+    namespaces_.add_units(name_space, units);
+    order_.usage_changed(namespaces_.salt_of(name_space));
+}
+
+void L1Core::discharge(std::uint32_t name_space, std::uint32_t units) {
+    namespaces_.subtract_units(name_space, units);
+    order_.usage_changed(namespaces_.salt_of(name_space));
+    namespaces_.release(name_space);
 }
 
 void L1Core::erase(std::uint32_t index) {
@@ -155,21 +153,18 @@ void L1Core::forget(std::uint32_t index) {
             throw std::logic_error("L1Core: object erased twice");
     }
     if (object.sampled) ages_.gone(index);
-    namespaces_.subtract_units(object.name_space, object.units);
+    discharge(object.name_space, object.units);
     objects_.give_back(index);
 }
 
-std::size_t L1Core::remove(NamespaceIds namespaces, Hashes hashes) {
+std::size_t L1Core::remove(NamespaceDigests namespaces, Hashes hashes) {
     const std::lock_guard lock(mutex_);
     std::size_t removed = 0;
-    for (std::size_t i = 0; i < check_pairs(namespaces, hashes); ++i) {
-        const std::uint8_t* hash = &hashes[i * kChunkHashBytes];
-        const std::uint32_t index = find(hash_key(namespaces[i], hash), namespaces[i], hash);
-        if (index == kNoObject || objects_[index].state != ObjectState::kResident || objects_[index].readers != 0)
-            continue;
+    for_each_resident(namespaces, hashes, [&](std::uint32_t index) {
+        if (objects_[index].readers != 0) return;
         erase(index);
         ++removed;
-    }
+    });
     return removed;
 }
 

@@ -1,5 +1,6 @@
 // Making room: who goes, and how free memory that is scattered becomes one extent again.
 #include <limits>
+#include <utility>
 
 #include "lmcache/l1_core.h"
 
@@ -10,6 +11,8 @@ namespace {
 constexpr std::uint32_t kMaxWindows = 8;          // compared before the best is taken
 constexpr std::size_t kMaxObjectsCompared = 128;  // in all of them, so that making room stays cheap
 
+constexpr std::size_t kMostOverusesKept = 256;  // until they are taken
+
 constexpr std::size_t kObjectsAtOnce = 512;  // about a quarter of a millisecond
 
 }  // namespace
@@ -18,25 +21,20 @@ bool L1Core::is_evictable(std::uint32_t index) const {
     return objects_[index].state == ObjectState::kResident && objects_[index].readers == 0;
 }
 
-bool L1Core::fits_limit(std::uint32_t units, std::uint32_t name_space) {
-    const std::uint64_t limit = order_.limit_of(name_space);
+void L1Core::note_overuse(std::uint32_t name_space) {
     const std::uint32_t salt = namespaces_.salt_of(name_space);
-    const auto lacking = [&] {
-        const std::uint64_t wanted = namespaces_.units_of_salt(salt) + units;
-        return wanted > limit ? wanted - limit : 0;
-    };
-    if (lacking() > order_.evictable_units_of(name_space)) return false;  // evicting everything would not help
-    while (lacking() != 0) evict_one(order_.victim_of(name_space));
-    return true;
+    if (overuses_.size() == kMostOverusesKept || !namespaces_.note(salt)) return;
+    overuses_.push_back({namespaces_.text_of_salt(salt), bytes(order_.limit_of(salt))});
 }
 
 std::optional<std::uint32_t> L1Core::allocate(std::uint32_t units, std::uint32_t index, std::uint32_t name_space) {
-    if (order_.has_limits() && !fits_limit(units, name_space)) return std::nullopt;
+    const bool would_exceed = order_.would_exceed(name_space, units);
+    if (would_exceed) note_overuse(name_space);
     auto first = arena_.allocate(units, index);
     if (first || !order_.evicts()) return first;
-    if (units > arena_.free_units() + order_.evictable_units()) return std::nullopt;
+    if (units > arena_.free_units() + order_.evictable_units_for(name_space, units)) return std::nullopt;
     while (!first) {
-        const std::uint32_t victim = order_.victim();
+        const std::uint32_t victim = order_.victim_for(name_space, units);
         if (victim == kNoObject) break;
         if (objects_[victim].units == units) {  // the usual case, kept short: its memory changes hands as it is
             first = objects_[victim].first_unit;
@@ -45,7 +43,10 @@ std::optional<std::uint32_t> L1Core::allocate(std::uint32_t units, std::uint32_t
             forget(victim);
             return first;
         }
-        const auto window = objects_[victim].units < units ? best_window(victim, units) : std::nullopt;
+        // A window would cost other salts more than what they have beyond their limits.
+        const bool may_take_many =
+            !would_exceed || namespaces_.salt_of(objects_[victim].name_space) == namespaces_.salt_of(name_space);
+        const auto window = may_take_many && objects_[victim].units < units ? best_window(victim, units) : std::nullopt;
         if (window) {
             for (const std::uint32_t object : window->objects) evict_one(object);
         } else {
@@ -164,13 +165,36 @@ Removed L1Core::evict(std::uint64_t target_bytes) {
 
 void L1Core::set_limit(std::string_view salt, std::uint64_t limit_bytes) {
     const std::lock_guard lock(mutex_);
-    order_.set_limit(namespaces_.intern_salt(salt), limit_bytes / options_.align_bytes);
+    if (!order_.has_limits()) return;
+    const std::uint64_t units = limit_bytes / options_.align_bytes;
+    const std::uint32_t number = namespaces_.refer_salt(salt);
+    const std::uint64_t former = order_.set_limit(number, units);
+    // A limit refers to its salt.
+    if (units != 0) namespaces_.refer_salt(number);
+    if (former != 0) namespaces_.release_salt(number);
+    namespaces_.release_salt(number);
 }
 
-Removed L1Core::enforce_limits() {
+Removed L1Core::enforce_limits(bool spare_new) {
     const std::lock_guard lock(mutex_);
-    std::uint32_t salt = 0;
-    return evict_while(std::numeric_limits<std::uint64_t>::max(), [&] { return order_.victim_above_limit(salt); });
+    const std::uint8_t now = cycle_;
+    if (spare_new) ++cycle_;
+    Removed removed;
+    for (const std::uint32_t salt : order_.salts_above_limits()) {  // others may get a number meanwhile: no matter
+        const Removed of_salt = evict_while(std::numeric_limits<std::uint64_t>::max(), [&] {
+            const std::uint32_t victim = order_.victim_above_limit(salt);
+            return victim != kNoObject && spare_new && objects_[victim].cycle == now ? kNoObject : victim;
+        });
+        removed.objects += of_salt.objects;
+        removed.size_bytes += of_salt.size_bytes;
+        if (of_salt.objects < kObjectsAtOnce) mutex_.let_others_in();
+    }
+    return removed;
+}
+
+std::vector<Overuse> L1Core::take_overuses() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(overuses_, {});
 }
 
 Removed L1Core::clear() {

@@ -7,12 +7,14 @@
 
 namespace lmcache {
 
-std::size_t L1Core::probe(NamespaceIds namespaces, Hashes hashes) {
+std::size_t L1Core::probe(NamespaceDigests namespaces, Hashes hashes) {
     const std::lock_guard lock(mutex_);
-    std::size_t chunks = check_product(namespaces, hashes);
-    sweep(namespaces, hashes,
+    check_product(namespaces, hashes);
+    const std::vector<std::uint32_t> numbers = numbers_of(namespaces);
+    std::size_t chunks = hashes.size() / kChunkHashBytes;
+    sweep(numbers, hashes,
           [&](std::size_t chunk, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
-              const std::uint32_t index = find(key_hash, namespaces[position], hash);
+              const std::uint32_t index = find(key_hash, numbers[position], hash);
               if (index != kNoObject && objects_[index].state == ObjectState::kResident) return true;
               chunks = chunk;
               return false;
@@ -20,11 +22,12 @@ std::size_t L1Core::probe(NamespaceIds namespaces, Hashes hashes) {
     return chunks;
 }
 
-std::vector<std::uint32_t> L1Core::resident_prefix(NamespaceIds namespaces, Hashes hashes, Tails tails) const {
+std::vector<std::uint32_t> L1Core::resident_prefix(NamespaceDigests namespaces, Hashes hashes, Tails tails) const {
+    const std::vector<std::uint32_t> numbers = numbers_of(namespaces);
     std::vector<std::uint32_t> indexes;
     indexes.reserve(namespaces.size() * (hashes.size() / kChunkHashBytes));
-    sweep(namespaces, hashes, [&](std::size_t, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
-        std::uint32_t index = find(key_hash, namespaces[position], hash);
+    sweep(numbers, hashes, [&](std::size_t, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
+        std::uint32_t index = find(key_hash, numbers[position], hash);
         if (index != kNoObject && objects_[index].state != ObjectState::kResident) index = kNoObject;
         if (index == kNoObject && (tails.empty() || tails[position] == 0)) return false;
         indexes.push_back(index);
@@ -56,7 +59,7 @@ void L1Core::keep_tails(std::vector<std::uint32_t>& indexes, Tails tails) {
     }
 }
 
-std::size_t L1Core::touch(NamespaceIds namespaces, Hashes hashes, Tails tails) {
+std::size_t L1Core::touch(NamespaceDigests namespaces, Hashes hashes, Tails tails) {
     const std::lock_guard lock(mutex_);
     check_product(namespaces, hashes);
     check_tails(namespaces, tails);
@@ -73,7 +76,7 @@ std::size_t L1Core::touch(NamespaceIds namespaces, Hashes hashes, Tails tails) {
     return indexes.size() / namespaces.size();
 }
 
-Acquired L1Core::acquire(Owner owner, NamespaceIds namespaces, Hashes hashes, double deadline, Reading reading,
+Acquired L1Core::acquire(Owner owner, NamespaceDigests namespaces, Hashes hashes, double deadline, Reading reading,
                          Tails tails) {
     const std::lock_guard lock(mutex_);
     check_product(namespaces, hashes);
@@ -148,18 +151,16 @@ std::pair<std::size_t, std::size_t> L1Core::drop_owner(Owner owner) {
     return {leases.size(), reservations.size()};
 }
 
-std::size_t L1Core::make_permanent(NamespaceIds namespaces, Hashes hashes) {
+std::size_t L1Core::make_permanent(NamespaceDigests namespaces, Hashes hashes) {
     const std::lock_guard lock(mutex_);
     std::size_t changed = 0;
-    for (std::size_t i = 0; i < check_pairs(namespaces, hashes); ++i) {
-        const std::uint8_t* hash = &hashes[i * kChunkHashBytes];
-        const std::uint32_t index = find(hash_key(namespaces[i], hash), namespaces[i], hash);
-        if (index == kNoObject || objects_[index].state != ObjectState::kResident || !objects_[index].temporary)
-            continue;
-        objects_[index].temporary = false;
-        slots_.set_resident(objects_[index].first_unit, objects_[index].units, objects_[index].last_use);
+    for_each_resident(namespaces, hashes, [&](std::uint32_t index) {
+        Object& object = objects_[index];
+        if (!object.temporary) return;
+        object.temporary = false;
+        slots_.set_resident(object.first_unit, object.units, object.last_use);
         ++changed;
-    }
+    });
     return changed;
 }
 

@@ -1,6 +1,7 @@
 // What is in L1, and whether its structures agree with each other.
 #include <algorithm>
 #include <stdexcept>
+#include <unordered_map>
 
 #include "lmcache/l1_core.h"
 
@@ -9,14 +10,18 @@ namespace lmcache {
 ObjectPage L1Core::list_objects(std::uint32_t start, std::size_t count) {
     const std::lock_guard lock(mutex_);
     ObjectPage page;
+    std::unordered_map<std::uint32_t, std::uint32_t> positions;  // by number
     for (std::uint32_t index = start; index < objects_.size(); ++index) {
         const Object& object = objects_[index];
         if (object.state != ObjectState::kResident) continue;
-        if (page.namespaces.size() == count) {
+        if (page.positions.size() == count) {
             page.next_start = index;
             break;
         }
-        page.namespaces.push_back(object.name_space);
+        const auto [position, is_new] =
+            positions.try_emplace(object.name_space, static_cast<std::uint32_t>(page.namespaces.size()));
+        if (is_new) page.namespaces.push_back(namespaces_.digest_of(object.name_space));
+        page.positions.push_back(position->second);
         page.hashes.insert(page.hashes.end(), object.hash.begin(), object.hash.end());
         page.sizes_bytes.push_back(bytes(object.units));
     }
@@ -31,6 +36,7 @@ L1Stats L1Core::stats() {
     stats.used_bytes = bytes(arena_.used_units());
     stats.free_bytes = bytes(arena_.free_units());
     stats.largest_free_bytes = bytes(arena_.largest_free());
+    stats.above_limits_bytes = bytes(order_.excess_units());
     stats.objects = resident_;
     stats.staged = staged_;
     stats.leases = leases_.size();
@@ -42,6 +48,8 @@ L1Stats L1Core::stats() {
     stats.allocation_failures = allocation_failures_;
     stats.index_bytes = objects_.memory_bytes() + keys_.memory_bytes() + arena_.memory_bytes() +
                         namespaces_.memory_bytes() + order_.memory_bytes() + ages_.memory_bytes();
+    stats.namespaces = namespaces_.size();
+    stats.salts = namespaces_.salts();
     return stats;
 }
 
@@ -54,6 +62,11 @@ void L1Core::set_age_sample_rate(double rate) {
 Ages L1Core::take_ages() {
     const std::lock_guard lock(mutex_);
     return ages_.take();
+}
+
+std::uint64_t L1Core::usage_of(std::string_view salt) {
+    const std::lock_guard lock(mutex_);
+    return bytes(namespaces_.usage_of(salt));
 }
 
 std::vector<std::pair<std::string, std::uint64_t>> L1Core::salt_usage() {
@@ -90,6 +103,7 @@ void L1Core::check() {
     std::size_t resident = 0, staged = 0, leased = 0;
     std::uint64_t used = 0, quarantined = 0;
     std::size_t with_memory = 0;
+    std::vector<std::uint32_t> references(namespaces_.end());
     for (std::uint32_t index = 0; index < objects_.size(); ++index) {
         const Object& object = objects_[index];
         expect(object.state == ObjectState::kUnused || object.readers == readers[index],
@@ -111,12 +125,26 @@ void L1Core::check() {
         used += object.units;
         if (object.state == ObjectState::kQuarantined) quarantined += object.units;
         ++with_memory;
+        ++references.at(object.name_space);
     }
     expect(resident == resident_ && staged == staged_ && leased == leased_objects_, "counts of objects");
     expect(keys_.size() == resident + staged, "the key table holds staged and resident objects");
     expect(used == arena_.used_units(), "used + free == committed");
     expect(used == namespaces_.total_units(), "the salts' memory adds up to what is used");
     expect(quarantined == quarantined_units_, "quarantined memory");
+    std::vector<std::uint32_t> salt_references(namespaces_.salts_end());
+    std::size_t namespaces = 0;
+    for (std::uint32_t id = 0; id < references.size(); ++id) {
+        expect(namespaces_.references(id) == references[id], "a namespace is kept by its objects alone");
+        if (references[id] == 0) continue;
+        ++salt_references.at(namespaces_.salt_of(id));
+        ++namespaces;
+    }
+    expect(namespaces == namespaces_.size(), "namespaces without objects are forgotten");
+    for (std::uint32_t salt = 0; salt < salt_references.size(); ++salt) {
+        const std::uint32_t kept = salt_references[salt] + (order_.limit_of(salt) != 0 ? 1 : 0);
+        expect(namespaces_.salt_references(salt) == kept, "a salt is kept by its namespaces and its limit alone");
+    }
 
     std::size_t extents = 0;
     arena_.for_each([&](const Arena::Extent& extent) {

@@ -7,9 +7,10 @@
 
 namespace lmcache {
 
-Reserved L1Core::reserve(Owner owner, NamespaceIds namespaces, std::span<const std::uint64_t> sizes_bytes,
-                         Hashes hashes, double deadline, std::span<const std::uint8_t> wanted) {
-    if (sizes_bytes.size() != namespaces.size())
+Reserved L1Core::reserve(Owner owner, NamespaceDigests digests, std::string_view salt,
+                         std::span<const std::uint64_t> sizes_bytes, Hashes hashes, double deadline,
+                         std::span<const std::uint8_t> wanted) {
+    if (sizes_bytes.size() != digests.size())
         throw std::invalid_argument("sizes must hold one size for each namespace");
     std::vector<std::uint32_t> units;
     units.reserve(sizes_bytes.size());
@@ -21,10 +22,14 @@ Reserved L1Core::reserve(Owner owner, NamespaceIds namespaces, std::span<const s
     }
 
     const std::lock_guard lock(mutex_);
-    const std::size_t chunks = check_product(namespaces, hashes);
-    const std::size_t width = namespaces.size();
+    check_product(digests, hashes);
+    const std::size_t chunks = hashes.size() / kChunkHashBytes;
+    const std::size_t width = digests.size();
     if (!wanted.empty() && wanted.size() != width * chunks)
         throw std::invalid_argument("wanted must be empty or hold one byte for each namespace and chunk");
+    // Evicting the last object of one of them must not end its number during this call.
+    const NamespaceReferences references(namespaces_, digests, salt);
+    const std::vector<std::uint32_t>& namespaces = references.ids();
     Reserved reserved;
     reserved.offsets.assign(width * chunks, kNoSlot);
     Reservation reservation;
@@ -108,6 +113,7 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
             }
             Object& object = objects_[index];
             object.state = ObjectState::kResident;
+            object.cycle = cycle_;
             object.temporary = options.temporary;
             --staged_;
             ++resident_;
@@ -124,7 +130,7 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
             } else {                              // in chunk order: whoever dies in the middle leaves a prefix
                 slots_.set_resident(object.first_unit, object.units, object.last_use);
             }
-            committed.records.push_back({object.name_space, chunk, offset_of(object), bytes(object.units)});
+            committed.records.push_back({position, chunk, offset_of(object), bytes(object.units)});
         }
     }
     if (committed.records.empty()) return committed;

@@ -1,14 +1,15 @@
-// Definition of L1Core::sweep, for the files that implement L1Core.
+// Definitions of L1Core's templates, for the files that implement L1Core.
 #pragma once
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "lmcache/l1_core.h"
 
 namespace lmcache {
 
 template <typename Visit>
-void L1Core::sweep(NamespaceIds namespaces, Hashes hashes, Visit&& visit) const {
+void L1Core::sweep(NamespaceNumbers namespaces, Hashes hashes, Visit&& visit) const {
     constexpr std::size_t kAhead = 32;
     struct Key {
         std::uint64_t key_hash;
@@ -37,6 +38,20 @@ void L1Core::sweep(NamespaceIds namespaces, Hashes hashes, Visit&& visit) const 
             const Key& key = keys[i];
             if (!visit(key.chunk, key.position, key.key_hash, &hashes[key.chunk * kChunkHashBytes])) return;
         }
+    }
+}
+
+template <typename Visit>
+void L1Core::for_each_resident(NamespaceDigests namespaces, Hashes hashes, Visit&& visit) {
+    if (hashes.size() != namespaces.size() * kChunkHashBytes) {
+        throw std::invalid_argument("there must be one hash of 32 bytes for each namespace");
+    }
+    for (std::size_t i = 0; i < namespaces.size(); ++i) {
+        const std::uint32_t name_space = namespaces_.find(namespaces[i]);
+        if (name_space == kNoNamespace) continue;
+        const std::uint8_t* const hash = &hashes[i * kChunkHashBytes];
+        const std::uint32_t index = find(hash_key(name_space, hash), name_space, hash);
+        if (index != kNoObject && objects_[index].state == ObjectState::kResident) visit(index);
     }
 }
 

@@ -1,9 +1,24 @@
 #include "lmcache/namespaces.h"
 
 #include <cstring>
-#include <stdexcept>
 
 namespace lmcache {
+
+namespace {
+
+// A number without an entry: one that was given back, or the next one.
+template <typename Entry>
+std::uint32_t take_number(std::vector<std::uint32_t>& unused, std::vector<Entry>& entries) {
+    if (unused.empty()) {
+        entries.emplace_back();
+        return static_cast<std::uint32_t>(entries.size() - 1);
+    }
+    const std::uint32_t number = unused.back();
+    unused.pop_back();
+    return number;
+}
+
+}  // namespace
 
 std::size_t Namespaces::DigestHash::operator()(const Digest& digest) const {
     std::size_t head;  // digests are SHA-256: any part of one is as good as a hash
@@ -11,38 +26,67 @@ std::size_t Namespaces::DigestHash::operator()(const Digest& digest) const {
     return head;
 }
 
-std::uint32_t Namespaces::intern(const Digest& digest, std::string_view salt) {
+std::uint32_t Namespaces::find(const Digest& digest) const {
     const auto found = ids_.find(digest);
-    if (found != ids_.end()) return found->second;
-    if (salt_of_.size() >= kMaxNamespaces) throw std::length_error("too many namespaces");
-    const std::uint32_t number = intern_salt(salt);
-    const auto id = static_cast<std::uint32_t>(salt_of_.size());
-    salt_of_.push_back(number);
-    ids_.emplace(digest, id);
+    return found == ids_.end() ? kNoNamespace : found->second;
+}
+
+std::uint32_t Namespaces::refer(const Digest& digest, std::string_view salt) {
+    if (const std::uint32_t known = find(digest); known != kNoNamespace) {
+        refer(known);
+        return known;
+    }
+    const std::uint32_t id = take_number(unused_, entries_);
+    const auto entry = ids_.emplace(digest, id).first;
+    entries_[id] = {&entry->first, refer_salt(salt), 1};
     return id;
 }
 
-std::uint32_t Namespaces::intern_salt(std::string_view salt) {
-    const auto [entry, is_new] =
-        salts_.try_emplace(std::string(salt), static_cast<std::uint32_t>(units_of_salt_.size()));
+void Namespaces::release(std::uint32_t id) {
+    Entry& entry = entries_[id];
+    if (--entry.references != 0) return;
+    release_salt(entry.salt);
+    ids_.erase(ids_.find(*entry.digest));
+    entry.digest = nullptr;
+    unused_.push_back(id);
+}
+
+std::uint32_t Namespaces::refer_salt(std::string_view salt) {
+    const auto [entry, is_new] = salts_.try_emplace(std::string(salt), 0);
     if (is_new) {
-        units_of_salt_.push_back(0);
+        entry->second = take_number(unused_salts_, salt_entries_);
+        salt_entries_[entry->second] = {&entry->first, 0, 0, false};
         salt_text_bytes_ += entry->first.capacity();
     }
+    refer_salt(entry->second);
     return entry->second;
+}
+
+void Namespaces::release_salt(std::uint32_t salt) {
+    SaltEntry& entry = salt_entries_[salt];
+    if (--entry.references != 0) return;
+    salt_text_bytes_ -= entry.text->capacity();
+    salts_.erase(salts_.find(*entry.text));
+    entry.text = nullptr;
+    unused_salts_.push_back(salt);
+}
+
+std::uint64_t Namespaces::usage_of(std::string_view salt) const {
+    const auto found = salts_.find(std::string(salt));
+    return found == salts_.end() ? 0 : units_of_salt(found->second);
 }
 
 std::vector<std::pair<std::string, std::uint64_t>> Namespaces::usage() const {
     std::vector<std::pair<std::string, std::uint64_t>> result;
     for (const auto& [salt, number] : salts_) {
-        if (units_of_salt_[number] != 0) result.emplace_back(salt, units_of_salt_[number]);
+        if (units_of_salt(number) != 0) result.emplace_back(salt, units_of_salt(number));
     }
     return result;
 }
 
 std::uint64_t Namespaces::total_units() const {
     std::uint64_t total = 0;
-    for (const std::uint64_t units : units_of_salt_) total += units;
+    for (const auto& [salt, number] : salts_) total += units_of_salt(number);
     return total;
 }
 
@@ -50,8 +94,9 @@ std::size_t Namespaces::memory_bytes() const {
     constexpr std::size_t kNodeOverheadBytes = 32;  // links, cached hash, allocator
     return ids_.size() * (sizeof(Digest) + sizeof(std::uint32_t) + kNodeOverheadBytes) +
            salts_.size() * (sizeof(std::string) + sizeof(std::uint32_t) + kNodeOverheadBytes) + salt_text_bytes_ +
-           (ids_.bucket_count() + salts_.bucket_count()) * sizeof(void*) + salt_of_.capacity() * sizeof(salt_of_[0]) +
-           units_of_salt_.capacity() * sizeof(units_of_salt_[0]);
+           (ids_.bucket_count() + salts_.bucket_count()) * sizeof(void*) + entries_.capacity() * sizeof(Entry) +
+           salt_entries_.capacity() * sizeof(SaltEntry) +
+           (unused_.capacity() + unused_salts_.capacity()) * sizeof(std::uint32_t);
 }
 
 }  // namespace lmcache

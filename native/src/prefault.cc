@@ -51,7 +51,10 @@ void in_pieces(std::uintptr_t begin, std::uintptr_t end, std::size_t piece_bytes
     });
 }
 
-void take_large_pages(std::uintptr_t address, std::size_t size_bytes, std::size_t threads, std::size_t page_bytes) {
+}  // namespace
+
+void take_large_pages(std::uintptr_t address, std::size_t size_bytes, std::size_t threads) {
+    const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     const std::uintptr_t begin = (address + kLargePageBytes - 1) / kLargePageBytes * kLargePageBytes;
     const std::uintptr_t end = (address + size_bytes) / kLargePageBytes * kLargePageBytes;
     if (begin >= end) return;
@@ -59,12 +62,10 @@ void take_large_pages(std::uintptr_t address, std::size_t size_bytes, std::size_
               [&](std::byte* from, std::byte* to) { return collapse(from, to, page_bytes); });
 }
 
-}  // namespace
-
 int prefault(std::uintptr_t address, std::size_t size_bytes, std::size_t threads, bool large_pages) {
     if (size_bytes == 0) return 0;
     const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-    if (large_pages) take_large_pages(address, size_bytes, threads, page_bytes);
+    if (large_pages) take_large_pages(address, size_bytes, threads);
     const std::uintptr_t begin = address / page_bytes * page_bytes;
     const std::uintptr_t end = (address + size_bytes + page_bytes - 1) / page_bytes * page_bytes;
     std::atomic<int> fault{0};

@@ -6,6 +6,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace lmcache {
 namespace {
@@ -33,16 +34,6 @@ void set_code(RawBatch& batch, std::size_t transfer, StoreCode code) {
 
 void set_code(RawBatch& batch, std::size_t transfer, LoadCode code) {
     batch.codes[batch.positions[transfer]] = static_cast<std::uint8_t>(code);
-}
-
-void enter(RawBatch& batch, const RawKeys& keys, std::size_t position, std::uint32_t slot, std::uint64_t generation,
-           const Transfer& transfer) {
-    batch.transfers.push_back(transfer);
-    batch.positions.push_back(static_cast<std::uint32_t>(position));
-    batch.spaces.push_back(keys.spaces[position]);
-    batch.slots.push_back(slot);
-    batch.generations.push_back(generation);
-    std::memcpy(batch.hashes.emplace_back().data(), keys.hash(position).data(), kChunkHashBytes);
 }
 
 std::span<const std::byte, kChunkHashBytes> span_of(const std::array<std::byte, kChunkHashBytes>& bytes) {
@@ -77,10 +68,48 @@ std::uint32_t RawIndex::check_slot(std::uint32_t slot) const {
 }
 
 std::uint32_t RawIndex::intern(std::span<const std::byte, kDigestBytes> digest, std::uint32_t number) {
-    need(digests_.size() < kMaxNamespaces, "too many namespaces");
-    std::memcpy(digests_.emplace_back().data(), digest.data(), kDigestBytes);
-    numbers_.push_back(number);
-    return static_cast<std::uint32_t>(digests_.size() - 1);
+    auto id = static_cast<std::uint32_t>(spaces_.size());
+    if (unused_spaces_.empty()) {
+        spaces_.emplace_back();
+    } else {
+        id = unused_spaces_.back();
+        unused_spaces_.pop_back();
+    }
+    Space& space = spaces_[id];
+    std::memcpy(space.digest.data(), digest.data(), kDigestBytes);
+    space.number = number;
+    space.references = 0;
+    space.is_known = true;
+    refer(id);  // idle unless it gets an object
+    release(id);
+    return id;
+}
+
+void RawIndex::release(std::uint32_t space) {
+    if (--spaces_[space].references == 0 && !std::exchange(spaces_[space].is_idle, true)) idle_spaces_.push_back(space);
+}
+
+std::vector<std::uint32_t> RawIndex::take_unused_spaces() {
+    std::vector<std::uint32_t> unused;
+    for (const std::uint32_t id : idle_spaces_) {
+        Space& space = spaces_[id];
+        space.is_idle = false;
+        if (space.references == 0 && std::exchange(space.is_known, false)) unused.push_back(id);
+    }
+    idle_spaces_.clear();
+    unused_spaces_.insert(unused_spaces_.end(), unused.begin(), unused.end());
+    return unused;
+}
+
+void RawIndex::enter(RawBatch& batch, const RawKeys& keys, std::size_t position, std::uint32_t slot,
+                     std::uint64_t generation, const Transfer& transfer) {
+    batch.transfers.push_back(transfer);
+    batch.positions.push_back(static_cast<std::uint32_t>(position));
+    batch.spaces.push_back(keys.spaces[position]);
+    batch.slots.push_back(slot);
+    batch.generations.push_back(generation);
+    std::memcpy(batch.hashes.emplace_back().data(), keys.hash(position).data(), kChunkHashBytes);
+    refer(keys.spaces[position]);
 }
 
 // ---- keys and slots
@@ -98,6 +127,7 @@ std::uint32_t RawIndex::find(std::uint32_t space, std::span<const std::byte, kCh
 void RawIndex::claim(std::uint32_t slot, std::uint32_t space, const RawEntry& entry) {
     entries_[slot] = entry;
     spaces_of_slots_[slot] = space;
+    refer(space);
     table_.insert(hash_of(slot), slot);
     ++objects_;
     object_bytes_ += entry.units * kUnitBytes;
@@ -105,6 +135,7 @@ void RawIndex::claim(std::uint32_t slot, std::uint32_t space, const RawEntry& en
 
 void RawIndex::unclaim(std::uint32_t slot) {
     table_.erase(hash_of(slot), slot);
+    release(spaces_of_slots_[slot]);
     --objects_;
     object_bytes_ -= entries_[slot].units * kUnitBytes;
     const std::uint64_t generation = entries_[slot].generation;
@@ -156,7 +187,7 @@ RawBatch RawIndex::begin_store(const RawKeys& keys, std::span<const std::uint64_
     batch.codes.resize(count);
     std::vector<std::size_t> todo;
     for (std::size_t i = 0; i < count; ++i) {
-        need(keys.spaces[i] < digests_.size(), "there is no such namespace");
+        need(keys.spaces[i] < spaces_.size() && spaces_[keys.spaces[i]].is_known, "there is no such namespace");
         StoreCode code = StoreCode::kFull;
         if (find(keys.spaces[i], keys.hash(i)) != kNoObject)
             code = StoreCode::kAlreadyThere;
@@ -180,7 +211,7 @@ RawBatch RawIndex::begin_store(const RawKeys& keys, std::span<const std::uint64_
         const std::uint64_t generation = next_generation_++;
         std::byte* const head = heads + i * kFrameHeaderBytes;
         const auto* const frame = reinterpret_cast<const std::byte*>(addresses[i]);
-        const std::span<const std::byte, kDigestBytes> digest(digests_[keys.spaces[i]]);
+        const std::span<const std::byte, kDigestBytes> digest(spaces_[keys.spaces[i]].digest);
         batch.codes[i] = static_cast<std::uint8_t>(StoreCode::kFailed);
         if (slot_header_seal(frame, sizes[i], head, place(slot, generation), digest, keys.hash(i)).fault !=
             SlotFault::kNone) {
@@ -213,15 +244,17 @@ std::vector<std::uint32_t> RawIndex::end_store(RawBatch& batch, std::span<const 
         if (code != StoreCode::kStored) {
             entries_[slot].generation = batch.generations[i];  // its header may be there
             put_back(slot, errors[i] != 0 && !is_full);
+            release(space);
             continue;
         }
         RawEntry entry{};
         std::memcpy(entry.hash, batch.hashes[i].data(), kChunkHashBytes);
-        entry.number = numbers_[space];
+        entry.number = spaces_[space].number;
         entry.units = static_cast<std::uint32_t>((batch.transfers[i].size + kUnitBytes - 1) / kUnitBytes);
         entry.generation = batch.generations[i];
         entry.used_at = used_at - i;
         claim(slot, space, entry);
+        release(space);
         if (dirty.empty() || dirty.back() != page_of(slot)) dirty.push_back(page_of(slot));
     }
     return dirty;
@@ -257,7 +290,7 @@ std::vector<std::uint32_t> RawIndex::end_load(RawBatch& batch, std::span<const s
         if (errors[i] == 0) {
             const SlotVerdict verdict = slot_header_open(
                 reinterpret_cast<std::byte*>(batch.transfers[i].address), static_cast<std::uint64_t>(results[i]),
-                place(slot, batch.generations[i]), digests_[batch.spaces[i]], span_of(batch.hashes[i]));
+                place(slot, batch.generations[i]), spaces_[batch.spaces[i]].digest, span_of(batch.hashes[i]));
             code = verdict.fault == SlotFault::kNone ? LoadCode::kLoaded : LoadCode::kCorrupt;
         }
         set_code(batch, i, code);
@@ -268,6 +301,7 @@ std::vector<std::uint32_t> RawIndex::end_load(RawBatch& batch, std::span<const s
                 touched_.insert(page_of(slot));
             }
         }
+        release(batch.spaces[i]);
         const auto reader = readers_.find(slot);
         if (--reader->second != 0) continue;
         readers_.erase(reader);
@@ -306,7 +340,7 @@ bool RawIndex::header_fits(std::uint32_t slot, const std::byte* header) const {
     const SlotPlace wanted = place(slot, claimed.generation);
     return std::memcmp(&found, &wanted, sizeof found) == 0 &&
            std::memcmp(copy.chunk_hash, claimed.hash, kChunkHashBytes) == 0 &&
-           std::memcmp(copy.namespace_digest, digests_[spaces_of_slots_[slot]].data(), kDigestBytes) == 0;
+           std::memcmp(copy.namespace_digest, spaces_[spaces_of_slots_[slot]].digest.data(), kDigestBytes) == 0;
 }
 
 std::vector<std::uint32_t> RawIndex::misplaced(std::span<const std::uint32_t> slots,
@@ -385,12 +419,14 @@ void RawIndex::check() const {
     const auto must = [](bool condition, const char* what) {
         if (!condition) throw std::runtime_error(std::string("RawIndex: ") + what);
     };
+    std::vector<std::uint32_t> references(spaces_.size());
     std::size_t objects = 0;
     std::uint64_t bytes = 0;
     for (std::uint32_t slot = 0; slot < options_.slots; ++slot) {
         const bool is_free = free_.contains(slot);
         if (entries_[slot].units != 0) {
             ++objects;
+            ++references[spaces_of_slots_[slot]];
             bytes += entries_[slot].units * kUnitBytes;
             must(!is_free && !leaving_.contains(slot), "a claimed slot is not free");
             must(find(spaces_of_slots_[slot], std::span<const std::byte, kChunkHashBytes>(
@@ -398,6 +434,10 @@ void RawIndex::check() const {
                  "a claimed slot is found by its key");
         }
         must(left_.contains(slot) == (is_free && entries_[slot].generation != 0), "a free slot keeps a generation");
+    }
+    for (std::uint32_t space = 0; space < spaces_.size(); ++space) {
+        must(spaces_[space].references >= references[space], "objects keep their namespace");
+        must(spaces_[space].is_known || spaces_[space].references == 0, "what is used is known");
     }
     must(objects == objects_ && objects == table_.size() && bytes == object_bytes_, "objects are counted");
 }

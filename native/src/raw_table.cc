@@ -94,11 +94,11 @@ void RawIndex::take_pages(std::uint32_t first, std::span<const std::byte> pages,
 
 void RawIndex::add(std::uint32_t slot, std::uint32_t space, std::span<const std::byte, kChunkHashBytes> hash,
                    std::uint64_t size_bytes, std::uint64_t generation) {
-    if (space >= digests_.size()) throw std::invalid_argument("there is no such namespace");
+    if (space >= spaces_.size()) throw std::invalid_argument("there is no such namespace");
     if (entry(slot).units != 0 || size_bytes == 0 || size_bytes > options_.slot_bytes) return;
     RawEntry found{};
     std::memcpy(found.hash, hash.data(), kChunkHashBytes);
-    found.number = numbers_[space];
+    found.number = spaces_[space].number;
     found.units = static_cast<std::uint32_t>((size_bytes + kUnitBytes - 1) / kUnitBytes);
     found.generation = generation;
     next_generation_ = std::max(next_generation_, generation + 1);

@@ -81,24 +81,21 @@ struct Put {
 // Reserves and fills one slot; the payload is `units` less the header.
 Put put(Memory& memory, L1Core& core, Owner owner, std::uint64_t number, std::uint8_t name_space = 0,
         std::uint64_t units = 2) {
-    const std::vector<std::uint32_t> ids{core.intern(digest_of(name_space), "")};
     const std::vector<std::uint64_t> sizes{units * kUnit};
-    const Reserved reserved = core.reserve(owner, ids, sizes, hash_of(number), kForever);
+    const Reserved reserved =
+        core.reserve(owner, std::vector{digest_of(name_space)}, "", sizes, hash_of(number), kForever);
     if (reserved.reservation != 0) {
         memory.seal(reserved.offsets[0], number, name_space, units * kUnit - kFrameHeaderBytes);
     }
     return {reserved.reservation, reserved.offsets[0]};
 }
 
-std::vector<std::uint32_t> intern_all(L1Core& core, const LeftFrames& left) {
-    std::vector<std::uint32_t> ids;
-    for (const LeftNamespace& one : left.namespaces) ids.push_back(core.intern(one.digest, ""));
-    return ids;
+std::vector<std::optional<std::string>> salts_of(const LeftFrames& left) {
+    return std::vector<std::optional<std::string>>(left.namespaces.size(), "");
 }
 
 bool is_resident(L1Core& core, std::uint64_t number, std::uint8_t name_space = 0) {
-    const std::vector<std::uint32_t> ids{core.intern(digest_of(name_space), "")};
-    return core.probe(ids, hash_of(number)) == 1;
+    return core.probe(std::vector{digest_of(name_space)}, hash_of(number)) == 1;
 }
 
 void committed_frames_are_adopted_and_nothing_else() {
@@ -115,7 +112,7 @@ void committed_frames_are_adopted_and_nothing_else() {
                   {.lease_owner = 9, .deadline = kForever, .temporary = false});
     put(memory, *first, kStorage, 14);  // being loaded
     first->abort(put(memory, *first, 1, 15).reservation);
-    const std::vector<std::uint32_t> id{first->intern(digest_of(1), "")};
+    const std::vector<Digest> id{digest_of(1)};
     CHECK(first->remove(id, hash_of(3)) == 1);
     first->check();
 
@@ -124,7 +121,7 @@ void committed_frames_are_adopted_and_nothing_else() {
     CHECK(left.frames.size() == 6 && left.slots.size() == 3 && left.refused.empty());
     CHECK(left.namespaces.size() == 2);
     const std::vector<Owner> live{2, kStorage, 77};
-    const Adopted adopted = second->adopt(left, intern_all(*second, left), live);
+    const Adopted adopted = second->adopt(left, salts_of(left), live);
     second->check();
     CHECK(adopted.objects == 6 && adopted.size_bytes == 12 * kUnit && adopted.refused == 0);
     CHECK(adopted.set_aside.size() == 2 && adopted.set_aside_bytes == 4 * kUnit);
@@ -137,7 +134,7 @@ void committed_frames_are_adopted_and_nothing_else() {
     auto third = memory.start();
     const LeftFrames again = memory.left();
     CHECK(again.frames.size() == 6 && again.slots.size() == 2 && again.refused.empty());
-    third->adopt(again, intern_all(*third, again), live);
+    third->adopt(again, salts_of(again), live);
     third->check();
     CHECK(third->drop_owner(2).second == 1);
     for (const auto& [owner, reservation] : adopted.set_aside) {
@@ -153,13 +150,13 @@ void the_order_of_uses_is_kept() {
     for (std::uint64_t number = 0; number < 8; ++number) {
         first->commit(put(memory, *first, 1, number).reservation, {}, {});
     }
-    const std::vector<std::uint32_t> id{first->intern(digest_of(0), "")};
+    const std::vector<Digest> id{digest_of(0)};
     for (std::uint64_t number : {5, 0, 3}) CHECK(first->touch(id, hash_of(number)) == 1);
     const Acquired held = first->acquire(4, id, hash_of(6), kForever);
     CHECK(held.chunks == 1 && first->release(held.lease));
     auto second = memory.start();
     const LeftFrames left = memory.left();
-    second->adopt(left, intern_all(*second, left), {});
+    second->adopt(left, salts_of(left), {});
     for (std::uint64_t number : {1, 2, 4, 7, 5, 0, 3, 6}) {
         CHECK(is_resident(*second, number));
         CHECK(second->evict(1).objects == 1);
@@ -177,7 +174,7 @@ void the_order_holds_where_the_counter_wraps_around() {
     LeftFrames left = memory.left();
     for (std::size_t i = 0; i < 4; ++i) left.frames[i].last_use = static_cast<std::uint32_t>(i) - 2;
     auto second = memory.start();
-    second->adopt(left, intern_all(*second, left), {});
+    second->adopt(left, salts_of(left), {});
     for (std::uint64_t number = 0; number < 4; ++number) {
         CHECK(second->evict(1).objects == 1);
         CHECK(!is_resident(*second, number));
@@ -205,7 +202,7 @@ void damage_is_refused() {
     memory.at(puts[7].offset)[kFrameHeaderBytes] ^= std::byte{1};  // payload: for the reader to find
     const LeftFrames left = memory.left();
     auto second = memory.start();
-    const Adopted adopted = second->adopt(left, intern_all(*second, left), std::vector<Owner>{8});
+    const Adopted adopted = second->adopt(left, salts_of(left), std::vector<Owner>{8});
     second->check();
     CHECK(adopted.objects == 3 && is_resident(*second, 7) && is_resident(*second, 8) && is_resident(*second, 9));
     CHECK(adopted.refused == 7);
@@ -221,11 +218,11 @@ void damage_is_refused() {
     twice.seal(copy.offset, 1, 0, kUnit);  // the same key in two places
     auto next = twice.start();
     const LeftFrames both = twice.left();
-    CHECK(next->adopt(both, intern_all(*next, both), {}).objects == 1);
+    CHECK(next->adopt(both, salts_of(both), {}).objects == 1);
     next->check();
-    CHECK(refused([&] { next->adopt(both, intern_all(*next, both), {}); }));
+    CHECK(refused([&] { next->adopt(both, salts_of(both), {}); }));
     auto refusing = twice.start();
-    CHECK(refusing->adopt(twice.left(), std::vector<std::uint32_t>{kNoNamespace}, {}).objects == 0);
+    CHECK(refusing->adopt(twice.left(), std::vector<std::optional<std::string>>{std::nullopt}, {}).objects == 0);
     CHECK(twice.left().frames.empty());
 }
 
@@ -240,7 +237,7 @@ void random_steps(std::uint64_t seed) {
     for (int step = 0; step < 4000; ++step) {
         const std::uint64_t number = random() % 30;
         const auto name_space = static_cast<std::uint8_t>(number % 3);
-        const std::vector<std::uint32_t> id{core->intern(digest_of(name_space), "")};
+        const std::vector<Digest> id{digest_of(name_space)};
         switch (random() % 12) {
             case 0:
             case 1:
@@ -290,7 +287,7 @@ void random_steps(std::uint64_t seed) {
         if (step % 500 == 499) {  // a crash: the next life goes on with what there is
             auto next = memory.start();
             const LeftFrames left = memory.left(0, 1);
-            next->adopt(left, intern_all(*next, left), std::vector<Owner>{2});
+            next->adopt(left, salts_of(left), std::vector<Owner>{2});
             next->check();
             CHECK(next->stats().objects == left.frames.size());
             core = std::move(next);
@@ -307,7 +304,7 @@ void random_steps(std::uint64_t seed) {
         CHECK(left.frames.size() <= stats.objects);  // temporary ones are not kept
         std::set<std::vector<std::uint8_t>> resident;
         const ObjectPage page = core->list_objects(0, 1000);
-        for (std::size_t i = 0; i < page.namespaces.size(); ++i) {
+        for (std::size_t i = 0; i < page.positions.size(); ++i) {
             resident.emplace(&page.hashes[i * kChunkHashBytes], &page.hashes[i * kChunkHashBytes] + kChunkHashBytes);
         }
         for (const LeftFrame& frame : left.frames) {

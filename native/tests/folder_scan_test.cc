@@ -31,8 +31,8 @@ std::string name(const std::string& prefix, char digit) { return prefix + std::s
 int main() {
     char made[] = "/tmp/lmcache_folder_scan_XXXXXX";
     CHECK(::mkdtemp(made) != nullptr);
-    const std::string base = made, first = base + "/0a", second = base + "/ff";
-    CHECK(::mkdir(first.c_str(), 0700) == 0 && ::mkdir(second.c_str(), 0700) == 0);
+    const std::string base = made, first = base + "/0a", second = base + "/ff", third = base + "/1b";
+    for (const std::string& folder : {first, second, third}) CHECK(::mkdir(folder.c_str(), 0700) == 0);
     make_file(first + "/" + name("0a", '1'), 5000, 100, 50);
     make_file(first + "/" + name("0a", '2'), 0, 10, 200);
     make_file(second + "/" + name("ff", '3'), 1, 5, 5);
@@ -44,11 +44,13 @@ int main() {
     CHECK(::symlink("/etc/passwd", (second + "/" + name("ff", '5')).c_str()) == 0);
     CHECK(::mkdir((second + "/" + name("ff", '6')).c_str(), 0700) == 0);
 
+    const std::string file = second + "/ff.data";
     for (const unsigned threads : {1U, 2U, 8U}) {
-        const FolderScan scan = lmcache::scan_folders({first, second, base + "/gone", base}, threads);
+        const FolderScan scan = lmcache::scan_folders({first, second, third, base + "/gone", file, base}, threads);
         CHECK(scan.hashes.size() == 3 && scan.used_ns.size() == 3 && scan.sizes.size() == 3);
         CHECK(scan.temporary == std::vector<std::string>{second + "/.x.0.tmp"});
-        CHECK(scan.unreadable.size() == 1 && scan.unreadable[0].second == ENOENT);
+        CHECK(scan.empty == std::vector<std::string>{third});
+        CHECK(scan.unreadable.size() == 1 && scan.unreadable[0].first == file && scan.unreadable[0].second == ENOTDIR);
         const auto order = lmcache::youngest_first(scan.used_ns.data(), scan.used_ns.size());
         CHECK(order.size() == 3);
         CHECK(scan.hashes[order[0]][0] == std::byte{0x0a} && scan.hashes[order[0]][31] == std::byte{0x22});

@@ -33,10 +33,9 @@ struct Core {
         core.set_age_sample_rate(0.5);
         core.set_limit("", units * kUnit);
         core.set_limit("salt", units / 2 * kUnit);
-        for (std::uint8_t i = 0; i < 2; ++i) namespaces.push_back(core.intern(Digest{i}, i ? "salt" : ""));
     }
     L1Core core;
-    std::vector<std::uint32_t> namespaces;
+    const std::vector<Digest> namespaces{Digest{0}, Digest{1}};
 };
 
 // A word for every unit says who writes it and how many read it, so that two threads never disagree about a slot.
@@ -69,7 +68,7 @@ void store(Core& shared, Slots& slots, Owner owner, std::mt19937_64& random) {
         wanted.resize(2 * hashes.size() / kChunkHashBytes);
         for (std::uint8_t& flag : wanted) flag = random() % 2;
     }
-    const Reserved reserved = shared.core.reserve(owner, shared.namespaces, sizes, hashes, kForever, wanted);
+    const Reserved reserved = shared.core.reserve(owner, shared.namespaces, "salt", sizes, hashes, kForever, wanted);
     if (reserved.reservation == 0) return;
     for (std::size_t i = 0; i < reserved.offsets.size(); ++i) {
         if (reserved.offsets[i] == kNoSlot) continue;
@@ -124,7 +123,7 @@ void upkeep(Core& shared, std::mt19937_64& random) {
             CHECK(shared.core.stats().used_bytes <= shared.core.stats().capacity_bytes);
             break;
         case 4:
-            shared.core.remove(std::vector<std::uint32_t>(8, shared.namespaces[1]), hashes);
+            shared.core.remove(std::vector<Digest>(8, shared.namespaces[1]), hashes);
             break;
         case 5:
             shared.core.expire(1.0);
@@ -133,6 +132,7 @@ void upkeep(Core& shared, std::mt19937_64& random) {
             shared.core.list_objects(0, 10);
             shared.core.take_ages();
             shared.core.salt_usage();
+            shared.core.take_overuses();
             shared.core.set_limit("salt", (20 + random() % 30) * kUnit);
             shared.core.enforce_limits();
             break;
@@ -183,9 +183,9 @@ void many_threads(EvictionPolicy policy) {
 void mixed_sizes_evict_about_what_they_need() {
     constexpr std::uint64_t kUnits = 32768;
     Core shared(kUnits);
-    const std::vector<std::uint32_t> name_space{shared.namespaces[0]};
+    const std::vector<Digest> name_space{shared.namespaces[0]};
     const auto put = [&](std::uint64_t prompt, std::size_t count, std::uint64_t units) {
-        const Reserved reserved = shared.core.reserve(1, name_space, std::vector<std::uint64_t>{units * kUnit},
+        const Reserved reserved = shared.core.reserve(1, name_space, "", std::vector<std::uint64_t>{units * kUnit},
                                                       make_hashes(prompt, 0, count), 1);
         CHECK(reserved.chunks_without_room == 0);
         shared.core.commit(reserved.reservation, {}, {});
@@ -203,21 +203,44 @@ void mixed_sizes_evict_about_what_they_need() {
 
 void everything_in_use_is_a_refusal() {
     Core shared(4);
-    const std::vector<std::uint32_t> name_space{shared.namespaces[0]};
+    const std::vector<Digest> name_space{shared.namespaces[0]};
     const std::vector<std::uint64_t> size{kUnit};
-    const Reserved reserved = shared.core.reserve(1, name_space, size, make_hashes(1, 0, 4), 10.0);
-    CHECK(shared.core.reserve(1, name_space, size, make_hashes(2, 0, 1), 10.0).chunks_without_room == 1);
+    const Reserved reserved = shared.core.reserve(1, name_space, "", size, make_hashes(1, 0, 4), 10.0);
+    CHECK(shared.core.reserve(1, name_space, "", size, make_hashes(2, 0, 1), 10.0).chunks_without_room == 1);
     CHECK(shared.core.expire(10.0) == std::make_pair(std::size_t{0}, std::size_t{1}));
-    CHECK(shared.core.reserve(1, name_space, size, make_hashes(2, 0, 1), 10.0).chunks_without_room == 1);
+    CHECK(shared.core.reserve(1, name_space, "", size, make_hashes(2, 0, 1), 10.0).chunks_without_room == 1);
     CHECK(shared.core.commit(reserved.reservation, {}, {}).records.empty());
     CHECK(shared.core.drop_owner(1) == std::make_pair(std::size_t{0}, std::size_t{1}));
-    CHECK(shared.core.reserve(1, name_space, size, make_hashes(2, 0, 4), 10.0).chunks_without_room == 0);
+    CHECK(shared.core.reserve(1, name_space, "", size, make_hashes(2, 0, 4), 10.0).chunks_without_room == 0);
     shared.core.check();
+}
+
+// A long call that lets others in does not get its lock back from the one that closes.
+void closing_ends_a_long_call() {
+    Core shared(1 << 16);
+    const std::vector<std::uint32_t> name_space{shared.namespaces[0]};
+    const std::vector<std::uint64_t> size{kUnit};
+    for (std::uint64_t prompt = 0; prompt < 60'000 / 1'000; ++prompt) {
+        const Reserved reserved = shared.core.reserve(1, name_space, size, make_hashes(prompt, 0, 1'000), 10.0);
+        shared.core.commit(reserved.reservation, {}, {});
+    }
+    bool refused = false;
+    std::thread clearing([&] {
+        try {
+            for (;;) shared.core.clear();
+        } catch (const Closed&) {
+            refused = true;
+        }
+    });
+    shared.core.close();
+    clearing.join();
+    CHECK(refused);
 }
 
 }  // namespace
 
 int main() {
+    closing_ends_a_long_call();
     for (const auto policy : {EvictionPolicy::kLru, EvictionPolicy::kIsolatedLru, EvictionPolicy::kS3Fifo}) {
         many_threads(policy);
     }

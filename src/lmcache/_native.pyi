@@ -15,16 +15,19 @@ LARGE_PAGE_BYTES: Final[int]  # 2 MiB
 
 # ---- machine -------------------------------------------------------------------------------------------------------
 def cpu_features() -> dict[str, bool]:
-    """Keys: avx2, avx512f, sse42, neon, arm_crc32. The copy and checksum paths chosen at run time depend on them."""
+    """Keys: avx2, avx512f, vpclmulqdq, sse42, neon, arm_crc32. The copy and checksum paths chosen at run time depend on them."""
 
 def copy_path() -> str:
-    """Name of the chosen path: "avx512", "avx2", "neon" or "portable"."""
+    """Name of the chosen path: "clmul", "avx512", "avx2", "neon" or "portable"."""
 
 def prefault(address: int, size_bytes: int, threads: int, large_pages: bool = False) -> None:
     """Touches every page for writing (MADV_POPULATE_WRITE, else by hand) without changing content. OSError on failure.
 
     `large_pages`: has the kernel make large ones before, where it can (MADV_COLLAPSE). They are charged to the caller.
     """
+
+def take_large_pages(address: int, size_bytes: int, threads: int) -> None:
+    """Has the kernel put large pages there, as far as it can; never a signal where it cannot."""
 
 def buffer_address(buffer: Buffer) -> int: ...
 
@@ -37,6 +40,10 @@ def hash_chunks(tokens: Buffer, chunk_tokens: int, parent: bytes, extras: Buffer
     `extras` is empty or 32 bytes a full chunk; an all-zero extra is left out of the input. A tail shorter than a chunk is
     ignored. Returns 32 bytes a chunk.
     """
+
+def cbor_numbers(numbers: Buffer) -> bytes:
+    """CBOR of each number (u32), one after the other, in the shortest form; without the head of an array. Keeps the GIL:
+    it is called a chunk at a time."""
 
 # ---- frame ---------------------------------------------------------------------------------------------------------
 def frame_template(namespace: bytes, namespace_digest: bytes, payload_bytes: int, serde: str = "", serde_params: bytes = b"") -> bytes:
@@ -155,7 +162,6 @@ class PagedCopier:
         """Waits for running copies, then stops the threads. Idempotent."""
 
 # ---- L1: what a former server left ----------------------------------------------------------------------------------
-NO_NAMESPACE: Final[int]  # 2**32 - 1
 
 class LeftFrames:
     """Frames whose header verifies, found by a slot table. len() counts them; payloads have not been looked at."""
@@ -174,6 +180,7 @@ def find_left_frames(slot_table: int, arena: int, committed_bytes: int, align_by
 # ---- L1: arena, index, leases --------------------------------------------------------------------------------------
 class L1Core:
     """Allocator, index, leases and reservations over one arena. Time is passed in. Offsets count from the arena start.
+    `namespaces` are packed digests, 32 bytes each; of one without objects nothing is kept.
 
     Object states: absent -> staged(owner) -> resident(readers) -> absent. Owners are small integers chosen by the caller.
     """
@@ -182,16 +189,17 @@ class L1Core:
         """policy: "LRU", "IsolatedLRU", "S3FIFO" or "noop". Usable range: [first_offset, first_offset + capacity_bytes).
         `slot_table`: address of one u64 for each align_bytes of the capacity, zero at first, in memory that outlives the
         process; what is handed out is written down there (docs/formats/shared_memory.md). 0: nothing is kept."""
-    def adopt(self, left: LeftFrames, namespaces: Buffer, live_owners: Buffer) -> tuple[int, int, int, list[tuple[int, int]], int]:
+    def close(self) -> None:
+        """Waits for the call that is under way. From then on every method raises ServerUnavailable and touches nothing.
+        Idempotent."""
+    def adopt(self, left: LeftFrames, salts: Sequence[str | None], live_owners: Buffer) -> tuple[int, int, int, list[tuple[int, int]], int]:
         """Takes over what a former life left, into a core that never held anything: (objects, bytes, words refused,
-        [(owner, quarantined reservation)], bytes quarantined). `namespaces`: u32 per `left.namespaces`, NO_NAMESPACE where
-        one is not wanted. Slots that owners in `live_owners` (i64) were writing are quarantined, those of others are free."""
+        [(owner, quarantined reservation)], bytes quarantined). `salts`: those of `left.namespaces`, None where one is not
+        wanted. Slots that owners in `live_owners` (i64) were writing are quarantined, those of others are free."""
     def set_committed(self, committed_bytes: int) -> None:
         """How much of the capacity has memory behind it; the allocator never goes beyond. Only grows."""
-    def intern(self, namespace_digest: bytes, salt: str) -> int:
-        """Small integer of a namespace; the same digest gives the same number. Digests are 32 bytes."""
     def probe(self, namespaces: Buffer, hashes: Buffer) -> int:
-        """Length in chunks of the longest prefix that is resident in every namespace (u32). Takes nothing, touches nothing."""
+        """Length in chunks of the longest prefix that is resident in every namespace. Takes nothing, touches nothing."""
     def acquire(
         self, owner: int, namespaces: Buffer, hashes: Buffer, deadline: float, is_use: bool = True, tails: Buffer = b""
     ) -> tuple[int, int, bytes]:
@@ -208,16 +216,16 @@ class L1Core:
     def renew(self, owner: int, deadline: float) -> int:
         """Moves the deadline of every lease and reservation of an owner; returns how many."""
     def reserve(
-        self, owner: int, namespaces: Buffer, sizes: Buffer, hashes: Buffer, deadline: float, wanted: Buffer = b""
+        self, owner: int, namespaces: Buffer, salt: str, sizes: Buffer, hashes: Buffer, deadline: float, wanted: Buffer = b""
     ) -> tuple[int, bytes, int]:
-        """Slots for n chunks in m namespaces: (reservation, u64 offsets [m][n], chunks_without_room).
+        """Slots for n chunks in m namespaces of one salt: (reservation, u64 offsets [m][n], chunks_without_room).
 
         `wanted`: one byte per (namespace, chunk), 0 where no slot is wanted; empty: everywhere.
         sizes: u64 bytes of the whole frame per namespace (rounded up to the alignment inside). NO_SLOT where the object is
         resident or staged already. Evicts inline; when room runs out the longest prefix of chunks gets slots, no
         chunk partly. reservation is 0 when no slot was handed out."""
     def commit(self, reservation: int, written: Buffer, lease_owner: int = 0, deadline: float = 0.0, temporary: bool = False) -> tuple[int, int, bytes]:
-        """Ends a reservation: (objects made resident, lease, u64 (namespace, chunk index, offset, bytes) per object made resident).
+        """Ends a reservation: (objects made resident, lease, u64 (namespace index, chunk index, offset, bytes) per object made resident).
 
         `written`: one byte per (namespace, chunk), 1 = publish, 0 = abort; empty = publish all. With lease_owner the new
         objects are leased at once. `temporary` objects vanish with their last lease. Unknown, expired or already ended
@@ -235,23 +243,31 @@ class L1Core:
     def evict(self, target_bytes: int) -> tuple[int, int]:
         """Frees at least that many bytes if it can: (objects, bytes). Leased objects are never victims."""
     def set_limit(self, salt: str, limit_bytes: int) -> None:
-        """Under IsolatedLRU, what the objects of a salt may take; 0 is what a salt has that was never given one. Reserving
-        evicts within the salt and never goes beyond. Without effect under other policies."""
-    def enforce_limits(self) -> tuple[int, int]:
-        """Evicts what salts have above their limits as far as nobody reads it: (objects, bytes)."""
+        """Under IsolatedLRU, what the objects of a salt may keep; 0 is what a salt has that was never given one. A salt goes
+        beyond its limit while there is room; what it has beyond goes first, and never costs a salt within its limit
+        anything. Without effect under other policies."""
+    def enforce_limits(self, spare_new: bool = False) -> tuple[int, int]:
+        """Evicts what salts have above their limits as far as nobody reads it: (objects, bytes). With `spare_new` not what
+        became resident since the last such call."""
+    def take_overuses(self) -> list[tuple[str, int]]:
+        """(salt, limit in bytes) of salts that stored, or had no room to store, beyond their limits since the last call; each
+        once for as long as it has objects."""
     def remove(self, namespaces: Buffer, hashes: Buffer) -> int:
         """Removes unleased objects, pairwise (namespace_i, hash_i): how many."""
     def clear(self) -> tuple[int, int]:
         """Removes every unleased object: (objects, bytes). Leased ones are not found any more and vanish with their last lease."""
-    def list_objects(self, start: int, count: int) -> tuple[bytes, bytes, bytes, int]:
-        """A page in index order: (u32 namespaces, hashes, u64 bytes, next start or 0)."""
+    def list_objects(self, start: int, count: int) -> tuple[bytes, bytes, bytes, bytes, int]:
+        """A page in index order: (digests of namespaces, u32 index of each object's namespace, hashes, u64 bytes, next start
+        or 0)."""
     def stats(self) -> dict[str, int]:
         """capacity_bytes, committed_bytes, used_bytes, free_bytes, largest_free_bytes, objects, staged, leases,
-        leased_objects, reservations, quarantined_bytes, evicted_objects, evicted_bytes, allocation_failures (chunks), index_bytes."""
+        leased_objects, reservations, quarantined_bytes, evicted_objects, evicted_bytes, allocation_failures (chunks), index_bytes,
+        above_limits_bytes (what salts take beyond their limits), namespaces, salts (known now)."""
     def set_age_sample_rate(self, rate: float) -> None:
         """Which part of the objects stored from now on is watched for `take_ages`: 0 (as at first) to 1. Always the same keys."""
     def take_ages(self) -> tuple[list[float], list[float], list[float]]:
         """Of watched objects since the last call, in seconds: store to eviction, last use to eviction, between uses."""
+    def usage_of(self, salt: str) -> int: ...
     def salt_usage(self) -> list[tuple[str, int]]: ...
     def check(self) -> None:
         """Asserts every invariant (used + free == committed, lists, counts); RuntimeError names the one broken. O(objects)."""
@@ -272,17 +288,20 @@ class FileIO:
         whole and with the right checksum, fails with EBADMSG; it is checked while it is read."""
     def submit_stat(self, paths: Sequence[str]) -> int: ...
     def submit_unlink(self, paths: Sequence[str]) -> int: ...
+    def submit_remove_empty(self, folders: Sequence[str]) -> int:
+        """Removes each folder that has nothing in it, and the one above it on the same condition."""
     def drain(self) -> list[tuple[int, bytes, bytes]]:
         """Finished batches: (batch, i64 result per file, i32 errno per file). Result: bytes moved, or file size for
-        stat, 0 for unlink, -1 with errno on failure."""
+        stat, 0 for unlink and remove_empty, -1 with errno on failure."""
     def buffered_fallbacks(self) -> int:
         """Operations that wanted O_DIRECT and had to go without."""
     def close(self) -> None:
         """Waits for everything submitted. Idempotent."""
 
-def scan_folders(folders: Sequence[str], threads: int) -> tuple[bytes, bytes, bytes, list[str], list[tuple[str, int]]]:
+def scan_folders(folders: Sequence[str], threads: int) -> tuple[bytes, bytes, bytes, list[str], list[str], list[tuple[str, int]]]:
     """The objects in each of these folders of a file adapter (docs/formats/files.md), in no order: 32-byte hashes, i64
-    nanoseconds of last use, u64 bytes. Then paths that end in ".tmp", and (folder, errno) where reading failed."""
+    nanoseconds of last use, u64 bytes. Then paths that end in ".tmp", folders with nothing at all in them, and
+    (folder, errno) where reading failed. A folder that is gone is left out."""
 
 def youngest_first(used_ns: Buffer) -> bytes:
     """i64 times to u32 positions, the latest time first."""
@@ -362,6 +381,8 @@ class RawIndex:
     def next_generation(self) -> int: ...
     def intern(self, digest: Buffer, number: int) -> int:
         """A new namespace. `number`: its page on the device, or 2**32 - 1."""
+    def take_unused_spaces(self) -> bytes:
+        """u32: namespaces that have neither objects nor transfers under way. Their ids are given to others from now on."""
     def set_number(self, space: int, number: int) -> None: ...
     def take_pages(self, first: int, pages: Buffer, spaces: Buffer, forget: bool) -> None:
         """Recovery: pages of the table from `first` on. `spaces`: u32 by namespace number, 2**32 - 1 for unknown ones.

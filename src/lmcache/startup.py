@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lmcache.admin import listener
 from lmcache.admin.access import read_token
 from lmcache.config.load import Loaded, draft
 from lmcache.config.notes import notes
@@ -26,7 +25,9 @@ from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.memory import shared_memory
 from lmcache.telemetry import lookup_log
 from lmcache.telemetry.logs import level_of
-from lmcache.transport import server as rpc
+from lmcache.tiering.policies import PrefetchPolicy, StorePolicy
+from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
+from lmcache.transport import listening
 
 log = logging.getLogger("lmcache.startup")
 
@@ -37,6 +38,8 @@ class Plan:
 
     loaded: Loaded
     adapters: Sequence[ConfiguredAdapter]
+    store_policy: StorePolicy
+    prefetch_policy: PrefetchPolicy
     notes: Sequence[str]  # sentences for the operator: accepted, but perhaps not what was meant
 
     @property
@@ -63,6 +66,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     loaded, configs = read(argv, environ)
     problems = Problems()
     _check_machine(loaded.config, problems)
+    store_policy, prefetch_policy = _policies(loaded.config, problems)
     adapters: list[ConfiguredAdapter] = []
     found: list[str] = []
     for config in configs:
@@ -72,11 +76,25 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if problems.found:
         asyncio.run(_close(adapters))
     problems.raise_all()
+    assert store_policy is not None and prefetch_policy is not None
     verifies = any(not getattr(configured.adapter, "verifies", False) for configured in adapters)
     verifies = verifies or bool(
         adapters and loaded.config.l1_persist
     )  # what was adopted is verified before it is stored
-    return Plan(loaded, adapters, notes(loaded, environ, verifies_loads=verifies) + found)
+    return Plan(
+        loaded, adapters, store_policy, prefetch_policy, notes(loaded, environ, verifies_loads=verifies) + found
+    )
+
+
+def _policies(config: ServerConfig, problems: Problems) -> tuple[StorePolicy | None, PrefetchPolicy | None]:
+    """None where there is a problem."""
+    store_policy: StorePolicy | None = None
+    prefetch_policy: PrefetchPolicy | None = None
+    with problems.collect():
+        store_policy = select_store_policy(config.l2_store_policy)
+    with problems.collect():
+        prefetch_policy = select_prefetch_policy(config.l2_prefetch_policy)
+    return store_policy, prefetch_policy
 
 
 def _adapter_configs(config: ServerConfig, problems: Problems) -> list[AdapterConfig]:
@@ -97,9 +115,9 @@ def _adapter_configs(config: ServerConfig, problems: Problems) -> list[AdapterCo
 
 def _check_machine(config: ServerConfig, problems: Problems) -> None:
     with problems.collect():
-        rpc.refuse_unusable(config.host, config.port)
+        listening.refuse_unusable_for_engines(config.host, config.port)
     with problems.collect():
-        listener.refuse_unusable(config.http_host, config.http_port)
+        listening.refuse_unusable(config.http_host, config.http_port, "--http-host")
     with problems.collect():
         read_token(config.admin_token_file)
     with problems.collect():

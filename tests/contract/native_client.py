@@ -88,3 +88,34 @@ class Client:
 class DeletingClient(Client):
     def submit_batch_delete(self, keys: list[str]) -> int:
         return self._submit("delete", keys, keys)
+
+
+class LateClient(DeletingClient):
+    """`gate`: what a load writes waits for it. `breaks`: so many drains raise, before anything is taken. `mangle`: what
+    becomes of a report."""
+
+    def __init__(self, space: str) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.breaks = self.drains = 0
+        self.closing = self.at_the_gate = False
+        self.mangle: Any = None
+        super().__init__(space)
+
+    def drain_completions(self) -> Any:
+        self.drains += 1
+        if self.breaks:
+            self.breaks -= 1
+            raise RuntimeError("drain broke")
+        done = super().drain_completions()
+        return [part for report in done for part in self.mangle(report)] if self.mangle else done
+
+    def close(self) -> None:
+        self.closing = True
+        super().close()
+
+    def _one(self, act: str, key: str, other: Any) -> bool:
+        if act == "get":
+            self.at_the_gate = True
+            self.gate.wait()
+        return super()._one(act, key, other)

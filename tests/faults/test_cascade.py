@@ -128,39 +128,84 @@ def test_a_prefix_comes_from_several_kinds_of_adapters(tmp_path: Path) -> None:
         assert it.stop() == 0, it.log()
 
 
-def test_skip_l1_neither_leaks_nor_loses_in_silence(disk: FaultyDisk, tmp_path: Path) -> None:
-    """Nothing leaves L1 but what L2 took; where L2 takes nothing it is counted, and L1 has room again."""
+def test_a_disk_that_does_not_delete_holds_up_neither_l1_nor_the_other_adapter(
+    disk: FaultyDisk, tmp_path: Path
+) -> None:
+    """Each tier is above its watermark, and the first adapter's deletes stand still."""
+    evicting = {
+        "max_capacity_gb": 64 * FRAME_BYTES / GIB,
+        "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.6, "eviction_ratio": 0.5},
+    }
+    flags = ("--eviction-trigger-watermark", "0.5")
+    with server(tmp_path, fs(disk.path, **evicting), fs(tmp_path / "second", **evicting), flags=flags, slots=128) as it:
+        it.wait_ready()
+        disk.tell(unlink={"stall": True})
+        with SmallEngine(it.port) as engine:
+            assert engine.store(engine.tokens(*range(40))) == 40
+            until(lambda: it.status()["l2"]["adapters"][0]["objects"] > 0.6 * 64, 10, tell=it.status)
+            for number in range(1, 4):
+                engine.store(engine.tokens(*range(100 * number, 100 * number + 30)))
+                until(lambda: it.status()["l1"]["objects"] <= 64, 10, tell=it.status)
+                until(lambda: it.status()["l2"]["adapters"][1]["objects"] <= 0.6 * 64, 10, tell=it.status)
+            assert disk.tell()[1] > 0
+            until(lambda: it.status()["l2"]["adapters"][0]["objects"] <= 0.6 * 64, DEADLINE_SECONDS, tell=it.status)
+        assert it.stop() == 0, it.log()
+        assert "Traceback" not in it.log()
+
+
+@pytest.mark.parametrize("fault", ["EIO", "ENOSPC"])
+def test_what_a_failing_disk_did_not_take_stays_in_l1_and_is_stored_later(
+    disk: FaultyDisk, tmp_path: Path, fault: str
+) -> None:
     flags = ("--eviction-policy", "noop", "--l2-store-policy", "skip_l1")
-    with server(tmp_path, fs(disk.path), flags=flags, slots=64) as it:
+    with server(tmp_path, fs(disk.path), flags=flags, slots=512) as it:
         it.wait_ready()
         with SmallEngine(it.port) as engine:
-
-            def empty() -> bool:
-                return bool(it.status()["l1"]["objects"] == 0)
-
-            acknowledged = 0
-            for number in range(12):
-                if number in (3, 6, 9):
-                    disk.tell(write={"error": ("EIO", "ENOSPC", "EROFS")[number // 3 - 1]})
-                acknowledged += engine.store(engine.tokens(*range(100 * number, 100 * number + 40)))
-                until(empty, DEADLINE_SECONDS, tell=it.status)
-            assert acknowledged == 12 * 40  # there always was room
-            lost = int(it.metric("lmcache_mp_l2_store_lost_chunks_total"))
-            held = it.status()["l2"]["adapters"][0]["objects"]
-            assert (held, lost) == (3 * 40, 9 * 40)
-            assert "objects were lost" in it.log()
+            prompts = [engine.tokens(*range(100 * number, 100 * number + 40)) for number in range(6)]
+            assert engine.store(prompts[0]) == 40
+            until(lambda: it.status()["l1"]["objects"] == 0, DEADLINE_SECONDS, tell=it.status)
+            disk.tell(write={"error": fault}, create={"error": fault})
+            for tokens in prompts[1:]:
+                assert engine.store(tokens) == 40
+            until(lambda: it.metric("lmcache_mp_l2_store_unstored") == 200, DEADLINE_SECONDS, tell=it.status)
+            assert it.metric("lmcache_mp_l2_store_lost_chunks_total") == 0
+            assert [hits(engine, f"r{number}", tokens) for number, tokens in enumerate(prompts)] == [40] * 6
             disk.tell()
-
-            def taken() -> bool:
-                engine.store(engine.tokens(*range(5000, 5040)))
-                until(empty, DEADLINE_SECONDS, tell=it.status)
-                return bool(it.status()["l2"]["adapters"][0]["objects"] > held)
-
-            until(taken, DEADLINE_SECONDS, tell=it.log)
-            found = [hits(engine, f"r{n}", engine.tokens(*range(100 * n, 100 * n + 40))) for n in range(12)]
-            assert found == [40] * 3 + [0] * 9
+            until(lambda: it.status()["l1"]["objects"] == 0, DEADLINE_SECONDS, tell=it.status)
+            assert it.metric("lmcache_mp_l2_store_unstored") == 0
+            assert it.metric("lmcache_mp_l2_store_lost_chunks_total") == 0
+            assert it.status()["l2"]["adapters"][0]["objects"] == 6 * 40
+            assert [hits(engine, f"s{number}", tokens) for number, tokens in enumerate(prompts)] == [40] * 6
             status = it.status()["l1"]
             assert (status["leases"], status["staged"], status["quarantined_bytes"]) == (0, 0, 0)
+        assert it.stop() == 0, it.log()
+        assert "Traceback" not in it.log()
+
+
+@pytest.mark.parametrize("policy", ["noop", "LRU"])
+def test_skip_l1_neither_leaks_nor_loses_in_silence(disk: FaultyDisk, tmp_path: Path, policy: str) -> None:
+    """Where L2 takes nothing for long, there is room for what is new all the same, and what went for it is counted."""
+    flags = ("--eviction-policy", policy, "--l2-store-policy", "skip_l1", "--eviction-trigger-watermark", "0.3")
+    with server(tmp_path, fs(disk.path), flags=flags, slots=128) as it:
+        it.wait_ready()
+        with SmallEngine(it.port) as engine:
+            disk.tell(write={"error": "EIO"}, create={"error": "EIO"})
+            acknowledged = 0
+            for number in range(6):
+                acknowledged += engine.store(engine.tokens(*range(100 * number, 100 * number + 40)))
+                until(lambda: it.status()["l1"]["objects"] <= 0.3 * 128, DEADLINE_SECONDS, tell=it.status)
+            assert acknowledged == 6 * 40  # there always was room
+
+            def lost() -> int:
+                return int(it.metric("lmcache_mp_l2_store_lost_chunks_total"))
+
+            until(lambda: lost() + it.status()["l1"]["objects"] == acknowledged, DEADLINE_SECONDS, tell=lost)
+            assert "objects were lost" in it.log()
+            kept = acknowledged - lost()
+            disk.tell()
+            until(lambda: it.status()["l1"]["objects"] == 0, DEADLINE_SECONDS, tell=it.status)
+            assert it.status()["l2"]["adapters"][0]["objects"] == kept
+            assert acknowledged - lost() == kept
         assert it.stop() == 0, it.log()
         assert "Traceback" not in it.log()
 

@@ -1,6 +1,6 @@
 """A process that stores without end into an fs_native folder with a cap: FOLDER CAP_BYTES STORE_BYTES POLICY.
 
-Says "stored N" for its last line; objects come in three sizes, and some are read back on the way.
+Says "stored N" for its last line; objects come in three sizes and under many salts, and some are read back on the way.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lmcache.testing.frames import FrameMemory, keys, namespace
 
 BATCH = 8
 WRITERS = 3
+SALTS = 200  # each has folders of its own
 SIZES = (61_440, 258_048, 1_044_480)  # payloads: frames of 64 KiB, 256 KiB, 1020 KiB
 
 
@@ -31,7 +32,7 @@ async def store_until(runner: Runner, left: list[int], number: int) -> int:
         size = rng.choice(SIZES)
         memory, seed = memories[size], rng.getrandbits(62)
         left[0] -= BATCH * memory.slot_bytes
-        wanted = keys(BATCH, seed, namespace(f"writer {number} size {size}"))
+        wanted = keys(BATCH, seed, namespace(f"writer {number} size {size}", salt=f"{rng.randrange(SALTS)}"))
         buffers = [memory.fill(slot, key, zeros[size]) for slot, key in enumerate(wanted)]
         outcomes = await runner.store(wanted, buffers, lambda: None)
         stored += sum(outcome is StoreOutcome.STORED for outcome in outcomes)

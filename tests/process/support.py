@@ -22,6 +22,7 @@ from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.server import Server
 from lmcache.testing.processes import free_port
+from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
 
 LAYOUT = "5e" * 16
 CALL_SECONDS = 20.0
@@ -33,7 +34,12 @@ def server_within(**settings: Any) -> Iterator[Server]:
     """A small server inside this process, for tests that reach into it."""
     defaults = {"l1_size_gb": 0.05, "eviction_policy": "LRU", "port": 0, "http_port": free_port(), "prometheus_port": 0}
     config = ServerConfig(host="127.0.0.1", http_host="127.0.0.1", **{**defaults, **settings})
-    server = Server(config, [build(parse_adapter(spec, index)) for index, spec in enumerate(config.l2_adapter)])
+    adapters = [build(parse_adapter(spec, index)) for index, spec in enumerate(config.l2_adapter)]
+    store_policy, prefetch_policy = (
+        select_store_policy(config.l2_store_policy),
+        select_prefetch_policy(config.l2_prefetch_policy),
+    )
+    server = Server(config, adapters, store_policy, prefetch_policy)
     server.start()
     try:
         yield server

@@ -74,6 +74,15 @@ def adapter(**keys: object) -> tuple[str, str]:
         (adapter(base_path="/tmp", num_workers="many"), "num_workers"),
         (["--l2-adapter", '{"type": "s3", "s3_endpoint": "s3://b", "s3_region": "r"}'], '"s3" is not built yet'),
         (["--l2-adapter", '{"type": "fs_nativ", "base_path": "/x"}'], "fs_native"),
+        (
+            ["--l2-store-policy", "nowhere.at_all:Policy"],
+            "--l2-store-policy: the module 'nowhere.at_all' cannot be imported",
+        ),
+        (
+            ["--l2-store-policy", "skip"],
+            "--l2-store-policy must be one of default, skip_l1, an entry point of lmcache.",
+        ),
+        (["--l2-prefetch-policy", "json:JSONEncoder"], "--l2-prefetch-policy: JSONEncoder has no usable retains"),
         (["--l1-size-gb", "much"], "--l1-size-gb must be a number of GB, got 'much'."),
         (["--admin-token-file", "/nonexistent/token"], "--admin-token-file /nonexistent/token cannot be read"),
         (["--config", "/nonexistent/server.yaml"], "--config /nonexistent/server.yaml cannot be read"),

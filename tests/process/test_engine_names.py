@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
+from lmcache.client.client import ClientState
+from lmcache.client.transfer import WantedTransfer
+from lmcache.errors import RemoteError, ServerUnavailable
 from lmcache.integration.vllm.engine_process import instance_name, scheduler_process_id
+from lmcache.protocol import messages as m
+from lmcache.testing.processes import free_port
+from polling import until
+from process.support import CALL_SECONDS, SmallEngine, server_within
 
 
 def _name_of_engine(answers: Any) -> None:
@@ -35,3 +42,31 @@ def test_processes_of_an_engine_agree_on_its_name():
         os._exit(0 if named == mine else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert mine != instance_name(os.getppid())
+
+
+@pytest.mark.parametrize("transfer", [WantedTransfer.SHM, WantedTransfer.SOCKET])
+def test_a_second_engine_under_the_name_of_one_that_lives_is_kept_out(transfer: WantedTransfer):
+    """Both number their requests from 0 on, so the one would go on with what the other one has sent."""
+    port = free_port()
+    with server_within(port=port):
+        first, second = (
+            SmallEngine(port, instance_id="configured", heartbeat=0.2, transfer=transfer) for _ in range(2)
+        )
+        with first:
+            mine = first.tokens(1)
+            assert first.lookup("0", mine).hashes
+            try:
+                with pytest.raises(RemoteError, match="engine_id of its own"):
+                    second.start()
+                until(lambda: second.client.state is ClientState.READY)
+                rest = m.Append("configured", "0", "", len(mine) // 4, mine)
+                with pytest.raises(ServerUnavailable, match="another engine that lives"):
+                    second.client.call("append", rest, CALL_SECONDS)
+                assert len(first.client.call("append", rest, CALL_SECONDS).hashes) == 32
+                first.end("0")
+                first.close()
+                until(lambda: second.client.owner("configured") is not None)
+                second.start()
+                assert second.lookup("0", second.tokens(2)).hashes
+            finally:
+                second.close()

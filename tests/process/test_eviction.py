@@ -12,6 +12,7 @@ import pytest
 
 from lmcache.core.limits import GIB
 from lmcache.testing.processes import CacheServer, http_json
+from polling import until
 from process.support import SmallEngine
 
 FRAME_BYTES = 8192
@@ -24,17 +25,22 @@ def quota(server: CacheServer, method: str, salt: str, limit_bytes: int | None =
     return answer
 
 
+def is_in_l1(server: CacheServer, salt: str, chunks: int) -> bool:
+    return quota(server, "GET", salt)["current_usage_gb"] == chunks * FRAME_BYTES / GIB
+
+
 def test_tenants_keep_to_their_quotas(tmp_path: Path) -> None:
     with CacheServer(tmp_path, extra=("--eviction-policy", "IsolatedLRU"), l1_size_gb=0.0625) as server:
         server.wait_ready()
         with SmallEngine(server.port) as engine:
-            assert engine.store(engine.tokens(1, 2), salt="a") == 0  # nobody gave it a quota
+            assert engine.store(engine.tokens(1, 2), salt="a") == 2  # nobody gave it a quota
+            until(lambda: quota(server, "GET", "a")["current_usage_gb"] == 0)
             assert quota(server, "PUT", "a", 3 * FRAME_BYTES)["enforced"] is True
             quota(server, "PUT", "_default", 100 * FRAME_BYTES)
             assert engine.store(engine.tokens(1, 2), salt="a") == 2
             assert engine.store(engine.tokens(*range(50, 90))) == 40
-            assert engine.store(engine.tokens(5, 6), salt="a") == 2  # one of the older two went
-            assert quota(server, "GET", "a")["current_usage_gb"] == 3 * FRAME_BYTES / GIB
+            assert engine.store(engine.tokens(5, 6), salt="a") == 2
+            until(lambda: quota(server, "GET", "a")["current_usage_gb"] == 3 * FRAME_BYTES / GIB)  # an older one went
             reply = engine.lookup("r", engine.tokens(5, 6), salt="a")
             assert reply.chunks == 2 and engine.read(reply, salt="a")
             engine.end("r")
@@ -52,6 +58,58 @@ def test_tenants_keep_to_their_quotas(tmp_path: Path) -> None:
             engine.end("t")
         assert server.stop() == 0, server.log()
         assert "Traceback" not in server.log()
+        assert server.log().count("Cache salt 'a' has no quota") == 1
+
+
+def test_what_is_beyond_a_quota_passes_through_to_l2(tmp_path: Path) -> None:
+    flags = ["--eviction-policy", "IsolatedLRU"]
+    with CacheServer(tmp_path, extra=flags, l1_size_gb=0.0625, l2_folder=tmp_path / "l2") as server:
+        server.wait_ready()
+        quota(server, "PUT", "small", 4 * FRAME_BYTES)
+        with SmallEngine(server.port) as engine:
+            for salt, kept in (("none", 0), ("small", 4)):
+                tokens = engine.tokens(*range(10))
+                assert engine.store(tokens, salt=salt) == 10
+                until(
+                    lambda salt=salt, kept=kept: (
+                        quota(server, "GET", salt)["current_usage_gb"] == kept * FRAME_BYTES / GIB
+                    )
+                )
+                for _ in range(2):  # from L2, as what came from there for one request is beyond the quota as well
+                    reply = engine.lookup("r", tokens, salt=salt)
+                    assert (reply.chunks, reply.chunks_l1) == (10, kept)
+                    assert engine.read(reply, salt=salt)
+                    engine.end("r")
+                    until(
+                        lambda salt=salt, kept=kept: (
+                            quota(server, "GET", salt)["current_usage_gb"] <= kept * FRAME_BYTES / GIB
+                        )
+                    )
+        assert server.stop() == 0, server.log()
+        log = server.log()
+    assert log.count("Cache salt 'none' has no quota") == 1 == log.count("Cache salt 'small' goes beyond its quota")
+
+
+def test_who_keeps_to_a_quota_loses_nothing_to_who_does_not(tmp_path: Path) -> None:
+    """L1 is smaller than what a tenant without a quota stores."""
+    flags = ["--eviction-policy", "IsolatedLRU"]
+    with CacheServer(tmp_path, extra=flags, l1_size_gb=100 * FRAME_BYTES / GIB) as server:
+        server.wait_ready()
+        quota(server, "PUT", "good", 60 * FRAME_BYTES)
+        with SmallEngine(server.port) as engine:
+            tokens = engine.tokens(*range(60))
+            assert engine.store(tokens, salt="good") == 60
+            stored = 0
+            for first in range(1000, 1400, 20):
+                stored += engine.store(engine.tokens(*range(first, first + 20)), salt="guest")
+            assert stored > 300  # each had room, at the cost of what the guest had stored before
+            reply = engine.lookup("r", tokens, salt="good")
+            assert reply.chunks == 60 and engine.read(reply, salt="good")
+            engine.end("r")
+            until(lambda: quota(server, "GET", "guest")["current_usage_gb"] == 0)
+            assert engine.lookup("s", tokens, salt="good").chunks == 60
+            engine.end("s")
+        assert server.stop() == 0, server.log()
 
 
 def test_quotas_outlive_the_server_and_come_before_what_it_adopts(tmp_path: Path) -> None:

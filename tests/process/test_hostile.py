@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 import time
+from typing import get_type_hints
 
 import msgspec
 import pytest
@@ -16,6 +17,8 @@ import zmq
 from lmcache.core import limits
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer
+from polling import until
+from process.memory_watch import private_bytes
 from process.support import CALL_SECONDS, SmallEngine
 
 SEED = 20240229
@@ -146,7 +149,7 @@ def test_well_formed_nonsense_for_every_method(server, honest):
         for method, (request, _) in m.METHODS.items():
             if method == "clear":  # would rightly remove the honest engine's chunks
                 continue
-            kinds = [field.type for field in msgspec.structs.fields(request)]
+            kinds = [kind for name, kind in get_type_hints(request).items() if name in request.__struct_fields__]
             for _ in range(300):
                 values = [wild(kind) for kind in kinds]
                 # The honest engine's own registration is its business; anybody may name it, as on any trusted port.
@@ -192,6 +195,73 @@ def test_raw_bytes_on_the_port(server, honest):
     wait_for_an_answer(honest)
 
 
+@pytest.mark.parametrize("frame_bytes", [0, 1, 1 << 20])
+def test_a_message_that_does_not_end_is_not_held(server, honest, frame_bytes):
+    """Frames that all announce another one: what has arrived of one message is limited as a whole."""
+    frame = (b"\1" + bytes([frame_bytes]) if frame_bytes < 256 else b"\3" + struct.pack(">Q", frame_bytes)) + bytes(
+        frame_bytes
+    )
+    blast = frame * ((8 << 20) // len(frame))
+    before = private_bytes(server.pid)
+    with contextlib.ExitStack() as connections:
+        for _ in range(4):
+            raw = connections.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10.0))
+            with contextlib.suppress(OSError):  # the server hangs up
+                raw.sendall(GREETING + READY)
+                for _ in range(20):
+                    raw.sendall(blast)
+        wait_for_an_answer(honest)
+        assert private_bytes(server.pid) - before < 64 * limits.MIB
+
+
+def test_unfinished_messages_of_many_connections_are_limited_together(server, honest):
+    """Each stays within what one message may have; the oldest goes when all together are beyond what they may have."""
+    begun = GREETING + READY + b"\2" + struct.pack(">Q", limits.MAX_MESSAGE_BYTES) + bytes(12 * limits.MIB)
+    before = private_bytes(server.pid)
+    with contextlib.ExitStack() as connections:
+        for _ in range(60):  # 720 MiB
+            raw = connections.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10.0))
+            raw.sendall(begun)
+        wait_for_an_answer(honest)
+        assert private_bytes(server.pid) - before < 2 * limits.MAX_UNFINISHED_BYTES
+        assert len(honest.lookup("big", bytes(12 * limits.MIB)).hashes) == 32 * 12 * limits.MIB // 1024
+        honest.end("big")
+    until(lambda: private_bytes(server.pid) - before < 128 * limits.MIB)
+
+
+def test_lists_beyond_their_limit_cost_nothing(server, honest):
+    """30 calls of 20 MB once cost 3.3 GB and held every other call up for seconds."""
+    before = private_bytes(server.pid)
+    payload = msgspec.msgpack.encode([honest.instance_id, 1, [0] * (19 * limits.MIB)])
+    with dealer(server) as it:
+        for number in range(30):
+            it.send_multipart([struct.pack("<Q", number), b"release", payload])
+        statuses = {it.recv_multipart()[1] for _ in range(30)}
+        assert statuses == {b"bad_request"}
+        assert private_bytes(server.pid) - before < 128 * limits.MIB
+
+
+def test_refused_calls_leave_nothing_in_a_session(server, honest):
+    """Calls that go back in a session and are then refused once used up what all sessions may have."""
+    chunk_tokens = honest.client.hello.chunk_tokens
+    tokens, extra = bytes(4 * chunk_tokens * 4000), bytes(range(32))
+    with dealer(server) as it:
+
+        def call(first: int, count: int, extras: list) -> bytes:
+            message = m.Append(honest.instance_id, "r", "", first, tokens[: 4 * count], b"", extras)
+            it.send_multipart([bytes(8), b"append", msgspec.msgpack.encode(message)])
+            return it.recv_multipart()[1]
+
+        for _ in range(5):
+            assert call(0, 4000 * chunk_tokens, []) == b"ok"
+            counted = server.status()["session_bytes"]
+            assert call(chunk_tokens, 0, [(0, extra)]) == b"bad_request"
+            assert call(chunk_tokens, 0, [(number, extra) for number in range(400_000)]) == b"bad_request"
+            assert server.status()["session_bytes"] == counted
+    honest.end("r")
+    assert server.status()["session_bytes"] == 0
+
+
 def test_messages_beyond_the_limit(server, honest):
     with dealer(server) as it:
         it.setsockopt(zmq.LINGER, 0)
@@ -226,7 +296,7 @@ def test_more_tokens_and_chunks_than_allowed(server, honest):
     with dealer(server) as it:
         for method, message in beyond:
             it.send_multipart([bytes(8), method.encode(), msgspec.msgpack.encode(message)])
-            assert it.recv_multipart()[1] in (b"too_large", b"unknown_session")
+            assert it.recv_multipart()[1] in (b"bad_request", b"too_large", b"unknown_session")
     honest.end("big")
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -342,6 +343,12 @@ def test_a_client_of_another_protocol_version_is_told(server):
         with pytest.raises(RemoteError, match="upgrade the older side") as refusal:
             engine.client.call("hello", m.Hello(99, "from the future"), CALL_SECONDS)
         assert refusal.value.code == "unsupported_version"
+
+
+def test_a_scheduler_maps_nothing_ahead(server):
+    """It holds a lock of L1 and copies nothing; the pages would cost it time and tables."""
+    with SmallEngine(server.port):
+        assert "l1-mapper" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_slots_lie_inside_the_memory_and_apart(server):

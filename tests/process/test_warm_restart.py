@@ -194,3 +194,20 @@ def test_owner_numbers_are_never_used_twice(place: Place) -> None:
             until(lambda: engine.client.owner(engine.instance_id, 0) is not None)
             now = {one.client.owner(one.instance_id, worker) for one in (engine, other) for worker in (-1, 0)}
             assert len(now) == 4 and not now & former
+
+
+def test_builtin_hashes_with_a_fixed_seed_find_what_the_former_process_stored(tmp_path: Path) -> None:
+    """Two processes, each with its memory at other addresses."""
+    options = {"l1_size_gb": L1_GB, "l2_folder": tmp_path / "l2", "environment": {"PYTHONHASHSEED": "0"}}
+    extra = ["--hash-algorithm", "builtin"]
+    with CacheServer(tmp_path, extra=extra, **options) as first:  # type: ignore[arg-type]
+        first.wait_ready()
+        with SmallEngine(first.port) as engine:
+            assert engine.store(engine.tokens(*range(8))) == 8
+            until(lambda: len(list((tmp_path / "l2").rglob("*.data"))) == 8, tell=first.log)
+    with CacheServer(tmp_path, extra=extra, log_name="second.log", **options) as second:  # type: ignore[arg-type]
+        second.wait_ready()
+        with SmallEngine(second.port) as engine:
+            reply = engine.lookup("again", engine.tokens(*range(8)))
+            assert (reply.chunks, reply.chunks_l1) == (8, 0)
+            assert engine.read(reply)

@@ -37,7 +37,7 @@ class Event:
 def config(port: int, *, rank: int = 0, ranks: int = 1, **model: Any) -> Any:
     """What that class and the adapters read of vLLM's configuration."""
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.mq_timeout": 20}
-    hf_config = SimpleNamespace(to_dict=lambda: {"layers": 2})
+    hf_config = SimpleNamespace(to_dict=lambda: {"layers": 2}, _commit_hash="c" * 40)
     values = {
         "model": "model",
         "use_mla": False,
@@ -58,6 +58,7 @@ def config(port: int, *, rank: int = 0, ranks: int = 1, **model: Any) -> Any:
         ),
         cache_config=SimpleNamespace(block_size=BLOCK_TOKENS),
         model_config=SimpleNamespace(**{**values, **model}),
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         speculative_config=None,
         lora_config=None,
         compilation_config=SimpleNamespace(static_forward_context={}),

@@ -154,6 +154,7 @@ class Engine:
         init_none_hash(sha256)
         self.world = world
         self.shape = shape
+        self._folder = folder
         config, kv_config = _configs(shape, str(folder), engine_id)
         self._groups = len(kv_config.kv_cache_groups)
         self.scheduler = (AsyncScheduler if shape.overlapped else Scheduler)(
@@ -175,6 +176,7 @@ class Engine:
         self.finished: list[Request] = []
         self.in_flight: deque[tuple[Any, list[_Scheduled]]] = deque()
         self.loaded_tokens = self.steps = self.preemptions = 0
+        self.weights = 0  # their version: other weights give every position another KV
 
     def _worker(self, config: VllmConfig, kv_config: KVCacheConfig, rank: int) -> LMCacheMPConnector:
         mine = copy.copy(config)
@@ -189,6 +191,13 @@ class Engine:
         connector.register_kv_caches(dict.fromkeys(names, tensor))
         return connector
 
+    def _adapter(self, name: str) -> Path:
+        folder = self._folder / name
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "adapter_model.safetensors").write_text(name)
+        return folder
+
     # ---- requests ----------------------------------------------------------------------------------------------------
     def add(self, name: str, tokens: list[int], max_tokens: int, salt: str | None, lora: str | None) -> Request:
         request = Request(
@@ -197,7 +206,7 @@ class Engine:
             SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             None,
             cache_salt=salt,
-            lora_request=LoRARequest(lora, 1, "/" + lora) if lora else None,
+            lora_request=LoRARequest(lora, 1, str(self._adapter(lora))) if lora else None,
             block_hasher=self._hasher,
         )
         self.chains[name] = Chain(request)
@@ -367,7 +376,8 @@ class Engine:
         return rank * self.shape.stages // self.shape.ranks
 
     def _flavour(self, rank: int, group: int) -> int:
-        return (self._stage(rank) + 1 if self.shape.mla else rank + 1) * 0x9E3779B97F4A7C15 * (group + 1) & _MASK
+        place = (self._stage(rank) + 1 if self.shape.mla else rank + 1) * 0x9E3779B97F4A7C15 * (group + 1)
+        return (place ^ self.weights * 0xD1342543DE82EF95) & _MASK
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
     def owned_blocks(self) -> set[int]:

@@ -7,13 +7,13 @@ import ctypes
 import itertools
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from lmcache.core.chunking import ChunkHasher
-from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.core.outcome import MissReason
 from lmcache.errors import RemoteError, ServerUnavailable
 from lmcache.l1.adoption import STORAGE_OWNER
@@ -70,12 +70,12 @@ class _L2:
     def call_soon(self, action: Callable[[], None]) -> None:
         self.world.at(0.0, lambda: None if self.stopped else action())
 
-    def objects_committed(self, records: bytes, hashes: bytes) -> None:
+    def objects_committed(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
         assert self.l1 is not None
         for at in range(0, len(records), 32):
-            namespace, chunk, offset, size = struct.unpack_from("<4Q", records, at)
+            position, chunk, offset, size = struct.unpack_from("<4Q", records, at)
             if self.world.random.random() < 0.7:
-                key = (self.l1.namespace(namespace).digest, hashes[chunk * 32 : chunk * 32 + 32])
+                key = (namespaces[position].digest, hashes[chunk * 32 : chunk * 32 + 32])
                 self.objects[key] = ctypes.string_at(self.l1.address_of(offset), size)
 
     def prefetch(self, request: PrefetchRequest, on_done: Callable[[PrefetchResult], None]) -> Callable[[], None]:
@@ -90,7 +90,7 @@ class _L2:
         assert self.l1 is not None
         core = self.l1.core
         hashes = [request.hashes[at : at + 32] for at in range(0, len(request.hashes), 32)]
-        ids = b"".join(struct.pack("<I", self.l1.namespace_id(one)) for one in request.namespaces)
+        digests, salt = b"".join(one.digest for one in request.namespaces), request.namespaces[0].cache_salt
         tails = request.tail_chunks or [0] * len(request.namespaces)
         there = [[(one.digest, digest) in self.objects for one in request.namespaces] for digest in hashes]
         chunks = longest_whole(there, tails)
@@ -98,7 +98,7 @@ class _L2:
         wanted = request.hashes[: chunks * CHUNK_HASH_BYTES]
         if chunks:
             needed = bytes(is_needed(chunk, chunks, tail) for tail in tails for chunk in range(chunks))
-            reservation, slots, _ = core.reserve(STORAGE_OWNER, ids, sizes, wanted, float("inf"), needed)
+            reservation, slots, _ = core.reserve(STORAGE_OWNER, digests, salt, sizes, wanted, float("inf"), needed)
             for index in range(len(slots) // 8):
                 (offset,) = struct.unpack_from("<Q", slots, index * 8)
                 if offset != NO_SLOT:
@@ -108,7 +108,7 @@ class _L2:
             if reservation:
                 core.commit(reservation, b"")
         lease, found, offsets = core.acquire(
-            request.owner, ids, request.hashes, request.lease_deadline, True, struct.pack(f"<{len(tails)}I", *tails)
+            request.owner, digests, request.hashes, request.lease_deadline, True, struct.pack(f"<{len(tails)}I", *tails)
         )
         return PrefetchResult(found, lease, offsets, MissReason.NOT_STORED)
 
@@ -148,11 +148,13 @@ class Life:
 
     def spoil(self) -> None:
         """Flips a bit of some object in L1, or of many."""
-        ids, hashes, _, _ = self.l1.core.list_objects(0, 1000)
+        digests, packed, hashes, _, _ = self.l1.core.list_objects(0, 1000)
+        positions = struct.unpack(f"<{len(packed) // 4}I", packed)
         count = len(hashes) // 32
         for index in self.world.random.sample(range(count), min(count, self.world.random.choice((3, 20, 100)))):
+            digest = digests[32 * positions[index] : 32 * positions[index] + 32]
             lease, _, offsets = self.l1.core.acquire(
-                STORAGE_OWNER, ids[4 * index : 4 * index + 4], hashes[32 * index : 32 * index + 32], float("inf"), False
+                STORAGE_OWNER, digest, hashes[32 * index : 32 * index + 32], float("inf"), False
             )
             if lease:
                 (offset,) = struct.unpack("<Q", offsets)

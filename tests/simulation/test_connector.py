@@ -118,6 +118,7 @@ class Odds:
     requests: float = 10.0
     aborts: float = 3.0
     resets: float = 6.0
+    updates: float = 0.6
     preempts: float = 2.0
     kills: float = 0.1
     drops: float = 0.1
@@ -239,6 +240,23 @@ class Run:
 
     def do_resets(self) -> None:
         self.engine.scheduler.reset_prefix_cache()
+
+    def do_updates(self) -> None:
+        """Other weights between two steps. vLLM says when its reset is to be tried again: while blocks are in use."""
+        engine = self.engine
+        preempt = self.random.random() < 0.8
+        for _ in range(20):
+            while engine.in_flight:
+                engine.settle_one()
+            try:
+                if engine.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True):
+                    engine.weights += 1
+                    self.did["other weights"] += 1
+                    return
+            except RuntimeError as error:
+                assert "running requests waiting for remote KV transfer" in str(error)
+            self.did["resets that failed"] += 1
+            self.step()
 
     def do_preempts(self) -> None:
         scheduler = self.engine.scheduler
@@ -363,6 +381,39 @@ def test_requests_were_interrupted_in_every_state() -> None:
     print(dict(interrupted))
     states = {"aborted while " + state for state in ("looking up", "waiting", "loading", "running", "storing")}
     assert states | {"preempted while running", "preempted while storing"} <= interrupted.keys()
+
+
+@pytest.mark.parametrize("name", ["plain", "two ranks", "no prefix cache"])
+def test_kv_of_former_weights_is_neither_served_nor_stored_under_the_new_name(
+    name: str, monkeypatch: pytest.MonkeyPatch, model_folder: Path, errors: _Errors
+) -> None:
+    simulation = Run(1, SHAPES[name], monkeypatch, model_folder)
+    engine = simulation.engine
+    text = simulation.fresh(200)
+
+    def loaded(request: str) -> int:
+        """Blocks that a request loaded, which runs to its end; what it attends to and what is stored is checked."""
+        before = simulation.did["blocks loaded"]
+        engine.scheduler.reset_prefix_cache()
+        engine.add(request, text, 2, None, None)
+        while engine.scheduler.has_requests():
+            simulation.step()
+        return simulation.did["blocks loaded"] - before
+
+    try:
+        simulation.world.sleep(1.0)
+        assert loaded("cold") == 0
+        found = loaded("warm")
+        assert found > 0
+        for update in range(2):
+            assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+            engine.weights += 1
+            assert loaded(f"cold {update}") == 0
+            assert loaded(f"warm {update}") == found
+        simulation.settle()
+    finally:
+        simulation.close()
+    assert not errors.faults, errors.faults[0]
 
 
 def test_a_lease_outlives_a_load_of_half_an_hour_and_ends_with_its_request(

@@ -28,9 +28,11 @@ from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import namespace
 from lmcache.testing.simulator import NO_FAULTS, Faults, InlineExecutor, SimulatedLoop, SimulatedMedium
-from lmcache.tiering import policies
+from lmcache.tiering.checked_policies import CheckedPrefetchPolicy, CheckedStorePolicy
 from lmcache.tiering.eviction import EvictionController
 from lmcache.tiering.loads import Loader
+from lmcache.tiering.policies import AdapterInfo
+from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
 from lmcache.tiering.prefetch import PrefetchController, PrefetchRequest
 from lmcache.tiering.store import StoreController
 
@@ -102,13 +104,14 @@ class World:
             )
             for number, medium in enumerate(self.media)
         ]
-        retains = policies.prefetch_policy(setting.prefetch_policy).retains
-        self.loader = Loader(
-            l1, self.runners, retains=retains, verifier=InlineExecutor(), metrics=self.metrics, clock=loop
+        adapters = [AdapterInfo(runner.name, "mock", None) for runner in self.runners]
+        prefetch = CheckedPrefetchPolicy(select_prefetch_policy(setting.prefetch_policy), adapters, self.metrics)
+        self.loader = Loader(l1, retains=prefetch.retains, verifier=InlineExecutor(), metrics=self.metrics, clock=loop)
+        self.prefetch = PrefetchController(
+            l1, self.runners, self.loader, prefetch, max_in_flight=3, metrics=self.metrics
         )
-        self.prefetch = PrefetchController(l1, self.runners, self.loader, max_in_flight=3, metrics=self.metrics)
-        store_policy = policies.store_policy(setting.store_policy)
-        self.store = StoreController(l1, self.runners, store_policy, self.metrics, loop)
+        store = CheckedStorePolicy(select_store_policy(setting.store_policy), adapters, self.metrics)
+        self.store = StoreController(l1, self.runners, store, self.metrics, loop)
         self.eviction = EvictionController(l1, self.runners, self.store, watermark=0.8, ratio=0.2)
         self._background: list[asyncio.Task[None]] = []
 
@@ -116,7 +119,7 @@ class World:
         for runner in self.runners:
             await runner.open()
         self.store.start()
-        self._background = [self.loop.create_task(self.eviction.run()), self.loop.create_task(self._expire())]
+        self._background = [*self.eviction.start(), self.loop.create_task(self._expire())]
 
     async def stop(self) -> None:
         for medium in self.media:
@@ -130,9 +133,10 @@ class World:
         assert await self.loader.drain(LONGEST_SECONDS)
         for owner in range(1, ENGINES + 1):
             self.l1.core.drop_owner(owner)
-        self.l1.check_idle()
+        self.store.drop_leftovers()
+        for part in (self.l1, self.store, self.prefetch, self.loader, *self.runners):
+            part.check_idle()
         for runner in self.runners:
-            runner.ledger.check()
             assert await runner.close(LONGEST_SECONDS)
 
     async def _expire(self) -> None:
@@ -151,15 +155,17 @@ class World:
     async def put(self, owner: int) -> None:
         """Reserves, copies chunk after chunk, commits - or aborts, or is so late that its slots were set aside."""
         keys, core = self.prompt(), self.l1.core
-        ids = self._ids(keys)
+        of = keys[0].namespace
         hashes = b"".join(key.chunk_hash for key in keys)
         deadline = self.loop.time() + LEASE_SECONDS
-        reservation, packed, _ = core.reserve(owner, ids, array("Q", [FRAME_BYTES]).tobytes(), hashes, deadline)
+        reservation, packed, _ = core.reserve(
+            owner, of.digest, of.cache_salt, array("Q", [FRAME_BYTES]).tobytes(), hashes, deadline
+        )
         if not reservation:
             return
         late = self.dice.random() < 0.1
         offsets = array("Q", packed)
-        template = header_template(keys[0].namespace, PAYLOAD_BYTES)
+        template = header_template(of, PAYLOAD_BYTES)
         written = bytearray(len(keys))
         for chunk, (key, offset) in enumerate(zip(keys, offsets, strict=True)):
             if offset == _native.NO_SLOT:
@@ -175,7 +181,7 @@ class World:
         self.model.committed.update(key for key, done in zip(keys, written, strict=True) if done)
         committed, _, records = core.commit(reservation, bytes(written))
         if committed:
-            self.store.add(records, hashes)
+            self.store.add([of], hashes, records)
         else:
             core.abort(reservation)
 
@@ -183,7 +189,7 @@ class World:
         """A lookup as the service makes it: what L1 has is leased, the rest is asked of L2."""
         keys, core = self.prompt(), self.l1.core
         lease, chunks, packed = core.acquire(
-            owner, self._ids(keys), b"".join(key.chunk_hash for key in keys), self.loop.time() + 1e6
+            owner, keys[0].namespace.digest, b"".join(key.chunk_hash for key in keys), self.loop.time() + 1e6
         )
         self._check(keys[:chunks], packed)
         if chunks < len(keys):
@@ -209,9 +215,6 @@ class World:
             core.release(result.lease)
         self._check(keys[:chunks], packed)
         core.release(lease)
-
-    def _ids(self, keys: Sequence[ObjectKey]) -> bytes:
-        return array("I", [self.l1.namespace_id(keys[0].namespace)]).tobytes()
 
     def _check(self, keys: Sequence[ObjectKey], packed: bytes) -> None:
         """The invariant."""

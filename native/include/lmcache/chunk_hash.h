@@ -17,4 +17,7 @@ namespace lmcache {
 std::vector<std::byte> hash_chunks(std::span<const std::uint32_t> tokens, std::size_t chunk_tokens,
                                    std::span<const std::byte> parent, std::span<const std::byte> extras);
 
+// CBOR (RFC 8949) of each number, one after the other, in the shortest form; without the head of an array.
+std::vector<std::byte> cbor_numbers(std::span<const std::uint32_t> numbers);
+
 }  // namespace lmcache

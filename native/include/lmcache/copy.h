@@ -27,7 +27,7 @@ struct Runs {
 };
 
 struct CopyKernels {
-    const char* name;  // "avx512", "avx2", "neon" or "portable"
+    const char* name;  // "clmul", "avx512", "avx2", "neon" or "portable"
 
     // Copies the runs in order and advances the checksum over them. The source may change while it is read, by another
     // process: then the checksum is of bytes that were read no earlier than the bytes that were written, so that a

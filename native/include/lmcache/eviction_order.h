@@ -1,7 +1,8 @@
 // Who goes first when room is needed: the resident objects in one or several queues, each in the order of last use.
 //
 //   LRU          one queue
-//   IsolatedLRU  one queue a salt, each with a limit; the salt that has most of its limit gives first
+//   IsolatedLRU  one queue a salt, each with a limit; the salt that has most of its limit gives first. A salt that goes
+//                beyond its limit takes room from salts beyond theirs and from itself, never from one within its limit
 //   S3FIFO       `small` for what was never used again and `main` for what was, and a memory (ghosts) of what has gone.
 //                small gives first while it is above its share; the share follows the ghosts that come back, between
 //                scans (a small share protects what is reused) and plain LRU (a large one). Unlike the published
@@ -17,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "lmcache/fullest_first.h"
 #include "lmcache/ghosts.h"
 #include "lmcache/namespaces.h"
 #include "lmcache/object_pool.h"
@@ -56,23 +58,34 @@ public:
     // ---- decisions --------------------------------------------------------------------------------------------------
     // Who goes next, or kNoObject.
     std::uint32_t victim();
-    // Who goes next of those that share a limit with this namespace, or kNoObject.
-    std::uint32_t victim_of(std::uint32_t name_space);
-    // The next victim of the first salt from `salt` on that is above its limit, or kNoObject. Moves `salt` there.
-    std::uint32_t victim_above_limit(std::uint32_t& salt);
+    // Who goes next to make room for so much of that namespace, or kNoObject.
+    std::uint32_t victim_for(std::uint32_t name_space, std::uint32_t units);
+    // Salts that are above their limits and have something evictable.
+    std::vector<std::uint32_t> salts_above_limits() const;
+    // The next victim of that salt while it is above its limit, or kNoObject.
+    std::uint32_t victim_above_limit(std::uint32_t salt);
     // Whether making room for one may cost the other.
     bool may_go_together(std::uint32_t a, std::uint32_t b) const;
     // Whether `a` was used before `b`. The order holds beyond the wrap of the counter.
     bool is_older(std::uint32_t a, std::uint32_t b) const {
         return static_cast<std::int32_t>(objects_[a].last_use - objects_[b].last_use) < 0;
     }
-    std::uint64_t evictable_units() const { return evictable_units_; }
-    std::uint64_t evictable_units_of(std::uint32_t name_space) const;
+    // What `victim_for` can free at least.
+    std::uint64_t evictable_units_for(std::uint32_t name_space, std::uint32_t units) const;
 
     // ---- limits of salts, in force under IsolatedLRU ----------------------------------------------------------------
     bool has_limits() const { return policy_ == EvictionPolicy::kIsolatedLru; }
-    void set_limit(std::uint32_t salt, std::uint64_t units);
-    std::uint64_t limit_of(std::uint32_t name_space) const;
+    // What the salt had before.
+    std::uint64_t set_limit(std::uint32_t salt, std::uint64_t units);
+    std::uint64_t limit_of(std::uint32_t salt) const { return salt < queues_.size() ? queues_[salt].limit_units : 0; }
+    // To be told when what a salt takes has changed, and before its number stands for another one.
+    void usage_changed(std::uint32_t salt) {
+        if (has_limits()) weigh(salt);
+    }
+    // Whether the namespace's salt is beyond its limit with so much more.
+    bool would_exceed(std::uint32_t name_space, std::uint32_t units) const;
+    // What all salts together take beyond their limits.
+    std::uint64_t excess_units() const { return excess_units_; }
 
     bool evicts() const { return policy_ != EvictionPolicy::kNoop; }
     // What `small` may grow to is a part of this.
@@ -87,7 +100,10 @@ private:
         std::uint32_t oldest = kNoObject;
         std::uint64_t units = 0;  // of all its objects, linked or not
         std::uint64_t evictable_units = 0;
+        // Of a salt, as of the last `weigh`.
         std::uint64_t limit_units = 0;
+        std::uint64_t excess_units = 0;  // beyond the limit, staged and quarantined objects included
+        std::uint64_t evictable_excess_units = 0;
     };
     static constexpr std::size_t kSmall = 0;
     static constexpr std::size_t kMain = 1;
@@ -99,7 +115,8 @@ private:
     void unlink(std::uint32_t index);
     std::uint32_t oldest_evictable(Queue& queue);
     std::uint32_t s3_victim();
-    std::uint32_t fullest_salts_victim();
+    Fullness fullness(std::size_t salt, std::uint64_t more_units = 0) const;
+    void weigh(std::size_t salt);
     void learn(bool was_in_main, std::uint32_t units);
 
     EvictionPolicy policy_;
@@ -110,8 +127,9 @@ private:
     std::uint64_t evictable_units_ = 0;
     std::size_t residents_ = 0;
 
-    std::size_t fullest_ = 0;        // the salt that gives, and ...
-    std::size_t fullest_gives_ = 0;  // how often before it is looked for again
+    FullestFirst fullest_;  // salts that have something evictable
+    std::uint64_t excess_units_ = 0;
+    std::uint64_t evictable_excess_units_ = 0;
 
     Ghosts ghosts_;
     std::uint64_t room_units_ = 0;

@@ -18,7 +18,7 @@ namespace lmcache {
 
 struct FinishedBatch {
     std::uint64_t batch = 0;
-    std::vector<std::int64_t> results;  // bytes moved, file size (stat), 0 (unlink), or -1
+    std::vector<std::int64_t> results;  // bytes moved, file size (stat), 0 (unlink, remove_empty), or -1
     std::vector<std::int32_t> errors;   // errno where the result is -1, else 0
 };
 
@@ -47,8 +47,8 @@ public:
     int event_fd() const;
 
     // Writes memory to a new file at the temporary path, then renames. Missing parent folders are made, two levels
-    // deep. The access time of file i of a batch is i microseconds before its submission: recency with suffixes first
-    // to go.
+    // deep, and made again when another server removes them before the file is in them. The access time of file i of a
+    // batch is i microseconds before its submission: recency with suffixes first to go.
     std::uint64_t submit_write(std::vector<std::string> paths, std::vector<std::string> temporary_paths,
                                std::vector<std::uint64_t> addresses, std::vector<std::uint64_t> sizes);
 
@@ -64,6 +64,10 @@ public:
 
     std::uint64_t submit_stat(std::vector<std::string> paths);
     std::uint64_t submit_unlink(std::vector<std::string> paths);
+
+    // Removes each of these folders if nothing is in it, and then the one above it on the same condition. A folder that
+    // is gone already is no failure; ENOTEMPTY is one. What is being written is never lost by that: see submit_write.
+    std::uint64_t submit_remove_empty(std::vector<std::string> folders);
 
     std::vector<FinishedBatch> drain();
 

@@ -19,12 +19,13 @@ struct FolderScan {
     std::vector<std::uint64_t> sizes;   // the larger of length and room on the disk, in bytes
 
     std::vector<std::string> temporary;                            // paths of files with the name NAME.tmp
+    std::vector<std::string> empty;                                // folders without any entry
     std::vector<std::pair<std::string, std::int32_t>> unreadable;  // folders, and the errno
 };
 
 // Looks into each folder, not below it. An object is a regular file HASH.data in the folder that is named by the first
-// two of its 64 hex digits; everything else is left out. Files that vanish meanwhile are left out too. Throws
-// std::invalid_argument for a thread count out of range.
+// two of its 64 hex digits; everything else is left out. Files and folders that vanish meanwhile are left out too.
+// Throws std::invalid_argument for a thread count out of range.
 FolderScan scan_folders(const std::vector<std::string>& folders, unsigned threads);
 
 // Positions in the order of use, the youngest first, equal ones as they were.

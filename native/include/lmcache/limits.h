@@ -10,7 +10,6 @@ inline constexpr std::size_t kFrameHeaderBytes = 4096;
 inline constexpr std::size_t kChunkHashBytes = 32;
 inline constexpr std::size_t kDigestBytes = 32;
 inline constexpr std::uint64_t kNoSlot = ~std::uint64_t{0};
-inline constexpr std::size_t kMaxNamespaces = std::size_t{1} << 20;
 inline constexpr std::size_t kMaxObjectsPerCall = std::size_t{1} << 22;
 
 inline constexpr std::size_t kMaxNamespaceBytes = 2048;

@@ -33,6 +33,7 @@ struct alignas(64) Object {
     std::uint32_t readers;   // leases that hold it
     std::uint32_t last_use;  // position in the order of all uses; wraps around
     ObjectState state;
+    std::uint8_t cycle;  // of keeping limits, in which it became resident; wraps around
     bool temporary : 1;  // gone with its last lease
     bool linked : 1;     // in its eviction queue
     bool in_main : 1;    // S3FIFO: which queue that is

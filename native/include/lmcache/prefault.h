@@ -17,4 +17,9 @@ constexpr std::size_t kLargePageBytes = 2ULL << 20;
 // only, as new pages are charged to the caller; who maps it afterwards gets large pages without asking.
 int prefault(std::uintptr_t address, std::size_t size_bytes, std::size_t threads, bool large_pages = false);
 
+// The large pages alone, as far as the kernel agrees: safe where there may be no memory at all, which is then not made
+// by hand but refused. Where nothing was before this costs a small part of what it does once there are small pages,
+// which have to be copied and given back.
+void take_large_pages(std::uintptr_t address, std::size_t size_bytes, std::size_t threads);
+
 }  // namespace lmcache

@@ -80,7 +80,9 @@ public:
     // ---- namespaces -------------------------------------------------------------------------------------------------
     // A new id. `number`: its page on the device, or kUnnamed.
     std::uint32_t intern(std::span<const std::byte, kDigestBytes> digest, std::uint32_t number);
-    void set_number(std::uint32_t space, std::uint32_t number) { numbers_.at(space) = number; }
+    void set_number(std::uint32_t space, std::uint32_t number) { spaces_.at(space).number = number; }
+    // Ids of namespaces that have neither objects nor transfers under way. They are given to others from now on.
+    std::vector<std::uint32_t> take_unused_spaces();
 
     // ---- recovery: take_pages for all pages, add for what headers tell, then finish ---------------------------------
     // Pages of the table from `first` on. `spaces`: ids by namespace number, kUnnamed for unknown ones. `forget`:
@@ -165,7 +167,19 @@ private:
     template <typename T>
     using Zeroed = std::unique_ptr<T[], Free>;  // memory that was never written to takes no room
 
+    struct Space {
+        std::array<std::byte, kDigestBytes> digest;
+        std::uint32_t number;
+        std::uint32_t references;  // of claimed slots and of transfers under way
+        bool is_idle;              // it is in idle_spaces_
+        bool is_known;             // by the caller
+    };
+
     std::uint32_t check_slot(std::uint32_t slot) const;
+    void refer(std::uint32_t space) { ++spaces_[space].references; }
+    void release(std::uint32_t space);
+    void enter(RawBatch& batch, const RawKeys& keys, std::size_t position, std::uint32_t slot, std::uint64_t generation,
+               const Transfer& transfer);
     std::uint64_t hash_of(std::uint32_t slot) const;
     std::uint32_t find(std::uint32_t space, std::span<const std::byte, kChunkHashBytes> hash) const;
     void claim(std::uint32_t slot, std::uint32_t space, const RawEntry& entry);
@@ -190,8 +204,9 @@ private:
     KeyTable table_;                         // of claimed slots
     std::size_t objects_ = 0;
     std::uint64_t object_bytes_ = 0;
-    std::vector<std::array<std::byte, kDigestBytes>> digests_;  // by id
-    std::vector<std::uint32_t> numbers_;                        // by id
+    std::vector<Space> spaces_;  // by id
+    std::vector<std::uint32_t> idle_spaces_;
+    std::vector<std::uint32_t> unused_spaces_;
 
     NumberSet free_;
     std::vector<std::uint32_t> suspects_;  // free too, but they could not be written lately

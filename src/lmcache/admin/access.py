@@ -1,4 +1,5 @@
-"""Who may change the state of a server over HTTP: this host, or whoever has the admin token."""
+"""Who may change the state of a server over HTTP, and read the names of tenants: this host, or whoever has the admin
+token."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ def read_token(path: str) -> str:
 
 def why_refused(request: Request, token: str) -> str:
     """ "" when the request may change state, else the sentence to answer with."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and given:
-        if token and hmac.compare_digest(given.strip().encode(), token.encode()):
+    given = _given_token(request)
+    if given:
+        if _is_token(given, token):
             return ""
         return "The admin token is not the one in the server's --admin-token-file."
     if _from_this_host(request):
@@ -46,6 +47,23 @@ def why_refused(request: Request, token: str) -> str:
     if token:
         return "From another host this needs the header 'Authorization: Bearer TOKEN' with the server's admin token."
     return "From another host this needs an admin token, and the server was started without --admin-token-file."
+
+
+def may_read_salts(request: Request, token: str) -> bool:
+    """Others see digests of cache salts. Besides who may change state, the name by which this host was asked counts: a
+    page of another site can have its own name lead here, and its reads then look local."""
+    if given := _given_token(request):
+        return _is_token(given, token)
+    return _from_this_host(request) and is_loopback(request.url.hostname or "")
+
+
+def _given_token(request: Request) -> str:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
+
+
+def _is_token(given: str, token: str) -> bool:
+    return bool(token) and hmac.compare_digest(given.encode(), token.encode())
 
 
 def _from_this_host(request: Request) -> bool:

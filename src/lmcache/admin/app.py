@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from lmcache import __version__
-from lmcache.admin.access import why_refused
+from lmcache.admin.access import may_read_salts, why_refused
 from lmcache.admin.quota import QuotaResources
 from lmcache.admin.state import ServerState
 from lmcache.config import unbuilt
@@ -47,7 +47,7 @@ GET  /config           options in force, secrets hidden; /config/adapters: the L
 GET  /version
 GET  /loglevel         PUT {{"level": "DEBUG"}} changes it
 POST /cache/clear      {{"tier": "l1"}}, "l2" or "all"
-GET  /quota            what each cache salt may keep, and has
+GET  /quota            what each cache salt may keep, and has; salts are digests without the admin token, as in /metrics
 PUT  /quota/SALT       {{"limit_gb": 1.5}} sets it; GET shows one, DELETE removes it; _default is the empty salt
 """
 
@@ -132,7 +132,9 @@ class Resources:
             raise HTTPException(
                 404, "Metrics are off: the server was started with --disable-metrics or --disable-observability."
             )
-        return Response(await self.in_thread(self._state.metrics.exposition), media_type=EXPOSITION_TYPE)
+        hides_salts = not self.may_read_salts(request)
+        text = await self.in_thread(lambda: self._state.metrics.exposition(hides_salts=hides_salts))
+        return Response(text, media_type=EXPOSITION_TYPE)
 
     async def loglevel(self, request: Request) -> Response:
         if request.method == "PUT":
@@ -155,6 +157,9 @@ class Resources:
         objects, size_bytes = await self.in_thread(lambda: self._state.clear(tier))
         logger.info("Cleared %s by request: %d objects, %d bytes", tier, objects, size_bytes)
         return JSONResponse({"status": "ok", "ok": True, "tier": tier, "objects": objects, "bytes": size_bytes})
+
+    def may_read_salts(self, request: Request) -> bool:
+        return may_read_salts(request, self._token)
 
     async def change(self, request: Request, allowed: set[str]) -> dict[str, Any]:
         """The body of a request that changes state, once it is known that it may."""
@@ -226,7 +231,7 @@ def build_app(state: ServerState, token: str = "") -> Starlette:
         Route("/metrics", resources.metrics),
         Route("/loglevel", resources.loglevel, methods=["GET", "PUT"]),
         Route("/cache/clear", resources.clear, methods=["POST"]),
-        *QuotaResources(state, resources.in_thread, resources.change).routes(),
+        *QuotaResources(state, resources.in_thread, resources.change, resources.may_read_salts).routes(),
     ]
     every_method = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     routes += [Route(path, _unbuilt(*texts), methods=every_method) for path, texts in unbuilt.HTTP.items()]

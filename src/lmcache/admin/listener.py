@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,12 +16,12 @@ from lmcache.admin.access import read_token
 from lmcache.admin.app import build_app
 from lmcache.admin.state import ServerState
 from lmcache.errors import ResourceError
+from lmcache.transport.listening import listen
 
 logger = logging.getLogger("lmcache.admin")
 
 SILENCE_SECONDS = 10.0
 
-_BACKLOG = 128
 _MAX_CONNECTIONS = 256
 _START_SECONDS = 10.0
 _STOP_SECONDS = 5.0
@@ -31,35 +29,6 @@ _GRACE_SECONDS = 2
 
 _Scope = dict[str, Any]
 _App = Callable[[_Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
-
-
-def refuse_unusable(host: str, port: int) -> None:
-    """ResourceError where no port of the host can be listened on: it is not this one, or not known. Whether `port` is
-    free is seen when it is taken."""
-    bind(host, port, "--http-host", any_port=True).close()
-
-
-def bind(host: str, port: int, flag: str, *, any_port: bool = False) -> socket.socket:
-    """A listening socket, or ResourceError naming `flag`. `any_port` takes a free one in place of `port`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, 0 if any_port else port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ResourceError(
-            f"Cannot listen on {host}:{port}: {error.strerror or error}; choose another --http-host."
-        ) from None
-    listening = socket.socket(family, kind, protocol)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(_BACKLOG)  # here, so that a port in use is found before anything else starts
-    except OSError as error:
-        listening.close()
-        reason = "it is in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
-        raise ResourceError(f"Cannot listen on {host}:{port} because {reason}; choose another {flag}.") from None
-    listening.setblocking(False)
-    return listening
 
 
 class _Server(uvicorn.Server):
@@ -75,23 +44,34 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Closes connections on which no new request has come for a while. uvicorn would wait for ever for the end of a
-    header, so that a few hundred silent connections could keep every health check out."""
+    """Closes connections on which no new request has come, and nothing of an answer has left, for a while. uvicorn
+    would wait for ever for the end of a header or for a client to take its answer, so that a few hundred such
+    connections could keep every health check out."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= 2 * _MAX_CONNECTIONS:  # beyond one time of them requests are refused
+            transport.abort()
+            return
         super().connection_made(transport)
-        self._last_seen: object = self.cycle
+        self._last_seen = self._progress()
         self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        if hasattr(self, "_last_seen"):
+            super().connection_lost(exc)
+
+    def _progress(self) -> tuple[object, int]:
+        return self.cycle, self.transport.get_write_buffer_size()
+
     def _close_if_silent(self) -> None:
-        if self.transport.is_closing():
-            return
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if self.cycle is self._last_seen and not answering:
-            self.transport.close()
-            return
-        self._last_seen = self.cycle
-        self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
+        progress = self._progress()
+        unsent_bytes = progress[1]
+        computing = self.cycle is not None and not self.cycle.response_complete and not unsent_bytes
+        if progress == self._last_seen and not computing:
+            self.transport.abort()  # `close` would wait for what is unsent
+        elif self in self.connections:
+            self._last_seen = progress
+            self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
 
 
 class HttpListener:
@@ -101,12 +81,12 @@ class HttpListener:
         config = state.config
         self._state = state
         token = read_token(config.admin_token_file)
-        self._sockets = [bind(config.http_host, config.http_port, "--http-port")]
+        self._sockets = [listen(config.http_host, config.http_port, "--http-port")]
         self.http_port: int = self._sockets[0].getsockname()[1]
         self.prometheus_port: int | None = None
         if config.metrics_enabled:
             try:
-                self._sockets.append(bind(config.http_host, config.prometheus_port, "--prometheus-port"))
+                self._sockets.append(listen(config.http_host, config.prometheus_port, "--prometheus-port"))
             except ResourceError:
                 self.close()
                 raise

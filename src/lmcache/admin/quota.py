@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lmcache.admin.state import ServerState
+from lmcache.core.key import salt_digest
 from lmcache.core.limits import GIB, MAX_NAME_BYTES, MAX_QUOTA_GB
 from lmcache.l1.quota import Quota
 from lmcache.l1.quota_file import DEFAULT_SALT
@@ -23,11 +24,14 @@ class QuotaResources:
         state: ServerState,
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         change: Callable[[Request, set[str]], Awaitable[dict[str, Any]]],
+        may_read_salts: Callable[[Request], bool],
     ) -> None:
-        """`change` reads the body of a request that may change state, or raises HTTPException."""
+        """`change` reads the body of a request that may change state, or raises HTTPException. To whom
+        `may_read_salts` is False salts are shown as digests."""
         self._state = state
         self._in_thread = in_thread
         self._change = change
+        self._may_read_salts = may_read_salts
 
     def routes(self) -> list[Route]:
         return [
@@ -36,10 +40,9 @@ class QuotaResources:
         ]
 
     async def every(self, request: Request) -> Response:
-        quotas = await self._in_thread(self._state.quotas.all)
-        return JSONResponse(
-            {"quotas": [_shown(quota) for quota in quotas], "enforced": self._state.quotas.enforced},
-        )
+        quotas, name = await self._in_thread(self._state.quotas.all), self._naming(request)
+        shown = sorted((_shown(quota, name) for quota in quotas), key=lambda one: str(one["cache_salt"]))
+        return JSONResponse({"quotas": shown, "enforced": self._state.quotas.enforced})
 
     async def one(self, request: Request) -> Response:
         name = request.path_params["cache_salt"]
@@ -57,7 +60,10 @@ class QuotaResources:
             quota = await self._in_thread(lambda: quotas.delete(salt))
         else:
             quota = await self._in_thread(lambda: quotas.get(salt))
-        return JSONResponse({**_shown(quota), "enforced": quotas.enforced})
+        return JSONResponse({**_shown(quota, self._naming(request)), "enforced": quotas.enforced})
+
+    def _naming(self, request: Request) -> Callable[[str], str]:
+        return str if self._may_read_salts(request) else salt_digest
 
 
 def _limit_bytes(body: dict[str, Any]) -> int:
@@ -69,9 +75,9 @@ def _limit_bytes(body: dict[str, Any]) -> int:
     return int(limit * GIB)
 
 
-def _shown(quota: Quota) -> dict[str, Any]:
+def _shown(quota: Quota, name: Callable[[str], str]) -> dict[str, Any]:
     return {
-        "cache_salt": quota.cache_salt or DEFAULT_SALT,
+        "cache_salt": name(quota.cache_salt) or DEFAULT_SALT,
         "limit_gb": quota.limit_bytes / GIB,
         "current_usage_gb": quota.usage_bytes / GIB,
         "exists": quota.exists,

@@ -73,6 +73,7 @@ class Engine:
         self.source.map[:] = random.Random(1).randbytes(1 << 12) * (chunks * payload_bytes // (1 << 12))
         self.target = Region(chunks * payload_bytes)
         memory = client.memory
+        memory.map_ahead()
         self._copier = _native.PagedCopier(memory.address, memory.size_bytes, copy_threads)
         self._group_in = self._add_group(self.source)
         self._group_out = self._add_group(self.target)

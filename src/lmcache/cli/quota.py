@@ -13,17 +13,18 @@ from lmcache.config.values import Number
 from lmcache.core.limits import MAX_QUOTA_GB
 
 _ABOUT = {
-    "set": "Sets how much the objects of one cache salt may take in L1 under --eviction-policy IsolatedLRU.",
+    "set": "Sets how much the objects of one cache salt may keep in L1 under --eviction-policy IsolatedLRU.",
     "get": "Shows the quota of one cache salt and what it takes in L1.",
     "list": "Shows every cache salt that has a quota or takes room in L1.",
     "delete": "Removes the quota of one cache salt. Under IsolatedLRU nothing of it is kept from then on.",
 }
 _CHANGES = f" From another host the server's admin token is needed, in {TOKEN_VARIABLE}."
+_SHOWS = f" From another host without the server's admin token in {TOKEN_VARIABLE} salts are shown as digests."
 
 
 def run(argv: Sequence[str]) -> int:
     verb = argv[0]
-    arguments = Arguments(f"quota {verb}", _ABOUT[verb] + (_CHANGES if verb in ("set", "delete") else ""))
+    arguments = Arguments(f"quota {verb}", _ABOUT[verb] + (_CHANGES if verb in ("set", "delete") else _SHOWS))
     if verb != "list":
         arguments.add_argument("cache_salt", help="the salt; _default is the empty one")
     if verb == "set":

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from lmcache.cli.arguments import Arguments
-from lmcache.errors import ConfigError
-from lmcache.telemetry.line_writer import LineWriter
-from lmcache.telemetry.logs import LEVEL_VARIABLE, configure_logs, level_from
+from lmcache.stop_signals import StopSignals
 
 logger = logging.getLogger("lmcache.server")
 
@@ -20,20 +17,31 @@ logger = logging.getLogger("lmcache.server")
 def run(argv: Sequence[str]) -> int:
     rest = list(argv)
     if "--help" in rest or "-h" in rest:
+        import shutil
+
         from lmcache.config.help import server_help
 
         print(server_help(shutil.get_terminal_size().columns), end="")
         return 0
-    own, options = Arguments("server", "").read_own(rest)  # --format is for errors, which cli/main.py prints
-    if own.output:
-        raise ConfigError("lmcache server has no results to write: --output cannot be used.")
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if own.quiet else sys.stdout):
-        return _serve(options)
+    # Before anything else is imported: a stop that is asked for from now on is not lost.
+    with contextlib.closing(StopSignals()) as signals:
+        from lmcache.cli.arguments import Arguments
+        from lmcache.errors import ConfigError
+
+        own, options = Arguments("server", "").read_own(rest)
+        if own.output:
+            raise ConfigError("lmcache server has no results to write: --output cannot be used.")
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if own.quiet else sys.stdout):
+            return _serve(options, signals, as_json=own.format == "json")
 
 
-def _serve(options: Sequence[str]) -> int:
-    from lmcache.server import Server  # here, so that --help is quick
+def _serve(options: Sequence[str], signals: StopSignals, *, as_json: bool) -> NoReturn:
+    """Ends the process, unless ConfigError or ResourceError tells that nothing was begun."""
+    from lmcache.cli.main import guarded
+    from lmcache.server import Server
     from lmcache.startup import plan
+    from lmcache.telemetry.line_writer import LineWriter
+    from lmcache.telemetry.logs import LEVEL_VARIABLE, configure_logs, level_from
 
     planned = plan(options, os.environ)
     config = planned.config
@@ -45,5 +53,14 @@ def _serve(options: Sequence[str]) -> int:
     )
     for sentence in planned.notes:
         logger.warning("%s", sentence)
-    exit_code: int = Server(config, planned.adapters).run()
-    return exit_code
+    server = Server(config, planned.adapters, planned.store_policy, planned.prefetch_policy)
+    _end(guarded(lambda: server.run(signals), as_json=as_json))
+
+
+def _end(exit_code: int) -> NoReturn:
+    """The interpreter would wait for the threads of every pool, and some may hang in a backend or in the kernel."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(exit_code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,8 @@ Registration = RegisterInstance | RegisterWorker
 _RegistrationKey = tuple[str, int]
 
 _FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 0.25  # while nobody answers: what a restarted server waits for its engines
+_REFUSED_PAUSE_SECONDS = 1.0  # while somebody answers whom this client cannot use
 _CONTROL_TIMEOUT_SECONDS = 2.0  # hello, ping, register: the server answers these whatever else it does
 _CLOSE_TIMEOUT_SECONDS = 0.5
 _SCHEDULER_SIDE = -1
@@ -98,6 +100,7 @@ class Client:
         self._owners: dict[_RegistrationKey, int] = {}
         self._locked: dict[_RegistrationKey, int] = {}  # the keeper's: owner bytes held in the present memory
         self._refused: dict[_RegistrationKey, LMCacheError] = {}
+        self._process = os.urandom(16)
         self._transfer_said = self._refusal_said = ""
         self._beat_now = False
         self._closing = False
@@ -160,10 +163,13 @@ class Client:
         return self._owners.get((instance_id, worker_id))
 
     def submit(self, method: str, message: Message, timeout_seconds: float) -> Pending[Any]:
-        """Sends a call and returns at once. ServerUnavailable at once while the server is known to be away."""
-        connection = self._ready
+        """Sends a call and returns at once. ServerUnavailable at once while the server is known to be away, or refuses
+        to register this client: the name that the call is made in may be somebody else's."""
+        connection, refused = self._ready, self._refused
         if connection is None:
             raise ServerUnavailable(self._reason)
+        if refused:
+            raise ServerUnavailable(str(next(iter(refused.values()), "")))
         return connection.submit(method, message, METHODS[method][1], timeout_seconds)
 
     def call(self, method: str, message: Message, timeout_seconds: float) -> Any:
@@ -210,11 +216,11 @@ class Client:
                 self._become_unavailable(str(error), None)
             except LMCacheError as error:
                 self._become_unavailable(str(error), error)
-                pause_seconds = _LONGEST_PAUSE_SECONDS
+                pause_seconds = _REFUSED_PAUSE_SECONDS
             except Exception as error:
                 log.exception("The LMCache client failed and tries again")
                 self._become_unavailable(f"The LMCache client failed: {error}.", None)
-                pause_seconds = _LONGEST_PAUSE_SECONDS
+                pause_seconds = _REFUSED_PAUSE_SECONDS
             finally:
                 self._current = None
                 connection.close()
@@ -241,8 +247,6 @@ class Client:
         transfer = agree(hello, self._wanted) if self._map_memory else None
         self._say_transfer(transfer)
         memory = transfer.memory if transfer is not None else None
-        if memory is not None:
-            memory.map_ahead()  # otherwise the first store and the first hit pay for it
         former_hello, former_memory = self.hello, self.memory
         former_transfer = self._transfer
         self.hello, self.memory, self._transfer = hello, memory, transfer
@@ -276,9 +280,9 @@ class Client:
                 if key not in self._owners and (retry_refused or key not in self._refused)
             }
         for key, registration in missing.items():
-            method, message = "register_instance", registration
-            if isinstance(registration, RegisterWorker):
-                method, message = "register_worker", self._with_transfer(registration)
+            method, message = "register_instance", msgspec.structs.replace(registration, process=self._process)
+            if isinstance(message, RegisterWorker):
+                method, message = "register_worker", self._with_transfer(message)
             try:
                 reply = connection.submit(method, message, RegisterReply, _CONTROL_TIMEOUT_SECONDS).result()
             except RemoteError as error:

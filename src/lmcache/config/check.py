@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from lmcache.config.spec import ServerConfig, flag
-from lmcache.core.address import bind_endpoint, socket_path
+from lmcache.core.address import listening_host, socket_path
 from lmcache.errors import ConfigError
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -51,7 +51,7 @@ def _names(config: ServerConfig) -> Iterator[Conflict]:
             f"digit, got {config.shm_name!r}.",
         )
     try:
-        bind_endpoint(config.host, config.port)
+        listening_host(config.host)
     except ConfigError as refusal:
         yield {"host"}, str(refusal)
     host = config.http_host

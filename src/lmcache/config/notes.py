@@ -73,15 +73,15 @@ def _limits_salts(config: ServerConfig) -> bool:
 
 
 def _odd(config: ServerConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    if config.eviction_policy == "noop" and config.l2_store_policy != "skip_l1":
+    if config.eviction_policy == "noop" and config.l2_store_policy == "default":
         yield (
             "With --eviction-policy noop and --l2-store-policy default nothing ever leaves L1: once it is full, new "
             "chunks are not cached."
         )
     if config.eviction_policy == "IsolatedLRU" and config.l1_persist and not config.quota_file:
         yield (
-            "--l1-persist without --quota-file starts without quotas: the first one that is set drops what L1 kept of "
-            "every other cache salt."
+            "--l1-persist without --quota-file starts without quotas: what L1 kept is evicted within seconds, unless "
+            "its cache salt is given a quota before."
         )
     if config.hash_algorithm == "builtin" and not environ.get("PYTHONHASHSEED", "").isdigit():
         yield (

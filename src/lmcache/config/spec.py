@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache.config import unbuilt
-from lmcache.config.values import Choice, JsonObject, Kind, Listed, Number, Switch, Text, Whole
+from lmcache.config.values import Choice, JsonObject, Kind, Listed, Number, Policy, Switch, Text, Whole
 from lmcache.core.address import socket_path
 from lmcache.core.limits import FRAME_ALIGN_BYTES, GIB, MAX_TOKENS_PER_SESSION
 
@@ -46,6 +46,9 @@ _PORT = Whole(minimum=0, maximum=65535, shown_as="PORT")
 _GB = "GB"
 _FRACTION = Number(above=0, maximum=1, shown_as="FRACTION")
 _ADAPTER_EXAMPLE = '{"type": "fs_native", "base_path": "/data/lmcache"}'
+
+STORE_POLICY_ENTRY_POINTS = "lmcache.store_policies"
+PREFETCH_POLICY_ENTRY_POINTS = "lmcache.prefetch_policies"
 
 ADAPTER_KIND = JsonObject(required_key="type", example=_ADAPTER_EXAMPLE)
 
@@ -165,14 +168,15 @@ class ServerConfig:
         ),
     )
     l2_store_policy: str = _option(
-        Choice(("default", "skip_l1")),
+        Policy(("default", "skip_l1"), STORE_POLICY_ENTRY_POINTS),
         "default",
-        "default stores to every adapter and keeps L1; skip_l1 drops from L1 what every adapter holds",
+        "default stores to every adapter and keeps L1; skip_l1 drops from L1 what is stored, and keeps what is not as "
+        "long as there is room; or a class of your own",
     )
     l2_prefetch_policy: str = _option(
-        Choice(("default", "retain")),
+        Policy(("default", "retain"), PREFETCH_POLICY_ENTRY_POINTS),
         "default",
-        "what L2 gave back leaves L1 after its use (default) or stays (retain)",
+        "what L2 gave back leaves L1 after its use (default) or stays (retain); or a class of your own",
     )
     l2_prefetch_max_in_flight: int = _option(
         Whole(unit="requests", minimum=1, maximum=4096), 8, "how many requests may load from L2 at once"

@@ -162,6 +162,38 @@ class Choice:
         return str(value)
 
 
+_OUTSIDE = re.compile(r"[^:]+:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One of `choices`, an entry point of the group `entry_points` that an installed package has, or MODULE:CLASS. What
+    the last two name is imported by those who use it."""
+
+    choices: tuple[str, ...]
+    entry_points: str
+
+    @property
+    def placeholder(self) -> str:
+        return "{" + ",".join((*self.choices, "MODULE:CLASS")) + "}"
+
+    def parse(self, given: object) -> str:
+        allowed = f"one of {', '.join(self.choices)}, an entry point of {self.entry_points} or MODULE:CLASS"
+        if not isinstance(given, str):
+            raise ValueError(f"must be {allowed}, got {given!r}")
+        if given in self.choices or _OUTSIDE.fullmatch(given):
+            return given
+        from importlib import metadata  # only where a name is none of ours
+
+        installed = [point.name for point in metadata.entry_points(group=self.entry_points)]
+        if given not in installed:
+            raise ValueError(f"must be {allowed}, got {given!r}{did_you_mean(given, [*self.choices, *installed])}")
+        return given
+
+    def show(self, value: object) -> str:
+        return str(value)
+
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 

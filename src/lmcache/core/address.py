@@ -1,4 +1,4 @@
-"""Turns what people write as host and port into what ZMQ binds and connects: `tcp://host:port` or `ipc:///path`."""
+"""Turns what people write as host and port into an address to listen at or to connect to: `tcp://host:port` or `ipc:///path`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), without its end
 _IPC = "ipc"
 
 
-def bind_endpoint(host: str, port: int) -> str:
-    """`host` is what --host takes. `localhost` means the loopback interface, never more. Port 0 lets the kernel
-    choose. ConfigError names the rule that an address breaks."""
+def listening_host(host: str) -> str:
+    """`host` is what --host takes: a host name or an address, which is returned, or ipc:// and a path, in canonical
+    form. `localhost` means the loopback interface, never more. ConfigError names the rule that it breaks."""
     scheme, rest = _scheme(host)
     if scheme == _IPC:
         return f"ipc://{_socket_path(f'--host {host}', rest)}"
     if scheme != "tcp" or not rest or "/" in rest or any(letter.isspace() for letter in rest):
         raise ConfigError(f"--host must be a host name, an address, or ipc:// and a path, got {host!r}.")
-    return f"tcp://{_bracketed(LOOPBACK if rest == 'localhost' else rest)}:{port or '*'}"
+    return LOOPBACK if rest == "localhost" else rest
 
 
 def connect_endpoint(url: str, port: int | None = None) -> str:
@@ -37,7 +37,11 @@ def connect_endpoint(url: str, port: int | None = None) -> str:
         port = int(written_port)
     if not host or port is None or not 0 < port < 65536:
         raise ConfigError(f"The server address {url!r} needs a host and a port from 1 to 65535.")
-    return f"tcp://{_bracketed(LOOPBACK if host == 'localhost' else host)}:{port}"
+    return tcp_endpoint(LOOPBACK if host == "localhost" else host, port)
+
+
+def tcp_endpoint(host: str, port: int) -> str:
+    return f"tcp://{_bracketed(host)}:{port}"
 
 
 def socket_path(endpoint: str) -> str:

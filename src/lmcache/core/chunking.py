@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from lmcache import _native
+from lmcache.core.chunk_links import LINKS
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import ConfigError
 
 _TOKEN_BYTES = 4
 _NO_EXTRA = bytes(CHUNK_HASH_BYTES)
 
-# parent hash, tokens of one chunk, extra identity of that chunk or None -> hash, 32 bytes
-_Link = Callable[[bytes, tuple[int, ...], "bytes | None"], bytes]
-
-
-def _sha256_cbor_link(parent: bytes, tokens: tuple[int, ...], extra: bytes | None) -> bytes:
-    import cbor2  # only where this algorithm is configured
-
-    return hashlib.sha256(cbor2.dumps((parent, tokens, extra))).digest()
-
-
-def _builtin_link(parent: bytes, tokens: tuple[int, ...], extra: bytes | None) -> bytes:
-    """Four of the interpreter's 64-bit hashes, told apart by a number, because one alone collides too easily."""
-    return struct.pack("<4q", *(hash((part, parent, tokens, extra)) for part in range(4)))
-
-
-_LINKS: dict[str, _Link] = {"builtin": _builtin_link, "sha256_cbor": _sha256_cbor_link}
-ALGORITHMS = ("blake3", *sorted(_LINKS))
+ALGORITHMS = ("blake3", *sorted(LINKS))
 
 
 class ChunkHasher:
@@ -42,7 +26,7 @@ class ChunkHasher:
             raise ConfigError(f"A chunk of {chunk_tokens} tokens is not possible: use at least 1.")
         self.algorithm = algorithm
         self.chunk_tokens = chunk_tokens
-        self._link = _LINKS.get(algorithm)
+        self._link = LINKS.get(algorithm)
 
     def root(self, identity: bytes) -> bytes:
         """The parent of a first chunk. `identity` is what must match for a whole request beside its tokens."""
@@ -62,19 +46,20 @@ class ChunkHasher:
         """
         chunk_bytes = self.chunk_tokens * _TOKEN_BYTES
         count = memoryview(tokens).nbytes // chunk_bytes
-        by_chunk = {chunk: extra for chunk, extra in (extras or {}).items() if extra != _NO_EXTRA}
-        for chunk, extra in by_chunk.items():
+        packed = bytearray(count * CHUNK_HASH_BYTES) if extras else bytearray()
+        for chunk, extra in (extras or {}).items():
             if not 0 <= chunk < count or len(extra) != CHUNK_HASH_BYTES:
                 raise ValueError(f"the extra of chunk {chunk} must be 32 bytes for a chunk from 0 to {count - 1}")
+            packed[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES] = extra
         if self._link is None:
-            packed = b"".join(by_chunk.get(chunk, _NO_EXTRA) for chunk in range(count)) if by_chunk else b""
             return _native.hash_chunks(tokens, self.chunk_tokens, parent, packed)
         if len(parent) != CHUNK_HASH_BYTES:
             raise ValueError("parent must be 32 bytes")
         hashes = []
-        raw = memoryview(tokens).cast("B")
+        packed_tokens = bytes(tokens)
         for chunk in range(count):
-            chunk_tokens = struct.unpack_from(f"<{self.chunk_tokens}I", raw, chunk * chunk_bytes)
-            parent = self._link(parent, chunk_tokens, by_chunk.get(chunk))
+            chunk_tokens = packed_tokens[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
+            extra = bytes(packed[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES])
+            parent = self._link(parent, chunk_tokens, b"" if extra == _NO_EXTRA else extra)
             hashes.append(parent)
         return b"".join(hashes)

@@ -47,6 +47,11 @@ class Namespace(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
         return hashlib.sha256(self.encode()).digest()
 
 
+def salt_digest(cache_salt: str) -> str:
+    """What stands for a cache salt where it is not to be read: the same on every server. "" stays what it is."""
+    return f"salt-{hashlib.sha256(cache_salt.encode()).hexdigest()[:12]}" if cache_salt else ""
+
+
 class ObjectKey(NamedTuple):
     """Names one object on any tier. `chunk_hash` is 32 bytes and stands for the chunk and all tokens before it."""
 

@@ -9,20 +9,31 @@ FRAME_HEADER_BYTES = 4096
 FRAME_ALIGN_BYTES = 4096
 
 # protocol
-MAX_MESSAGE_BYTES = 64 * MIB
+MAX_MESSAGE_BYTES = 20 * MIB  # of a call or an answer, over all its frames
+MAX_UNFINISHED_BYTES = 256 * MIB  # of messages that have begun to arrive, of all connections
+MAX_UNSENT_BYTES = GIB  # of answers that clients do not take, of all connections
+MAX_UNSENT_BYTES_PER_CONNECTION = 64 * MIB
+MAX_CONNECTIONS = 4096
+BOOT_TOKEN_BYTES = 16
 MAX_TOKENS_PER_SESSION = 4 * MIB  # 16 MiB of uint32
 MAX_CHUNKS_PER_CALL = 16_384
 MAX_OBJECT_GROUPS = 64
+MAX_SLOTS_PER_CALL = MAX_CHUNKS_PER_CALL * MAX_OBJECT_GROUPS  # chunks times namespaces
 MAX_WORLD_SIZE = 1024
 MAX_TENSORS = 1024  # that a worker describes
 MAX_TENSOR_DIMENSIONS = 16
 MAX_DTYPE_CHARACTERS = 64
 MAX_NAMESPACES_PER_TENANT = 4096  # ranks x object groups of one instance
 MAX_NAME_BYTES = 512  # model names, salts, request ids
+MAX_TRANSFER_MODES = 16  # that a server offers
 MAX_INSTANCES = 1024
 MAX_SESSIONS_PER_INSTANCE = 8192
-MAX_SESSION_BYTES = GIB  # chunk hashes and unhashed tokens of all sessions
+MAX_SESSION_BYTES = GIB  # of all sessions; each instance has an equal share that others cannot take
+SESSION_BASE_BYTES = 1024  # that a session takes beside its names, hashes, tokens, extras and slots
+MAX_IDENTITY_BYTES = 4096
+MAX_EXTRAS_PER_SESSION = 16_384
 MAX_RESERVATIONS_PER_WORKER = 4096
+MAX_RESERVATION_BYTES_PER_WORKER = 64 * MIB  # their chunk hashes and offsets
 MAX_OBJECT_BYTES = 4 * GIB
 MAX_CALLS_IN_FLIGHT_PER_CLIENT = 4096
 MAX_NOTICES_OWED = 16_384  # unconfirmed releases and ends of sessions of one engine
@@ -51,7 +62,8 @@ L2_STORE_BATCH_BYTES = 64 * MIB  # a batch ends at the object that goes beyond
 L2_LOAD_BATCH_BYTES = 16 * MIB  # small enough that one is verified while the next is read
 L2_STORE_BATCHES_IN_FLIGHT = 2  # an adapter
 MAX_L2_STORE_QUEUE_OBJECTS = 65_536
-MAX_L2_PREFETCH_BYTES_IN_FLIGHT = 4 * GIB
+MAX_L2_UNSTORED_OBJECTS = 65_536  # that no adapter took and that L1 keeps under skip_l1; the oldest are given up
+MAX_L2_PREFETCH_BYTES_IN_FLIGHT = 4 * GIB  # what is given up does not count: L2_MAX_READS_IN_FLIGHT bounds it
 L2_DEFAULT_TIMEOUT_SECONDS = 30.0
 L2_RETRIES = 2
 L2_BREAKER_FAILURES = 5
@@ -67,6 +79,9 @@ MAX_PREFETCHES_WAITING = 4096
 # tenants
 MAX_QUOTAS = 65_536
 MAX_QUOTA_GB = 1 << 20
+MAX_SALTS_NAMED = 1024  # in the log, for going beyond their quotas
+MAX_TENANTS_KEPT_PER_INSTANCE = 1024  # salts whose namespaces are at hand; those of others are made again
+MAX_NAMESPACES_KEPT_PER_INSTANCE = 16_384  # of those salts, for each rank and for all ranks together
 
 # telemetry
 MAX_LOG_LINES_WAITING = 10_000
@@ -75,6 +90,10 @@ MAX_LOG_LINES_WAITING = 10_000
 HEARTBEAT_MISSES_BEFORE_LOST = 2
 
 assert FRAME_HEADER_BYTES % FRAME_ALIGN_BYTES == 0
-assert MAX_TOKENS_PER_SESSION * 4 < MAX_MESSAGE_BYTES
+assert MAX_TOKENS_PER_SESSION * 4 + MAX_EXTRAS_PER_SESSION * 64 + MAX_IDENTITY_BYTES + MIB < MAX_MESSAGE_BYTES
+assert MAX_SLOTS_PER_CALL * 8 + MAX_CHUNKS_PER_CALL * 32 + MIB < MAX_MESSAGE_BYTES
+assert MAX_MESSAGE_BYTES * 2 < MAX_UNSENT_BYTES_PER_CONNECTION < MAX_UNSENT_BYTES
+assert MAX_SLOTS_PER_CALL * 8 + MAX_CHUNKS_PER_CALL * 32 < MAX_RESERVATION_BYTES_PER_WORKER
+assert MAX_NAMESPACES_PER_TENANT <= MAX_NAMESPACES_KEPT_PER_INSTANCE
 assert FRAME_HEADER_BYTES < MAX_PAYLOAD_PART_BYTES < MAX_MESSAGE_BYTES
 assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_WORKER // 2 <= MAX_PAYLOAD_BYTES

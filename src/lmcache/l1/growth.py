@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmcache._native import L1Core
@@ -27,6 +28,7 @@ logger = logging.getLogger("lmcache.l1")
 
 # After the machine refused memory, L1 lives with what it has for a while before it asks again.
 _RETRY_SECONDS = 10.0
+_STOP_SECONDS = 5.0
 
 
 class GrowingCore(L1Core):
@@ -42,6 +44,7 @@ class GrowingCore(L1Core):
         self._clock = clock
         # In the background, half of the processors stay with the engines.
         self._threads = max(1, min(MAX_PREFAULT_THREADS, (os.cpu_count() or 1) // 2))
+        self._resumed_bytes = 0  # what a former life committed, in pages of whatever size
         self._touched_bytes = 0  # by the background, from the start
         self._target_bytes = 0  # what the background is to commit at least, whatever is used
         self._is_complete = False
@@ -54,7 +57,8 @@ class GrowingCore(L1Core):
     def resume(self) -> int:
         """Goes on with the memory that a former life committed; the bytes of it that are for slots."""
         self._commit(0)
-        return self.stats()["committed_bytes"]
+        self._resumed_bytes = self.stats()["committed_bytes"]
+        return self._resumed_bytes
 
     def start(self, init_bytes: int) -> None:
         """Commits a first step at once and, in the background, `init_bytes` and later whatever use asks for.
@@ -66,26 +70,43 @@ class GrowingCore(L1Core):
         self._grower = threading.Thread(target=self._grow_in_background, name="l1-grower", daemon=True)
         self._grower.start()
 
-    def commit_all(self) -> None:
-        """Commits the whole capacity and touches every page, before it returns. ResourceError if it cannot be had."""
-        self._commit(self._capacity_bytes)
-        self._memory.prefault(0, self._memory.size_bytes, MAX_PREFAULT_THREADS)
+    def commit_all(self, go_on: Callable[[], object] = lambda: None) -> None:
+        """Commits the whole capacity and touches every page, before it returns. ResourceError if it cannot be had.
+        `go_on` is called between steps; what it raises ends this."""
+        end_bytes = 0
+        while end_bytes < self._capacity_bytes:
+            go_on()
+            end_bytes = min(end_bytes + L1_GROW_INLINE_BYTES, self._capacity_bytes)
+            self._commit(end_bytes)
+        begin, size_bytes = 0, self._memory.size_bytes
+        while begin < size_bytes:
+            go_on()
+            step_bytes = min(L1_GROW_INLINE_BYTES, size_bytes - begin)
+            self._memory.prefault(begin, step_bytes, MAX_PREFAULT_THREADS, large_pages=begin < self._resumed_bytes)
+            begin += step_bytes
 
     def stop(self) -> None:
-        """Ends the background; what is committed stays. Returns when its current step has ended. Idempotent."""
+        """Ends the background; what is committed stays. Waits for its current step, for a while. Idempotent."""
         self._is_stopping = True
         self._wake.set()
         if self._grower is not None:
-            self._grower.join()
+            self._grower.join(_STOP_SECONDS)
 
     def reserve(
-        self, owner: int, namespaces: Buffer, sizes: Buffer, hashes: Buffer, deadline: float, wanted: Buffer = b""
+        self,
+        owner: int,
+        namespaces: Buffer,
+        salt: str,
+        sizes: Buffer,
+        hashes: Buffer,
+        deadline: float,
+        wanted: Buffer = b"",
     ) -> tuple[int, bytes, int]:
         if self._is_complete:
-            return super().reserve(owner, namespaces, sizes, hashes, deadline, wanted)
+            return super().reserve(owner, namespaces, salt, sizes, hashes, deadline, wanted)
         frame_bytes = sum(memoryview(bytes(sizes)).cast("Q")) if len(sizes) % 8 == 0 else 0
         left_bytes = self._make_room(frame_bytes * (len(hashes) // 32))
-        reserved = super().reserve(owner, namespaces, sizes, hashes, deadline, wanted)
+        reserved = super().reserve(owner, namespaces, salt, sizes, hashes, deadline, wanted)
         if left_bytes < L1_HEADROOM_BYTES:
             self._wake.set()
         return reserved
@@ -104,7 +125,7 @@ class GrowingCore(L1Core):
 
     def _commit(self, committed_bytes: int) -> None:
         try:
-            self._memory.grow(self._first_offset + committed_bytes)
+            self._memory.grow(self._first_offset + committed_bytes, self._threads)
             self._is_refused = False
         finally:  # as far as it went
             reached_bytes = min(self._memory.committed_bytes - self._first_offset, self._capacity_bytes)
@@ -120,8 +141,10 @@ class GrowingCore(L1Core):
 
     def _grow_in_background(self) -> None:
         try:
-            while not self._is_stopping and self._touched_bytes < self._capacity_bytes:
+            while self._touched_bytes < self._capacity_bytes:
                 self._wake.clear()
+                if self._is_stopping:  # looked at after `clear`: `stop` sets both
+                    return
                 if not self._grow_a_step():
                     self._wake.wait(_RETRY_SECONDS)
         except Exception:
@@ -141,13 +164,15 @@ class GrowingCore(L1Core):
             if self._clock.monotonic() < self._refused_until:
                 return False
             try:
-                self._memory.grow(self._first_offset + end_bytes)
+                self._memory.grow(self._first_offset + end_bytes, self._threads)
             except ResourceError as error:
                 self._remember_refusal(error)
                 return False
         # Touched before it is handed out: the first writer of a page would otherwise wait for its clearing.
         begin = self._first_offset + self._touched_bytes if self._touched_bytes else 0
-        self._memory.prefault(begin, self._first_offset + end_bytes - begin, self._threads)
+        size_bytes = self._first_offset + end_bytes - begin
+        is_former = self._touched_bytes < self._resumed_bytes
+        self._memory.prefault(begin, size_bytes, self._threads, large_pages=is_former)
         self._touched_bytes = end_bytes
         self._commit(end_bytes)
         return True

@@ -69,17 +69,15 @@ class Quotas:
             self._file.write(limits)
 
     def get(self, salt: str) -> Quota:
-        usage = dict(self._core.salt_usage())
-        return Quota(salt, self._limits.of(salt), usage.get(salt, 0), salt in self._limits)
+        return Quota(salt, self._limits.of(salt), self._core.usage_of(salt), salt in self._limits)
 
     def publish(self, metrics: Metrics) -> None:
         """Brings the metrics up to date: the salts with a quota, at most MAX_LABEL_SETS of them."""
         metrics.quota_limit_bytes.clear()
         metrics.quota_usage_bytes.clear()
-        usage = dict(self._core.salt_usage())
         for salt, limit_bytes in sorted(self._limits.all().items())[:MAX_LABEL_SETS]:
             metrics.quota_limit_bytes.labels(salt).set(limit_bytes)
-            metrics.quota_usage_bytes.labels(salt).set(usage.get(salt, 0))
+            metrics.quota_usage_bytes.labels(salt).set(self._core.usage_of(salt))
 
     def all(self) -> list[Quota]:
         """Of every salt that has a limit or holds something, by name."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +19,8 @@ FILE_MODE = 0o600  # salts may name tenants
 
 
 class QuotaFile:
-    """One file for one server: what others write into it meanwhile is overwritten with the next change."""
+    """One file for one server: what others write into it meanwhile is overwritten with the next change. Where the path
+    is a symbolic link, the link stays, and what it leads to is read and replaced."""
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
@@ -24,9 +28,9 @@ class QuotaFile:
     def read(self) -> dict[str, int]:
         """Bytes by salt; nothing where there is no file yet. ConfigError or ResourceError."""
         try:
-            text = Path(self.path).read_text(encoding="utf-8")
+            text = Path(self._target()).read_text(encoding="utf-8")
         except FileNotFoundError:
-            if not os.access(os.path.dirname(self.path), os.W_OK):
+            if not os.access(os.path.dirname(self._target()), os.W_OK):
                 raise ResourceError(
                     f"--quota-file: {self.path} cannot be made, as its folder is missing or may not be written to; "
                     "make it writable for this user."
@@ -48,20 +52,32 @@ class QuotaFile:
     def write(self, limits: Mapping[str, int]) -> None:
         """Replaced as a whole, and on the medium when this returns. LMCacheError: it is what it was."""
         shown = {salt or DEFAULT_SALT: size_bytes / GIB for salt, size_bytes in sorted(limits.items())}
-        folder, new = os.path.dirname(self.path), f"{self.path}.new"
         try:
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+            path = self._target()
+            folder, new = os.path.dirname(path), f"{path}.new"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(new)  # of a change that a crash interrupted, or a link that somebody else made
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
             with open(fd, "w", encoding="utf-8") as file:
                 json.dump(shown, file, indent=2)
                 file.write("\n")
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(new, self.path)
+            os.replace(new, path)
             _flush_folder(folder)
         except OSError as error:
             raise LMCacheError(
                 f"The quota was not changed, as {self.path} cannot be written: {error.strerror}; see --quota-file."
             ) from None
+
+    def _target(self) -> str:
+        """Where the file really is. PermissionError for a link that neither root nor this user made: it could lead
+        anywhere."""
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(self.path)
+            if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+                raise PermissionError(errno.EACCES, "it is a symbolic link of another user")
+        return os.path.realpath(self.path)
 
 
 def _limits(content: object) -> dict[str, int]:

@@ -1,16 +1,16 @@
-"""L1 as the server sees it: the native core, the memory behind it, and the names of namespaces."""
+"""L1 as the server sees it: the native core and the memory behind it."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from lmcache._native import L1Core
 from lmcache.clock import Clock, SystemClock
-from lmcache.core.key import Namespace
 from lmcache.core.limits import FRAME_HEADER_BYTES
-from lmcache.errors import ResourceError
 from lmcache.l1.adoption import Adoption, adopt
 from lmcache.l1.growth import GrowingCore
+from lmcache.l1.overuse import OveruseLog
 from lmcache.memory.header import HEADER_BYTES
 from lmcache.memory.inheritance import Inheritance
 from lmcache.memory.shared_memory import SharedMemory
@@ -18,7 +18,7 @@ from lmcache.telemetry.metrics import Metrics
 
 
 class L1Store:
-    """`core` is called directly, with packed keys; this class knows what its integers stand for. Thread-safe."""
+    """`core` is called directly, with packed keys. Thread-safe."""
 
     def __init__(
         self, memory: SharedMemory, core: L1Core, metrics: Metrics | None = None, *, align_bytes: int = 4096
@@ -29,9 +29,8 @@ class L1Store:
         self.align_bytes = align_bytes
         self.adoption = Adoption()  # what a former server left
         self._metrics = metrics
+        self._overuse = OveruseLog()
         self._lock = threading.Lock()  # guards what follows
-        self._ids: dict[Namespace, int] = {}
-        self._namespaces: dict[int, Namespace] = {}
         self._published = {"evicted_objects": 0, "allocation_failures": 0}
 
     @classmethod
@@ -48,12 +47,13 @@ class L1Store:
         metrics: Metrics | None = None,
         clock: Clock | None = None,
         heir: Inheritance | None = None,
+        go_on: Callable[[], object] = lambda: None,
     ) -> L1Store:
         """Makes shared memory `name` for `capacity_bytes` of slots. ResourceError when the machine does not give it.
 
         With `init_bytes` L1 is lazy: that much is prepared in the background, more as it fills. None takes all of it
         before this returns. With an `heir` the memory stays at the end, and what a former server left to such an heir
-        is resident at once.
+        is resident at once. `go_on` is called between the steps of what takes long; what it raises ends this.
         """
         clock = clock or SystemClock()
         first_offset = heir.first_offset if heir else max(HEADER_BYTES, align_bytes)
@@ -64,11 +64,11 @@ class L1Store:
             core = GrowingCore(memory, capacity_bytes, first_offset, align_bytes, policy, clock)
             store = cls(memory, core, metrics, align_bytes=align_bytes)
             if former is not None:
-                store.adoption = adopt(memory, core, first_offset, align_bytes, store.namespace_id, clock)
+                store.adoption = adopt(memory, core, first_offset, align_bytes, clock)
                 if metrics is not None:
                     metrics.l1_adopted.inc(store.adoption.objects)
             if init_bytes is None:
-                core.commit_all()
+                core.commit_all(go_on)
             else:
                 core.start(init_bytes)
         except BaseException:
@@ -76,30 +76,13 @@ class L1Store:
             raise
         return store
 
-    def close(self) -> None:
-        """Stops growth and gives the memory back; removes the file unless it is left to an heir. Idempotent."""
+    def close(self, *, in_use: bool = False) -> None:
+        """Stops growth, closes the core and gives the memory back; removes the file unless it is left to an heir. With
+        `in_use` the memory stays mapped until the process ends, for I/O that has not ended. Idempotent."""
         if isinstance(self.core, GrowingCore):
             self.core.stop()
-        self.memory.close()
-
-    def namespace_id(self, namespace: Namespace) -> int:
-        """The number that the core uses for it, the same every time."""
-        with self._lock:
-            known = self._ids.get(namespace)
-            if known is not None:
-                return known
-            try:
-                number = self.core.intern(namespace.digest, namespace.cache_salt)
-            except ValueError as error:
-                raise ResourceError(f"L1 cannot name another namespace: {error}; restart the server") from error
-            self._ids[namespace] = number
-            self._namespaces[number] = namespace
-            return number
-
-    def namespace(self, number: int) -> Namespace:
-        """What `namespace_id` was given. KeyError for a number that it never returned."""
-        with self._lock:
-            return self._namespaces[number]
+        self.core.close()
+        self.memory.close(in_use=in_use)
 
     def address_of(self, offset: int) -> int:
         """Where an offset from the core lies in this process."""
@@ -108,6 +91,13 @@ class L1Store:
     def frame_bytes(self, payload_bytes: int) -> int:
         """Size of the slot that holds such a payload: header and payload, rounded up to the alignment."""
         return -(-(FRAME_HEADER_BYTES + payload_bytes) // self.align_bytes) * self.align_bytes
+
+    def enforce_limits(self) -> tuple[int, int]:
+        """To be called regularly. Evicts what salts have beyond their limits, as far as nobody reads it: (objects,
+        bytes). What is new stays until the next call, so that it can reach L2. Says once of each salt that it goes
+        beyond."""
+        self._overuse.say(self.core.take_overuses())
+        return self.core.enforce_limits(spare_new=True)
 
     def stats(self) -> dict[str, int]:
         """The core's figures; brings the metrics up to date on the way."""

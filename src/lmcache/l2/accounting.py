@@ -1,12 +1,13 @@
 """What an adapter holds, in bytes, and in which order it may go.
 
-Invariant: `used_bytes` is the sum of the charges of known objects, `reserved_bytes` that of stores under way, and used
-+ reserved + overhead never exceeds the limit through a store that was admitted here.
+Invariant: `used_bytes` is the sum of the charges of known objects, `reserved_bytes` that of stores under way; a folder
+counts as long as a known object or a store under way needs it. Used + reserved + folders + overhead never exceeds the
+limit through a store that was admitted here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from lmcache.core.key import ObjectKey
 from lmcache.eviction.base import EvictionPolicy
@@ -19,10 +20,14 @@ class Room:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._bytes = 0
+        self._keys: list[ObjectKey] = []
 
-    def reserve(self, charge_bytes: int) -> None:
+    def reserve(self, keys: Sequence[ObjectKey], charge_bytes: int) -> None:
+        """For these keys, charged that much, and for their folders."""
         self._bytes += charge_bytes
         self._ledger.reserved_bytes += charge_bytes
+        self._keys += keys
+        self._ledger.enter_folders(keys)
 
     def stored(self, keys: Sequence[ObjectKey], sizes_bytes: Sequence[int]) -> None:
         """Objects of this store that are there now."""
@@ -31,23 +36,62 @@ class Room:
 
     def give_back(self) -> None:
         self._free(self._bytes)
+        keys, self._keys = self._keys, []
+        self._ledger.leave_folders(keys)
 
     def _free(self, charge_bytes: int) -> None:
         self._bytes -= charge_bytes
         self._ledger.reserved_bytes -= charge_bytes
 
 
+class Folders:
+    """Who needs each folder: an object, a store under way, or a folder in it. Each call names the folders of one
+    object, innermost first."""
+
+    def __init__(self) -> None:
+        self._users: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def with_these(self, objects: Iterable[Sequence[Hashable]]) -> int:
+        """How many folders there are once these have entered."""
+        new: set[Hashable] = set()
+        for folders in objects:
+            for folder in folders:
+                if folder in self._users or folder in new:
+                    break
+                new.add(folder)
+        return len(self._users) + len(new)
+
+    def enter(self, folders: Iterable[Hashable]) -> None:
+        for folder in folders:
+            users = self._users.get(folder, 0)
+            self._users[folder] = users + 1
+            if users:
+                return
+
+    def leave(self, folders: Iterable[Hashable]) -> None:
+        for folder in folders:
+            users = self._users.get(folder, 0) - 1
+            if users > 0:
+                self._users[folder] = users
+                return
+            self._users.pop(folder, None)
+
+
 class Ledger:
     """Belongs to one loop. Keys are held by (namespace, hash); the policy sees the same keys."""
 
-    def __init__(self, policy: EvictionPolicy[ObjectKey], overhead_bytes: Callable[[Sequence[ObjectKey]], int]) -> None:
+    def __init__(self, policy: EvictionPolicy[ObjectKey], overhead_bytes: Callable[[], int]) -> None:
         self.policy = policy
         self.capacity = Capacity()
         self.used_bytes = 0
         self.reserved_bytes = 0
         self._overhead_bytes = overhead_bytes
         self._charges: dict[ObjectKey, int] = {}
-        self._held: dict[ObjectKey, int] = {}  # how many read it
+        self._folders = Folders()
+        self._readers: dict[object, Sequence[ObjectKey]] = {}  # what each reads
 
     def __contains__(self, key: ObjectKey) -> bool:
         return key in self._charges
@@ -68,7 +112,7 @@ class Ledger:
     @property
     def held_bytes(self) -> int:
         """Objects and whatever else takes room in the backend."""
-        return self.used_bytes + self._overhead_bytes(())
+        return self.used_bytes + self._other_bytes(len(self._folders))
 
     @property
     def fraction(self) -> float:
@@ -77,7 +121,9 @@ class Ledger:
 
     def lacking_bytes(self, keys: Sequence[ObjectKey], charge_bytes: int) -> int:
         """How much must go before these keys, charged that much, may be stored; 0 when there is room."""
-        total = self.used_bytes + self.reserved_bytes + self._overhead_bytes(keys) + charge_bytes
+        folders_of = self.capacity.folders_of
+        folders = self._folders.with_these(map(folders_of, keys)) if folders_of else 0
+        total = self.used_bytes + self.reserved_bytes + self._other_bytes(folders) + charge_bytes
         limit = self.capacity.limit_bytes
         return 0 if limit is None else max(0, total - limit)
 
@@ -98,43 +144,66 @@ class Ledger:
     def remove(self, key: ObjectKey) -> int:
         """The charge that is free now, 0 for an unknown key."""
         self.policy.remove(key)
-        charge = self._charges.pop(key, 0)
+        if key not in self._charges:
+            return 0
+        charge = self._charges.pop(key)
         self.used_bytes -= charge
+        self.leave_folders([key])
         return charge
 
-    def hold(self, keys: Sequence[ObjectKey]) -> None:
-        """They are being read, and no victims until `let_go`."""
-        held = self._held
-        for key in keys:
-            held[key] = held.get(key, 0) + 1
+    def hold(self, reader: object, keys: Sequence[ObjectKey]) -> None:
+        """They are being read, and no victims until the reader, which is only compared, lets go."""
+        self._readers[reader] = keys
 
-    def let_go(self, keys: Sequence[ObjectKey]) -> None:
-        held = self._held
-        for key in keys:
-            readers = held.pop(key) - 1
-            if readers:
-                held[key] = readers
+    def let_go(self, reader: object) -> None:
+        del self._readers[reader]
+
+    @property
+    def read_objects(self) -> int:
+        return sum(map(len, self._readers.values()))
 
     def victims(self, wanted_bytes: int) -> list[ObjectKey]:
         """Who goes to free so much, or as much as there is."""
-        passed_over = sum(map(self.charge_of, self._held))
+        held = {key for keys in self._readers.values() for key in keys}
+        passed_over = sum(map(self.charge_of, held))
         chosen: list[ObjectKey] = []
         for key in self.policy.victims(wanted_bytes + passed_over if wanted_bytes > 0 else 0):
             if wanted_bytes <= 0:
                 break
-            if key not in self._held:
+            if key not in held:
                 chosen.append(key)
                 wanted_bytes -= self._charges[key]
         return chosen
 
     def check(self) -> None:
-        """Asserts the invariant. O(objects)."""
+        """Asserts the invariant while no store is under way. O(objects)."""
         assert self.used_bytes == sum(self._charges.values())
+        folders_of = self.capacity.folders_of
+        expected = {folder for key in self._charges for folder in folders_of(key)} if folders_of else set()
+        assert len(self._folders) == len(expected) and self._folders.with_these([[it] for it in expected]) == len(
+            expected
+        )
+
+    def enter_folders(self, keys: Iterable[ObjectKey]) -> None:
+        folders_of = self.capacity.folders_of
+        if folders_of:
+            for key in keys:
+                self._folders.enter(folders_of(key))
+
+    def leave_folders(self, keys: Iterable[ObjectKey]) -> None:
+        folders_of = self.capacity.folders_of
+        if folders_of:
+            for key in keys:
+                self._folders.leave(folders_of(key))
+
+    def _other_bytes(self, folders: int) -> int:
+        return folders * self.capacity.folder_bytes + self._overhead_bytes()
 
     def _charge(self, sizes_bytes: dict[ObjectKey, int]) -> dict[ObjectKey, int]:
         """What each is charged from now on. Of a thousand objects most have one size."""
         of_size = {size: self.capacity.charge(size) for size in set(sizes_bytes.values())}
         charges = {key: of_size[size] for key, size in sizes_bytes.items()}
+        self.enter_folders([key for key in charges if key not in self._charges])
         self.used_bytes += sum(charges.values()) - sum(self._charges.get(key, 0) for key in charges)
         self._charges.update(charges)
         return charges

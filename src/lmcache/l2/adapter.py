@@ -19,7 +19,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,10 @@ class Capacity:
     unit_bytes: int = 1  # an object is charged its size rounded up to this ...
     object_overhead_bytes: int = 0  # ... plus this (its directory entry, say)
     largest_object_bytes: int | None = None  # a larger one is TOO_LARGE
+    folder_bytes: int = 0  # of each folder that at least one object is in
+    # The folders of an object, or whatever its backend makes for several and drops after the last of them: innermost
+    # first, each in the next one.
+    folders_of: Callable[[ObjectKey], Sequence[Hashable]] | None = None
 
     def charge(self, size_bytes: int) -> int:
         return -(-size_bytes // self.unit_bytes) * self.unit_bytes + self.object_overhead_bytes
@@ -70,8 +74,8 @@ class Adapter(Protocol):
         """Constant after open()."""
         return Capacity()
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
-        """Bytes that other things than objects take (folders, quarantine) once `upcoming` are stored too."""
+    def overhead_bytes(self) -> int:
+        """Bytes that other things than objects and their folders take (quarantine, say)."""
         return 0
 
     def status(self) -> dict[str, int]:

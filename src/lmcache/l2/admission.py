@@ -64,6 +64,11 @@ class Admission:
                     )
         return [index for index in todo if outcomes[index] is not StoreOutcome.TOO_LARGE]
 
+    @property
+    def would_try(self) -> bool:
+        """What `may_try` would say, without a try."""
+        return self._full.would_admit
+
     def may_try(self) -> bool:
         return self._full.admits()
 
@@ -84,13 +89,13 @@ class Admission:
                 break
             lacking = ledger.lacking_bytes(wanted, total)
         if not lacking:
-            room.reserve(total)
+            room.reserve(wanted, total)
             return todo
         admitted = []
         for index in todo:
             if ledger.lacking_bytes([keys[index]], charges[index]):
                 break
-            room.reserve(charges[index])
+            room.reserve([keys[index]], charges[index])
             admitted.append(index)
         return admitted
 

@@ -27,16 +27,19 @@ class Breaker:
     def open_seconds(self) -> float:
         return self._open_seconds
 
+    @property
+    def would_admit(self) -> bool:
+        """What `admits` would say, without beginning a trial."""
+        return self._next_trial_at is None or self._clock.monotonic() >= self._next_trial_at
+
     def admits(self) -> bool:
         """Whether an operation may start. While open, True once per period: that operation is the trial."""
-        if self._next_trial_at is None:
-            return True
-        now = self._clock.monotonic()
-        if now < self._next_trial_at:
+        if not self.would_admit:
             return False
-        self._trial_runs = True
-        # If nothing is ever heard of this trial, the next one starts a period later.
-        self._next_trial_at = now + self._open_seconds
+        if self.is_open:
+            self._trial_runs = True
+            # If nothing is ever heard of this trial, the next one starts a period later.
+            self._next_trial_at = self._clock.monotonic() + self._open_seconds
         return True
 
     def succeeded(self) -> bool:

@@ -13,6 +13,9 @@ from lmcache.errors import ConfigError
 
 REQUIRED: Any = object()
 
+# Why num_lookup_workers of some adapters has no effect.
+LOOKUPS_READ_NOTHING = "the index is in memory, so a lookup reads nothing and needs no threads"
+
 
 @dataclass(frozen=True)
 class Key:
@@ -91,6 +94,16 @@ def nearest(name: object, allowed: Sequence[str]) -> str:
     """ "" or a question that names the nearest valid name."""
     meant = closest(name, allowed)
     return f" (did you mean {meant}?)" if meant else ""
+
+
+def without_effect(
+    where: str, settings: Mapping[str, Any], keys: Sequence[Key], reasons: Mapping[str, str]
+) -> list[str]:
+    """A sentence for each of the keys in `reasons` that is not at its default. The reason reads after a colon."""
+    defaults = {key.name: key.default for key in keys}
+    return [
+        f'{where}: "{name}" has no effect: {why}.' for name, why in reasons.items() if settings[name] != defaults[name]
+    ]
 
 
 def read(spec: Mapping[str, Any], keys: Sequence[Key], where: str) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class NativeFiles:
     async def unlink(self, paths: Sequence[str]) -> Results:
         return await self._completions.of(self._io.submit_unlink(paths))
 
+    async def remove_empty(self, folders: Sequence[str]) -> Results:
+        """And the folder above each, where that is empty then."""
+        return await self._completions.of(self._io.submit_remove_empty(folders))
+
     async def close(self) -> None:
         """Waits for everything submitted. Idempotent."""
         await self._completions.close()

@@ -56,7 +56,8 @@ class NativeMapping:
         self._loop.remove_reader(self._copier.event_fd())
 
     def _words(self, places: Sequence[int]) -> memoryview:
-        return memoryview(array("Q", [self._address + place for place in places]))
+        address = self._address
+        return memoryview(array("Q", [address + place for place in places]))
 
     def _result(self, job: int, memory: object) -> asyncio.Future[bytes]:
         # Results are collected by this loop only, so none can have come between submission and here. The memory is kept

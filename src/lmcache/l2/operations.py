@@ -57,10 +57,15 @@ class Slots:
         try:
             await asyncio.wait({turn}, timeout=max(0.0, deadline - loop.time()))
         except asyncio.CancelledError:
-            if not turn.cancel():
+            if turn.cancel():
+                self._waiting.remove(turn)
+            else:
                 self.release()  # it was our turn already
             raise
-        return not turn.cancel()
+        if turn.cancel():
+            self._waiting.remove(turn)  # it would stay until an operation ends, which may be never
+            return False
+        return True
 
     def release(self) -> None:
         while self._waiting:
@@ -102,6 +107,8 @@ class Lane:
             self.running.discard(task)
             self._slots.release()
             hold.done()
+            if not task.cancelled():
+                task.exception()  # seen: who asked may have been cancelled
 
         task.add_done_callback(ended)
         done, _ = await asyncio.wait({task}, timeout=max(0.0, deadline - loop.time()))

@@ -102,18 +102,31 @@ class Runner:
         return not (self._loads.running or self._stores.running)
 
     async def close(self, seconds: float) -> bool:
-        """After `drain`. Deletes the objects when they are not to persist. False when it did not end in time."""
-
-        async def finish() -> None:
-            if not self.config.persist:
-                await self._delete(self.ledger.keys())
-            await self._adapter.close()
-
-        task = asyncio.get_running_loop().create_task(finish())
-        done, _ = await asyncio.wait({task}, timeout=max(0.0, seconds))
+        """After `drain`. Objects that are not to persist are deleted, as many as go in half of that time. False when
+        the adapter did not end in time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        if not self.config.persist:
+            await self._delete_at_end(seconds / 2)
+        task = loop.create_task(self._adapter.close())
+        done, _ = await asyncio.wait({task}, timeout=max(0.0, deadline - loop.time()))
         if done and (fault := task.exception()) is not None:
             log.log(level_of(fault), "%s: closing failed", self.name, exc_info=fault)
         return bool(done)
+
+    async def _delete_at_end(self, seconds: float) -> None:
+        keys = self.ledger.keys()
+        deleting = asyncio.get_running_loop().create_task(self._delete(keys))
+        done, _ = await asyncio.wait({deleting}, timeout=max(0.0, seconds))
+        if not done:
+            deleting.cancel()  # between two slices; one that is under way ends with the adapter
+        left = len(self.ledger)
+        if left:
+            log.warning(
+                "%s: %d of %d objects were not deleted within %.1f s, although persist_enabled is false; "
+                "the next server with this backend finds them",
+                *(self.name, left, len(keys), seconds),
+            )
 
     # ---- the inventory that the adapter fills ------------------------------------------------------------------------
     def found(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
@@ -167,10 +180,10 @@ class Runner:
         are not evicted."""
 
         def ended() -> None:
-            self.ledger.let_go(keys)
+            self.ledger.let_go(ended)
             release()
 
-        self.ledger.hold(keys)
+        self.ledger.hold(ended, keys)
         hold = Hold(ended)
         outcomes = [LoadOutcome.FAILED] * len(keys)
         try:
@@ -184,6 +197,20 @@ class Runner:
     def verifies(self) -> bool:
         """Whether what it loads has been verified in place. Adapters that do not say so are not believed."""
         return bool(getattr(self._adapter, "verifies", False))
+
+    @property
+    def takes_stores(self) -> bool:
+        """Whether stores are neither suspended nor refused for lack of room."""
+        return not (self._stores.breaker.is_open or self._admission.is_full)
+
+    @property
+    def may_store(self) -> bool:
+        """Whether a store that begins now would be tried, as one of many or to see whether stores can go on."""
+        return self._stores.breaker.would_admit and self._admission.would_try
+
+    def holds(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """What is known to be there."""
+        return self.ledger.known(keys)
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """What is known is believed; about the rest the backend is asked, as another server may have stored it."""
@@ -219,6 +246,7 @@ class Runner:
         cleared = await self._stores.run(self._adapter.clear, Hold(_nothing), self._deadline(), asked_for=True)
         self._stores.ok()
         self.lost(known)
+        self._admission.note_room()
         self._show_usage()
         return cleared
 
@@ -236,6 +264,18 @@ class Runner:
         if eviction is None or self.ledger.fraction <= eviction.trigger_watermark:
             return 0, 0
         return await self.evict(int(eviction.eviction_ratio * self.ledger.used_bytes))
+
+    def check_idle(self) -> None:
+        """AssertionError unless no operation is under way and nothing is held for one."""
+        held = {
+            "loads": len(self._loads.running),
+            "stores": len(self._stores.running),
+            "trials": len(self._trials),
+            "read": self.ledger.read_objects,
+            "reserved": self.ledger.reserved_bytes,
+        }
+        assert not any(held.values()), f"{self.name} is not idle: {held}"
+        self.ledger.check()
 
     def status(self) -> dict[str, Any]:
         """Figures for operators. May be called from any thread."""

@@ -27,13 +27,16 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 
 
-def map_shared(fd: int, size_bytes: int, align_bytes: int, flags: int = mmap.MAP_SHARED) -> memoryview:
+def map_shared(
+    fd: int, size_bytes: int, align_bytes: int, flags: int = mmap.MAP_SHARED, *, is_unmapped: bool = True
+) -> memoryview:
     """The first `size_bytes` of a file, writable, from an address that `align_bytes` (a power of two) divides.
 
-    The kernel makes large pages only where address and offset in the file agree. Unmapped with the last view of it.
-    OSError when it cannot be mapped.
+    The kernel makes large pages only where address and offset in the file agree. Unmapped with the last view of it,
+    unless the caller says that it never is. OSError when it cannot be mapped.
     """
     reserved_bytes = size_bytes + align_bytes
     start = _mmap(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
@@ -48,9 +51,18 @@ def map_shared(fd: int, size_bytes: int, align_bytes: int, flags: int = mmap.MAP
         if until > hole:
             _libc.munmap(hole, until - hole)
     whole = (ctypes.c_char * size_bytes).from_address(address)
-    unmapping = weakref.finalize(whole, _libc.munmap, address, size_bytes)
-    unmapping.atexit = False  # type: ignore[misc]  # threads may still use it; the kernel unmaps it anyway
+    if is_unmapped:
+        unmapping = weakref.finalize(whole, _libc.munmap, address, size_bytes)
+        unmapping.atexit = False  # type: ignore[misc]  # threads may still use it; the kernel unmaps it anyway
     return memoryview(whole).cast("B")
+
+
+def replace_by_private_pages(address: int, size_bytes: int) -> None:
+    """Gives back the memory behind a mapping and keeps its addresses, in one step: whoever still reads there finds
+    zeros, whoever writes harms nobody. OSError: it is as it was."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    _mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
+    advise(address, size_bytes, mmap.MADV_DONTDUMP)
 
 
 def map_like_l1(size_bytes: int) -> memoryview:

@@ -14,6 +14,7 @@ _FLOCK = struct.Struct("@hhqqi0q")
 # Far beyond any content; locks do not care where a file ends.
 _OWNER_REGION_OFFSET = 1 << 62
 _MAX_OWNER = 1 << 32
+MAX_OWNERS_EVER = 1 << 31  # that one file can have had; what is left is enough for any server's life
 
 
 def try_lock_server(fd: int) -> bool:
@@ -43,6 +44,18 @@ def is_owner_locked(fd: int, owner: int) -> bool:
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _byte(fcntl.F_WRLCK, owner))
     lock_type: int = _FLOCK.unpack(answer)[0]
     return lock_type != fcntl.F_UNLCK
+
+
+def highest_locked_owner(fd: int) -> int:
+    """The largest number whose byte an open file other than `fd` holds; 0 if there is none."""
+    highest = 0
+    while True:
+        start = _OWNER_REGION_OFFSET + highest + 1
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, _MAX_OWNER - highest - 1, 0)
+        lock_type, _, start, locked, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, request))
+        if lock_type == fcntl.F_UNLCK:
+            return highest
+        highest = start + max(1, locked) - 1 - _OWNER_REGION_OFFSET  # any of them, above the last one
 
 
 def _byte(lock_type: int, owner: int) -> bytes:

@@ -26,7 +26,7 @@ from lmcache.memory.inheritance import (
     TABLE_OFFSET,
     Inheritance,
 )
-from lmcache.memory.mapping import advise, map_shared
+from lmcache.memory.mapping import advise, map_shared, replace_by_private_pages
 from lmcache.memory.room import Machine, refuse_if_impossible, refuse_if_short
 
 logger = logging.getLogger("lmcache.memory")
@@ -37,6 +37,7 @@ _CLAIM_ATTEMPTS = 20
 _MAP_AHEAD_SECONDS = 0.5  # between looks at what the server has added
 
 _opened: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+_naming = threading.Lock()  # files get and lose their names, and `_opened` its members, one after the other
 
 
 def refuse_unusable(
@@ -77,13 +78,15 @@ class SharedMemory:
         mapping_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             align_bytes = max(_native.LARGE_PAGE_BYTES, os.fstatvfs(fd).f_bsize)
-            self._map = map_shared(mapping_fd, size_bytes, align_bytes)
+            # A server's threads that outlive its L1, whatever they do there, must not meet a hole in the address space.
+            self._map = map_shared(mapping_fd, size_bytes, align_bytes, is_unmapped=not is_creator)
         finally:
             os.close(mapping_fd)
         self.address = _native.buffer_address(self._map)
         for advice in (mmap.MADV_DONTDUMP, mmap.MADV_HUGEPAGE):  # both only save resources
             advise(self.address, size_bytes, advice)
-        _opened.add(self)
+        with _naming:
+            _opened.add(self)
 
     # ---- server side -------------------------------------------------------------------------------------------------
     @classmethod
@@ -159,8 +162,9 @@ class SharedMemory:
             memory._map[PAGE_OFFSET : PAGE_OFFSET + len(page)] = page
         directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # With a directory given, this is linkat(AT_SYMLINK_FOLLOW), which gives an unnamed file its name.
-            os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+            with _naming:
+                # With a directory given, this is linkat(AT_SYMLINK_FOLLOW), which gives an unnamed file its name.
+                os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
         except FileExistsError:
             memory.close()
             return None
@@ -204,6 +208,9 @@ class SharedMemory:
                 difference = "its header is damaged"
             if not difference and (status.st_size != size_bytes or not _is_present(status, committed_bytes)):
                 difference = "its size is not what its description says"
+            last_owner = _word(page, LAST_OWNER_WORD_OFFSET)
+            if not difference and last_owner > ownership.MAX_OWNERS_EVER:
+                difference = "its last owner number is damaged"
             if difference:
                 logger.warning("L1 starts empty: what a former server left in %s is not used: %s", name, difference)
                 former.close()
@@ -214,7 +221,8 @@ class SharedMemory:
             raise
         memory._is_kept = True
         memory.committed_bytes = committed_bytes
-        memory._last_owner = _word(page, LAST_OWNER_WORD_OFFSET)
+        # Whatever the word says, nobody gets the number of a process that lives.
+        memory._last_owner = max(last_owner, ownership.highest_locked_owner(memory._fd))
         memory._machine = None if hugepages else machine or Machine()
         memory._map[:HEADER_BYTES] = Header(size_bytes, boot_token, os.getpid()).pack()
         return memory
@@ -235,8 +243,9 @@ class SharedMemory:
         if self._is_kept and self._fd >= 0:
             ctypes.c_uint64.from_address(self.address + offset).value = value  # one store: whole whenever we die
 
-    def grow(self, committed_bytes: int) -> None:
-        """Puts memory behind the first `committed_bytes` of the file, so that using them can never end in SIGBUS.
+    def grow(self, committed_bytes: int, threads: int = 1) -> None:
+        """Puts memory behind the first `committed_bytes` of the file, so that using them can never end in SIGBUS: large
+        pages as far as there are any.
 
         ResourceError when the machine has no more; `committed_bytes` then tells how far it went.
         """
@@ -245,6 +254,11 @@ class SharedMemory:
                 step_bytes = min(committed_bytes - self.committed_bytes, _STEP_BYTES)
                 if self._machine is not None:
                     refuse_if_short(step_bytes, Path(self.path).parent, self._machine, f"growing L1 {self.path}")
+                if not self._has_hugepages:
+                    # First, as small pages would have to be copied into them: ten times the work.
+                    begin = self.committed_bytes // _native.LARGE_PAGE_BYTES * _native.LARGE_PAGE_BYTES
+                    end = self.committed_bytes + step_bytes
+                    _native.take_large_pages(self.address + begin, end - begin, threads)
                 try:
                     os.posix_fallocate(self._fd, self.committed_bytes, step_bytes)
                 except OSError as error:
@@ -297,12 +311,13 @@ class SharedMemory:
             )
         return self._map[offset : offset + size_bytes]
 
-    def prefault(self, offset: int, size_bytes: int, threads: int) -> None:
-        """Maps and clears pages ahead of use, large ones if it can, on several threads. Only for what is committed, and
-        for the server, which pays for the memory."""
+    def prefault(self, offset: int, size_bytes: int, threads: int, *, large_pages: bool) -> None:
+        """Maps and clears pages ahead of use, on several threads. Only for what is committed, and for the server, which
+        pays for the memory. `large_pages`: has small ones replaced; `grow` leaves few of them."""
         # From the large page on that the last call left unfinished.
         before_bytes = offset % _native.LARGE_PAGE_BYTES
-        _native.prefault(self.address + offset - before_bytes, size_bytes + before_bytes, threads, large_pages=True)
+        begin = self.address + offset - before_bytes
+        _native.prefault(begin, size_bytes + before_bytes, threads, large_pages)
 
     def prefault_present(self, threads: int) -> int:
         """Maps what the server has filled since the last call, from the start without a gap; returns the bytes mapped.
@@ -350,22 +365,33 @@ class SharedMemory:
             # Root of a thread: without it the first copies take the page faults.
             logger.exception("mapping %s ahead of use ended", self.path)
 
-    def close(self) -> None:
+    def close(self, *, in_use: bool = False) -> None:
         """Gives up locks and mapping; the creator also removes the file, unless it is left to an heir and if the name
         still leads to it. Idempotent.
 
-        Nothing native may use `address` any more. Memory under a `view` is unmapped with the last one.
+        An engine's mapping goes with the last `view`: nothing native may use `address` any more. That of the creator is
+        replaced by private pages, so that a late use of it is harmless; with `in_use` it stays as it is until the
+        process ends, for operations that go on and whose bytes matter.
         """
         with self._lock:
-            fd, self._fd = self._fd, -1
-            if fd < 0:
+            if self._fd < 0:
                 return
             self._closed.set()
-            _opened.discard(self)
-            if self._is_creator and not self._is_kept and same_file(fd, self.path):
-                os.unlink(self.path)
+            with _naming:
+                self._remove_file()
+                _opened.discard(self)
+                fd, self._fd = self._fd, -1
             self._map = memoryview(b"")
+            if self._is_creator and not in_use:
+                try:
+                    replace_by_private_pages(self.address, self.size_bytes)
+                except OSError as error:
+                    logger.warning("%s stays mapped until the process ends: %s", self.path, error.strerror)
             os.close(fd)
+
+    def _remove_file(self) -> None:
+        if self._is_creator and not self._is_kept and same_file(self._fd, self.path):
+            os.unlink(self.path)
 
     def _forget_locks(self) -> None:
         """In a forked child: the locks belong to the parent, and must end with it."""
@@ -373,6 +399,15 @@ class SharedMemory:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def remove_files(timeout_seconds: float) -> None:
+    """For a process that ends at once, whatever its threads are doing: removes the files that `close` would remove and
+    lets no other get a name. Waits that long at most for one that is getting its name."""
+    if _naming.acquire(timeout=timeout_seconds):  # and never released
+        for memory in list(_opened):
+            with contextlib.suppress(OSError):
+                memory._remove_file()
 
 
 def _word(page: bytes, file_offset: int) -> int:
@@ -385,6 +420,8 @@ def _is_present(status: os.stat_result, committed_bytes: int) -> bool:
 
 
 def _forget_locks_in_child() -> None:
+    global _naming
+    _naming = threading.Lock()  # as above
     for memory in list(_opened):
         memory._forget_locks()
 

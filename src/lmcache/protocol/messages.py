@@ -8,8 +8,35 @@ A call is the ZMQ frames [call id: 8 bytes little-endian][method: ascii][payload
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+from lmcache.core import limits
+from lmcache.core.key import CHUNK_HASH_BYTES
+
+# What a decoder lets in. A longer value is refused before anything is made of it; some are limited further by handlers.
+Name = Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)]
+BootToken = Annotated[bytes, Meta(max_length=limits.BOOT_TOKEN_BYTES)]
+Tokens = Annotated[bytes, Meta(max_length=4 * limits.MAX_TOKENS_PER_SESSION)]  # u32
+Identity = Annotated[bytes, Meta(max_length=limits.MAX_IDENTITY_BYTES)]
+Hashes = Annotated[bytes, Meta(max_length=CHUNK_HASH_BYTES * limits.MAX_CHUNKS_PER_CALL)]
+Slots = Annotated[bytes, Meta(max_length=8 * limits.MAX_SLOTS_PER_CALL)]  # u64
+Flags = Annotated[bytes, Meta(max_length=limits.MAX_SLOTS_PER_CALL)]  # a byte a slot
+FramePart = Annotated[memoryview, Meta(max_length=limits.MAX_PAYLOAD_PART_BYTES)]
+# (absolute chunk index, 32 bytes): content of that chunk beside its tokens
+Extra = tuple[int, Annotated[bytes, Meta(max_length=CHUNK_HASH_BYTES)]]
+ExtraList = Annotated[list[Extra], Meta(max_length=limits.MAX_EXTRAS_PER_SESSION)]
+PositionList = Annotated[list[int], Meta(max_length=limits.MAX_CHUNKS_PER_CALL)]
+GroupList = Annotated[list[int], Meta(max_length=limits.MAX_OBJECT_GROUPS)]
+LayoutList = Annotated[list[Name], Meta(max_length=limits.MAX_OBJECT_GROUPS)]
+Tensor = tuple[
+    Annotated[str, Meta(max_length=limits.MAX_DTYPE_CHARACTERS)],
+    Annotated[list[int], Meta(max_length=limits.MAX_TENSOR_DIMENSIONS)],
+]
+TensorList = Annotated[list[Tensor], Meta(max_length=limits.MAX_TENSORS)]
+ModeList = Annotated[list[Name], Meta(max_length=limits.MAX_TRANSFER_MODES)]
 
 
 class ErrorCode(str, enum.Enum):
@@ -43,17 +70,17 @@ class Message(msgspec.Struct, array_like=True):
 # ---- connection ------------------------------------------------------------------------------------------------------
 class Hello(Message):
     protocol_version: int
-    client_version: str = ""
+    client_version: Name = ""
 
 
 class HelloReply(Message):
     protocol_version: int
-    server_version: str
-    boot_token: bytes  # 16 random bytes of this server's life
+    server_version: Name
+    boot_token: BootToken  # 16 random bytes of this server's life
     chunk_tokens: int
-    hash_algorithm: str
-    transfer_modes: list[str]  # values of TransferMode, the fastest first
-    shm_path: str
+    hash_algorithm: Name
+    transfer_modes: ModeList  # values of TransferMode, the fastest first
+    shm_path: Name
     shm_bytes: int
     lease_ttl_seconds: float
     reservation_ttl_seconds: float
@@ -62,12 +89,12 @@ class HelloReply(Message):
 class Ping(Message):
     """Also the heartbeat: with an instance id it renews that instance's leases and reservations."""
 
-    instance_id: str = ""
+    instance_id: Name = ""
     worker_id: int = -1  # -1: the scheduler side
 
 
 class PingReply(Message):
-    boot_token: bytes
+    boot_token: BootToken
     registered: bool  # False: this instance or worker must register again
     ready: bool = True  # False: the storage loop does not answer
 
@@ -76,30 +103,33 @@ class PingReply(Message):
 class RegisterInstance(Message):
     """Sent by the scheduler side. Idempotent; a change of fields is a LAYOUT_CONFLICT."""
 
-    instance_id: str
-    model_name: str
+    instance_id: Name
+    model_name: Name
     kv_world_size: int  # ranks that hold distinct KV
     object_groups: int
     heartbeat_interval_seconds: float
-    engine: str = ""  # "vllm 0.32.0", for operators
+    engine: Name = ""  # "vllm 0.32.0", for operators
     # Per object group: how many tokens before the end of a hit it must have, 0 for all of them. Empty: all of all. With
     # any other number a hit never covers the last token, which the engine computes: that needs what is before the end.
-    tail_tokens: list[int] = []
+    tail_tokens: GroupList = []
+    # 16 random bytes of the client that registers: two engines with one instance id are told apart. Empty: not said.
+    process: BootToken = b""
 
 
 class RegisterWorker(Message):
     """Sent by each worker. Registering again (restart) ends everything that the former life held."""
 
-    instance_id: str
+    instance_id: Name
     worker_id: int  # 0..n-1, unique in the instance
     kv_rank: int
-    layouts: list[str]  # KVLayout.fingerprint per object group
-    payload_bytes: list[int]  # per object group
+    layouts: LayoutList  # KVLayout.fingerprint per object group
+    payload_bytes: GroupList  # per object group
     stores: bool = True  # False: another worker stores the same KV (tensor-parallel copies of MLA)
     heartbeat_interval_seconds: float = 10.0
-    tensors: list[tuple[str, list[int]]] = []  # dtype and shape of a chunk's KV, for the lookup log
-    transfer_mode: str = "shm"  # a TransferMode
-    transfer_reason: str = ""  # one sentence for operators: why not "shm"
+    tensors: TensorList = []  # dtype and shape of a chunk's KV, for the lookup log
+    transfer_mode: Name = "shm"  # a TransferMode
+    transfer_reason: Name = ""  # one sentence for operators: why not "shm"
+    process: BootToken = b""  # as in RegisterInstance
 
 
 class RegisterReply(Message):
@@ -107,7 +137,7 @@ class RegisterReply(Message):
 
 
 class Unregister(Message):
-    instance_id: str
+    instance_id: Name
     worker_id: int = -1
 
 
@@ -117,13 +147,13 @@ class Lookup(Message):
     once when L1 decides, after the L2 loads or their deadline otherwise. Any lease that an earlier lookup of this
     request holds is released first. The session lives until EndSession."""
 
-    instance_id: str
-    request_id: str
-    cache_salt: str
+    instance_id: Name
+    request_id: Name
+    cache_salt: Name
     first_token: int  # position of tokens[0]; everything before was sent already
-    tokens: bytes  # u32
-    identity: bytes = b""  # "" or bytes that seed the first chunk's parent (LoRA name ...)
-    extras: list[tuple[int, bytes]] = []  # (absolute chunk index, 32 bytes): multimodal content of that chunk
+    tokens: Tokens  # u32
+    identity: Identity = b""  # "" or bytes that seed the first chunk's parent (LoRA name ...)
+    extras: ExtraList = []  # multimodal content of chunks
     deadline_seconds: float = 30.0
     recompute: bool = False  # the engine computes sooner than L2 answers: L1 alone decides, and the miss is named so
 
@@ -135,25 +165,25 @@ class LookupReply(Message):
     chunks: int
     chunks_l1: int  # of these, how many L1 had
     lease: int
-    hashes: bytes
-    slots: bytes
-    miss_reason: str = ""  # MissReason value for what lies beyond the hit, "" when everything full hit
+    hashes: Hashes
+    slots: Slots
+    miss_reason: Name = ""  # MissReason value for what lies beyond the hit, "" when everything full hit
 
 
 class Release(Message):
     """Gives a lease back. Idempotent. Chunks whose frames did not verify while they were copied are removed from L1."""
 
-    instance_id: str
+    instance_id: Name
     lease: int
-    unreadable_chunks: list[int] = []  # positions in the lease, 0..chunks-1
+    unreadable_chunks: PositionList = []  # positions in the lease, 0..chunks-1
     recomputed: bool = False  # left out because computing is expected to be faster
 
 
 class EndSession(Message):
     """The request is over: forgets its tokens and releases its leases. Idempotent."""
 
-    instance_id: str
-    request_id: str
+    instance_id: Name
+    request_id: Name
 
 
 # ---- store (worker side) ---------------------------------------------------------------------------------------------
@@ -161,26 +191,26 @@ class Reserve(Message):
     """Slots for the n chunks that `hashes` names, of this worker's rank, all groups. The scheduler side gets the hashes
     with LookupReply or AppendReply and hands them to the workers. The worker writes whole frames."""
 
-    instance_id: str
+    instance_id: Name
     worker_id: int
-    cache_salt: str
-    hashes: bytes
-    wanted: bytes = b""  # one byte per [group][chunk], 0: no slot is wanted; empty: everywhere
+    cache_salt: Name
+    hashes: Hashes
+    wanted: Flags = b""  # one byte per [group][chunk], 0: no slot is wanted; empty: everywhere
 
 
 class ReserveReply(Message):
     reservation: int
-    slots: bytes  # u64 [group][chunk]; NO_SLOT: do not write
+    slots: Slots  # u64 [group][chunk]; NO_SLOT: do not write
     chunks_without_room: int
 
 
 class Commit(Message):
     """`written`: one byte per [group][chunk], 1 publish, 0 abort; empty: publish all."""
 
-    instance_id: str
+    instance_id: Name
     worker_id: int
     reservation: int
-    written: bytes = b""
+    written: Flags = b""
 
 
 class CommitReply(Message):
@@ -190,18 +220,18 @@ class CommitReply(Message):
 class Append(Message):
     """Adds tokens to a session without looking anything up; returns the hashes of the chunks that became full."""
 
-    instance_id: str
-    request_id: str
-    cache_salt: str
+    instance_id: Name
+    request_id: Name
+    cache_salt: Name
     first_token: int
-    tokens: bytes
-    identity: bytes = b""
-    extras: list[tuple[int, bytes]] = []
+    tokens: Tokens
+    identity: Identity = b""
+    extras: ExtraList = []
 
 
 class AppendReply(Message):
     first_chunk: int
-    hashes: bytes
+    hashes: Hashes
 
 
 # ---- payload over the socket (workers registered with transfer_mode "socket") ----------------------------------------
@@ -210,14 +240,14 @@ class Write(Message):
 
     Only frames that arrived whole and verify are published by the commit."""
 
-    instance_id: str
+    instance_id: Name
     worker_id: int
-    boot_token: bytes
+    boot_token: BootToken
     reservation: int
     group: int
     chunk: int  # of the reservation
     offset: int  # in the frame
-    data: memoryview  # 1..MAX_PAYLOAD_PART_BYTES; a view of the message, never a copy
+    data: FramePart  # 1..MAX_PAYLOAD_PART_BYTES; a view of the message, never a copy
 
 
 class WriteReply(Message):
@@ -227,9 +257,9 @@ class WriteReply(Message):
 class Read(Message):
     """Bytes of one frame of a lease, of the worker's rank."""
 
-    instance_id: str
+    instance_id: Name
     worker_id: int
-    boot_token: bytes
+    boot_token: BootToken
     lease: int
     group: int
     chunk: int  # of the lease
@@ -238,12 +268,12 @@ class Read(Message):
 
 
 class ReadReply(Message):
-    data: memoryview
+    data: FramePart
 
 
 # ---- administration --------------------------------------------------------------------------------------------------
 class Clear(Message):
-    tier: str = "all"  # l1, l2, all
+    tier: Name = "all"  # l1, l2, all
 
 
 class ClearReply(Message):

@@ -12,6 +12,7 @@ from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorke
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _HEARTBEAT_SECONDS = (0.05, 3600.0)
+_MAX_PROCESS_BYTES = 64
 
 
 def check_name(what: str, name: str) -> None:
@@ -39,6 +40,7 @@ def check_instance(message: RegisterInstance) -> None:
     for tokens in message.tail_tokens:
         _check_range("number of tail tokens", tokens, 0, limits.MAX_TOKENS_PER_SESSION)
     _check_heartbeat(message.heartbeat_interval_seconds)
+    _check_process(message.process)
     if len(message.engine.encode()) > limits.MAX_NAME_BYTES:
         raise RemoteError(ErrorCode.TOO_LARGE, f"The engine's name has more than {limits.MAX_NAME_BYTES} bytes.")
 
@@ -49,6 +51,7 @@ def check_worker(message: RegisterWorker, instance: RegisterInstance | None, oth
     _check_range("worker_id", message.worker_id, 0, limits.MAX_WORLD_SIZE - 1)
     _check_range("kv_rank", message.kv_rank, 0, limits.MAX_WORLD_SIZE - 1)
     _check_heartbeat(message.heartbeat_interval_seconds)
+    _check_process(message.process)
     _check_range("number of layouts", len(message.layouts), 1, limits.MAX_OBJECT_GROUPS)
     if len(message.layouts) != len(message.payload_bytes):
         raise RemoteError(ErrorCode.BAD_REQUEST, "There must be one payload size for each layout.")
@@ -80,6 +83,11 @@ def check_worker(message: RegisterWorker, instance: RegisterInstance | None, oth
                 ErrorCode.LAYOUT_CONFLICT,
                 f"Workers {other.worker_id} and {message.worker_id} have rank {message.kv_rank} and different layouts.",
             )
+
+
+def _check_process(process: bytes) -> None:
+    if len(process) > _MAX_PROCESS_BYTES:
+        raise RemoteError(ErrorCode.TOO_LARGE, f"The name of a process has at most {_MAX_PROCESS_BYTES} bytes.")
 
 
 def _check_tensors(tensors: list[tuple[str, list[int]]]) -> None:

@@ -14,16 +14,17 @@ from lmcache.telemetry.metrics import Metrics
 
 @dataclass(frozen=True)
 class Keyspace:
-    """Namespaces in the order of the wire: [rank][group], or [group] for one rank. `ids` u32, `sizes` u64, packed.
+    """Namespaces of one salt in the order of the wire: [rank][group], or [group] for one rank. `digests` 32 bytes each,
+    `sizes` u64, packed.
 
     tail_chunks: per namespace, of how many chunks at the end of a hit it must have objects, 0 for all. Empty: no tails.
     `tails` are the same, u32."""
 
     namespaces: tuple[Namespace, ...]
-    ids: bytes
+    cache_salt: str
+    digests: bytes
     sizes: bytes
     frame_bytes: tuple[int, ...]
-    by_id: dict[int, Namespace]
     tail_chunks: tuple[int, ...]
     tails: bytes
 
@@ -37,12 +38,12 @@ def rank_keyspace(
     )
     frame_bytes = tuple(l1.frame_bytes(payload) for payload in worker.payload_bytes)
     tail_chunks = tuple(-(-tokens // chunk_tokens) for tokens in profile.tail_tokens)
-    return _keyspace(l1, namespaces, frame_bytes, tail_chunks if any(tail_chunks) else ())
+    return _keyspace(cache_salt, namespaces, frame_bytes, tail_chunks if any(tail_chunks) else ())
 
 
-def whole_keyspace(l1: L1Store, ranks: Sequence[Keyspace]) -> Keyspace:
+def whole_keyspace(ranks: Sequence[Keyspace]) -> Keyspace:
     return _keyspace(
-        l1,
+        ranks[0].cache_salt,
         tuple(namespace for rank in ranks for namespace in rank.namespaces),
         tuple(size for rank in ranks for size in rank.frame_bytes),
         tuple(chunks for rank in ranks for chunks in rank.tail_chunks),
@@ -50,15 +51,14 @@ def whole_keyspace(l1: L1Store, ranks: Sequence[Keyspace]) -> Keyspace:
 
 
 def _keyspace(
-    l1: L1Store, namespaces: tuple[Namespace, ...], frame_bytes: tuple[int, ...], tail_chunks: tuple[int, ...]
+    cache_salt: str, namespaces: tuple[Namespace, ...], frame_bytes: tuple[int, ...], tail_chunks: tuple[int, ...]
 ) -> Keyspace:
-    ids = [l1.namespace_id(namespace) for namespace in namespaces]
     return Keyspace(
         namespaces,
-        struct.pack(f"<{len(ids)}I", *ids),
+        cache_salt,
+        b"".join(namespace.digest for namespace in namespaces),
         struct.pack(f"<{len(frame_bytes)}Q", *frame_bytes),
         frame_bytes,
-        dict(zip(ids, namespaces, strict=True)),
         tail_chunks,
         struct.pack(f"<{len(tail_chunks)}I", *tail_chunks),
     )

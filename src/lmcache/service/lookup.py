@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -26,6 +25,7 @@ from lmcache.service.keyspace import Keyspace, TenantCounters
 from lmcache.service.registry import Instance, Registry
 from lmcache.service.session import Lease, Session
 from lmcache.service.sessions import Sessions
+from lmcache.service.token_chain import TokenChain
 from lmcache.telemetry.bus import EventBus
 from lmcache.telemetry.events import LookupEvent
 from lmcache.telemetry.metrics import Metrics
@@ -117,28 +117,38 @@ class LookupService:
     def session_bytes(self) -> int:
         return self._sessions.size_bytes
 
+    def check(self) -> None:
+        """Asserts that what is counted for sessions is what they have. For tests."""
+        self._sessions.check()
+
     # ---- handlers ----------------------------------------------------------------------------------------------------
     def lookup(self, message: Lookup) -> LookupReply | Deferred:
         if not math.isfinite(message.deadline_seconds):
             raise RemoteError(ErrorCode.BAD_REQUEST, "The deadline must be a number of seconds.")
         instance, scheduler = self._registry.scheduled(message.instance_id)
-        tenant = self._registry.tenant(instance, scheduler, message.cache_salt)
-        session, _ = self._sessions.add_tokens(instance, message)
-        self._settle(instance, session)
-        total = session.chain.chunks
+        plan = self._sessions.plan(instance, message)
+        total = plan.growth.chunks
         if total > limits.MAX_CHUNKS_PER_CALL:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A lookup covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
+        tenant = self._registry.tenant(instance, scheduler, message.cache_salt)
         keyspace = self._registry.whole_keyspace(instance, message.cache_salt)
         if keyspace is not None and keyspace.tails:
-            total = min(total, max(0, session.chain.tokens - 1) // self._hasher.chunk_tokens)
-        asked = _Asked(instance, session, tenant.counters, bytes(session.chain.hashes), total)
+            total = min(total, max(0, plan.growth.tokens - 1) // self._hasher.chunk_tokens)
+        slots = total * len(keyspace.namespaces) if keyspace is not None else 0
+        if slots > limits.MAX_SLOTS_PER_CALL:
+            raise RemoteError(
+                ErrorCode.TOO_LARGE, f"A lookup covers at most {limits.MAX_SLOTS_PER_CALL} chunks times namespaces."
+            )
+        # While it waits its hashes are held twice, once for the engine and once for the storage loop.
+        session = self._sessions.grow(plan, 2 * total * CHUNK_HASH_BYTES + slots * _SLOT_BYTES)
+        asked = _Asked(instance, session, tenant.counters, session.chain.hashes, total)
         wanted_hashes = asked.hashes[: total * CHUNK_HASH_BYTES]
         if keyspace is None or not total:
             reason = MissReason.INSTANCE_INCOMPLETE if total else MissReason.TOO_SHORT
             return self._answer(asked, None, _Hit(), 0, reason)
         lease_deadline = self._clock.monotonic() + self._lease_ttl_seconds
         lease, chunks, offsets = self._l1.core.acquire(
-            scheduler.owner, keyspace.ids, wanted_hashes, lease_deadline, True, keyspace.tails
+            scheduler.owner, keyspace.digests, wanted_hashes, lease_deadline, True, keyspace.tails
         )
         in_l1 = _Hit((lease,) if lease else (), chunks, offsets)
         if chunks == total:
@@ -161,9 +171,12 @@ class LookupService:
 
     def append(self, message: Append) -> AppendReply:
         instance, scheduler = self._registry.scheduled(message.instance_id)
+        plan = self._sessions.plan(instance, message)
+        if plan.growth.new_chunks > limits.MAX_CHUNKS_PER_CALL:
+            raise RemoteError(ErrorCode.TOO_LARGE, f"A call covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
         self._registry.tenant(instance, scheduler, message.cache_salt)
-        session, first_chunk = self._sessions.add_tokens(instance, message)
-        return AppendReply(first_chunk, bytes(session.chain.hashes[first_chunk * CHUNK_HASH_BYTES :]))
+        session, first_chunk = self._sessions.grow(plan), plan.growth.first_chunk
+        return AppendReply(first_chunk, session.chain.hashes[first_chunk * CHUNK_HASH_BYTES :])
 
     def release(self, message: Release) -> Empty:
         instance, _ = self._registry.scheduled(message.instance_id)
@@ -185,13 +198,16 @@ class LookupService:
         instance, _ = self._registry.scheduled(message.instance_id)
         session = instance.sessions.get(message.request_id)
         if session is not None:
-            self._settle(instance, session)
-            keyspace = self._registry.whole_keyspace(instance, session.chain.cache_salt)
-            if keyspace is not None and session.chain.chunks <= limits.MAX_CHUNKS_PER_CALL:
-                # Chunks stored while the request ran get their place in the order: suffix evicted before prefix.
-                self._l1.core.touch(keyspace.ids, session.chain.hashes, keyspace.tails)
-            self._sessions.forget(instance, session)
+            self._sessions.end(instance, session)
+            self._touch(instance, session.chain)
         return Empty()
+
+    def _touch(self, instance: Instance, chain: TokenChain) -> None:
+        """Chunks stored while the request ran get their place in the order: suffix evicted before prefix."""
+        keyspace = self._registry.whole_keyspace(instance, chain.cache_salt)
+        slots = chain.chunks * len(keyspace.namespaces) if keyspace is not None else 0
+        if keyspace is not None and chain.chunks <= limits.MAX_CHUNKS_PER_CALL and slots <= limits.MAX_SLOTS_PER_CALL:
+            self._l1.core.touch(keyspace.digests, chain.hashes, keyspace.tails)
 
     def end_all_sessions(self, instance: Instance) -> None:
         """The scheduler side has gone."""
@@ -209,6 +225,7 @@ class LookupService:
     def _release(self, instance: Instance, session: Session) -> None:
         lease, session.lease = session.lease, None
         if lease is not None:
+            self._sessions.hold(instance, session, 0)
             del instance.leases[lease.number]
             for part in lease.parts:
                 self._l1.core.release(part)
@@ -225,8 +242,8 @@ class LookupService:
         packed = b"".join(
             lease.hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES] for chunk in unreadable
         )
-        for namespace_id in lease.keyspace.by_id:
-            self._l1.core.remove(struct.pack("<I", namespace_id) * len(unreadable), packed)
+        for namespace in lease.keyspace.namespaces:
+            self._l1.core.remove(namespace.digest * len(unreadable), packed)
 
     # ---- waiting for L2 ----------------------------------------------------------------------------------------------
     def _load(self, waiting: _Waiting, request: PrefetchRequest, prefetcher: Prefetcher) -> Deferred:
@@ -284,6 +301,7 @@ class LookupService:
     def _end_waiting(self, waiting: _Waiting) -> None:
         waiting.over = True
         waiting.asked.session.cancel_lookup = None
+        self._sessions.hold(waiting.asked.instance, waiting.asked.session, 0)
         if waiting.timer is not None:
             waiting.timer.cancel()
 
@@ -292,13 +310,15 @@ class LookupService:
         self, asked: _Asked, keyspace: Keyspace | None, hit: _Hit, chunks_l1: int, reason: MissReason | None
     ) -> LookupReply:
         """Makes the lease known under its number, counts, and builds the reply."""
-        number = 0
+        number = held_bytes = 0
         if hit.parts and keyspace is not None:
             number = hit.parts[0]
             leased_hashes = asked.hashes[: hit.chunks * CHUNK_HASH_BYTES]
             asked.session.lease = Lease(number, hit.parts, keyspace, leased_hashes, hit.offsets)
+            held_bytes = len(leased_hashes) + len(hit.offsets)
             asked.instance.leases[number] = asked.session
             self._metrics.num_submitted_retrieves.inc()
+        self._sessions.hold(asked.instance, asked.session, held_bytes)
         chunk_tokens = self._hasher.chunk_tokens
         counters = asked.counters
         counters.lookups.inc()

@@ -14,18 +14,16 @@ from typing import Protocol
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.errors import RemoteError, ResourceError
+from lmcache.errors import RemoteError
 from lmcache.l1.store import L1Store
 from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker
 from lmcache.service.checks import check_instance, check_worker
 from lmcache.service.keyspace import Keyspace, TenantCounters, rank_keyspace, whole_keyspace
-from lmcache.service.reservation import Reservation
+from lmcache.service.reservation import Reservations
 from lmcache.service.session import Session
 from lmcache.telemetry.metrics import Metrics
 
 log = logging.getLogger("lmcache.service")
-
-_MAX_TENANTS_KEPT_PER_INSTANCE = 1024  # beyond: forgotten and built again on demand
 
 
 class OwnerLocks(Protocol):
@@ -51,7 +49,7 @@ class Party:
 @dataclass
 class Worker(Party):
     registration: RegisterWorker
-    reservations: dict[int, Reservation] = field(default_factory=dict)
+    reservations: Reservations = field(default_factory=Reservations)
 
 
 @dataclass
@@ -74,6 +72,7 @@ class Instance:
         self.scheduler: Scheduler | None = None
         self.workers: dict[int, Worker] = {}
         self.sessions: dict[str, Session] = {}  # by request, least recently used first
+        self.session_bytes = 0  # that `Sessions` has counted for them
         self.leases: dict[int, Session] = {}
         self.tenants: dict[str, Tenant] = {}
 
@@ -122,8 +121,8 @@ class Registry:
         if tenant is None:
             if len(cache_salt.encode()) > limits.MAX_NAME_BYTES:
                 raise RemoteError(ErrorCode.TOO_LARGE, f"A cache salt has at most {limits.MAX_NAME_BYTES} bytes.")
-            if len(instance.tenants) >= _MAX_TENANTS_KEPT_PER_INSTANCE:
-                instance.tenants.clear()
+            while len(instance.tenants) >= _tenants_kept(scheduler.registration):
+                del instance.tenants[next(iter(instance.tenants))]
             tenant = Tenant(TenantCounters(self._metrics, scheduler.registration.model_name, cache_salt))
             instance.tenants[cache_salt] = tenant
         return tenant
@@ -148,14 +147,11 @@ class Registry:
             if len(workers) < scheduler.registration.kv_world_size:
                 return None
             ranks = [self._name(scheduler.registration, workers[rank], cache_salt) for rank in sorted(workers)]
-            tenant.whole = whole_keyspace(self._l1, ranks)
+            tenant.whole = whole_keyspace(ranks)
         return tenant.whole
 
     def _name(self, profile: RegisterInstance, worker: RegisterWorker, cache_salt: str) -> Keyspace:
-        try:
-            return rank_keyspace(self._l1, profile, worker, cache_salt, self._chunk_tokens)
-        except ResourceError as error:  # more tenants than the index can tell apart
-            raise RemoteError(ErrorCode.TOO_MANY, str(error)) from error
+        return rank_keyspace(self._l1, profile, worker, cache_salt, self._chunk_tokens)
 
     # ---- coming ------------------------------------------------------------------------------------------------------
     def register_instance(self, message: RegisterInstance) -> int:
@@ -164,6 +160,7 @@ class Registry:
         instance = self.instances.get(message.instance_id)
         former = instance.scheduler if instance is not None else None
         if instance is not None and former is not None:
+            self._refuse_another(message, former, former.registration.process)
             same_process_may_live = self._locks.owner_alive(former.owner)
             if former.registration == message and same_process_may_live:
                 former.last_seen_seconds = self._clock.monotonic()
@@ -205,8 +202,10 @@ class Registry:
         )
         if instance is None:
             instance = self._new_instance(message.instance_id)
-        former = instance.workers.pop(message.worker_id, None)
+        former = instance.workers.get(message.worker_id)
         if former is not None:
+            self._refuse_another(message, former, former.registration.process)
+            del instance.workers[message.worker_id]
             self._end_owner(former.owner)
         owner = self._l1.memory.new_owner()
         now = self._clock.monotonic()
@@ -220,6 +219,18 @@ class Registry:
             f"{message.transfer_mode}: {message.transfer_reason}" if message.transfer_reason else message.transfer_mode,
         )
         return owner
+
+    def _refuse_another(self, message: RegisterInstance | RegisterWorker, former: Party, former_process: bytes) -> None:
+        """Two engines under one name would take each other's sessions for their own."""
+        if not message.process or not former_process or message.process == former_process:
+            return
+        gone = former.lock_seen or former.silent(self._clock.monotonic())
+        if self._locks.owner_alive(former.owner) or not gone:
+            raise RemoteError(
+                ErrorCode.LAYOUT_CONFLICT,
+                f"Instance {message.instance_id!r} is registered by another engine that lives: give each engine an "
+                "engine_id of its own, or none.",
+            )
 
     def _new_instance(self, instance_id: str) -> Instance:
         if len(self.instances) >= limits.MAX_INSTANCES:
@@ -276,3 +287,8 @@ class Registry:
         if instance.scheduler is None and not instance.workers:
             self.instances.pop(instance.instance_id, None)
             log.info("Instance %s has gone", instance.instance_id)
+
+
+def _tenants_kept(profile: RegisterInstance) -> int:
+    namespaces = profile.kv_world_size * profile.object_groups
+    return min(limits.MAX_TENANTS_KEPT_PER_INSTANCE, max(1, limits.MAX_NAMESPACES_KEPT_PER_INSTANCE // namespaces))

@@ -1,4 +1,4 @@
-"""What one worker has reserved and not yet committed."""
+"""What a worker has reserved and not yet committed."""
 
 from __future__ import annotations
 
@@ -39,8 +39,14 @@ class Reservation:
 
     def only_whole(self, written: bytes) -> bytes:
         """`written` of a commit (empty: all) without the frames that did not arrive whole."""
-        flags = written or b"\1" * self.positions
-        return bytes(flag and position in self.whole for position, flag in enumerate(flags))
+        flags = bytearray(self.positions)
+        for position in self.whole:
+            flags[position] = written[position] if written else 1
+        return bytes(flags)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.hashes) + len(self.slots)
 
     def copy_ended(self) -> None:
         self.copies -= 1
@@ -48,3 +54,25 @@ class Reservation:
             actions, self.when_copied = self.when_copied, []
             for action in actions:
                 action()
+
+
+class Reservations:
+    """Those of one worker, by number. Invariant: `size_bytes` is the sum of theirs."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Reservation] = {}
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def get(self, number: int) -> Reservation | None:
+        return self._by_number.get(number)
+
+    def add(self, number: int, reservation: Reservation) -> None:
+        assert number not in self._by_number
+        self._by_number[number] = reservation
+        self.size_bytes += reservation.size_bytes
+
+    def remove(self, number: int) -> None:
+        self.size_bytes -= self._by_number.pop(number).size_bytes

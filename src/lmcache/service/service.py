@@ -42,6 +42,7 @@ log = logging.getLogger("lmcache.service")
 
 TRANSFER_MODES = [mode.value for mode in TransferMode]
 TIERS = ("l1", "l2", "all")
+_MAY_DEFER = ("lookup", "commit", "write", "read", "clear")
 _MAX_CLEARS_WAITING = 4
 _STORAGE_SILENT_SECONDS = 5.0
 _TURN_SECONDS = 1.0  # what the message loop gets to end what it is doing
@@ -137,7 +138,9 @@ class CacheService:
             "clear": self._clear,
         }
         assert handlers.keys() == METHODS.keys()
-        return {name: Method(METHODS[name][0], handler) for name, handler in handlers.items()}
+        return {
+            name: Method(METHODS[name][0], handler, may_defer=name in _MAY_DEFER) for name, handler in handlers.items()
+        }
 
     # ---- connection --------------------------------------------------------------------------------------------------
     def _hello(self, message: Hello) -> HelloReply:

@@ -6,11 +6,12 @@ What is reserved and not committed never becomes visible, whatever dies.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.errors import RemoteError
 from lmcache.l1.store import L1Store
 from lmcache.protocol.messages import Commit, CommitReply, ErrorCode, Reserve, ReserveReply, TransferMode
@@ -21,12 +22,14 @@ from lmcache.transport.deferred import Deferred
 
 log = logging.getLogger("lmcache.service")
 
+_SLOT_BYTES = 8
+
 
 class CommitSink(Protocol):
     """The storage loop, as far as commits need it."""
 
-    def objects_committed(self, records: bytes, hashes: bytes) -> None:
-        """`records` as `L1Core.commit` returns them; `hashes` are those of the reservation."""
+    def objects_committed(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
+        """`records` as `L1Core.commit` returns them; namespaces and hashes are those of the reservation."""
         ...
 
 
@@ -59,18 +62,28 @@ class TransferService:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A call covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
         if message.wanted and len(message.wanted) != chunks * len(worker.registration.layouts):
             raise RemoteError(ErrorCode.BAD_REQUEST, "`wanted` must have one byte for each object group and chunk.")
-        if len(worker.reservations) >= limits.MAX_RESERVATIONS_PER_WORKER:
+        size_bytes = chunks * (CHUNK_HASH_BYTES + _SLOT_BYTES * len(worker.registration.layouts))
+        held = worker.reservations
+        too_large = held.size_bytes + size_bytes > limits.MAX_RESERVATION_BYTES_PER_WORKER
+        if too_large or len(held) >= limits.MAX_RESERVATIONS_PER_WORKER:
             raise RemoteError(
                 ErrorCode.TOO_MANY,
-                f"This worker has {len(worker.reservations)} reservations; commit some before you make others.",
+                f"This worker has {len(held)} reservations with {held.size_bytes} bytes of hashes and offsets; commit "
+                "some before you make others.",
             )
         keyspace = self._registry.rank_keyspace(instance, worker, message.cache_salt)
         deadline = self._clock.monotonic() + self._reservation_ttl_seconds
         reservation, slots, without_room = self._l1.core.reserve(
-            worker.owner, keyspace.ids, keyspace.sizes, message.hashes, deadline, message.wanted
+            worker.owner,
+            keyspace.digests,
+            keyspace.cache_salt,
+            keyspace.sizes,
+            message.hashes,
+            deadline,
+            message.wanted,
         )
         if reservation:
-            worker.reservations[reservation] = Reservation(keyspace, message.hashes, slots)
+            worker.reservations.add(reservation, Reservation(keyspace, message.hashes, slots))
             self._metrics.num_submitted_stores.inc()
         return ReserveReply(reservation, slots, without_room)
 
@@ -89,7 +102,7 @@ class TransferService:
             deferred = Deferred()
             reserved.when_copied.append(lambda: self._commit_late(message, deferred))
             return deferred
-        del worker.reservations[message.reservation]
+        worker.reservations.remove(message.reservation)
         written = message.written
         if worker.registration.transfer_mode == TransferMode.SOCKET:
             written = reserved.only_whole(written)
@@ -101,7 +114,7 @@ class TransferService:
         if committed:
             self._metrics.l1_write.inc(committed)
             if self._sink is not None:
-                self._sink.objects_committed(records, reserved.hashes)
+                self._sink.objects_committed(reserved.keyspace.namespaces, reserved.hashes, records)
         return CommitReply(committed)
 
     def _commit_late(self, message: Commit, deferred: Deferred) -> None:

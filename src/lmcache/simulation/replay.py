@@ -52,27 +52,27 @@ def replay(
     core.set_committed(capacity_units * _UNIT_BYTES)
     for salt, limit_bytes in (limits or {}).items():
         core.set_limit(salt, limit_bytes // unit_bytes * _UNIT_BYTES)
-    ids: dict[tuple[str, str, int, int], bytes] = {}
+    digests: dict[tuple[str, str, int, int], bytes] = {}
     requested = hits = 0
     for lookup in trace:
         if not lookup.chunks:
             continue
         size_bytes = lookup.chunk_bytes or chunk_bytes
         name = (lookup.model_name, lookup.cache_salt, lookup.chunk_tokens, size_bytes)
-        namespace = ids.get(name)
+        namespace = digests.get(name)
         if namespace is None:
-            digest = hashlib.sha256(repr(name).encode()).digest()
-            namespace = ids[name] = struct.pack("<I", core.intern(digest, lookup.cache_salt))
+            namespace = digests[name] = hashlib.sha256(repr(name).encode()).digest()
         sizes = struct.pack("<Q", -(-size_bytes // unit_bytes) * _UNIT_BYTES)
         lease, found, _ = core.acquire(_OWNER, namespace, lookup.hashes, _FOREVER)
         requested += lookup.chunks
         hits += found
         if found < lookup.chunks:
-            reservation, _, _ = core.reserve(_OWNER, namespace, sizes, lookup.hashes, _FOREVER)
+            reservation, _, _ = core.reserve(_OWNER, namespace, lookup.cache_salt, sizes, lookup.hashes, _FOREVER)
             if reservation:
                 core.commit(reservation, b"")
         core.release(lease)
         core.touch(namespace, lookup.hashes)
+        core.enforce_limits()
     return Outcome(policy, capacity_bytes, requested, hits, core.stats()["evicted_objects"])
 
 

@@ -6,7 +6,8 @@ Names follow OpenTelemetry's Prometheus rule: `lmcache_mp.lookup_hit`, counted i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,8 +18,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import Metric
+
+from lmcache.core.key import salt_digest
 
 PREFIX = "lmcache_mp_"
+SALT_LABEL = "cache_salt"
 OVERFLOW_LABEL = "_other"
 MAX_LABEL_SETS = 1024  # tenants and models come from outside: beyond this many pairs they share one series
 
@@ -37,6 +42,29 @@ class BoundedCounter(Counter):
         return super().labels(*key)
 
 
+class _HiddenSalts(CollectorRegistry):
+    """Another registry, with digests for cache salts."""
+
+    def __init__(self, of: CollectorRegistry) -> None:
+        super().__init__()
+        self._of = of
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._of.collect():
+            hidden = copy(metric)
+            hidden.samples = [
+                sample._replace(labels={**sample.labels, SALT_LABEL: _shown(sample.labels[SALT_LABEL])})
+                if SALT_LABEL in sample.labels
+                else sample
+                for sample in metric.samples
+            ]
+            yield hidden
+
+
+def _shown(salt: str) -> str:
+    return salt if salt == OVERFLOW_LABEL else salt_digest(salt)
+
+
 class Metrics:
     """One attribute a metric, named as documented without the prefix.
 
@@ -48,7 +76,7 @@ class Metrics:
         self.enabled = enabled
         self.registry = CollectorRegistry(auto_describe=False)
         self._refreshers: list[Callable[[], object]] = []
-        tenant = ("model_name", "cache_salt")
+        tenant = ("model_name", SALT_LABEL)
         adapter = ("l2_name",)
 
         # lookups
@@ -85,11 +113,9 @@ class Metrics:
             "l1_eviction_age_seconds", "How long the latest sampled objects evicted had not been used, mean"
         )
         self.quota_limit_bytes = self._gauge(
-            "quota_limit_bytes", "Bytes that a cache salt may keep in L1", ("cache_salt",)
+            "quota_limit_bytes", "Bytes that a cache salt may keep in L1", (SALT_LABEL,)
         )
-        self.quota_usage_bytes = self._gauge(
-            "quota_usage_bytes", "Bytes that a cache salt takes in L1", ("cache_salt",)
-        )
+        self.quota_usage_bytes = self._gauge("quota_usage_bytes", "Bytes that a cache salt takes in L1", (SALT_LABEL,))
 
         # engines
         self.num_submitted_stores = self._counter("num_submitted_stores", "Reservations that were handed slots")
@@ -105,6 +131,12 @@ class Metrics:
         self.l2_store_completed = self._counter("l2_store_completed", "Store batches ended", adapter, "requests")
         self.l2_store_lost = self._counter(
             "l2_store_lost", "Objects that left L1 and that no adapter took", unit="chunks"
+        )
+        self.l2_store_unstored = self._gauge(
+            "l2_store_unstored", "Objects that stay in L1 because no adapter took them, to be offered again"
+        )
+        self.policy_faults = self._counter(
+            "policy_faults", "Answers of a policy that could not be used; the default's was", ("policy",)
         )
         self.l2_store_dropped = self._counter(
             "l2_store_dropped", "Objects that did not reach an adapter, by reason", ("reason",)
@@ -155,11 +187,11 @@ class Metrics:
         self._refreshers.append(refresh)
         return lambda: self._refreshers.remove(refresh)
 
-    def exposition(self) -> bytes:
-        """The Prometheus text format (0.0.4)."""
+    def exposition(self, *, hides_salts: bool = False) -> bytes:
+        """The Prometheus text format (0.0.4). With `hides_salts` digests stand for cache salts."""
         for refresh in list(self._refreshers):
             refresh()
-        return generate_latest(self.registry)
+        return generate_latest(_HiddenSalts(self.registry) if hides_salts else self.registry)
 
     def _registry(self) -> CollectorRegistry | None:
         return self.registry if self.enabled else None

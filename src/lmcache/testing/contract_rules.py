@@ -359,11 +359,13 @@ class LifeRules(ContractRun):
             sizes = (4096, 8192, 12_288, 1 << 21)
             assert all(capacity.charge(size) >= size for size in sizes), "at least what an object has"
             assert capacity.limit_bytes is None or capacity.limit_bytes > 0
-            before = adapter.overhead_bytes()
-            announced = adapter.overhead_bytes(wanted)
-            assert 0 <= before <= announced
+            assert adapter.overhead_bytes() >= 0
+            assert capacity.folder_bytes >= 0
+            if capacity.folders_of is not None:
+                folders = [tuple(capacity.folders_of(key)) for key in wanted]
+                assert folders == [tuple(capacity.folders_of(key)) for key in wanted], "a key decides its folders"
+                assert len({of_key[-1] for of_key in folders}) == 1, "keys of one namespace share the outermost folder"
             await _stored(adapter, wanted)
-            assert adapter.overhead_bytes() <= announced, "what was announced for these keys holds"
             assert adapter.capacity == capacity, "constant while it is open"
             status = adapter.status()
             assert all(isinstance(name, str) and isinstance(value, int) for name, value in status.items())

@@ -13,8 +13,7 @@ from lmcache.l2.adapter import Adapter, Capacity, Inventory
 class FaultyAdapter:
     """Passes everything on to `inner`, except where told otherwise.
 
-    `gate` cleared: stores and loads stall, as long as it stays so, after they have taken their buffers.
-    `stalls_probes`: the gate holds up probes as well.
+    `gate` cleared: the operations named in `stalls` stall, as long as it stays so, after they have taken their buffers.
     `raises`: every operation but clear raises this; `clear_raises`: clear does.
     `store_outcome`, `load_outcome`: nothing is done, this is the answer.
     `flip`: that many bytes are turned over in everything that is loaded.
@@ -24,7 +23,7 @@ class FaultyAdapter:
         self.inner = inner
         self.gate = asyncio.Event()
         self.gate.set()
-        self.stalls_probes = False
+        self.stalls = {"store", "load"}
         self.raises: Exception | None = None
         self.clear_raises: Exception | None = None
         self.store_outcome: StoreOutcome | None = None
@@ -37,8 +36,8 @@ class FaultyAdapter:
     def capacity(self) -> Capacity:
         return self.inner.capacity
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
-        return self.inner.overhead_bytes(upcoming)
+    def overhead_bytes(self) -> int:
+        return self.inner.overhead_bytes()
 
     def status(self) -> dict[str, int]:
         return self.inner.status()
@@ -63,11 +62,11 @@ class FaultyAdapter:
         return outcomes
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        await self._enter("probe", stalls=self.stalls_probes)
+        await self._enter("probe")
         return await self.inner.probe(keys)
 
     async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
-        await self._enter("delete", stalls=False)
+        await self._enter("delete")
         return await self.inner.delete(keys, corrupt=corrupt)
 
     async def clear(self) -> tuple[int, int]:
@@ -78,9 +77,9 @@ class FaultyAdapter:
     async def close(self) -> None:
         await self.inner.close()
 
-    async def _enter(self, call: str, *, stalls: bool = True) -> None:
+    async def _enter(self, call: str) -> None:
         self.calls[call] += 1
-        if stalls and not self.gate.is_set():
+        if call in self.stalls and not self.gate.is_set():
             self.stalled += 1
             try:
                 await self.gate.wait()

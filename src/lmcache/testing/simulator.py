@@ -110,7 +110,7 @@ class SimulatedMedium:
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+    def overhead_bytes(self) -> int:
         return 0
 
     def status(self) -> dict[str, int]:

@@ -3,19 +3,17 @@ see. Payloads are verified first, since nobody has looked at them since they wer
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import Executor
 
-from lmcache import _native
-from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
+from lmcache.core.key import CHUNK_HASH_BYTES, NAMESPACE_DIGEST_BYTES, ObjectKey
 from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from lmcache.tiering.leases import lease_objects
-from lmcache.tiering.store import QueuedObject, StoreController
+from lmcache.tiering.leases import QueuedObject, lease_objects
+from lmcache.tiering.store import StoreController
+from lmcache.tiering.verifier import Verifier
 
 log = logging.getLogger("lmcache.tiering")
 
@@ -27,31 +25,34 @@ class CatchUp:
     """Belongs to the storage loop. Its objects are those that are resident when it is made, before engines come."""
 
     def __init__(
-        self, l1: L1Store, runners: Sequence[Runner], store: StoreController, verifier: Executor, metrics: Metrics
+        self, l1: L1Store, runners: Sequence[Runner], store: StoreController, verifier: Verifier, metrics: Metrics
     ) -> None:
         self._l1 = l1
         self._runners = runners
         self._store = store
         self._verifier = verifier
         self._metrics = metrics
-        self._namespaces, self._hashes, self._sizes, _ = l1.core.list_objects(0, _ALL)
+        digests, self._positions, self._hashes, self._sizes, _ = l1.core.list_objects(0, _ALL)
+        self._namespaces = [
+            l1.adoption.namespaces[digests[at : at + NAMESPACE_DIGEST_BYTES]]
+            for at in range(0, len(digests), NAMESPACE_DIGEST_BYTES)
+        ]
 
     async def run(self) -> None:
         for runner in self._runners:
             await runner.wait_for_inventory()
-        ids, sizes = array("I", self._namespaces), array("Q", self._sizes)
+        positions, sizes = array("I", self._positions), array("Q", self._sizes)
         offered = 0
-        for first in range(0, len(ids), PAGE_OBJECTS):
+        for first in range(0, len(positions), PAGE_OBJECTS):
             page = [
                 QueuedObject(
                     ObjectKey(
-                        self._l1.namespace(ids[index]),
+                        self._namespaces[positions[index]],
                         self._hashes[index * CHUNK_HASH_BYTES : (index + 1) * CHUNK_HASH_BYTES],
                     ),
-                    ids[index],
                     sizes[index],
                 )
-                for index in range(first, min(len(ids), first + PAGE_OBJECTS))
+                for index in range(first, min(len(positions), first + PAGE_OBJECTS))
             ]
             wanted = await self._verified(await self._wanted(page))
             self._store.offer(wanted)
@@ -75,26 +76,15 @@ class CatchUp:
         """Those whose frame is whole; the others leave L1."""
         if not page:
             return []
-        leased = lease_objects(self._l1, [(queued.namespace_id, queued.key, queued.frame_bytes) for queued in page])
-        try:
-            reasons = await asyncio.get_running_loop().run_in_executor(
-                self._verifier,
-                _native.frame_verify_many,
-                array("Q", [_native.buffer_address(view) for view in leased.views]).tobytes(),
-                array("Q", [view.nbytes for view in leased.views]).tobytes(),
-                b"".join(key.namespace.digest for key in leased.keys),
-                b"".join(key.chunk_hash for key in leased.keys),
-            )
-        finally:
-            leased.release()
-        good = {key for key, reason in zip(leased.keys, reasons, strict=True) if not reason}
-        corrupt = [key for key, reason in zip(leased.keys, reasons, strict=True) if reason]
+        leased = lease_objects(self._l1, page)
+        faults = await self._verifier.faults(leased.keys, leased.views, leased.release)
+        corrupt = [queued.key for queued, fault in zip(leased.objects, faults, strict=True) if fault]
         if corrupt:
             self._drop(corrupt)
-        return [queued for queued in page if queued.key in good]
+        return [queued for queued, fault in zip(leased.objects, faults, strict=True) if not fault]
 
     def _drop(self, keys: Sequence[ObjectKey]) -> None:
-        numbers = array("I", [self._l1.namespace_id(key.namespace) for key in keys]).tobytes()
-        self._l1.core.remove(numbers, b"".join(key.chunk_hash for key in keys))
+        digests = b"".join(key.namespace.digest for key in keys)
+        self._l1.core.remove(digests, b"".join(key.chunk_hash for key in keys))
         self._metrics.corrupt_frames.labels("l1").inc(len(keys))
         log.warning("L1: %d objects of the former server are corrupt and dropped", len(keys))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
 
 from lmcache.l1.store import L1Store
+from lmcache.l2.background import spawn
 from lmcache.l2.runner import Runner
 from lmcache.tiering.store import StoreController
 
@@ -28,24 +31,40 @@ class EvictionController:
         self._watermark = watermark
         self._ratio = ratio
 
-    async def run(self) -> None:
+    def start(self) -> list[asyncio.Task[None]]:
+        """One task for L1 and one for each adapter that evicts: a tier that deletes slowly holds up no other."""
+        evicting = [runner for runner in self._runners if runner.config.eviction]
+        return [
+            spawn(self._repeat(self.relieve_l1), "evict-l1"),
+            *(spawn(self._repeat(partial(self.relieve, runner)), f"evict-{runner.name}") for runner in evicting),
+        ]
+
+    @staticmethod
+    async def _repeat(relieve: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             try:
-                await self.round()
-            except Exception:  # the root of a task: the next round may do better
+                await relieve()
+            except Exception:  # the root of a task: the next time may go better
                 log.exception("Eviction failed")
             await asyncio.sleep(PERIOD_SECONDS)
 
-    async def round(self) -> None:
-        objects, freed_bytes = self._l1.core.enforce_limits()
+    async def relieve_l1(self) -> None:
+        objects, freed_bytes = self._l1.enforce_limits()
         if objects:
             log.debug("Evicted %d objects, %d bytes of salts above their limits from L1", objects, freed_bytes)
         stats = self._l1.stats()
-        if stats["used_bytes"] > self._watermark * stats["capacity_bytes"]:
-            objects, freed_bytes = self._l1.core.evict(int(self._ratio * stats["used_bytes"]))
+        # What is beyond a quota and still being read goes in a later round; it must cost nobody else anything.
+        used_bytes = stats["used_bytes"] - stats["above_limits_bytes"]
+        if used_bytes > self._watermark * stats["capacity_bytes"]:
+            wanted_bytes = int(self._ratio * used_bytes)
+            objects, freed_bytes = self._l1.core.evict(wanted_bytes)
             log.debug("Evicted %d objects, %d bytes from L1", objects, freed_bytes)
+            if freed_bytes < wanted_bytes:
+                self._store.make_room(wanted_bytes - freed_bytes)
         self._store.drop_leftovers()
-        for runner in self._runners:
-            objects, freed_bytes = await runner.evict_above_watermark()
-            if objects:
-                log.debug("Evicted %d objects, %d bytes from %s", objects, freed_bytes, runner.name)
+
+    @staticmethod
+    async def relieve(runner: Runner) -> None:
+        objects, freed_bytes = await runner.evict_above_watermark()
+        if objects:
+            log.debug("Evicted %d objects, %d bytes from %s", objects, freed_bytes, runner.name)

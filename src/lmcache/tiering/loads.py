@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from lmcache import _native
 from lmcache.clock import Clock
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, MissReason
@@ -24,6 +21,7 @@ from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.leases import FOREVER
+from lmcache.tiering.verifier import Verifier
 
 log = logging.getLogger("lmcache.tiering")
 
@@ -42,15 +40,17 @@ class Slot:
     place: int
     offset: int
     frame_bytes: int
-    source: int  # position in the order of adapters: the first one that has it
+    source: int  # position in the load's order of adapters: the first one that has it
 
 
 class Load:
     """One reservation on its way. `done` is set, with the reason of each object that is not there, when the outcome is
     known to those who wait."""
 
-    def __init__(self, slots: Sequence[Slot], reservation: int, places: int) -> None:
+    def __init__(self, slots: Sequence[Slot], reservation: int, places: int, runners: Sequence[Runner]) -> None:
+        """`runners` in the order in which they are asked."""
         self.slots = slots
+        self.runners = runners
         self.reservation = reservation
         self.places = places
         self.done: asyncio.Future[dict[ObjectKey, MissReason]] = asyncio.get_running_loop().create_future()
@@ -71,23 +71,21 @@ class Loader:
     def __init__(
         self,
         l1: L1Store,
-        runners: Sequence[Runner],
         *,
         retains: bool,
-        verifier: Executor,
+        verifier: Verifier,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        """`runners` in the order in which they are asked."""
         self._l1 = l1
-        self._runners = runners
         self._retains = retains
         self._verifier = verifier
         self._metrics = metrics
         self._clock = clock
         self._by_key: dict[ObjectKey, Load] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.bytes_in_flight = 0
+        self.bytes_in_flight = 0  # of loads that somebody may wait for
+        self.abandoned_bytes = 0  # of slots that a late operation may still write into
         self.bytes_freed = asyncio.Event()
 
     def find(self, key: ObjectKey) -> Load | None:
@@ -111,6 +109,11 @@ class Loader:
             self._l1.core.release(load.lease)
             load.lease = 0
 
+    def check_idle(self) -> None:
+        """AssertionError unless no load is under way."""
+        held = {"keys": len(self._by_key), "loads": len(self._tasks), "bytes": self.bytes_in_flight}
+        assert not any(held.values()), f"The loader is not idle: {held}"
+
     async def drain(self, seconds: float) -> bool:
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=max(0.0, seconds))
@@ -133,10 +136,19 @@ class Loader:
                 del self._by_key[slot.key]
             self._count(load, missing)
             load.done.set_result(missing)
-            await load.operations_ended.wait()
-            self._l1.core.abort(load.reservation)  # nothing, where it was committed
             self.bytes_in_flight -= load.size_bytes
             self.bytes_freed.set()
+            await self._end_operations(load)
+            self._l1.core.abort(load.reservation)  # nothing, where it was committed
+
+    async def _end_operations(self, load: Load) -> None:
+        """What is given up counts apart: an adapter's lane bounds it, and other adapters need not wait for it."""
+        if load.operations:
+            self.abandoned_bytes += load.size_bytes
+            try:
+                await load.operations_ended.wait()
+            finally:
+                self.abandoned_bytes -= load.size_bytes
 
     def _publish(self, load: Load, missing: dict[ObjectKey, MissReason]) -> None:
         if not load.waiting and not self._retains:
@@ -151,7 +163,7 @@ class Loader:
         """Asks the adapters in order, each for what the ones before did not give; what none gave, and why."""
         missing: dict[ObjectKey, MissReason] = {}
         todo = list(load.slots)
-        for position, runner in enumerate(self._runners):
+        for position, runner in enumerate(load.runners):
             now = [slot for slot in todo if slot.source == position]
             now += await self._has(runner, [slot for slot in todo if slot.source < position])
             if not now:
@@ -208,15 +220,9 @@ class Loader:
 
     async def _verify(self, slots: Sequence[Slot]) -> dict[ObjectKey, str]:
         """What did not verify, and why."""
-        reasons = await asyncio.get_running_loop().run_in_executor(
-            self._verifier,
-            _native.frame_verify_many,
-            array("Q", [self._l1.address_of(slot.offset) for slot in slots]).tobytes(),
-            array("Q", [slot.frame_bytes for slot in slots]).tobytes(),
-            b"".join(slot.key.namespace.digest for slot in slots),
-            b"".join(slot.key.chunk_hash for slot in slots),
-        )
-        return {slot.key: reason for slot, reason in zip(slots, reasons, strict=True) if reason}
+        views = [self._l1.memory.view(slot.offset, slot.frame_bytes) for slot in slots]
+        faults = await self._verifier.faults([slot.key for slot in slots], views)
+        return {slot.key: fault for slot, fault in zip(slots, faults, strict=True) if fault}
 
     def _count(self, load: Load, missing: dict[ObjectKey, MissReason]) -> None:
         self._metrics.l2_prefetch_load_completed.inc(len(load.slots) - len(missing))

@@ -1,23 +1,40 @@
-"""Pure decisions of the store and prefetch controllers, by name. A module adds one by registering it at import."""
+"""Pure decisions of the store and prefetch controllers, by name. docs/how-to/write-a-policy.md is a guide to one.
+
+Rules: a policy is made without arguments and lives as long as the server. Its methods are called on the storage loop,
+for many objects at a time, and return at once: no I/O, no waiting. What they return is checked (checked_policies.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from lmcache.core.key import ObjectKey
+from lmcache.core.key import Namespace, ObjectKey
 from lmcache.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """What a policy may know of an adapter; its index is its position among the --l2-adapter options, from 0."""
+
+    name: str  # as in logs and metrics: "fs_native_0"
+    type: str
+    capacity_bytes: int | None  # of max_capacity_gb
+
+
 class StorePolicy(Protocol):
+    """`drops_from_l1` and `retains` are constants, read once."""
+
     @property
     def drops_from_l1(self) -> bool:
-        """Whether an object leaves L1 once every adapter that was to have it is done with it, whatever the outcome:
-        what L2 cannot take must not fill L1 for ever."""
+        """Whether an object leaves L1 once every adapter that was to have it has dealt with it and one of them took it.
+        What none of them took stays in L1 while there is room, and is offered again."""
         ...
 
-    def targets(self, key: ObjectKey, adapters: int) -> Sequence[int]:
-        """Which of the adapters, numbered as configured, are to have the object."""
+    def targets(self, keys: Sequence[ObjectKey], adapters: Sequence[AdapterInfo]) -> Sequence[Sequence[int]]:
+        """For each key the indices of the adapters that are to have the object. Without any it stays in L1 only.
+        Objects of one commit are asked about together, in prefix order."""
         ...
 
 
@@ -27,17 +44,18 @@ class PrefetchPolicy(Protocol):
         """Whether what was loaded stays in L1 after its use. False: it leaves with its last lease."""
         ...
 
-    def order(self, adapters: int) -> Sequence[int]:
-        """In which order the adapters are asked. The first one that has an object loads it; the later ones are asked
-        for what it could not give."""
+    def order(self, namespaces: Sequence[Namespace], adapters: Sequence[AdapterInfo]) -> Sequence[int]:
+        """In which order the adapters are asked for what a request lacks in these namespaces, one per rank and object
+        group. The first one that has an object loads it; the later ones are asked for what it could not give. An
+        adapter that is left out is not asked."""
         ...
 
 
 class StoreToAll:
     drops_from_l1 = False
 
-    def targets(self, key: ObjectKey, adapters: int) -> Sequence[int]:
-        return range(adapters)
+    def targets(self, keys: Sequence[ObjectKey], adapters: Sequence[AdapterInfo]) -> Sequence[Sequence[int]]:
+        return [range(len(adapters))] * len(keys)
 
 
 class SkipL1(StoreToAll):
@@ -47,37 +65,26 @@ class SkipL1(StoreToAll):
 class LoadAsConfigured:
     retains = False
 
-    def order(self, adapters: int) -> Sequence[int]:
-        return range(adapters)
+    def order(self, namespaces: Sequence[Namespace], adapters: Sequence[AdapterInfo]) -> Sequence[int]:
+        return range(len(adapters))
 
 
 class Retain(LoadAsConfigured):
     retains = True
 
 
-_store: dict[str, type[StorePolicy]] = {"default": StoreToAll, "skip_l1": SkipL1}
-_prefetch: dict[str, type[PrefetchPolicy]] = {"default": LoadAsConfigured, "retain": Retain}
+STORE_POLICIES: dict[str, type[StorePolicy]] = {"default": StoreToAll, "skip_l1": SkipL1}
+PREFETCH_POLICIES: dict[str, type[PrefetchPolicy]] = {"default": LoadAsConfigured, "retain": Retain}
 
 
 def register_store_policy(name: str, policy: type[StorePolicy]) -> None:
-    """Built without arguments when `--l2-store-policy` names it. ConfigError if another class has the name."""
-    if _store.setdefault(name, policy) is not policy:
+    """To be called by a module when it is imported; `--l2-store-policy MODULE:NAME` imports it and takes the class.
+    ConfigError if another class has the name."""
+    if STORE_POLICIES.setdefault(name, policy) is not policy:
         raise ConfigError(f"The store policy {name!r} is registered already.")
 
 
 def register_prefetch_policy(name: str, policy: type[PrefetchPolicy]) -> None:
-    """Built without arguments when `--l2-prefetch-policy` names it. ConfigError if another class has the name."""
-    if _prefetch.setdefault(name, policy) is not policy:
+    """As `register_store_policy`, for `--l2-prefetch-policy`."""
+    if PREFETCH_POLICIES.setdefault(name, policy) is not policy:
         raise ConfigError(f"The prefetch policy {name!r} is registered already.")
-
-
-def store_policy(name: str) -> StorePolicy:
-    if name not in _store:
-        raise ConfigError(f"--l2-store-policy must be one of {', '.join(_store)}; got {name!r}.")
-    return _store[name]()
-
-
-def prefetch_policy(name: str) -> PrefetchPolicy:
-    if name not in _prefetch:
-        raise ConfigError(f"--l2-prefetch-policy must be one of {', '.join(_prefetch)}; got {name!r}.")
-    return _prefetch[name]()

@@ -20,6 +20,7 @@ from lmcache.l1.adoption import STORAGE_OWNER
 from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
+from lmcache.tiering.checked_policies import CheckedPrefetchPolicy
 from lmcache.tiering.leases import FOREVER
 from lmcache.tiering.loads import Load, Loader, Slot
 from lmcache.tiering.tails import is_needed, longest_whole
@@ -63,9 +64,11 @@ NOTHING_ASKED = PrefetchResult(0, 0, b"", None)
 class _Run:
     """A request under way."""
 
-    def __init__(self, request: PrefetchRequest, namespace_ids: bytes) -> None:
+    def __init__(self, request: PrefetchRequest, runners: Sequence[Runner]) -> None:
+        """`runners` in the order in which they are asked."""
         self.request = request
-        self.namespace_ids = namespace_ids  # u32
+        self.runners = runners
+        self.digests = b"".join(namespace.digest for namespace in request.namespaces)
         self.width = len(request.namespaces)
         self.hashes = [
             request.hashes[at : at + CHUNK_HASH_BYTES] for at in range(0, len(request.hashes), CHUNK_HASH_BYTES)
@@ -76,9 +79,6 @@ class _Run:
         self.reason = MissReason.NOT_STORED
         self.chunks = 0  # expected to be resident once the loads are done
 
-    def namespace_id(self, position: int) -> bytes:
-        return self.namespace_ids[4 * position : 4 * position + 4]
-
     def keys_of(self, chunk: int) -> list[ObjectKey]:
         return [ObjectKey(namespace, self.hashes[chunk]) for namespace in self.request.namespaces]
 
@@ -87,12 +87,19 @@ class PrefetchController:
     """Belongs to the storage loop."""
 
     def __init__(
-        self, l1: L1Store, runners: Sequence[Runner], loader: Loader, *, max_in_flight: int, metrics: Metrics
+        self,
+        l1: L1Store,
+        runners: Sequence[Runner],
+        loader: Loader,
+        policy: CheckedPrefetchPolicy,
+        *,
+        max_in_flight: int,
+        metrics: Metrics,
     ) -> None:
-        """`runners` in the order in which they are asked."""
         self._l1 = l1
         self._runners = runners
         self._loader = loader
+        self._policy = policy
         self._metrics = metrics
         self._slots = asyncio.Semaphore(max_in_flight)
         self.waiting = 0
@@ -113,8 +120,8 @@ class PrefetchController:
         self._metrics.l2_prefetch_lookup.inc()
         if self.waiting >= limits.MAX_PREFETCHES_WAITING:
             return PrefetchResult(0, 0, b"", MissReason.L2_DEADLINE)
-        ids = array("I", [self._l1.namespace_id(namespace) for namespace in request.namespaces]).tobytes()
-        run = _Run(request, ids)
+        runners = [self._runners[index] for index in self._policy.order(request.namespaces)]
+        run = _Run(request, runners)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.deadline_seconds
         work = loop.create_task(self._work(run))
@@ -137,6 +144,10 @@ class PrefetchController:
             await asyncio.gather(stop, work, return_exceptions=True)
             self._give_back(run)
 
+    def check_idle(self) -> None:
+        """AssertionError unless no request is under way."""
+        assert not self.waiting and not self.in_flight, f"{self.waiting} prefetches wait, {self.in_flight} run"
+
     # ---- the request -------------------------------------------------------------------------------------------------
     async def _work(self, run: _Run) -> None:
         self.waiting += 1
@@ -146,7 +157,7 @@ class PrefetchController:
             self.waiting -= 1
         self.in_flight += 1
         try:
-            for _ in self._runners:
+            for _ in run.runners:
                 run.reason = MissReason.NOT_STORED
                 await self._start_loads(run)
                 await self._await_loads(run)
@@ -195,7 +206,7 @@ class PrefetchController:
         for index, key in enumerate(keys):
             if self._loader.find(key) is not None:
                 source[index] = 0
-        for position, runner in enumerate(self._runners):
+        for position, runner in enumerate(run.runners):
             unknown = [index for index, value in enumerate(source) if value is None]
             if not unknown:
                 break
@@ -212,7 +223,7 @@ class PrefetchController:
         return found
 
     def _or_resident(self, run: _Run, chunk: int, position: int, source: int | None) -> int | None:
-        if source is None and self._l1.core.probe(run.namespace_id(position), run.hashes[chunk]):
+        if source is None and self._l1.core.probe(run.request.namespaces[position].digest, run.hashes[chunk]):
             return 0
         return source
 
@@ -244,7 +255,8 @@ class PrefetchController:
         core = self._l1.core
         reservation, packed, without_room = core.reserve(
             STORAGE_OWNER,
-            run.namespace_ids,
+            run.digests,
+            run.request.namespaces[0].cache_salt,
             array("Q", run.request.frame_bytes).tobytes(),
             b"".join(run.hashes[first : first + count]),
             FOREVER,
@@ -271,12 +283,12 @@ class PrefetchController:
                     self._join(run, other, first + chunk)
                     continue
                 # Resident: held, so that making room for the rest does not evict it. Or staged by an engine: a miss.
-                ids = run.namespace_id(position)
-                lease, _, _ = core.acquire(STORAGE_OWNER, ids, run.hashes[first + chunk], FOREVER)
+                digest = run.request.namespaces[position].digest
+                lease, _, _ = core.acquire(STORAGE_OWNER, digest, run.hashes[first + chunk], FOREVER)
                 if lease:
                     run.leases.append(lease)
         if slots:
-            load = Load(slots, reservation, width * count)
+            load = Load(slots, reservation, width * count, run.runners)
             self._join(run, load, first)
             self._loader.start(load)
             self._metrics.l2_prefetch_load_submitted.inc()
@@ -302,7 +314,7 @@ class PrefetchController:
         """What is resident now, which at a deadline may be more or less than what was waited for."""
         lease, leased, offsets = self._l1.core.acquire(
             run.request.owner,
-            run.namespace_ids,
+            run.digests,
             run.request.hashes,
             run.request.lease_deadline,
             True,

@@ -9,12 +9,14 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from lmcache.clock import Clock, SystemClock
 from lmcache.core import limits
+from lmcache.core.key import Namespace
 from lmcache.core.outcome import MissReason
 from lmcache.errors import AdapterError, LMCacheError
 from lmcache.eviction.limits import SaltLimits
@@ -23,12 +25,14 @@ from lmcache.l2.background import spawn
 from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from lmcache.tiering import policies
 from lmcache.tiering.catch_up import CatchUp
+from lmcache.tiering.checked_policies import CheckedPrefetchPolicy, CheckedStorePolicy
 from lmcache.tiering.eviction import EvictionController
 from lmcache.tiering.loads import Loader
+from lmcache.tiering.policies import AdapterInfo, PrefetchPolicy, StorePolicy
 from lmcache.tiering.prefetch import PrefetchController, PrefetchRequest, PrefetchResult
 from lmcache.tiering.store import COMMIT_RECORD_BYTES, StoreController
+from lmcache.tiering.verifier import Verifier
 
 T = TypeVar("T")
 
@@ -37,7 +41,9 @@ log = logging.getLogger("lmcache.tiering")
 OPEN_SECONDS = 120.0
 CLEAR_SECONDS = 60.0
 FLUSH_SECONDS = 10.0
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 5.0  # for all adapters
+_MARGIN_SECONDS = 0.1
+_LOOK_SECONDS = 0.1
 
 
 def _log_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -51,8 +57,8 @@ class Storage:
         l1: L1Store,
         adapters: Sequence[ConfiguredAdapter],
         *,
-        store_policy: str,
-        prefetch_policy: str,
+        store_policy: StorePolicy,
+        prefetch_policy: PrefetchPolicy,
         prefetch_max_in_flight: int,
         eviction_watermark: float,
         eviction_ratio: float,
@@ -61,29 +67,31 @@ class Storage:
         verify_threads: int = 1,
         salt_limits: SaltLimits | None = None,
     ) -> None:
-        """ConfigError for an unknown policy."""
         clock = clock or SystemClock()
         self._l1 = l1
         self._metrics = metrics
         self._prefetches: set[asyncio.Task[None]] = set()
-        self._committed: deque[tuple[bytes, bytes]] = deque()
+        self._committed: deque[tuple[Sequence[Namespace], bytes, bytes]] = deque()
         self._committed_objects = 0
+        self._refused_objects = 0
         self._committed_lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_log_fault)
         self._thread = threading.Thread(target=self._run, name="storage", daemon=True)
         self._stopped = False
-        self._verifier = concurrent.futures.ThreadPoolExecutor(verify_threads, thread_name_prefix="verify")
+        self._drained: bool | None = None  # not asked for yet
+        self._verifier = Verifier(verify_threads)
         self._runners = [Runner(adapter, metrics, clock, salt_limits) for adapter in adapters]
-        prefetch = policies.prefetch_policy(prefetch_policy)
-        ordered = [self._runners[index] for index in prefetch.order(len(self._runners))]
-        self._loader = Loader(
-            l1, ordered, retains=prefetch.retains, verifier=self._verifier, metrics=metrics, clock=clock
-        )
+        described = [
+            AdapterInfo(runner.name, runner.config.type, runner.config.capacity_bytes) for runner in self._runners
+        ]
+        prefetch = CheckedPrefetchPolicy(prefetch_policy, described, metrics)
+        self._loader = Loader(l1, retains=prefetch.retains, verifier=self._verifier, metrics=metrics, clock=clock)
         self._prefetch = PrefetchController(
-            l1, ordered, self._loader, max_in_flight=prefetch_max_in_flight, metrics=metrics
+            l1, self._runners, self._loader, prefetch, max_in_flight=prefetch_max_in_flight, metrics=metrics
         )
-        self._store = StoreController(l1, self._runners, policies.store_policy(store_policy), metrics, clock)
+        store = CheckedStorePolicy(store_policy, described, metrics)
+        self._store = StoreController(l1, self._runners, store, metrics, clock)
         self._eviction = EvictionController(
             l1, self._runners, self._store, watermark=eviction_watermark, ratio=eviction_ratio
         )
@@ -93,34 +101,42 @@ class Storage:
         self._background: list[asyncio.Task[None]] = []
 
     # ---- life --------------------------------------------------------------------------------------------------------
-    def start(self) -> None:
-        """Opens the adapters. ConfigError or ResourceError: one of them cannot be used; nothing runs then."""
+    def start(self, go_on: Callable[[], object] = lambda: None) -> None:
+        """Opens the adapters. ConfigError or ResourceError: one of them cannot be used; nothing runs then. `go_on` is
+        called while they take long; what it raises ends the start."""
         self._thread.start()
         try:
-            self._wait_for(self._open(), OPEN_SECONDS)
+            self._wait_for(self._open(), OPEN_SECONDS, go_on)
         except BaseException:
-            self.stop(0)
+            self.stop()
             raise
 
-    def stop(self, drain_seconds: float) -> bool:
-        """Stores what is queued and ends what runs, within the time given. False when operations of a backend have not
-        ended: they may still touch L1's memory, which must then stay mapped until the process ends. Idempotent."""
+    def drain(self, seconds: float) -> bool:
+        """Stores what is queued, ends what runs and closes the adapters, within the time given and CLOSE_SECONDS. False
+        when operations of a backend have not ended: they may still touch L1's memory, which must then stay mapped until
+        the process ends. From then on nothing is stored or loaded. Idempotent."""
+        if self._drained is None:
+            try:
+                self._drained = self._wait_for(self._drain(seconds), seconds + CLOSE_SECONDS + 5 * _MARGIN_SECONDS)
+            except LMCacheError:
+                self._drained = False
+            if not self._drained:
+                log.warning("L2 operations have not ended within %.0f s; they are left behind", seconds)
+        return self._drained
+
+    def stop(self, drain_seconds: float = 0.0) -> bool:
+        """Drains, unless that was done, and ends the loop; what `drain` said. Idempotent."""
         if self._stopped:
             return True
         self._stopped = True
         if self._thread.ident is None:  # never started
             self._loop.close()
             return True
-        try:
-            ended = self._wait_for(self._drain(drain_seconds), drain_seconds + CLOSE_SECONDS * (len(self._runners) + 1))
-        except LMCacheError:
-            ended = False
+        drained = self.drain(drain_seconds)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
-        self._verifier.shutdown(wait=False)
-        if not ended:
-            log.warning("L2 operations have not ended within %.0f s; they are left behind", drain_seconds)
-        return ended
+        self._verifier.close()
+        return drained
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -136,29 +152,35 @@ class Storage:
         for runner in self._runners:
             await runner.open()
         self._store.start()
-        self._background.append(spawn(self._eviction.run(), "eviction"))
+        self._background += self._eviction.start()
         if self._catch_up is not None:
             self._background.append(spawn(self._catch_up.run(), "catch-up"))
+            self._catch_up = None  # with the list of what the former server left
 
     async def _drain(self, seconds: float) -> bool:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        await self._store.flush(deadline - loop.time())
-        self._store.stop()
         for background in self._background:
             background.cancel()
+        await self._store.flush(deadline - loop.time())
+        self._store.stop()
         for task in self._prefetches:
             task.cancel()
         drained = [await runner.drain(deadline - loop.time()) for runner in self._runners]
-        drained.append(await self._loader.drain(max(0.1, deadline - loop.time())))
-        closed = [await runner.close(CLOSE_SECONDS) for runner in self._runners]
+        idle = [runner for runner, has_ended in zip(self._runners, drained, strict=True) if has_ended]
+        rest = max(_MARGIN_SECONDS, deadline - loop.time())
+        drained += await asyncio.gather(self._loader.drain(rest), self._verifier.drain(rest))
+        if ending := {*self._background, *self._prefetches}:
+            await asyncio.wait(ending, timeout=_MARGIN_SECONDS)
+        rest = max(CLOSE_SECONDS, deadline - loop.time())
+        closed = await asyncio.gather(*(runner.close(rest) for runner in idle))
         return all(drained) and all(closed)
 
     # ---- stores and prefetches ---------------------------------------------------------------------------------------
-    def objects_committed(self, records: bytes, hashes: bytes) -> None:
-        """Objects became resident: the records of `L1Core.commit`, and the hashes that the reservation was made with.
+    def objects_committed(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
+        """Objects became resident: what the reservation was made with, and the records of `L1Core.commit`.
 
-        Never waits. Beyond MAX_L2_STORE_QUEUE_OBJECTS objects are counted and stay in L1 only.
+        Never waits. Beyond MAX_L2_STORE_QUEUE_OBJECTS objects are counted and reach no adapter.
         """
         if not records or not self._runners:
             return
@@ -166,9 +188,10 @@ class Storage:
         with self._committed_lock:
             wakes = not self._committed
             if self._committed_objects + objects > limits.MAX_L2_STORE_QUEUE_OBJECTS:
-                self._metrics.l2_store_dropped.labels("queue_full").inc(objects)
+                self._refused_objects += objects
+                self._store.take_out(namespaces, hashes, records)
             else:
-                self._committed.append((records, hashes))
+                self._committed.append((namespaces, hashes, records))
                 self._committed_objects += objects
         if wakes:
             self.call_soon(self._take_committed)
@@ -178,8 +201,10 @@ class Storage:
             taken = list(self._committed)
             self._committed.clear()
             self._committed_objects = 0
-        for records, hashes in taken:
-            self._store.add(records, hashes)
+            refused, self._refused_objects = self._refused_objects, 0
+        self._store.note_refused(refused)
+        for namespaces, hashes, records in taken:
+            self._store.add(namespaces, hashes, records)
 
     def prefetch(self, request: PrefetchRequest, on_done: Callable[[PrefetchResult], None]) -> Callable[[], None]:
         """Loads and leases the longest prefix that L2 has. `on_done` is called once, on the storage loop, also after
@@ -222,12 +247,14 @@ class Storage:
             "store": {
                 "queued_objects": self._store.queued_objects,
                 "batches_in_flight": self._store.batches_in_flight,
+                "unstored_objects": self._store.unstored_objects,
                 "dropped_objects": self._store.dropped,
             },
             "prefetch": {
                 "in_flight": self._prefetch.in_flight,
                 "waiting": self._prefetch.waiting,
                 "bytes_in_flight": self._loader.bytes_in_flight,
+                "abandoned_bytes": self._loader.abandoned_bytes,
             },
             "adapters": [runner.status() for runner in self._runners],
         }
@@ -249,8 +276,9 @@ class Storage:
         if tier == "l1":
             await self._store.flush(FLUSH_SECONDS)  # what was promised to L2 is not lost by emptying L1
         else:
-            self._store.discard_queue()
+            self._store.discard()
             await self._store.flush(FLUSH_SECONDS)
+            self._store.discard()  # what was being written, and failed
             for runner in self._runners:
                 try:
                     objects, size_bytes = _sum((objects, size_bytes), await runner.clear())
@@ -258,9 +286,20 @@ class Storage:
                     faults.append(str(error))
         if tier != "l2":
             objects, size_bytes = _sum((objects, size_bytes), self._l1.core.clear())
+            self._store.l1_cleared()
         if faults:
             raise AdapterError(f"Not everything could be cleared: {'; '.join(faults)}")
         return objects, size_bytes
+
+    def check_idle(self) -> None:
+        """AssertionError if a controller or a runner holds anything. To be called on the storage loop when nothing is
+        under way."""
+        assert not self._prefetches and not self._committed, "Requests or commits are under way"
+        self._store.check_idle()
+        self._prefetch.check_idle()
+        self._loader.check_idle()
+        for runner in self._runners:
+            runner.check_idle()
 
     # ---- between threads ---------------------------------------------------------------------------------------------
     def call_soon(self, callback: Callable[[], None]) -> bool:
@@ -271,17 +310,29 @@ class Storage:
             return False  # closed
         return True
 
-    def _wait_for(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
+    def _wait_for(
+        self, coroutine: Coroutine[Any, Any, T], seconds: float, go_on: Callable[[], object] | None = None
+    ) -> T:
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
             coroutine.close()
             raise AdapterError("The storage loop has ended") from None
+        deadline = time.monotonic() + seconds
         try:
-            return future.result(seconds)
-        except concurrent.futures.TimeoutError:
+            while True:
+                left = max(0.0, deadline - time.monotonic())
+                concurrent.futures.wait([future], left if go_on is None else min(left, _LOOK_SECONDS))
+                if future.done():
+                    return future.result()
+                if time.monotonic() >= deadline:
+                    raise AdapterError(f"The storage loop did not finish within {seconds:g} s")
+                if go_on is not None:
+                    go_on()
+        except concurrent.futures.CancelledError:
+            raise AdapterError("The storage loop has ended") from None
+        finally:
             future.cancel()
-            raise AdapterError(f"The storage loop did not finish within {seconds:g} s") from None
 
 
 def _sum(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:

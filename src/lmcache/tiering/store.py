@@ -1,7 +1,8 @@
 """Copies what became resident in L1 to the adapters.
 
 Every adapter has its own queue, so that a slow one does not hold up a fast one. What is being written is leased, and
-the lease lasts until the write has really ended.
+the lease lasts until the write has really ended. Under a policy that drops from L1, an object leaves it when every
+adapter that was to have it has dealt with it and some adapter took it; what none took waits in unstored.py.
 """
 
 from __future__ import annotations
@@ -10,41 +11,33 @@ import asyncio
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.outcome import StoreOutcome
 from lmcache.l1.store import L1Store
 from lmcache.l2.background import spawn
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from lmcache.tiering.leases import Leased, lease_objects
-from lmcache.tiering.policies import StorePolicy
+from lmcache.tiering.checked_policies import CheckedStorePolicy
+from lmcache.tiering.leases import Leased, QueuedObject, are_resident, lease_objects
+from lmcache.tiering.unstored import MOST_PERIODS_BETWEEN_OFFERS, PERIOD_SECONDS, Unstored
 
 log = logging.getLogger("lmcache.tiering")
 
-COMMIT_RECORD_BYTES = 32  # four u64: namespace id, chunk index, offset, bytes
-LOST_SAID_EVERY_SECONDS = 60.0
+COMMIT_RECORD_BYTES = 32  # four u64: namespace index, chunk index, offset, bytes
 _THERE = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedObject:
-    key: ObjectKey
-    namespace_id: int
-    frame_bytes: int
 
 
 class StoreController:
     """Belongs to the storage loop."""
 
     def __init__(
-        self, l1: L1Store, runners: Sequence[Runner], policy: StorePolicy, metrics: Metrics, clock: Clock
+        self, l1: L1Store, runners: Sequence[Runner], policy: CheckedStorePolicy, metrics: Metrics, clock: Clock
     ) -> None:
         self._l1 = l1
         self._runners = runners
@@ -53,14 +46,12 @@ class StoreController:
         self._clock = clock
         self._queues: list[deque[QueuedObject]] = [deque() for _ in runners]
         self._wake = [asyncio.Event() for _ in runners]
-        self._workers: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._batches = 0  # taken from a queue, not yet given back
-        self._targets_left: dict[ObjectKey, int] = {}  # only where objects leave L1 afterwards
-        self._kept: set[ObjectKey] = set()  # of those, what some adapter has
-        self._lost_unsaid = 0
-        self._lost_said_until = 0.0
-        self._to_drop: dict[ObjectKey, int] = {}  # stored, but somebody was reading: namespace ids
+        self._unstored = Unstored(l1, runners, self._remove, metrics, clock)
+        self._to_drop: dict[ObjectKey, QueuedObject] = {}  # to leave L1, but somebody reads it
         self._taken = asyncio.Event()  # from a queue
+        self._dealt_with = asyncio.Event()  # a batch
         self._idle = asyncio.Event()
         self._idle.set()
         self._task_numbers = count(1)
@@ -71,25 +62,56 @@ class StoreController:
     def start(self) -> None:
         for index, runner in enumerate(self._runners):
             for _ in range(limits.L2_STORE_BATCHES_IN_FLIGHT):
-                self._workers.append(spawn(self._work(index), f"store-{runner.name}"))
+                self._tasks.append(spawn(self._work(index), f"store-{runner.name}"))
+        if self.drops_from_l1:
+            self._tasks.append(spawn(self._offer_again(), "store-again"))
 
-    def add(self, records: bytes, hashes: bytes) -> None:
-        """Objects as `L1Core.commit` reports them, and the hashes that their chunk indices count."""
+    def add(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
+        """Objects as `L1Core.commit` reports them, and the namespaces and hashes that they count in."""
         numbers = array("Q", records)
+        objects = []
         for at in range(0, len(numbers), 4):
-            namespace_id, chunk, _, frame_bytes = numbers[at : at + 4]
+            position, chunk, _, frame_bytes = numbers[at : at + 4]
             chunk_hash = hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES]
-            key = ObjectKey(self._l1.namespace(namespace_id), chunk_hash)
-            self._enqueue(QueuedObject(key, namespace_id, frame_bytes))
-        for event in self._wake:
-            event.set()
+            objects.append(QueuedObject(ObjectKey(namespaces[position], chunk_hash), frame_bytes))
+        self._unstored.committed_again(queued.key for queued in objects)
+        self.offer(objects)
 
     def offer(self, objects: Sequence[QueuedObject]) -> None:
-        """Objects that were resident before; adapters that have them keep what they have."""
-        for queued in objects:
-            self._enqueue(queued)
+        """Objects that are resident; adapters that have them keep what they have."""
+        targets = self._policy.targets([queued.key for queued in objects])
+        room = limits.MAX_L2_STORE_QUEUE_OBJECTS - self.queued_objects
+        refused = []
+        for queued, indices in zip(objects, targets, strict=True):
+            self._to_drop.pop(queued.key, None)  # of its former life in L1
+            if len(indices) > room:
+                refused.append(queued)
+                continue
+            room -= len(indices)
+            queued.adapters_left = len(indices)
+            for index in indices:
+                self._queues[index].append(queued)
+        self._drop(len(refused), "queue_full")
+        if self.drops_from_l1:
+            self._unstored.add(refused)
+        if self.queued_objects:
+            self._idle.clear()
         for event in self._wake:
             event.set()
+
+    def take_out(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
+        """Objects as for `add` that nobody can remember: out of L1 where the policy keeps nothing there. May be called
+        from any thread; `note_refused` follows on the loop."""
+        if self.drops_from_l1:
+            numbers = array("Q", records)
+            chunks = [hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES] for chunk in numbers[1::4]]
+            digests = [namespaces[position].digest for position in numbers[0::4]]
+            self._l1.core.remove(b"".join(digests), b"".join(chunks))
+
+    def note_refused(self, objects: int) -> None:
+        self._drop(objects, "queue_full")
+        if self.drops_from_l1:
+            self._unstored.note_lost(objects)
 
     async def wait_for_room(self, objects: int) -> None:
         """Until fewer than that many are queued."""
@@ -101,20 +123,6 @@ class StoreController:
     def drops_from_l1(self) -> bool:
         return self._policy.drops_from_l1
 
-    def _enqueue(self, queued: QueuedObject) -> None:
-        targets = self._policy.targets(queued.key, len(self._runners))
-        if self.queued_objects + len(targets) > limits.MAX_L2_STORE_QUEUE_OBJECTS:
-            self._drop(1, "queue_full")
-            targets = ()
-        for target in targets:
-            self._queues[target].append(queued)
-        if targets:
-            self._idle.clear()
-        if self._policy.drops_from_l1:
-            self._targets_left[queued.key] = len(targets)
-            if not targets:
-                self._leave_l1([queued])
-
     @property
     def queued_objects(self) -> int:
         return sum(map(len, self._queues))
@@ -123,13 +131,23 @@ class StoreController:
     def batches_in_flight(self) -> int:
         return self._batches
 
-    def discard_queue(self) -> None:
+    @property
+    def unstored_objects(self) -> int:
+        return len(self._unstored)
+
+    def discard(self) -> None:
+        """Forgets what is not stored yet, and takes it out of L1 where the policy keeps nothing there."""
         for queue in self._queues:
             waiting = list(queue)
             queue.clear()
             self._taken.set()
-            self._kept.update(queued.key for queued in waiting)  # not lost: an operator asked for it
+            for queued in waiting:
+                queued.is_discarded = True
             self._finish(waiting)
+        self._unstored.clear(remove=True)
+
+    def l1_cleared(self) -> None:
+        self._unstored.clear(remove=False)
 
     async def flush(self, seconds: float) -> bool:
         """Waits until everything was handed to the adapters. False when that took longer."""
@@ -140,13 +158,23 @@ class StoreController:
         return True
 
     def stop(self) -> None:
-        for worker in self._workers:
-            worker.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def make_room(self, wanted_bytes: int) -> tuple[int, int]:
+        """Takes out of L1 what waits there for an adapter, the oldest first, for lack of anything else to evict:
+        (objects, bytes)."""
+        return self._unstored.give_up_bytes(wanted_bytes)
+
+    def check_idle(self) -> None:
+        """AssertionError unless nothing is queued, being written or about to leave L1."""
+        held = {"queued": self.queued_objects, "batches": self._batches, "leaving L1": len(self._to_drop)}
+        assert not any(held.values()), f"The store controller is not idle: {held}"
 
     def drop_leftovers(self) -> None:
         """Tries again to take out of L1 what somebody was reading when its store ended."""
         waiting, self._to_drop = self._to_drop, {}
-        self._remove(waiting)
+        self._remove(list(waiting.values()))
 
     # ---- one adapter -------------------------------------------------------------------------------------------------
     async def _work(self, index: int) -> None:
@@ -177,38 +205,38 @@ class StoreController:
         return batch
 
     async def _store(self, runner: Runner, batch: Sequence[QueuedObject]) -> None:
-        leased = lease_objects(self._l1, [(queued.namespace_id, queued.key, queued.frame_bytes) for queued in batch])
-        if len(leased.keys) < len(batch):
-            self._drop(len(batch) - len(leased.keys), "evicted")
-        if not leased.keys:
+        leased = lease_objects(self._l1, batch)
+        keys = leased.keys
+        if len(keys) < len(batch):
+            self._drop(len(batch) - len(keys), "evicted")
+        if not keys:
             leased.release()
             return
         number = next(self._task_numbers)
         size_bytes = sum(view.nbytes for view in leased.views)
-        log.debug(
-            "Submitted store task %d: %d objects, %d bytes to %s", number, len(leased.keys), size_bytes, runner.name
-        )
+        log.debug("Submitted store task %d: %d objects, %d bytes to %s", number, len(keys), size_bytes, runner.name)
         self._metrics.l2_store_submitted.labels(runner.name).inc()
         in_flight = self._metrics.num_inflight_l2_stores.labels(runner.name)
         in_flight.inc()
         started = self._clock.monotonic()
-        outcomes = await runner.store(leased.keys, leased.views, partial(self._give_back, leased, in_flight.dec))
+        outcomes = await runner.store(keys, leased.views, partial(self._give_back, leased, in_flight.dec))
         seconds = self._clock.monotonic() - started
         self._metrics.l2_store_completed.labels(runner.name).inc()
         stored = sum(outcome is StoreOutcome.STORED for outcome in outcomes)
         if stored == len(outcomes) and seconds > 0:
             self._metrics.l2_store_throughput.labels(runner.name).observe(size_bytes / seconds / 1e9)
-        there = [key for key, outcome in zip(leased.keys, outcomes, strict=True) if outcome in _THERE]
-        if self._policy.drops_from_l1:
-            self._kept.update(there)
-        lost = len(outcomes) - len(there)
-        self._drop(lost, "not_stored")
+        there = 0
+        for queued, outcome in zip(leased.objects, outcomes, strict=True):
+            if outcome in _THERE:
+                queued.is_stored = True
+                there += 1
+        self._drop(len(outcomes) - there, "not_stored")
         log.debug(
             "L2 store task %d completed: %d of %d objects stored, %d there already, in %.1f ms",
             number,
             stored,
             len(outcomes),
-            len(outcomes) - stored - lost,
+            there - stored,
             seconds * 1e3,
         )
 
@@ -225,48 +253,61 @@ class StoreController:
     # ---- after the last adapter --------------------------------------------------------------------------------------
     def _finish(self, batch: Sequence[QueuedObject]) -> None:
         """One adapter is done with these."""
-        if self._policy.drops_from_l1:
-            done = []
-            for queued in batch:
-                left = self._targets_left.get(queued.key, 1) - 1
-                self._targets_left[queued.key] = left
-                if left <= 0:
-                    done.append(queued)
-            self._leave_l1(done)
+        for queued in batch:
+            queued.adapters_left -= 1
+        if self.drops_from_l1:
+            ended = [queued for queued in batch if not queued.adapters_left]
+            leaving = [queued for queued in ended if queued.is_stored or queued.is_discarded]
+            self._remove(leaving)
+            self._unstored.forget(leaving)
+            self._unstored.add([queued for queued in ended if not (queued.is_stored or queued.is_discarded)])
+        self._dealt_with.set()
         if not self._batches and not self.queued_objects:
             self._idle.set()
 
-    def _leave_l1(self, objects: Sequence[QueuedObject]) -> None:
-        lost = 0
-        for queued in objects:
-            self._targets_left.pop(queued.key, None)
-            lost += queued.key not in self._kept
-            self._kept.discard(queued.key)
-        if lost:
-            self._note_lost(lost)
-        self._remove({queued.key: queued.namespace_id for queued in objects})
-
-    def _note_lost(self, objects: int) -> None:
-        """Engines were told that these are stored, and now they are nowhere."""
-        self._metrics.l2_store_lost.inc(objects)
-        self._lost_unsaid += objects
-        now = self._clock.monotonic()
-        if now >= self._lost_said_until:
-            log.warning(
-                "%d objects were lost: no adapter took them, and --l2-store-policy skip_l1 keeps nothing in L1; "
-                "they are computed again when they are needed (said once a minute at most)",
-                self._lost_unsaid,
-            )
-            self._lost_unsaid = 0
-            self._lost_said_until = now + LOST_SAID_EVERY_SECONDS
-
-    def _remove(self, objects: Mapping[ObjectKey, int]) -> None:
+    def _remove(self, objects: Sequence[QueuedObject]) -> None:
+        """Out of L1; what somebody reads follows when nobody does any more."""
         if not objects:
             return
         core = self._l1.core
-        hashes = b"".join(key.chunk_hash for key in objects)
-        if core.remove(array("I", objects.values()).tobytes(), hashes) == len(objects):
-            return
-        for key, namespace_id in objects.items():
-            if core.probe(array("I", [namespace_id]).tobytes(), key.chunk_hash):
-                self._to_drop[key] = namespace_id
+        digests = b"".join(queued.key.namespace.digest for queued in objects)
+        if core.remove(digests, b"".join(queued.key.chunk_hash for queued in objects)) < len(objects):
+            resident = are_resident(self._l1, objects)
+            self._to_drop.update((queued.key, queued) for queued, there in zip(objects, resident, strict=True) if there)
+
+    # ---- what no adapter took ----------------------------------------------------------------------------------------
+    async def _offer_again(self) -> None:
+        """Now and then, and as soon as an adapter takes stores again, everything once."""
+        wait, periods = 0, 1
+        took_stores = [False] * len(self._runners)
+        while True:
+            await asyncio.sleep(PERIOD_SECONDS)
+            try:
+                await self._unstored.count_evicted()
+                takes_stores = [runner.takes_stores for runner in self._runners]
+                recovered = any(now and not then for now, then in zip(takes_stores, took_stores, strict=True))
+                took_stores = takes_stores
+                wait -= 1
+                if self._unstored and (wait <= 0 or recovered):
+                    periods = 1 if await self._offer_unstored() else min(2 * periods, MOST_PERIODS_BETWEEN_OFFERS)
+                    wait = periods
+            except Exception:  # the root of a task: the next period may do better
+                log.exception("Objects could not be offered to L2 again")
+
+    async def _offer_unstored(self) -> bool:
+        """Each object once, a batch at a time and behind what is queued, as long as there is an adapter that may take
+        it. Whether any was taken."""
+        waiting, taken = self._unstored.oldest_first(), 0
+        for start in range(0, len(waiting), limits.MAX_L2_BATCH_OBJECTS):
+            if not any(runner.may_store for runner in self._runners):
+                break
+            page = waiting[start : start + limits.MAX_L2_BATCH_OBJECTS]
+            batch = [queued for queued in page if queued in self._unstored]
+            self.offer(batch)
+            while any(queued.adapters_left for queued in batch):
+                self._dealt_with.clear()
+                await self._dealt_with.wait()
+            taken += sum(queued.is_stored for queued in batch)
+        if taken:
+            log.info("%d objects that no adapter had taken before are stored", taken)
+        return taken > 0

@@ -1,1 +1,1 @@
-"""Calls over ZMQ, without knowing what they mean: one server loop, one client connection."""
+"""Calls over ZMTP, without knowing what they mean: one server loop, one client connection."""

@@ -30,6 +30,8 @@ Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 _LONGEST_POLL_SECONDS = 3600.0
 _NEVER_MS = 1 << 30
+_MORE = zmq.SNDMORE | zmq.NOBLOCK  # for every frame of a message but the last
+_READABLE = int(zmq.POLLIN)  # arithmetic with the enumeration costs as much as the call whose result it tests
 _BROKEN_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -172,8 +174,8 @@ class Connection:
             self._next_call_id = (call_id + 1) & 0xFFFF_FFFF_FFFF_FFFF
             pending: Pending[Reply] = Pending(self, call_id, decoder, method, deadline)
             try:
-                self._socket.send(wire.pack_call_id(call_id), wire.MORE)
-                self._socket.send(method.encode(), wire.MORE)
+                self._socket.send(wire.pack_call_id(call_id), _MORE)
+                self._socket.send(method.encode(), _MORE)
                 self._socket.send(payload, zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 raise ServerUnavailable(f"Nothing more can be sent to {self.endpoint}: {error}.") from error
@@ -298,7 +300,7 @@ class Connection:
     def _read_answers(self, wanted: Pending[Any] | None = None) -> None:
         """Everything that has arrived; only up to the wanted answer while nobody sleeps over the socket: whoever
         waits next reads on before it sleeps."""
-        while not self._closed and self._socket.getsockopt(zmq.EVENTS) & wire.READABLE:
+        while not self._closed and self._socket.getsockopt(zmq.EVENTS) & _READABLE:
             frames = self._receive()
             if len(frames) != wire.CALL_FRAMES or len(frames[0]) != wire.CALL_ID_BYTES:
                 self._break(f"What listens on {self.endpoint} does not speak this protocol.")
@@ -358,10 +360,10 @@ class Connection:
 
     def _read_monitor(self) -> None:
         """What ZMQ tells of the connection itself."""
-        if self._closed or not self._monitor.getsockopt(zmq.EVENTS) & wire.READABLE:
+        if self._closed or not self._monitor.getsockopt(zmq.EVENTS) & _READABLE:
             return
         self._read_answers()  # what arrived before the end still counts
-        while self._monitor.getsockopt(zmq.EVENTS) & wire.READABLE:
+        while self._monitor.getsockopt(zmq.EVENTS) & _READABLE:
             event = struct.unpack_from("<H", self._monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established = True

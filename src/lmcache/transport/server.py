@@ -1,7 +1,8 @@
-"""The server's message loop: one thread, one ROUTER socket.
+"""The server's message loop: one thread, all connections.
 
 Invariants: a call whose call id can be read gets exactly one answer; nothing that a peer sends ends the loop; no
-handler waits. What takes long returns a `Deferred` and answers it later from any thread.
+handler waits. What takes long returns a `Deferred` and answers it later from any thread. What a peer makes the server
+hold, of messages that are not whole and of answers that it does not take, is limited for each and for all.
 """
 
 from __future__ import annotations
@@ -11,31 +12,31 @@ import functools
 import itertools
 import logging
 import os
-import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-import zmq
 
 from lmcache.core import limits
-from lmcache.core.address import bind_endpoint, socket_path
-from lmcache.errors import RemoteError, ResourceError
+from lmcache.errors import RemoteError
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import wire
 from lmcache.transport.bulk import Bulk
 from lmcache.transport.deferred import Answer, Deferred
-from lmcache.transport.socket_path import claimed, inode, refuse_unusable_path, remove
+from lmcache.transport.peer import Peer
+from lmcache.transport.peers import Peers
 from lmcache.transport.timers import Timer, Timers
+from lmcache.transport.zmtp import Message
 
 log = logging.getLogger("lmcache.transport")
 
-_BURST_MESSAGES = 64  # then timers and posted work get their turn
-_HANDSHAKE_SECONDS = 10
+_TURN_MESSAGES = 16  # of one peer, or ...
+_TURN_SECONDS = 0.001  # ... begun in that time; then others, timers and posted work get their turn
 _LINGER_SECONDS = 0.5
 _FAULT_PAUSE_SECONDS = 0.05
 _QUIET_SECONDS = 10.0  # at most one log line per kind of protocol error in that time
@@ -50,45 +51,29 @@ class Method:
 
     request: type[msgspec.Struct]
     handler: Handler
+    may_defer: bool = False  # then it is refused, before it begins, while too many calls wait for their answer
 
 
 @dataclass(frozen=True)
 class RpcLimits:
     message_bytes: int = limits.MAX_MESSAGE_BYTES
-    queued_messages_per_client: int = limits.MAX_CALLS_IN_FLIGHT_PER_CLIENT
+    connections: int = limits.MAX_CONNECTIONS
+    unfinished_bytes: int = limits.MAX_UNFINISHED_BYTES
+    unsent_bytes: int = limits.MAX_UNSENT_BYTES
+    unsent_bytes_per_connection: int = limits.MAX_UNSENT_BYTES_PER_CONNECTION
     deferred_calls: int = limits.MAX_DEFERRED_CALLS
+    deferred_calls_per_connection: int = limits.MAX_CALLS_IN_FLIGHT_PER_CLIENT
 
 
 class _Route:
-    __slots__ = ("calls", "decode", "handler", "name")
+    __slots__ = ("calls", "decode", "handler", "may_defer", "name")
 
     def __init__(self, name: str, method: Method) -> None:
         self.name = name
         self.decode = wire.decoder_of(method.request).decode
         self.handler = method.handler
+        self.may_defer = method.may_defer
         self.calls: dict[str, Any] = {}  # status -> metric child
-
-
-def refuse_unusable(host: str, port: int) -> None:
-    """ResourceError where no port of the host can be listened on, or not at the path. Whether `port` is free, or the
-    path a live server's, is seen when it is taken."""
-    endpoint = bind_endpoint(host, 0)
-    path = socket_path(endpoint)
-    if path:
-        refuse_unusable_path(path)
-        return
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.setsockopt(zmq.IPV6, int("[" in endpoint))
-        try:
-            router.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise _cannot_listen("", host, port, error) from error
-
-
-def _cannot_listen(path: str, host: str, port: int, error: zmq.ZMQError) -> ResourceError:
-    reason = "it is in use" if error.errno == zmq.EADDRINUSE else str(error)
-    place, remedy = (f"ipc://{path}", "--host") if path else (f"{host}:{port}", "--port or --host")
-    return ResourceError(f"Cannot listen on {place} because {reason}; choose another {remedy}.")
 
 
 class RpcServer:
@@ -106,41 +91,19 @@ class RpcServer:
         self._routes: dict[bytes, _Route] = {}
         self._posted: deque[Callable[[], None]] = deque()
         self._timers = Timers()
-        self._deferred: dict[tuple[bytes, bytes, int], Deferred] = {}
+        self._deferred: dict[int, Deferred] = {}
         self._deferred_order = itertools.count()
         self._quiet_until: dict[str, float] = {}
         self._stopping = False
         self._draining = False
         self._thread = threading.Thread(target=self._run, name="lmcache-rpc", daemon=True)
-        self._context = zmq.Context(io_threads=1)
-        self._remove_socket: Callable[[], None] = lambda: None
-        self._router = self._bind(bind_endpoint(bind_host, port), bind_host, port)
-        self.endpoint = cast(bytes, self._router.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        self._peers = Peers(bind_host, port, self._limits, self.call_later, self._trouble, self._go_on_later)
+        self.endpoint = self._peers.endpoint
+        self._ready: deque[Peer] = deque()  # those of whom more messages are there
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def _bind(self, endpoint: str, host: str, port: int) -> zmq.Socket[bytes]:
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
-        router.setsockopt(zmq.RCVHWM, self._limits.queued_messages_per_client)
-        router.setsockopt(zmq.SNDHWM, self._limits.queued_messages_per_client)
-        router.setsockopt(zmq.LINGER, int(_LINGER_SECONDS * 1000))
-        router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_SECONDS * 1000)
-        router.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
-        router.setsockopt(zmq.IPV6, int("[" in endpoint))
-        path = socket_path(endpoint)
-        try:
-            with claimed(path) if path else contextlib.nullcontext():
-                router.bind(endpoint)
-                if path:
-                    self._remove_socket = functools.partial(remove, path, inode(path))
-        except (zmq.ZMQError, ResourceError) as error:
-            router.close(0)
-            self._context.term()
-            if isinstance(error, ResourceError):
-                raise
-            raise _cannot_listen(path, host, port, error) from error
-        return router
+        self._peers.watch(self._wake_fd)
+        # Open as long as anybody can post: the number could soon be that of somebody else's file.
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False  # type: ignore[misc]
 
     # ---- any thread --------------------------------------------------------------------------------------------------
     def start(self, methods: Mapping[str, Method]) -> None:
@@ -151,7 +114,7 @@ class RpcServer:
         """Runs `action` on the loop soon. Never blocks."""
         self._posted.append(action)
         if threading.current_thread() is not self._thread:
-            with contextlib.suppress(OSError):  # closed: the loop has ended
+            with contextlib.suppress(BlockingIOError):  # it will wake up anyway
                 os.eventfd_write(self._wake_fd, 1)
 
     def responsive(self, within_seconds: float) -> bool:
@@ -170,7 +133,7 @@ class RpcServer:
         if self._thread.is_alive():
             self.post(lambda: None)
             self._thread.join(timeout_seconds)
-        elif not self._router.closed:  # never started
+        elif not self._peers.closed:  # never started
             self._close()
 
     # ---- loop thread -------------------------------------------------------------------------------------------------
@@ -179,13 +142,10 @@ class RpcServer:
         return self._timers.add(delay_seconds, action)
 
     def _run(self) -> None:
-        poller = select.poll()
-        poller.register(cast(int, self._router.getsockopt(zmq.FD)), select.POLLIN)
-        poller.register(self._wake_fd, select.POLLIN)
         try:
             while not self._stopping:
                 try:
-                    self._turn(poller)
+                    self._turn()
                 except Exception:
                     log.exception("The message loop met a fault and goes on")
                     self._count_protocol_error(wire.INTERNAL)
@@ -193,28 +153,23 @@ class RpcServer:
         finally:
             self._close()
 
-    def _turn(self, poller: select.poll) -> None:
-        more_to_receive = self._receive_burst()
-        worked = bool(self._posted)
+    def _turn(self) -> None:
+        for _ in range(len(self._ready)):
+            self._serve(self._ready.popleft())
         for _ in range(len(self._posted)):
             self._guarded(self._posted.popleft())
-        wait_ms, timers_ran = self._timers.run_due(self._guarded)
-        # The descriptor only tells what changed since the socket was last touched, so waiting is right only when the
-        # last thing done to it was a look that found nothing.
-        if more_to_receive or worked or timers_ran or self._stopping:
-            return
-        for fd, _ in poller.poll(wait_ms):
+        wait_ms, _ = self._timers.run_due(self._guarded)
+        self._peers.flush_answers()
+        if self._ready or self._posted or self._stopping:
+            wait_ms = 0
+        for fd, events in self._peers.poll(wait_ms):
             if fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(fd)
-
-    def _receive_burst(self) -> bool:
-        """Whether there may be more."""
-        for _ in range(_BURST_MESSAGES):
-            if not cast(int, self._router.getsockopt(zmq.EVENTS)) & wire.READABLE:
-                return False
-            self._receive()
-        return True
+                continue
+            peer = self._peers.ready(fd, events)
+            if peer is not None:
+                self._serve(peer)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -222,38 +177,59 @@ class RpcServer:
         except Exception:
             log.exception("Work on the message loop failed")
 
-    def _receive(self) -> None:
-        """One message. Every frame of it is there; none is copied before it is known to be wanted."""
-        router = self._router
-        frame = router.recv(zmq.NOBLOCK, copy=False)
-        peer = frame.bytes
-        frames: list[zmq.Frame] = []
-        surplus = False
-        while frame.more:
-            frame = router.recv(zmq.NOBLOCK, copy=False)
-            if len(frames) < wire.CALL_FRAMES:
-                frames.append(frame)
-            else:  # not kept: a message may have any number of frames
-                surplus = True
-        if surplus or len(frames) != wire.CALL_FRAMES or len(frames[0]) != wire.CALL_ID_BYTES:
-            self._drop(f"not {wire.CALL_FRAMES} frames, or a call id that is not {wire.CALL_ID_BYTES} bytes")
+    def _serve(self, peer: Peer) -> None:
+        """Handles what has arrived of a peer, for a while."""
+        peer.has_turn = False
+        until = time.monotonic() + _TURN_SECONDS
+        for _ in range(_TURN_MESSAGES):
+            message = self._peers.next_message(peer)
+            if message is None:
+                break
+            if message:
+                self._receive(peer, message)
+            else:
+                self._trouble("dropped", f"a message that has not {wire.CALL_FRAMES} frames")
+            if time.monotonic() >= until:
+                self._go_on_later(peer)
+                break
+        else:
+            self._go_on_later(peer)
+        self._peers.flush(peer)
+
+    def _go_on_later(self, peer: Peer) -> None:
+        if not peer.has_turn:
+            peer.has_turn = True
+            self._ready.append(peer)
+
+    def _receive(self, peer: Peer, message: Message) -> None:
+        call_id, method, payload = message
+        if len(call_id) != wire.CALL_ID_BYTES:
+            self._trouble("dropped", f"a call id that is not {wire.CALL_ID_BYTES} bytes")
             return
-        call_id, method, payload = frames[0].bytes, frames[1].bytes, frames[2]
-        route = self._routes.get(method) if len(method) <= wire.MAX_METHOD_BYTES else None
+        call_id = bytes(call_id)
+        route = self._routes.get(bytes(method)) if len(method) <= wire.MAX_METHOD_BYTES else None
         if route is None:
-            self._refuse(peer, call_id, wire.UNKNOWN_METHOD, f"There is no method {method[:64]!r}.")
+            self._refuse(peer, call_id, wire.UNKNOWN_METHOD, f"There is no method {bytes(method[:64])!r}.")
             return
         if self._draining and route.name != "ping":
             self._send(peer, call_id, route, RemoteError(wire.SHUTTING_DOWN, "The server is shutting down."))
             return
+        if route.may_defer and self._too_many_wait(peer):
+            refusal = RemoteError(wire.TOO_MANY, "Too many calls wait for an answer; try again later.")
+            self._send(peer, call_id, route, refusal)
+            return
         try:
-            request = route.decode(payload.buffer)
+            request = route.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._send(peer, call_id, route, RemoteError(wire.BAD_REQUEST, f"The payload of {route.name}: {error}"))
             return
         self._send_or_defer(peer, call_id, route, request)
 
-    def _send_or_defer(self, peer: bytes, call_id: bytes, route: _Route, request: msgspec.Struct) -> None:
+    def _too_many_wait(self, peer: Peer) -> bool:
+        own = peer.deferred >= self._limits.deferred_calls_per_connection
+        return own or len(self._deferred) >= self._limits.deferred_calls
+
+    def _send_or_defer(self, peer: Peer, call_id: bytes, route: _Route, request: msgspec.Struct) -> None:
         result: Answer | Deferred
         try:
             result = route.handler(request)
@@ -265,55 +241,42 @@ class RpcServer:
         if not isinstance(result, Deferred):
             self._send(peer, call_id, route, result)
             return
-        if len(self._deferred) >= self._limits.deferred_calls and not result.answered:
-            result.answer(RemoteError(wire.TOO_MANY, "Too many calls wait for an answer; try again later."))
-        key = (peer, call_id, next(self._deferred_order))
+        assert route.may_defer, route.name
+        key = next(self._deferred_order)
         self._deferred[key] = result
+        peer.deferred += 1
+
+        def settle(answer: Answer) -> None:
+            if self._deferred.pop(key, None) is not None:
+                peer.deferred -= 1
+                self._send(peer, call_id, route, answer)
 
         def deliver(answer: Answer) -> None:
             if threading.current_thread() is self._thread:
-                self._settle(key, route, answer)
+                settle(answer)
             else:
-                self.post(lambda: self._settle(key, route, answer))
+                self.post(lambda: settle(answer))
 
         result.bind(deliver)
 
-    def _settle(self, key: tuple[bytes, bytes, int], route: _Route, answer: Answer) -> None:
-        if self._deferred.pop(key, None) is not None:
-            self._send(key[0], key[1], route, answer)
-
-    def _send(self, peer: bytes, call_id: bytes, route: _Route, answer: Answer) -> None:
+    def _send(self, peer: Peer, call_id: bytes, route: _Route, answer: Answer) -> None:
         if isinstance(answer, RemoteError):
             self._refuse(peer, call_id, answer.code, str(answer))
             self._count_call(route, answer.code)
             return
-        payload = answer.frame() if isinstance(answer, Bulk) else wire.encode_payload(answer)
-        self._send_frames(peer, call_id, wire.STATUS_OK, payload)
+        self._peers.answer(
+            peer, call_id, wire.STATUS_OK, answer if isinstance(answer, Bulk) else wire.encode_payload(answer)
+        )
         self._count_call(route, "ok")
 
-    def _refuse(self, peer: bytes, call_id: bytes, code: str, sentence: str) -> None:
+    def _refuse(self, peer: Peer, call_id: bytes, code: str, sentence: str) -> None:
         if code in (wire.BAD_REQUEST, wire.UNKNOWN_METHOD, wire.INTERNAL, wire.TOO_MANY):
-            self._count_protocol_error(code)
-            self._say(code, sentence)
-        self._send_frames(peer, call_id, code.encode(), wire.encode_sentence(sentence))
+            self._trouble(code, sentence)
+        self._peers.answer(peer, call_id, code.encode(), wire.encode_sentence(sentence))
 
-    def _send_frames(self, peer: bytes, call_id: bytes, status: bytes, payload: bytes | zmq.Frame) -> None:
-        send = self._router.send
-        try:
-            # A peer that has gone or does not read is dropped by ZMQ here: its call has nobody left to answer.
-            send(peer, wire.MORE)
-            send(call_id, wire.MORE)
-            send(status, wire.MORE)
-            send(payload, zmq.NOBLOCK, copy=not isinstance(payload, zmq.Frame))
-        except zmq.ZMQError as error:
-            self._count_protocol_error("unreachable")
-            self._say("unreachable", f"an answer could not be sent: {error}")
-
-    def _drop(self, reason: str) -> None:
-        self._count_protocol_error("dropped")
-        self._say("dropped", reason)
-
-    def _say(self, kind: str, sentence: str) -> None:
+    def _trouble(self, kind: str, sentence: str) -> None:
+        """Counts and, now and then, logs what a peer did wrong."""
+        self._count_protocol_error(kind)
         now = time.monotonic()
         if now >= self._quiet_until.get(kind, 0.0):
             self._quiet_until[kind] = now + _QUIET_SECONDS
@@ -336,7 +299,4 @@ class RpcServer:
     def _close(self) -> None:
         for deferred in list(self._deferred.values()):
             deferred.answer(RemoteError(wire.SHUTTING_DOWN, "The server is shutting down."))
-        self._remove_socket()  # ZMQ leaves it
-        self._router.close()
-        self._context.term()
-        os.close(self._wake_fd)
+        self._peers.close(_LINGER_SECONDS)

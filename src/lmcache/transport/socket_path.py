@@ -1,7 +1,4 @@
-"""The path of a Unix socket is that of the server that listens there; what a killed one left is replaced.
-
-ZMQ itself removes whatever is at a path before it listens there, a live server's socket too.
-"""
+"""The path of a Unix socket is that of the server that listens there; what a killed one left is replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from lmcache.errors import ResourceError
@@ -33,29 +29,45 @@ def refuse_unusable_path(path: str) -> None:
     _is_there(path)
 
 
-@contextlib.contextmanager
-def claimed(path: str) -> Iterator[None]:
-    """While it lasts no other server takes a path of the same folder. ResourceError when the path is not to be had."""
-    lock = _open_folder(Path(path).parent, path)
-    try:
-        _lock(lock, path)
-        _check(path)
-        yield
-    finally:
-        os.close(lock)
+class PathListener:
+    """Listens at a path. ResourceError when it is not to be had."""
+
+    def __init__(self, path: str, backlog: int) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._path = path
+        try:
+            lock = _open_folder(Path(path).parent, path)
+            try:
+                _lock(lock, path)
+                _check(path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                self.socket.bind(path)
+                self.socket.listen(backlog)
+                self._inode = _inode(path)
+            finally:
+                os.close(lock)
+        except OSError as error:
+            self.socket.close()
+            raise ResourceError(
+                f"Cannot listen on ipc://{path} because {error.strerror or error}; choose another --host."
+            ) from error
+        except ResourceError:
+            self.socket.close()
+            raise
+
+    def close(self) -> None:
+        """Removes the path unless somebody else has taken it. While this one still listens nobody can have."""
+        with contextlib.suppress(OSError):
+            if _inode(self._path) == self._inode:
+                os.unlink(self._path)
+        self.socket.close()
 
 
-def inode(path: str) -> tuple[int, int]:
+def _inode(path: str) -> tuple[int, int]:
     """What tells this server's socket from one that takes its place."""
     found = os.stat(path)
     return found.st_dev, found.st_ino
-
-
-def remove(path: str, own: tuple[int, int]) -> None:
-    """While this server still listens there, so that nobody else has taken the path."""
-    with contextlib.suppress(OSError):
-        if inode(path) == own:
-            os.unlink(path)
 
 
 def _lock(folder: int, path: str) -> None:

@@ -10,7 +10,6 @@ import struct
 from typing import Any, Final
 
 import msgspec
-import zmq
 
 CALL_FRAMES: Final = 3
 CALL_ID_BYTES: Final = 8
@@ -18,8 +17,6 @@ MAX_METHOD_BYTES: Final = 64
 MAX_SENTENCE_CHARACTERS: Final = 500
 
 STATUS_OK: Final = b"ok"
-MORE: Final = zmq.SNDMORE | zmq.NOBLOCK  # for every frame of a message but the last
-READABLE: Final = int(zmq.POLLIN)  # arithmetic with the enumeration costs as much as the call whose result it tests
 
 # The error codes that the transport itself answers with; the rest belongs to the handlers.
 BAD_REQUEST: Final = "bad_request"

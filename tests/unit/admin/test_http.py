@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -23,6 +24,7 @@ from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
 from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.quota import Quotas
 from lmcache.telemetry.metrics import Metrics
+from polling import until
 
 SECRET = "s3cr3t-value"
 
@@ -39,6 +41,7 @@ class FakeServer:
     fault: Exception | None = None
     hold: threading.Event | None = None
     health_calls: int = 0
+    figures: dict[str, Any] = field(default_factory=dict)
     asked: threading.Event = field(default_factory=threading.Event)
     quotas: Quotas = field(
         default_factory=lambda: Quotas(L1Core(1 << 20, 0, 4096, "LRU"), SaltLimits(), enforced=False)
@@ -57,7 +60,7 @@ class FakeServer:
     def status(self) -> dict[str, Any]:
         if self.fault is not None:
             raise self.fault
-        return {"uptime_seconds": 1.5}
+        return {"uptime_seconds": 1.5, **self.figures}
 
     def clear(self, tier: str) -> tuple[int, int]:
         if self.fault is not None:
@@ -207,6 +210,15 @@ def test_a_page_of_another_site_cannot_use_the_browser_of_this_host(server: Fake
     assert http.post("/cache/clear", headers={"Origin": str(http.base_url).rstrip("/")}).status_code == 200
 
 
+def test_both_ports_hide_salts_from_others(server: FakeServer, listener: HttpListener) -> None:
+    server.metrics.lookups.labels("model", "alice").inc()
+    for port in (listener.http_port, listener.prometheus_port):
+        url = f"http://127.0.0.1:{port}/metrics"
+        assert 'cache_salt="alice"' in httpx.get(url).text
+        through_a_proxy = httpx.get(url, headers={"X-Forwarded-For": "192.0.2.1"}).text
+        assert "alice" not in through_a_proxy and 'cache_salt="salt-2bd806c97f0e"' in through_a_proxy
+
+
 def request_from(host: str, **headers: str) -> Request:
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return Request({"type": "http", "headers": raw, "client": (host, 40000)})
@@ -340,6 +352,69 @@ def test_silent_connections_are_closed_and_slow_answers_are_not(
     release.start()
     assert httpx.get(f"{http.base_url}/healthcheck", timeout=10).status_code == 200
     release.join()
+
+
+@pytest.fixture
+def few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache.admin.listener.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("lmcache.admin.listener._MAX_CONNECTIONS", 2)
+
+
+def test_who_does_not_take_answers_loses_the_connection(
+    few_connections: None, server: FakeServer, http: httpx.Client
+) -> None:
+    """Each would keep one of the connections that there may be, for ever."""
+    server.figures = {"many": "x" * (32 << 20)}  # more than the kernel buffers of both sides take
+    with contextlib.ExitStack() as connections:
+        stuck = []
+        for _ in range(2):
+            raw = connections.enter_context(socket.create_connection(("127.0.0.1", http.base_url.port), timeout=10))
+            raw.sendall(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert raw.recv(1)
+            stuck.append(raw)
+        assert httpx.get(f"{http.base_url}/healthcheck", timeout=10).status_code == 503
+        until(lambda: httpx.get(f"{http.base_url}/healthcheck", timeout=10).status_code == 200)
+    with httpx.stream("GET", f"{http.base_url}/status", timeout=10) as slow:  # takes some of it all the time
+        taken = 0
+        for piece in slow.iter_raw(1 << 20):
+            taken += len(piece)
+            threading.Event().wait(0.005)
+    assert taken > 32 << 20
+
+
+def test_connections_are_limited(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache.admin.listener._MAX_CONNECTIONS", 5)
+    with contextlib.ExitStack() as connections:
+        opened = [
+            connections.enter_context(socket.create_connection(("127.0.0.1", http.base_url.port), timeout=10))
+            for _ in range(20)
+        ]
+        closed = 0
+        for raw in opened[10:]:
+            with contextlib.suppress(ConnectionResetError):
+                assert raw.recv(1) == b""
+            closed += 1
+        assert closed == 10
+
+
+@pytest.mark.parametrize(
+    "blast",
+    [
+        b"GET /version HTTP/1.1\r\n" + b"X: " + b"x" * (4 << 20),
+        b"GET /version HTTP/1.1\r\n" + b"X-Many: x\r\n" * 100_000,
+        b"GET /" + b"x" * (4 << 20),
+        b"POST /cache/clear HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1;" + b"e" * (4 << 20),
+    ],
+    ids=["a header", "many headers", "a path", "a chunk's extension"],
+)
+def test_what_has_no_end_is_not_held(listener: HttpListener, http: httpx.Client, blast: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", listener.http_port), timeout=10) as raw:
+        with contextlib.suppress(OSError):
+            raw.sendall(blast)
+        with contextlib.suppress(ConnectionResetError):
+            while raw.recv(65536):
+                pass
+    assert http.get("/healthcheck").status_code == 200
 
 
 def test_stop_closes_both_ports(server: FakeServer) -> None:

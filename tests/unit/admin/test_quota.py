@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from lmcache.l1.quota import Quotas
 from lmcache.telemetry.metrics import Metrics
 
 UNIT = 1 << 20
+TOKEN = "a token of an operator"
+ALICE = "salt-2bd806c97f0e"  # the first 12 digits of SHA-256 of "alice"
 UNIT_GB = UNIT / GIB
 
 
@@ -28,12 +31,14 @@ class Tier:
         self.core.set_committed(16 * UNIT)
         self.limits = SaltLimits()
         self.quotas = Quotas(self.core, self.limits, enforced=True)
+        self.metrics = Metrics()
+        self.metrics.on_scrape(lambda: self.quotas.publish(self.metrics))
 
     def store(self, salt: str, chunks: int) -> int:
         """How many got no room."""
-        namespace = struct.pack("<I", self.core.intern(salt.encode().ljust(32), salt))
+        namespace = salt.encode().ljust(32)
         hashes = b"".join(bytes([chunk]) * 32 for chunk in range(chunks))
-        reservation, _, without_room = self.core.reserve(1, namespace, struct.pack("<Q", UNIT), hashes, 1e9)
+        reservation, _, without_room = self.core.reserve(1, namespace, salt, struct.pack("<Q", UNIT), hashes, 1e9)
         self.core.commit(reservation, b"")
         return without_room
 
@@ -45,8 +50,17 @@ def tier() -> Tier:
 
 @pytest.fixture
 def http(tier: Tier) -> Iterator[TestClient]:
-    app = build_app(SimpleNamespace(quotas=tier.quotas))  # type: ignore[arg-type]
-    with TestClient(app, client=("127.0.0.1", 4)) as client:
+    with client_of(tier) as client:
+        yield client
+
+
+@contextmanager
+def client_of(tier: Tier, host: str = "127.0.0.1", *, url: str = "http://localhost") -> Iterator[TestClient]:
+    app = build_app(
+        SimpleNamespace(quotas=tier.quotas, metrics=tier.metrics),  # type: ignore[arg-type]
+        TOKEN,
+    )
+    with TestClient(app, client=(host, 4), base_url=url) as client:
         yield client
     app.state.close()
 
@@ -63,10 +77,9 @@ def shown(salt: str, limit: float, usage: float, exists: bool = True) -> dict[st
 
 def test_a_quota_is_set_shown_and_removed(http: TestClient, tier: Tier) -> None:
     assert http.get("/quota/a").json() == shown("a", 0, 0, exists=False)
-    assert tier.store("a", 3) == 3
-    assert http.put("/quota/a", json={"limit_gb": 2 * UNIT_GB}).json() == shown("a", 2, 0)
-    assert tier.store("a", 3) == 1
-    assert http.get("/quota/a").json() == shown("a", 2, 2)
+    assert tier.store("a", 3) == 0
+    assert http.get("/quota/a").json() == shown("a", 0, 3, exists=False)  # until it is evicted, within a second
+    assert http.put("/quota/a", json={"limit_gb": 2 * UNIT_GB}).json() == shown("a", 2, 2)
     assert tier.limits.of("a") == 2 * UNIT
     assert http.put("/quota/a", json={"limit_gb": UNIT_GB}).json() == shown("a", 1, 1)
     assert http.delete("/quota/a").json() == shown("a", 0, 0, exists=False)
@@ -119,3 +132,32 @@ def test_the_number_of_quotas_is_bounded(http: TestClient, monkeypatch: pytest.M
         assert http.put(f"/quota/{salt}", json={"limit_gb": 1}).status_code == 200
     assert http.put("/quota/a", json={"limit_gb": 2}).status_code == 200
     assert "delete some" in http.put("/quota/c", json={"limit_gb": 1}).json()["error"]
+
+
+def test_salts_are_shown_to_this_host_and_to_who_has_the_token(http: TestClient, tier: Tier) -> None:
+    http.put("/quota/alice", json={"limit_gb": 2 * UNIT_GB})
+    http.put("/quota/_default", json={"limit_gb": 1})
+    tier.store("alice", 1)
+    tier.metrics.lookups.labels("model", "alice").inc()
+    tier.metrics.lookups.labels("model", "").inc()
+
+    def names(client: TestClient, **headers: str) -> set[str]:
+        quotas = client.get("/quota", headers=headers).json()["quotas"]
+        one = client.get("/quota/alice", headers=headers).json()
+        assert one["limit_gb"] == 2 * UNIT_GB
+        page = client.get("/metrics", headers=headers).text
+        assert 'lmcache_mp_lookups_total{cache_salt="",model_name="model"} 1.0' in page
+        in_metrics = {name for name in ("alice", ALICE) if f'cache_salt="{name}"' in page}
+        assert f'lmcache_mp_quota_usage_bytes{{cache_salt="{min(in_metrics)}"}} 1.048576e+06' in page
+        return {quota["cache_salt"] for quota in quotas} | {one["cache_salt"]} | in_metrics
+
+    open_names, hidden = {"_default", "alice"}, {"_default", ALICE}
+    assert names(http) == open_names
+    assert names(http, **{"X-Forwarded-For": "192.0.2.1"}) == hidden  # a proxy on this host that says so
+    assert names(http, Origin="http://evil.example") == hidden
+    with client_of(tier, url="http://evil.example") as rebound:
+        assert names(rebound) == hidden
+    with client_of(tier, "192.0.2.1", url="http://cache.example") as elsewhere:
+        assert names(elsewhere) == hidden
+        assert names(elsewhere, Authorization="Bearer something else") == hidden
+        assert names(elsewhere, Authorization=f"Bearer {TOKEN}") == open_names

@@ -1,4 +1,6 @@
 import contextlib
+import itertools
+import socket
 import threading
 import time
 
@@ -215,8 +217,13 @@ def test_a_refused_registration_is_raised_and_tried_again(server, caplog):
             client.register(INSTANCE, 5.0)
         assert refusal.value.code == "layout_conflict"
         until(lambda: client.state is ClientState.READY)
+        # The name is somebody else's: a call in it would be taken for theirs.
+        with pytest.raises(ServerUnavailable, match="another life"):
+            client.submit("noop", m.Empty(), 5.0)
         server.refuse = None
         server.wait_for(lambda: ("engine", -1) in server.registered)
+        until(lambda: client.owner("engine") is not None)
+        client.call("noop", m.Empty(), 5.0)
     assert caplog.text.count("refused a registration") == 1
 
 
@@ -262,3 +269,17 @@ def test_a_fault_in_the_callback_does_not_end_the_keeper(server, caplog):
 def test_a_wrong_address_is_refused(url):
     with pytest.raises(ConfigError):
         Client(url)
+
+
+def test_a_server_that_comes_back_after_a_while_is_found_soon():
+    """However long it was away: what it waits for its engines, they compute."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(20.0)
+        with a_client(listening.getsockname()[1]) as client:
+            client.start()
+            attempts = []
+            while len(attempts) < 12:  # each is a server that goes away at once; the first pauses are short
+                listening.accept()[0].close()
+                attempts.append(time.monotonic())
+    pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)][4:]
+    assert min(pauses) < 0.5, pauses

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import blake3
 import cbor2
 import pytest
 
+from lmcache.core import chunk_links
 from lmcache.core.chunking import ALGORITHMS, ChunkHasher
 from lmcache.errors import ConfigError
 
@@ -51,6 +53,17 @@ def test_sha256_cbor_chain_is_the_documented_one() -> None:
     first = hashlib.sha256(cbor2.dumps((PARENT, tokens[:16], None))).digest()
     second = hashlib.sha256(cbor2.dumps((first, tokens[16:32], b"x" * 32))).digest()
     assert ChunkHasher("sha256_cbor", 16).extend(PARENT, pack(tokens), {1: b"x" * 32}) == first + second
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 23, 24, 255, 256, 65_536])
+@pytest.mark.parametrize("extra", [b"", b"e" * 32])
+def test_sha256_cbor_of_all_sizes_of_numbers(chunk_tokens: int, extra: bytes) -> None:
+    limits = (0, 23, 24, 255, 256, 65_535, 65_536, (1 << 32) - 1)
+    tokens = [limits[number % len(limits)] for number in range(chunk_tokens)]
+    expected = hashlib.sha256(cbor2.dumps((PARENT, tokens, extra or None))).digest()
+    assert (
+        ChunkHasher("sha256_cbor", chunk_tokens).extend(PARENT, pack(tokens), {0: extra} if extra else {}) == expected
+    )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -115,6 +128,51 @@ def test_hashes_do_not_depend_on_the_interpreters_seed(algorithm: str) -> None:
         for seed in ("1", "2")
     }
     assert len(outputs) == 1
+
+
+BUILTIN_PROGRAM = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("links", {path!r})
+links = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(links)
+first = links.builtin(bytes(range(32)), bytes(range(64)), b"")
+print(sys.hash_info.algorithm, (first + links.builtin(first, bytes(range(64)), b"x" * 32)).hex())
+"""
+BUILTIN_HASHES = {
+    "siphash24": "69a9a67c51188facefa636e19d63af125c43cefcd53d953884cf5a0ee4b15dfb"
+    "2bef51c35e39683df6ebb66e3edb23154a985afeaebf360c8dc61b11f9a9ebce",
+    "siphash13": "df0411c9811d61399cea82c94e134062b1c68cd7752945649aa2ef7469f90ac6"
+    "f817c3b97f40decd6dd12599b594292f85eb26c896d97f9db1f18eacf0fdf569",
+}
+PYTHONS = [sys.executable] + [
+    found for minor in range(10, 14) if (found := shutil.which(f"python3.{minor}")) and found != sys.executable
+]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_builtin_with_a_fixed_seed_is_the_same_in_every_process(python: str) -> None:
+    """Each process has its memory at other addresses."""
+    if subprocess.run([python, "-c", ""], capture_output=True).returncode:
+        pytest.skip(f"{python} does not run")
+    program = BUILTIN_PROGRAM.format(path=chunk_links.__file__)
+    for _ in range(2):
+        output = subprocess.run(
+            [python, "-c", program], env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True
+        ).stdout.split()
+        assert output[1] == BUILTIN_HASHES[output[0]]
+
+
+@pytest.mark.parametrize("changed", ["parent", "tokens", "extra", "no extra"])
+def test_each_quarter_of_a_builtin_hash_depends_on_everything(changed: str) -> None:
+    """A collision of one 64-bit hash must not be one of all four."""
+    parts = {"parent": PARENT, "tokens": bytes(64), "extra": b"x" * 32}
+    other = (
+        {**parts, "extra": b""}
+        if changed == "no extra"
+        else {**parts, changed: bytes(reversed(b"y" + parts[changed][1:]))}
+    )
+    first, second = chunk_links.builtin(*parts.values()), chunk_links.builtin(*other.values())
+    assert all(first[start : start + 8] != second[start : start + 8] for start in range(0, 32, 8))
 
 
 def test_what_is_refused() -> None:

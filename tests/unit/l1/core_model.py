@@ -15,7 +15,7 @@ from lmcache._native import NO_SLOT, L1Core
 
 UNIT = 4096
 FIRST_OFFSET = 2 * UNIT
-Key = tuple[int, bytes]  # namespace, chunk hash
+Key = tuple[bytes, bytes]  # digest of the namespace, chunk hash
 
 
 def pack_u32(values: Sequence[int]) -> bytes:
@@ -68,7 +68,7 @@ class Reservation:
 @dataclass
 class Model:
     core: L1Core
-    salts: dict[int, str]
+    salts: dict[bytes, str]
     has_one_size: bool
     committed_bytes: int
     is_exact: bool = True  # whether `order` is the order in which objects go (LRU)
@@ -85,13 +85,13 @@ class Model:
         stored = self.found.get(key)
         return stored if stored is not None and stored.state == "resident" else None
 
-    def prefix(self, namespaces: Sequence[int], hashes: Sequence[bytes]) -> int:
+    def prefix(self, namespaces: Sequence[bytes], hashes: Sequence[bytes]) -> int:
         for chunk, chunk_hash in enumerate(hashes):
             if not all(self.resident((namespace, chunk_hash)) for namespace in namespaces):
                 return chunk
         return len(hashes)
 
-    def usable_prefix(self, namespaces: Sequence[int], hashes: Sequence[bytes], tails: Sequence[int]) -> int:
+    def usable_prefix(self, namespaces: Sequence[bytes], hashes: Sequence[bytes], tails: Sequence[int]) -> int:
         """With tails: 0 for a namespace that needs every chunk, else how many at the end."""
         for chunks in range(len(hashes), 0, -1):
             needed = self.needed(namespaces, hashes[:chunks], tails)
@@ -101,8 +101,8 @@ class Model:
 
     @staticmethod
     def needed(
-        namespaces: Sequence[int], hashes: Sequence[bytes], tails: Sequence[int]
-    ) -> list[tuple[int, int, bytes]]:
+        namespaces: Sequence[bytes], hashes: Sequence[bytes], tails: Sequence[int]
+    ) -> list[tuple[int, bytes, bytes]]:
         """(chunk, namespace, hash) of what a prefix of all of `hashes` needs, last chunk first."""
         return [
             (chunk, namespace, hashes[chunk])
@@ -150,9 +150,9 @@ class Model:
         keys: set[Key] = set()
         start = 0
         while True:
-            namespaces, hashes, _, start = self.core.list_objects(start, 7)
-            for i, (namespace,) in enumerate(struct.iter_unpack("<I", namespaces)):
-                keys.add((namespace, hashes[32 * i : 32 * i + 32]))
+            digests, positions, hashes, _, start = self.core.list_objects(start, 7)
+            for i, (position,) in enumerate(struct.iter_unpack("<I", positions)):
+                keys.add((digests[32 * position : 32 * position + 32], hashes[32 * i : 32 * i + 32]))
             if start == 0:
                 return keys
 
@@ -160,7 +160,7 @@ class Model:
     def reserve(
         self,
         owner: int,
-        namespaces: Sequence[int],
+        namespaces: Sequence[bytes],
         sizes: Sequence[int],
         hashes: Sequence[bytes],
         deadline: float,
@@ -169,7 +169,7 @@ class Model:
         """`wanted`: [namespace][chunk], 0 where no slot is asked for."""
         flags = bytes(flag for row in wanted for flag in row)
         reservation, packed, without_room = self.core.reserve(
-            owner, pack_u32(namespaces), pack_u64(sizes), b"".join(hashes), deadline, flags
+            owner, b"".join(namespaces), self.salts[namespaces[0]], pack_u64(sizes), b"".join(hashes), deadline, flags
         )
         slots = rows_of(packed, len(namespaces))
         with_room = len(hashes) - without_room
@@ -214,7 +214,7 @@ class Model:
 
     def _evicted_by_reserve(
         self,
-        namespaces: Sequence[int],
+        namespaces: Sequence[bytes],
         sizes: Sequence[int],
         hashes: Sequence[bytes],
         wanted: Sequence[Sequence[int]],
@@ -242,7 +242,7 @@ class Model:
 
     def _check_refusal(
         self,
-        namespaces: Sequence[int],
+        namespaces: Sequence[bytes],
         sizes: Sequence[int],
         chunk_hash: bytes,
         wanted: Sequence[int],
@@ -294,7 +294,7 @@ class Model:
                 stored.is_temporary = is_temporary
                 stored.readers = 1 if lease_owner else 0
                 published.append(stored)
-                records.append((stored.key[0], chunk, stored.offset, stored.size_bytes))
+                records.append((row, chunk, stored.offset, stored.size_bytes))
         assert count == len(records)
         assert list(struct.iter_unpack("<4Q", packed)) == records
         assert (lease != 0) == bool(lease_owner and published)
@@ -317,12 +317,12 @@ class Model:
                 self.drop(stored)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
-    def probe(self, namespaces: Sequence[int], hashes: Sequence[bytes]) -> None:
-        assert self.core.probe(pack_u32(namespaces), b"".join(hashes)) == self.prefix(namespaces, hashes)
+    def probe(self, namespaces: Sequence[bytes], hashes: Sequence[bytes]) -> None:
+        assert self.core.probe(b"".join(namespaces), b"".join(hashes)) == self.prefix(namespaces, hashes)
 
-    def touch(self, namespaces: Sequence[int], hashes: Sequence[bytes], tails: Sequence[int]) -> None:
+    def touch(self, namespaces: Sequence[bytes], hashes: Sequence[bytes], tails: Sequence[int]) -> None:
         chunks = self.prefix([ns for ns, tail in zip(namespaces, tails, strict=True) if not tail], hashes)
-        assert self.core.touch(pack_u32(namespaces), b"".join(hashes), pack_u32(tails)) == chunks
+        assert self.core.touch(b"".join(namespaces), b"".join(hashes), pack_u32(tails)) == chunks
         for chunk in reversed(range(chunks)):
             for namespace in reversed(namespaces):
                 stored = self.resident((namespace, hashes[chunk]))
@@ -332,7 +332,7 @@ class Model:
     def acquire(
         self,
         owner: int,
-        namespaces: Sequence[int],
+        namespaces: Sequence[bytes],
         hashes: Sequence[bytes],
         deadline: float,
         tails: Sequence[int],
@@ -340,7 +340,7 @@ class Model:
     ) -> None:
         chunks = self.usable_prefix(namespaces, hashes, tails)
         lease, count, packed = self.core.acquire(
-            owner, pack_u32(namespaces), b"".join(hashes), deadline, is_use, pack_u32(tails) if any(tails) else b""
+            owner, b"".join(namespaces), b"".join(hashes), deadline, is_use, pack_u32(tails) if any(tails) else b""
         )
         assert (count, lease != 0) == (chunks, chunks > 0)
         needed = self.needed(namespaces, hashes[:chunks], tails)
@@ -372,7 +372,7 @@ class Model:
             if stored is not None and stored.is_temporary:
                 stored.is_temporary = False
                 changed += 1
-        assert self.core.make_permanent(pack_u32([key[0] for key in keys]), b"".join(key[1] for key in keys)) == changed
+        assert self.core.make_permanent(b"".join(key[0] for key in keys), b"".join(key[1] for key in keys)) == changed
 
     # ---- owners and time ---------------------------------------------------------------------------------------------
     def renew(self, owner: int, deadline: float) -> None:
@@ -427,7 +427,7 @@ class Model:
         gone = [
             stored for stored in map(self.resident, dict.fromkeys(keys)) if stored is not None and not stored.readers
         ]
-        assert self.core.remove(pack_u32([key[0] for key in keys]), b"".join(key[1] for key in keys)) == len(gone)
+        assert self.core.remove(b"".join(key[0] for key in keys), b"".join(key[1] for key in keys)) == len(gone)
         for stored in gone:
             self.drop(stored)
 

@@ -43,9 +43,10 @@ def open_l1(name: str, life: int, heir: Inheritance = HEIR) -> L1Store:
 
 def stage(l1: L1Store, wanted: Sequence[ObjectKey], owner: int = 1) -> tuple[int, list[int]]:
     of = wanted[0].namespace
-    ids = array("I", [l1.namespace_id(of)]).tobytes()
     hashes = b"".join(key.chunk_hash for key in wanted)
-    reservation, packed, _ = l1.core.reserve(owner, ids, array("Q", [FRAME_BYTES]).tobytes(), hashes, FOREVER)
+    reservation, packed, _ = l1.core.reserve(
+        owner, of.digest, of.cache_salt, array("Q", [FRAME_BYTES]).tobytes(), hashes, FOREVER
+    )
     offsets = list(array("Q", packed))
     template = header_template(of, FRAME_BYTES - FRAME_HEADER_BYTES)
     for key, offset in zip(wanted, offsets, strict=True):
@@ -61,8 +62,7 @@ def put(l1: L1Store, wanted: Sequence[ObjectKey]) -> list[int]:
 
 
 def resident(l1: L1Store, wanted: Sequence[ObjectKey]) -> list[bool]:
-    ids = array("I", [l1.namespace_id(wanted[0].namespace)]).tobytes()
-    return [bool(l1.core.probe(ids, key.chunk_hash)) for key in wanted]
+    return [bool(l1.core.probe(key.namespace.digest, key.chunk_hash)) for key in wanted]
 
 
 def test_namespaces_and_their_salts_come_from_the_frames(name: str) -> None:
@@ -183,5 +183,5 @@ def test_many_objects_are_taken_over_quickly(name: str) -> None:
     with closing(open_l1(name, 1, heir)) as l1:
         seconds = time.monotonic() - began
         assert l1.adoption.objects == len(wanted)
-        assert l1.core.touch(array("I", [0]).tobytes(), b"".join(key.chunk_hash for key in wanted)) == len(wanted)
+        assert l1.core.touch(wanted[0].namespace.digest, b"".join(key.chunk_hash for key in wanted)) == len(wanted)
     assert seconds < 10.0

@@ -7,7 +7,9 @@ import struct
 
 import pytest
 
+from lmcache import _native
 from lmcache._native import NO_SLOT, L1Core
+from lmcache.errors import ServerUnavailable
 
 KIB4 = 4096
 FOREVER = 1e18
@@ -39,26 +41,27 @@ def make_core(slots: int = 8, *, policy: str = "LRU", align_bytes: int = KIB4) -
     return core
 
 
-def intern(core: L1Core, name: str = "n", salt: str = "") -> int:
-    return core.intern(hashlib.sha256(name.encode()).digest(), salt)
+def named(name: str = "n") -> bytes:
+    """The digest of a namespace."""
+    return hashlib.sha256(name.encode()).digest()
 
 
-def put(core: L1Core, namespaces: bytes, hashes: bytes, size_bytes: int = KIB4, owner: int = 1) -> None:
-    count = len(namespaces) // 4
-    reservation, _, without_room = core.reserve(owner, namespaces, u64(*[size_bytes] * count), hashes, FOREVER)
+def put(core: L1Core, namespaces: bytes, hashes: bytes, size_bytes: int = KIB4, owner: int = 1, salt: str = "") -> None:
+    count = len(namespaces) // 32
+    reservation, _, without_room = core.reserve(owner, namespaces, salt, u64(*[size_bytes] * count), hashes, FOREVER)
     assert without_room == 0
     core.commit(reservation, b"")
 
 
-def resident(core: L1Core, namespace: int, *names: object) -> list[bool]:
-    return [core.probe(u32(namespace), chunk_hashes(name)) == 1 for name in names]
+def resident(core: L1Core, namespace: bytes, *names: object) -> list[bool]:
+    return [core.probe(namespace, chunk_hashes(name)) == 1 for name in names]
 
 
 def test_a_reserved_object_is_invisible_until_it_is_committed() -> None:
     core = make_core()
-    namespace = u32(intern(core))
+    namespace = named()
     hashes = chunk_hashes(0, 1)
-    reservation, slots, without_room = core.reserve(1, namespace, u64(KIB4), hashes, FOREVER)
+    reservation, slots, without_room = core.reserve(1, namespace, "", u64(KIB4), hashes, FOREVER)
     assert (reservation != 0, as_u64(slots), without_room) == (True, [KIB4, 2 * KIB4], 0)
     assert core.probe(namespace, hashes) == 0
     assert core.acquire(2, namespace, hashes, FOREVER) == (0, 0, b"")
@@ -71,9 +74,9 @@ def test_a_reserved_object_is_invisible_until_it_is_committed() -> None:
 
 def test_what_was_not_written_is_not_published() -> None:
     core = make_core()
-    namespaces = u32(intern(core, "a"), intern(core, "b"))
+    namespaces = named("a") + named("b")
     hashes = chunk_hashes(0, 1)
-    reservation, slots, _ = core.reserve(1, namespaces, u64(KIB4, 2 * KIB4), hashes, FOREVER)
+    reservation, slots, _ = core.reserve(1, namespaces, "", u64(KIB4, 2 * KIB4), hashes, FOREVER)
     offsets = as_u64(slots)
     objects, _, records = core.commit(reservation, bytes([1, 1, 1, 0]))
     assert objects == 3
@@ -85,13 +88,13 @@ def test_what_was_not_written_is_not_published() -> None:
 
 def test_a_reservation_ends_once() -> None:
     core = make_core()
-    namespace = u32(intern(core))
-    reservation, _, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0), FOREVER)
+    namespace = named()
+    reservation, _, _ = core.reserve(1, namespace, "", u64(KIB4), chunk_hashes(0), FOREVER)
     assert core.abort(reservation)
     assert core.commit(reservation, b"") == (0, 0, b"")
     assert not core.abort(reservation)
     assert core.stats()["used_bytes"] == 0
-    reservation, _, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0), FOREVER)
+    reservation, _, _ = core.reserve(1, namespace, "", u64(KIB4), chunk_hashes(0), FOREVER)
     assert core.commit(reservation, b"")[0] == 1
     assert core.commit(reservation, b"") == (0, 0, b"")
     assert not core.abort(reservation)
@@ -101,12 +104,12 @@ def test_a_reservation_ends_once() -> None:
 
 def test_staged_and_resident_objects_get_no_second_slot() -> None:
     core = make_core()
-    namespace = u32(intern(core))
+    namespace = named()
     put(core, namespace, chunk_hashes(0))
-    first, slots, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0, 1), FOREVER)
+    first, slots, _ = core.reserve(1, namespace, "", u64(KIB4), chunk_hashes(0, 1), FOREVER)
     assert as_u64(slots) == [NO_SLOT, 2 * KIB4]
-    assert core.reserve(2, namespace, u64(KIB4), chunk_hashes(0, 1), FOREVER) == (0, u64(NO_SLOT, NO_SLOT), 0)
-    second, slots, _ = core.reserve(2, namespace, u64(KIB4), chunk_hashes(2, 2), FOREVER)
+    assert core.reserve(2, namespace, "", u64(KIB4), chunk_hashes(0, 1), FOREVER) == (0, u64(NO_SLOT, NO_SLOT), 0)
+    second, slots, _ = core.reserve(2, namespace, "", u64(KIB4), chunk_hashes(2, 2), FOREVER)
     assert as_u64(slots) == [3 * KIB4, NO_SLOT]
     assert core.commit(first, b"\1\1")[0] == 1
     assert core.commit(second, b"")[0] == 1
@@ -115,16 +118,16 @@ def test_staged_and_resident_objects_get_no_second_slot() -> None:
 
 def test_an_expired_reservation_keeps_its_memory_but_never_publishes() -> None:
     core = make_core()
-    namespace = u32(intern(core))
+    namespace = named()
     hashes = chunk_hashes(0, 1)
-    reservation, slots, _ = core.reserve(7, namespace, u64(KIB4), hashes, 100.0)
+    reservation, slots, _ = core.reserve(7, namespace, "", u64(KIB4), hashes, 100.0)
     assert core.expire(99.9) == (0, 0)
     assert core.expire(100.0) == (0, 1)
     assert core.expire(1e9) == (0, 0)
     assert core.commit(reservation, b"") == (0, 0, b"")
     assert core.stats()["quarantined_bytes"] == 2 * KIB4
     # The key is free for another writer, the memory is not.
-    other, other_slots, _ = core.reserve(8, namespace, u64(KIB4), hashes, FOREVER)
+    other, other_slots, _ = core.reserve(8, namespace, "", u64(KIB4), hashes, FOREVER)
     assert not set(as_u64(slots)) & set(as_u64(other_slots))
     assert core.commit(other, b"")[0] == 2
     core.check()
@@ -136,7 +139,7 @@ def test_an_expired_reservation_keeps_its_memory_but_never_publishes() -> None:
 
 def test_abort_frees_a_quarantined_reservation() -> None:
     core = make_core()
-    reservation, _, _ = core.reserve(7, u32(intern(core)), u64(KIB4), chunk_hashes(0), 1.0)
+    reservation, _, _ = core.reserve(7, named(), "", u64(KIB4), chunk_hashes(0), 1.0)
     core.expire(2.0)
     assert core.abort(reservation)
     assert core.stats()["used_bytes"] == 0
@@ -145,8 +148,8 @@ def test_abort_frees_a_quarantined_reservation() -> None:
 
 def test_what_a_late_writer_was_to_write_can_be_written_elsewhere() -> None:
     core = make_core()
-    namespace = u32(intern(core))
-    late, slots, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0, 1), FOREVER)
+    namespace = named()
+    late, slots, _ = core.reserve(1, namespace, "", u64(KIB4), chunk_hashes(0, 1), FOREVER)
     assert core.quarantine(late) and core.quarantine(late)
     put(core, namespace, chunk_hashes(0, 1))
     _, _, offsets = core.acquire(2, namespace, chunk_hashes(0, 1), FOREVER)
@@ -160,11 +163,11 @@ def test_what_a_late_writer_was_to_write_can_be_written_elsewhere() -> None:
 
 def test_renewal_moves_deadlines_of_that_owner_only() -> None:
     core = make_core()
-    namespace = u32(intern(core))
+    namespace = named()
     put(core, namespace, chunk_hashes(0))
     mine, _, _ = core.acquire(1, namespace, chunk_hashes(0), 10.0)
     other, _, _ = core.acquire(2, namespace, chunk_hashes(0), 10.0)
-    reservation, _, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(1), 10.0)
+    reservation, _, _ = core.reserve(1, namespace, "", u64(KIB4), chunk_hashes(1), 10.0)
     assert core.renew(1, 20.0) == 2
     assert core.expire(10.0) == (1, 0)
     assert not core.release(other)
@@ -176,12 +179,12 @@ def test_renewal_moves_deadlines_of_that_owner_only() -> None:
 
 def test_a_lease_blocks_eviction_and_ends_once() -> None:
     core = make_core(slots=2)
-    namespace = u32(intern(core))
+    namespace = named()
     put(core, namespace, chunk_hashes("a", "b"))
     lease, chunks, slots = core.acquire(1, namespace, chunk_hashes("a", "b"), FOREVER)
     assert (chunks, as_u64(slots)) == (2, [KIB4, 2 * KIB4])
     assert core.evict(KIB4) == (0, 0)
-    assert core.reserve(1, namespace, u64(KIB4), chunk_hashes("c"), FOREVER) == (0, u64(NO_SLOT), 1)
+    assert core.reserve(1, namespace, "", u64(KIB4), chunk_hashes("c"), FOREVER) == (0, u64(NO_SLOT), 1)
     assert core.remove(namespace, chunk_hashes("a")) == 0
     assert core.release(lease)
     assert not core.release(lease)
@@ -191,7 +194,7 @@ def test_a_lease_blocks_eviction_and_ends_once() -> None:
 
 def test_two_leases_on_an_object_count_separately() -> None:
     core = make_core()
-    namespace = u32(intern(core))
+    namespace = named()
     put(core, namespace, chunk_hashes(0))
     first, _, _ = core.acquire(1, namespace, chunk_hashes(0), FOREVER)
     second, _, _ = core.acquire(2, namespace, chunk_hashes(0), FOREVER)
@@ -205,9 +208,9 @@ def test_two_leases_on_an_object_count_separately() -> None:
 
 def test_a_hit_needs_every_namespace() -> None:
     core = make_core()
-    both = u32(intern(core, "rank 0"), intern(core, "rank 1"))
-    put(core, both[:4], chunk_hashes(0, 1, 2))
-    put(core, both[4:], chunk_hashes(0, 2))
+    both = named("rank 0") + named("rank 1")
+    put(core, both[:32], chunk_hashes(0, 1, 2))
+    put(core, both[32:], chunk_hashes(0, 2))
     assert core.probe(both, chunk_hashes(0, 1, 2)) == 1
     lease, chunks, slots = core.acquire(1, both, chunk_hashes(0, 1, 2), FOREVER)
     assert (chunks, as_u64(slots)) == (1, [KIB4, 4 * KIB4])
@@ -217,10 +220,10 @@ def test_a_hit_needs_every_namespace() -> None:
 
 def test_a_suffix_goes_before_its_prefix() -> None:
     core = make_core(slots=6)
-    namespace = intern(core)
-    put(core, u32(namespace), chunk_hashes(*"abc"))
-    put(core, u32(namespace), chunk_hashes(*"xyz"))
-    lease, _, _ = core.acquire(1, u32(namespace), chunk_hashes(*"abc"), FOREVER)
+    namespace = named()
+    put(core, namespace, chunk_hashes(*"abc"))
+    put(core, namespace, chunk_hashes(*"xyz"))
+    lease, _, _ = core.acquire(1, namespace, chunk_hashes(*"abc"), FOREVER)
     core.release(lease)
     order = []
     while core.stats()["objects"]:
@@ -233,21 +236,21 @@ def test_a_suffix_goes_before_its_prefix() -> None:
 
 def test_touch_puts_a_prompt_that_was_stored_in_steps_into_order() -> None:
     core = make_core(slots=4)
-    namespace = intern(core)
-    put(core, u32(namespace), chunk_hashes(0, 1))
-    put(core, u32(namespace), chunk_hashes(2, 3))
-    assert core.touch(u32(namespace), chunk_hashes(0, 1, 2, 3, 4)) == 4
+    namespace = named()
+    put(core, namespace, chunk_hashes(0, 1))
+    put(core, namespace, chunk_hashes(2, 3))
+    assert core.touch(namespace, chunk_hashes(0, 1, 2, 3, 4)) == 4
     core.evict(2 * KIB4)
     assert resident(core, namespace, 0, 1, 2, 3) == [True, True, False, False]
 
 
 def test_reserve_makes_room_by_the_oldest_and_spares_its_own_prefix() -> None:
     core = make_core(slots=4)
-    namespace = intern(core)
-    put(core, u32(namespace), chunk_hashes("own 0", "own 1"))
-    put(core, u32(namespace), chunk_hashes("other 0", "other 1"))
+    namespace = named()
+    put(core, namespace, chunk_hashes("own 0", "own 1"))
+    put(core, namespace, chunk_hashes("other 0", "other 1"))
     reservation, slots, without_room = core.reserve(
-        1, u32(namespace), u64(KIB4), chunk_hashes("own 0", "own 1", "own 2", "own 3", "own 4"), FOREVER
+        1, namespace, "", u64(KIB4), chunk_hashes("own 0", "own 1", "own 2", "own 3", "own 4"), FOREVER
     )
     assert (as_u64(slots)[:2], without_room) == ([NO_SLOT, NO_SLOT], 1)
     assert as_u64(slots)[4] == NO_SLOT
@@ -259,19 +262,19 @@ def test_reserve_makes_room_by_the_oldest_and_spares_its_own_prefix() -> None:
 
 def test_making_room_spares_the_chunks_other_objects() -> None:
     core = make_core(slots=4)
-    first, second = intern(core, "a"), intern(core, "b")
-    put(core, u32(second), chunk_hashes("shared"))  # the oldest
-    put(core, u32(second), chunk_hashes(1, 2, 3))
-    reservation, slots, _ = core.reserve(1, u32(first, second), u64(KIB4, KIB4), chunk_hashes("shared"), FOREVER)
+    first, second = named("a"), named("b")
+    put(core, second, chunk_hashes("shared"))  # the oldest
+    put(core, second, chunk_hashes(1, 2, 3))
+    reservation, slots, _ = core.reserve(1, first + second, "", u64(KIB4, KIB4), chunk_hashes("shared"), FOREVER)
     assert as_u64(slots)[1] == NO_SLOT
     core.commit(reservation, b"")
-    assert core.probe(u32(first, second), chunk_hashes("shared")) == 1
+    assert core.probe(first + second, chunk_hashes("shared")) == 1
 
 
 def test_a_namespace_named_twice_gets_one_slot() -> None:
     core = make_core()
-    namespace = intern(core)
-    reservation, slots, _ = core.reserve(1, u32(namespace, namespace), u64(KIB4, KIB4), chunk_hashes(0), FOREVER)
+    namespace = named()
+    reservation, slots, _ = core.reserve(1, namespace + namespace, "", u64(KIB4, KIB4), chunk_hashes(0), FOREVER)
     assert as_u64(slots) == [KIB4, NO_SLOT]
     assert core.commit(reservation, b"")[0] == 1
     core.check()
@@ -279,8 +282,8 @@ def test_a_namespace_named_twice_gets_one_slot() -> None:
 
 def test_a_chunk_gets_room_in_all_namespaces_or_in_none() -> None:
     core = make_core(slots=5)
-    both = u32(intern(core, "a"), intern(core, "b"))
-    reservation, slots, without_room = core.reserve(1, both, u64(KIB4, 2 * KIB4), chunk_hashes(0, 1), FOREVER)
+    both = named("a") + named("b")
+    reservation, slots, without_room = core.reserve(1, both, "", u64(KIB4, 2 * KIB4), chunk_hashes(0, 1), FOREVER)
     assert without_room == 1
     assert [offset == NO_SLOT for offset in as_u64(slots)] == [False, True, False, True]
     assert core.stats()["staged"] == 2
@@ -291,10 +294,10 @@ def test_a_chunk_gets_room_in_all_namespaces_or_in_none() -> None:
 
 def test_a_request_that_cannot_fit_evicts_nothing() -> None:
     core = make_core(slots=8)
-    namespace = intern(core)
-    put(core, u32(namespace), chunk_hashes(*range(8)))
-    lease, _, _ = core.acquire(1, u32(namespace), chunk_hashes(*range(6)), FOREVER)
-    assert core.reserve(1, u32(namespace), u64(3 * KIB4), chunk_hashes("big"), FOREVER)[2] == 1
+    namespace = named()
+    put(core, namespace, chunk_hashes(*range(8)))
+    lease, _, _ = core.acquire(1, namespace, chunk_hashes(*range(6)), FOREVER)
+    assert core.reserve(1, namespace, "", u64(3 * KIB4), chunk_hashes("big"), FOREVER)[2] == 1
     assert core.stats()["objects"] == 8
     core.release(lease)
 
@@ -302,9 +305,9 @@ def test_a_request_that_cannot_fit_evicts_nothing() -> None:
 @pytest.mark.parametrize("size_bytes", [9 * KIB4, 2**44, 2**64 - 1])
 def test_an_object_larger_than_l1_finds_no_room(size_bytes: int) -> None:
     core = make_core(slots=8)
-    namespace = intern(core)
-    put(core, u32(namespace), chunk_hashes(0))
-    assert core.reserve(1, u32(namespace), u64(size_bytes), chunk_hashes(1, 2), FOREVER) == (
+    namespace = named()
+    put(core, namespace, chunk_hashes(0))
+    assert core.reserve(1, namespace, "", u64(size_bytes), chunk_hashes(1, 2), FOREVER) == (
         0,
         u64(NO_SLOT, NO_SLOT),
         2,
@@ -315,12 +318,12 @@ def test_an_object_larger_than_l1_finds_no_room(size_bytes: int) -> None:
 
 def test_fragmented_room_is_made_whole_by_evicting_on() -> None:
     core = make_core(slots=8)
-    namespace = intern(core)
-    put(core, u32(namespace), chunk_hashes(*range(8)))
+    namespace = named()
+    put(core, namespace, chunk_hashes(*range(8)))
     # Every second slot becomes free: half of the memory, but no two slots side by side.
-    core.remove(u32(*[namespace] * 4), chunk_hashes(1, 3, 5, 7))
+    core.remove(namespace * 4, chunk_hashes(1, 3, 5, 7))
     assert core.stats()["largest_free_bytes"] == KIB4
-    reservation, _, without_room = core.reserve(1, u32(namespace), u64(4 * KIB4), chunk_hashes("big"), FOREVER)
+    reservation, _, without_room = core.reserve(1, namespace, "", u64(4 * KIB4), chunk_hashes("big"), FOREVER)
     assert without_room == 0
     assert core.commit(reservation, b"")[0] == 1
     core.check()
@@ -328,17 +331,17 @@ def test_fragmented_room_is_made_whole_by_evicting_on() -> None:
 
 def test_noop_never_evicts() -> None:
     core = make_core(slots=2, policy="noop")
-    namespace = u32(intern(core))
+    namespace = named()
     put(core, namespace, chunk_hashes(0, 1))
     assert core.evict(KIB4) == (0, 0)
-    assert core.reserve(1, namespace, u64(KIB4), chunk_hashes(2), FOREVER)[2] == 1
+    assert core.reserve(1, namespace, "", u64(KIB4), chunk_hashes(2), FOREVER)[2] == 1
     assert core.clear() == (2, 2 * KIB4)
 
 
 def test_temporary_objects_vanish_with_their_last_lease() -> None:
     core = make_core()
-    namespace = u32(intern(core))
-    reservation, _, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0, 1), FOREVER)
+    namespace = named()
+    reservation, _, _ = core.reserve(1, namespace, "", u64(KIB4), chunk_hashes(0, 1), FOREVER)
     objects, lease, _ = core.commit(reservation, b"", lease_owner=1, deadline=FOREVER, temporary=True)
     assert objects == 2
     second, _, _ = core.acquire(2, namespace, chunk_hashes(0, 1), FOREVER)
@@ -354,7 +357,7 @@ def test_temporary_objects_vanish_with_their_last_lease() -> None:
 
 def test_cleared_objects_stay_for_their_readers_but_are_not_found_again() -> None:
     core = make_core()
-    namespace = u32(intern(core))
+    namespace = named()
     put(core, namespace, chunk_hashes(0, 1))
     lease, _, slots = core.acquire(1, namespace, chunk_hashes(0), FOREVER)
     assert core.clear() == (1, KIB4)
@@ -372,10 +375,10 @@ def test_cleared_objects_stay_for_their_readers_but_are_not_found_again() -> Non
 
 def test_nothing_beyond_the_committed_memory_is_handed_out() -> None:
     core = L1Core(8 * KIB4, 0, KIB4, "LRU")
-    namespace = u32(intern(core))
-    assert core.reserve(1, namespace, u64(KIB4), chunk_hashes(0), FOREVER)[2] == 1
+    namespace = named()
+    assert core.reserve(1, namespace, "", u64(KIB4), chunk_hashes(0), FOREVER)[2] == 1
     core.set_committed(2 * KIB4 + 100)
-    reservation, slots, without_room = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0, 1, 2), FOREVER)
+    reservation, slots, without_room = core.reserve(1, namespace, "", u64(KIB4), chunk_hashes(0, 1, 2), FOREVER)
     assert (as_u64(slots), without_room) == ([0, KIB4, NO_SLOT], 1)
     core.commit(reservation, b"")
     core.set_committed(KIB4)  # never shrinks
@@ -389,35 +392,64 @@ def test_nothing_beyond_the_committed_memory_is_handed_out() -> None:
 
 def test_slots_are_aligned_and_sizes_rounded_up() -> None:
     core = make_core(slots=4, align_bytes=65536)
-    namespace = u32(intern(core))
-    reservation, slots, _ = core.reserve(1, namespace, u64(5000), chunk_hashes(0, 1), FOREVER)
+    namespace = named()
+    reservation, slots, _ = core.reserve(1, namespace, "", u64(5000), chunk_hashes(0, 1), FOREVER)
     assert as_u64(slots) == [65536, 131072]
     assert [record[3] for record in as_records(core.commit(reservation, b"")[2])] == [65536, 65536]
 
 
 def test_memory_is_counted_by_salt() -> None:
     core = make_core()
-    alice, alice_too, nobody = intern(core, "1", "alice"), intern(core, "2", "alice"), intern(core, "3")
-    assert intern(core, "1", "alice") == alice
-    put(core, u32(alice, alice_too), chunk_hashes(0))
-    put(core, u32(nobody), chunk_hashes(0, 1, 2))
+    alice, nobody = named("1") + named("2"), named("3")
+    put(core, alice, chunk_hashes(0), salt="alice")
+    put(core, nobody, chunk_hashes(0, 1, 2))
     assert sorted(core.salt_usage()) == [("", 3 * KIB4), ("alice", 2 * KIB4)]
-    core.remove(u32(alice, alice_too), chunk_hashes(0, 0))
+    assert (core.usage_of("alice"), core.usage_of("bob")) == (2 * KIB4, 0)
+    core.remove(alice, chunk_hashes(0, 0))
     assert core.salt_usage() == [("", 3 * KIB4)]
+
+
+def test_a_namespace_is_known_while_it_has_objects() -> None:
+    core = make_core()
+
+    def known() -> tuple[int, int]:
+        core.check()
+        stats = core.stats()
+        return stats["namespaces"], stats["salts"]
+
+    for number in range(100):
+        assert core.probe(named(str(number)), chunk_hashes(0)) == 0
+        assert core.acquire(1, named(str(number)), chunk_hashes(0), FOREVER)[0] == 0
+    assert known() == (0, 0)
+    reservation, _, _ = core.reserve(1, named("a") + named("b"), "x", u64(KIB4, KIB4), chunk_hashes(0), FOREVER)
+    assert known() == (2, 1)
+    core.commit(reservation, b"\1\0")  # nothing of b was written
+    assert known() == (1, 1)
+    lease, _, _ = core.acquire(1, named("a"), chunk_hashes(0), FOREVER)
+    core.clear()
+    assert known() == (1, 1)  # it is still being read
+    core.release(lease)
+    assert known() == (0, 0)
+    late, _, _ = core.reserve(1, named("a"), "x", u64(KIB4), chunk_hashes(0), 1.0)
+    core.expire(2.0)
+    assert known() == (1, 1)  # its writer may still write
+    core.abort(late)
+    assert known() == (0, 0)
 
 
 def test_objects_are_listed_in_pages() -> None:
     core = make_core()
-    namespace = intern(core)
-    put(core, u32(namespace), chunk_hashes(*range(5)))
-    core.remove(u32(namespace), chunk_hashes(1))
-    core.reserve(1, u32(namespace), u64(KIB4), chunk_hashes("staged"), FOREVER)
+    namespace = named()
+    put(core, namespace, chunk_hashes(*range(5)))
+    core.remove(namespace, chunk_hashes(1))
+    core.reserve(1, namespace, "", u64(KIB4), chunk_hashes("staged"), FOREVER)
     listed = b""
     start = 0
     pages = 0
     while True:
-        namespaces, hashes, sizes, start = core.list_objects(start, 3)
-        assert len(namespaces) // 4 == len(hashes) // 32 == len(sizes) // 8
+        namespaces, positions, hashes, sizes, start = core.list_objects(start, 3)
+        assert len(positions) // 4 == len(hashes) // 32 == len(sizes) // 8
+        assert (namespaces, set(positions)) == (namespace, {0})
         listed += hashes
         pages += 1
         if start == 0:
@@ -430,26 +462,22 @@ def test_objects_are_listed_in_pages() -> None:
 
 def test_wrong_arguments_are_refused_and_change_nothing() -> None:
     core = make_core()
-    namespace = u32(intern(core))
-    reservation, _, _ = core.reserve(1, namespace, u64(KIB4), chunk_hashes(0, 1), FOREVER)
-    with pytest.raises(ValueError, match="never interned"):
-        core.probe(u32(99), chunk_hashes(0))
+    namespace = named()
+    reservation, _, _ = core.reserve(1, namespace, "", u64(KIB4), chunk_hashes(0, 1), FOREVER)
     with pytest.raises(ValueError, match="32 bytes"):
         core.probe(namespace, b"short")
     with pytest.raises(ValueError, match="at least one namespace"):
         core.probe(b"", chunk_hashes(0))
     with pytest.raises(ValueError, match="one size for each namespace"):
-        core.reserve(1, namespace, u64(KIB4, KIB4), chunk_hashes(2), FOREVER)
+        core.reserve(1, namespace, "", u64(KIB4, KIB4), chunk_hashes(2), FOREVER)
     with pytest.raises(ValueError, match="more than 0"):
-        core.reserve(1, namespace, u64(0), chunk_hashes(2), FOREVER)
+        core.reserve(1, namespace, "", u64(0), chunk_hashes(2), FOREVER)
     with pytest.raises(ValueError, match="one byte for each"):
         core.commit(reservation, b"\1")
     with pytest.raises(ValueError, match="namespaces must"):
         core.probe(b"123", chunk_hashes(0))
     with pytest.raises(ValueError, match="bytes-like"):
         core.probe(namespace, "text")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="32 bytes"):
-        core.intern(b"short", "")
     with pytest.raises(ValueError, match="policy"):
         L1Core(KIB4, 0, KIB4, "FIFO")
     with pytest.raises(ValueError, match="power of two"):
@@ -464,35 +492,35 @@ def test_wrong_arguments_are_refused_and_change_nothing() -> None:
 
 def test_buffers_may_be_slices_that_are_not_aligned() -> None:
     core = make_core()
-    namespace = intern(core)
+    namespace = named()
     reservation, _, _ = core.reserve(
-        1, memoryview(b"x" + u32(namespace))[1:], memoryview(b"x" + u64(KIB4))[1:], bytearray(chunk_hashes(0)), FOREVER
+        1, memoryview(b"x" + namespace)[1:], "", memoryview(b"x" + u64(KIB4))[1:], bytearray(chunk_hashes(0)), FOREVER
     )
     assert core.commit(reservation, memoryview(b"x\1")[1:])[0] == 1
 
 
 def test_nothing_to_do_is_no_error() -> None:
     core = make_core()
-    namespace = u32(intern(core))
+    namespace = named()
     assert core.probe(namespace, b"") == 0
     assert core.acquire(1, namespace, b"", FOREVER) == (0, 0, b"")
-    assert core.reserve(1, namespace, u64(KIB4), b"", FOREVER) == (0, b"", 0)
+    assert core.reserve(1, namespace, "", u64(KIB4), b"", FOREVER) == (0, b"", 0)
     assert core.commit(12345, b"") == (0, 0, b"")
     assert core.drop_owner(5) == (0, 0)
-    assert core.list_objects(0, 10) == (b"", b"", b"", 0)
+    assert core.list_objects(0, 10) == (b"", b"", b"", b"", 0)
 
 
-def put_at(core: L1Core, namespace: int, *names: object) -> None:
+def put_at(core: L1Core, namespace: bytes, *names: object) -> None:
     for name in names:
-        put(core, u32(namespace), chunk_hashes(name))
+        put(core, namespace, chunk_hashes(name))
 
 
 def test_a_namespace_with_a_tail_needs_only_the_end_of_the_prefix() -> None:
     core = make_core(16)
-    whole, window = intern(core, "whole"), intern(core, "window")
+    whole, window = named("whole"), named("window")
     put_at(core, whole, 0, 1, 2, 3, 4)
     put_at(core, window, 1, 2, 4)
-    namespaces, hashes = u32(whole, window), chunk_hashes(0, 1, 2, 3, 4, 5)
+    namespaces, hashes = whole + window, chunk_hashes(0, 1, 2, 3, 4, 5)
     for tail, chunks, held in ((0, 0, 0), (1, 5, 6), (2, 3, 5), (3, 0, 0)):
         lease, found, offsets = core.acquire(7, namespaces, hashes, FOREVER, True, u32(0, tail))
         assert (found, core.stats()["leased_objects"]) == (chunks, held), tail
@@ -510,20 +538,51 @@ def test_a_namespace_with_a_tail_needs_only_the_end_of_the_prefix() -> None:
 
 def test_a_short_prefix_needs_as_much_of_a_tail_as_there_is() -> None:
     core = make_core()
-    whole, window = intern(core, "whole"), intern(core, "window")
+    whole, window = named("whole"), named("window")
     put_at(core, whole, 0, 1)
     put_at(core, window, 0, 1)
-    assert core.acquire(7, u32(whole, window), chunk_hashes(0, 1), FOREVER, True, u32(0, 5))[1] == 2
+    assert core.acquire(7, whole + window, chunk_hashes(0, 1), FOREVER, True, u32(0, 5))[1] == 2
 
 
 def test_slots_are_reserved_where_they_are_wanted() -> None:
     core = make_core()
-    namespaces = u32(intern(core, "a"), intern(core, "b"))
+    namespaces = named("a") + named("b")
     wanted = bytes([1, 0, 0, 1])
-    reservation, slots, without_room = core.reserve(1, namespaces, u64(KIB4, KIB4), chunk_hashes(0, 1), FOREVER, wanted)
+    reservation, slots, without_room = core.reserve(
+        1, namespaces, "", u64(KIB4, KIB4), chunk_hashes(0, 1), FOREVER, wanted
+    )
     assert ([slot == NO_SLOT for slot in as_u64(slots)], without_room) == ([False, True, True, False], 0)
     assert core.commit(reservation, b"")[0] == 2
-    assert core.reserve(1, namespaces, u64(KIB4, KIB4), chunk_hashes(0, 1), FOREVER, bytes(4))[0] == 0
+    assert core.reserve(1, namespaces, "", u64(KIB4, KIB4), chunk_hashes(0, 1), FOREVER, bytes(4))[0] == 0
     with pytest.raises(ValueError, match="wanted"):
-        core.reserve(1, namespaces, u64(KIB4, KIB4), chunk_hashes(0, 1), FOREVER, b"\1")
+        core.reserve(1, namespaces, "", u64(KIB4, KIB4), chunk_hashes(0, 1), FOREVER, b"\1")
     core.check()
+
+
+def test_a_closed_core_refuses_every_call_and_touches_its_table_no_more() -> None:
+    table = bytearray(8 * 8)
+    core = L1Core(8 * KIB4, 0, KIB4, "LRU", _native.buffer_address(table))
+    core.set_committed(8 * KIB4)
+    names, hashes = bytes(32), chunk_hashes("a")
+    reservation, _, _ = core.reserve(1, names, "", u64(KIB4), hashes, FOREVER)
+    core.commit(reservation, b"")
+    core.close()
+    core.close()
+    before = bytes(table)
+    assert any(before)
+    for call in (
+        lambda: core.clear(),
+        lambda: core.evict(1 << 20),
+        lambda: core.enforce_limits(),
+        lambda: core.set_limit("", 1),
+        lambda: core.remove(names, hashes),
+        lambda: core.reserve(1, names, "", u64(KIB4), chunk_hashes("b"), FOREVER),
+        lambda: core.acquire(1, names, hashes, FOREVER),
+        lambda: core.release(1),
+        lambda: core.stats(),
+        lambda: core.drop_owner(1),
+        lambda: core.expire(FOREVER),
+    ):
+        with pytest.raises(ServerUnavailable, match="shutting down"):
+            call()
+    assert bytes(table) == before

@@ -16,7 +16,7 @@ CAPACITY_UNITS = 48
 OWNERS = (1, 2, 3)
 PROMPTS = 5
 PROMPT_CHUNKS = 9
-SIZES = {0: UNIT, 1: 2 * UNIT - 100, 2: 5 * UNIT}  # by namespace, if they are mixed
+SIZES = (UNIT, 2 * UNIT - 100, 5 * UNIT, UNIT)  # by namespace, if they are mixed
 
 
 class Steps:
@@ -27,9 +27,9 @@ class Steps:
         core = L1Core(CAPACITY_UNITS * UNIT, FIRST_OFFSET, UNIT, policy)
         for salt in ("salt 0", "salt 1"):
             core.set_limit(salt, CAPACITY_UNITS * UNIT)  # no limit in effect: the model knows none
-        self.namespaces = [core.intern(hashlib.sha256(bytes([i])).digest(), f"salt {i % 2}") for i in range(3)]
-        self.sizes = {namespace: UNIT if has_one_size else SIZES[namespace] for namespace in self.namespaces}
-        salts = {i: f"salt {i % 2}" for i in self.namespaces}
+        self.namespaces = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
+        self.sizes = dict(zip(self.namespaces, [UNIT] * 4 if has_one_size else SIZES, strict=True))
+        salts = dict(zip(self.namespaces, ["salt 0"] * 3 + ["salt 1"], strict=True))
         self.model = Model(core, salts, has_one_size, 0, is_exact=policy == "LRU")
         self.model.commit_memory(CAPACITY_UNITS // 2 * UNIT)
         self.prompts = [
@@ -75,8 +75,9 @@ class Steps:
         assert stats["largest_free_bytes"] == stats["committed_bytes"]
 
     # ---- arguments ---------------------------------------------------------------------------------------------------
-    def some_namespaces(self) -> list[int]:
-        return self.random.sample(self.namespaces, self.random.randint(1, 3))
+    def some_namespaces(self) -> list[bytes]:
+        """Of one salt."""
+        return self.random.sample(self.namespaces[:3], self.random.choice((0, 1, 1, 2, 3))) or self.namespaces[3:]
 
     def some_chunks(self, *, from_start: bool = False) -> list[bytes]:
         prompt = self.random.choice(self.prompts)
@@ -86,7 +87,7 @@ class Steps:
             chunks = chunks + chunks[:2]  # a hash twice in one call
         return chunks
 
-    def some_tails(self, namespaces: list[int]) -> list[int]:
+    def some_tails(self, namespaces: list[bytes]) -> list[int]:
         most = self.random.choice((0, 0, 1, 3))
         return [self.random.randint(0, most) for _ in namespaces]
 

@@ -23,7 +23,7 @@ class Tier:
         self.names: dict[bytes, str] = {}
 
     def namespace(self, salt: str) -> bytes:
-        return struct.pack("<I", self.core.intern(hashlib.sha256(salt.encode()).digest(), salt))
+        return hashlib.sha256(salt.encode()).digest()
 
     def hashes(self, names: str) -> bytes:
         packed = [hashlib.sha256(name.encode()).digest() for name in names]
@@ -33,7 +33,7 @@ class Tier:
     def store(self, names: str, salt: str = "") -> int:
         """A prompt of these chunks; how many of them got no room."""
         reservation, _, without_room = self.core.reserve(
-            1, self.namespace(salt), struct.pack("<Q", UNIT), self.hashes(names), FOREVER
+            1, self.namespace(salt), salt, struct.pack("<Q", UNIT), self.hashes(names), FOREVER
         )
         self.core.commit(reservation, b"")
         return without_room
@@ -47,7 +47,7 @@ class Tier:
         return self.core.acquire(1, self.namespace(salt), self.hashes(names), FOREVER, is_use)[0]
 
     def resident(self) -> str:
-        _, hashes, _, _ = self.core.list_objects(0, 1000)
+        _, _, hashes, _, _ = self.core.list_objects(0, 1000)
         return "".join(sorted(self.names[hashes[at : at + 32]] for at in range(0, len(hashes), 32)))
 
     def evicted(self, count: int = 1) -> str:
@@ -134,16 +134,79 @@ def test_s3fifo_takes_back_what_it_sent_away_too_early() -> None:
     assert tier.read("wxyz") == 4  # ... for longer
 
 
-def test_isolated_lru_caches_nothing_for_a_salt_without_a_limit() -> None:
+def test_what_a_salt_has_beyond_its_limit_passes_through() -> None:
     tier = Tier("IsolatedLRU", 8)
-    assert tier.store("ab") == 2
+    assert tier.store("ab") == 0
+    assert tier.read("ab") == 2  # until the next cycle
+    assert tier.core.enforce_limits() == (2, 2 * UNIT)
     tier.core.set_limit("", 2 * UNIT)
-    assert tier.store("abc") == 1  # the longest prefix that the limit allows
+    assert tier.store("abc") == 0
+    assert tier.core.stats()["above_limits_bytes"] == UNIT
+    assert tier.core.enforce_limits() == (1, UNIT)
     assert tier.resident() == "ab"
+    assert tier.core.stats()["above_limits_bytes"] == 0
+
+
+def test_what_is_new_has_a_cycle_to_be_copied_elsewhere() -> None:
+    tier = Tier("IsolatedLRU", 8)
+    tier.core.set_limit("x", 2 * UNIT)
+    tier.store("ab")
+    tier.store("cd", "x")
+    tier.store("ef", "x")
+    assert tier.core.enforce_limits(spare_new=True) == (0, 0)
+    tier.store("g")
+    assert tier.core.enforce_limits(spare_new=True) == (4, 4 * UNIT)
+    tier.store("ij")
+    tier.read("g")
+    tier.core.enforce_limits(spare_new=True)
+    assert tier.resident() == "efgij"  # what is older in order of use and new holds the others up, for one cycle
+    assert tier.core.enforce_limits(spare_new=True) == (3, 3 * UNIT)
+    assert tier.resident() == "ef"
+    tier.store("h")
+    assert tier.core.enforce_limits() == (1, UNIT)
+    tier.core.check()
+
+
+def test_what_is_beyond_a_limit_goes_first_and_costs_nobody_within_one() -> None:
+    tier = Tier("IsolatedLRU", 8)
+    tier.core.set_limit("x", 3 * UNIT)
+    tier.core.set_limit("y", 4 * UNIT)
+    tier.store("abc", "x")
+    tier.store("pqr", "y")
+    assert tier.store("12", "guest") == 0  # there is room
+    assert tier.store("3", "guest") == 0  # there is none but its own
+    assert tier.resident() == "13abcpqr"
+    assert tier.store("d", "x") == 0  # beyond its limit as well, and by less: the guest gives
+    assert tier.store("s", "y") == 0
+    assert tier.resident() == "abcdpqrs"
+    assert tier.store("4", "guest") == 0  # x is beyond its limit
+    assert tier.resident() == "4abdpqrs"
+    lease = tier.hold("4", "guest")
+    assert tier.store("5", "guest") == 1  # all others are within theirs
+    assert tier.store("e", "x") == 0  # at the cost of x itself, although y is older
+    assert tier.resident() == "4adepqrs"
+    tier.core.release(lease)
+    assert tier.store("f", "x") == 0
+    assert tier.core.enforce_limits() == (1, UNIT)
+    tier.core.check()
+
+
+def test_a_limit_is_not_undercut_by_what_is_beyond_another() -> None:
+    """Large objects of one salt would need several small neighbours of another."""
+    tier = Tier("IsolatedLRU", 8)
+    tier.core.set_limit("x", 4 * UNIT)
+    tier.store("abcdefgh", "x")
+    tier.core.remove(tier.namespace("x") * 2, tier.hashes("be"))  # holes, too small ones
+    reservation, _, without_room = tier.core.reserve(
+        1, tier.namespace("guest"), "guest", struct.pack("<Q", 4 * UNIT), tier.hashes("1"), FOREVER
+    )
+    assert dict(tier.core.salt_usage())["x"] >= 4 * UNIT
+    assert (reservation != 0) == (without_room == 0)
+    tier.core.check()
 
 
 def test_isolated_lru_evicts_within_the_salt() -> None:
-    tier = Tier("IsolatedLRU", 8)
+    tier = Tier("IsolatedLRU", 6)
     tier.core.set_limit("x", 2 * UNIT)
     tier.core.set_limit("y", 4 * UNIT)
     tier.store("ab", "x")
@@ -155,6 +218,30 @@ def test_isolated_lru_evicts_within_the_salt() -> None:
     assert tier.store("e", "x") == 1  # everything of x is being read
     tier.core.release(lease)
     assert tier.store("e", "x") == 0
+
+
+def test_who_goes_beyond_a_limit_is_told_once() -> None:
+    tier = Tier("IsolatedLRU", 8)
+    tier.core.set_limit("x", 2 * UNIT)
+    tier.store("ab", "x")
+    assert tier.core.take_overuses() == []
+    tier.store("c", "x")
+    tier.store("1", "guest")
+    tier.store("2", "guest")
+    assert sorted(tier.core.take_overuses()) == [("guest", 0), ("x", 2 * UNIT)]
+    tier.store("d", "x")
+    tier.store("3", "guest")
+    assert tier.core.take_overuses() == []
+    tier.core.clear()
+    for number in range(1000):
+        tier.store("5", f"guest {number}")
+    assert len(tier.core.take_overuses()) == 256
+    tier.core.clear()
+    tier.core.set_limit("y", 8 * UNIT)
+    tier.store("stuvwxyz", "y")
+    assert tier.store("4", "late") == 1  # it got no room at all
+    assert tier.core.take_overuses() == [("late", 0)]
+    tier.core.check()
 
 
 def test_a_lower_limit_takes_effect() -> None:

@@ -92,3 +92,59 @@ def test_a_change_that_cannot_be_written_is_none(tmp_path: Path) -> None:
         with pytest.raises(LMCacheError, match="The quota was not changed"):
             change()
     assert {quota.cache_salt: quota.limit_bytes for quota in held.all()} == limits(path) == {"a": UNIT}
+
+
+# ---- symbolic links --------------------------------------------------------------------------------------------------
+def test_what_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    """As deployments mount configuration: FILE -> ..data/FILE, ..data -> a folder by date."""
+    (tmp_path / "..2026").mkdir()
+    (tmp_path / "..2026" / "quotas.json").write_text('{"a": 1}')
+    (tmp_path / "..data").symlink_to("..2026")
+    path = tmp_path / "quotas.json"
+    path.symlink_to("..data/quotas.json")
+    held = quotas(path)
+    held.put("b", UNIT)
+    assert path.is_symlink() and os.readlink(path) == "..data/quotas.json"
+    assert limits(path) == limits(tmp_path / "..2026" / "quotas.json") == {"a": GIB, "b": UNIT}
+    assert os.listdir(tmp_path / "..2026") == ["quotas.json"]
+    (tmp_path / "..2027").mkdir()  # a new version is mounted
+    (tmp_path / "..2027" / "quotas.json").write_text('{"c": 1}')
+    (tmp_path / "..new").symlink_to("..2027")
+    (tmp_path / "..new").rename(tmp_path / "..data")
+    assert limits(path) == {"c": GIB}
+
+
+def test_a_link_to_nothing_yet_is_the_file_that_will_be_there(tmp_path: Path) -> None:
+    (tmp_path / "volume").mkdir()
+    path = tmp_path / "quotas.json"
+    path.symlink_to("volume/quotas.json")
+    quotas(path).put("a", UNIT)
+    assert path.is_symlink() and limits(tmp_path / "volume" / "quotas.json") == {"a": UNIT}
+    path.unlink()
+    path.symlink_to("missing/quotas.json")
+    with pytest.raises(LMCacheError, match="its folder is missing"):
+        quotas(path)
+
+
+def test_a_link_beside_the_file_is_not_written_through(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    path = tmp_path / "quotas.json"
+    (tmp_path / "quotas.json.new").symlink_to(precious)
+    quotas(path).put("a", UNIT)
+    assert precious.read_text() == "as it was"
+    assert limits(path) == {"a": UNIT} and not path.is_symlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to give a link away")
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("{}")
+    path = tmp_path / "quotas.json"
+    held = quotas(path)
+    path.symlink_to("precious")
+    os.chown(path, 12345, 12345, follow_symlinks=False)
+    with pytest.raises(LMCacheError, match="it is a symbolic link of another user"):
+        quotas(path)
+    with pytest.raises(LMCacheError, match="it is a symbolic link of another user"):
+        held.put("a", UNIT)
+    assert (tmp_path / "precious").read_text() == "{}"

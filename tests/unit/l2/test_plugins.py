@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import textwrap
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from lmcache.clock import ManualClock
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.errors import ConfigError, LMCacheError, ResourceError
+from lmcache.errors import AdapterError, ConfigError, LMCacheError, ResourceError
 from lmcache.l2.adapters.plugin import PluginAdapter
 from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
@@ -197,3 +200,162 @@ def test_a_native_plugin_that_fails_says_why_and_goes_on(tmp_path: Path) -> None
         assert await runner.close(10)
 
     asyncio.run(test())
+
+
+async def eventually(condition: Callable[[], Any]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+class LateNative:
+    """A runner over a client whose loads wait at a gate, and whose drain can break. `given_back`: the buffers that the
+    client was lent may be used for something else."""
+
+    def __init__(self, space: Path) -> None:
+        spec = {**NATIVE, "class_name": "LateClient", "adapter_params": {"space": str(space)}}
+        self.runner = Runner(build(parse_adapter(spec, 0)), Metrics(), ManualClock())
+        self.adapter: Any = self.runner._adapter
+        self.memory = FrameMemory(2)
+        self.given_back = 0
+
+    async def open_with_objects(self) -> None:
+        await self.runner.open()
+        self.client = self.adapter._client
+        buffers = [self.memory.fill(slot, key) for slot, key in enumerate(keys(2))]
+        assert await self.runner.store(keys(2), buffers, lambda: None) == [StoreOutcome.STORED] * 2
+        self.clean()
+
+    def clean(self) -> None:
+        for buffer in self.memory.buffers:
+            buffer[:] = bytes(buffer.nbytes)
+
+    async def load_late(self) -> None:
+        """The client has taken the buffers, its drain breaks, and the load runs into its deadline."""
+        self.client.gate.clear()
+        self.runner.config = replace(self.runner.config, timeout_seconds=0.3)
+        loading = asyncio.get_running_loop().create_task(self.load())
+        await eventually(lambda: self.client.at_the_gate)
+        self.client.breaks = 1
+        os.eventfd_write(self.client.event_fd(), 1)
+        assert await loading == [LoadOutcome.FAILED] * 2
+        assert self.client.breaks == 0
+        self.runner.config = replace(self.runner.config, timeout_seconds=30)
+
+    async def load(self) -> list[LoadOutcome]:
+        def released() -> None:
+            self.given_back += 1
+
+        return await self.runner.load(keys(2), self.memory.buffers, released)
+
+    @property
+    def is_written(self) -> bool:
+        return all(self.memory.holds(slot, key) for slot, key in enumerate(keys(2)))
+
+
+def test_what_a_native_plugin_still_writes_into_is_not_given_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        late = LateNative(tmp_path)
+        await late.open_with_objects()
+        await late.load_late()
+        assert late.given_back == 0 and not late.is_written  # the client may write at any time
+        assert late.runner.status()["abandoned"] == 1
+        late.client.gate.set()
+        await eventually(lambda: late.given_back)
+        assert late.is_written  # it has reported: nothing is written any more
+        await eventually(lambda: late.runner.status()["abandoned"] == 0)
+        late.clean()
+        late.runner._loads.ok()
+        assert await late.load() == [LoadOutcome.LOADED] * 2 and late.given_back == 2
+        assert await late.runner.close(10)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_what_is_never_reported_is_given_back_when_the_client_has_closed(tmp_path: Path) -> None:
+    async def test() -> None:
+        late = LateNative(tmp_path)
+        await late.open_with_objects()
+        await late.load_late()
+        late.client.breaks = 1 << 60  # for ever
+        closing = asyncio.get_running_loop().create_task(late.runner.close(20))
+        await eventually(lambda: late.client.closing)
+        assert late.given_back == 0 and not closing.done()
+        late.client.gate.set()
+        assert await closing
+        await eventually(lambda: late.given_back)
+        assert late.is_written
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_drain_that_breaks_is_said_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        late = LateNative(tmp_path)
+        await late.open_with_objects()
+        late.client.breaks = 1 << 60
+        late.runner.config = replace(late.runner.config, timeout_seconds=0.1)
+        assert await late.runner.probe(keys(1, seed=9)) == [False]  # it was lent nothing: it fails at once
+        tried = late.client.drains
+        await eventually(lambda: late.client.drains >= tried + 2)
+        assert await late.load() == [LoadOutcome.FAILED] * 2
+        late.client.breaks = 0
+        await eventually(lambda: late.given_back)
+        late.runner._loads.ok()
+        late.runner.config = replace(late.runner.config, timeout_seconds=30)
+        assert await late.load() == [LoadOutcome.LOADED] * 2
+        assert await late.runner.close(10)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+    assert sum("drain_completions failed" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        "nonsense",
+        lambda number: (number,),
+        lambda number: (number, True, ""),
+        lambda number: (number, True, "", 5),
+        lambda number: (number, True, "", [True] * 7),
+        lambda number: ([], True, "", None),
+    ],
+)
+def test_a_report_that_is_malformed_concerns_its_batch_alone(tmp_path: Path, report: Any) -> None:
+    async def test() -> None:
+        late = LateNative(tmp_path)
+        await late.open_with_objects()
+        late.client.mangle = lambda reported: [
+            report(reported[0]) if callable(report) else report,
+            *([reported] if report == "nonsense" or not isinstance(report(1)[0], int) else []),
+        ]
+        late.runner.config = replace(late.runner.config, timeout_seconds=0.2)
+        outcomes = await late.load()
+        assert outcomes in ([LoadOutcome.FAILED] * 2, [LoadOutcome.LOADED] * 2)
+        late.client.mangle = None
+        late.runner._loads.ok()
+        late.runner.config = replace(late.runner.config, timeout_seconds=30)
+        assert await late.load() == [LoadOutcome.LOADED] * 2
+        assert await late.runner.close(10)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_numbers_given_twice_end_with_the_client(tmp_path: Path) -> None:
+    """Nobody can tell which of the two has been reported, so neither gets its buffers back on a report."""
+
+    async def test() -> None:
+        late = LateNative(tmp_path)
+        await late.open_with_objects()
+        late.client._submit = lambda act, names, others: (
+            type(late.client)._submit(late.client, act, names, others) and 5
+        )
+        late.runner.config = replace(late.runner.config, timeout_seconds=0.2)
+        loads = [late.adapter._submit("get", keys(1), late.memory.buffers[:1]) for _ in range(2)]
+        tasks = [asyncio.get_running_loop().create_task(load) for load in loads]
+        await eventually(lambda: late.client._number == 3 and late.client._batches.empty() and not late.client._done)
+        await eventually(lambda: late.memory.holds(0, keys(1)[0]))
+        assert not any(task.done() for task in tasks)
+        assert await late.runner.close(10)
+        assert all(isinstance(fault, AdapterError) for fault in await asyncio.gather(*tasks, return_exceptions=True))
+
+    asyncio.run(asyncio.wait_for(test(), 60))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lmcache import _native
+from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapters import raw_device, raw_format
@@ -507,3 +509,56 @@ def test_a_mounted_device_is_refused(tmp_path: Path) -> None:
             subprocess.run(["umount", str(folder)], check=True)
     finally:
         subprocess.run(["losetup", "-d", path], check=True)
+
+
+def test_namespaces_without_objects_make_room_for_others(device: Path) -> None:
+    """A salt a user, for months: the device names only so many of them, and memory is for those that have objects."""
+
+    async def go() -> None:
+        async with RawServer(device) as server:
+            [kept] = keys(1, of=namespace(salt="kept"))
+            assert await server.store([kept]) == [STORED]
+            for user in range(100):
+                [key] = keys(1, of=namespace(salt=f"user {user}"))
+                assert await server.store([key]) == [STORED]
+                assert await server.load([key, kept]) == [LOADED, LOADED]
+                await server.adapter.delete([key])
+                assert await server.load([key]) == [MISSING]
+            assert await server.store(keys(1, of=namespace(salt="last"))) == [STORED]
+            index = server.adapter._index
+            assert index is not None
+            index.core.check()
+            assert len(index._spaces.names) == 2
+        async with RawServer(device) as server:
+            # The table names both, so no header had to be looked at.
+            assert server.adapter.status()["scanned_slots"] == 0
+            assert await server.load([kept, *keys(1, of=namespace(salt="last"))]) == [LOADED, LOADED]
+
+    run(go)
+
+
+def test_a_number_that_names_another_namespace_never_gives_its_objects(device: Path) -> None:
+    """Random stores, deletions and restarts with many namespaces on a device that can name two."""
+
+    async def go() -> None:
+        dice = random.Random(7)
+        there: set[ObjectKey] = set()
+        for _ in range(12):
+            server = RawServer(device)
+            await server.adapter.open(server.inventory)
+            await server.inventory.completed.wait()
+            assert set(server.inventory.objects) == there
+            assert await server.load(list(there)) == [LOADED] * len(there)
+            for _ in range(60):
+                [key] = keys(1, of=namespace(salt=f"user {dice.randrange(12)}"))
+                if dice.random() < 0.5:
+                    await server.store([key])
+                    there.add(key)
+                else:
+                    await server.adapter.delete([key])
+                    there.discard(key)
+                assert server.adapter._index is not None
+                server.adapter._index.core.check()
+            await server.adapter.close()
+
+    run(go)

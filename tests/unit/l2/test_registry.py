@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from lmcache.config import unbuilt
 from lmcache.core.limits import GIB
 from lmcache.errors import ConfigError
 from lmcache.l2.config import EvictionConfig
-from lmcache.l2.registry import TYPES, build, parse_adapter
+from lmcache.l2.registry import TYPES, build, check, parse_adapter
 
 FS = {"type": "fs_native", "base_path": "/nowhere/at/all"}
 MOCK = {"type": "mock", "max_size_gb": 2, "mock_bandwidth_gb": 10}
@@ -181,3 +182,36 @@ def test_common_keys_without_an_effect_are_told() -> None:
 def test_temporary_files_stay_inside_the_folder(path: str) -> None:
     with pytest.raises(ConfigError, match="relative_tmp_dir"):
         build(parse_adapter({**FS, "relative_tmp_dir": path}, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ({"num_lookup_workers": 2}, ["num_lookup_workers"]),
+        ({"num_store_workers": 3, "num_load_workers": 8, "iouring_queue_depth": 8}, ["iouring_queue_depth"]),
+        (
+            {"io_engine": "io_uring", "num_store_workers": 3, "num_load_workers": 8, "iouring_queue_depth": 8},
+            ["num_store_workers", "num_load_workers"],
+        ),
+        (
+            {"meta_enable_periodic": False, "meta_checkpoint_interval_sec": 9, "meta_idle_quiet_ms": 9},
+            ["meta_checkpoint_interval_sec", "meta_idle_quiet_ms"],
+        ),
+        ({"meta_checkpoint_interval_sec": 9, "meta_idle_quiet_ms": 9, "enable_zero_copy": False}, []),
+        ({}, []),
+    ],
+)
+def test_a_key_without_effect_is_accepted_and_said(tmp_path: Path, settings: dict[str, Any], idle: list[str]) -> None:
+    (tmp_path / "device").write_bytes(bytes(1 << 20))
+    device = {"device_path": str(tmp_path / "device"), "slot_bytes": 8192, "use_odirect": False}
+    config = parse_adapter({"type": "raw_block", "meta_total_bytes": 65536, **device, **settings}, 1)
+    found = [sentence for sentence in check(config) if "has no effect" in sentence]
+    assert [sentence.split('"')[1] for sentence in found] == idle
+    assert all(sentence.startswith("--l2-adapter 2 (raw_block): ") for sentence in found)
+
+
+def test_lookups_of_dax_need_no_workers(tmp_path: Path) -> None:
+    (tmp_path / "device").touch()
+    device = {"device_path": str(tmp_path / "device"), "slot_bytes": 4096, "max_dax_size_gb": 0.001}
+    (sentence,) = check(parse_adapter({"type": "dax", **device, "num_lookup_workers": 4, "num_load_workers": 2}, 0))
+    assert sentence.startswith('--l2-adapter 1 (dax): "num_lookup_workers" has no effect')

@@ -61,8 +61,7 @@ def run(test: Callable[[Bench], Awaitable[None]], **spec: Any) -> None:
         await test(bench)
         bench.adapter.gate.set()
         assert await bench.runner.drain(5)
-        bench.runner.ledger.check()
-        assert bench.runner.ledger.reserved_bytes == 0
+        bench.runner.check_idle()
         assert await bench.runner.close(5)
 
     asyncio.run(whole())
@@ -341,3 +340,27 @@ def test_objects_that_are_not_to_persist_go_at_the_end() -> None:
         assert await bench.store() == [StoreOutcome.FAILED] * 8  # drained
 
     asyncio.run(whole())
+
+
+def test_what_cannot_be_deleted_in_time_at_the_end_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async def whole() -> None:
+        bench = Bench(persist_enabled=False)
+        await bench.runner.open()
+        await bench.store()
+        never = asyncio.Event()
+
+        async def delete(wanted: Any, **_: Any) -> list[bool]:
+            await never.wait()
+            return [True] * len(wanted)
+
+        bench.adapter.delete = delete  # type: ignore[method-assign]
+        assert await bench.runner.drain(1)
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        with caplog.at_level(logging.WARNING, logger="lmcache.l2"):
+            assert await bench.runner.close(0.4)
+        assert loop.time() - started < 5
+        never.set()
+
+    asyncio.run(whole())
+    assert "8 of 8 objects were not deleted" in caplog.text

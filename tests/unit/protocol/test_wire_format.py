@@ -21,7 +21,7 @@ EXAMPLES: dict[str, m.Message] = {
     ),
     "Ping": m.Ping("engine-1", 0),
     "PingReply": m.PingReply(bytes(range(16)), True, False),
-    "RegisterInstance": m.RegisterInstance("engine-1", "model", 2, 1, 10.0, "vllm 0.32.0", [0, 511]),
+    "RegisterInstance": m.RegisterInstance("engine-1", "model", 2, 1, 10.0, "vllm 0.32.0", [0, 511], bytes(range(16))),
     "RegisterWorker": m.RegisterWorker(
         "engine-1", 1, 1, ["ab" * 16], [2 << 20], False, 5.0, [("bfloat16", [8, 2, 4, 128, 128])]
     ),

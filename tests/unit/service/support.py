@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache.clock import ManualClock
 from lmcache.core.chunking import ChunkHasher
+from lmcache.core.key import Namespace
 from lmcache.l1.store import L1Store
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
@@ -75,7 +76,7 @@ class Storage:
         self.asked.append((request, on_done))
         return lambda: self.cancelled.append(number)
 
-    def objects_committed(self, records: bytes, hashes: bytes) -> None:
+    def objects_committed(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
         self.commits.append((records, hashes))
 
 
@@ -155,6 +156,10 @@ class Service:
         assert isinstance(reply, m.LookupReply)
         return reply
 
+    def append(self, request: str, tokens: bytes, first: int = 0, extras=(), *, instance: str = "engine") -> bytes:
+        """The hashes that are new."""
+        return self.lookups.append(m.Append(instance, request, "", first, tokens, b"", list(extras))).hashes
+
     def end(self, request: str, instance: str = "engine") -> None:
         self.lookups.end_session(m.EndSession(instance, request))
 
@@ -182,6 +187,7 @@ def a_service(*, with_l2: bool = False, capacity_bytes: int = 64 * FRAME_BYTES) 
     try:
         service = Service(l1, clock, metrics, with_l2=with_l2)
         yield service
+        service.lookups.check()
         for instance in list(service.registry.instances.values()):
             service.registry.remove_scheduler(instance, said_so=True)
             for worker in list(instance.workers):

@@ -166,6 +166,40 @@ def test_a_restarted_scheduler_side_starts_with_nothing(service):
     assert service.lookup("s", chunks(1)).chunks == 1
 
 
+@pytest.mark.parametrize("locked", [True, False])
+@pytest.mark.parametrize("side", ["scheduler", "worker"])
+def test_two_engines_that_live_cannot_have_one_name(locked, side):
+    """`locked`: whether they hold owner bytes; those over the socket do not."""
+
+    def register(process: bytes) -> int:
+        if side == "scheduler":
+            message = m.RegisterInstance("engine", "model", 1, 1, 10.0, process=process)
+            return service.liveness.register_instance(message).owner
+        return service.liveness.register_worker(
+            m.RegisterWorker("engine", 0, 0, [LAYOUT], [4096], process=process)
+        ).owner
+
+    with a_service() as service:
+        first = register(b"one")
+        if locked:
+            service.locks.alive.add(first)
+        for _ in range(3):
+            service.liveness.sweep()
+            service.clock.advance(9.0)
+            service.beat(*([0] if side == "worker" else []))
+            with pytest.raises(RemoteError, match="another engine that lives") as refusal:
+                register(b"two")
+            assert refusal.value.code == "layout_conflict"
+        instance = service.registry.instances["engine"]
+        party = instance.scheduler if side == "scheduler" else instance.workers[0]
+        assert party.owner == first
+        if locked:
+            service.locks.alive.clear()  # dies: another life of the engine may come at once
+        else:
+            service.clock.advance(SILENT)
+        assert register(b"two") != first
+
+
 def test_other_properties_conflict_while_the_process_lives(service):
     changed = m.RegisterInstance("engine", "another model", 1, 1, 10.0)
     with pytest.raises(RemoteError) as refusal:
@@ -194,6 +228,8 @@ def test_other_properties_conflict_while_the_process_lives(service):
         (m.RegisterWorker("engine", 1, 0, [LAYOUT.upper()], [4096]), "bad_request"),
         (m.RegisterWorker("engine", 1, 0, [LAYOUT], [4096], True, float("nan")), "bad_request"),
         (m.RegisterWorker("", 1, 0, [LAYOUT], [4096]), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [LAYOUT], [4096], process=bytes(65)), "too_large"),
+        (m.RegisterInstance("i", "model", 1, 1, 10.0, process=bytes(65)), "too_large"),
         (m.RegisterInstance("", "model", 1, 1, 10.0), "bad_request"),
         (m.RegisterInstance("i" * 513, "model", 1, 1, 10.0), "too_large"),
         (m.RegisterInstance("i", "m" * 513, 1, 1, 10.0), "too_large"),

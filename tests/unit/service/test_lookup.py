@@ -41,11 +41,12 @@ def load(service: Service, which: int, *numbers: int, reason: MissReason | None 
     wanted = request.hashes[: 32 * len(numbers)]
     lease, count, offsets = 0, 0, b""
     if numbers:
-        ids = b"".join(service.l1.namespace_id(namespace).to_bytes(4, "little") for namespace in request.namespaces)
+        digests = b"".join(namespace.digest for namespace in request.namespaces)
+        salt = request.namespaces[0].cache_salt
         sizes = b"".join(size.to_bytes(8, "little") for size in request.frame_bytes)
-        reservation, _, _ = service.l1.core.reserve(1_000_000, ids, sizes, wanted, 1e9)
+        reservation, _, _ = service.l1.core.reserve(1_000_000, digests, salt, sizes, wanted, 1e9)
         service.l1.core.commit(reservation, b"")
-        lease, count, offsets = service.l1.core.acquire(request.owner, ids, wanted, request.lease_deadline)
+        lease, count, offsets = service.l1.core.acquire(request.owner, digests, wanted, request.lease_deadline)
         assert count == len(numbers)
     result = PrefetchResult(count, lease, offsets, reason)
     on_done(result)
@@ -229,15 +230,18 @@ def test_when_every_session_holds_a_lease_another_is_too_many(service, monkeypat
 
 
 def test_the_memory_of_sessions_is_limited(service, monkeypatch):
-    monkeypatch.setattr(limits, "MAX_SESSION_BYTES", 100)
-    service.lookup("a", chunks(1, 2, 3))
-    assert service.lookups.session_bytes == 96
-    service.lookup("b", chunks(1))
+    monkeypatch.setattr(limits, "SESSION_BASE_BYTES", 0)
+    monkeypatch.setattr(limits, "MAX_SESSION_BYTES", 4 * 32)
+    service.append("a", chunks(1, 2, 3))
+    assert service.lookups.session_bytes == 3 * 32 + 1
+    service.append("b", chunks(1))
     assert list(service.registry.instances["engine"].sessions) == ["b"]
     with pytest.raises(RemoteError) as refusal:
-        service.lookup("c", chunks(1, 2, 3, 4))
+        service.append("c", chunks(1, 2, 3, 4))
     assert refusal.value.code == "too_many"
-    assert service.lookups.session_bytes == 0
+    assert list(service.registry.instances["engine"].sessions) == ["b"]
+    assert service.lookups.session_bytes == 33
+    service.end("b")
 
 
 @pytest.mark.parametrize(
@@ -451,3 +455,14 @@ def test_a_hit_that_would_be_slower_than_computing_is_left_out_and_counted() -> 
         assert service.storage.asked == []
         service.lookups.release(m.Release("engine", reply.lease, recomputed=True))
         assert service.sample("misses_total", reason="recompute_faster") == 2
+
+
+def test_the_salts_at_hand_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_NAMESPACES_KEPT_PER_INSTANCE", 7)
+    with a_service() as service:
+        service.register(ranks=2)
+        for user in range(20):
+            assert service.lookup(f"r{user}", chunks(1, 2), salt=f"user {user}").chunks == 0
+        instance = service.registry.instances["engine"]
+        assert list(instance.tenants) == ["user 17", "user 18", "user 19"]
+        assert service.l1.core.stats()["namespaces"] == 0

@@ -16,7 +16,6 @@ from lmcache.protocol import messages as m
 from lmcache.service.payload import PayloadService
 from lmcache.transport.bulk import Bulk
 from lmcache.transport.deferred import Deferred
-from polling import until
 from unit.service.support import LAYOUT, NO_SLOT, PAYLOAD_BYTES, a_service, chunks, slots
 
 FRAME = limits.FRAME_HEADER_BYTES + PAYLOAD_BYTES  # what travels
@@ -108,7 +107,8 @@ def answer_of(deferred: Deferred):
     deferred.bind(answers.append)
     [answer] = answers
     if isinstance(answer, Bulk):
-        [data] = _decode(bytes(answer.frame().buffer))
+        [data] = _decode(bytes(answer.payload))
+        answer.sent = True
         return data
     return answer
 
@@ -324,7 +324,7 @@ def test_memory_of_answers_is_used_again_and_let_go_when_idle(payload):
         assert payload.read(hit.lease) == content
         assert payload.read(hit.lease, 100, offset=4000) == content[4000:4100]
     buffers = payload.payload._buffers
-    until(payload.payload._collect_sent)  # a thread of ZMQ's says so
+    assert payload.payload._collect_sent()
     assert 0 < len(buffers._spare) <= 8
     payload.service.clock.advance(1.5)
     payload.service.loop.run()

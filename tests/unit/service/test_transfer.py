@@ -97,6 +97,19 @@ def test_limits(service, monkeypatch):
     assert refusal.value.code == "too_many"
 
 
+def test_the_memory_of_reservations_is_limited(service, monkeypatch):
+    """Offsets of chunks that get no slot take memory of the server, too."""
+    monkeypatch.setattr(limits, "MAX_RESERVATION_BYTES_PER_WORKER", 100)
+    first = service.reserve(chunks(1, 2))
+    with pytest.raises(RemoteError) as refusal:
+        service.reserve(chunks(3))
+    assert refusal.value.code == "too_many"
+    assert service.commit(first.reservation) == 2
+    assert service.commit(service.reserve(chunks(3)).reservation) == 1
+    [worker] = service.registry.instances["engine"].workers.values()
+    assert worker.reservations.size_bytes == 0
+
+
 def test_flags_must_fit_the_reservation(service):
     reply = service.reserve(chunks(1, 2))
     for written in (b"\1", b"\1\1\1"):

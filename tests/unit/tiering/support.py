@@ -20,8 +20,10 @@ from lmcache.l2.registry import ConfiguredAdapter, build, parse_adapter
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.faults import FaultyAdapter
 from lmcache.testing.frames import keys, namespace
+from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
 from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
 from lmcache.tiering.storage import Storage
+from polling import until
 
 PAYLOAD_BYTES = 8192 - FRAME_HEADER_BYTES
 FRAME_BYTES = 8192
@@ -50,13 +52,17 @@ class Rig:
     def payload(self, key: ObjectKey) -> bytes:
         return (key.namespace.digest + key.chunk_hash) * (PAYLOAD_BYTES // 64)
 
+    def reserve(self, chunks: Sequence[ObjectKey]) -> tuple[int, bytes]:
+        of, hashes = chunks[0].namespace, b"".join(key.chunk_hash for key in chunks)
+        sizes = array("Q", [FRAME_BYTES]).tobytes()
+        reservation, packed, _ = self.l1.core.reserve(ENGINE, of.digest, of.cache_salt, sizes, hashes, FOREVER)
+        return reservation, packed
+
     def put(self, chunks: Sequence[ObjectKey], tell: bool = True) -> int:
         """Stores chunks of one namespace as an engine does; how many became resident."""
         of = chunks[0].namespace
-        ids = array("I", [self.l1.namespace_id(of)]).tobytes()
         hashes = b"".join(key.chunk_hash for key in chunks)
-        sizes = array("Q", [FRAME_BYTES]).tobytes()
-        reservation, packed, _ = self.l1.core.reserve(ENGINE, ids, sizes, hashes, FOREVER)
+        reservation, packed = self.reserve(chunks)
         template = header_template(of, PAYLOAD_BYTES)
         for key, offset in zip(chunks, array("Q", packed), strict=True):
             if offset != _native.NO_SLOT:
@@ -65,12 +71,11 @@ class Rig:
         written = bytes(offset != _native.NO_SLOT for offset in array("Q", packed))
         count, _, records = self.l1.core.commit(reservation, written)
         if tell:
-            self.storage.objects_committed(records, hashes)
+            self.storage.objects_committed([of], hashes, records)
         return count
 
     def resident(self, chunks: Sequence[ObjectKey]) -> int:
-        ids = array("I", [self.l1.namespace_id(chunks[0].namespace)]).tobytes()
-        return self.l1.core.probe(ids, b"".join(key.chunk_hash for key in chunks))
+        return self.l1.core.probe(chunks[0].namespace.digest, b"".join(key.chunk_hash for key in chunks))
 
     def begin_fetch(
         self,
@@ -115,6 +120,22 @@ class Rig:
         return self.metrics.registry.get_sample_value(f"lmcache_mp_{name}", labels) or 0.0
 
 
+def idle_fault(storage: Storage) -> str:
+    """What the storage loop still holds, "" for nothing."""
+    answers: queue.Queue[str] = queue.Queue()
+
+    def look() -> None:
+        try:
+            storage.check_idle()
+        except AssertionError as fault:
+            answers.put(str(fault))
+        else:
+            answers.put("")
+
+    assert storage.call_soon(look)
+    return answers.get(timeout=20)
+
+
 @contextmanager
 def rig(
     adapters: Sequence[ConfiguredAdapter] = (), *, slots: int = 1024, l1_policy: str = "LRU", **options: Any
@@ -131,7 +152,10 @@ def rig(
         "eviction_ratio": 0.2,
     }
     try:
-        storage = Storage(l1, list(adapters), metrics=metrics, **{**settings, **options})
+        settings.update(options)
+        settings["store_policy"] = select_store_policy(settings["store_policy"])
+        settings["prefetch_policy"] = select_prefetch_policy(settings["prefetch_policy"])
+        storage = Storage(l1, list(adapters), metrics=metrics, **settings)
     except BaseException:
         l1.close()
         raise
@@ -140,6 +164,8 @@ def rig(
         it = Rig(l1, storage, metrics)
         yield it
         l1.core.drop_owner(ENGINE)
+        if storage.responsive(10):
+            until(lambda: not idle_fault(storage), tell=lambda: idle_fault(storage))
         assert storage.stop(10)
         l1.check_idle()
     finally:

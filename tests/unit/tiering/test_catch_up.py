@@ -16,6 +16,7 @@ from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.memory.inheritance import Inheritance
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.faults import FaultyAdapter
+from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
 from lmcache.tiering.storage import Storage
 from polling import until
 from unit.tiering.support import FRAME_BYTES, Rig, faulty, keys, namespace
@@ -36,8 +37,8 @@ def life(
     storage = Storage(
         l1,
         list(adapters),
-        store_policy=store_policy,
-        prefetch_policy="default",
+        store_policy=select_store_policy(store_policy),
+        prefetch_policy=select_prefetch_policy("default"),
         prefetch_max_in_flight=8,
         eviction_watermark=1.0,
         eviction_ratio=0.2,

@@ -10,10 +10,9 @@ import pytest
 
 from lmcache.clock import ManualClock
 from lmcache.core import limits
-from lmcache.core.outcome import MissReason, StoreOutcome
-from lmcache.errors import AdapterError, ConfigError, LMCacheError, ResourceError
+from lmcache.core.outcome import MissReason
+from lmcache.errors import AdapterError, LMCacheError, ResourceError
 from lmcache.l2.registry import build, parse_adapter
-from lmcache.tiering.policies import LoadAsConfigured, StoreToAll, register_prefetch_policy, register_store_policy
 from lmcache.tiering.prefetch import PrefetchRequest
 from polling import until
 from unit.tiering.support import ENGINE, FOREVER, FRAME_BYTES, MOCK, Rig, faulty, keys, rig
@@ -186,33 +185,6 @@ def test_room_for_a_prefetch_is_made_by_eviction() -> None:
         assert result.chunks == 60 and it.holds(result, keys(60, seed=2))
 
 
-def test_skip_l1_leaves_nothing_behind_even_when_l2_fails() -> None:
-    configured, adapter = faulty()
-    with rig([configured], slots=64, l1_policy="noop", store_policy="skip_l1") as it:
-        assert it.put(keys(40, seed=1)) == 40
-        assert it.storage.flush(20)
-        until(lambda: it.l1.core.stats()["objects"] == 0)
-        adapter.store_outcome = StoreOutcome.FAILED
-        for seed in range(2, 12):
-            assert it.put(keys(40, seed)) == 40  # there is always room again
-            until(lambda: it.l1.core.stats()["objects"] == 0)
-
-
-def test_skip_l1_waits_for_readers() -> None:
-    configured, adapter = faulty()
-    with rig([configured], l1_policy="noop", store_policy="skip_l1") as it:
-        adapter.gate.clear()
-        it.put(keys(10))
-        ids = it.l1.namespace_id(keys(1)[0].namespace).to_bytes(4, "little")
-        lease, chunks, _ = it.l1.core.acquire(ENGINE, ids, b"".join(key.chunk_hash for key in keys(10)), FOREVER)
-        assert chunks == 10
-        it.storage.call_soon(adapter.gate.set)
-        assert it.storage.flush(20)
-        assert it.resident(keys(10)) == 10
-        it.l1.core.release(lease)
-        until(lambda: it.l1.core.stats()["objects"] == 0)
-
-
 def test_the_store_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_L2_STORE_QUEUE_OBJECTS", 100)
     configured, adapter = faulty()
@@ -287,7 +259,7 @@ def test_stop_writes_what_is_queued() -> None:
         assert len(adapter.inner.objects) == 400  # type: ignore[attr-defined]
         assert not it.storage.responsive(0.05)
         assert it.fetch(keys(5)).miss_reason is MissReason.L2_FAILED
-        it.storage.objects_committed(bytes(32), bytes(32))
+        it.storage.objects_committed([keys(1)[0].namespace], bytes(32), bytes(32))
         with pytest.raises(LMCacheError, match="has ended"):
             it.storage.clear("l1")
 
@@ -345,40 +317,3 @@ def test_a_fault_of_what_the_loop_calls_is_logged(caplog: pytest.LogCaptureFixtu
 def test_clear_names_its_tiers() -> None:
     with rig() as it, pytest.raises(LMCacheError, match="l1, l2 or all; got 'l3'"):
         it.storage.clear("l3")
-
-
-# ---- policies ------------------------------------------------------------------------------------------------------
-class OnlyTheSecond(StoreToAll):
-    def targets(self, key: object, adapters: int) -> tuple[int, ...]:
-        return (1,)
-
-
-class Backwards(LoadAsConfigured):
-    retains = True
-
-    def order(self, adapters: int) -> range:
-        return range(adapters - 1, -1, -1)
-
-
-def test_policies_can_be_added() -> None:
-    register_store_policy("test_only_the_second", OnlyTheSecond)
-    register_prefetch_policy("test_backwards", Backwards)
-    (first, one), (second, two) = faulty(), faulty(index=1)
-    with rig([first, second], store_policy="test_only_the_second", prefetch_policy="test_backwards") as it:
-        stored_and_forgotten(it)
-        assert (one.calls["store"], two.calls["store"]) == (0, 1)
-        result = it.fetch(keys(20))
-        assert result.chunks == 20 and one.calls["probe"] == 0
-        it.l1.core.release(result.lease)
-        assert it.resident(keys(20)) == 20
-    with pytest.raises(ConfigError, match="registered already"):
-        register_store_policy("default", OnlyTheSecond)
-    with pytest.raises(ConfigError, match="registered already"):
-        register_prefetch_policy("retain", Backwards)
-    with pytest.raises(ConfigError, match="--l2-store-policy must be one of default, skip_l1"), rig(store_policy="x"):
-        pass
-    with (
-        pytest.raises(ConfigError, match="--l2-prefetch-policy must be one of default, retain"),
-        rig(prefetch_policy="x"),
-    ):
-        pass

@@ -92,8 +92,8 @@ def test_what_l1_still_has_is_not_loaded_again() -> None:
         it.put(wanted[:20] + wanted[40:], tell=False)
         it.put(wanted[20:40])
         assert it.storage.flush(20)
-        ids = it.l1.namespace_id(wanted[0].namespace).to_bytes(4, "little") * 20
-        assert it.l1.core.remove(ids, b"".join(key.chunk_hash for key in wanted[20:40])) == 20
+        digests = wanted[0].namespace.digest * 20
+        assert it.l1.core.remove(digests, b"".join(key.chunk_hash for key in wanted[20:40])) == 20
         result = it.fetch(wanted)
         assert result.chunks == 60 and it.holds(result, wanted)
         assert it.sample("l2_prefetch_load_completed_chunks_total") == 20

@@ -30,6 +30,9 @@ class Oddities:
     def echo(self, message: Text) -> Text:
         return message
 
+    def write_much(self, message: Text) -> Text:
+        return Text("x" * int(message.text))
+
     def refuse(self, message: Text) -> Text:
         raise RemoteError("too_large", f"refused {message.text}")
 
@@ -43,9 +46,8 @@ class Oddities:
         return deferred
 
     def methods(self) -> dict[str, Method]:
-        return {name: Method(Text, getattr(self, name)) for name in ("echo", "refuse", "fail", "later")} | {
-            "ping": Method(Text, self.echo)
-        }
+        at_once = {name: Method(Text, getattr(self, name)) for name in ("echo", "write_much", "refuse", "fail")}
+        return at_once | {"later": Method(Text, self.later, may_defer=True), "ping": Method(Text, self.echo)}
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def test_what_has_a_call_id_is_answered_with_an_error(frames, code):
         [ID, b"echo", b"\x90", b"more"],
         [b"\0" * 7, b"echo", b"\x90"],
         [b"\0" * 9, b"echo", b"\x90"],
-        [ID] * 20_000,
+        [ID] * 60,
         [pickle.dumps(print)],
     ],
     ids=lambda frames: f"{len(frames)} frames, first of {len(frames[0])} bytes",
@@ -123,13 +123,20 @@ def test_bytes_that_are_no_zmq_end_only_their_own_connection(raw_bytes):
         assert echo(connection, "after") == "after"
 
 
-def test_a_message_beyond_the_limit_ends_only_its_own_connection():
+@pytest.mark.parametrize(
+    "frames",
+    [[ID, b"echo", b"x" * 10_001], [ID, b"echo"] + [b"x" * 500] * 30, [ID] * 20_000],
+    ids=["one frame", "all frames", "too many frames"],
+)
+def test_a_message_beyond_the_limit_ends_only_its_own_connection(frames):
     with (
         serving(Oddities(), message_bytes=10_000) as server,
         connected(server) as connection,
         raw_socket(server) as raw,
     ):
-        raw.send_multipart([ID, b"echo", b"x" * 10_001])
+        raw.setsockopt(zmq.RECONNECT_IVL, -1)
+        raw.setsockopt(zmq.LINGER, 0)
+        raw.send_multipart(frames)
         with pytest.raises(zmq.Again):
             raw.setsockopt(zmq.RCVTIMEO, 300)
             raw.recv_multipart()
@@ -169,7 +176,7 @@ def test_an_answer_given_before_the_handler_returns():
         return deferred
 
     server = RpcServer("localhost", 0)
-    server.start({"echo": Method(Text, at_once)})
+    server.start({"echo": Method(Text, at_once, may_defer=True)})
     try:
         with connected(server) as connection:
             assert echo(connection, "bird") == "early bird"
@@ -184,6 +191,7 @@ def test_deferred_calls_are_limited():
         with pytest.raises(RemoteError) as refusal:
             calls[2].result()
         assert refusal.value.code == "too_many"
+        assert len(oddities.deferred) == 2  # it has not begun
         oddities.deferred[0].answer(Text("first"))
         assert calls[0].result().text == "first"
         again = connection.submit("later", Text(), Text, 5.0)

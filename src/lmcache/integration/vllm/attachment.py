@@ -57,11 +57,15 @@ class CopyJob:
         self._result: bytes | None = None
 
     def wait(self, seconds: float) -> bytes | None:
-        """One byte a chunk, 1 = copied and verified; None while the copy runs."""
-        with self._lock:
-            if self._result is None:
-                self._result = self._copier.wait(self._number, seconds)
-            return self._result
+        """One byte a chunk, 1 = copied and verified; None while the copy runs. Another thread's wait does not
+        make this one longer."""
+        if self._lock.acquire(timeout=seconds):
+            try:
+                if self._result is None:
+                    self._result = self._copier.wait(self._number, seconds)
+            finally:
+                self._lock.release()
+        return self._result
 
 
 class Attachment:
@@ -86,6 +90,7 @@ class Attachment:
         self._open = True
         self._jobs: list[CopyJob] = []
         ways = gpu.ways if gpu is not None else None
+        memory.map_ahead()  # otherwise the first store and the first hit pay for it
         self._copier = _native.PagedCopier(memory.address, memory.size_bytes, threads, ways)
         self._pinning = gpu.pin(memory) if gpu is not None else None
         self._groups = tuple(

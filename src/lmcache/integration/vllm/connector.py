@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -31,7 +33,7 @@ from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.errors import LayoutRefused, LMCacheError
 from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
-from lmcache.integration.vllm.identity import engine_identity, names_media
+from lmcache.integration.vllm.identity import engine_identity, model_identity, names_media
 from lmcache.integration.vllm.orders import StepOrders, WorkerReport
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.integration.vllm.settings import SHORT_START_SECONDS, ConnectorSettings
@@ -44,6 +46,9 @@ log = logging.getLogger("lmcache.vllm")
 
 KVConnectorMetadata.register(StepOrders)
 KVConnectorWorkerMetadata.register(WorkerReport)
+
+# The only workers of their engines, by engine, whose scheduler may live in this process too.
+_lone_workers: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -130,6 +135,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             save_decode=self._saves_decode(),
             load_or_recompute=self._settings.load_or_recompute,
             media_have_names=self._media_have_names(),
+            # Without a process of its own an engine runs no step once its requests have ended.
+            await_stores=parallel.world_size > 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING,
+            worker_here=lambda: _lone_workers.get(self._instance_id),
         )
 
     def _saves_decode(self) -> bool:
@@ -177,6 +185,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
 
         self._worker = WorkerSide(make_client, identity, groups, gpu)
+        if parallel.world_size == 1:
+            _lone_workers[self._instance_id] = self._worker
         self._await_server(self._worker.client)
 
     def _describe(self, kv_caches: dict[str, Any]) -> list[PagedGroup]:
@@ -184,6 +194,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         on_gpu = current_platform.is_cuda()
         describe = describe_gpu_group if on_gpu else describe_group
         described = []
+        model = model_identity(self._vllm_config)
         for group in self._groups:
             missing = [name for name in group.layer_names if name not in kv_caches]
             if missing:
@@ -191,7 +202,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             paged = describe(
                 [(name, kv_caches[name]) for name in group.layer_names],
                 engine=engine_identity(
-                    self._vllm_config, vllm.__version__, layers, group.layer_names, on_gpu=on_gpu, state=group.state
+                    model, vllm.__version__, layers, group.layer_names, on_gpu=on_gpu, state=group.state
                 ),
                 block_tokens=group.block_tokens,
                 num_blocks=self._kv_cache_config.num_blocks,
@@ -231,8 +242,17 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- the scheduler's calls ---------------------------------------------------------------------------------------
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
-            self._scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+        if self._scheduler is None:
+            return
+        pool = kv_cache_manager.block_pool
+        self._scheduler.bind(pool, kv_cache_manager.get_block_ids)
+        reset_pool = pool.reset_prefix_cache
+
+        def reset_without_pins() -> bool:  # vLLM asks no connector before it looks whether a block is in use
+            self._await_pins()
+            return bool(reset_pool())
+
+        pool.reset_prefix_cache = reset_without_pins
 
     @_contained(None)
     def on_new_request(self, request: Any) -> None:
@@ -278,6 +298,16 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
         return False, None
+
+    @_contained(None)
+    def _await_pins(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.await_pins()
+
+    @_contained(False)
+    def reset_cache(self) -> bool:
+        """Called with `reset_prefix_cache(reset_connector=True)`, by which vLLM is told that its weights changed."""
+        return self._scheduler.reset() if self._scheduler is not None else True
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.pins_end_soon

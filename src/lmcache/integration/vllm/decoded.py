@@ -77,6 +77,12 @@ class DecodedChunks:
             packed = tuple(array("q", group).tobytes() for group in blocks)
             self._tails.append(_Tail(question, first_chunk, end_chunk, job, packed))
 
+    def drop_tails(self) -> None:
+        """Lets go of the tails that nobody was told to store."""
+        for tail in self._tails:
+            self._pins.drop(tail.job)
+        self._tails = []
+
     def orders(self, *, idle: bool) -> list[StoreOrder]:
         """The tails whose hashes have come; those whose hashes will not come are let go."""
         if not self._tails:

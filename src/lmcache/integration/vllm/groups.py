@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache.errors import LayoutRefused
+from lmcache.integration.vllm.weights import refuse_unknown_weights
 
 # Specs whose blocks hold nothing but the KV of their own tokens, written once, and what says how far back later tokens
 # look. Compared by exact class name: a subclass that this version does not know may keep something else in its blocks.
@@ -132,6 +133,10 @@ def refuse_settings(vllm_config: Any) -> None:
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting, 1) > 1:
             raise LayoutRefused(f"{setting} above 1 splits the KV of a block between workers, which is not supported.")
+    if str(getattr(parallel, "distributed_executor_backend", "")) == "external_launcher" and parallel.world_size > 1:
+        raise LayoutRefused(
+            "The executor external_launcher has a scheduler for each worker; use the executor mp or ray."
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise LayoutRefused("calculate_kv_scales makes KV bytes depend on the first prompt that the engine served.")
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
@@ -142,3 +147,4 @@ def refuse_settings(vllm_config: Any) -> None:
             f"Speculation by {speculative.method!r} keeps KV that depends on tokens beyond the chunk; use one of "
             f"{', '.join(_EXACT_SPECULATION)}, or none."
         )
+    refuse_unknown_weights(vllm_config)

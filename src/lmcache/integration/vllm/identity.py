@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-_SAMPLES_PER_FILE = 16
-_SAMPLE_BYTES = 4096
-_MAX_ADAPTERS_KEPT = 1024
+from lmcache.integration.vllm.weights import weights_identity
+
 # What an engine makes of an image depends on these too; vLLM's name of the image does not.
 _MEDIA_SETTINGS = (
     *("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype"),
@@ -24,7 +22,7 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_
 
 
 def engine_identity(
-    vllm_config: Any,
+    model: str,
     version: str,
     layers: Mapping[str, Any],
     layer_names: tuple[str, ...],
@@ -32,7 +30,8 @@ def engine_identity(
     on_gpu: bool = False,
     state: str = "",
 ) -> str:
-    """Names whatever gives the bytes of these layers' blocks their meaning: part of the layout fingerprint.
+    """Names whatever gives the bytes of these layers' blocks their meaning: part of the layout fingerprint. `model` is
+    what `model_identity` returned.
 
     The attention kernels of a CPU engine pack K and V per instruction set, so that belongs here, as does the version
     family: a new one may pack differently. Those of a GPU engine write the same bytes whatever the host's CPU is.
@@ -40,7 +39,7 @@ def engine_identity(
     """
     family = ".".join(re.findall(r"\d+", version)[:2])
     kernels = sorted({_kernel(layers[name], on_gpu, state) for name in layer_names if name in layers})
-    return " ".join(("vllm", family, *kernels, model_identity(vllm_config)))
+    return " ".join(("vllm", family, *kernels, model))
 
 
 def _kernel(layer: Any, on_gpu: bool, state: str) -> str:
@@ -57,43 +56,25 @@ def _kernel(layer: Any, on_gpu: bool, state: str) -> str:
 
 
 def model_identity(vllm_config: Any) -> str:
-    """16 hex digits over what decides KV values beyond the model's name: weights, revision, rope, quantization."""
+    """16 hex digits over what decides KV values beyond the model's name: weights, revision, rope, quantization. Reads
+    the weight files: to be called once."""
     model = vllm_config.model_config
     settings = {
         "config": model.hf_config.to_dict(),
         "revision": model.revision,
-        "commit": getattr(model.hf_config, "_commit_hash", None),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "weights": _weights_sample(Path(model.model)),
+        "weights": weights_identity(vllm_config),
     }
     # These scale positions by the configured length, so the same weights give other keys at another length.
     if re.search(r"longrope|dynamic", json.dumps(settings["config"], default=str)):
         settings["max_model_len"] = model.max_model_len
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method == "draft_model":
-        settings["draft"] = [str(speculative.model), _weights_sample(Path(speculative.model))]
     media = getattr(model, "multimodal_config", None)
     if media is not None:
         settings["media"] = [str(getattr(media, name, None)) for name in _MEDIA_SETTINGS]
         settings["processors"] = _processors(Path(model.model))
     canonical = json.dumps(settings, sort_keys=True, default=str).encode()
     return hashlib.sha256(canonical).hexdigest()[:16]
-
-
-def _weights_sample(folder: Path) -> str:
-    """Sizes and a few pages of every weight file of a local folder: notices weights that were replaced in place."""
-    digest = hashlib.sha256()
-    if not folder.is_dir():
-        return ""
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.gguf")]):
-        size_bytes = path.stat().st_size
-        digest.update(f"{path.name} {size_bytes}".encode())
-        with path.open("rb") as file:
-            for sample in range(_SAMPLES_PER_FILE):
-                file.seek(size_bytes * sample // _SAMPLES_PER_FILE)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _processors(folder: Path) -> str:
@@ -113,27 +94,13 @@ def names_media(vllm_config: Any) -> bool:
     return media is None or media.mm_processor_cache_gb > 0 or bool(vllm_config.cache_config.enable_prefix_caching)
 
 
-def request_identity(request: Any) -> bytes:
-    """Bytes that seed a request's first chunk hash; empty for a plain request."""
+def request_identity(request: Any, adapter_content: str = "", generation: bytes = b"") -> bytes:
+    """Bytes that seed a request's first chunk hash; empty for a plain request to the weights that the engine started
+    with. `adapter_content` names what its LoRA adapter is, `generation` weights that came after the first."""
     lora = request.lora_request
-    if lora is None:
-        return b""
-    return msgspec.msgpack.encode(("lora", lora.lora_name, lora.lora_path, _adapter_sample(lora)))
-
-
-# By the number that the engine gives an adapter when it loads it: another content comes with another number.
-_adapter_samples: OrderedDict[tuple[str, int], str] = OrderedDict()
-
-
-def _adapter_sample(lora: Any) -> str:
-    """Notices an adapter that was trained on and saved under the same name. Reads its files once."""
-    key = lora.lora_path, lora.lora_int_id
-    sample = None if getattr(lora, "load_inplace", False) else _adapter_samples.get(key)
-    if sample is None:
-        sample = _adapter_samples[key] = _weights_sample(Path(lora.lora_path))
-        if len(_adapter_samples) > _MAX_ADAPTERS_KEPT:
-            _adapter_samples.popitem(last=False)
-    return sample
+    adapter = ("lora", lora.lora_name, lora.lora_path, adapter_content) if lora is not None else ()
+    weights = ("weights", generation) if generation else ()
+    return msgspec.msgpack.encode(adapter + weights) if adapter or weights else b""
 
 
 def content_extras(features: Sequence[Any], chunk_tokens: int, first_token: int = 0) -> list[tuple[int, bytes]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lmcache.clock import Clock
@@ -66,6 +66,7 @@ class Asker:
     def __init__(self, client: Client, instance_id: str, clock: Clock) -> None:
         self.client = client
         self.instance_id = instance_id
+        self.suspended = False  # nothing is asked
         self._clock = clock
         self._pulse = Pulse(client, clock)
         self._notices = Notices(client, clock)
@@ -76,7 +77,7 @@ class Asker:
         `recompute`: what L1 does not have is computed.
         """
         hello = self.client.hello
-        if hello is None or self._pulse.silent:
+        if hello is None or self._pulse.silent or self.suspended:
             return False
         message = Lookup(*self._unsent(question, hello), LOOKUP_SECONDS, recompute)
         try:
@@ -142,7 +143,9 @@ class Asker:
     def append(self, question: Question) -> bool:
         """Sends the tokens that the session lacks, to learn the hashes of the chunks they fill. False: cannot be."""
         hello = self.client.hello
-        if hello is None or self._pulse.silent or not (question.hello is hello or question.told is None):
+        if hello is None or self._pulse.silent or self.suspended:
+            return False
+        if question.hello is not hello and question.told is not None:
             return False
         message = Append(*self._unsent(question, hello))
         try:
@@ -194,6 +197,23 @@ class Asker:
             message = EndSession(self.instance_id, question.request_id)
             unanswered = question.unanswered or question.pending is not None or question.appending is not None
             self._notices.send("end_session", message, twice=unanswered)
+
+    def renamed(self, question: Question, identity: bytes) -> Question:
+        """The same request under another name, not asked yet. What its session holds goes with the next question, or
+        with the end of the request."""
+        self.give_back(question)
+        unanswered = question.unanswered or question.pending is not None or question.appending is not None
+        return replace(
+            question,
+            identity=identity,
+            hello=None,
+            sent_tokens=0,
+            unanswered=unanswered,
+            pending=None,
+            appending=None,
+            given_up=False,
+            hashes=b"",
+        )
 
     def close(self) -> None:
         self._notices.close()

@@ -59,6 +59,7 @@ class StoreOrder:
 class StepOrders:
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
+    await_stores: bool = False  # the step ends when their source blocks have been read
 
 
 @dataclass

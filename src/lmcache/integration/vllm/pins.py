@@ -38,6 +38,11 @@ class Pins:
         return bool(self._jobs)
 
     @property
+    def pool_is_empty(self) -> bool:
+        """Whether no block is in use, by a request or by a store."""
+        return bool(self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() <= 1)  # the null block always is
+
+    @property
     def end_soon(self) -> bool:
         """Whether waiting for pins beats preempting a request: there are some, and they are young."""
         return bool(self._jobs) and self._clock.monotonic() - self._since < _SOON_SECONDS

@@ -13,15 +13,17 @@ relies on:
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache.clock import Clock, SystemClock
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
+from lmcache.integration.vllm.adapters import Adapters
 from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN, States, blocks_to_store, group_load, restores_states
 from lmcache.integration.vllm.costs import Costs, Stopwatch, Tier
 from lmcache.integration.vllm.decoded import DecodedChunks, lost_tokens, take_tokens
@@ -35,6 +37,7 @@ from lmcache.protocol.tokens import pack_tokens
 
 if TYPE_CHECKING:
     from lmcache.client.client import Client
+    from lmcache.integration.vllm.worker_side import WorkerSide
     from lmcache.protocol.messages import HelloReply
 
 log = logging.getLogger("lmcache.vllm")
@@ -42,6 +45,9 @@ log = logging.getLogger("lmcache.vllm")
 STEP_WAIT_SECONDS = 0.002  # all lookups of one scheduler step together
 NO_SERVER = b""  # workers report a load that names it as failed
 LOOKUP_PATIENCE_SECONDS = 0.004  # while other requests run, wait only for a lookup younger than this
+STORES_END_SECONDS = 5.0  # what a reset of the engine's caches waits for stores that read blocks
+_STORES_LOOK_SECONDS = 0.1
+_GENERATION_BYTES = 16
 
 
 @dataclass
@@ -77,11 +83,16 @@ class SchedulerSide:
         save_decode: bool = False,
         load_or_recompute: bool = True,
         media_have_names: bool = True,
+        await_stores: bool = False,
+        worker_here: Callable[[], WorkerSide | None] = lambda: None,
         clock: Clock | None = None,
+        random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
         """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV. `loads`: hits are used;
         `stores`: what is computed is stored. `save_decode`: chunks that decoding fills, too. `load_or_recompute`: a hit
-        that would be slower than computing is not loaded. `media_have_names`: requests with images ... are cached."""
+        that would be slower than computing is not loaded. `media_have_names`: requests with images ... are cached.
+        `await_stores`: a step ends when its stores have read their blocks, because it may be the last one.
+        `worker_here`: the only worker, if it lives in this process."""
         self._clock = clock or SystemClock()
         self._client = client
         self._groups = tuple(groups)
@@ -101,6 +112,11 @@ class SchedulerSide:
         self._step_wait_seconds = STEP_WAIT_SECONDS
         self._engine_busy = False
         self._block_table: Any = None
+        self._await_stores = await_stores
+        self._worker_here = worker_here
+        self._random_bytes = random_bytes
+        self._adapters = Adapters()
+        self._generation = b""  # of the weights; those that the engine started with have none
 
     def bind(self, block_pool: Any, block_table: Any) -> None:
         """`block_table(request id)` gives the block ids of each group."""
@@ -127,10 +143,13 @@ class SchedulerSide:
         short = hello is not None and len(prompt) < hello.chunk_tokens
         if short and self._decoded is None:
             return
+        identity = self._identity(request)
+        if identity is None:
+            return
         question = Question(
             request.request_id,
             salt,
-            request_identity(request),
+            identity,
             pack_tokens(prompt),
             tuple(request.mm_features),
         )
@@ -139,6 +158,12 @@ class SchedulerSide:
             self._storing[request.request_id] = state
         if not short:
             self._ask(state)
+
+    def _identity(self, request: Any) -> bytes | None:
+        """None: not known."""
+        lora = request.lora_request
+        content = self._adapters.content(lora) if lora is not None else ""
+        return request_identity(request, content, self._generation) if content is not None else None
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `computed_tokens` that will be loaded, asynchronously); (None, False): not known yet."""
@@ -313,7 +338,7 @@ class SchedulerSide:
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def step_orders(self, scheduler_output: Any) -> StepOrders:
-        orders = StepOrders(loads=self._loads)
+        orders = StepOrders(loads=self._loads, await_stores=self._await_stores)
         self._loads = []
         self._step_wait_seconds = STEP_WAIT_SECONDS
         self._engine_busy = scheduler_output.total_num_scheduled_tokens > 0
@@ -352,6 +377,9 @@ class SchedulerSide:
             self._decoded.learn(question, state.request, min(computed_tokens, known_tokens))
         if not question.hashes or question.hello is None or question.hello is not self._client.hello:
             return None
+        lora = state.request.lora_request
+        if lora is not None and not self._adapters.unchanged(lora):
+            return None
         chunk_tokens = question.hello.chunk_tokens
         first = state.stored_chunks
         end = min(computed_tokens, known_tokens) // chunk_tokens
@@ -388,12 +416,7 @@ class SchedulerSide:
         """Takes what the workers reported. A load has ended when all have said so; failures may come earlier."""
         if self._costs is not None:
             self._costs.computed(*self._stopwatch.step_ends())
-        report = output.kv_connector_worker_meta or WorkerReport()
-        self._pins.ended(report.ended_stores)
-        self._makers.stored(report.settled_stores)
-        for request_id, chunks in report.unreadable.items():
-            if request_id in self._requests:
-                self._requests[request_id].unreadable |= chunks
+        self._take(output.kv_connector_worker_meta or WorkerReport())
         if output.invalid_block_ids:
             for loading in self._requests.values():
                 if loading.loading and not loading.loading_blocks.isdisjoint(output.invalid_block_ids):
@@ -402,6 +425,13 @@ class SchedulerSide:
             state = self._requests.get(request_id)
             if state is not None and state.loading:
                 self._load_ended(request_id, state, request_id in output.failed_recving)
+
+    def _take(self, report: WorkerReport) -> None:
+        self._pins.ended(report.ended_stores)
+        self._makers.stored(report.settled_stores)
+        for request_id, chunks in report.unreadable.items():
+            if request_id in self._requests:
+                self._requests[request_id].unreadable |= chunks
 
     def _load_ended(self, request_id: str, state: _Request, failed: bool) -> None:
         state.loading = False
@@ -433,6 +463,8 @@ class SchedulerSide:
     def _keep_tail(self, decoded: DecodedChunks, state: _Request, block_ids: Sequence[Sequence[int]]) -> None:
         """The last token was sampled from the KV of those before it and has none of its own."""
         request, hello = state.request, self._client.hello
+        if request.lora_request is not None and not self._adapters.unchanged(request.lora_request):
+            return
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if hello is None or tokens // hello.chunk_tokens <= state.stored_chunks:
             return
@@ -446,6 +478,44 @@ class SchedulerSide:
         self._storing.pop(request_id, None)
         self._makers.ends(request_id)
         self._asker.end(state.question)
+
+    # ---- other weights -----------------------------------------------------------------------------------------------
+    def await_pins(self) -> None:
+        """Before the engine resets its own cache: gives back what is pinned, as far as that needs no step. An engine
+        without requests may run none."""
+        if self._decoded is not None:
+            self._decoded.drop_tails()
+        worker = self._worker_here()
+        until = self._clock.monotonic() + STORES_END_SECONDS
+        while worker is not None and self._pins.held:
+            storing = worker.storing
+            self._take(worker.report() or WorkerReport())
+            if not storing or self._clock.monotonic() >= until:
+                return
+            worker.await_store_read(_STORES_LOOK_SECONDS)
+
+    def reset(self) -> bool:
+        """The weights may be others from now on. What was stored before is not found any more, and what was computed
+        before is not stored: all keys bear a name that nobody else has.
+
+        False while blocks of before are in use. They, and what is computed from them, may be of former weights, so
+        nothing is cached until a reset finds none."""
+        self._asker.suspended = True
+        self._generation = self._random_bytes(_GENERATION_BYTES)
+        for request_id, state in self._requests.items():
+            self._makers.ends(request_id)
+            identity = self._identity(state.request)
+            state.question = self._asker.renamed(state.question, identity or self._random_bytes(_GENERATION_BYTES))
+            state.stored_chunks = 0
+        if not self._pins.pool_is_empty:
+            log.warning(
+                "KV of former weights may be in use, because requests run or stores have not ended: nothing is cached "
+                "until reset_prefix_cache(reset_connector=True) succeeds"
+            )
+            return False
+        self._asker.suspended = False
+        log.info("The caches are reset: from now on KV is stored and looked up under a new name of the weights")
+        return True
 
     @property
     def has_pins(self) -> bool:

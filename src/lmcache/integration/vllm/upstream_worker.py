@@ -24,7 +24,7 @@ from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN
 from lmcache.integration.vllm.engine_process import instance_name, scheduler_process_id
 from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.groups import refuse_settings
-from lmcache.integration.vllm.identity import engine_identity
+from lmcache.integration.vllm.identity import engine_identity, model_identity
 from lmcache.integration.vllm.notices import Notices
 from lmcache.integration.vllm.orders import GroupLoad, LoadOrder, StepOrders, StoreOrder
 from lmcache.integration.vllm.settings import ConnectorSettings
@@ -170,7 +170,7 @@ class LMCacheMPWorkerAdapter:
         describe = describe_gpu_group if first.is_cuda else describe_group
         return describe(
             [(name, kv_caches[name]) for name in names],
-            engine=engine_identity(config, _vllm_version(), layers, names, on_gpu=first.is_cuda),
+            engine=engine_identity(model_identity(config), _vllm_version(), layers, names, on_gpu=first.is_cuda),
             block_tokens=self._block_tokens,
             num_blocks=first.shape[0],
         )

@@ -142,6 +142,8 @@ class WorkerSide:
             except LMCacheError as error:
                 log.warning("A store is not possible: %s", error)
                 self._storer.drop(order)
+        if orders.await_stores:
+            self.await_stores_read()
 
     def _fence(self) -> _native.CudaFence | None:
         """What the engine has launched so far, a forward pass that makes or still uses the blocks included."""
@@ -170,6 +172,15 @@ class WorkerSide:
         self._loads = running
         ended, self._ended = self._ended, EndedLoads()
         return ended
+
+    @property
+    def storing(self) -> bool:
+        """Whether some store may still read the engine's blocks."""
+        return self._storer.busy
+
+    def await_store_read(self, seconds: float) -> None:
+        """Until some store has stopped reading, or the time is over."""
+        self._storer.wait_ended(seconds)
 
     def await_stores_read(self) -> None:
         """Returns when no store reads the engine's blocks. For engines that may reuse blocks without asking."""

@@ -27,7 +27,7 @@ from lmcache.l2.adapters import dax_format as layout
 from lmcache.l2.adapters.dax_device import MappedDevice, refuse_foreign
 from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.config import MAX_GB, AdapterConfig
-from lmcache.l2.keys import Key, number, text, whole
+from lmcache.l2.keys import LOOKUPS_READ_NOTHING, Key, number, text, whole, without_effect
 from lmcache.l2.native_mapping import NativeMapping
 from lmcache.telemetry.logs import level_of
 
@@ -85,7 +85,7 @@ class DaxAdapter:
         self._recovery: asyncio.Task[None] | None = None
         self._device: MappedDevice | None = None
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+    def overhead_bytes(self) -> int:
         return 0
 
     def status(self) -> dict[str, int]:
@@ -200,35 +200,41 @@ class DaxAdapter:
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         outcomes = [LoadOutcome.MISSING] * len(keys)
-        reading: list[tuple[int, Held]] = []
+        reading: list[Held] = []
+        indices: list[int] = []
+        targets: list[memoryview] = []
         corrupt: list[ObjectKey] = []
-        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            held = self._objects.get(_name(key))
+        objects = self._objects
+        for index, (namespace, chunk_hash) in enumerate(keys):
+            held = objects.get(namespace.digest + chunk_hash)
             if held is None:
                 continue
-            if held.frame_bytes > buffer.nbytes:
-                outcomes[index] = LoadOutcome.CORRUPT
-                corrupt.append(key)
-                continue
+            buffer, frame_bytes = buffers[index], held.frame_bytes
+            if frame_bytes != buffer.nbytes:
+                if frame_bytes > buffer.nbytes:
+                    outcomes[index] = LoadOutcome.CORRUPT
+                    corrupt.append(keys[index])
+                    continue
+                buffer = buffer[:frame_bytes]
             held.readers += 1
-            reading.append((index, held))
+            indices.append(index)
+            reading.append(held)
+            targets.append(buffer)
+        slots = [held.slot for held in reading]
         try:
-            results = await self._reads.read(
-                [self._geometry.slot_place(held.slot) for _, held in reading],
-                [
-                    buffer if (buffer := buffers[index]).nbytes == held.frame_bytes else buffer[: held.frame_bytes]
-                    for index, held in reading
-                ],
-            )
+            results = await self._reads.read(self._geometry.slot_places(slots), targets)
         finally:
-            for _, held in reading:
+            for held in reading:
                 self._done_reading(held)
-        for copied, (index, held) in zip(results, reading, strict=True):
+        if results.count(1) == len(keys):
+            self._mark_used(slots)
+            return [LoadOutcome.LOADED] * len(keys)
+        for copied, index, held in zip(results, indices, reading, strict=True):
             outcomes[index] = LoadOutcome.LOADED if copied else LoadOutcome.CORRUPT
             if not copied and self._objects.get(_name(keys[index])) is held:
                 del self._objects[_name(keys[index])]  # its slot stays out of use
                 self._lose_slot(held.slot)
-        self._mark_used([(index, held) for copied, (index, held) in zip(results, reading, strict=True) if copied])
+        self._mark_used([slot for copied, slot in zip(results, slots, strict=True) if copied])
         if corrupt:
             await self.delete(corrupt, corrupt=True)
         return outcomes
@@ -268,13 +274,14 @@ class DaxAdapter:
             places = [self._geometry.entry_place(slot) for slot in slots]
             await self._writes.write_records(places, bytes(len(slots) * layout.ENTRY_BYTES), layout.ENTRY_BYTES)
 
-    def _mark_used(self, reading: Sequence[tuple[int, Held]]) -> None:
-        """Nobody waits for it; what comes too late marks a free or another slot, which does no harm."""
+    def _mark_used(self, slots: Sequence[int]) -> None:
+        """In prefix order. Nobody waits for it; what comes too late marks a free or another slot, which does no
+        harm."""
         now = time.time_ns()
-        if reading:
+        if slots:
             self._writes.write_records(
-                [self._geometry.entry_place(held.slot) + layout.USED_OFFSET for _, held in reading],
-                array("Q", [now - index * 1000 for index, _ in reading]).tobytes(),
+                self._geometry.used_places(slots),
+                array("Q", range(now, now - 1000 * len(slots), -1000)).tobytes(),
                 layout.USED_BYTES,
             )
 
@@ -355,7 +362,7 @@ def check(config: AdapterConfig) -> list[str]:
     """As `AdapterType.check`. What a DAX device holds is seen when it is mapped."""
     settings = config.settings
     dax_device.check(config.where, settings["device_path"], int(settings["max_dax_size_gb"] * GIB))
-    return []
+    return without_effect(config.where, settings, KEYS, {"num_lookup_workers": LOOKUPS_READ_NOTHING})
 
 
 def build(config: AdapterConfig) -> DaxAdapter:

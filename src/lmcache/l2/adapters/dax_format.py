@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,6 +45,13 @@ class Geometry:
 
     def slot_place(self, slot: int) -> int:
         return self.first_slot + slot * self.stride
+
+    def slot_places(self, slots: Sequence[int]) -> list[int]:
+        first, stride = self.first_slot, self.stride
+        return [first + slot * stride for slot in slots]
+
+    def used_places(self, slots: Sequence[int]) -> list[int]:
+        return [SUPERBLOCK_BYTES + USED_OFFSET + slot * ENTRY_BYTES for slot in slots]
 
     def entry_place(self, slot: int) -> int:
         return SUPERBLOCK_BYTES + slot * ENTRY_BYTES

@@ -17,17 +17,19 @@ import msgspec
 
 from lmcache import _native
 from lmcache.core.frame import parse_header
-from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_QUARANTINE_BYTES, MAX_QUARANTINE_FILES
 
 OWN_FOLDER = ".lmcache"
 QUARANTINE = "quarantine"
 FOLDER_MODE = 0o770  # less the umask, as for files: KV can be turned back into prompts
 FOLDER_BYTES = 4096
+ENTRY_BYTES = 256  # in its folder, generously: name, temporary name, half-filled directory blocks
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY = re.compile(r"(?:\.[0-9a-f]{64}\.)?([0-9a-f]{16})\.[0-9]+\.tmp")
+_OBJECT_FOLDER = re.compile(r"/[0-9a-f]{64}/[0-9a-f]{2}")
 _HEADERS_TRIED = 8
 _SCAN_THREADS = 2  # more are no faster where names are cached, and lookups go on meanwhile
 _FOLDERS_AT_ONCE = 64
@@ -45,6 +47,12 @@ def make(base: str, relative: str) -> Path:
 def object_folder(digest_hex: str, hash_hex: str) -> str:
     """Relative. 256 folders a namespace: a million objects are 4,000 files in each."""
     return f"{digest_hex}/{hash_hex[:2]}"
+
+
+def folders_of(key: ObjectKey) -> tuple[bytes, bytes]:
+    """What names the folder of an object, and the one above it, without making their names."""
+    digest = key.namespace.digest
+    return digest + key.chunk_hash[:1], digest
 
 
 def object_path(base: str, digest_hex: str, hash_hex: str) -> str:
@@ -68,7 +76,7 @@ class Contents:
     used_ns: array[int] = field(default_factory=lambda: array("q"))  # since 1970
     sizes: array[int] = field(default_factory=lambda: array("Q"))  # bytes
     owners: array[int] = field(default_factory=lambda: array("I"))  # positions in `namespaces`
-    folders: set[str] = field(default_factory=set)  # relative, of objects
+    empty: list[str] = field(default_factory=list)  # paths of folders that had no object in them
     temporary: list[tuple[str, str]] = field(default_factory=list)  # (path, writer)
     faults: list[OSError] = field(default_factory=list)
 
@@ -81,46 +89,75 @@ def scan(base: str, relative_tmp_dir: str, stop: Callable[[], bool]) -> Contents
     contents = Contents()
     for own in {OWN_FOLDER, relative_tmp_dir or OWN_FOLDER}:
         _list_temporary(Path(base, own), contents)
-    for path in _folders(Path(base), _NAMESPACE, contents):
-        found, first = FoundNamespace(path.name), len(contents.sizes)
+    for digest_hex in _folders(base, _NAMESPACE, contents.faults):
+        path, faults = f"{base}/{digest_hex}", list[OSError]()
+        fan_outs = [f"{path}/{name}" for name in _folders(path, _FAN_OUT, faults)]
+        contents.faults += [fault for fault in faults if not isinstance(fault, FileNotFoundError)]  # by another server
+        if not fan_outs:
+            contents.empty.append(path)
+            continue
+        found, first = FoundNamespace(digest_hex), len(contents.sizes)
         contents.namespaces.append(found)
-        fan_outs = _folders(path, _FAN_OUT, contents)
-        contents.folders.update(f"{path.name}/{fan_out.name}" for fan_out in fan_outs)
         for start in range(0, len(fan_outs), _FOLDERS_AT_ONCE):
             if stop():
                 return contents
             _list_objects(fan_outs[start : start + _FOLDERS_AT_ONCE], contents)
-        found.namespace = _identify(base, path.name, contents, first)
+        found.namespace = _identify(base, digest_hex, contents, first)
     return contents
 
 
-def stamps(base: str, folders: Iterable[str]) -> dict[str, int]:
-    """When something was last added to or removed from each folder, in nanoseconds; 0 where it is gone."""
-    found = {}
-    for name in folders:
+def remove_temporary(base: str, paths: Sequence[str]) -> None:
+    """Files on their way that nobody goes on with, and the folders of objects that they were the last in."""
+    folders = {os.path.dirname(path) for path in paths}
+    for path in paths:
         try:
-            found[name] = os.stat(f"{base}/{name}").st_mtime_ns
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+    remove_empty(base, [path for path in folders if _OBJECT_FOLDER.fullmatch(path, len(base))])
+
+
+def remove_empty(base: str, folders: Iterable[str]) -> None:
+    """Removes folders of objects, or of namespaces, in which there is nothing, and what that leaves empty below the
+    base. Another server that is about to store there makes them again (native/src/file_folders.h)."""
+    for path in folders:
+        try:
+            while path != base:
+                os.rmdir(path)
+                path = os.path.dirname(path)
         except OSError:
-            found[name] = 0
+            pass  # something is in it, or it may not be removed: it stays
+
+
+def stamps(base: str) -> dict[str, int]:
+    """When something was last added to or removed from each folder of objects, in nanoseconds. What cannot be looked
+    into is left out."""
+    found = {}
+    for digest_hex in _folders(base, _NAMESPACE, []):
+        for name in _folders(f"{base}/{digest_hex}", _FAN_OUT, []):
+            try:
+                found[f"{digest_hex}/{name}"] = os.stat(f"{base}/{digest_hex}/{name}").st_mtime_ns
+            except OSError:
+                pass
     return found
 
 
-def _folders(path: Path, pattern: re.Pattern[str], contents: Contents) -> list[Path]:
+def _folders(path: str, pattern: re.Pattern[str], faults: list[OSError]) -> list[str]:
+    """The names of what is a folder in it, sorted."""
     try:
         with os.scandir(path) as entries:
             return sorted(
-                Path(entry.path)
-                for entry in entries
-                if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                entry.name for entry in entries if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
             )
     except OSError as error:
-        contents.faults.append(error)
+        faults.append(error)
         return []
 
 
-def _list_objects(paths: Sequence[Path], contents: Contents) -> None:
+def _list_objects(paths: Sequence[str], contents: Contents) -> None:
     """Of the namespace that was added last."""
-    hashes, used_ns, sizes, temporary, unreadable = _native.scan_folders([str(path) for path in paths], _SCAN_THREADS)
+    hashes, used_ns, sizes, temporary, empty, unreadable = _native.scan_folders(paths, _SCAN_THREADS)
+    contents.empty += empty
     contents.hashes += hashes
     contents.used_ns.frombytes(used_ns)
     contents.sizes.frombytes(sizes)
@@ -160,6 +197,11 @@ def _identify(base: str, digest_hex: str, contents: Contents, first: int) -> Nam
         if namespace.digest.hex() == digest_hex:
             return namespace
     return None
+
+
+def base_bytes(base: str) -> int:
+    """What the base folder itself takes; it grows with the number of namespaces."""
+    return max(FOLDER_BYTES, os.stat(base).st_blocks * 512)
 
 
 def quarantine(base: str, digest_hex: str, hash_hex: str) -> bool:

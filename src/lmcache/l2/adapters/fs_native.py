@@ -49,9 +49,6 @@ KEYS = (
     Key("io_engine", choice(("auto", "posix", "io_uring")), "auto"),
 )
 
-DIRECTORY_ENTRY_BYTES = (
-    256  # of an object in its folder, generously: name, temporary name, half-filled directory blocks
-)
 WATCH_SECONDS = 30.0
 WATCH_MAX_SECONDS = 300.0  # below writers.SILENT_SECONDS: watching is also how others know that this server lives
 SCAN_SHARE = 50  # a scan is followed by this many times its duration without one
@@ -61,6 +58,8 @@ UNLINK_SLICE = 4096
 TAILS_RETRIED = 3
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_GONE = (0, errno.ENOENT, errno.ENOTDIR)
+_THERE = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
 _FOREIGN = {errno.EINVAL, errno.ELOOP, errno.EISDIR}
 
 
@@ -82,9 +81,8 @@ class FsNativeAdapter:
         if self._engine == "auto" and limit_bytes is not None and limit_bytes < SMALLEST_CAPACITY_BYTES:
             self._engine = "posix"
         self._queue_depth = usable_queue_depth(self._engine, self._threads, config.name)
-        self._folders: set[str] = set()
         self._stamps: dict[str, int] = {}
-        self._namespaces: set[bytes] = set()
+        self._base_bytes = folder.FOLDER_BYTES
         self._other_bytes = 0  # quarantine and files of namespaces that nobody can name
         self._unremovable: set[ObjectKey] = set()  # corrupt, and the folder does not let them go
         self._said: set[int] = set()
@@ -95,14 +93,10 @@ class FsNativeAdapter:
         self._watcher: asyncio.Task[None] | None = None
         self._trial: asyncio.Task[Trial | None] | None = None
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
-        for key in upcoming:
-            self._folders.add(self._folder_of(key))
-            self._namespaces.add(key.namespace.digest)
-        fixed = 6  # base, temporary files, .lmcache, its writers, this writer's file, quarantine
-        folders = fixed + len(self._namespaces) + len(self._folders)
+    def overhead_bytes(self) -> int:
+        fixed = 5  # temporary files, .lmcache, its writers, this writer's file, quarantine
         trial_bytes = TRIAL_BYTES if self._engine == "auto" and self.capacity.limit_bytes is not None else 0
-        return folders * folder.FOLDER_BYTES + self._other_bytes + trial_bytes
+        return self._base_bytes + fixed * folder.FOLDER_BYTES + self._other_bytes + trial_bytes
 
     def status(self) -> dict[str, int]:
         if not self._watcher:
@@ -118,8 +112,13 @@ class FsNativeAdapter:
             self._writer = await in_thread("l2-open", self._prepare)
         except OSError as error:
             raise _unwritable(self._where, self._base, error) from None
-        unit_bytes = self._writer.unit_bytes()
-        self.capacity = Capacity(self.capacity.limit_bytes, unit_bytes, DIRECTORY_ENTRY_BYTES)
+        self.capacity = Capacity(
+            self.capacity.limit_bytes,
+            self._writer.unit_bytes(),
+            folder.ENTRY_BYTES,
+            folder_bytes=folder.FOLDER_BYTES + folder.ENTRY_BYTES,
+            folders_of=folder.folders_of,
+        )
         if self._engine == "auto":
             await self._choose_engine()
         # Lookups and loads have threads of their own: an engine waits for them, and nobody waits for stores.
@@ -221,6 +220,10 @@ class FsNativeAdapter:
             self._say(fault, "write", paths[todo[stored]])
             # What follows the one that failed was not written, so that no batch leaves a hole unasked.
             todo = todo[stored + 1 :]
+        if todo or StoreOutcome.FAILED in outcomes:
+            await self._remove_empty(
+                [path for path, outcome in zip(paths, outcomes, strict=True) if outcome not in _THERE]
+            )
         return outcomes
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
@@ -257,9 +260,10 @@ class FsNativeAdapter:
     async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
         if corrupt:
             return await self._quarantine(keys)
-        return [
-            error in (0, errno.ENOENT, errno.ENOTDIR) for error in await self._unlink([self._path(k) for k in keys])
-        ]
+        paths = [self._path(key) for key in keys]
+        errors = await self._unlink(paths)
+        await self._remove_empty(paths)
+        return [error in _GONE for error in errors]
 
     async def clear(self) -> tuple[int, int]:
         contents = await in_thread("l2-clear", folder.scan, self._base, self._tmp, self._is_stopping)
@@ -269,6 +273,10 @@ class FsNativeAdapter:
             for index, owner in enumerate(contents.owners)
         ]
         errors = await self._unlink(paths)
+        await self._remove_empty(paths)
+        await in_thread("l2-clear", folder.remove_empty, self._base, contents.empty)
+        left = [index for index, error in enumerate(errors) if error not in _GONE]
+        self._other_bytes = await in_thread("l2-clear", self._quarantined) + self._nameless_bytes(contents, left)
         objects = sum(error == 0 for error in errors)
         size_bytes = sum(size for size, error in zip(contents.sizes, errors, strict=True) if error == 0)
         return objects, size_bytes
@@ -317,17 +325,21 @@ class FsNativeAdapter:
     async def _quarantine(self, keys: Sequence[ObjectKey]) -> list[bool]:
         def move() -> tuple[list[bool], int]:
             names = [(key.namespace.digest.hex(), key.chunk_hash.hex()) for key in keys]
-            gone = [folder.quarantine(self._base, *name) for name in names]
-            try:
-                return gone, folder.trim_quarantine(self._base)
-            except OSError:
-                return gone, self._other_bytes  # until the folder can be searched again
+            return [folder.quarantine(self._base, *name) for name in names], self._quarantined()
 
         gone, self._other_bytes = await in_thread("l2-quarantine", move)
+        await self._remove_empty([self._path(key) for key in keys])
         if len(self._unremovable) > MAX_UNREMOVABLE:
             self._unremovable.clear()
         self._unremovable.update(key for key, moved in zip(keys, gone, strict=True) if not moved)
         return gone
+
+    def _quarantined(self) -> int:
+        """Bytes. Blocks."""
+        try:
+            return folder.trim_quarantine(self._base)
+        except OSError:
+            return self._other_bytes  # until the folder can be searched again
 
     async def _unlink(self, paths: Sequence[str]) -> array[int]:
         errors = array("i")
@@ -335,6 +347,12 @@ class FsNativeAdapter:
             results: Results = await self._writes.unlink(paths[start : start + UNLINK_SLICE])
             errors.extend(results[1])
         return errors
+
+    async def _remove_empty(self, paths: Sequence[str]) -> None:
+        """The folders of these files, where nothing is left in them."""
+        folders = list({os.path.dirname(path) for path in paths})
+        for start in range(0, len(folders), UNLINK_SLICE):
+            await self._writes.remove_empty(folders[start : start + UNLINK_SLICE])
 
     # ---- what the folder holds ---------------------------------------------------------------------------------------
     def _is_stopping(self) -> bool:
@@ -371,16 +389,10 @@ class FsNativeAdapter:
         known = self._inventory.known()
         contents, order, quarantined, others = await in_thread("l2-scan", self._search)
         self._shared = bool(others)
-        self._folders |= contents.folders
-        self._namespaces |= {bytes.fromhex(namespace.digest_hex) for namespace in contents.namespaces}
         for fault in contents.faults[:1]:
             log.warning("%s: %d folders could not be searched, the first: %s", self._name, len(contents.faults), fault)
         owners = [namespace.namespace for namespace in contents.namespaces]
-        nameless = {position for position, owner in enumerate(owners) if owner is None}
-        self._other_bytes = quarantined
-        if nameless:
-            sizes_of = zip(contents.owners, contents.sizes, strict=True)
-            self._other_bytes += sum(self.capacity.charge(size) for owner, size in sizes_of if owner in nameless)
+        self._other_bytes = quarantined + self._nameless_bytes(contents, range(len(contents.sizes)))
         seen: set[ObjectKey] = set()
         for start in range(0, len(order), INVENTORY_SLICE):
             objects = []
@@ -394,30 +406,47 @@ class FsNativeAdapter:
             await asyncio.sleep(0)
         await self._report_lost(known, seen)
 
+    def _nameless_bytes(self, contents: folder.Contents, indices: Sequence[int]) -> int:
+        """What those of the objects are charged, with their folders, that no key can be told of."""
+        nameless = {position for position, found in enumerate(contents.namespaces) if found.namespace is None}
+        if not nameless:
+            return 0
+        found = [index for index in indices if contents.owners[index] in nameless]
+        owners = {contents.owners[index] for index in found}
+        fan_outs = {(contents.owners[index], contents.hash_of(index)[0]) for index in found}
+        return sum(self.capacity.charge(contents.sizes[index]) for index in found) + self.capacity.folder_bytes * (
+            len(owners) + len(fan_outs)
+        )
+
     def _search(self) -> tuple[folder.Contents, array[int], int, set[str]]:
         """What is there, in which order it was used, the bytes in quarantine, other live writers."""
         contents = folder.scan(self._base, self._tmp, self._is_stopping)
         # In this order: a writer that lives now may have written what the scan saw, a dead one will write no more.
         others = self._writer.others()
-        for path, writer in contents.temporary:
-            if writer != self._writer.id and writer not in others:
-                try:
-                    os.unlink(path)
-                except FileNotFoundError:
-                    pass
+        live = {self._writer.id, *others}
+        folder.remove_temporary(self._base, [path for path, writer in contents.temporary if writer not in live])
+        folder.remove_empty(self._base, contents.empty)
+        self._base_bytes = folder.base_bytes(self._base)
         order = array("I", _native.youngest_first(memoryview(contents.used_ns)))
         return contents, order, folder.trim_quarantine(self._base), others
 
     async def _notice_deletions(self) -> None:
-        """Looks for known files in the folders that changed since the last time."""
-        stamps = await in_thread("l2-watch", folder.stamps, self._base, list(self._folders))
-        changed = {name for name, stamp in stamps.items() if self._stamps.get(name) != stamp}
+        """Looks for known files in the folders that changed since the last time, or that are not there."""
+        stamps, self._base_bytes = await in_thread("l2-watch", self._look)
+        same = {name for name, stamp in stamps.items() if self._stamps.get(name) == stamp}
+        has_changed = not stamps or stamps != self._stamps
         self._stamps = stamps
-        known = self._inventory.known() if changed else []
+        known = self._inventory.known() if has_changed else []
         for start in range(0, len(known), INVENTORY_SLICE):
             part = known[start : start + INVENTORY_SLICE]
-            await self._report_lost([key for key in part if self._folder_of(key) in changed], set())
+            await self._report_lost([key for key in part if self._folder_of(key) not in same], set())
             await asyncio.sleep(0)
+
+    def _look(self) -> tuple[dict[str, int], int]:
+        try:
+            return folder.stamps(self._base), folder.base_bytes(self._base)
+        except OSError:  # it is gone
+            return {}, self._base_bytes
 
     def _folder_of(self, key: ObjectKey) -> str:
         return folder.object_folder(key.namespace.digest.hex(), key.chunk_hash.hex())

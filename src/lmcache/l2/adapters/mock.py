@@ -25,7 +25,7 @@ class MockAdapter:
         self._bytes_per_second = bytes_per_second
         self._link_free_at = 0.0
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+    def overhead_bytes(self) -> int:
         return 0
 
     def status(self) -> dict[str, int]:

@@ -10,6 +10,9 @@
 
 None of them may block. Everything is called from one thread. Where a batch reports bools they decide for each key;
 where not, `ok` decides for all of them.
+
+Invariant: lent buffers go back when their batch has been reported, or when close() has returned, and never before that,
+whatever else goes wrong: the client's own threads may write into them. Who waits is told so by the deadline.
 """
 
 from __future__ import annotations
@@ -38,12 +41,23 @@ KEYS = (Key("module_path", text), Key("class_name", text), Key("adapter_params",
 
 METHODS = ("event_fd", "submit_batch_get", "submit_batch_set", "submit_batch_exists", "drain_completions", "close")
 MAX_UNREADABLE = 65_536
+DRAIN_RETRY_SECONDS = 0.25
 
 
 class Completion(NamedTuple):
     ok: bool
     error: str
     each: list[bool]
+
+
+class Batch(NamedTuple):
+    keys: int
+    lends: bool  # buffers
+    future: asyncio.Future[Completion]
+
+    def fail(self, error: AdapterError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 def name_of(key: ObjectKey) -> str:
@@ -57,17 +71,19 @@ class NativePluginAdapter:
         self.capacity = Capacity(config.capacity_bytes)
         self._where = config.where
         self._settings = settings
-        self._module = outside.import_module(config.where, settings["module_path"])
+        self._module = outside.import_module(f'{config.where}: "module_path"', settings["module_path"])
         self._must_delete = config.eviction is not None or not config.persist
         self._name = config.name
         self._client: Any = None
         self._fd = -1
-        self._waiting: dict[int, tuple[int, asyncio.Future[Completion]]] = {}
+        self._waiting: dict[int, Batch] = {}
+        self._unknown: list[Batch] = []  # whose report could not be told from another's: until close
+        self._drain_fails = False
         self._sizes: dict[ObjectKey, int] = {}  # of what was stored or loaded here
         self._frame_bytes: dict[bytes, int] = {}  # by namespace: objects of one have one size
         self._unreadable: set[ObjectKey] = set()  # corrupt, where nothing can be deleted
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+    def overhead_bytes(self) -> int:
         return 0
 
     def status(self) -> dict[str, int]:
@@ -166,7 +182,10 @@ class NativePluginAdapter:
         client, self._client = self._client, None
         if client is not None:
             await in_thread("l2-close", client.close)
-        self._fail_all(AdapterError(f"{self._name}: closed"))
+        for batch in [*self._waiting.values(), *self._unknown]:
+            batch.fail(AdapterError(f"{self._name}: closed"))
+        self._waiting.clear()
+        self._unknown.clear()
 
     # ---- batches -----------------------------------------------------------------------------------------------------
     @property
@@ -183,10 +202,16 @@ class NativePluginAdapter:
         if not keys:
             return Completion(True, "", [])
         submit: Callable[..., int] = getattr(self._client, f"submit_batch_{act}")
-        batch = submit([name_of(key) for key in keys], *(list(some) for some in buffers))
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting[batch] = len(keys), future
-        return await future
+        number = submit([name_of(key) for key in keys], *(list(some) for some in buffers))
+        batch = Batch(len(keys), bool(buffers), asyncio.get_running_loop().create_future())
+        if isinstance(number, int) and number not in self._waiting:
+            self._waiting[number] = batch
+        else:
+            log.error("%s: submit_batch_%s gave the number %r, which must be a new one", self._name, act, number)
+            self._unknown.append(batch)
+            if isinstance(number, int):
+                self._unknown.append(self._waiting.pop(number))
+        return await batch.future
 
     def _collect(self) -> None:
         """Runs when the descriptor is readable. Some objects reset it in drain_completions, others leave that to us."""
@@ -195,30 +220,40 @@ class NativePluginAdapter:
                 os.read(self._fd, 8)
                 self._drain()  # what was reported between the two
         except Exception as error:  # code from outside, called by the loop: nobody else would hear of it
-            log.exception("%s: drain_completions failed", self._name)
-            self._fail_all(AdapterError(f"{self._name}: drain_completions failed: {error}"))
+            self._pause(error)
+        else:
+            self._drain_fails = False
 
-    def _fail_all(self, error: AdapterError) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for _, future in waiting.values():
-            if not future.done():
-                future.set_exception(error)
+    def _pause(self, error: Exception) -> None:
+        """The descriptor may stay readable: to be called at once for ever would be of no use."""
+        if not self._drain_fails:
+            self._drain_fails = True
+            log.exception("%s: drain_completions failed; it is tried again every %g s", self._name, DRAIN_RETRY_SECONDS)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._fd)
+        loop.call_later(DRAIN_RETRY_SECONDS, self._resume)
+        for number in [number for number, batch in self._waiting.items() if not batch.lends]:
+            self._waiting.pop(number).fail(AdapterError(f"{self._name}: drain_completions failed: {error}"))
+
+    def _resume(self) -> None:
+        if self._fd >= 0:
+            asyncio.get_running_loop().add_reader(self._fd, self._collect)
+            self._collect()  # the descriptor may have been reset before it failed
 
     def _drain(self) -> int:
-        completions = self._client.drain_completions()
-        for batch, ok, error, each in completions:
-            count, future = self._waiting.pop(batch, (0, None))
-            if future is None or future.done():
+        reports = list(self._client.drain_completions())
+        for report in reports:
+            if not isinstance(report, tuple | list) or not report or not isinstance(report[0], int):
+                log.error("%s: drain_completions gave %.200r, which names no batch", self._name, report)
                 continue
-            if each is not None and len(each) == count:
-                results = [bool(one) for one in each]
-            elif each is None or not ok:
-                results = [bool(ok)] * count
-            else:
-                future.set_exception(AdapterError(f"{self._name}: {len(each)} results for {count} keys"))
+            batch = self._waiting.pop(report[0], None)
+            if batch is None or batch.future.done():
                 continue
-            future.set_result(Completion(bool(ok), str(error or ""), results))
-        return len(completions)
+            try:
+                batch.future.set_result(_completion(report, batch.keys))
+            except (TypeError, ValueError) as error:
+                batch.fail(AdapterError(f"{self._name}: reported {report!r:.200} for {batch.keys} keys: {error}"))
+        return len(reports)
 
     def _note(self, key: ObjectKey, size_bytes: int) -> None:
         self._sizes[key] = size_bytes
@@ -233,6 +268,18 @@ def check(config: AdapterConfig) -> list[str]:
     module = outside.import_module(config.where, config.settings["module_path"])
     outside.attribute(config.where, module, "class_name", config.settings["class_name"])
     return []
+
+
+def _completion(report: Sequence[Any], count: int) -> Completion:
+    """ValueError or TypeError where it is not (number, ok, error, one bool a key or None)."""
+    _, ok, error, each = report
+    if each is not None and len(each) == count:
+        results = [bool(result) for result in each]
+    elif each is None or not ok:
+        results = [bool(ok)] * count
+    else:
+        raise ValueError(f"{len(each)} results")
+    return Completion(bool(ok), str(error or ""), results)
 
 
 def build(config: AdapterConfig) -> NativePluginAdapter:

@@ -15,8 +15,9 @@ from lmcache.errors import ConfigError, LMCacheError
 from lmcache.l2.keys import nearest
 
 
-def import_module(where: str, module_path: str) -> ModuleType:
-    """A dotted name as in `import`, or the path of a .py file. ConfigError says what Python said."""
+def import_module(what: str, module_path: str) -> ModuleType:
+    """A dotted name as in `import`, or the path of a .py file. ConfigError begins with `what`, and says what Python
+    said."""
     try:
         if not module_path.endswith(".py"):
             return importlib.import_module(module_path)
@@ -32,7 +33,7 @@ def import_module(where: str, module_path: str) -> ModuleType:
         return module
     except (Exception, SystemExit) as error:  # code from outside may raise anything while it is imported
         raise ConfigError(
-            f'{where}: "module_path" {module_path!r} cannot be imported ({type(error).__name__}: {error}); it must be '
+            f"{what} {module_path!r} cannot be imported ({type(error).__name__}: {error}); it must be "
             "a module that Python finds where the server runs, or the path of a .py file."
         ) from error
 

@@ -40,9 +40,9 @@ class PluginAdapter:
     def capacity(self) -> Capacity:
         return getattr(self.inner, "capacity", Capacity())
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+    def overhead_bytes(self) -> int:
         overhead_bytes = getattr(self.inner, "overhead_bytes", None)
-        return overhead_bytes(upcoming) if overhead_bytes else 0
+        return overhead_bytes() if overhead_bytes else 0
 
     def status(self) -> dict[str, int]:
         status = getattr(self.inner, "status", None)
@@ -87,7 +87,7 @@ class PluginAdapter:
 
 def build(config: AdapterConfig) -> PluginAdapter:
     settings = config.settings
-    module = outside.import_module(config.where, settings["module_path"])
+    module = outside.import_module(f'{config.where}: "module_path"', settings["module_path"])
     adapter = outside.construct(
         config.where, module, settings["class_name"], settings["adapter_params"], settings["config_class_name"]
     )

@@ -63,7 +63,7 @@ class RawBlockAdapter:
         self._index: SlotIndex | None = None  # once recovered
         self._tasks: list[asyncio.Task[None]] = []
 
-    def overhead_bytes(self, upcoming: Sequence[ObjectKey] = ()) -> int:
+    def overhead_bytes(self) -> int:
         return 0
 
     def status(self) -> dict[str, int]:

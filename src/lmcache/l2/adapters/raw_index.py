@@ -26,11 +26,14 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Spaces:
-    """Namespaces as the small integers of the native index. Those of them that have a number are on the device, too."""
+    """Namespaces as the small integers of the native index. Those of them that have a number are on the device, too.
+
+    Both are given to others once a namespace has no objects: then no page that was given to the table names them, and a
+    page that does goes to the device later."""
 
     def __init__(self, core: _native.RawIndex, namespace_pages: int) -> None:
         self._core = core
-        self.names: list[Namespace] = []  # by id
+        self.names: dict[int, Namespace] = {}  # by id
         self._ids: dict[Namespace, int] = {}
         self._number_of: dict[int, int] = {}  # by id
         self._by_number = array("I", [UNNAMED]) * namespace_pages
@@ -45,23 +48,28 @@ class Spaces:
         return self._number_of_id(namespace, UNNAMED)
 
     def _number_of_id(self, namespace: Namespace, number: int) -> int:
-        if namespace not in self._ids:
-            self._ids[namespace] = self._core.intern(namespace.digest, number)
-            self._number_of[self._ids[namespace]] = number
-            self.names.append(namespace)
-        return self._ids[namespace]
+        space = self._ids.get(namespace)
+        if space is None:
+            space = self._ids[namespace] = self._core.intern(namespace.digest, number)
+            self._number_of[space] = number
+            self.names[space] = namespace
+        return space
 
     def by_number(self) -> memoryview:
         return memoryview(self._by_number)
 
-    def keep(self, used: set[int]) -> None:
-        """Numbers of namespaces without objects are free again."""
-        for number, space in enumerate(self._by_number):
-            if space not in used:
-                self._free.append(number)
-                if self._number_of.get(space) == number:
-                    del self._ids[self.names[space]]
+    def recovered(self) -> None:
+        """All objects are there."""
+        self._forget_unused()
+        self._free = [number for number, space in enumerate(self._by_number) if space not in self.names]
         self._free.reverse()
+
+    def _forget_unused(self) -> None:
+        for space in memoryview(self._core.take_unused_spaces()).cast("I"):
+            del self._ids[self.names.pop(space)]
+            number = self._number_of.pop(space)
+            if number != UNNAMED:
+                self._free.append(number)
 
     def pack(self, keys: Sequence[ObjectKey]) -> tuple[memoryview, bytes]:
         """For the native index. Of keys whose namespace is unknown nothing is there."""
@@ -74,6 +82,7 @@ class Spaces:
 
     def enter(self, keys: Iterable[ObjectKey]) -> list[tuple[int, Namespace]]:
         """They are going to be stored: what has to go to the device before, as far as there are numbers left."""
+        self._forget_unused()
         new: list[tuple[int, Namespace]] = []
         last = None
         for namespace, _ in keys:

@@ -67,8 +67,7 @@ def finish(recovered: Recovered) -> None:
     """After what slot headers told. Blocks; for a thread."""
     recovered.core.finish_recovery(GENERATION_GAP)
     recovered.youngest_first = memoryview(recovered.core.youngest_first()).cast("I")
-    packed_spaces, _, _ = recovered.core.describe(recovered.youngest_first)
-    recovered.spaces.keep(set(memoryview(packed_spaces).cast("I")))
+    recovered.spaces.recovered()
 
 
 def _read_pages(device: RawDevice, offset: int, count: int, page_bytes: int) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.errors import ConfigError, ResourceError
@@ -12,7 +13,7 @@ from lmcache.l2.adapters import raw_device
 from lmcache.l2.adapters.raw_device import Claim, RawDevice
 from lmcache.l2.adapters.raw_format import Geometry, Superblock
 from lmcache.l2.config import AdapterConfig
-from lmcache.l2.keys import Key, choice, number, switch, text, whole
+from lmcache.l2.keys import LOOKUPS_READ_NOTHING, Key, choice, number, switch, text, whole, without_effect
 
 
 def _magic(value: object) -> str:
@@ -44,6 +45,20 @@ KEYS = (
     Key("num_load_workers", whole(1, 1024), 4),
     Key("reformat", switch, False),
 )
+
+
+def idle_keys(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Keys that have no effect under these settings, and why."""
+    found = {"num_lookup_workers": LOOKUPS_READ_NOTHING}
+    if settings["io_engine"] == "io_uring":
+        why = "with io_uring one thread keeps iouring_queue_depth transfers under way"
+        found |= {"num_store_workers": why, "num_load_workers": why}
+    else:
+        found["iouring_queue_depth"] = 'it belongs to "io_engine" "io_uring"'
+    if not settings["meta_enable_periodic"]:
+        why = "without meta_enable_periodic the table is brought up to date when the server ends"
+        found |= {"meta_checkpoint_interval_sec": why, "meta_idle_quiet_ms": why}
+    return found
 
 
 def plan(config: AdapterConfig) -> Geometry:
@@ -82,7 +97,8 @@ def check(config: AdapterConfig) -> list[str]:
             claim = _claim(config, geometry, device)
     except OSError as error:
         raise unusable(config, error) from None
-    return [sentence for sentence in (note, claim.note) if sentence]
+    idle = without_effect(config.where, config.settings, KEYS, idle_keys(config.settings))
+    return [sentence for sentence in (note, claim.note) if sentence] + idle
 
 
 def open_and_claim(config: AdapterConfig, geometry: Geometry) -> tuple[RawDevice, Claim, int]:

@@ -97,6 +97,10 @@ class FakeBlockPool:
     def __init__(self, blocks: int) -> None:
         self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0) for i in range(blocks)]
         self.null_block = self.blocks[0]
+        self.num_gpu_blocks = blocks
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.blocks) - 1 - len(self.pinned())
 
     def touch(self, blocks: Any) -> None:
         for block in blocks:

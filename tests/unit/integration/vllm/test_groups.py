@@ -21,7 +21,8 @@ def config(**changes: Any) -> Any:
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "cache_config": SimpleNamespace(calculate_kv_scales=False),
         "speculative_config": None,
-        "model_config": SimpleNamespace(enable_sleep_mode=False),
+        "model_config": SimpleNamespace(enable_sleep_mode=False, model="/", revision=None, hf_config=None),
+        "load_config": SimpleNamespace(load_format="auto"),
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -113,6 +114,12 @@ def test_what_cannot_be_proved_is_refused_with_a_sentence(one: Any, words: str) 
     [
         ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, {}, "decode_context_parallel_size"),
         ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, {}, "prefill_context_parallel_size"),
+        (
+            {"parallel_config": SimpleNamespace(distributed_executor_backend="external_launcher", world_size=2)},
+            {},
+            "external_launcher",
+        ),
+        ({"load_config": SimpleNamespace(load_format="tensorizer")}, {}, "load_format tensorizer"),
         ({"cache_config": SimpleNamespace(calculate_kv_scales=True)}, {}, "calculate_kv_scales"),
         ({"model_config": SimpleNamespace(enable_sleep_mode=True)}, {}, "Sleep mode"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, {}, "Speculation by 'eagle'"),

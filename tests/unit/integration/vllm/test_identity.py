@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from lmcache.integration.vllm.identity import engine_identity, is_cacheable, names_media, request_identity
+from lmcache.integration.vllm.identity import (
+    engine_identity,
+    is_cacheable,
+    model_identity,
+    names_media,
+    request_identity,
+)
 
 
 def engine(folder: Path, *, isa: str = "amx", dtype: str = "auto", version: str = "0.32.0", **model: Any) -> str:
@@ -21,8 +27,13 @@ def engine(folder: Path, *, isa: str = "amx", dtype: str = "auto", version: str 
         "model": str(folder),
         "max_model_len": 4096,
     }
-    config = SimpleNamespace(model_config=SimpleNamespace(**{**values, **model}), speculative_config=None)
-    return engine_identity(config, version, {"layer0": layer}, ("layer0",))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**{**values, **model}),
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
+        parallel_config=SimpleNamespace(),
+        speculative_config=None,
+    )
+    return engine_identity(model_identity(config), version, {"layer0": layer}, ("layer0",))
 
 
 def test_the_instruction_set_that_packs_blocks_and_their_type_are_part_of_the_layout(tmp_path: Path) -> None:
@@ -78,23 +89,18 @@ def test_media_that_the_engine_only_counts_are_not_cached(cache_gb: float, prefi
     assert is_cacheable(with_image, media_have_names=named) is named
 
 
-def lora(folder: Path, number: int, **fields: Any) -> Any:
-    return SimpleNamespace(lora_name="style", lora_path=str(folder), lora_int_id=number, **fields)
-
-
-def test_adapters_are_told_apart_by_name_path_and_content(tmp_path: Path) -> None:
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(b"one" * 1000)
-
-    def identity(adapter: Any) -> bytes:
-        return request_identity(SimpleNamespace(lora_request=adapter))
-
-    assert identity(None) == b""
-    first = identity(lora(tmp_path, 1))
-    assert identity(lora(tmp_path / "elsewhere", 2)) != first
-    weights.write_bytes(b"two" * 1000)
-    assert identity(lora(tmp_path, 1)) == first  # what the engine has loaded
-    again = identity(lora(tmp_path, 3))  # unloaded and loaded anew
-    assert again != first
-    weights.write_bytes(b"six" * 1000)
-    assert identity(lora(tmp_path, 3, load_inplace=True)) not in (first, again)
+def test_a_request_is_told_apart_by_adapter_its_content_and_the_generation_of_the_weights() -> None:
+    plain = SimpleNamespace(lora_request=None)
+    assert request_identity(plain) == b""
+    style = SimpleNamespace(lora_request=SimpleNamespace(lora_name="style", lora_path="/style"))
+    moved = SimpleNamespace(lora_request=SimpleNamespace(lora_name="style", lora_path="/elsewhere"))
+    names = [
+        request_identity(plain),
+        request_identity(plain, generation=b"1"),
+        request_identity(plain, generation=b"2"),
+        request_identity(style, "content"),
+        request_identity(style, "other"),
+        request_identity(style, "content", b"1"),
+        request_identity(moved, "content"),
+    ]
+    assert len(set(names)) == len(names)

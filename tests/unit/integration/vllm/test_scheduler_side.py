@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -558,10 +559,11 @@ def test_without_a_block_for_the_state_attention_is_not_loaded_either() -> None:
     assert load.boot_token == b""  # no worker knows such a server, so all of them report that the load failed
 
 
-def test_media_and_adapters_enter_the_question() -> None:
+def test_media_and_adapters_enter_the_question(tmp_path: Path) -> None:
     engine = Engine()
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
     image = SimpleNamespace(identifier="image-1", mm_position=SimpleNamespace(offset=200, length=100))
-    lora = SimpleNamespace(lora_name="l", lora_path="/p", lora_int_id=1)
+    lora = SimpleNamespace(lora_name="l", lora_path=str(tmp_path), lora_int_id=1)
     engine.side.on_new_request(request("a", 600, mm_features=[image], lora_request=lora))
     engine.side.on_new_request(request("b", 600, mm_features=[image]))
     moved = SimpleNamespace(identifier="image-1", mm_position=SimpleNamespace(offset=201, length=100))

@@ -1,19 +1,27 @@
 import pytest
 
+from lmcache.core import limits
 from lmcache.core.chunking import ChunkHasher
 from lmcache.errors import RemoteError
 from lmcache.protocol.messages import Append
 from lmcache.protocol.tokens import pack_tokens
-from lmcache.service import session
-from lmcache.service.session import TokenChain
+from lmcache.service.token_chain import TokenChain
 
 HASHER = ChunkHasher("blake3", 4)
 TOKENS = list(range(100, 119))  # four full chunks and three more
 
 
+def extend(chain, first_token, tokens, extras):
+    """The first chunk whose hash is new."""
+    growth = chain.plan(first_token, tokens, extras)
+    chain.grow(growth)
+    assert (chain.chunks, chain.tokens, chain.size_bytes) == (growth.chunks, growth.tokens, growth.size_bytes)
+    return growth.first_chunk
+
+
 def chain_of(tokens, identity=b""):
     chain = TokenChain(HASHER, "", identity)
-    chain.extend(0, pack_tokens(tokens), [])
+    extend(chain, 0, pack_tokens(tokens), [])
     return chain
 
 
@@ -27,7 +35,7 @@ def test_tokens_may_come_in_any_pieces(cuts):
     position = 0
     for count in cuts:
         chunks_before = chain.chunks
-        assert chain.extend(position, pack_tokens(TOKENS[position : position + count]), []) == chunks_before
+        assert extend(chain, position, pack_tokens(TOKENS[position : position + count]), []) == chunks_before
         position += count
     assert (chain.tokens, chain.chunks) == (19, 4)
     assert bytes(chain.hashes) == whole(TOKENS, b"lora")
@@ -37,7 +45,7 @@ def test_tokens_may_come_in_any_pieces(cuts):
 def test_going_back_replaces_what_was_behind(back_to):
     chain = chain_of(TOKENS)
     later = [7, 7, 7, 7, 7, 7]
-    first_chunk = chain.extend(back_to, pack_tokens(later), [])
+    first_chunk = extend(chain, back_to, pack_tokens(later), [])
     assert first_chunk == back_to // 4
     assert bytes(chain.hashes) == whole(TOKENS[:back_to] + later)
     assert chain.tokens == back_to + 6
@@ -47,7 +55,7 @@ def test_going_back_replaces_what_was_behind(back_to):
 def test_a_position_that_cannot_be_continued_is_refused(position):
     chain = chain_of(TOKENS)
     with pytest.raises(RemoteError) as refusal:
-        chain.extend(position, pack_tokens([1]), [])
+        extend(chain, position, pack_tokens([1]), [])
     assert refusal.value.code == "unknown_session"
     assert bytes(chain.hashes) == whole(TOKENS)
     assert chain.tokens == 19
@@ -56,8 +64,8 @@ def test_a_position_that_cannot_be_continued_is_refused(position):
 def test_identity_and_extras_change_the_hashes_from_their_chunk_on():
     image = bytes(range(32))
     chain = TokenChain(HASHER, "", b"")
-    chain.extend(0, pack_tokens(TOKENS[:6]), [(1, image)])
-    chain.extend(6, pack_tokens(TOKENS[6:]), [])
+    extend(chain, 0, pack_tokens(TOKENS[:6]), [(1, image)])
+    extend(chain, 6, pack_tokens(TOKENS[6:]), [])
     assert bytes(chain.hashes) == whole(TOKENS, extras={1: image})
     assert chain.hashes[:32] == whole(TOKENS)[:32]
     assert chain.hashes[32:64] != whole(TOKENS)[32:64]
@@ -67,49 +75,49 @@ def test_identity_and_extras_change_the_hashes_from_their_chunk_on():
 def test_an_extra_may_be_repeated_but_not_come_late_or_change():
     image = bytes(range(32))
     chain = TokenChain(HASHER, "", b"")
-    chain.extend(0, pack_tokens(TOKENS[:10]), [(1, image)])
-    chain.extend(10, b"", [(1, image)])
+    extend(chain, 0, pack_tokens(TOKENS[:10]), [(1, image)])
+    extend(chain, 10, b"", [(1, image)])
     for late in [(0, image), (1, bytes(32))]:
         with pytest.raises(RemoteError, match="hashed without this extra"):
-            chain.extend(10, b"", [late])
+            extend(chain, 10, b"", [late])
 
 
 def test_the_extra_of_a_chunk_that_is_cut_short_stays():
     image = bytes(range(32))
     chain = TokenChain(HASHER, "", b"")
-    chain.extend(0, pack_tokens(TOKENS[:6]), [(1, image), (4, image)])
-    chain.extend(5, pack_tokens(TOKENS[5:]), [])
+    extend(chain, 0, pack_tokens(TOKENS[:6]), [(1, image), (4, image)])
+    extend(chain, 5, pack_tokens(TOKENS[5:]), [])
     assert bytes(chain.hashes) == whole(TOKENS, extras={1: image})
-    chain.extend(4, pack_tokens(TOKENS[4:]), [])
+    extend(chain, 4, pack_tokens(TOKENS[4:]), [])
     assert bytes(chain.hashes) == whole(TOKENS)
 
 
 @pytest.mark.parametrize("extra", [(-1, bytes(32)), (0, bytes(31)), (0, b"")])
 def test_a_wrong_extra_is_refused(extra):
     with pytest.raises(RemoteError) as refusal:
-        TokenChain(HASHER, "", b"").extend(0, b"", [extra])
+        extend(TokenChain(HASHER, "", b""), 0, b"", [extra])
     assert refusal.value.code == "bad_request"
 
 
 def test_half_a_token_is_refused():
     with pytest.raises(RemoteError, match="not whole uint32"):
-        TokenChain(HASHER, "", b"").extend(0, b"12345", [])
+        extend(TokenChain(HASHER, "", b""), 0, b"12345", [])
 
 
 def test_limits(monkeypatch):
-    monkeypatch.setattr(session, "MAX_TOKENS_PER_SESSION", 20)
-    monkeypatch.setattr(session, "MAX_EXTRAS_PER_SESSION", 2)
+    monkeypatch.setattr(limits, "MAX_TOKENS_PER_SESSION", 20)
+    monkeypatch.setattr(limits, "MAX_EXTRAS_PER_SESSION", 2)
     chain = chain_of(TOKENS)
-    chain.extend(19, pack_tokens([1]), [])
+    extend(chain, 19, pack_tokens([1]), [])
     for position in (20, 2**40):
         with pytest.raises(RemoteError) as refusal:
-            chain.extend(position, pack_tokens([1]), [])
+            extend(chain, position, pack_tokens([1]), [])
         assert refusal.value.code == "too_large"
     with pytest.raises(RemoteError) as refusal:
-        chain.extend(20, b"", [(9, bytes(32)), (10, bytes(32)), (11, bytes(32))])
+        extend(chain, 20, b"", [(9, bytes(32)), (10, bytes(32)), (11, bytes(32))])
     assert refusal.value.code == "too_many"
     with pytest.raises(RemoteError) as refusal:
-        TokenChain(HASHER, "", bytes(session.MAX_IDENTITY_BYTES + 1))
+        TokenChain(HASHER, "", bytes(limits.MAX_IDENTITY_BYTES + 1))
     assert refusal.value.code == "too_large"
 
 

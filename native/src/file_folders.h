@@ -1,0 +1,60 @@
+// The folders above the files of a file adapter (docs/formats/files.md): made for the first file, removed after the
+// last one, by any number of servers at once.
+#pragma once
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+
+namespace lmcache::file_folders {
+
+// Prompts can be reconstructed from KV: never readable by everybody, by the group only if the umask allows it.
+inline constexpr mode_t kFolderMode = 0770;
+
+// How often folders are made for a file. Each failure takes another server that removes them within microseconds.
+inline constexpr int kFolderAttempts = 64;
+
+// Of a path without a trailing slash; empty at the root.
+inline std::string folder_of(const std::string& path) {
+    const std::size_t end = path.rfind('/');
+    return end == std::string::npos ? std::string() : path.substr(0, end);
+}
+
+inline bool is_gone(int error) { return error == ENOENT || error == ESTALE; }
+
+// The two folders above a file: its namespace and its fan-out. What lies above them must exist: when the base folder is
+// gone (unmounted, removed), writing must fail and not fill another disk.
+inline int make_parents(const std::string& path) {
+    const std::string parent = folder_of(path);
+    if (parent.empty()) return ENOENT;
+    if (::mkdir(parent.c_str(), kFolderMode) == 0 || errno == EEXIST) return 0;
+    if (!is_gone(errno)) return errno;
+    const std::string grandparent = folder_of(parent);
+    if (grandparent.empty()) return ENOENT;
+    if (::mkdir(grandparent.c_str(), kFolderMode) != 0 && errno != EEXIST) return errno;
+    // Gone again: somebody removed the namespace's folder, which was empty. The caller sees it, and tries once more.
+    return ::mkdir(parent.c_str(), kFolderMode) == 0 || errno == EEXIST || is_gone(errno) ? 0 : errno;
+}
+
+// Runs `act`, which puts a file at the path and returns an errno. Where folders are missing they are made first; a
+// server that shares the base may remove them, empty as they are, until there is something in them.
+template <typename Act>
+int in_folder_of(const std::string& path, const Act& act) {
+    int error = act();
+    for (int attempt = 0; is_gone(error) && attempt < kFolderAttempts; ++attempt) {
+        if (const int refusal = make_parents(path); refusal != 0) return refusal;
+        error = act();
+    }
+    return error;
+}
+
+// Removes a folder in which there is nothing, and the one above it if that leaves nothing there either. An errno.
+inline int remove_empty(const std::string& path) {
+    if (::rmdir(path.c_str()) != 0 && !is_gone(errno)) return errno;
+    (void)::rmdir(folder_of(path).c_str());
+    return 0;
+}
+
+}  // namespace lmcache::file_folders

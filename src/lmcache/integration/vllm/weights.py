@@ -1,0 +1,162 @@
+"""What an engine's weights are, as far as it can be known from outside: the folder or the commit that they came from.
+
+Weights that are replaced in a running engine are the scheduler side's matter (`SchedulerSide.reset`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lmcache.errors import LayoutRefused
+
+# Formats of which every loader reads files of the model's folder as they are. Which of them it picks depends on the
+# format, so that is part of the identity.
+_FOLDER_FORMATS = (
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt"),
+    *("sharded_state", "runai_streamer", "runai_streamer_sharded"),
+)
+_MADE_UP_FORMAT = "dummy"
+_OTHER_REPOSITORIES = ("audio_model_id", "text_model_id")  # parts of a model that vLLM loads from elsewhere, unpinned
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_COMMIT = re.compile("[0-9a-f]{40}")
+_PAGE_BYTES = 4096
+_PAGES = 8192  # of one model
+_LEAST_PAGES_PER_FILE = 16
+_STRIDE_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 100 << 20
+
+
+def refuse_unknown_weights(vllm_config: Any) -> None:
+    """LayoutRefused where two engines that look alike may have other weights."""
+    _refuse_source(vllm_config.model_config, vllm_config.load_config)
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method == "draft_model":
+        draft = speculative.draft_model_config
+        _refuse_source(draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config)
+
+
+def _refuse_source(model: Any, load: Any) -> None:
+    load_format, source = load.load_format, _source(model)
+    if load_format == _MADE_UP_FORMAT:
+        if model.quantization is not None:
+            raise LayoutRefused("Made-up weights (load_format dummy) of a quantized model are not the same twice.")
+        return
+    if load_format not in _FOLDER_FORMATS:
+        raise LayoutRefused(
+            f"Weights of load_format {load_format} come from outside the model's folder or are cached beside it, so it "
+            "is not known which they are; load them from a folder, with load_format auto."
+        )
+    for name in _OTHER_REPOSITORIES:
+        if getattr(model.hf_config, name, None):
+            raise LayoutRefused(f"This model loads weights of another repository ({name}), which may change.")
+    if not Path(source).is_dir() and not _commit(model):
+        raise LayoutRefused(
+            f"It is not known which weights {source} has: it is neither a local folder nor a commit of the Hugging "
+            "Face hub; download it to a folder."
+        )
+
+
+def weights_identity(vllm_config: Any) -> dict[str, Any]:
+    """Where the weights come from and a sample of them; of all engines that may share KV the same."""
+    model = vllm_config.model_config
+    settings = _of_model(model, vllm_config.load_config, vllm_config.parallel_config)
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method == "draft_model":
+        load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        draft = _of_model(speculative.draft_model_config, load, vllm_config.parallel_config)
+        settings["draft"] = [str(speculative.model), draft]
+    return settings
+
+
+def _of_model(model: Any, load: Any, parallel: Any) -> dict[str, Any]:
+    settings = {"format": load.load_format, "commit": _commit(model)}
+    if load.load_format == _MADE_UP_FORMAT:
+        # Each tensor of each worker is drawn by itself, on its device.
+        settings["workers"] = [str(getattr(parallel, name, 1)) for name in _WORKER_SETTINGS]
+        settings["device"] = _device_name()
+        return settings
+    extra = load.model_loader_extra_config
+    settings["pattern"] = extra.get("pattern") if isinstance(extra, dict) else None
+    folder = Path(_source(model))
+    settings["sample"] = weights_sample(folder) if folder.is_dir() else ""
+    return settings
+
+
+_WORKER_SETTINGS = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"),
+    "enable_eplb",
+)
+
+
+def _device_name() -> str:
+    import torch
+
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
+
+
+def _source(model: Any) -> str:
+    """`model_weights`: the bucket or folder of the weights, where the model's own folder has the rest only."""
+    return str(getattr(model, "model_weights", "") or model.model)
+
+
+def _commit(model: Any) -> str:
+    """Of the hub; empty when it is not known, or for a folder."""
+    revision = model.revision
+    resolved = getattr(revision, "resolved", None) or revision or ""
+    if _COMMIT.fullmatch(str(resolved)):
+        return str(resolved)
+    config_elsewhere = getattr(model, "hf_config_path", None) not in (None, "", model.model)
+    return "" if config_elsewhere else str(getattr(model.hf_config, "_commit_hash", None) or "")
+
+
+def weights_sample(folder: Path) -> str:
+    """Of all weight files of a model, those of subfolders too."""
+    return files_sample(
+        path for pattern in _WEIGHT_FILES for path in (*folder.glob(pattern), *folder.glob("*/" + pattern))
+    )
+
+
+def files_sample(paths: Iterable[Path]) -> str:
+    """Names, sizes and a page of every tensor: notices weights that were replaced in place, also if only some were."""
+    digest = hashlib.sha256()
+    files = sorted(paths)
+    pages = max(_LEAST_PAGES_PER_FILE, _PAGES // max(1, len(files)))
+    for path in files:
+        with path.open("rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {size_bytes}".encode())
+            for offset in _sampled_offsets(file, path, size_bytes, pages):
+                file.seek(offset)
+                digest.update(file.read(_PAGE_BYTES))
+    return digest.hexdigest()
+
+
+def _sampled_offsets(file: BinaryIO, path: Path, size_bytes: int, pages: int) -> Iterator[int]:
+    count = min(pages, max(_LEAST_PAGES_PER_FILE, size_bytes // _STRIDE_BYTES))
+    yield from (size_bytes * page // count for page in range(count))
+    if path.suffix == ".safetensors":
+        tensors = _tensors(file, size_bytes)
+        step = -(-len(tensors) // pages) if tensors else 1
+        # Not where a tensor begins: the first rows of an embedding are those of tokens that training seldom sees.
+        yield from (max(start, (start + end - _PAGE_BYTES) // 2) for start, end in tensors[::step])
+
+
+def _tensors(file: BinaryIO, size_bytes: int) -> list[tuple[int, int]]:
+    """Where each tensor lies in a safetensors file; none when it is not one."""
+    file.seek(0)
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if not 2 <= header_bytes <= min(size_bytes - 8, _MAX_HEADER_BYTES):
+        return []
+    try:
+        header = json.loads(file.read(header_bytes))
+        offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        places = sorted((8 + header_bytes + int(start), 8 + header_bytes + int(end)) for start, end in offsets)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+    return [(start, end) for start, end in places if start < end <= size_bytes]

@@ -1,0 +1,156 @@
+"""The tokens of one request, hashed once as they grow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from lmcache.core import limits
+from lmcache.core.chunking import ChunkHasher
+from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.errors import RemoteError
+from lmcache.protocol.messages import ErrorCode
+from lmcache.protocol.tokens import TOKEN_BYTES
+from lmcache.service.extras import Extras
+
+_NO_EXTRAS = Extras()
+
+
+class TokenMessage(Protocol):
+    """What Lookup and Append have in common."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def cache_salt(self) -> str: ...
+    @property
+    def first_token(self) -> int: ...
+    @property
+    def tokens(self) -> bytes: ...
+    @property
+    def identity(self) -> bytes: ...
+    @property
+    def extras(self) -> list[tuple[int, bytes]]: ...
+
+
+class Growth(NamedTuple):
+    """What a chain will be. Good for as long as the chain does not change."""
+
+    first_chunk: int  # the chunks before are kept
+    new_chunks: int
+    tokens: int  # of the whole chain
+    unhashed: bytes  # tokens behind the kept chunks
+    extras: Extras
+    size_bytes: int  # of the whole chain
+
+    @property
+    def chunks(self) -> int:
+        return self.first_chunk + self.new_chunks
+
+
+class TokenChain:
+    """Invariant: `hashes` has one hash for each full chunk of the tokens seen, `_tail` the tokens behind the last one.
+
+    Tokens of full chunks are not kept. A message is judged by `plan`, which changes nothing, and taken in by `grow`."""
+
+    __slots__ = ("_extras", "_hasher", "_root", "_tail", "cache_salt", "hashes", "identity")
+
+    def __init__(self, hasher: ChunkHasher, cache_salt: str, identity: bytes) -> None:
+        if len(identity) > limits.MAX_IDENTITY_BYTES:
+            raise RemoteError(ErrorCode.TOO_LARGE, f"An identity has at most {limits.MAX_IDENTITY_BYTES} bytes.")
+        self.cache_salt = cache_salt
+        self.identity = identity
+        self.hashes = b""
+        self._hasher = hasher
+        self._root = hasher.root(identity)
+        self._tail = b""
+        self._extras = _NO_EXTRAS
+
+    @property
+    def chunks(self) -> int:
+        return len(self.hashes) // CHUNK_HASH_BYTES
+
+    @property
+    def tokens(self) -> int:
+        return self.chunks * self._hasher.chunk_tokens + len(self._tail) // TOKEN_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes(self.chunks, len(self._tail), self._extras)
+
+    def continues(self, message: TokenMessage) -> bool:
+        """False when the message starts the request anew. RemoteError when it fits neither way."""
+        if message.first_token == 0:
+            return False
+        if (message.cache_salt, message.identity) != (self.cache_salt, self.identity):
+            raise RemoteError(
+                ErrorCode.BAD_REQUEST, "Cache salt and identity of a session cannot change; send its tokens from 0."
+            )
+        return True
+
+    def plan(self, first_token: int, tokens: bytes, extras: list[tuple[int, bytes]]) -> Growth:
+        """The chain with tokens from position `first_token` on, replacing what is there; or RemoteError."""
+        if len(tokens) % TOKEN_BYTES:
+            raise RemoteError(ErrorCode.BAD_REQUEST, f"{len(tokens)} bytes of tokens are not whole uint32 values.")
+        count = first_token + len(tokens) // TOKEN_BYTES
+        if count > limits.MAX_TOKENS_PER_SESSION:
+            raise RemoteError(ErrorCode.TOO_LARGE, f"A session has at most {limits.MAX_TOKENS_PER_SESSION} tokens.")
+        first_chunk, kept_tail, extra_chunks = self._kept(first_token)
+        unhashed = kept_tail + tokens if kept_tail else tokens
+        new_chunks, tail_bytes = divmod(len(unhashed), self._hasher.chunk_tokens * TOKEN_BYTES)
+        all_extras = self._with_extras(first_chunk, extra_chunks, extras)
+        size_bytes = self._size_bytes(first_chunk + new_chunks, tail_bytes, all_extras)
+        return Growth(first_chunk, new_chunks, count, unhashed, all_extras, size_bytes)
+
+    def grow(self, growth: Growth) -> None:
+        hashes = self.hashes[: growth.first_chunk * CHUNK_HASH_BYTES]
+        hashed_bytes = growth.new_chunks * self._hasher.chunk_tokens * TOKEN_BYTES
+        if growth.new_chunks:
+            extras = growth.extras.between(growth.first_chunk, growth.chunks)
+            parent = hashes[-CHUNK_HASH_BYTES:] or self._root
+            hashes += self._hasher.extend(parent, memoryview(growth.unhashed)[:hashed_bytes], extras)
+        self.hashes, self._tail, self._extras = hashes, growth.unhashed[hashed_bytes:], growth.extras
+
+    def _kept(self, first_token: int) -> tuple[int, bytes, int]:
+        """What stays before that position: full chunks, the tokens behind them, and of how many chunks the extras."""
+        tokens = self.tokens
+        if first_token == tokens:
+            return self.chunks, self._tail, limits.MAX_TOKENS_PER_SESSION
+        chunk, into_chunk = divmod(first_token, self._hasher.chunk_tokens)
+        if not 0 <= first_token < tokens or (into_chunk and chunk != self.chunks):
+            raise RemoteError(
+                ErrorCode.UNKNOWN_SESSION,
+                f"The session has {tokens} tokens and cannot go on from {first_token}; send its tokens from 0.",
+            )
+        if not into_chunk:
+            return chunk, b"", chunk
+        return (
+            chunk,
+            self._tail[: into_chunk * TOKEN_BYTES],
+            chunk + 1,
+        )  # what the chunk contains may lie in its kept part
+
+    def _with_extras(self, hashed: int, kept_chunks: int, extras: list[tuple[int, bytes]]) -> Extras:
+        """`hashed`: chunks whose extras cannot change any more."""
+        kept = self._extras.between(0, kept_chunks)
+        if not extras:
+            return self._extras if len(kept) == len(self._extras) else Extras(kept)
+        for chunk, extra in extras:
+            if not 0 <= chunk < limits.MAX_TOKENS_PER_SESSION or len(extra) != CHUNK_HASH_BYTES:
+                raise RemoteError(
+                    ErrorCode.BAD_REQUEST,
+                    f"The extra of chunk {chunk} has {len(extra)} bytes; the chunk must be from 0 to "
+                    f"{limits.MAX_TOKENS_PER_SESSION - 1}, and its extra {CHUNK_HASH_BYTES} bytes.",
+                )
+            if chunk < hashed and kept.get(chunk) != extra:
+                raise RemoteError(
+                    ErrorCode.BAD_REQUEST,
+                    f"Chunk {chunk} was hashed without this extra; send the session's tokens from 0.",
+                )
+            kept[chunk] = extra
+        if len(kept) > limits.MAX_EXTRAS_PER_SESSION:
+            raise RemoteError(ErrorCode.TOO_MANY, f"A session has at most {limits.MAX_EXTRAS_PER_SESSION} extras.")
+        return Extras(kept)
+
+    def _size_bytes(self, chunks: int, tail_bytes: int, extras: Extras) -> int:
+        names = len(self.cache_salt.encode()) + len(self.identity)
+        return names + chunks * CHUNK_HASH_BYTES + tail_bytes + extras.size_bytes

@@ -1,0 +1,107 @@
+"""What ends a server from outside: SIGTERM, SIGINT (Ctrl-C) and SIGHUP (its terminal was closed).
+
+Nothing is done in a signal handler: it would run inside whatever the main thread is doing, and must take no lock that
+is held there. The interpreter writes each signal's number into a pipe, and a thread of its own acts on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger("lmcache.server")
+
+STOP_SECONDS = 20.0  # from the first signal to the end of the process, whatever hangs
+EXIT_OVERDUE = 1
+_LAST_WORD_SECONDS = 0.5
+
+
+class StopAsked(Exception):
+    """Ends a start that is under way."""
+
+
+class StopSignals:
+    """Takes the signals from its construction until `close`, both on the main thread.
+
+    The first one sets `asked`. A second one, or STOP_SECONDS without an end, ends the process at once.
+    """
+
+    def __init__(self, stop_seconds: float = STOP_SECONDS) -> None:
+        self.asked = threading.Event()
+        self._stop_seconds = stop_seconds
+        self._before_forced_end: list[Callable[[], object]] = []
+        self._numbers = {signal.SIGTERM, signal.SIGINT}
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            self._numbers.add(signal.SIGHUP)
+        self._closed = False
+        self._reading, self._writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._writing, False)
+        threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
+        self._former_fd = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._former = {number: signal.signal(number, _nothing) for number in self._numbers}
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def close(self) -> None:
+        """Leaves the signals to whoever had them before."""
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._former_fd)
+        self._closed = True
+        os.close(self._writing)
+
+    def before_forced_end(self, action: Callable[[], object]) -> None:
+        """`action` runs on another thread, must end soon, and must wait for no lock without a deadline."""
+        self._before_forced_end.append(action)
+
+    def go_on(self) -> None:
+        """StopAsked once a signal has come."""
+        if self.asked.is_set():
+            raise StopAsked
+
+    def _watch(self) -> None:
+        self._next(None)
+        if not self._closed:
+            self.asked.set()
+        again = self._next(self._stop_seconds)
+        if self._closed:
+            os.close(self._reading)
+            return
+        for action in self._before_forced_end:
+            with contextlib.suppress(Exception):  # the process ends, whatever it is
+                action()
+        if again:
+            os._exit(128 + again)
+        # Said by another thread, as whatever hangs may hang inside a log handler.
+        sentence = "The server did not end within %.0f s of being told to; it ends now, whatever it is doing"
+        threading.Thread(target=log.error, args=(sentence, self._stop_seconds), daemon=True).start()
+        self._next(_LAST_WORD_SECONDS)
+        os._exit(EXIT_OVERDUE)
+
+    def _next(self, seconds: float | None) -> int:
+        """The number of the next signal, 0 when none came in time or after `close`."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._reading], [], [], left)[0]:
+                return 0
+            read = os.read(self._reading, 1)
+            if not read or read[0] in self._numbers:
+                return read[0] if read else 0
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the pipe is the parent's, and so are the signals of the parent."""
+        if self._closed:
+            return
+        signal.set_wakeup_fd(-1)
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -1,0 +1,50 @@
+"""Verifies frames in L1 on threads of its own, for the storage loop."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from lmcache import _native
+from lmcache.core.key import ObjectKey
+
+
+class Verifier:
+    """Belongs to the storage loop."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="verify")
+        self._running: set[asyncio.Future[list[str]]] = set()
+
+    async def faults(
+        self, keys: Sequence[ObjectKey], frames: Sequence[memoryview], release: Callable[[], None] = lambda: None
+    ) -> list[str]:
+        """Why each frame is not the whole frame of its key, "" where it is. `release` is called once, when no thread
+        looks at the frames any more: with this call, or after it where it is cancelled."""
+        running = asyncio.get_running_loop().run_in_executor(
+            self._threads,
+            _native.frame_verify_many,
+            array("Q", [_native.buffer_address(frame) for frame in frames]).tobytes(),
+            array("Q", [frame.nbytes for frame in frames]).tobytes(),
+            b"".join(key.namespace.digest for key in keys),
+            b"".join(key.chunk_hash for key in keys),
+        )
+        self._running.add(running)
+
+        def ended(running: asyncio.Future[list[str]]) -> None:
+            self._running.discard(running)
+            release()
+
+        running.add_done_callback(ended)
+        return await asyncio.shield(running)
+
+    async def drain(self, seconds: float) -> bool:
+        """False when a thread is still at it."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=max(0.0, seconds))
+        return not self._running
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,122 @@
+"""The server's end of one connection."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import deque
+
+from lmcache.transport.bulk import Bulk
+from lmcache.transport.timers import Timer
+from lmcache.transport.zmtp import GREETING, RECEIVE_BYTES, Message, MessageReader, frame_head
+
+_MAX_PIECES = 64  # of one system call
+_JOINED_BYTES = 32 * 1024  # smaller answers are copied into one piece
+
+
+class Peer:
+    """Nothing here waits. OSError: the connection has ended."""
+
+    __slots__ = (
+        "_sock",
+        "_unsent",
+        "closed",
+        "deferred",
+        "events",
+        "fd",
+        "handshake_timer",
+        "has_turn",
+        "held_back",
+        "name",
+        "reader",
+        "unsent_bytes",
+    )
+
+    def __init__(self, sock: socket.socket, name: str, message_bytes: int) -> None:
+        self._sock = sock
+        self._unsent: deque[tuple[memoryview, Bulk | None]] = deque()
+        self.fd = sock.fileno()
+        self.name = name
+        self.closed = False
+        self.events = select.EPOLLIN  # what it is watched for
+        self.has_turn = False  # of the message loop, soon
+        self.held_back = False  # messages that may be there, until it has taken answers
+        self.handshake_timer: Timer | None = None
+        self.reader = MessageReader(message_bytes)
+        self.deferred = 0  # calls that wait for an answer
+        self.unsent_bytes = 0
+        self._queue(GREETING)
+
+    def receive(self) -> bool:
+        """Takes what has arrived, or some of it. False: the peer has closed the connection."""
+        room = self.reader.body_room
+        if room is None:
+            data = self._sock.recv(RECEIVE_BYTES)
+            if data:
+                self.reader.feed(data)
+            return bool(data)
+        count = self._sock.recv_into(room)
+        room.release()
+        if count:
+            self.reader.body_received(count)
+        return bool(count)
+
+    def next_message(self) -> Message | None:
+        """As MessageReader.next; what the protocol itself answers is queued."""
+        message = self.reader.next()
+        if self.reader.replies:
+            for reply in self.reader.replies:
+                self._queue(reply)
+            self.reader.replies.clear()
+        return message
+
+    def queue_answer(self, call_id: bytes, status: bytes, payload: bytes | Bulk) -> None:
+        bulk = payload if isinstance(payload, Bulk) else None
+        content = payload.payload if isinstance(payload, Bulk) else payload
+        head = b"".join(
+            (
+                frame_head(len(call_id), more=True),
+                call_id,
+                frame_head(len(status), more=True),
+                status,
+                frame_head(len(content), more=False),
+            )
+        )
+        if len(content) <= _JOINED_BYTES and bulk is None:
+            self._queue(head + content)
+        else:
+            self._queue(head)
+            self._queue(content, bulk)
+
+    def flush(self) -> None:
+        """Sends what the network takes."""
+        unsent = self._unsent
+        while unsent:
+            pieces = [piece for piece, _ in (unsent[index] for index in range(min(len(unsent), _MAX_PIECES)))]
+            try:
+                count = self._sock.send(pieces[0]) if len(pieces) == 1 else self._sock.sendmsg(pieces)
+            except BlockingIOError:
+                return
+            self.unsent_bytes -= count
+            while count:
+                piece, bulk = unsent.popleft()
+                if count < len(piece):
+                    unsent.appendleft((piece[count:], bulk))
+                    break
+                count -= len(piece)
+                if bulk is not None:
+                    bulk.sent = True
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.closed = True
+        for _, bulk in self._unsent:
+            if bulk is not None:
+                bulk.sent = True
+        self._unsent.clear()
+        self.unsent_bytes = 0
+        self._sock.close()
+
+    def _queue(self, content: bytes | bytearray, bulk: Bulk | None = None) -> None:
+        self._unsent.append((memoryview(content), bulk))
+        self.unsent_bytes += len(content)

@@ -1,0 +1,96 @@
+"""Weights that are replaced under a running engine: KV that was computed with others is never served."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache.testing.processes import CacheServer
+from lmcache.testing.tiny_models import make_llama, sample_tokens
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+PROMPT_TOKENS = 1100
+CHUNKED_TOKENS = 1024
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+}
+LOCAL: list[Any] = ["reset", {}]
+WITH_CONNECTOR: list[Any] = ["reset", {"reset_connector": True}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
+    with CacheServer(tmp_path_factory.mktemp("server"), l1_size_gb=0.1) as server:
+        server.wait_ready()
+        yield server
+
+
+def run_engine(
+    model: Path, server: CacheServer, calls: list[list[Any]], *, ranks: int = 1, load_format: str = "auto"
+) -> list[Any]:
+    options = {"tensor_parallel_size": ranks, "load_format": load_format}
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks)) if ranks > 1 else "0-1"}
+    command = [sys.executable, str(Path(__file__).with_name("in_process_engine.py")), str(model), str(server.port)]
+    done = subprocess.run(
+        [*command, json.dumps(calls), json.dumps(options)],
+        env={**os.environ, **ENVIRONMENT, **binding},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert results, done.stdout[-2000:] + done.stderr[-3000:]
+    return list(json.loads(results[0].removeprefix("RESULTS ")))
+
+
+def test_kv_of_former_weights_is_neither_served_nor_found_under_the_new_name(
+    llama: Path, tmp_path_factory: pytest.TempPathFactory, server: CacheServer
+) -> None:
+    other = make_llama(tmp_path_factory.mktemp("other-weights") / "llama", seed=1)
+    ask = ["ask", sample_tokens(PROMPT_TOKENS, seed=5), 8]
+    reload = ["rpc", "reload_weights", {"weights_path": str(other)}]
+    calls = [ask, LOCAL, ask, reload, WITH_CONNECTOR, ask, LOCAL, ask, WITH_CONNECTOR, ask]
+    cold, emptied, warm, _, reset, new, emptied_again, new_warm, reset_again, new_again = run_engine(
+        llama, server, calls
+    )
+    assert (emptied, reset, emptied_again, reset_again) == (True, True, True, True)
+    assert cold[1] == 0
+    assert warm == [cold[0], CHUNKED_TOKENS]
+    assert new[0] != cold[0]
+    assert new[1] == 0
+    assert new_warm == [new[0], CHUNKED_TOKENS]
+    assert new_again == [new[0], 0]
+    # Engines that start with the one or the other weights find what such an engine stored, or nothing.
+    assert run_engine(llama, server, [ask]) == [[cold[0], CHUNKED_TOKENS]]
+    assert run_engine(other, server, [ask]) == [[new[0], 0]]
+
+
+def test_made_up_weights_do_not_find_the_kv_of_those_in_the_folder(llama: Path, server: CacheServer) -> None:
+    ask = ["ask", sample_tokens(PROMPT_TOKENS, seed=70), 8]
+    (real,) = run_engine(llama, server, [ask])
+    made_up, emptied, again = run_engine(llama, server, [ask, LOCAL, ask], load_format="dummy")
+    assert made_up[0] != real[0]
+    assert made_up[1] == 0
+    assert (emptied, again) == (True, [made_up[0], CHUNKED_TOKENS])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_without_a_loop_resets_its_caches_while_stores_are_under_way(
+    llama: Path, server: CacheServer, ranks: int
+) -> None:
+    """Its last request ends with the step that orders the store, and no step follows to report the end of it."""
+    asks = [["ask", sample_tokens(PROMPT_TOKENS, seed=seed), 1] for seed in range(60, 64)]
+    preempting: list[Any] = ["reset", {"reset_running_requests": True, "reset_connector": True}]
+    calls = [asks[0], LOCAL, asks[1], WITH_CONNECTOR, asks[2], preempting, asks[3], LOCAL]
+    assert run_engine(llama, server, calls, ranks=ranks)[1::2] == [True] * 4

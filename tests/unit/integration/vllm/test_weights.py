@@ -1,0 +1,168 @@
+"""Which weights an engine has: the same identity only for the same weights, and a sentence where they are not known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+
+from lmcache.errors import LayoutRefused
+from lmcache.integration.vllm.weights import refuse_unknown_weights, weights_identity
+
+COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+KNOWN = {
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "dummy"),
+    *("sharded_state", "runai_streamer", "runai_streamer_sharded"),
+}
+
+
+def config(model: str, load_format: str = "auto", *, parallel: Mapping[str, Any] = {}, **fields: Any) -> Any:
+    extra = fields.pop("extra", {})
+    values = {"model": model, "revision": None, "quantization": None, "hf_config": SimpleNamespace(), **fields}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**values),
+        load_config=SimpleNamespace(load_format=load_format, model_loader_extra_config=extra),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, **parallel),
+        speculative_config=None,
+    )
+
+
+def identity(folder: Path, *arguments: Any, **fields: Any) -> str:
+    named = config(str(folder), *arguments, **fields)
+    refuse_unknown_weights(named)
+    return json.dumps(weights_identity(named))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, bytes]) -> None:
+    header, offset = {}, 0
+    for name, content in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [offset, offset + len(content)]}
+        offset += len(content)
+    encoded = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + b"".join(tensors.values()))
+
+
+def test_every_load_format_of_vllm_is_either_known_or_refused_with_its_name(tmp_path: Path) -> None:
+    loader = pytest.importorskip("vllm.model_executor.model_loader")
+    formats = set(get_args(loader.LoadFormats)) | {"a_plugin_of_somebody"}
+    assert formats >= KNOWN
+    for load_format in sorted(formats):
+        if load_format in KNOWN:
+            refuse_unknown_weights(config(str(tmp_path), load_format))
+        else:
+            with pytest.raises(LayoutRefused, match=f"load_format {load_format} "):
+                refuse_unknown_weights(config(str(tmp_path), load_format))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"model": "/tmp/cached", "model_weights": "s3://bucket/model", "load_format": "runai_streamer"},
+            "s3://bucket",
+        ),
+        ({"model": "team/model"}, "team/model"),
+        ({"model": "team/model", "revision": "main"}, "team/model"),
+        ({"model": "/models/model.gguf"}, "model.gguf"),
+        (
+            {
+                "model": "team/model",
+                "hf_config": SimpleNamespace(_commit_hash=COMMIT),
+                "hf_config_path": "team/other-configuration",
+            },
+            "team/model",
+        ),
+        ({"load_format": "dummy", "model": "/", "quantization": "awq"}, "Made-up weights"),
+        ({"model": "/", "hf_config": SimpleNamespace(audio_model_id="team/audio")}, "audio_model_id"),
+    ],
+)
+def test_weights_that_are_not_known_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LayoutRefused, match=reason):
+        refuse_unknown_weights(config(**changes))
+
+
+def test_a_draft_whose_weights_are_not_known_is_refused_too(tmp_path: Path) -> None:
+    both = config(str(tmp_path))
+    draft = config("team/draft").model_config
+    both.speculative_config = SimpleNamespace(method="draft_model", model="team/draft", draft_model_config=draft)
+    with pytest.raises(LayoutRefused, match="team/draft"):
+        refuse_unknown_weights(both)
+    draft.hf_config._commit_hash = COMMIT
+    refuse_unknown_weights(both)
+    assert "draft" in weights_identity(both)
+
+
+def test_a_commit_of_the_hub_names_the_weights() -> None:
+    names = [
+        json.dumps(weights_identity(config("team/model", **fields)))
+        for fields in (
+            {"revision": COMMIT},
+            {"revision": "f" * 40},
+            {"hf_config": SimpleNamespace(_commit_hash="e" * 40)},
+        )
+    ]
+    assert len(set(names)) == 3
+    assert (
+        json.dumps(weights_identity(config("team/model", hf_config=SimpleNamespace(_commit_hash=COMMIT)))) == names[0]
+    )
+
+
+def test_made_up_weights_are_not_those_of_the_folder_nor_of_another_number_of_workers(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(60_000))
+    names = {
+        identity(tmp_path),
+        identity(tmp_path, "dummy"),
+        identity(tmp_path, "dummy", parallel={"enable_expert_parallel": True}),
+    }
+    assert len(names) == 3
+    assert identity(tmp_path, "dummy") in names
+
+
+def test_shards_are_not_taken_for_the_whole_weights_beside_them(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model-rank-0-part-0.safetensors"):
+        (tmp_path / name).write_bytes(bytes(60_000))
+    pattern = {"pattern": "other-{rank}-{part}.safetensors"}
+    names = {
+        identity(tmp_path),
+        identity(tmp_path, "sharded_state"),
+        identity(tmp_path, "sharded_state", extra=pattern),
+    }
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "pytorch_model.bin", "consolidated.pt", "transformer/m.safetensors"]
+)
+def test_weights_that_were_replaced_in_place_are_others(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(bytes(3 << 20))
+    before = identity(tmp_path)
+    assert identity(tmp_path) == before
+    path.write_bytes(b"1" * (3 << 20))
+    assert identity(tmp_path) != before
+
+
+def test_one_tensor_of_many_that_was_trained_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {f"layer{index}": bytes(20_000) for index in range(300)}
+    write_tensors(path, tensors)
+    before = identity(tmp_path)
+    for changed in ("layer0", "layer151", "layer299"):
+        write_tensors(path, {**tensors, changed: b"1" * 20_000})
+        assert identity(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"\x02", (1 << 40).to_bytes(8, "little"), (7).to_bytes(8, "little") + b"[1,2,3]"]
+)
+def test_a_file_that_is_no_safetensors_is_sampled_by_its_bytes(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header + bytes(10_000))
+    before = identity(tmp_path)
+    path.write_bytes(header + b"1" * 10_000)
+    assert identity(tmp_path) != before

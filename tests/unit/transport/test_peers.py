@@ -1,0 +1,189 @@
+"""What clients can make the server hold, and for how long, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from lmcache.errors import RemoteError
+from lmcache.telemetry.metrics import Metrics
+from lmcache.transport import peers
+from lmcache.transport.server import RpcServer
+from polling import until
+from unit.transport.support import Oddities, Text, connected, echo, serving
+
+GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL" + bytes(48)
+READY = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
+KIB = 1024
+
+
+@contextlib.contextmanager
+def raw_connection(server: RpcServer, beginning: bytes = GREETING + READY) -> Iterator[socket.socket]:
+    port = int(server.endpoint.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10.0) as raw:
+        raw.sendall(beginning)
+        yield raw
+
+
+def call(method: bytes, text: str, number: int = 1) -> bytes:
+    payload = msgspec.msgpack.encode([text])
+    return b"\1\x08" + struct.pack("<Q", number) + bytes([1, len(method)]) + method + long_frame(payload)
+
+
+def long_frame(payload: bytes) -> bytes:
+    return b"\2" + struct.pack(">Q", len(payload)) + payload
+
+
+def hung_up(raw: socket.socket) -> bool:
+    """Reads until the server has closed the connection; False if it does not within the socket's timeout."""
+    try:
+        while raw.recv(1 << 16):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def counted(metrics: Metrics, code: str) -> float:
+    return metrics.registry.get_sample_value("lmcache_mp_protocol_errors_total", {"code": code}) or 0.0
+
+
+def test_the_oldest_unfinished_message_goes_when_all_are_too_large():
+    metrics = Metrics()
+    with (
+        serving(Oddities(), metrics, unfinished_bytes=300 * KIB) as server,
+        connected(server) as honest,
+        raw_connection(server) as first,
+        raw_connection(server) as second,
+    ):
+        first.sendall(call(b"echo", "x" * 200 * KIB)[: 150 * KIB])
+        assert echo(honest, "a") == "a"
+        second.sendall(call(b"echo", "y" * 200 * KIB)[: 190 * KIB])
+        assert hung_up(first)
+        assert echo(honest, "z" * 200 * KIB) == "z" * 200 * KIB  # what honest clients make is younger
+        assert counted(metrics, "closed") >= 1
+
+
+def test_a_slow_message_arrives_whole():
+    text = "x" * 200 * KIB
+    with serving(Oddities(), unfinished_bytes=300 * KIB) as server, raw_connection(server) as raw:
+        message = call(b"echo", text)
+        for start in range(0, len(message), 7 * KIB):
+            raw.sendall(message[start : start + 7 * KIB])
+        raw.settimeout(10.0)
+        got = b""
+        while text.encode() not in got:
+            got += raw.recv(1 << 16)
+
+
+def test_connections_are_limited():
+    metrics = Metrics()
+    with serving(Oddities(), metrics, connections=2) as server, connected(server) as honest:
+        with raw_connection(server), raw_connection(server, b"") as beyond:
+            assert hung_up(beyond)
+            assert echo(honest, "served") == "served"
+            assert counted(metrics, "refused") >= 1
+        until(lambda: answers(server))
+
+
+def answers(server: RpcServer) -> bool:
+    with contextlib.suppress(OSError), raw_connection(server, GREETING + READY + call(b"echo", "x")) as raw:
+        raw.settimeout(0.2)
+        got = b""
+        while b"ok" not in got:
+            data = raw.recv(1 << 16)
+            if not data:
+                return False
+            got += data
+        return True
+    return False
+
+
+def test_a_handshake_that_does_not_come_ends_the_connection(monkeypatch):
+    monkeypatch.setattr(peers, "_HANDSHAKE_SECONDS", 0.05)
+    with serving(Oddities()) as server, connected(server) as honest:
+        for beginning in (b"", GREETING[:5], GREETING, GREETING + READY[:9]):
+            with raw_connection(server, beginning) as raw:
+                assert hung_up(raw)
+        with raw_connection(server) as established:
+            established.settimeout(0.3)
+            assert not hung_up(established)
+        assert echo(honest, "still here") == "still here"
+
+
+def test_who_takes_no_answers_is_not_listened_to_and_goes_on_when_it_takes_them(monkeypatch):
+    """It does not lose the connection: it only waits for itself."""
+    monkeypatch.setattr(peers, "_ENOUGH_UNSENT_BYTES", 64 * KIB)
+    calls, answer_bytes = 60, 1 << 20
+    with serving(Oddities()) as server, connected(server) as honest, raw_connection(server) as raw:
+        raw.sendall(
+            b"".join(call(b"write_much", str(answer_bytes), number) for number in range(calls))
+        )  # arrive at once
+        assert echo(honest, "beside it") == "beside it"
+        taken = 0
+        while taken < calls * answer_bytes:
+            data = raw.recv(1 << 20)
+            assert data
+            taken += len(data)
+
+
+def test_answers_that_nobody_takes_end_the_connection():
+    metrics, oddities = Metrics(), Oddities()
+    with (
+        serving(oddities, metrics, unsent_bytes_per_connection=20 << 20) as server,
+        connected(server) as honest,
+        raw_connection(server) as raw,
+    ):
+        for number in range(40):
+            raw.sendall(call(b"later", "", number))
+        until(lambda: len(oddities.deferred) == 40)
+        for deferred in oddities.deferred:
+            deferred.answer(Text("x" * (1 << 20)))
+        until(lambda: counted(metrics, "closed") == 1)
+        assert echo(honest, "served") == "served"
+
+
+def test_all_answers_that_nobody_takes_are_limited_together():
+    metrics, oddities = Metrics(), Oddities()
+    with (
+        serving(oddities, metrics, unsent_bytes=30 << 20) as server,
+        connected(server) as honest,
+        raw_connection(server) as first,
+        raw_connection(server) as second,
+    ):
+        for raw in (first, second):
+            before = len(oddities.deferred)
+            for number in range(25):
+                raw.sendall(call(b"later", "", number))
+            until(lambda before=before: len(oddities.deferred) == before + 25)
+            for deferred in oddities.deferred[before:]:
+                deferred.answer(Text("x" * (1 << 20)))
+            assert echo(honest, "served") == "served"
+        until(lambda: counted(metrics, "closed") == 1)
+        assert hung_up(first)
+
+
+def test_deferred_calls_of_one_connection_are_limited():
+    """A call beyond the limit is refused before it begins: nothing goes on for which nobody waits."""
+    oddities = Oddities()
+    with (
+        serving(oddities, deferred_calls_per_connection=2) as server,
+        connected(server) as greedy,
+        connected(server) as other,
+    ):
+        calls = [greedy.submit("later", Text(), Text, 20.0) for _ in range(3)]
+        with pytest.raises(RemoteError) as refusal:
+            calls[2].result()
+        assert refusal.value.code == "too_many"
+        assert len(oddities.deferred) == 2
+        assert echo(greedy, "at once") == "at once"
+        beside = other.submit("later", Text(), Text, 20.0)
+        until(lambda: len(oddities.deferred) == 3)
+        assert not beside.done()
