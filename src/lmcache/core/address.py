@@ -12,14 +12,14 @@ _IPC = "ipc"
 
 
 def listening_host(host: str) -> str:
-    """`host` is what --host takes: a host name or an address, which is returned, or ipc:// and a path, in canonical
-    form. `localhost` means the loopback interface, never more. ConfigError names the rule that it breaks."""
+    """`host` is what --host takes: a host name or an address, or ipc:// and a path. In canonical form. ConfigError names
+    the rule that it breaks."""
     scheme, rest = _scheme(host)
     if scheme == _IPC:
         return f"ipc://{_socket_path(f'--host {host}', rest)}"
     if scheme != "tcp" or not rest or "/" in rest or any(letter.isspace() for letter in rest):
         raise ConfigError(f"--host must be a host name, an address, or ipc:// and a path, got {host!r}.")
-    return LOOPBACK if rest == "localhost" else rest
+    return rest
 
 
 def connect_endpoint(url: str, port: int | None = None) -> str:

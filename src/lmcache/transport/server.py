@@ -8,7 +8,6 @@ hold, of messages that are not whole and of answers that it does not take, is li
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import os

@@ -7,10 +7,10 @@ from lmcache.errors import ConfigError
 @pytest.mark.parametrize(
     ("host", "address"),
     [
-        ("localhost", "127.0.0.1"),
+        ("localhost", "localhost"),
         ("0.0.0.0", "0.0.0.0"),
         ("::1", "::1"),
-        ("tcp://localhost", "127.0.0.1"),
+        ("tcp://localhost", "localhost"),
         ("ipc:///run/lmcache.sock", "ipc:///run/lmcache.sock"),
     ],
 )
