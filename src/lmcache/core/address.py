@@ -12,7 +12,7 @@ _IPC = "ipc"
 
 
 def listening_host(host: str) -> str:
-    """`host` is what --host takes: a host name or an address, or ipc:// and a path. In canonical form. ConfigError names
+    """`host` is what --host takes, in canonical form: a host name or an address, or ipc:// and a path. ConfigError names
     the rule that it breaks."""
     scheme, rest = _scheme(host)
     if scheme == _IPC:
