@@ -12,8 +12,8 @@ _IPC = "ipc"
 
 
 def listening_host(host: str) -> str:
-    """`host` is what --host takes, in canonical form: a host name or an address, or ipc:// and a path. ConfigError names
-    the rule that it breaks."""
+    """`host` is what --host takes, in canonical form: a host name or an address, or ipc:// and a path. ConfigError
+    names the rule that it breaks."""
     scheme, rest = _scheme(host)
     if scheme == _IPC:
         return f"ipc://{_socket_path(f'--host {host}', rest)}"
