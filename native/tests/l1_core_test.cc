@@ -218,10 +218,10 @@ void everything_in_use_is_a_refusal() {
 // A long call that lets others in does not get its lock back from the one that closes.
 void closing_ends_a_long_call() {
     Core shared(1 << 16);
-    const std::vector<std::uint32_t> name_space{shared.namespaces[0]};
+    const std::vector<Digest> name_space{shared.namespaces[0]};
     const std::vector<std::uint64_t> size{kUnit};
     for (std::uint64_t prompt = 0; prompt < 60'000 / 1'000; ++prompt) {
-        const Reserved reserved = shared.core.reserve(1, name_space, size, make_hashes(prompt, 0, 1'000), 10.0);
+        const Reserved reserved = shared.core.reserve(1, name_space, "", size, make_hashes(prompt, 0, 1'000), 10.0);
         shared.core.commit(reserved.reservation, {}, {});
     }
     bool refused = false;
