@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache.clock import Clock, SystemClock
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
-from lmcache.integration.vllm.adapters import Adapters
+from lmcache.integration.vllm.adapters import Adapter, Adapters
 from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN, States, blocks_to_store, group_load, restores_states
 from lmcache.integration.vllm.costs import Costs, Stopwatch, Tier
 from lmcache.integration.vllm.decoded import DecodedChunks, lost_tokens, take_tokens
@@ -55,6 +55,7 @@ class _Request:
     question: Question
     request: Any  # vLLM's
     prompt_tokens: int
+    adapter: Adapter | None = None  # that the question's identity names
     stored_chunks: int = 0  # stored, being stored, or not to be stored
     chunks_in_l1: int = 0  # of the hit that is being loaded
     hit_chunks: int = 0
@@ -143,27 +144,35 @@ class SchedulerSide:
         short = hello is not None and len(prompt) < hello.chunk_tokens
         if short and self._decoded is None:
             return
-        identity = self._identity(request)
-        if identity is None:
+        adapter = self._adapter(request)
+        if request.lora_request is not None and adapter is None:
             return
         question = Question(
             request.request_id,
             salt,
-            identity,
+            self._identity(request, adapter),
             pack_tokens(prompt),
             tuple(request.mm_features),
         )
-        state = self._requests[request.request_id] = _Request(question, request, len(prompt))
+        state = self._requests[request.request_id] = _Request(question, request, len(prompt), adapter)
         if self._decoded is not None:
             self._storing[request.request_id] = state
         if not short:
             self._ask(state)
 
-    def _identity(self, request: Any) -> bytes | None:
-        """None: not known."""
+    def _adapter(self, request: Any) -> Adapter | None:
+        """None: the request has none, or it is not known which."""
         lora = request.lora_request
-        content = self._adapters.content(lora) if lora is not None else ""
-        return request_identity(request, content, self._generation) if content is not None else None
+        return self._adapters.named(lora) if lora is not None else None
+
+    def _identity(self, request: Any, adapter: Adapter | None) -> bytes:
+        content = adapter.content if adapter is not None else None
+        return request_identity(request, content or "", self._generation)
+
+    def _computed_as_named(self, state: _Request) -> bool:
+        """Whether the engine had what the request was named by, as far as its adapter goes."""
+        lora = state.request.lora_request
+        return lora is None or (state.adapter is not None and self._adapters.unchanged(lora, state.adapter))
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `computed_tokens` that will be loaded, asynchronously); (None, False): not known yet."""
@@ -377,9 +386,6 @@ class SchedulerSide:
             self._decoded.learn(question, state.request, min(computed_tokens, known_tokens))
         if not question.hashes or question.hello is None or question.hello is not self._client.hello:
             return None
-        lora = state.request.lora_request
-        if lora is not None and not self._adapters.unchanged(lora):
-            return None
         chunk_tokens = question.hello.chunk_tokens
         first = state.stored_chunks
         end = min(computed_tokens, known_tokens) // chunk_tokens
@@ -389,7 +395,7 @@ class SchedulerSide:
             end = first + self._pins.room((end - first) * blocks_per_chunk) // blocks_per_chunk
         if self._decoded is None and end >= known_tokens // chunk_tokens:
             del self._storing[request_id]
-        if end <= first:
+        if end <= first or not self._computed_as_named(state):
             return None
         state.stored_chunks = end
         null = self._pins.null_block_id
@@ -463,10 +469,8 @@ class SchedulerSide:
     def _keep_tail(self, decoded: DecodedChunks, state: _Request, block_ids: Sequence[Sequence[int]]) -> None:
         """The last token was sampled from the KV of those before it and has none of its own."""
         request, hello = state.request, self._client.hello
-        if request.lora_request is not None and not self._adapters.unchanged(request.lora_request):
-            return
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        if hello is None or tokens // hello.chunk_tokens <= state.stored_chunks:
+        if hello is None or tokens // hello.chunk_tokens <= state.stored_chunks or not self._computed_as_named(state):
             return
         groups = [
             (hello.chunk_tokens // group.block_tokens, ids) for group, ids in zip(self._groups, block_ids, strict=True)
@@ -504,8 +508,12 @@ class SchedulerSide:
         self._generation = self._random_bytes(_GENERATION_BYTES)
         for request_id, state in self._requests.items():
             self._makers.ends(request_id)
-            identity = self._identity(state.request)
-            state.question = self._asker.renamed(state.question, identity or self._random_bytes(_GENERATION_BYTES))
+            state.adapter = self._adapter(state.request)
+            is_known = state.request.lora_request is None or state.adapter is not None
+            identity = (
+                self._identity(state.request, state.adapter) if is_known else self._random_bytes(_GENERATION_BYTES)
+            )
+            state.question = self._asker.renamed(state.question, identity)
             state.stored_chunks = 0
         if not self._pins.pool_is_empty:
             log.warning(

@@ -214,3 +214,31 @@ def test_what_an_adapter_computed_after_its_files_were_changed_is_not_stored(tmp
     engine.side.on_new_request(request("b", 600, lora_request=lora))
     first, second = engine.client.messages("lookup")
     assert first.identity != second.identity
+
+
+def test_what_an_adapter_computes_after_another_one_took_its_number_is_not_stored(tmp_path: Path) -> None:
+    engine = engine_of()
+    (tmp_path / "later").mkdir()
+    lora, later = adapter(tmp_path), adapter(tmp_path / "later", load_inplace=True)
+    engine.side.on_new_request(one := request("a", 600, num_computed_tokens=0, lora_request=lora))
+    engine.settle(answer(0, 600))
+    assert engine.side.matched_tokens(one, 0) == (0, False)
+    engine.tables["a"] = (list(range(1, 6)),)
+    engine.side.after_allocation(one, engine.tables["a"], 0)
+    (store,) = engine.side.step_orders(step(new=[("a", 0, 300)])).stores
+    assert len(store.hashes) == 32
+    engine.side.on_new_request(request("b", 600, lora_request=later))
+    assert not engine.side.step_orders(step(running=[("a", 300, 300)])).stores
+
+
+def test_a_request_named_by_what_an_adapter_was_stays_unstored_when_another_names_it_anew(tmp_path: Path) -> None:
+    engine = engine_of()
+    lora = adapter(tmp_path, load_inplace=True)
+    engine.side.on_new_request(one := request("a", 600, lora_request=lora))
+    engine.settle(answer(0, 600))
+    assert engine.side.matched_tokens(one, 0) == (0, False)
+    engine.tables["a"] = (list(range(1, 6)),)
+    engine.side.after_allocation(one, engine.tables["a"], 0)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"other")
+    engine.side.on_new_request(request("b", 600, lora_request=lora))
+    assert not engine.side.step_orders(step(new=[("a", 0, 600)])).stores
