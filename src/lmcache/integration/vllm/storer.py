@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache import _native
+from lmcache.clock import Clock, SystemClock
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import LMCacheError, ResourceError, ServerUnavailable
 from lmcache.integration.vllm.attachment import AnyAttachment, TransferJob
@@ -51,8 +53,10 @@ class Storer:
         identity: WorkerIdentity,
         attachment: Callable[[], AnyAttachment | None],
         register_again: Callable[[], None],
+        clock: Clock | None = None,
     ) -> None:
         """`register_again` makes the server drop whatever this worker has reserved and does not know of."""
+        self._clock = clock or SystemClock()
         self._client = client
         self._identity = identity
         self._attachment = attachment
@@ -64,6 +68,7 @@ class Storer:
         self._running = 0
         self._closing = False
         self._unsettled: list[_Unsettled] = []
+        self._settle_at = 0.0  # not before, because orders wait meanwhile
         self._thread = threading.Thread(target=self._run, name="lmcache-store", daemon=True)
         self._thread.start()
 
@@ -115,17 +120,13 @@ class Storer:
                 queued = self._orders.get(timeout=_RETRY_SECONDS if self._unsettled else None)
             except queue.Empty:
                 queued = None
-            try:
-                if queued is not None:
-                    self._store(*queued)
-                elif self._closing:
-                    return
-                else:
-                    self._settle_all()
-            except LMCacheError as error:
-                log.debug("A store was given up: %s", error)
-            except Exception:
-                log.exception("A store failed")
+            if queued is not None:
+                _guarded(functools.partial(self._store, *queued))
+            elif self._closing:
+                return
+            is_due = self._clock.monotonic() >= self._settle_at  # also where orders never cease
+            if self._unsettled and is_due and not self._closing:
+                _guarded(self._settle_all)
 
     def _store(self, order: StoreOrder, computed: _native.CudaFence | None) -> None:
         try:
@@ -150,12 +151,12 @@ class Storer:
         pending = self._client.submit("reserve", message, _LATE_SECONDS)
         nothing = bytes(len(order.blocks) * (len(order.hashes) // CHUNK_HASH_BYTES))
         if not pending.wait(RESERVE_SECONDS):
-            self._unsettled.append(_Unsettled(order.boot_token, nothing, pending=pending))
+            self._put_off(_Unsettled(order.boot_token, nothing, pending=pending))
             raise ServerUnavailable("no slots were handed out in time")
         try:
             reply = pending.result()
         except ServerUnavailable:
-            self._unsettled.append(_Unsettled(order.boot_token, nothing, pending=pending))
+            self._put_off(_Unsettled(order.boot_token, nothing, pending=pending))
             raise
         if reply.reservation == 0:
             return None
@@ -172,28 +173,43 @@ class Storer:
             written = nothing
         return _Unsettled(order.boot_token, written, reply.reservation)
 
-    def _commit(self, unsettled: _Unsettled) -> None:
+    def _commit(self, unsettled: _Unsettled) -> bool:
+        """False when it has to be told again."""
         if unsettled.boot_token != self._client.boot_token:
-            return
+            return True
         identity = self._identity
         message = Commit(identity.instance_id, identity.worker_id, unsettled.reservation, unsettled.written)
         try:
             self._client.call("commit", message, COMMIT_SECONDS)
         except ServerUnavailable:
-            self._unsettled.append(unsettled)
+            self._put_off(unsettled)
+            return False
+        return True
+
+    def _put_off(self, unsettled: _Unsettled) -> None:
+        self._unsettled.append(unsettled)
+        self._settle_at = self._clock.monotonic() + _RETRY_SECONDS
 
     def _settle_all(self) -> None:
         """Reservations whose commit or whose own answer did not come through: told again, dropped with their server."""
-        unsettled, self._unsettled = self._unsettled, []
-        for one in unsettled:
-            if one.boot_token != self._client.boot_token:
-                continue
-            if one.pending is None:
-                self._commit(one)
-            elif not one.pending.done():
-                self._unsettled.append(one)
-            else:
-                self._give_back(one.pending, one.written)
+        unsettled, self._unsettled = deque(self._unsettled), []
+        try:
+            while unsettled and self._settle_reservation(unsettled.popleft()):
+                pass
+        finally:  # where one failed the rest waits: each may take seconds, and orders wait behind them
+            self._unsettled += unsettled
+
+    def _settle_reservation(self, unsettled: _Unsettled) -> bool:
+        """False when the server did not answer."""
+        if unsettled.boot_token != self._client.boot_token:
+            return True
+        if unsettled.pending is None:
+            return self._commit(unsettled)
+        if not unsettled.pending.done():
+            self._put_off(unsettled)
+        else:
+            self._give_back(unsettled.pending, unsettled.written)
+        return True
 
     def _give_back(self, pending: Pending[ReserveReply], nothing: bytes) -> None:
         """Slots that were handed out too late."""
@@ -219,6 +235,16 @@ class Storer:
         with self._changed:
             self._settled[job] += 1
             self._changed.notify_all()
+
+
+def _guarded(action: Callable[[], None]) -> None:
+    """The root of one order, or of one look at what is unsettled."""
+    try:
+        action()
+    except LMCacheError as error:
+        log.debug("A store was given up: %s", error)
+    except Exception:
+        log.exception("A store failed")
 
 
 def _await(computed: _native.CudaFence) -> None:

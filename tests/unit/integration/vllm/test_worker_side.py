@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from array import array
 from collections import Counter
@@ -198,6 +199,30 @@ def test_a_commit_that_did_not_come_through_is_sent_again(worker: Worker) -> Non
     until(lambda: len(worker.client.messages("commit")) == 2)
     first, second = worker.client.messages("commit")
     assert first == second
+
+
+def test_a_commit_is_sent_again_also_while_orders_never_cease(worker: Worker) -> None:
+    lost = iter([ServerUnavailable("no answer")])
+    worker.client.answers["commit"] = lambda message: next(lost, CommitReply(1))
+    numbers = itertools.count(5)
+    worker.client.answers["reserve"] = lambda message: ReserveReply(next(numbers), worker.slots_given[:1].tobytes(), 0)
+
+    def committed_again() -> bool:
+        worker.store(8, [[1, 2]], hashes(10))
+        worker.ended_stores()
+        return [message.reservation for message in worker.client.messages("commit")].count(5) == 2
+
+    until(committed_again)
+
+
+def test_what_is_unsettled_stays_when_the_server_refuses_another(worker: Worker) -> None:
+    answers = {5: [ServerUnavailable("no answer"), RemoteError("bad_request", "no")], 6: [ServerUnavailable("no")]}
+    worker.client.answers["commit"] = lambda message: (answers[message.reservation] or [CommitReply(1)]).pop(0)
+    numbers = itertools.count(5)
+    worker.client.answers["reserve"] = lambda message: ReserveReply(next(numbers), worker.slots_given[:1].tobytes(), 0)
+    worker.store(1, [[1, 2]], hashes(10))
+    worker.store(2, [[1, 2]], hashes(11))
+    until(lambda: [message.reservation for message in worker.client.messages("commit")].count(6) == 2)
 
 
 def test_a_new_server_life_gets_new_memory_and_new_chunks(worker: Worker, memory: SharedMemory) -> None:
