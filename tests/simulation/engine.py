@@ -206,7 +206,7 @@ class Engine:
             SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             None,
             cache_salt=salt,
-            lora_request=LoRARequest(lora, 1, str(self._adapter(lora))) if lora else None,
+            lora_request=LoRARequest(lora, int(lora[1:]), str(self._adapter(lora))) if lora else None,
             block_hasher=self._hasher,
         )
         self.chains[name] = Chain(request)
