@@ -70,3 +70,36 @@ def test_a_second_engine_under_the_name_of_one_that_lives_is_kept_out(transfer: 
                 assert second.lookup("0", second.tokens(2)).hashes
             finally:
                 second.close()
+
+
+def test_an_engine_that_comes_back_after_another_one_took_its_name_is_kept_out():
+    """One that was cut off: over the socket its silence is all that the server knows."""
+    port = free_port()
+    with server_within(port=port):
+        socket = WantedTransfer.SOCKET
+        first, second = (SmallEngine(port, instance_id="configured", heartbeat=0.2, transfer=socket) for _ in range(2))
+        with first:
+            mine = first.tokens(1)
+            assert first.lookup("0", mine).hashes
+            first.client.heartbeat_interval_seconds = 60.0  # cut off
+
+            def taken() -> bool:
+                try:
+                    second.start()
+                except RemoteError:
+                    return False
+                return True
+
+            try:
+                until(taken)
+                others = second.tokens(2)
+                assert second.lookup("0", others).hashes
+                first.client._nudge()
+                until(lambda: first.client.owner("configured") is None)
+                rest = m.Append("configured", "0", "", len(others) // 4, others)
+                with pytest.raises(ServerUnavailable, match="another engine that lives"):
+                    first.client.call("append", rest, CALL_SECONDS)
+                first.close()
+                assert len(second.client.call("append", rest, CALL_SECONDS).hashes) == 32
+            finally:
+                second.close()

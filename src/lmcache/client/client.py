@@ -240,6 +240,8 @@ class Client:
             )
         if hello.boot_token != self.boot_token:
             self._meet(hello)
+        if self._owners:  # while this client was away, another one may have taken its name
+            self._beat(connection)
         self._register_all(connection)
 
     def _meet(self, hello: HelloReply) -> None:
@@ -336,13 +338,13 @@ class Client:
             owners = list(self._owners)
         self._set_state(ClientState.CLOSED, _CLOSED, None)
         for instance_id, worker_id in owners:
-            message = Unregister(instance_id, worker_id)
+            message = Unregister(instance_id, worker_id, self._process)
             connection.submit("unregister", message, Empty, _CLOSE_TIMEOUT_SECONDS).result()
 
     def _beat(self, connection: Connection) -> None:
         keys = list(self._owners) or [("", _SCHEDULER_SIDE)]
         for instance_id, worker_id in keys:
-            message = Ping(instance_id, worker_id)
+            message = Ping(instance_id, worker_id, self._process)
             reply = connection.submit("ping", message, PingReply, _CONTROL_TIMEOUT_SECONDS).result()
             if reply.boot_token != self.boot_token:
                 raise ServerUnavailable(f"Another server has taken the place of the one at {self.endpoint}.")

@@ -91,6 +91,7 @@ class Ping(Message):
 
     instance_id: Name = ""
     worker_id: int = -1  # -1: the scheduler side
+    process: BootToken = b""  # that registered under this name; empty: not said
 
 
 class PingReply(Message):
@@ -139,6 +140,7 @@ class RegisterReply(Message):
 class Unregister(Message):
     instance_id: Name
     worker_id: int = -1
+    process: BootToken = b""  # as in Ping
 
 
 # ---- lookup (scheduler side) -----------------------------------------------------------------------------------------

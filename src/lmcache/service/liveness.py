@@ -15,7 +15,7 @@ from lmcache.core.limits import L1_LATE_IO_SECONDS
 from lmcache.l1.adoption import STORAGE_OWNER
 from lmcache.l1.store import L1Store
 from lmcache.protocol.messages import Empty, Ping, RegisterInstance, RegisterReply, RegisterWorker, Unregister
-from lmcache.service.registry import OwnerLocks, Party, Registry
+from lmcache.service.registry import Instance, OwnerLocks, Party, Registry
 
 log = logging.getLogger("lmcache.service")
 
@@ -58,11 +58,12 @@ class LivenessService:
 
     def unregister(self, message: Unregister) -> Empty:
         instance = self._registry.instances.get(message.instance_id)
-        if instance is not None:
-            if message.worker_id == SCHEDULER_SIDE:
-                self._registry.remove_scheduler(instance, said_so=True)
-            else:
-                self._registry.remove_worker(instance, message.worker_id, said_so=True)
+        if instance is None or self._party(instance, message) is None:
+            return Empty()
+        if message.worker_id == SCHEDULER_SIDE:
+            self._registry.remove_scheduler(instance, said_so=True)
+        else:
+            self._registry.remove_worker(instance, message.worker_id, said_so=True)
         return Empty()
 
     def beat(self, message: Ping) -> bool:
@@ -70,15 +71,20 @@ class LivenessService:
         instance = self._registry.instances.get(message.instance_id)
         if instance is None:
             return False
-        scheduler_side = message.worker_id == SCHEDULER_SIDE
-        party: Party | None = instance.scheduler if scheduler_side else instance.workers.get(message.worker_id)
+        party = self._party(instance, message)
         if party is None:
             return False
         now = self._clock.monotonic()
         party.last_seen_seconds = now
-        ttl_seconds = self._lease_ttl_seconds if scheduler_side else self._reservation_ttl_seconds
+        ttl_seconds = self._lease_ttl_seconds if message.worker_id == SCHEDULER_SIDE else self._reservation_ttl_seconds
         self._l1.core.renew(party.owner, now + ttl_seconds)
         return True
+
+    def _party(self, instance: Instance, message: Ping | Unregister) -> Party | None:
+        """The sender, if it is registered: not another engine that came while the sender was away."""
+        scheduler_side = message.worker_id == SCHEDULER_SIDE
+        party: Party | None = instance.scheduler if scheduler_side else instance.workers.get(message.worker_id)
+        return party if party is not None and party.is_of(message.process) else None
 
     def sweep(self) -> None:
         """Ends what nobody renews. To be called about every SWEEP_SECONDS while there is anybody."""

@@ -39,7 +39,12 @@ class Party:
     owner: int
     last_seen_seconds: float
     heartbeat_interval_seconds: float
+    process: bytes  # of the client; empty: not said
     lock_seen: bool = field(default=False, kw_only=True)  # its process has shown that it lives
+
+    def is_of(self, process: bytes) -> bool:
+        """Whether a message that says so may come from the client that registered."""
+        return not process or not self.process or process == self.process
 
     def silent(self, now: float) -> bool:
         allowed = limits.HEARTBEAT_MISSES_BEFORE_LOST * self.heartbeat_interval_seconds
@@ -160,7 +165,7 @@ class Registry:
         instance = self.instances.get(message.instance_id)
         former = instance.scheduler if instance is not None else None
         if instance is not None and former is not None:
-            self._refuse_another(message, former, former.registration.process)
+            self._refuse_another(message, former)
             same_process_may_live = self._locks.owner_alive(former.owner)
             if former.registration == message and same_process_may_live:
                 former.last_seen_seconds = self._clock.monotonic()
@@ -178,7 +183,7 @@ class Registry:
             self._end_scheduler(instance, former)
         owner = self._l1.memory.new_owner()
         now = self._clock.monotonic()
-        instance.scheduler = Scheduler(owner, now, message.heartbeat_interval_seconds, message)
+        instance.scheduler = Scheduler(owner, now, message.heartbeat_interval_seconds, message.process, message)
         instance.tenants.clear()
         log.info(
             "Instance %s registered: model %s, %d ranks, %d object groups, %s",
@@ -204,12 +209,14 @@ class Registry:
             instance = self._new_instance(message.instance_id)
         former = instance.workers.get(message.worker_id)
         if former is not None:
-            self._refuse_another(message, former, former.registration.process)
+            self._refuse_another(message, former)
             del instance.workers[message.worker_id]
             self._end_owner(former.owner)
         owner = self._l1.memory.new_owner()
         now = self._clock.monotonic()
-        instance.workers[message.worker_id] = Worker(owner, now, message.heartbeat_interval_seconds, message)
+        instance.workers[message.worker_id] = Worker(
+            owner, now, message.heartbeat_interval_seconds, message.process, message
+        )
         instance.tenants.clear()
         log.info(
             "Worker %d of instance %s registered as rank %d, transfer mode %s",
@@ -220,9 +227,9 @@ class Registry:
         )
         return owner
 
-    def _refuse_another(self, message: RegisterInstance | RegisterWorker, former: Party, former_process: bytes) -> None:
+    def _refuse_another(self, message: RegisterInstance | RegisterWorker, former: Party) -> None:
         """Two engines under one name would take each other's sessions for their own."""
-        if not message.process or not former_process or message.process == former_process:
+        if former.is_of(message.process):
             return
         gone = former.lock_seen or former.silent(self._clock.monotonic())
         if self._locks.owner_alive(former.owner) or not gone:

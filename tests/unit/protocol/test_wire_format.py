@@ -19,14 +19,14 @@ EXAMPLES: dict[str, m.Message] = {
     "HelloReply": m.HelloReply(
         1, "0.1.0", bytes(range(16)), 256, "blake3", ["shm"], "/dev/shm/lmcache-5555", 1 << 32, 300.0, 600.0
     ),
-    "Ping": m.Ping("engine-1", 0),
+    "Ping": m.Ping("engine-1", 0, bytes(range(16))),
     "PingReply": m.PingReply(bytes(range(16)), True, False),
     "RegisterInstance": m.RegisterInstance("engine-1", "model", 2, 1, 10.0, "vllm 0.32.0", [0, 511], bytes(range(16))),
     "RegisterWorker": m.RegisterWorker(
         "engine-1", 1, 1, ["ab" * 16], [2 << 20], False, 5.0, [("bfloat16", [8, 2, 4, 128, 128])]
     ),
     "RegisterReply": m.RegisterReply(7),
-    "Unregister": m.Unregister("engine-1", -1),
+    "Unregister": m.Unregister("engine-1", -1, bytes(range(16))),
     "Lookup": m.Lookup("engine-1", "req-1", "tenant", 512, b"\1\0\0\0\2\0\0\0", b"lora", [(2, bytes(range(32)))], 1.5),
     "LookupReply": m.LookupReply(2, 1, 9, bytes(64), bytes(16), "not_stored"),
     "Release": m.Release("engine-1", 9, [1]),

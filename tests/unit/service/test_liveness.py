@@ -295,3 +295,19 @@ def test_unregistering_is_idempotent_and_ends_everything(service):
         service.liveness.unregister(m.Unregister("engine", 5))
         assert (service.stat("leases"), service.stat("reservations")) == (0, 0)
         assert service.registry.instances == {}
+
+
+@pytest.mark.parametrize("worker", [-1, 0])
+def test_an_engine_that_lost_its_name_in_silence_neither_beats_nor_leaves_for_its_successor(worker):
+    """Over the socket nothing but silence tells that an engine is gone, and one that was cut off may come back."""
+    with a_service() as service:
+        for process in (b"first", b"second"):
+            service.liveness.register_instance(m.RegisterInstance("engine", "model", 1, 1, 10.0, process=process))
+            service.liveness.register_worker(m.RegisterWorker("engine", 0, 0, [LAYOUT], [4096], process=process))
+            service.clock.advance(SILENT)
+        first, second = m.Ping("engine", worker, b"first"), m.Ping("engine", worker, b"second")
+        assert not service.liveness.beat(first)
+        service.liveness.unregister(m.Unregister("engine", worker, b"first"))
+        assert service.liveness.beat(second)
+        service.liveness.unregister(m.Unregister("engine", worker, b"second"))
+        assert not service.liveness.beat(second)
