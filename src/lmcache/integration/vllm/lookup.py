@@ -185,9 +185,19 @@ class Asker:
         """Releases the lease of the answer that is held, if any. `recomputed`: computing is expected to be faster."""
         reply, question.reply = question.reply, None
         if reply is not None and reply.lease:
-            self.release(reply.lease, recomputed=recomputed)
+            self.release(reply.lease, question.hello, recomputed=recomputed)
 
-    def release(self, lease: int, unreadable_chunks: Iterable[int] = (), *, recomputed: bool = False) -> None:
+    def release(
+        self,
+        lease: int,
+        of: HelloReply | None,
+        unreadable_chunks: Iterable[int] = (),
+        *,
+        recomputed: bool = False,
+    ) -> None:
+        """`of`: the server life that leased. The next one gives the same numbers to other leases."""
+        if of is not self.client.hello:
+            return
         self._notices.send("release", Release(self.instance_id, lease, sorted(unreadable_chunks), recomputed))
 
     def end(self, question: Question) -> None:

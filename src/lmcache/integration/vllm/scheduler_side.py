@@ -60,6 +60,7 @@ class _Request:
     chunks_in_l1: int = 0  # of the hit that is being loaded
     hit_chunks: int = 0
     loading_lease: int = 0
+    loading_from: HelloReply | None = None  # the server life of the lease
     loading_blocks: frozenset[int] = frozenset()
     loading: bool = False
     load_failed: bool = False
@@ -332,7 +333,7 @@ class SchedulerSide:
         state.loading = True
         state.load_began, state.load_tokens = self._clock.monotonic(), external_tokens
         state.hit_chunks, state.chunks_in_l1 = reply.chunks, reply.chunks_l1
-        state.loading_lease = reply.lease
+        state.loading_lease, state.loading_from = reply.lease, question.hello
         state.loading_blocks = frozenset(
             block for load in loads for block in array("q", load.blocks) if block != NOT_WRITTEN
         )
@@ -444,7 +445,7 @@ class SchedulerSide:
         state.load_failed |= failed
         if self._costs is not None and self._alone and not (state.load_failed or state.unreadable or state.finished):
             self._costs.loaded(Tier.L1, state.load_tokens, self._clock.monotonic() - state.load_began)
-        self._asker.release(state.loading_lease, state.unreadable)
+        self._asker.release(state.loading_lease, state.loading_from, state.unreadable)
         if state.unreadable:  # the server drops those; what is computed in their place is stored
             self._store_from(state, min(state.unreadable))
             state.unreadable = set()

@@ -370,6 +370,22 @@ def test_a_server_that_appears_before_scheduling_is_used() -> None:
     assert engine.side.matched_tokens(one, 0) == (512, True)
 
 
+def test_a_lease_of_a_former_server_life_is_not_given_back_to_the_next_which_numbers_alike() -> None:
+    engine = Engine()
+    for name in ("a", "b"):
+        engine.side.on_new_request(one := request(name, 600))
+        engine.settle(answer(2, 600))
+        assert engine.side.matched_tokens(one, 0) == (512, True)
+        engine.side.after_allocation(one, ([5, 6, 7, 8, 9],), 512)
+        engine.side.step_orders(step())
+        if name == "a":
+            engine.client.hello = hello(b"boot-two-boot-tw")
+    engine.side.step_ended(output(received={"a"}, report=WorkerReport(unreadable={"a": frozenset({0})})))
+    assert engine.leases_given_back() == []
+    engine.side.step_ended(output(received={"b"}))
+    assert engine.leases_given_back() == [7]
+
+
 def test_an_answer_of_a_former_server_life_is_not_used() -> None:
     engine = Engine()
     engine.side.on_new_request(one := request("a", 600))
