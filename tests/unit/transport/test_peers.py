@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import tracemalloc
 from collections.abc import Iterator
 
 import msgspec
@@ -13,6 +14,8 @@ import pytest
 from lmcache.errors import RemoteError
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import peers
+from lmcache.transport.bulk import Bulk
+from lmcache.transport.peer import Peer
 from lmcache.transport.server import RpcServer
 from polling import until
 from unit.transport.support import Oddities, Text, connected, echo, serving
@@ -187,3 +190,35 @@ def test_deferred_calls_of_one_connection_are_limited():
         beside = other.submit("later", Text(), Text, 20.0)
         until(lambda: len(oddities.deferred) == 3)
         assert not beside.done()
+
+
+def test_answers_that_wait_take_the_memory_that_is_counted():
+    """However small they are."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        peer = Peer(ours, "slow", 1 << 20)
+        tracemalloc.start()
+        try:
+            for number in range(60_000):
+                peer.queue_answer(struct.pack("<Q", number), b"ok", b"\x90" if number % 2 else Bulk(bytearray(b"x")))
+                if number % 16 == 0:
+                    peer.flush()
+            held_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peer.unsent_bytes > 500 * KIB
+        assert held_bytes < 2 * peer.unsent_bytes
+        theirs.settimeout(10.0)
+        got = b""
+        while peer.unsent_bytes:
+            got += theirs.recv(1 << 20)
+            peer.flush()
+        theirs.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                got += theirs.recv(1 << 20)
+        answers = got[len(GREETING) :]
+        assert len(answers) == 60_000 * 17
+        numbers = [struct.unpack_from("<Q", answers, at + 2)[0] for at in range(0, len(answers), 17)]
+        assert numbers == list(range(60_000))
