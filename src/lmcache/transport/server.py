@@ -30,7 +30,7 @@ from lmcache.transport.deferred import Answer, Deferred
 from lmcache.transport.peer import Peer
 from lmcache.transport.peers import Peers
 from lmcache.transport.timers import Timer, Timers
-from lmcache.transport.zmtp import Message
+from lmcache.transport.zmtp import NO_MESSAGE, Message
 
 log = logging.getLogger("lmcache.transport")
 
@@ -186,7 +186,7 @@ class RpcServer:
                 break
             if message:
                 self._receive(peer, message)
-            else:
+            elif message is not NO_MESSAGE:
                 self._trouble("dropped", f"a message that has not {wire.CALL_FRAMES} frames")
             if time.monotonic() >= until:
                 self._go_on_later(peer)
