@@ -298,4 +298,6 @@ class RpcServer:
     def _close(self) -> None:
         for deferred in list(self._deferred.values()):
             deferred.answer(RemoteError(wire.SHUTTING_DOWN, "The server is shutting down."))
+        while self._posted:  # with answers that other threads have given
+            self._guarded(self._posted.popleft())
         self._peers.close(_LINGER_SECONDS)
