@@ -83,6 +83,8 @@ class Peers:
             return None
         if events & select.EPOLLOUT:
             self.flush(peer)
+        if _deaf(peer) and events & (select.EPOLLHUP | select.EPOLLERR):  # reported as long as the peer is watched
+            self._close(peer)
         if peer.closed or peer.has_turn or _deaf(peer):
             return None
         if events & ~select.EPOLLOUT:
@@ -112,7 +114,7 @@ class Peers:
                 self._trouble("refused", f"there are {len(self._peers)} connections already")
                 sock.close()
                 continue
-            self._welcome(sock, f"{address[0]}:{address[1]}" if address else self.endpoint)
+            self._welcome(sock, self.endpoint if sock.family == socket.AF_UNIX else f"{address[0]}:{address[1]}")
 
     def _welcome(self, sock: socket.socket, name: str) -> None:
         sock.setblocking(False)

@@ -7,6 +7,7 @@ import socket
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,13 +17,23 @@ from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import peers
 from lmcache.transport.bulk import Bulk
 from lmcache.transport.peer import Peer
-from lmcache.transport.server import RpcServer
+from lmcache.transport.server import RpcLimits, RpcServer
 from polling import until
 from unit.transport.support import Oddities, Text, connected, echo, serving
 
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL" + bytes(48)
 READY = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
 KIB = 1024
+
+
+@contextlib.contextmanager
+def serving_at(path: Path, **limits: int) -> Iterator[RpcServer]:
+    server = RpcServer(f"ipc://{path}", 0, Metrics(), RpcLimits(**limits))
+    server.start(Oddities().methods())
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @contextlib.contextmanager
@@ -222,3 +233,39 @@ def test_answers_that_wait_take_the_memory_that_is_counted():
         assert len(answers) == 60_000 * 17
         numbers = [struct.unpack_from("<Q", answers, at + 2)[0] for at in range(0, len(answers), 17)]
         assert numbers == list(range(60_000))
+
+
+def test_who_takes_no_answers_and_shuts_its_socket_is_let_go(tmp_path):
+    """The kernel reports the end of a Unix socket's peer for as long as that is watched."""
+    path = tmp_path / "socket"
+    with serving_at(path, connections=1) as server, socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(10.0)
+        raw.connect(str(path))
+        raw.sendall(GREETING + READY + call(b"write_much", str(18 << 20)))
+        while len(raw.recv(4 * KIB)) < 4 * KIB:  # until the answer comes, of which most waits
+            pass
+        assert server.responsive(10.0)
+        raw.shutdown(socket.SHUT_RDWR)
+
+        def another_is_served() -> bool:
+            with socket.socket(socket.AF_UNIX) as other:
+                other.settimeout(10.0)
+                other.connect(str(path))
+                with contextlib.suppress(ConnectionError):
+                    other.sendall(GREETING + READY + call(b"echo", "x"))
+                    return bool(other.recv(1))
+                return False
+
+        until(another_is_served)
+
+
+@pytest.mark.parametrize("name", ["a", "\0", "\0ab"])
+def test_a_client_may_have_a_name_of_any_length(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.chdir(tmp_path)
+    with serving_at(tmp_path / "socket"), socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(10.0)
+        raw.bind(name)
+        raw.connect(str(tmp_path / "socket"))
+        raw.sendall(GREETING + READY)
+        assert raw.recv(1)
+    assert "fault" not in caplog.text
