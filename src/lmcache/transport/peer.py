@@ -124,6 +124,7 @@ class Peer:
         self._unsent.clear()
         self._joined = bytearray()
         self.unsent_bytes = 0
+        self.reader.close()  # calls that wait for an answer keep this object
         self._sock.close()
 
     def _join(self, content: bytes | bytearray) -> None:

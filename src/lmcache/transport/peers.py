@@ -15,7 +15,7 @@ from lmcache.transport.bulk import Bulk
 from lmcache.transport.listening import EngineListener
 from lmcache.transport.peer import Peer
 from lmcache.transport.timers import Timer
-from lmcache.transport.zmtp import Message
+from lmcache.transport.zmtp import NO_MESSAGE, Message
 
 _HANDSHAKE_SECONDS = 10.0
 _ACCEPT_PAUSE_SECONDS = 0.1  # without a free descriptor
@@ -151,6 +151,8 @@ class Peers:
             self._unfinished.set(peer, peer.reader.unfinished_bytes)
             while (oldest := self._unfinished.surplus()) is not None:
                 self._end(oldest, "too much waits for the rest of messages; this one began first")
+        elif message is not NO_MESSAGE:
+            self._unfinished.set(peer, 0)  # what follows begins now
         return message
 
     # ---- out ---------------------------------------------------------------------------------------------------------

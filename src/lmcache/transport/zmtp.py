@@ -81,6 +81,10 @@ class MessageReader:
         self._data = self._data[self._at :] + data if self._at < len(self._data) else data
         self._at = 0
 
+    def close(self) -> None:
+        """Nothing more is received: lets go what has arrived."""
+        self._data, self._at, self._body, self._frames = b"", 0, None, []
+
     @property
     def unfinished_bytes(self) -> int:
         """Memory that waits for the rest of a message, after `next` has returned None."""

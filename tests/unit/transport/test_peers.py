@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import struct
 import tracemalloc
@@ -269,3 +270,53 @@ def test_a_client_may_have_a_name_of_any_length(tmp_path, monkeypatch, caplog, n
         raw.sendall(GREETING + READY)
         assert raw.recv(1)
     assert "fault" not in caplog.text
+
+
+def test_what_a_peer_sent_goes_with_it_though_a_call_of_it_waits():
+    """A deferred call keeps its peer; what had arrived of the next message would be held, and counted by nobody."""
+    oddities = Oddities()
+    with serving(oddities) as server, connected(server) as honest:
+        before = resident_bytes()
+        for number in range(8):
+            with raw_connection(server) as raw:
+                raw.sendall(call(b"later", "") + call(b"echo", "x" * (16 << 20))[: 15 << 20])
+                until(lambda number=number: len(oddities.deferred) == number + 1)
+        assert echo(honest, "x") == "x"
+        until(lambda: resident_bytes() - before < 40 << 20)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_a_busy_peer_is_not_the_one_that_waits_longest():
+    """It is always in the midst of some message, and yet ends each."""
+    with (
+        serving(Oddities(), unfinished_bytes=500 * KIB) as server,
+        raw_connection(server) as busy,
+        raw_connection(server) as hostile,
+        raw_connection(server) as third,
+    ):
+        message = call(b"echo", "x" * 40 * KIB)
+        begun, rest = message[: 20 * KIB], message[20 * KIB :]
+        busy.sendall(begun)
+        until(lambda: unfinished(server) > 10 * KIB)
+        hostile.sendall(call(b"echo", "y" * 200 * KIB)[: 190 * KIB])
+        until(lambda: unfinished(server) > 200 * KIB)
+        busy.sendall(rest + begun)
+        taken(busy, 40 * KIB)
+        third.sendall(call(b"echo", "z" * 400 * KIB)[: 390 * KIB])
+        assert hung_up(hostile)
+        busy.sendall(rest)
+        taken(busy, 40 * KIB)
+
+
+def taken(raw: socket.socket, size_bytes: int) -> None:
+    while size_bytes > 0:
+        data = raw.recv(1 << 16)
+        assert data
+        size_bytes -= len(data)
+
+
+def unfinished(server: RpcServer) -> int:
+    return server._peers._unfinished.size_bytes
