@@ -98,7 +98,7 @@ def _open_folder(folder: Path, path: str) -> int:
 def _is_there(path: str) -> bool:
     """Whether a socket is. ResourceError when it is something else."""
     try:
-        mode = os.stat(path).st_mode
+        mode = os.lstat(path).st_mode  # a link is another file: a socket cannot be bound through it
     except FileNotFoundError:
         return False
     if not stat.S_ISSOCK(mode):
