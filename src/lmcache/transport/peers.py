@@ -12,6 +12,7 @@ from typing import Protocol
 from lmcache.errors import ProtocolError
 from lmcache.transport.backlog import Backlog
 from lmcache.transport.bulk import Bulk
+from lmcache.transport.forks import not_for_children
 from lmcache.transport.listening import EngineListener
 from lmcache.transport.peer import Peer
 from lmcache.transport.timers import Timer
@@ -122,7 +123,7 @@ class Peers:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_SECONDS)
-        peer = Peer(sock, name, self._limits.message_bytes)
+        peer = Peer(not_for_children(sock), name, self._limits.message_bytes)
         self._peers[peer.fd] = peer
         self._epoll.register(peer.fd, peer.events)
 
