@@ -160,7 +160,10 @@ class MessageReader:
     def _begin_body(self, beginning: bytes, size: int) -> None:
         if not self.established:
             raise ProtocolError("a message before the handshake")
-        self._body = bytearray(size) if size <= _FROM_HEAP_BYTES else mmap.mmap(-1, size)
+        try:
+            self._body = bytearray(size) if size <= _FROM_HEAP_BYTES else mmap.mmap(-1, size)
+        except (OSError, MemoryError):
+            raise ProtocolError(f"there is no memory for a frame of {size} bytes") from None
         self._body[: len(beginning)] = beginning
         self._filled = len(beginning)
         self._size_bytes += size

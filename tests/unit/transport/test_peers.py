@@ -289,6 +289,25 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def test_who_announces_more_than_there_is_memory_for_goes_alone(caplog):
+    metrics = Metrics()
+    begun = call(b"echo", "x" * (18 << 20))[: 70 * KIB]
+    with serving(Oddities(), metrics) as server, connected(server) as honest, contextlib.ExitStack() as many:
+        assert echo(honest, "x") == "x"
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        former = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (64 << 20), former[1]))
+        try:
+            raws = [many.enter_context(raw_connection(server, GREETING + READY + begun)) for _ in range(6)]
+            until(lambda: counted(metrics, "closed") >= 3)
+            assert echo(honest, "x") == "x"
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, former)
+        assert hung_up(raws[-1])
+    assert "fault" not in caplog.text
+    assert "no memory for a frame of" in caplog.text
+
+
 def test_a_busy_peer_is_not_the_one_that_waits_longest():
     """It is always in the midst of some message, and yet ends each."""
     with (
