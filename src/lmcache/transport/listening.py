@@ -6,11 +6,12 @@ import errno
 import socket
 
 from lmcache.core.address import LOOPBACK, listening_host, socket_path, tcp_endpoint
+from lmcache.core.limits import MAX_CONNECTIONS
 from lmcache.errors import ResourceError
 from lmcache.transport.forks import not_for_children
 from lmcache.transport.socket_path import PathListener, refuse_unusable_path
 
-_BACKLOG = 128
+_BACKLOG = MAX_CONNECTIONS  # all engines come at once, and wait here while L1 is prepared; the kernel may allow less
 _ENGINE_FLAGS = "--port or --host"
 
 

@@ -121,6 +121,16 @@ def answers(server: RpcServer) -> bool:
     return False
 
 
+def test_many_engines_wait_for_a_server_that_has_not_begun(tmp_path):
+    server = RpcServer(f"ipc://{tmp_path}/socket", 0)
+    with contextlib.ExitStack() as many:
+        many.callback(server.stop)
+        for _ in range(300):
+            raw = many.enter_context(socket.socket(socket.AF_UNIX))
+            raw.setblocking(False)
+            raw.connect(f"{tmp_path}/socket")  # BlockingIOError where too many wait
+
+
 def test_a_handshake_that_does_not_come_ends_the_connection(monkeypatch):
     monkeypatch.setattr(peers, "_HANDSHAKE_SECONDS", 0.05)
     with serving(Oddities()) as server, connected(server) as honest:
