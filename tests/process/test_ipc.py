@@ -104,11 +104,15 @@ def test_the_path_of_a_live_server_is_refused(path: Path) -> None:
             stores_and_hits(engine, 1)
 
 
-@pytest.mark.parametrize("what", ["file", "no folder", "too long", "not from the root"])
+@pytest.mark.parametrize("what", ["file", "link", "circle", "no folder", "too long", "not from the root"])
 def test_a_path_that_cannot_be_had_is_refused_in_one_sentence(path: Path, what: str) -> None:
     host, sentence, code = f"ipc://{path}", "because another file is there; choose another --host.", 1
     if what == "file":
         path.write_text("kept")
+    elif what == "link":
+        path.symlink_to("nowhere")
+    elif what == "circle":
+        path.symlink_to(path.name)
     elif what == "no folder":
         host, sentence = f"ipc://{path.parent}/missing/x", "cannot be opened (No such file or directory); create it, or"
     elif what == "too long":
@@ -121,6 +125,7 @@ def test_a_path_that_cannot_be_had_is_refused_in_one_sentence(path: Path, what: 
         assert "Traceback" not in ended.stderr
     if what == "file":
         assert path.read_text() == "kept"
+    assert path.is_symlink() == (what in ("link", "circle"))
 
 
 def test_a_socket_of_another_program_is_not_taken(path: Path) -> None:

@@ -13,7 +13,7 @@ from lmcache.errors import ConfigError
 
 _MAX_TOKEN_BYTES = 4096
 _MIN_TOKEN_CHARACTERS = 16
-_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+_FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 
 
 def read_token(path: str) -> str:
@@ -54,7 +54,7 @@ def may_read_salts(request: Request, token: str) -> bool:
     page of another site can have its own name lead here, and its reads then look local."""
     if given := _given_token(request):
         return _is_token(given, token)
-    return _from_this_host(request) and is_loopback(request.url.hostname or "")
+    return _from_this_host(request) and _asked_by_this_hosts_name(request)
 
 
 def _given_token(request: Request) -> str:
@@ -74,6 +74,17 @@ def _from_this_host(request: Request) -> bool:
         return False
     origin = request.headers.get("origin")
     return origin is None or is_loopback(urllib.parse.urlsplit(origin).hostname or "")
+
+
+def _asked_by_this_hosts_name(request: Request) -> bool:
+    """Of the header as it was sent: `request.url` has this server's own address where that is no name of a host."""
+    name = request.headers.get("host")
+    if name is None:  # no browser leaves it out
+        return True
+    try:
+        return "@" not in name and is_loopback(urllib.parse.urlsplit(f"//{name}").hostname or "")
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -9,4 +9,4 @@ class Bulk:
     def __init__(self, payload: bytearray) -> None:
         self.size_bytes = len(payload)
         self.payload = payload
-        self.sent = False  # it is in the network's hands, or the peer has gone
+        self.sent = False  # it is in the network's hands or copied, or the peer has gone

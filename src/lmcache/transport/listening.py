@@ -6,10 +6,12 @@ import errno
 import socket
 
 from lmcache.core.address import LOOPBACK, listening_host, socket_path, tcp_endpoint
+from lmcache.core.limits import MAX_CONNECTIONS
 from lmcache.errors import ResourceError
+from lmcache.transport.forks import not_for_children
 from lmcache.transport.socket_path import PathListener, refuse_unusable_path
 
-_BACKLOG = 128
+_BACKLOG = MAX_CONNECTIONS  # all engines come at once, and wait here while L1 is prepared; the kernel may allow less
 _ENGINE_FLAGS = "--port or --host"
 
 
@@ -58,7 +60,7 @@ def _bound(host: str, port: int, taken_port: int, flags: str) -> socket.socket:
             type=socket.SOCK_STREAM,
             flags=socket.AI_PASSIVE,
         )[0]
-        listening = socket.socket(family, kind, protocol)
+        listening = not_for_children(socket.socket(family, kind, protocol))
     except OSError as error:
         raise _refused(host, port, error, flags) from None
     try:

@@ -11,13 +11,14 @@ from lmcache.transport.timers import Timer
 from lmcache.transport.zmtp import GREETING, RECEIVE_BYTES, Message, MessageReader, frame_head
 
 _MAX_PIECES = 64  # of one system call
-_JOINED_BYTES = 32 * 1024  # smaller answers are copied into one piece
+_JOINED_BYTES = 32 * 1024  # smaller answers are copied together: as pieces of their own they would take many times that
 
 
 class Peer:
     """Nothing here waits. OSError: the connection has ended."""
 
     __slots__ = (
+        "_joined",
         "_sock",
         "_unsent",
         "closed",
@@ -35,6 +36,7 @@ class Peer:
     def __init__(self, sock: socket.socket, name: str, message_bytes: int) -> None:
         self._sock = sock
         self._unsent: deque[tuple[memoryview, Bulk | None]] = deque()
+        self._joined = bytearray()  # small answers, behind all of `_unsent`
         self.fd = sock.fileno()
         self.name = name
         self.closed = False
@@ -45,7 +47,7 @@ class Peer:
         self.reader = MessageReader(message_bytes)
         self.deferred = 0  # calls that wait for an answer
         self.unsent_bytes = 0
-        self._queue(GREETING)
+        self._join(GREETING)
 
     def receive(self) -> bool:
         """Takes what has arrived, or some of it. False: the peer has closed the connection."""
@@ -66,7 +68,7 @@ class Peer:
         message = self.reader.next()
         if self.reader.replies:
             for reply in self.reader.replies:
-                self._queue(reply)
+                self._join(reply)
             self.reader.replies.clear()
         return message
 
@@ -82,16 +84,22 @@ class Peer:
                 frame_head(len(content), more=False),
             )
         )
-        if len(content) <= _JOINED_BYTES and bulk is None:
-            self._queue(head + content)
-        else:
-            self._queue(head)
-            self._queue(content, bulk)
+        self._join(head)
+        if len(content) > _JOINED_BYTES:
+            self._end_joined()
+            self._unsent.append((memoryview(content), bulk))
+            self.unsent_bytes += len(content)
+            return
+        self._join(content)
+        if bulk is not None:
+            bulk.sent = True
 
     def flush(self) -> None:
         """Sends what the network takes."""
         unsent = self._unsent
-        while unsent:
+        while unsent or self._joined:
+            if not unsent:
+                self._end_joined()
             pieces = [piece for piece, _ in (unsent[index] for index in range(min(len(unsent), _MAX_PIECES)))]
             try:
                 count = self._sock.send(pieces[0]) if len(pieces) == 1 else self._sock.sendmsg(pieces)
@@ -114,9 +122,16 @@ class Peer:
             if bulk is not None:
                 bulk.sent = True
         self._unsent.clear()
+        self._joined = bytearray()
         self.unsent_bytes = 0
+        self.reader.close()  # calls that wait for an answer keep this object
         self._sock.close()
 
-    def _queue(self, content: bytes | bytearray, bulk: Bulk | None = None) -> None:
-        self._unsent.append((memoryview(content), bulk))
+    def _join(self, content: bytes | bytearray) -> None:
+        self._joined += content
         self.unsent_bytes += len(content)
+
+    def _end_joined(self) -> None:
+        if self._joined:
+            self._unsent.append((memoryview(self._joined), None))
+            self._joined = bytearray()

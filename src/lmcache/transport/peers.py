@@ -12,10 +12,11 @@ from typing import Protocol
 from lmcache.errors import ProtocolError
 from lmcache.transport.backlog import Backlog
 from lmcache.transport.bulk import Bulk
+from lmcache.transport.forks import not_for_children
 from lmcache.transport.listening import EngineListener
 from lmcache.transport.peer import Peer
 from lmcache.transport.timers import Timer
-from lmcache.transport.zmtp import Message
+from lmcache.transport.zmtp import NO_MESSAGE, Message
 
 _HANDSHAKE_SECONDS = 10.0
 _ACCEPT_PAUSE_SECONDS = 0.1  # without a free descriptor
@@ -83,6 +84,8 @@ class Peers:
             return None
         if events & select.EPOLLOUT:
             self.flush(peer)
+        if _deaf(peer) and events & (select.EPOLLHUP | select.EPOLLERR):  # reported as long as the peer is watched
+            self._close(peer)
         if peer.closed or peer.has_turn or _deaf(peer):
             return None
         if events & ~select.EPOLLOUT:
@@ -112,7 +115,7 @@ class Peers:
                 self._trouble("refused", f"there are {len(self._peers)} connections already")
                 sock.close()
                 continue
-            self._welcome(sock, f"{address[0]}:{address[1]}" if address else self.endpoint)
+            self._welcome(sock, self.endpoint if sock.family == socket.AF_UNIX else f"{address[0]}:{address[1]}")
 
     def _welcome(self, sock: socket.socket, name: str) -> None:
         sock.setblocking(False)
@@ -120,7 +123,7 @@ class Peers:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_SECONDS)
-        peer = Peer(sock, name, self._limits.message_bytes)
+        peer = Peer(not_for_children(sock), name, self._limits.message_bytes)
         self._peers[peer.fd] = peer
         self._epoll.register(peer.fd, peer.events)
 
@@ -149,6 +152,8 @@ class Peers:
             self._unfinished.set(peer, peer.reader.unfinished_bytes)
             while (oldest := self._unfinished.surplus()) is not None:
                 self._end(oldest, "too much waits for the rest of messages; this one began first")
+        elif message is not NO_MESSAGE:
+            self._unfinished.set(peer, 0)  # what follows begins now
         return message
 
     # ---- out ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from lmcache.transport.deferred import Answer, Deferred
 from lmcache.transport.peer import Peer
 from lmcache.transport.peers import Peers
 from lmcache.transport.timers import Timer, Timers
-from lmcache.transport.zmtp import Message
+from lmcache.transport.zmtp import NO_MESSAGE, Message
 
 log = logging.getLogger("lmcache.transport")
 
@@ -186,7 +186,7 @@ class RpcServer:
                 break
             if message:
                 self._receive(peer, message)
-            else:
+            elif message is not NO_MESSAGE:
                 self._trouble("dropped", f"a message that has not {wire.CALL_FRAMES} frames")
             if time.monotonic() >= until:
                 self._go_on_later(peer)
@@ -298,4 +298,6 @@ class RpcServer:
     def _close(self) -> None:
         for deferred in list(self._deferred.values()):
             deferred.answer(RemoteError(wire.SHUTTING_DOWN, "The server is shutting down."))
+        while self._posted:  # with answers that other threads have given
+            self._guarded(self._posted.popleft())
         self._peers.close(_LINGER_SECONDS)

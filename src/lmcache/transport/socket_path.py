@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from lmcache.errors import ResourceError
+from lmcache.transport.forks import not_for_children
 
 _LOCK_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
@@ -33,7 +34,7 @@ class PathListener:
     """Listens at a path. ResourceError when it is not to be had."""
 
     def __init__(self, path: str, backlog: int) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket = not_for_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._path = path
         try:
             lock = _open_folder(Path(path).parent, path)
@@ -98,7 +99,7 @@ def _open_folder(folder: Path, path: str) -> int:
 def _is_there(path: str) -> bool:
     """Whether a socket is. ResourceError when it is something else."""
     try:
-        mode = os.stat(path).st_mode
+        mode = os.lstat(path).st_mode  # a link is another file: a socket cannot be bound through it
     except FileNotFoundError:
         return False
     if not stat.S_ISSOCK(mode):

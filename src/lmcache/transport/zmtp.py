@@ -29,6 +29,8 @@ _long_size = struct.Struct(">Q")
 
 Payload = bytes | memoryview
 Message = list[Payload]
+NO_MESSAGE: Message = []  # a command was read instead; it counts as one, so that many do not make a turn long
+_OBEYED: Payload = memoryview(b"")
 
 
 def _command(name: bytes, body: bytes) -> bytes:
@@ -79,6 +81,10 @@ class MessageReader:
         self._data = self._data[self._at :] + data if self._at < len(self._data) else data
         self._at = 0
 
+    def close(self) -> None:
+        """Nothing more is received: lets go what has arrived."""
+        self._data, self._at, self._body, self._frames = b"", 0, None, []
+
     @property
     def unfinished_bytes(self) -> int:
         """Memory that waits for the rest of a message, after `next` has returned None."""
@@ -88,7 +94,8 @@ class MessageReader:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     def next(self) -> Message | None:
-        """The frames of a whole message, [] for one that is no call, or None when more has to arrive."""
+        """The frames of a whole message, [] for one that is no call, NO_MESSAGE itself after a command, or None when
+        more has to arrive."""
         if not self._greeted and not self._read_greeting():
             return None
         while True:
@@ -102,6 +109,8 @@ class MessageReader:
                 if taken is None:
                     self._data, self._at = self._data[self._at :], 0
                     return None
+                if taken is _OBEYED:
+                    return NO_MESSAGE
                 frame = taken
                 if self._body is not None:
                     continue
@@ -116,43 +125,45 @@ class MessageReader:
                 return frames
 
     def _take_frame(self) -> Payload | None:
-        """The next frame if all of it is there. Of a large one the rest goes to `_body`."""
-        while True:
-            data, at = self._data, self._at
-            left = len(data) - at
-            if left < 2:
+        """The next frame if all of it is there, _OBEYED after a command. Of a large one the rest goes to `_body`."""
+        data, at = self._data, self._at
+        left = len(data) - at
+        if left < 2:
+            return None
+        flags, size, head = data[at], data[at + 1], 2
+        if flags & _LONG:
+            if left < 9:
                 return None
-            flags, size, head = data[at], data[at + 1], 2
-            if flags & _LONG:
-                if left < 9:
-                    return None
-                size, head = _long_size.unpack_from(data, at + 1)[0], 9
-            if flags > 7 or (flags & _COMMAND and (flags & _MORE or size > _MAX_COMMAND_BYTES)):
-                raise ProtocolError("what arrives is no frame of ZMTP")
-            if not flags & _COMMAND and self._size_bytes + size > self._message_bytes:
-                raise ProtocolError(f"a message of more than {self._message_bytes} bytes")
-            if size > left - head:
-                if size <= RECEIVE_BYTES:
-                    return None
-                self._begin_body(data[at + head :], size)
-                self._more = bool(flags & _MORE)
-                self._data, self._at = b"", 0
-                return b""
-            self._at = at + head + size
-            content = data[at + head : self._at]
-            if flags & _COMMAND:
-                self._obey(content)
-                continue
-            if not self.established:
-                raise ProtocolError("a message before the handshake")
-            self._size_bytes += size
+            size, head = _long_size.unpack_from(data, at + 1)[0], 9
+        if flags > 7 or (flags & _COMMAND and (flags & _MORE or size > _MAX_COMMAND_BYTES)):
+            raise ProtocolError("what arrives is no frame of ZMTP")
+        if not flags & _COMMAND and self._size_bytes + size > self._message_bytes:
+            raise ProtocolError(f"a message of more than {self._message_bytes} bytes")
+        if size > left - head:
+            if size <= RECEIVE_BYTES:
+                return None
+            self._begin_body(data[at + head :], size)
             self._more = bool(flags & _MORE)
-            return content
+            self._data, self._at = b"", 0
+            return b""
+        self._at = at + head + size
+        content = data[at + head : self._at]
+        if flags & _COMMAND:
+            self._obey(content)
+            return _OBEYED
+        if not self.established:
+            raise ProtocolError("a message before the handshake")
+        self._size_bytes += size
+        self._more = bool(flags & _MORE)
+        return content
 
     def _begin_body(self, beginning: bytes, size: int) -> None:
         if not self.established:
             raise ProtocolError("a message before the handshake")
-        self._body = bytearray(size) if size <= _FROM_HEAP_BYTES else mmap.mmap(-1, size)
+        try:
+            self._body = bytearray(size) if size <= _FROM_HEAP_BYTES else mmap.mmap(-1, size)
+        except (OSError, MemoryError):
+            raise ProtocolError(f"there is no memory for a frame of {size} bytes") from None
         self._body[: len(beginning)] = beginning
         self._filled = len(beginning)
         self._size_bytes += size

@@ -154,7 +154,11 @@ def test_salts_are_shown_to_this_host_and_to_who_has_the_token(http: TestClient,
     open_names, hidden = {"_default", "alice"}, {"_default", ALICE}
     assert names(http) == open_names
     assert names(http, **{"X-Forwarded-For": "192.0.2.1"}) == hidden  # a proxy on this host that says so
+    assert names(http, Via="1.1 cache.example") == hidden
     assert names(http, Origin="http://evil.example") == hidden
+    for name in ("evil.example", "evil.example@127.0.0.1", "[", "a:b:c", "\xe9vil.example".encode("latin-1")):
+        assert names(http, Host=name) == hidden  # type: ignore[arg-type]
+    assert names(http, Host="[::1]:8080") == names(http, Host="LOCALHOST:1") == open_names
     with client_of(tier, url="http://evil.example") as rebound:
         assert names(rebound) == hidden
     with client_of(tier, "192.0.2.1", url="http://cache.example") as elsewhere:

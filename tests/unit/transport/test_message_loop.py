@@ -12,6 +12,7 @@ from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import wire
 from lmcache.transport.deferred import Deferred
 from lmcache.transport.server import Method, RpcServer
+from polling import until
 from unit.transport.support import Oddities, Text, connected, echo, raw_socket, serving
 
 ID = b"\1\0\0\0\0\0\0\0"
@@ -257,3 +258,20 @@ def test_stop_is_idempotent_even_without_start():
     server = RpcServer("localhost", 0)
     server.stop()
     server.stop()
+
+
+def test_an_answer_that_another_thread_gave_before_the_end_is_sent():
+    oddities = Oddities()
+    with serving(oddities) as server, connected(server) as connection:
+        pending = connection.submit("later", Text(), Text, 5.0)
+        assert oddities.arrived.wait(5.0)
+        stands_still, goes_on = threading.Event(), threading.Event()
+        server.post(lambda: (stands_still.set(), goes_on.wait(5.0)))
+        assert stands_still.wait(5.0)
+        oddities.deferred[0].answer(Text("found"))
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        until(lambda: server._stopping)
+        goes_on.set()
+        assert pending.result() == Text("found")
+        stopping.join()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import struct
+import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,13 +16,25 @@ import pytest
 from lmcache.errors import RemoteError
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import peers
-from lmcache.transport.server import RpcServer
+from lmcache.transport.bulk import Bulk
+from lmcache.transport.peer import Peer
+from lmcache.transport.server import RpcLimits, RpcServer
 from polling import until
 from unit.transport.support import Oddities, Text, connected, echo, serving
 
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL" + bytes(48)
 READY = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
 KIB = 1024
+
+
+@contextlib.contextmanager
+def serving_at(path: Path, **limits: int) -> Iterator[RpcServer]:
+    server = RpcServer(f"ipc://{path}", 0, Metrics(), RpcLimits(**limits))
+    server.start(Oddities().methods())
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @contextlib.contextmanager
@@ -106,6 +121,16 @@ def answers(server: RpcServer) -> bool:
     return False
 
 
+def test_many_engines_wait_for_a_server_that_has_not_begun(tmp_path):
+    server = RpcServer(f"ipc://{tmp_path}/socket", 0)
+    with contextlib.ExitStack() as many:
+        many.callback(server.stop)
+        for _ in range(300):
+            raw = many.enter_context(socket.socket(socket.AF_UNIX))
+            raw.setblocking(False)
+            raw.connect(f"{tmp_path}/socket")  # BlockingIOError where too many wait
+
+
 def test_a_handshake_that_does_not_come_ends_the_connection(monkeypatch):
     monkeypatch.setattr(peers, "_HANDSHAKE_SECONDS", 0.05)
     with serving(Oddities()) as server, connected(server) as honest:
@@ -187,3 +212,140 @@ def test_deferred_calls_of_one_connection_are_limited():
         beside = other.submit("later", Text(), Text, 20.0)
         until(lambda: len(oddities.deferred) == 3)
         assert not beside.done()
+
+
+def test_answers_that_wait_take_the_memory_that_is_counted():
+    """However small they are."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        peer = Peer(ours, "slow", 1 << 20)
+        tracemalloc.start()
+        try:
+            for number in range(60_000):
+                peer.queue_answer(struct.pack("<Q", number), b"ok", b"\x90" if number % 2 else Bulk(bytearray(b"x")))
+                if number % 16 == 0:
+                    peer.flush()
+            held_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peer.unsent_bytes > 500 * KIB
+        assert held_bytes < 2 * peer.unsent_bytes
+        theirs.settimeout(10.0)
+        got = b""
+        while peer.unsent_bytes:
+            got += theirs.recv(1 << 20)
+            peer.flush()
+        theirs.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                got += theirs.recv(1 << 20)
+        answers = got[len(GREETING) :]
+        assert len(answers) == 60_000 * 17
+        numbers = [struct.unpack_from("<Q", answers, at + 2)[0] for at in range(0, len(answers), 17)]
+        assert numbers == list(range(60_000))
+
+
+def test_who_takes_no_answers_and_shuts_its_socket_is_let_go(tmp_path):
+    """The kernel reports the end of a Unix socket's peer for as long as that is watched."""
+    path = tmp_path / "socket"
+    with serving_at(path, connections=1) as server, socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(10.0)
+        raw.connect(str(path))
+        raw.sendall(GREETING + READY + call(b"write_much", str(18 << 20)))
+        while len(raw.recv(4 * KIB)) < 4 * KIB:  # until the answer comes, of which most waits
+            pass
+        assert server.responsive(10.0)
+        raw.shutdown(socket.SHUT_RDWR)
+
+        def another_is_served() -> bool:
+            with socket.socket(socket.AF_UNIX) as other:
+                other.settimeout(10.0)
+                other.connect(str(path))
+                with contextlib.suppress(ConnectionError):
+                    other.sendall(GREETING + READY + call(b"echo", "x"))
+                    return bool(other.recv(1))
+                return False
+
+        until(another_is_served)
+
+
+@pytest.mark.parametrize("name", ["a", "\0", "\0ab"])
+def test_a_client_may_have_a_name_of_any_length(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.chdir(tmp_path)
+    with serving_at(tmp_path / "socket"), socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(10.0)
+        raw.bind(name)
+        raw.connect(str(tmp_path / "socket"))
+        raw.sendall(GREETING + READY)
+        assert raw.recv(1)
+    assert "fault" not in caplog.text
+
+
+def test_what_a_peer_sent_goes_with_it_though_a_call_of_it_waits():
+    """A deferred call keeps its peer; what had arrived of the next message would be held, and counted by nobody."""
+    oddities = Oddities()
+    with serving(oddities) as server, connected(server) as honest:
+        before = resident_bytes()
+        for number in range(8):
+            with raw_connection(server) as raw:
+                raw.sendall(call(b"later", "") + call(b"echo", "x" * (16 << 20))[: 15 << 20])
+                until(lambda number=number: len(oddities.deferred) == number + 1)
+        assert echo(honest, "x") == "x"
+        until(lambda: resident_bytes() - before < 40 << 20)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_who_announces_more_than_there_is_memory_for_goes_alone(caplog):
+    metrics = Metrics()
+    begun = call(b"echo", "x" * (18 << 20))[: 70 * KIB]
+    with serving(Oddities(), metrics) as server, connected(server) as honest, contextlib.ExitStack() as many:
+        assert echo(honest, "x") == "x"
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        former = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (64 << 20), former[1]))
+        try:
+            raws = [many.enter_context(raw_connection(server, GREETING + READY + begun)) for _ in range(6)]
+            until(lambda: counted(metrics, "closed") >= 3)
+            assert echo(honest, "x") == "x"
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, former)
+        assert hung_up(raws[-1])
+    assert "fault" not in caplog.text
+    assert "no memory for a frame of" in caplog.text
+
+
+def test_a_busy_peer_is_not_the_one_that_waits_longest():
+    """It is always in the midst of some message, and yet ends each."""
+    with (
+        serving(Oddities(), unfinished_bytes=500 * KIB) as server,
+        raw_connection(server) as busy,
+        raw_connection(server) as hostile,
+        raw_connection(server) as third,
+    ):
+        message = call(b"echo", "x" * 40 * KIB)
+        begun, rest = message[: 20 * KIB], message[20 * KIB :]
+        busy.sendall(begun)
+        until(lambda: unfinished(server) > 10 * KIB)
+        hostile.sendall(call(b"echo", "y" * 200 * KIB)[: 190 * KIB])
+        until(lambda: unfinished(server) > 200 * KIB)
+        busy.sendall(rest + begun)
+        taken(busy, 40 * KIB)
+        third.sendall(call(b"echo", "z" * 400 * KIB)[: 390 * KIB])
+        assert hung_up(hostile)
+        busy.sendall(rest)
+        taken(busy, 40 * KIB)
+
+
+def taken(raw: socket.socket, size_bytes: int) -> None:
+    while size_bytes > 0:
+        data = raw.recv(1 << 16)
+        assert data
+        size_bytes -= len(data)
+
+
+def unfinished(server: RpcServer) -> int:
+    return server._peers._unfinished.size_bytes

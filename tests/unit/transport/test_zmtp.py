@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmcache.core.limits import MIB
 from lmcache.errors import ProtocolError
-from lmcache.transport.zmtp import MAX_FRAMES, READY, RECEIVE_BYTES, MessageReader, frame_head
+from lmcache.transport.zmtp import MAX_FRAMES, NO_MESSAGE, READY, RECEIVE_BYTES, MessageReader, frame_head
 
 SEED = 20240229
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL" + bytes(48)
@@ -38,7 +38,8 @@ def receive(reader: MessageReader, data: bytes) -> list[list[bytes]]:
             reader.body_received(count)
             data = data[count:]
         while (message := reader.next()) is not None:
-            messages.append([bytes(frame) for frame in message])
+            if message is not NO_MESSAGE:
+                messages.append([bytes(frame) for frame in message])
     return messages
 
 
@@ -72,6 +73,16 @@ def test_heartbeats_are_answered_between_the_frames_of_a_message():
     reader = established()
     assert receive(reader, b"\1\1a" + b"\4\x0a\4PING\0\x64ctx" + b"\1\1b\0\1c") == [[b"a", b"b", b"c"]]
     assert reader.replies == [b"\4\x08\4PONGctx"]
+
+
+def test_a_command_counts_as_a_message():
+    """Else a peer that sends thousands of them at once makes everybody wait for one turn."""
+    reader = established()
+    reader.feed(b"\4\7\4PING\0\0" * 100 + encoded(b"a", b"b", b"c"))
+    for read in range(1, 101):
+        assert reader.next() is NO_MESSAGE
+        assert len(reader.replies) == read
+    assert reader.next() == [b"a", b"b", b"c"]
 
 
 @pytest.mark.parametrize(
