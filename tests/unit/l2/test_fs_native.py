@@ -440,3 +440,18 @@ def test_kill_in_the_middle_of_a_batch_leaves_a_prefix(tmp_path: Path) -> None:
 
         run(restart)
     assert min(lengths) < 64
+
+
+def test_a_namespace_is_named_by_any_of_its_files(tmp_path: Path) -> None:
+    """After a power cut the youngest files of a folder may have no content."""
+
+    async def test() -> None:
+        async with Server(tmp_path) as server:
+            assert await server.store(64) == [StoreOutcome.STORED] * 64
+        for file in data_files(tmp_path)[:32]:
+            file.write_bytes(bytes(file.stat().st_size))
+        async with Server(tmp_path) as server:
+            assert server.runner.status()["objects"] == 64
+            assert (await server.load(64)).count(LoadOutcome.LOADED) == 32
+
+    run(test)
