@@ -24,27 +24,27 @@ inline std::string folder_of(const std::string& path) {
 
 inline bool is_gone(int error) { return error == ENOENT || error == ESTALE; }
 
-// The two folders above a file: its namespace and its fan-out. What lies above them must exist: when the base folder is
-// gone (unmounted, removed), writing must fail and not fill another disk.
-inline int make_parents(const std::string& path) {
-    const std::string parent = folder_of(path);
-    if (parent.empty()) return ENOENT;
-    if (::mkdir(parent.c_str(), kFolderMode) == 0 || errno == EEXIST) return 0;
+// Of the file of an object: base, namespace, fan-out, file.
+inline std::string base_of(const std::string& path) { return folder_of(folder_of(folder_of(path))); }
+
+// Makes a folder and those between it and the base, which must exist: when that is gone (unmounted, removed), writing
+// must fail and not fill another disk.
+inline int make_folders(const std::string& folder, const std::string& base) {
+    if (!folder.starts_with(base + '/')) return ENOENT;
+    if (::mkdir(folder.c_str(), kFolderMode) == 0 || errno == EEXIST) return 0;
     if (!is_gone(errno)) return errno;
-    const std::string grandparent = folder_of(parent);
-    if (grandparent.empty()) return ENOENT;
-    if (::mkdir(grandparent.c_str(), kFolderMode) != 0 && errno != EEXIST) return errno;
-    // Gone again: somebody removed the namespace's folder, which was empty. The caller sees it, and tries once more.
-    return ::mkdir(parent.c_str(), kFolderMode) == 0 || errno == EEXIST || is_gone(errno) ? 0 : errno;
+    if (const int refusal = make_folders(folder_of(folder), base); refusal != 0) return refusal;
+    // Gone again: somebody removed the folder above, which was empty. The caller sees it, and tries once more.
+    return ::mkdir(folder.c_str(), kFolderMode) == 0 || errno == EEXIST || is_gone(errno) ? 0 : errno;
 }
 
-// Runs `act`, which puts a file at the path and returns an errno. Where folders are missing they are made first; a
-// server that shares the base may remove them, empty as they are, until there is something in them.
+// Runs `act`, which puts a file at the path and returns an errno. Where folders below the base are missing they are
+// made first; a server that shares the base may remove them, empty as they are, until there is something in them.
 template <typename Act>
-int in_folder_of(const std::string& path, const Act& act) {
+int in_folder_of(const std::string& path, const std::string& base, const Act& act) {
     int error = act();
     for (int attempt = 0; is_gone(error) && attempt < kFolderAttempts; ++attempt) {
-        if (const int refusal = make_parents(path); refusal != 0) return refusal;
+        if (const int refusal = make_folders(folder_of(path), base); refusal != 0) return refusal;
         error = act();
     }
     return error;

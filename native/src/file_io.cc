@@ -269,8 +269,8 @@ private:
             return;
         }
         // Where temporary files live elsewhere this may be the first file of its folder.
-        const int error =
-            in_folder_of(path, [&] { return ::rename(temporary.c_str(), path.c_str()) == 0 ? 0 : errno; });
+        const int error = in_folder_of(path, base_of(path),
+                                       [&] { return ::rename(temporary.c_str(), path.c_str()) == 0 ? 0 : errno; });
         if (error == 0) return;
         ::unlink(temporary.c_str());
         batch.set(index, failure(error));
@@ -322,7 +322,7 @@ private:
         const std::string& path = step.batch->temporary_paths[step.index];
         constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL;
         step.size = step.batch->sizes[step.index];
-        return in_folder_of(path, [&] {
+        return in_folder_of(path, base_of(step.batch->paths[step.index]), [&] {
             step.file = Descriptor(open_for_transfer(path, kFlags, kFileMode, step.direct));
             return step.file.valid() ? 0 : errno;
         });

@@ -30,7 +30,6 @@ _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY = re.compile(r"(?:\.[0-9a-f]{64}\.)?([0-9a-f]{16})\.[0-9]+\.tmp")
 _OBJECT_FOLDER = re.compile(r"/[0-9a-f]{64}/[0-9a-f]{2}")
-_HEADERS_TRIED = 8
 _SCAN_THREADS = 2  # more are no faster where names are cached, and lookups go on meanwhile
 _FOLDERS_AT_ONCE = 64
 
@@ -102,7 +101,7 @@ def scan(base: str, relative_tmp_dir: str, stop: Callable[[], bool]) -> Contents
             if stop():
                 return contents
             _list_objects(fan_outs[start : start + _FOLDERS_AT_ONCE], contents)
-        found.namespace = _identify(base, digest_hex, contents, first)
+        found.namespace = _identify(base, digest_hex, contents, first, stop)
     return contents
 
 
@@ -185,10 +184,13 @@ def _note_temporary(path: str, contents: Contents) -> None:
         contents.temporary.append((path, match[1]))
 
 
-def _identify(base: str, digest_hex: str, contents: Contents, first: int) -> Namespace | None:
+def _identify(base: str, digest_hex: str, contents: Contents, first: int, stop: Callable[[], bool]) -> Namespace | None:
     """A folder has the digest of its namespace for a name; the namespace itself is in every header. Its objects are
-    those from `first` on."""
-    for index in range(first, min(len(contents.sizes), first + _HEADERS_TRIED)):
+    those from `first` on. Any of them may tell: after a power failure those that were stored last may have no
+    header."""
+    for index in range(first, len(contents.sizes)):
+        if stop():
+            return None
         try:
             with open(object_path(base, digest_hex, contents.hash_of(index).hex()), "rb", buffering=0) as file:
                 namespace = Namespace.decode(parse_header(file.read(FRAME_HEADER_BYTES)).namespace)
