@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from lmcache.core import limits
+from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import AdapterError, LMCacheError
+from lmcache.l2.registry import ConfiguredAdapter
 from lmcache.testing.faults import FaultyAdapter
 from lmcache.tiering.storage import Storage
 from polling import until
@@ -109,3 +112,23 @@ def test_thousands_of_rounds_leave_nothing_behind(
             return found == [at_first]
 
         until(as_at_first, tell=lambda: {**held(it.storage), "at first": at_first})
+
+
+class Keeps(FaultyAdapter):
+    """What an adapter from outside may do: an export of a buffer outlives the call, here for ever."""
+
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        self.kept = [pickle.PickleBuffer(buffer) for buffer in buffers]
+        return await super().store(keys, buffers)
+
+
+@pytest.mark.parametrize("fault", [None, AdapterError("fault")])
+def test_an_adapter_that_keeps_a_buffer_does_not_keep_its_lease(fault: AdapterError | None) -> None:
+    configured, faulted = faulty()
+    keeping = Keeps(faulted.inner)
+    keeping.raises = fault
+    with rig([ConfiguredAdapter(configured.config, keeping)]) as it:
+        assert it.put(keys(8)) == 8
+        assert it.storage.flush(20)
+        until(it.idle)
+        assert keeping.kept
