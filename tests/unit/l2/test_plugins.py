@@ -154,6 +154,24 @@ def test_a_sloppy_plugin_fails_alone(spec: dict[str, Any]) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("size", [True, False, -4096])
+def test_a_probe_that_does_not_give_sizes_finds_nothing(spec: dict[str, Any], size: int) -> None:
+    async def test() -> None:
+        runner = Runner(build(parse_adapter({**spec, "class_name": "Plain"}, 0)), Metrics(), ManualClock())
+        await runner.open()
+
+        async def probe(wanted: list[Any]) -> list[int]:
+            return [size] * len(wanted)
+
+        inner: Any = runner._adapter
+        inner.inner.probe = probe
+        assert await runner.probe(keys(2)) == [False, False]
+        assert runner.ledger.used_bytes == 0
+        await runner.close(10)
+
+    asyncio.run(test())
+
+
 def test_a_configured_capacity_bounds_what_has_none(spec: dict[str, Any]) -> None:
     runner = opened({**spec, "max_capacity_gb": 2, "eviction": {"eviction_policy": "LRU"}})
     assert runner.ledger.capacity.limit_bytes == 2 << 30
@@ -200,6 +218,11 @@ def test_a_native_plugin_that_fails_says_why_and_goes_on(tmp_path: Path) -> None
         assert await runner.close(10)
 
     asyncio.run(test())
+
+
+class Unanswerable:
+    def __bool__(self) -> bool:
+        raise RuntimeError("neither")
 
 
 async def eventually(condition: Callable[[], Any]) -> None:
@@ -318,6 +341,7 @@ def test_a_drain_that_breaks_is_said_once_and_tried_again(tmp_path: Path, caplog
         lambda number: (number, True, "", 5),
         lambda number: (number, True, "", [True] * 7),
         lambda number: ([], True, "", None),
+        lambda number: (number, True, "", [Unanswerable()] * 2),
     ],
 )
 def test_a_report_that_is_malformed_concerns_its_batch_alone(tmp_path: Path, report: Any) -> None:
@@ -331,6 +355,7 @@ def test_a_report_that_is_malformed_concerns_its_batch_alone(tmp_path: Path, rep
         late.runner.config = replace(late.runner.config, timeout_seconds=0.2)
         outcomes = await late.load()
         assert outcomes in ([LoadOutcome.FAILED] * 2, [LoadOutcome.LOADED] * 2)
+        await eventually(lambda: late.given_back)
         late.client.mangle = None
         late.runner._loads.ok()
         late.runner.config = replace(late.runner.config, timeout_seconds=30)

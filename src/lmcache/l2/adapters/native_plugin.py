@@ -251,7 +251,7 @@ class NativePluginAdapter:
                 continue
             try:
                 batch.future.set_result(_completion(report, batch.keys))
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # values from outside may raise anything; it has been reported all the same
                 batch.fail(AdapterError(f"{self._name}: reported {report!r:.200} for {batch.keys} keys: {error}"))
         return len(reports)
 
@@ -271,7 +271,7 @@ def check(config: AdapterConfig) -> list[str]:
 
 
 def _completion(report: Sequence[Any], count: int) -> Completion:
-    """ValueError or TypeError where it is not (number, ok, error, one bool a key or None)."""
+    """Raises where it is not (number, ok, error, one bool a key or None)."""
     _, ok, error, each = report
     if each is not None and len(each) == count:
         results = [bool(result) for result in each]

@@ -65,7 +65,11 @@ class PluginAdapter:
         return self._checked("load", await self.inner.load(keys, buffers), len(keys), LoadOutcome)
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        return self._checked("probe", await self.inner.probe(keys), len(keys), int, type(None))
+        sizes = self._checked("probe", await self.inner.probe(keys), len(keys), int, type(None))
+        for size in sizes:
+            if size is not None and (isinstance(size, bool) or size < 0):  # True would be an object of one byte
+                raise AdapterError(f"{self._name}: probe() must return bytes or None for each key, got {size!r}")
+        return sizes
 
     async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
         return self._checked("delete", await self.inner.delete(keys, corrupt=corrupt), len(keys), bool)
