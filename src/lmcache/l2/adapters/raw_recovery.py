@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from lmcache.core.key import Namespace
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.l2.adapters import raw_format
 from lmcache.l2.adapters.raw_device import RawDevice
-from lmcache.l2.adapters.raw_format import Superblock
+from lmcache.l2.adapters.raw_format import Geometry, Superblock
 from lmcache.l2.adapters.raw_index import Spaces
 from lmcache.l2.native_device import NativeDevice
 
@@ -60,7 +61,27 @@ def read_table(
     for first in range(0, pages, at_once):
         block = _read_pages(device, geometry.table_page_offset(first), min(at_once, pages - first), page_bytes)
         core.take_pages(first, block, spaces.by_number(), forget)
+    _give_up_rest(device, geometry, pages)
     return Recovered(core, spaces, memoryview(b"").cast("I"))
+
+
+def _give_up_rest(device: RawDevice, geometry: Geometry, pages: int) -> None:
+    """What the table tells of slots that are not in use any more. Nobody here knows which namespaces and generations it
+    names; were there more slots again, it would name those of others. From the back, so that the next start goes on
+    with it where this one is interrupted: pages are first written in ascending order."""
+    at_once = max(1, READ_BYTES // geometry.page_bytes)
+    end = geometry.table_pages(geometry.max_slots)
+    written = []
+    for first in range(pages, end, at_once):
+        count = min(at_once, end - first)
+        block = _read_pages(device, geometry.table_page_offset(first), count, geometry.page_bytes)
+        if not block.strip(b"\0"):
+            break
+        written.append((geometry.table_page_offset(first), len(block)))
+    with contextlib.suppress(OSError):  # a medium that takes no pages takes no new names either
+        for offset, size_bytes in reversed(written):
+            device.write(offset, bytes(size_bytes))
+        device.sync()
 
 
 def finish(recovered: Recovered) -> None:
