@@ -76,6 +76,7 @@ void RawIndex::take_pages(std::uint32_t first, std::span<const std::byte> pages,
             if (found.generation == 0) continue;
             next_generation_ = std::max(next_generation_, found.generation + 1);
             const std::uint32_t slot = first_slot + place;
+            if (slot >= options_.slots) touched_.insert(page);  // used formerly, and given up
             if (forget || slot >= options_.slots || found.generation < first_generation_) continue;
             if (found.units == 0) {
                 entries_[slot].generation = found.generation;

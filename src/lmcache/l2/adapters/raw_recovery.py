@@ -81,7 +81,8 @@ def _give_up_rest(device: RawDevice, geometry: Geometry, pages: int) -> None:
     with contextlib.suppress(OSError):  # a medium that takes no pages takes no new names either
         for offset, size_bytes in reversed(written):
             device.write(offset, bytes(size_bytes))
-        device.sync()
+        if written:
+            device.sync()
 
 
 def finish(recovered: Recovered) -> None:
