@@ -134,6 +134,22 @@ def test_a_namespace_that_nobody_can_name_counts_and_can_be_cleared(tmp_path: Pa
     run(test)
 
 
+def test_what_is_moved_aside_does_not_hide_what_nobody_can_name(tmp_path: Path) -> None:
+    nameless = tmp_path / ("c" * 64) / "ab" / f"{'ab' * 32}.data"
+    nameless.parent.mkdir(parents=True)
+    nameless.write_bytes(bytes(500_000))
+
+    async def test() -> None:
+        async with Server(tmp_path) as server:
+            assert await server.store(1) == [StoreOutcome.STORED]
+            (file,) = (path for path in data_files(tmp_path) if path != nameless)
+            file.write_bytes(bytes(file.stat().st_size))
+            assert await server.load(1) == [LoadOutcome.CORRUPT]
+            assert server.runner.status()["used_bytes"] >= disk_bytes(tmp_path)
+
+    run(test)
+
+
 def test_temporary_files_of_the_dead_go_and_of_the_living_stay(tmp_path: Path) -> None:
     async def test() -> None:
         async with Server(tmp_path) as living, Server(tmp_path, relative_tmp_dir="tmp"):
