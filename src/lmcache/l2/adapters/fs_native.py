@@ -83,7 +83,8 @@ class FsNativeAdapter:
         self._queue_depth = usable_queue_depth(self._engine, self._threads, config.name)
         self._stamps: dict[str, int] = {}
         self._base_bytes = folder.FOLDER_BYTES
-        self._other_bytes = 0  # quarantine and files of namespaces that nobody can name
+        self._quarantined_bytes = 0
+        self._nameless_bytes = 0  # files of namespaces that nobody can name, and their folders
         self._unremovable: set[ObjectKey] = set()  # corrupt, and the folder does not let them go
         self._said: set[int] = set()
         self._sequence = 0
@@ -96,7 +97,8 @@ class FsNativeAdapter:
     def overhead_bytes(self) -> int:
         fixed = 5  # temporary files, .lmcache, its writers, this writer's file, quarantine
         trial_bytes = TRIAL_BYTES if self._engine == "auto" and self.capacity.limit_bytes is not None else 0
-        return self._base_bytes + fixed * folder.FOLDER_BYTES + self._other_bytes + trial_bytes
+        other_bytes = self._quarantined_bytes + self._nameless_bytes + trial_bytes
+        return self._base_bytes + fixed * folder.FOLDER_BYTES + other_bytes
 
     def status(self) -> dict[str, int]:
         if not self._watcher:
@@ -276,7 +278,8 @@ class FsNativeAdapter:
         await self._remove_empty(paths)
         await in_thread("l2-clear", folder.remove_empty, self._base, contents.empty)
         left = [index for index, error in enumerate(errors) if error not in _GONE]
-        self._other_bytes = await in_thread("l2-clear", self._quarantined) + self._nameless_bytes(contents, left)
+        self._quarantined_bytes = await in_thread("l2-clear", self._quarantined)
+        self._nameless_bytes = self._nameless(contents, left)
         objects = sum(error == 0 for error in errors)
         size_bytes = sum(size for size, error in zip(contents.sizes, errors, strict=True) if error == 0)
         return objects, size_bytes
@@ -327,7 +330,7 @@ class FsNativeAdapter:
             names = [(key.namespace.digest.hex(), key.chunk_hash.hex()) for key in keys]
             return [folder.quarantine(self._base, *name) for name in names], self._quarantined()
 
-        gone, self._other_bytes = await in_thread("l2-quarantine", move)
+        gone, self._quarantined_bytes = await in_thread("l2-quarantine", move)
         await self._remove_empty([self._path(key) for key in keys])
         if len(self._unremovable) > MAX_UNREMOVABLE:
             self._unremovable.clear()
@@ -339,7 +342,7 @@ class FsNativeAdapter:
         try:
             return folder.trim_quarantine(self._base)
         except OSError:
-            return self._other_bytes  # until the folder can be searched again
+            return self._quarantined_bytes  # until the folder can be searched again
 
     async def _unlink(self, paths: Sequence[str]) -> array[int]:
         errors = array("i")
@@ -392,7 +395,8 @@ class FsNativeAdapter:
         for fault in contents.faults[:1]:
             log.warning("%s: %d folders could not be searched, the first: %s", self._name, len(contents.faults), fault)
         owners = [namespace.namespace for namespace in contents.namespaces]
-        self._other_bytes = quarantined + self._nameless_bytes(contents, range(len(contents.sizes)))
+        self._quarantined_bytes = quarantined
+        self._nameless_bytes = self._nameless(contents, range(len(contents.sizes)))
         seen: set[ObjectKey] = set()
         for start in range(0, len(order), INVENTORY_SLICE):
             objects = []
@@ -406,7 +410,7 @@ class FsNativeAdapter:
             await asyncio.sleep(0)
         await self._report_lost(known, seen)
 
-    def _nameless_bytes(self, contents: folder.Contents, indices: Sequence[int]) -> int:
+    def _nameless(self, contents: folder.Contents, indices: Sequence[int]) -> int:
         """What those of the objects are charged, with their folders, that no key can be told of."""
         nameless = {position for position, found in enumerate(contents.namespaces) if found.namespace is None}
         if not nameless:
