@@ -3,6 +3,7 @@ adapter later, and is counted when it is lost after all."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import StoreOutcome
 from lmcache.errors import AdapterError
 from lmcache.testing.faults import FaultyAdapter
+from lmcache.tiering.unstored import Unstored
 from polling import until
 from unit.tiering.support import ENGINE, FOREVER, FRAME_BYTES, MOCK, Rig, faulty, keys, rig
 
@@ -120,6 +122,39 @@ def test_a_recovery_that_a_store_of_an_engine_finds_brings_the_rest(monkeypatch:
         it.put(keys(1, seed=7))
         until(lambda: it.l1_objects == 0)
         assert it.it.fetch(keys(40)).chunks == 40
+
+
+def test_what_waits_is_not_offered_to_full_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be refused, object by object and period by period, and counted as dropped each time."""
+    may_offer, rounds = threading.Event(), []
+
+    async def count_evicted(self: Unstored) -> None:
+        while not may_offer.is_set():
+            await asyncio.sleep(0.001)
+        rounds.append(None)
+
+    monkeypatch.setattr("lmcache.tiering.store.PERIOD_SECONDS", 0.001)
+    monkeypatch.setattr("lmcache.tiering.store.MOST_PERIODS_BETWEEN_OFFERS", 1)
+    monkeypatch.setattr(Unstored, "count_evicted", count_evicted)
+    monkeypatch.setattr(limits, "MAX_L2_STORE_QUEUE_OBJECTS", 8)
+    with skipping(adapters=1) as it:
+        it.fail()
+        it.put(keys(8))
+        assert it.unstored == 8
+        it.it.storage.call_soon(it.adapters[0].gate.clear)
+        for seed in range(1, 1 + limits.L2_STORE_BATCHES_IN_FLIGHT):
+            it.it.put(keys(1, seed))
+            until(lambda seed=seed: it.it.storage.status()["store"]["batches_in_flight"] == seed)
+        it.it.put(keys(8, seed=9))
+        until(lambda: it.it.storage.status()["store"]["queued_objects"] == 8)
+        dropped = it.it.storage.status()["store"]["dropped_objects"]
+        may_offer.set()
+        until(lambda: len(rounds) > 20)
+        assert it.it.storage.status()["store"]["dropped_objects"] == dropped
+        it.live()
+        it.it.storage.call_soon(it.adapters[0].gate.set)
+        until(lambda: it.l1_objects == 0)
+        assert (it.unstored, it.lost) == (0, 0)
 
 
 def until_or_not(condition: Any, seconds: float = 1.0) -> bool:
