@@ -128,6 +128,10 @@ class StoreController:
         return sum(map(len, self._queues))
 
     @property
+    def _is_nearly_full(self) -> bool:
+        return self.queued_objects >= limits.MAX_L2_STORE_QUEUE_OBJECTS // 2
+
+    @property
     def batches_in_flight(self) -> int:
         return self._batches
 
@@ -296,10 +300,11 @@ class StoreController:
 
     async def _offer_unstored(self) -> bool:
         """Each object once, a batch at a time and behind what is queued, as long as there is an adapter that may take
-        it. Whether any was taken."""
+        it and room to queue it. Whether any was taken."""
         waiting, taken = self._unstored.oldest_first(), 0
         for start in range(0, len(waiting), limits.MAX_L2_BATCH_OBJECTS):
-            if not any(runner.may_store for runner in self._runners):
+            await asyncio.sleep(0)  # a policy may have no adapter for thousands
+            if not any(runner.may_store for runner in self._runners) or self._is_nearly_full:
                 break
             page = waiting[start : start + limits.MAX_L2_BATCH_OBJECTS]
             batch = [queued for queued in page if queued in self._unstored]
