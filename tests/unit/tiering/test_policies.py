@@ -212,6 +212,15 @@ def raising(count: int) -> Any:
     raise KeyError("tenant")
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def raising_mutely(count: int) -> Any:
+    raise Mute
+
+
 def answering(answer: Any) -> str:
     """The name of a policy that answers so."""
     kind = type("Told", (Answers,), {"answer": staticmethod(answer) if callable(answer) else answer})
@@ -224,6 +233,7 @@ def answering(answer: Any) -> str:
     "answer",
     [
         raising,
+        raising_mutely,
         None,
         lambda count: [[0]] * (count - 1),
         lambda count: [[2]] * count,
@@ -247,7 +257,7 @@ def test_a_faulty_store_policy_is_replaced_by_the_default(answer: Any, caplog: p
     assert sum("The store policy Told failed" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("answer", [raising, None, [0, 2], [0, 0], [True, "x"], {0: 1}, "01"])
+@pytest.mark.parametrize("answer", [raising, raising_mutely, None, [0, 2], [0, 0], [True, "x"], {0: 1}, "01"])
 def test_a_faulty_prefetch_policy_is_replaced_by_the_default(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
     (first, one), (second, two) = faulty(), faulty(index=1)
     with rig([first, second], prefetch_policy=answering(answer)) as it:
@@ -259,6 +269,33 @@ def test_a_faulty_prefetch_policy_is_replaced_by_the_default(answer: Any, caplog
         assert (one.calls["load"], two.calls["load"]) == (3, 0)
         assert it.sample("policy_faults_total", policy="prefetch") == 3
     assert sum("The prefetch policy Told failed" in record.message for record in caplog.records) == 1
+
+
+class Consumes(Answers):
+    """Takes apart what it is given."""
+
+    def targets(self, keys: Any, adapters: Any) -> Any:
+        answer = [[0] for _ in keys]
+        while keys:
+            keys.pop()
+        return answer
+
+    def order(self, namespaces: Any, adapters: Any) -> Any:
+        namespaces.clear()
+        return [0]
+
+
+def test_a_policy_cannot_change_what_it_is_asked_about(caplog: pytest.LogCaptureFixture) -> None:
+    for names in (policies.STORE_POLICIES, policies.PREFETCH_POLICIES):
+        names["consumes"] = Consumes  # type: ignore[index]
+    (first, one), (second, two) = faulty(), faulty(index=1)
+    with rig([first, second], store_policy="consumes", prefetch_policy="consumes") as it:
+        stored_and_forgotten(it, keys(20))
+        assert len(one.inner.objects) == len(two.inner.objects) == 20  # type: ignore[attr-defined]
+        result = it.fetch(keys(20))
+        assert result.chunks == 20 and it.holds(result, keys(20))
+        it.l1.core.release(result.lease)
+    assert not [record for record in caplog.records if "Storage loop" in record.message]
 
 
 def test_a_policy_that_fails_now_and_then_decides_the_rest() -> None:
