@@ -4,6 +4,7 @@ there, the default's answer stands in: counted each time, said once. A fault of 
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ class CheckedStorePolicy:
 
     def targets(self, keys: Sequence[ObjectKey]) -> Sequence[Sequence[int]]:
         """For each key the adapters that are to have the object."""
+        keys = tuple(keys)  # not to be changed by who is asked
 
         def ask() -> Sequence[Sequence[int]]:
             answer = self._policy.targets(keys, self._adapters)
@@ -53,6 +55,7 @@ class CheckedPrefetchPolicy:
 
     def order(self, namespaces: Sequence[Namespace]) -> Sequence[int]:
         """In which order the adapters are asked."""
+        namespaces = tuple(namespaces)  # as the keys above
 
         def ask() -> Sequence[int]:
             answer = self._policy.order(namespaces, self._adapters)
@@ -92,7 +95,7 @@ class _Faults:
                     "lmcache_mp_policy_faults_total, said once)",
                     self._kind,
                     self._name,
-                    error if isinstance(error, _Unusable) else f"{type(error).__name__}: {error}",
+                    error if isinstance(error, _Unusable) else traceback.format_exception_only(error)[-1].strip(),
                     exc_info=None if isinstance(error, _Unusable) else error,
                 )
             return default()
