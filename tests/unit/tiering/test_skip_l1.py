@@ -157,6 +157,22 @@ def test_what_waits_is_not_offered_to_full_queues(monkeypatch: pytest.MonkeyPatc
         assert (it.unstored, it.lost) == (0, 0)
 
 
+def test_what_nobody_can_remember_leaves_l1_when_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_L2_STORE_QUEUE_OBJECTS", 4)
+    with skipping() as it:
+        core, wanted = it.it.l1.core, keys(8)
+        of, hashes = wanted[0].namespace, b"".join(key.chunk_hash for key in wanted)
+        reservation, _ = it.it.reserve(wanted)
+        _, _, records = core.commit(reservation, bytes([1] * 8))
+        lease, chunks, _ = core.acquire(ENGINE, of.digest, hashes[:96], FOREVER)  # another engine was fast
+        assert chunks == 3
+        it.it.storage.objects_committed([of], hashes, records)
+        until(lambda: it.lost == 8)
+        assert it.l1_objects == 3
+        core.release(lease)
+        until(lambda: it.l1_objects == 0)
+
+
 def until_or_not(condition: Any, seconds: float = 1.0) -> bool:
     try:
         until(condition, seconds)
