@@ -28,6 +28,7 @@ from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.catch_up import CatchUp
 from lmcache.tiering.checked_policies import CheckedPrefetchPolicy, CheckedStorePolicy
 from lmcache.tiering.eviction import EvictionController
+from lmcache.tiering.leases import QueuedObject
 from lmcache.tiering.loads import Loader
 from lmcache.tiering.policies import AdapterInfo, PrefetchPolicy, StorePolicy
 from lmcache.tiering.prefetch import PrefetchController, PrefetchRequest, PrefetchResult
@@ -74,6 +75,7 @@ class Storage:
         self._committed: deque[tuple[Sequence[Namespace], bytes, bytes]] = deque()
         self._committed_objects = 0
         self._refused_objects = 0
+        self._still_read: list[QueuedObject] = []  # of the refused ones, to leave L1 later
         self._committed_lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_log_fault)
@@ -189,7 +191,7 @@ class Storage:
             wakes = not self._committed
             if self._committed_objects + objects > limits.MAX_L2_STORE_QUEUE_OBJECTS:
                 self._refused_objects += objects
-                self._store.take_out(namespaces, hashes, records)
+                self._still_read += self._store.take_out(namespaces, hashes, records)
             else:
                 self._committed.append((namespaces, hashes, records))
                 self._committed_objects += objects
@@ -202,7 +204,8 @@ class Storage:
             self._committed.clear()
             self._committed_objects = 0
             refused, self._refused_objects = self._refused_objects, 0
-        self._store.note_refused(refused)
+            still_read, self._still_read = self._still_read, []
+        self._store.note_refused(refused, still_read)
         for namespaces, hashes, records in taken:
             self._store.add(namespaces, hashes, records)
 

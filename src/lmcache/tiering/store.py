@@ -68,12 +68,7 @@ class StoreController:
 
     def add(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
         """Objects as `L1Core.commit` reports them, and the namespaces and hashes that they count in."""
-        numbers = array("Q", records)
-        objects = []
-        for at in range(0, len(numbers), 4):
-            position, chunk, _, frame_bytes = numbers[at : at + 4]
-            chunk_hash = hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES]
-            objects.append(QueuedObject(ObjectKey(namespaces[position], chunk_hash), frame_bytes))
+        objects = _of_commit(namespaces, hashes, records)
         self._unstored.committed_again(queued.key for queued in objects)
         self.offer(objects)
 
@@ -99,16 +94,13 @@ class StoreController:
         for event in self._wake:
             event.set()
 
-    def take_out(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
+    def take_out(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> list[QueuedObject]:
         """Objects as for `add` that nobody can remember: out of L1 where the policy keeps nothing there. May be called
-        from any thread; `note_refused` follows on the loop."""
-        if self.drops_from_l1:
-            numbers = array("Q", records)
-            chunks = [hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES] for chunk in numbers[1::4]]
-            digests = [namespaces[position].digest for position in numbers[0::4]]
-            self._l1.core.remove(b"".join(digests), b"".join(chunks))
+        from any thread; `note_refused` follows on the loop, with those that stay because somebody reads them."""
+        return _taken_out(self._l1, _of_commit(namespaces, hashes, records)) if self.drops_from_l1 else []
 
-    def note_refused(self, objects: int) -> None:
+    def note_refused(self, objects: int, still_read: Sequence[QueuedObject]) -> None:
+        self._to_drop.update((queued.key, queued) for queued in still_read)
         self._drop(objects, "queue_full")
         if self.drops_from_l1:
             self._unstored.note_lost(objects)
@@ -271,13 +263,7 @@ class StoreController:
 
     def _remove(self, objects: Sequence[QueuedObject]) -> None:
         """Out of L1; what somebody reads follows when nobody does any more."""
-        if not objects:
-            return
-        core = self._l1.core
-        digests = b"".join(queued.key.namespace.digest for queued in objects)
-        if core.remove(digests, b"".join(queued.key.chunk_hash for queued in objects)) < len(objects):
-            resident = are_resident(self._l1, objects)
-            self._to_drop.update((queued.key, queued) for queued, there in zip(objects, resident, strict=True) if there)
+        self._to_drop.update((queued.key, queued) for queued in _taken_out(self._l1, objects))
 
     # ---- what no adapter took ----------------------------------------------------------------------------------------
     async def _offer_again(self) -> None:
@@ -316,3 +302,23 @@ class StoreController:
         if taken:
             log.info("%d objects that no adapter had taken before are stored", taken)
         return taken > 0
+
+
+def _of_commit(namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> list[QueuedObject]:
+    numbers = array("Q", records)
+    objects = []
+    for at in range(0, len(numbers), 4):
+        position, chunk, _, frame_bytes = numbers[at : at + 4]
+        chunk_hash = hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES]
+        objects.append(QueuedObject(ObjectKey(namespaces[position], chunk_hash), frame_bytes))
+    return objects
+
+
+def _taken_out(l1: L1Store, objects: Sequence[QueuedObject]) -> list[QueuedObject]:
+    """Out of L1, apart from those that somebody reads, which are returned."""
+    if not objects:
+        return []
+    digests = b"".join(queued.key.namespace.digest for queued in objects)
+    if l1.core.remove(digests, b"".join(queued.key.chunk_hash for queued in objects)) == len(objects):
+        return []
+    return [queued for queued, there in zip(objects, are_resident(l1, objects), strict=True) if there]
