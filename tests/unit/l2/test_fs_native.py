@@ -471,3 +471,25 @@ def test_a_namespace_is_named_by_any_of_its_files(tmp_path: Path) -> None:
             assert (await server.load(64)).count(LoadOutcome.LOADED) == 32
 
     run(test)
+
+
+@pytest.mark.xfail(strict=True, reason="what nobody can name is charged and never evicted")
+def test_what_nobody_can_name_does_not_fill_the_folder_for_ever(tmp_path: Path) -> None:
+    """As a power cut, or a later version of the header, leaves a namespace."""
+    spec = {
+        "type": "fs_native",
+        "base_path": str(tmp_path),
+        "max_capacity_gb": (2 << 20) / GIB,
+        "eviction": {"eviction_policy": "LRU"},
+    }
+
+    async def test() -> None:
+        async with OneServer(spec) as server:
+            for seed in range(16):
+                await server.store(8, seed)
+        for file in data_files(tmp_path):
+            file.write_bytes(bytes(file.stat().st_size))
+        async with OneServer(spec) as server:
+            assert await server.store(8, seed=99) == [StoreOutcome.STORED] * 8
+
+    run(test)
