@@ -350,8 +350,11 @@ def test_what_a_file_that_cannot_be_read_may_hold_is_not_asked_for() -> None:
     assert "No such file" in sentence
 
 
-def told(*argv: str, environ: dict[str, str] | None = None, verifies_loads: bool = True) -> list[str]:
-    return notes(load([*REQUIRED, *argv], environ or {}), environ or {}, verifies_loads=verifies_loads)
+def told(
+    *argv: str, environ: dict[str, str] | None = None, verifies_loads: bool = True, drops_from_l1: bool = False
+) -> list[str]:
+    loaded = load([*REQUIRED, *argv], environ or {})
+    return notes(loaded, environ or {}, verifies_loads=verifies_loads, drops_from_l1=drops_from_l1)
 
 
 @pytest.mark.parametrize(
@@ -388,6 +391,8 @@ def told(*argv: str, environ: dict[str, str] | None = None, verifies_loads: bool
         (["--lookup-hash-log-max-files", "5"], "--lookup-hash-log-max-files has no effect"),
         (["--lookup-hash-log-rotation-interval", "5"], "--lookup-hash-log-rotation-interval has no effect"),
         (["--lookup-hash-log-rotation-max-size", "5000"], "--lookup-hash-log-rotation-max-size has no effect"),
+        (["--l2-store-policy", "a:B"], "--l2-store-policy has no effect: there is no --l2-adapter."),
+        (["--host", "ipc:///run/l", "--port", "7"], "--port has no effect: a server at the path of a socket takes no"),
         (["--l2-prefetch-policy", "retain"], "--l2-prefetch-policy has no effect: there is no --l2-adapter."),
         (["--l2-prefetch-max-in-flight", "5"], "--l2-prefetch-max-in-flight has no effect: there is no --l2-adapter."),
         (["--eviction-policy", "noop"], "nothing ever leaves L1"),
@@ -411,6 +416,9 @@ def test_notes_are_only_about_what_was_given() -> None:
     (note,) = told("--max-workers", "2", "--l2-adapter", ADAPTER, verifies_loads=False)
     assert "every --l2-adapter verifies on its own threads" in note
     assert told("--hash-algorithm", "builtin", environ={"PYTHONHASHSEED": "0"}) == []
+    assert told("--host", "ipc:///run/l") == []
+    buffer = ("--eviction-policy", "noop", "--l2-store-policy", "skip_l1", "--eviction-trigger-watermark", "0.9")
+    assert told(*buffer, "--eviction-ratio", "0.1", "--l2-adapter", ADAPTER, drops_from_l1=True) == []
     shared = '{"type": "fs", "base_path": "/d", "max_capacity_gb": 1, "eviction": {"eviction_policy": "IsolatedLRU"}}'
     assert told("--quota-file", "/q", "--l2-adapter", shared) == []  # it says how salts share the adapter
 
