@@ -16,6 +16,7 @@ from lmcache.admin.access import read_token
 from lmcache.config.load import Loaded, draft
 from lmcache.config.notes import notes
 from lmcache.config.spec import ServerConfig
+from lmcache.core.address import http_listening_host
 from lmcache.core.problems import Problems
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l2 import registry
@@ -137,7 +138,7 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
     with problems.collect():
         listening.refuse_unusable_for_engines(config.host, config.port)
     with problems.collect():
-        listening.refuse_unusable(config.http_host, config.http_port, "--http-host")
+        listening.refuse_unusable(http_listening_host(config.http_host), config.http_port, "--http-host")
     with problems.collect():
         read_token(config.admin_token_file)
     with problems.collect():

@@ -224,7 +224,7 @@ class ServerConfig:
     admin_token_file: str = _option(
         Text("FILE"),
         "",
-        "file with the token that lets other hosts change state over HTTP",
+        "file with the token that lets other hosts change state and see cache salts over HTTP",
         default_text="none: only this host may",
     )
     zmq_curve_server_key_file: str = _option(Text("FILE"), "", "CURVE key of this server", default_text="none")

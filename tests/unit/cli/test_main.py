@@ -64,6 +64,7 @@ def test_help_lists_every_command_and_each_has_help(capsys: pytest.CaptureFixtur
         code, own, err = run(capsys, *name.split(), "--help")
         assert (code, err) == (0, "")
         assert f"lmcache {name}" in own
+        assert "SUPPRESS" not in own
     assert run(capsys)[0] == 2
 
 
