@@ -272,6 +272,7 @@ def test_environment_of_others_is_left_alone() -> None:
         ("port: true", "port in {file} must be a whole number, got True."),
         ("host: 7", "host in {file} must be text"),
         ("l1_use_lazy: 3", "l1_use_lazy in {file} must be true or false, got 3."),
+        (f"l2_adapter: [{ADAPTER}, {{typ: x}}]", 'l2_adapter 2 in {file} must have the key "type"'),
         ("- port", "must hold one mapping"),
         ("a: [", "is not YAML at line"),
         ("!!python/object/apply:os.system ['true']", "is not YAML"),
@@ -285,6 +286,9 @@ def test_files_that_are_refused(tmp_path: Path, text: str, said: str) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "No such file" in refusal([*REQUIRED, "--config", str(tmp_path / "none.yaml")])
+    assert problems(REQUIRED, {"LMCACHE_CONFIG": "/nonexistent"}) == [
+        "LMCACHE_CONFIG /nonexistent cannot be read: No such file or directory."
+    ]
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in refusal([*REQUIRED, "--config", str(tmp_path / "binary")])
 
