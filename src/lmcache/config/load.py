@@ -54,12 +54,8 @@ class _Read:
         self.refused.update(names)
 
 
-def load_server_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig:
-    """Reads, converts and checks. ConfigError tells all that is wrong, each in a sentence."""
-    return load(argv, environ).config
-
-
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Loaded:
+    """Reads, converts and checks. ConfigError tells all that is wrong, each in a sentence."""
     problems = Problems()
     loaded = draft(argv, environ, problems)
     problems.raise_all()

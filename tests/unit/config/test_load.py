@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache.config.help import server_help
-from lmcache.config.load import load, load_server_config
+from lmcache.config.load import load
 from lmcache.config.notes import notes
 from lmcache.config.spec import ServerConfig, flag, options, variable
 from lmcache.errors import ConfigError
@@ -78,16 +78,16 @@ def refusal(argv: list[str], environ: dict[str, str] | None = None) -> str:
 
 
 def test_documented_defaults() -> None:
-    config = load_server_config(REQUIRED, {})
+    config = load(REQUIRED, {}).config
     assert {name: getattr(config, name) for name in DOCUMENTED_DEFAULTS} == DOCUMENTED_DEFAULTS
     assert config.l1_size_gb == 4
     assert config.l1_init_size_gb == 4  # 20, but never more than L1
-    assert load_server_config(["--l1-size-gb", "100", "--eviction-policy", "LRU"], {}).l1_init_size_gb == 20
+    assert load(["--l1-size-gb", "100", "--eviction-policy", "LRU"], {}).config.l1_init_size_gb == 20
     assert config.shm_name == "lmcache-5555"
 
 
 def test_the_documented_complete_command_is_understood_up_to_what_is_not_built() -> None:
-    config = load_server_config([*DOCUMENTED_COMMAND.split(), "--l2-adapter", ADAPTER], {})
+    config = load([*DOCUMENTED_COMMAND.split(), "--l2-adapter", ADAPTER], {}).config
     assert (config.max_gpu_workers, config.max_cpu_workers) == (2, 4)
     assert config.l2_adapter == [{"type": "fs_native", "base_path": "/data"}]
 
@@ -213,7 +213,7 @@ def test_required_options_are_named_with_all_their_forms() -> None:
 
 
 def test_what_is_not_built_may_be_given_its_default() -> None:
-    config = load_server_config([*REQUIRED, "--no-enable-tracing", "--runtime-plugin-config", "{}"], {})
+    config = load([*REQUIRED, "--no-enable-tracing", "--runtime-plugin-config", "{}"], {}).config
     assert config.runtime_plugin_config == {}
 
 
@@ -294,13 +294,13 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_free_ports_may_be_asked_for_everywhere() -> None:
-    config = load_server_config([*REQUIRED, "--port", "0", "--http-port", "0", "--prometheus-port", "0"], {})
+    config = load([*REQUIRED, "--port", "0", "--http-port", "0", "--prometheus-port", "0"], {}).config
     assert config.shm_name.startswith("lmcache-")
     assert config.shm_name != "lmcache-0"
 
 
 def test_sizes_in_bytes_are_whole_frames() -> None:
-    config = load_server_config(["--l1-size-gb", "0.1", "--eviction-policy", "LRU"], {})
+    config = load(["--l1-size-gb", "0.1", "--eviction-policy", "LRU"], {}).config
     assert config.l1_size_bytes % 4096 == 0
     assert 0 <= 0.1 * (1 << 30) - config.l1_size_bytes < 4096
     assert config.l1_init_size_bytes == config.l1_size_bytes
@@ -444,5 +444,5 @@ def test_variables_that_are_no_options_are_named() -> None:
 
 
 def test_a_path_takes_no_port_and_names_the_memory():
-    config = load_server_config([*REQUIRED, "--host", "ipc:///run/lmcache/a b.sock", "--http-port", "5555"], {})
+    config = load([*REQUIRED, "--host", "ipc:///run/lmcache/a b.sock", "--http-port", "5555"], {}).config
     assert config.shm_name == "lmcache-run-lmcache-a-b.sock"
