@@ -28,6 +28,7 @@ class Run:
 
 SLOW = ("-m", "slow")
 SHAPES = "tests/e2e/test_shapes.py"
+STOPS = "tests/process/test_stop.py"
 PARTS: dict[str, tuple[Run, ...]] = {
     "shapes": (Run((SHAPES, *SLOW)),),
     "engine": (Run(("tests/e2e", *SLOW, f"--ignore={SHAPES}")),),
@@ -37,7 +38,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
     ),
     "kill": (
         Run(("tests/process/test_kill_loop.py",), {"LMCACHE_KILL_ROUNDS": "200"}),
-        Run(("tests/process/test_stop.py",), {"LMCACHE_STOP_ROUNDS": "300", "LMCACHE_STOP_SEED": SEED}),
+        Run((STOPS,), {"LMCACHE_STOP_ROUNDS": "300", "LMCACHE_STOP_SEED": SEED}),
     ),
     "simulation": (
         Run(("tests/simulation",), {"LMCACHE_SIMULATION_STEPS": "100000"}),
@@ -53,7 +54,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
         Run(("tests/process/test_cap.py",), {"LMCACHE_TEST_CAP_STORE_GB": "10"}),
         Run(("tests/process/test_many_salts.py",), {"LMCACHE_TEST_SALTS": "200000"}),
     ),
-    "others": (Run(("tests", *SLOW, "--ignore=tests/e2e", "--ignore=tests/faults")),),
+    "others": (Run(("tests", *SLOW, *(f"--ignore={path}" for path in ("tests/e2e", "tests/faults", STOPS)))),),
 }
 
 

@@ -16,6 +16,7 @@ from lmcache.admin.access import read_token
 from lmcache.config.load import Loaded, draft
 from lmcache.config.notes import notes
 from lmcache.config.spec import ServerConfig
+from lmcache.core.address import http_listening_host
 from lmcache.core.problems import Problems
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l2 import registry
@@ -77,13 +78,33 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
         asyncio.run(_close(adapters))
     problems.raise_all()
     assert store_policy is not None and prefetch_policy is not None
-    verifies = any(not getattr(configured.adapter, "verifies", False) for configured in adapters)
-    verifies = verifies or bool(
-        adapters and loaded.config.l1_persist
-    )  # what was adopted is verified before it is stored
-    return Plan(
-        loaded, adapters, store_policy, prefetch_policy, notes(loaded, environ, verifies_loads=verifies) + found
+    told = notes(
+        loaded,
+        environ,
+        verifies_loads=any(_leaves_verifying(loaded.config, configured) for configured in adapters),
+        drops_from_l1=bool(adapters) and store_policy.drops_from_l1,
     )
+    return Plan(loaded, adapters, store_policy, prefetch_policy, told + _shared_folders(configs) + found)
+
+
+def _leaves_verifying(config: ServerConfig, configured: ConfiguredAdapter) -> bool:
+    """Whether threads of the server verify what it loads, or what it stores out of an adopted L1."""
+    return config.l1_persist or not getattr(configured.adapter, "verifies", False)
+
+
+def _shared_folders(configs: Sequence[AdapterConfig]) -> list[str]:
+    """Servers may share a folder; two adapters of a server gain nothing by it."""
+    found: list[str] = []
+    folders: dict[str, AdapterConfig] = {}
+    for adapter in configs:
+        if "base_path" in adapter.settings:
+            path = os.path.realpath(adapter.settings["base_path"])
+            if (other := folders.setdefault(path, adapter)) is not adapter:
+                found.append(
+                    f'{adapter.where}: "base_path" {path} is that of {other.where}: both write the same files; give '
+                    "each a folder of its own."
+                )
+    return found
 
 
 def _policies(config: ServerConfig, problems: Problems) -> tuple[StorePolicy | None, PrefetchPolicy | None]:
@@ -117,7 +138,7 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
     with problems.collect():
         listening.refuse_unusable_for_engines(config.host, config.port)
     with problems.collect():
-        listening.refuse_unusable(config.http_host, config.http_port, "--http-host")
+        listening.refuse_unusable(http_listening_host(config.http_host), config.http_port, "--http-host")
     with problems.collect():
         read_token(config.admin_token_file)
     with problems.collect():

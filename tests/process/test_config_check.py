@@ -111,15 +111,16 @@ BAD = {
         lambda f: ["--lookup-hash-log-dir", file(f / "log")], ["cannot be written: File exists"], MACHINE
     ),
     "host": Bad(given("--host", "192.0.2.1"), ["Cannot listen on 192.0.2.1:0"], MACHINE),
+    "host with port": Bad(given("--host", "localhost:1"), ["write --host localhost --port 1."], USAGE),
     "http host": Bad(given("--http-host", "192.0.2.1"), ["Cannot listen on 192.0.2.1:0"], MACHINE),
     "hosts": Bad(
         given("--http-host", "192.0.2.1", "--host", "198.51.100.7"), ["198.51.100.7:0", "192.0.2.1:0"], MACHINE
     ),
     "l1 size": Bad(given("--l1-size-gb", "100000"), ["in all; choose a smaller --l1-size-gb or"], MACHINE),
     "fs inside a file": Bad(
-        lambda f: adapter(type="fs", base_path=file(f / "x") + "/l2"), ["the folder", "Not a directory"][:1], MACHINE
+        lambda f: adapter(type="fs", base_path=file(f / "x") + "/l2"), ["/x/l2 is not a folder; choose"], MACHINE
     ),
-    "fs a file": Bad(lambda f: adapter(type="fs_native", base_path=file(f / "x")), ["File exists"], MACHINE),
+    "fs a file": Bad(lambda f: adapter(type="fs_native", base_path=file(f / "x")), ["/x is not a folder"], MACHINE),
     "fs temporary": Bad(
         lambda f: adapter(type="fs_native", base_path=str(f / "l2"), relative_tmp_dir="../../etc"),
         ['"relative_tmp_dir" must name a folder inside base_path'],
@@ -127,7 +128,7 @@ BAD = {
     ),
     "fs temporary a file": Bad(
         lambda f: adapter(type="fs", base_path=os.path.dirname(file(f / "l2" / "tmp")), relative_tmp_dir="tmp"),
-        ["File exists"],
+        ["/l2/tmp is not a folder"],
         MACHINE,
     ),
     "fs eviction": Bad(

@@ -50,6 +50,26 @@ def test_notes_of_adapters_are_told_with_the_others(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_buffer_in_front_of_l2_has_a_watermark(tmp_path: Path) -> None:
+    """What no adapter took makes room there, although the policy evicts nothing."""
+    adapter = json.dumps({"type": "fs", "base_path": str(tmp_path / "l2")})
+    options = [*OPTIONS, "--eviction-policy", "noop", "--eviction-trigger-watermark", "0.9", "--l2-adapter", adapter]
+    for policy, told in (("skip_l1", 0), ("default", 2)):
+        planned = startup.plan([*options, "--l2-store-policy", policy], {})
+        planned.discard()
+        assert len(planned.notes) == told, planned.notes
+
+
+def test_two_adapters_in_one_folder_are_told(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    folders = (tmp_path, tmp_path / "other", tmp_path / "link")
+    adapters = [json.dumps({"type": "fs", "base_path": str(folder)}) for folder in folders]
+    planned = startup.plan([*OPTIONS, "--l2-adapter", *adapters], {})
+    planned.discard()
+    (note,) = planned.notes
+    assert note.startswith(f'--l2-adapter 3 (fs): "base_path" {tmp_path} is that of --l2-adapter 1 (fs): ')
+
+
 PLUGIN = """
 class Recording:
     closed = 0

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lmcache.admin.access import read_token
 from lmcache.admin.app import build_app
 from lmcache.admin.state import ServerState
+from lmcache.core.address import http_listening_host
 from lmcache.errors import ResourceError
 from lmcache.transport.listening import listen
 
@@ -81,12 +82,13 @@ class HttpListener:
         config = state.config
         self._state = state
         token = read_token(config.admin_token_file)
-        self._sockets = [listen(config.http_host, config.http_port, "--http-port")]
+        host = http_listening_host(config.http_host)
+        self._sockets = [listen(host, config.http_port, "--http-port")]
         self.http_port: int = self._sockets[0].getsockname()[1]
         self.prometheus_port: int | None = None
         if config.metrics_enabled:
             try:
-                self._sockets.append(listen(config.http_host, config.prometheus_port, "--prometheus-port"))
+                self._sockets.append(listen(host, config.prometheus_port, "--prometheus-port"))
             except ResourceError:
                 self.close()
                 raise

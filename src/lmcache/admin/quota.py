@@ -41,7 +41,7 @@ class QuotaResources:
 
     async def every(self, request: Request) -> Response:
         quotas, name = await self._in_thread(self._state.quotas.all), self._naming(request)
-        shown = sorted((_shown(quota, name) for quota in quotas), key=lambda one: str(one["cache_salt"]))
+        shown = sorted((_shown(quota, name) for quota in quotas), key=lambda entry: str(entry["cache_salt"]))
         return JSONResponse({"quotas": shown, "enforced": self._state.quotas.enforced})
 
     async def one(self, request: Request) -> Response:

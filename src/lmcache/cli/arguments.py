@@ -17,7 +17,7 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=36, width=min(110, shutil.get_terminal_size().columns))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, "", []):
+        if action.default in (None, False, "", [], argparse.SUPPRESS):
             return action.help
         kind = action.type.kind if isinstance(action.type, _Typed) else None
         values = action.default if isinstance(action.default, list) else [action.default]

@@ -63,8 +63,8 @@ def _as_yaml(values: dict[str, object], sources: object) -> str:
 
     assert hasattr(sources, "get")
     lines = []
-    for one in dataclasses.fields(ServerConfig):
-        text = yaml.safe_dump({one.name: values[one.name]}, sort_keys=False, width=1000).rstrip("\n")
+    for option in dataclasses.fields(ServerConfig):
+        text = yaml.safe_dump({option.name: values[option.name]}, sort_keys=False, width=1000).rstrip("\n")
         head, newline, tail = text.partition("\n")
-        lines.append(f"{head:<56}  # {sources.get(one.name, 'default')}{newline}{tail}")
+        lines.append(f"{head:<56}  # {sources.get(option.name, 'default')}{newline}{tail}")
     return "\n".join(lines) + "\n"

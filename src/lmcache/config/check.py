@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from lmcache.config.spec import ServerConfig, flag
-from lmcache.core.address import listening_host, socket_path
+from lmcache.core.address import http_listening_host, listening_host, socket_path
 from lmcache.errors import ConfigError
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -54,9 +54,10 @@ def _names(config: ServerConfig) -> Iterator[Conflict]:
         listening_host(config.host)
     except ConfigError as refusal:
         yield {"host"}, str(refusal)
-    host = config.http_host
-    if not host or "/" in host or any(letter.isspace() for letter in host):
-        yield {"http_host"}, f"--http-host must be a host name or an address, got {host!r}."
+    try:
+        http_listening_host(config.http_host)
+    except ConfigError as refusal:
+        yield {"http_host"}, str(refusal)
 
 
 def _ports(config: ServerConfig) -> Iterator[Conflict]:

@@ -17,7 +17,8 @@ _OTHERS = (
 _END = """
 Every option can also come from the environment (--l1-size-gb as LMCACHE_L1_SIZE_GB) and from the file of --config
 (l1_size_gb: 20). Flags win over the environment, the environment over the file. LMCACHE_LOG_LEVEL is DEBUG, INFO
-(default), WARNING or ERROR. Exit codes: 0 stopped as asked, 1 the machine refused, 2 the options were refused.
+(default), WARNING or ERROR. Exit codes: 0 stopped as asked; 1 the machine refused, or something hung at the end; 2 the
+options were refused; 128 and its number for a second signal, which ends the server at once.
 """
 
 
@@ -28,7 +29,7 @@ def server_help(width: int) -> str:
         _usage(name, option, default) for name, (option, default) in options().items() if default is dataclasses.MISSING
     )
     lines = [f"Usage: lmcache server {required} [options]", ""]
-    lines.append("Starts the cache server and serves until SIGTERM or SIGINT.")
+    lines.append("Starts the cache server and serves until SIGTERM, SIGINT or SIGHUP.")
     group = ""
     for name, (option, default) in options().items():
         if option.group != group:

@@ -54,12 +54,8 @@ class _Read:
         self.refused.update(names)
 
 
-def load_server_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig:
-    """Reads, converts and checks. ConfigError tells all that is wrong, each in a sentence."""
-    return load(argv, environ).config
-
-
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Loaded:
+    """Reads, converts and checks. ConfigError tells all that is wrong, each in a sentence."""
     problems = Problems()
     loaded = draft(argv, environ, problems)
     problems.raise_all()
@@ -72,8 +68,7 @@ def draft(argv: Sequence[str], environ: Mapping[str, str], problems: Problems) -
     read = _Read(problems)
     from_flags = _read_flags(argv, known, read)
     from_environment = _read_environment(environ, known, read)
-    path = read.file or environ.get(CONFIG_VARIABLE, "")
-    from_file = _read_file(path, known, read) if path else {}
+    from_file = _read_file(read.file or environ.get(CONFIG_VARIABLE, ""), known, read)
     read.given = {**from_file, **from_environment, **from_flags}
     values: dict[str, Any] = {}
     for name, given in read.given.items():
@@ -120,12 +115,13 @@ def _convert(name: str, given: _Given, option: Option, default: object, values: 
 def _convert_list(name: str, given: _Given, kind: Listed, read: _Read) -> list[object]:
     found: list[object] = []
     items = kind.items(given.value)
+    option, of_file, file = given.where.partition(" in ")
     for number, item in enumerate(items, 1):
         try:
             found.append(kind.item.parse(item))
         except ValueError as error:
             which = f" {number}" if len(items) > 1 else ""
-            read.refuse(f"{given.where}{which} {error}", name)
+            read.refuse(f"{option}{which}{of_file}{file} {error}", name)
             found.append({})
     return found
 
@@ -212,11 +208,13 @@ def _read_environment(environ: Mapping[str, str], known: _Known, read: _Read) ->
 
 
 def _read_file(path: str, known: _Known, read: _Read) -> dict[str, _Given]:
+    given: dict[str, _Given] = {}
+    if not path:
+        return given
     from lmcache.config.file import read_yaml  # PyYAML only where a file is given
 
-    given: dict[str, _Given] = {}
     try:
-        content = read_yaml(path)
+        content = read_yaml(path, CONFIG_FLAG if read.file else CONFIG_VARIABLE)
     except ConfigError as error:
         read.refuse(str(error))
         read.file_unread = True

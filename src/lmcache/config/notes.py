@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from lmcache.config import unbuilt
 from lmcache.config.load import Loaded
 from lmcache.config.spec import ServerConfig, flag, options
+from lmcache.core.address import socket_path
 
 _LOOKUP_LOG = (
     "event_bus_queue_size",
@@ -16,20 +17,20 @@ _LOOKUP_LOG = (
 )
 
 
-def notes(loaded: Loaded, environ: Mapping[str, str], *, verifies_loads: bool) -> list[str]:
+def notes(loaded: Loaded, environ: Mapping[str, str], *, verifies_loads: bool, drops_from_l1: bool) -> list[str]:
     """A sentence each, for the log and for `lmcache config check`. `verifies_loads`: something from L2 is left to the
-    server to verify."""
-    found = list(_without_effect(loaded, verifies_loads))
-    found += _odd(loaded.config, environ)
+    server to verify. `drops_from_l1`: what L2 has stored leaves L1, under any eviction policy."""
+    found = list(_without_effect(loaded, verifies_loads, drops_from_l1))
+    found += _odd(loaded.config, environ, drops_from_l1)
     for name in loaded.ignored:
         instead = unbuilt.in_process_key(name.removeprefix("LMCACHE_").lower())
         found.append(f"{name} in the environment is not an option of this server{f' ({instead})' * bool(instead)}.")
     return found
 
 
-def _without_effect(loaded: Loaded, verifies_loads: bool) -> Iterator[str]:
+def _without_effect(loaded: Loaded, verifies_loads: bool, drops_from_l1: bool) -> Iterator[str]:
     config = loaded.config
-    for names, reason in _idle(loaded, verifies_loads):
+    for names, reason in _idle(loaded, verifies_loads, drops_from_l1):
         for name in names:
             if name in loaded.sources and getattr(config, name) != _default(config, name):
                 yield f"{loaded.sources[name]} has no effect: {reason}."
@@ -39,12 +40,14 @@ def _default(config: ServerConfig, name: str) -> object:
     return config.max_workers if name in ("max_gpu_workers", "max_cpu_workers") else options()[name][1]
 
 
-def _idle(loaded: Loaded, verifies_loads: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+def _idle(loaded: Loaded, verifies_loads: bool, drops_from_l1: bool) -> Iterator[tuple[tuple[str, ...], str]]:
     """Options that change nothing in this configuration, and why."""
     config = loaded.config
+    if socket_path(config.host):
+        yield ("port",), "a server at the path of a socket takes no port"
     yield ("max_gpu_workers",), "engines copy with threads of their own"
     if not config.l2_adapter:
-        yield ("l2_prefetch_policy", "l2_prefetch_max_in_flight"), "there is no --l2-adapter"
+        yield ("l2_store_policy", "l2_prefetch_policy", "l2_prefetch_max_in_flight"), "there is no --l2-adapter"
         yield ("max_workers", "max_cpu_workers"), "its threads verify what L2 gave back, and there is no --l2-adapter"
     elif not verifies_loads:
         yield ("max_workers", "max_cpu_workers"), "every --l2-adapter verifies on its own threads (num_workers)"
@@ -52,7 +55,7 @@ def _idle(loaded: Loaded, verifies_loads: bool) -> Iterator[tuple[tuple[str, ...
         yield ("max_workers",), f"{loaded.sources['max_cpu_workers']} says how many threads verify"
     if not config.l1_use_lazy:
         yield ("l1_init_size_gb",), "without --l1-use-lazy all of L1 is taken at the start"
-    if config.eviction_policy == "noop":
+    if config.eviction_policy == "noop" and not drops_from_l1:  # else what no adapter took makes room
         yield ("eviction_trigger_watermark", "eviction_ratio"), "--eviction-policy noop evicts nothing"
     if not _limits_salts(config):
         yield ("quota_file",), f"--eviction-policy {config.eviction_policy} knows no quotas; use IsolatedLRU"
@@ -72,11 +75,11 @@ def _limits_salts(config: ServerConfig) -> bool:
     return "IsolatedLRU" in policies
 
 
-def _odd(config: ServerConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    if config.eviction_policy == "noop" and config.l2_store_policy == "default":
+def _odd(config: ServerConfig, environ: Mapping[str, str], drops_from_l1: bool) -> Iterator[str]:
+    if config.eviction_policy == "noop" and not drops_from_l1:
         yield (
-            "With --eviction-policy noop and --l2-store-policy default nothing ever leaves L1: once it is full, new "
-            "chunks are not cached."
+            f"With --eviction-policy noop and --l2-store-policy {config.l2_store_policy} nothing ever leaves L1: once "
+            "it is full, new chunks are not cached."
         )
     if config.eviction_policy == "IsolatedLRU" and config.l1_persist and not config.quota_file:
         yield (

@@ -224,7 +224,7 @@ class ServerConfig:
     admin_token_file: str = _option(
         Text("FILE"),
         "",
-        "file with the token that lets other hosts change state over HTTP",
+        "file with the token that lets other hosts change state and see cache salts over HTTP",
         default_text="none: only this host may",
     )
     zmq_curve_server_key_file: str = _option(Text("FILE"), "", "CURVE key of this server", default_text="none")
@@ -274,13 +274,15 @@ def options() -> Mapping[str, tuple[Option, object]]:
     """Each option by its name with underscores, and its default; `dataclasses.MISSING` where it is required."""
     found: dict[str, tuple[Option, object]] = {}
     group = ""
-    for one in dataclasses.fields(ServerConfig):
-        group = GROUPS.get(one.name, group)
-        default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
-        option = dataclasses.replace(
-            one.metadata[_METADATA_KEY], group=group, unbuilt=unbuilt.OPTIONS.get(one.name, "")
+    for declared in dataclasses.fields(ServerConfig):
+        group = GROUPS.get(declared.name, group)
+        default = (
+            declared.default_factory() if declared.default_factory is not dataclasses.MISSING else declared.default
         )
-        found[one.name] = (option, default)
+        option = dataclasses.replace(
+            declared.metadata[_METADATA_KEY], group=group, unbuilt=unbuilt.OPTIONS.get(declared.name, "")
+        )
+        found[declared.name] = (option, default)
     return found
 
 

@@ -147,15 +147,13 @@ class Choice:
         return "{" + ",".join(self.choices) + "}"
 
     def parse(self, given: object) -> str:
-        allowed = ", ".join(self.choices)
+        allowed = f"one of {', '.join(self.choices)}" if len(self.choices) > 1 else self.choices[0]
         if not isinstance(given, str):
-            raise ValueError(f"must be one of {allowed}, got {given!r}")
+            raise ValueError(f"must be {allowed}, got {given!r}")
         if given in self.unbuilt:
-            raise ValueError(
-                f"cannot be {given}, which is not built yet ({self.unbuilt[given]}); it must be one of {allowed}"
-            )
+            raise ValueError(f"cannot be {given}, which is not built yet ({self.unbuilt[given]}); it must be {allowed}")
         if given not in self.choices:
-            raise ValueError(f"must be one of {allowed}, got {given!r}{did_you_mean(given, list(self.choices))}")
+            raise ValueError(f"must be {allowed}, got {given!r}{did_you_mean(given, list(self.choices))}")
         return given
 
     def show(self, value: object) -> str:

@@ -17,9 +17,16 @@ def listening_host(host: str) -> str:
     scheme, rest = _scheme(host)
     if scheme == _IPC:
         return f"ipc://{_socket_path(f'--host {host}', rest)}"
-    if scheme != "tcp" or not rest or "/" in rest or any(letter.isspace() for letter in rest):
+    if scheme != "tcp" or not _is_name(rest):
         raise ConfigError(f"--host must be a host name, an address, or ipc:// and a path, got {host!r}.")
-    return rest
+    return _without_port("--host", "--port", rest)
+
+
+def http_listening_host(host: str) -> str:
+    """The same for --http-host, which takes no path."""
+    if not _is_name(host):
+        raise ConfigError(f"--http-host must be a host name or an address, got {host!r}.")
+    return _without_port("--http-host", "--http-port", host)
 
 
 def connect_endpoint(url: str, port: int | None = None) -> str:
@@ -66,6 +73,17 @@ def _socket_path(subject: str, path: str) -> str:
             "choose a shorter one."
         )
     return path
+
+
+def _is_name(host: str) -> bool:
+    return bool(host) and "/" not in host and not any(letter.isspace() for letter in host)
+
+
+def _without_port(host_flag: str, port_flag: str, given: str) -> str:
+    host, port = _split(given)
+    if port:
+        raise ConfigError(f"{host_flag} {given} names a port: write {host_flag} {host} {port_flag} {port}.")
+    return host
 
 
 def _split(rest: str) -> tuple[str, str]:

@@ -180,9 +180,8 @@ class Ledger:
         assert self.used_bytes == sum(self._charges.values())
         folders_of = self.capacity.folders_of
         expected = {folder for key in self._charges for folder in folders_of(key)} if folders_of else set()
-        assert len(self._folders) == len(expected) and self._folders.with_these([[it] for it in expected]) == len(
-            expected
-        )
+        assert len(self._folders) == len(expected)
+        assert self._folders.with_these([[folder] for folder in expected]) == len(expected)
 
     def enter_folders(self, keys: Iterable[ObjectKey]) -> None:
         folders_of = self.capacity.folders_of

@@ -67,7 +67,7 @@ def number(minimum: float, maximum: float, *, above: bool = False) -> Callable[[
         good = isinstance(value, int | float) and not isinstance(value, bool)
         if not good or not minimum <= value <= maximum or (above and value == minimum):
             raise ValueError(
-                f"a number {'above' if above else 'from'} {minimum:g} {'and up ' if above else ''}to {maximum:g}"
+                f"a number {'above' if above else 'from'} {minimum:g} {'and up ' if above else ''}to {maximum:.15g}"
             )
         return float(value)
 

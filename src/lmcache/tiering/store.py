@@ -221,18 +221,18 @@ class StoreController:
         stored = sum(outcome is StoreOutcome.STORED for outcome in outcomes)
         if stored == len(outcomes) and seconds > 0:
             self._metrics.l2_store_throughput.labels(runner.name).observe(size_bytes / seconds / 1e9)
-        there = 0
+        held = 0  # by the adapter now
         for queued, outcome in zip(leased.objects, outcomes, strict=True):
             if outcome in _THERE:
                 queued.is_stored = True
-                there += 1
-        self._drop(len(outcomes) - there, "not_stored")
+                held += 1
+        self._drop(len(outcomes) - held, "not_stored")
         log.debug(
             "L2 store task %d completed: %d of %d objects stored, %d there already, in %.1f ms",
             number,
             stored,
             len(outcomes),
-            there - stored,
+            held - stored,
             seconds * 1e3,
         )
 

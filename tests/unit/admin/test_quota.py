@@ -143,13 +143,13 @@ def test_salts_are_shown_to_this_host_and_to_who_has_the_token(http: TestClient,
 
     def names(client: TestClient, **headers: str) -> set[str]:
         quotas = client.get("/quota", headers=headers).json()["quotas"]
-        one = client.get("/quota/alice", headers=headers).json()
-        assert one["limit_gb"] == 2 * UNIT_GB
+        alice = client.get("/quota/alice", headers=headers).json()
+        assert alice["limit_gb"] == 2 * UNIT_GB
         page = client.get("/metrics", headers=headers).text
         assert 'lmcache_mp_lookups_total{cache_salt="",model_name="model"} 1.0' in page
         in_metrics = {name for name in ("alice", ALICE) if f'cache_salt="{name}"' in page}
         assert f'lmcache_mp_quota_usage_bytes{{cache_salt="{min(in_metrics)}"}} 1.048576e+06' in page
-        return {quota["cache_salt"] for quota in quotas} | {one["cache_salt"]} | in_metrics
+        return {quota["cache_salt"] for quota in quotas} | {alice["cache_salt"]} | in_metrics
 
     open_names, hidden = {"_default", "alice"}, {"_default", ALICE}
     assert names(http) == open_names

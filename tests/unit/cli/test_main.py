@@ -64,6 +64,7 @@ def test_help_lists_every_command_and_each_has_help(capsys: pytest.CaptureFixtur
         code, own, err = run(capsys, *name.split(), "--help")
         assert (code, err) == (0, "")
         assert f"lmcache {name}" in own
+        assert "SUPPRESS" not in own
     assert run(capsys)[0] == 2
 
 
@@ -223,7 +224,7 @@ def test_results_can_be_written_to_a_file(capsys: pytest.CaptureFixture[str], ht
 def test_config_check_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     import yaml
 
-    from lmcache.config.load import load_server_config
+    from lmcache.config.load import load
 
     options = ["--l1-size-gb", "4", "--eviction-policy", "LRU", "--service-instance-id", "me"]
     options += ["--l2-adapter", '{"type": "fs_native", "base_path": "%s"}' % (tmp_path / "l2")]
@@ -241,7 +242,7 @@ def test_config_check_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Any
     assert not (tmp_path / "l2").exists()  # nothing was made
     path = tmp_path / "server.yaml"
     path.write_text(out)
-    assert load_server_config(["--config", str(path)], {}) == load_server_config(options, {})  # it is a --config file
+    assert load(["--config", str(path)], {}).config == load(options, {}).config  # it is a --config file
 
     code, out, _ = run(capsys, "config", "show", *options, "--format", "json")
     values = json.loads(out)["metrics"]

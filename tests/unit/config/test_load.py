@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache.config.help import server_help
-from lmcache.config.load import load, load_server_config
+from lmcache.config.load import load
 from lmcache.config.notes import notes
 from lmcache.config.spec import ServerConfig, flag, options, variable
 from lmcache.errors import ConfigError
@@ -78,16 +78,16 @@ def refusal(argv: list[str], environ: dict[str, str] | None = None) -> str:
 
 
 def test_documented_defaults() -> None:
-    config = load_server_config(REQUIRED, {})
+    config = load(REQUIRED, {}).config
     assert {name: getattr(config, name) for name in DOCUMENTED_DEFAULTS} == DOCUMENTED_DEFAULTS
     assert config.l1_size_gb == 4
     assert config.l1_init_size_gb == 4  # 20, but never more than L1
-    assert load_server_config(["--l1-size-gb", "100", "--eviction-policy", "LRU"], {}).l1_init_size_gb == 20
+    assert load(["--l1-size-gb", "100", "--eviction-policy", "LRU"], {}).config.l1_init_size_gb == 20
     assert config.shm_name == "lmcache-5555"
 
 
 def test_the_documented_complete_command_is_understood_up_to_what_is_not_built() -> None:
-    config = load_server_config([*DOCUMENTED_COMMAND.split(), "--l2-adapter", ADAPTER], {})
+    config = load([*DOCUMENTED_COMMAND.split(), "--l2-adapter", ADAPTER], {}).config
     assert (config.max_gpu_workers, config.max_cpu_workers) == (2, 4)
     assert config.l2_adapter == [{"type": "fs_native", "base_path": "/data"}]
 
@@ -213,7 +213,7 @@ def test_required_options_are_named_with_all_their_forms() -> None:
 
 
 def test_what_is_not_built_may_be_given_its_default() -> None:
-    config = load_server_config([*REQUIRED, "--no-enable-tracing", "--runtime-plugin-config", "{}"], {})
+    config = load([*REQUIRED, "--no-enable-tracing", "--runtime-plugin-config", "{}"], {}).config
     assert config.runtime_plugin_config == {}
 
 
@@ -272,6 +272,7 @@ def test_environment_of_others_is_left_alone() -> None:
         ("port: true", "port in {file} must be a whole number, got True."),
         ("host: 7", "host in {file} must be text"),
         ("l1_use_lazy: 3", "l1_use_lazy in {file} must be true or false, got 3."),
+        (f"l2_adapter: [{ADAPTER}, {{typ: x}}]", 'l2_adapter 2 in {file} must have the key "type"'),
         ("- port", "must hold one mapping"),
         ("a: [", "is not YAML at line"),
         ("!!python/object/apply:os.system ['true']", "is not YAML"),
@@ -285,18 +286,21 @@ def test_files_that_are_refused(tmp_path: Path, text: str, said: str) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "No such file" in refusal([*REQUIRED, "--config", str(tmp_path / "none.yaml")])
+    assert problems(REQUIRED, {"LMCACHE_CONFIG": "/nonexistent"}) == [
+        "LMCACHE_CONFIG /nonexistent cannot be read: No such file or directory."
+    ]
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in refusal([*REQUIRED, "--config", str(tmp_path / "binary")])
 
 
 def test_free_ports_may_be_asked_for_everywhere() -> None:
-    config = load_server_config([*REQUIRED, "--port", "0", "--http-port", "0", "--prometheus-port", "0"], {})
+    config = load([*REQUIRED, "--port", "0", "--http-port", "0", "--prometheus-port", "0"], {}).config
     assert config.shm_name.startswith("lmcache-")
     assert config.shm_name != "lmcache-0"
 
 
 def test_sizes_in_bytes_are_whole_frames() -> None:
-    config = load_server_config(["--l1-size-gb", "0.1", "--eviction-policy", "LRU"], {})
+    config = load(["--l1-size-gb", "0.1", "--eviction-policy", "LRU"], {}).config
     assert config.l1_size_bytes % 4096 == 0
     assert 0 <= 0.1 * (1 << 30) - config.l1_size_bytes < 4096
     assert config.l1_init_size_bytes == config.l1_size_bytes
@@ -350,8 +354,11 @@ def test_what_a_file_that_cannot_be_read_may_hold_is_not_asked_for() -> None:
     assert "No such file" in sentence
 
 
-def told(*argv: str, environ: dict[str, str] | None = None, verifies_loads: bool = True) -> list[str]:
-    return notes(load([*REQUIRED, *argv], environ or {}), environ or {}, verifies_loads=verifies_loads)
+def told(
+    *argv: str, environ: dict[str, str] | None = None, verifies_loads: bool = True, drops_from_l1: bool = False
+) -> list[str]:
+    loaded = load([*REQUIRED, *argv], environ or {})
+    return notes(loaded, environ or {}, verifies_loads=verifies_loads, drops_from_l1=drops_from_l1)
 
 
 @pytest.mark.parametrize(
@@ -388,6 +395,8 @@ def told(*argv: str, environ: dict[str, str] | None = None, verifies_loads: bool
         (["--lookup-hash-log-max-files", "5"], "--lookup-hash-log-max-files has no effect"),
         (["--lookup-hash-log-rotation-interval", "5"], "--lookup-hash-log-rotation-interval has no effect"),
         (["--lookup-hash-log-rotation-max-size", "5000"], "--lookup-hash-log-rotation-max-size has no effect"),
+        (["--l2-store-policy", "a:B"], "--l2-store-policy has no effect: there is no --l2-adapter."),
+        (["--host", "ipc:///run/l", "--port", "7"], "--port has no effect: a server at the path of a socket takes no"),
         (["--l2-prefetch-policy", "retain"], "--l2-prefetch-policy has no effect: there is no --l2-adapter."),
         (["--l2-prefetch-max-in-flight", "5"], "--l2-prefetch-max-in-flight has no effect: there is no --l2-adapter."),
         (["--eviction-policy", "noop"], "nothing ever leaves L1"),
@@ -411,6 +420,9 @@ def test_notes_are_only_about_what_was_given() -> None:
     (note,) = told("--max-workers", "2", "--l2-adapter", ADAPTER, verifies_loads=False)
     assert "every --l2-adapter verifies on its own threads" in note
     assert told("--hash-algorithm", "builtin", environ={"PYTHONHASHSEED": "0"}) == []
+    assert told("--host", "ipc:///run/l") == []
+    buffer = ("--eviction-policy", "noop", "--l2-store-policy", "skip_l1", "--eviction-trigger-watermark", "0.9")
+    assert told(*buffer, "--eviction-ratio", "0.1", "--l2-adapter", ADAPTER, drops_from_l1=True) == []
     shared = '{"type": "fs", "base_path": "/d", "max_capacity_gb": 1, "eviction": {"eviction_policy": "IsolatedLRU"}}'
     assert told("--quota-file", "/q", "--l2-adapter", shared) == []  # it says how salts share the adapter
 
@@ -432,5 +444,5 @@ def test_variables_that_are_no_options_are_named() -> None:
 
 
 def test_a_path_takes_no_port_and_names_the_memory():
-    config = load_server_config([*REQUIRED, "--host", "ipc:///run/lmcache/a b.sock", "--http-port", "5555"], {})
+    config = load([*REQUIRED, "--host", "ipc:///run/lmcache/a b.sock", "--http-port", "5555"], {}).config
     assert config.shm_name == "lmcache-run-lmcache-a-b.sock"

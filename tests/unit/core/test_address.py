@@ -1,6 +1,8 @@
+import re
+
 import pytest
 
-from lmcache.core.address import connect_endpoint, listening_host, socket_path, tcp_endpoint
+from lmcache.core.address import connect_endpoint, http_listening_host, listening_host, socket_path, tcp_endpoint
 from lmcache.errors import ConfigError
 
 
@@ -10,6 +12,7 @@ from lmcache.errors import ConfigError
         ("localhost", "localhost"),
         ("0.0.0.0", "0.0.0.0"),
         ("::1", "::1"),
+        ("[::1]", "::1"),
         ("tcp://localhost", "localhost"),
         ("ipc:///run/lmcache.sock", "ipc:///run/lmcache.sock"),
     ],
@@ -53,6 +56,16 @@ def test_other_addresses_are_refused(url):
 def test_other_hosts_are_refused(host):
     with pytest.raises(ConfigError, match="--host must be a host name, an address, or ipc:// and a path"):
         listening_host(host)
+
+
+@pytest.mark.parametrize(("given", "host"), [("localhost:5555", "localhost"), ("[::1]:5555", "::1")])
+def test_a_host_with_a_port_is_told_how_to_write_it(given, host):
+    with pytest.raises(
+        ConfigError, match=rf"--host {re.escape(given)} names a port: write --host {host} --port 5555\.$"
+    ):
+        listening_host(given)
+    with pytest.raises(ConfigError, match=rf"names a port: write --http-host {host} --http-port 5555\.$"):
+        http_listening_host(given)
 
 
 @pytest.mark.parametrize("path", ["", "x.sock", "@name", "*", "/run/", "/a\0b"])

@@ -295,8 +295,8 @@ def test_temporary_files_on_another_disk_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "File exists" in refusal(tmp_path / "file")
-    assert "Not a directory" in refusal(tmp_path / "file" / "below")
+    assert "file is not a folder; choose another base_path" in refusal(tmp_path / "file")
+    assert "is not a folder" in refusal(tmp_path / "file" / "below")
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o555, 0o300])

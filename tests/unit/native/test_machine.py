@@ -23,7 +23,7 @@ def test_features_are_those_the_kernel_reports() -> None:
         if line.startswith(("flags", "Features")):
             flags = set(line.split(":", 1)[1].split())
             break
-    named = {
+    flag_of = {
         "avx2": "avx2",
         "avx512f": "avx512f",
         "vpclmulqdq": "vpclmulqdq",
@@ -31,7 +31,7 @@ def test_features_are_those_the_kernel_reports() -> None:
         "neon": "asimd",
         "arm_crc32": "crc32",
     }
-    assert features == {name: flag in flags for name, flag in named.items()}
+    assert features == {name: flag in flags for name, flag in flag_of.items()}
 
 
 def test_the_copy_path_is_the_best_that_the_cpu_has() -> None:

@@ -58,8 +58,8 @@ def test_a_part_is_run_alone_and_its_result_is_the_exit_code() -> None:
     def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120)
 
-    one = ended("contract", "--", "-k", "nosuchtest")
-    assert (one.returncode, "contract    passed" in one.stdout, "shapes" in one.stdout) == (0, True, False)
+    empty = ended("contract", "--", "-k", "nosuchtest")
+    assert (empty.returncode, "contract    passed" in empty.stdout, "shapes" in empty.stdout) == (0, True, False)
     broken = ended("contract", "cap", "--", "--no-such-option")
     assert broken.returncode == 1
     assert re.search(r"contract +failed .*\ncap +failed", broken.stdout)

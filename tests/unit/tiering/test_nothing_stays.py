@@ -20,7 +20,7 @@ from lmcache.tiering.storage import Storage
 from polling import until
 from unit.tiering.support import ENGINE, MOCK, Rig, faulty, keys, rig
 
-ROUNDS = 2_000
+ROUNDS = 1_000
 SIZED = (dict, set, deque, list)
 PARTS = ("lmcache.tiering", "lmcache.l2.", "lmcache.eviction")
 
@@ -78,7 +78,7 @@ def one_round(it: Rig, number: int, dice: random.Random, adapters: Sequence[Faul
 
 
 @pytest.mark.parametrize(("store_policy", "policy"), [("default", "S3FIFO"), ("skip_l1", "IsolatedLRU")])
-def test_thousands_of_rounds_leave_nothing_behind(
+def test_a_thousand_rounds_leave_nothing_behind(
     store_policy: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "L2_RETRY_BACKOFF_SECONDS", 0.0)
@@ -90,8 +90,8 @@ def test_thousands_of_rounds_leave_nothing_behind(
     adapters = []
     configured = []
     for index in range(2):
-        one, adapter = faulty({**MOCK, "eviction": {"eviction_policy": policy}}, index)
-        configured.append(one)
+        built, adapter = faulty({**MOCK, "eviction": {"eviction_policy": policy}}, index)
+        configured.append(built)
         adapters.append(adapter)
     with rig(configured, slots=64, store_policy=store_policy) as it:
         at_first = held(it.storage)

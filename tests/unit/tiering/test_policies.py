@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmcache.config.load import load_server_config
+from lmcache.config.load import load
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.errors import ConfigError
 from lmcache.tiering import policies
@@ -115,8 +116,7 @@ def test_the_example_by_entry_points(tmp_path: Path, registers: bool) -> None:
 def test_the_flags_of_the_guide_are_accepted(tmp_path: Path) -> None:
     save(tmp_path, EXAMPLE)
     command = next(part for part in GUIDE.read_text().split("\n\n") if "lmcache server" in part)
-    words = [quoted or plain for quoted, plain in re.findall(r"'([^']*)'|(\S+)", command)]
-    config = load_server_config(words[2:], {})
+    config = load(shlex.split(command.replace("\\\n", " "))[2:], {}).config
     assert type(select_store_policy(config.l2_store_policy)).__name__ == "KeepPrivate"
     assert type(select_prefetch_policy(config.l2_prefetch_policy)).__name__ == "InTurns"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache.client.transfer import WantedTransfer
-from lmcache.core.address import connect_endpoint
+from lmcache.core.address import connect_endpoint, socket_path
 from lmcache.errors import ConfigError
 
 log = logging.getLogger("lmcache.vllm")
@@ -46,24 +46,31 @@ class ConnectorSettings:
                 near = difflib.get_close_matches(key, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}."
                 log.warning("kv_connector_extra_config has a key that means nothing here: %s%s", key, hint)
-        port = extra.get(_PORT, 5555)
-        try:
-            port = int(port)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{_PORT} is {port!r}; it must be a port from 1 to 65535.") from None
         try:
             transfer_mode = WantedTransfer(extra.get(_TRANSFER, WantedTransfer.AUTO))
         except ValueError:
             allowed = ", ".join(mode.value for mode in WantedTransfer)
             raise ConfigError(f"{_TRANSFER} is {extra[_TRANSFER]!r}; it must be one of {allowed}.") from None
         return cls(
-            url=connect_endpoint(str(extra.get(_HOST, "tcp://localhost")), port),
+            url=_url(extra),
             mq_timeout_seconds=_seconds(extra, _TIMEOUT) if _TIMEOUT in extra else None,
             heartbeat_interval_seconds=_seconds(extra, _HEARTBEAT) if _HEARTBEAT in extra else 10.0,
             transfer_mode=transfer_mode,
             save_decode_cache=_flag(extra, _SAVE_DECODE, default=False),
             load_or_recompute=_flag(extra, _LOAD_OR_RECOMPUTE, default=True),
         )
+
+
+def _url(extra: Mapping[str, Any]) -> str:
+    host, port = extra.get(_HOST, "tcp://localhost"), extra.get(_PORT, 5555)
+    if not isinstance(host, str):
+        raise ConfigError(f"{_HOST} is {host!r}; it must be text, such as tcp://127.0.0.1.")
+    if not str(port).isdecimal():
+        raise ConfigError(f"{_PORT} is {port!r}; it must be a port from 1 to 65535.")
+    url = connect_endpoint(host, int(port))
+    if _PORT in extra and not socket_path(url) and not url.endswith(f":{int(port)}"):
+        raise ConfigError(f"{_HOST} is {host} and {_PORT} is {port}: two different ports; give the port once.")
+    return url
 
 
 def _seconds(extra: Mapping[str, Any], key: str) -> float:

@@ -477,6 +477,8 @@ def _checked_tmp(relative: str, where: str) -> str:
 
 
 def _unwritable(where: str, base: str, error: OSError) -> ResourceError:
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return ResourceError(f"{where}: {error.filename or base} is not a folder; choose another base_path.")
     return ResourceError(
         f"{where}: cannot write to the folder {base}: {error.strerror or error}; "
         "make it writable for this user or choose another base_path."

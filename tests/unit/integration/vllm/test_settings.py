@@ -26,6 +26,13 @@ def test_a_bare_host_means_tcp_and_a_path_has_no_port(host: str, url: str) -> No
     assert ConnectorSettings.read({"lmcache.mp.host": host, "lmcache.mp.port": 7}).url == url
 
 
+def test_a_port_is_given_once() -> None:
+    assert ConnectorSettings.read({"lmcache.mp.host": "tcp://h:7"}).url == "tcp://h:7"
+    assert ConnectorSettings.read({"lmcache.mp.host": "tcp://h:7", "lmcache.mp.port": "7"}).url == "tcp://h:7"
+    with pytest.raises(ConfigError, match="two different ports"):
+        ConnectorSettings.read({"lmcache.mp.host": "tcp://h:7", "lmcache.mp.port": 8})
+
+
 @pytest.mark.parametrize("mode", ["auto", "shm", "socket"])
 def test_the_transfer_mode_is_taken(mode: str) -> None:
     assert ConnectorSettings.read({"lmcache.mp.transfer_mode": mode}).transfer_mode.value == mode
@@ -37,6 +44,9 @@ def test_the_transfer_mode_is_taken(mode: str) -> None:
         ("lmcache.mp.transfer_mode", "pigeon", "one of auto, shm, socket"),
         ("lmcache.mp.transfer_mode", ["shm"], "one of auto, shm, socket"),
         ("lmcache.mp.port", "x", "a port from 1 to 65535"),
+        ("lmcache.mp.port", True, "a port from 1 to 65535"),
+        ("lmcache.mp.port", 80.5, "a port from 1 to 65535"),
+        ("lmcache.mp.host", None, "it must be text"),
         ("lmcache.mp.heartbeat_interval", 0, "seconds above 0"),
         ("lmcache.mp.mq_timeout", "soon", "seconds above 0"),
     ],

@@ -32,9 +32,9 @@ def config(model: str, load_format: str = "auto", *, parallel: Mapping[str, Any]
 
 
 def identity(folder: Path, *arguments: Any, **fields: Any) -> str:
-    named = config(str(folder), *arguments, **fields)
-    refuse_unknown_weights(named)
-    return json.dumps(weights_identity(named))
+    engine = config(str(folder), *arguments, **fields)
+    refuse_unknown_weights(engine)
+    return json.dumps(weights_identity(engine))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, bytes]) -> None:
