@@ -123,8 +123,8 @@ def measure(server: CacheServer, echo: Echo, runs: int, threads: int) -> list[Re
     client.register(RegisterInstance(INSTANCE, "bench", 1, 1, 10.0), TIMEOUT_SECONDS)
     client.register(RegisterWorker(INSTANCE, 0, 0, [LAYOUT], [PAYLOAD_BYTES]), TIMEOUT_SECONDS)
     assert client.memory is not None
-    wait_until_mapped(client.memory.size_bytes)
     memory = PagedMemory(client, threads)
+    wait_until_mapped(client.memory.size_bytes)
     size = CHUNKS * PAYLOAD_BYTES
     source, destination = Region(size), Region(size)
     stores, retrieves, copies, bare = [], [], [], []

@@ -14,7 +14,7 @@ from typing import Any
 import lmcache
 from e2e.proxy import Network
 from lmcache import _native
-from lmcache.testing.processes import LOOPBACK, CacheServer, VllmEngine
+from lmcache.testing.processes import LOOPBACK, CacheServer, Completion, VllmEngine
 from lmcache.testing.stand_stills import StandStills
 
 GIVEN_UP = "The LMCache server does not answer"  # what the engine says then
@@ -22,6 +22,7 @@ PACKAGE_PARENT = Path(lmcache.__file__).parents[1]  # of the package under test,
 TESTS = Path(__file__).parents[1]
 PROBE = "e2e.worker_probe.KVProbe"
 CHUNK_TOKENS = 256
+_SURE_TOKENS = 8
 _STAND_STILLS = 3  # that a check survives
 
 
@@ -34,6 +35,12 @@ def until(
         assert time.monotonic() < deadline, f"not so within {seconds} s {tell()}"
         time.sleep(every)
     return value
+
+
+def sure(answer: Completion) -> tuple[int, ...]:
+    """Its first tokens. Some processors compute a step of many tokens in other roundings than a step of few, whatever
+    loads the KV; sooner or later that decides between two tokens that are almost as likely."""
+    return answer.token_ids[:_SURE_TOKENS]
 
 
 def whole_chunks(tokens: int) -> int:

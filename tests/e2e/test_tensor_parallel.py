@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 def test_each_rank_loads_what_it_stored(llama: Path, start_stack: Callable[..., Stack]) -> None:
     stack = start_stack(
-        llama, engine_flags=["--tensor-parallel-size", "2"], environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+        llama, workers=2, engine_flags=["--tensor-parallel-size", "2"], environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     )
     stack.rpc("kv_watch")
     prompt = sample_tokens(2100, seed=1)

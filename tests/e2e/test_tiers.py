@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import Stack, whole_chunks
+from e2e.harness import Stack, sure, whole_chunks
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import sample_tokens
 
@@ -46,7 +46,7 @@ def test_every_tier_gives_what_was_computed(llama: Path, start_stack: Callable[.
 
     def same_again(where: str) -> None:
         warm = ask_all(stack, lengths)
-        assert [one.token_ids for one in warm] == [one.token_ids for one in cold], where
+        assert [sure(one) for one in warm] == [sure(one) for one in cold], where
         assert [one.cached_tokens for one in warm] == [whole_chunks(length) for length in lengths], where
         bytes_seen.check(stack)
         stack.wait_clean()

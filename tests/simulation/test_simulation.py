@@ -35,6 +35,7 @@ from lmcache.tiering.policies import AdapterInfo
 from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
 from lmcache.tiering.prefetch import PrefetchController, PrefetchRequest
 from lmcache.tiering.store import StoreController
+from lmcache.tiering.verifier import Verifier
 
 STEPS = int(os.environ.get("LMCACHE_SIMULATION_STEPS", "2000"))
 SEED = int(os.environ.get("LMCACHE_SIMULATION_SEED", "0")) or random.randrange(1 << 30)
@@ -106,7 +107,9 @@ class World:
         ]
         adapters = [AdapterInfo(runner.name, "mock", None) for runner in self.runners]
         prefetch = CheckedPrefetchPolicy(select_prefetch_policy(setting.prefetch_policy), adapters, self.metrics)
-        self.loader = Loader(l1, retains=prefetch.retains, verifier=InlineExecutor(), metrics=self.metrics, clock=loop)
+        self.loader = Loader(
+            l1, retains=prefetch.retains, verifier=Verifier(InlineExecutor()), metrics=self.metrics, clock=loop
+        )
         self.prefetch = PrefetchController(
             l1, self.runners, self.loader, prefetch, max_in_flight=3, metrics=self.metrics
         )

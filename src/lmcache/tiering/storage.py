@@ -82,7 +82,7 @@ class Storage:
         self._thread = threading.Thread(target=self._run, name="storage", daemon=True)
         self._stopped = False
         self._drained: bool | None = None  # not asked for yet
-        self._verifier = Verifier(verify_threads)
+        self._verifier = Verifier(concurrent.futures.ThreadPoolExecutor(verify_threads, thread_name_prefix="verify"))
         self._runners = [Runner(adapter, metrics, clock, salt_limits) for adapter in adapters]
         described = [
             AdapterInfo(runner.name, runner.config.type, runner.config.capacity_bytes) for runner in self._runners

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 
 from lmcache import _native
 from lmcache.core.key import ObjectKey
@@ -14,8 +14,8 @@ from lmcache.core.key import ObjectKey
 class Verifier:
     """Belongs to the storage loop."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="verify")
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
         self._running: set[asyncio.Future[list[str]]] = set()
 
     async def faults(
