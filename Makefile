@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
+PYTHON_SOURCES := src tests benchmarks scripts
 SOURCES := $(shell git ls-files native src pyproject.toml CMakeLists.txt 2>/dev/null)
 
-NIGHTLY := $(addprefix nightly-,shapes engine faults kill simulation contract cap others)
+NIGHTLY := $(addprefix nightly-,shapes engine faults kill simulation contract random cap others)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types native native-test python-test nightly soak bench clean $(NIGHTLY)
+.PHONY: help demo test unit one lint format native native-test nightly soak bench clean $(NIGHTLY)
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -16,20 +17,30 @@ help: ## this list
 demo: $(STAMPS)/engine $(STAMPS)/package ## a real vLLM on CPU with a small model, cold against cached, in one table
 	@$(VENV)/bin/lmcache demo
 
-test: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools lint native-test python-test ## every check: lint, types, C++ and Python tests, real vLLM
+READY := $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools $(STAMPS)/services
+test: $(READY) lint ## every check: lint, types, C++ and Python tests, real vLLM; suites run side by side
+	$(PY) scripts/run_tests.py
 
-lint: $(STAMPS)/tools $(STAMPS)/package ## formatting, lint, types, layers, file sizes
-	$(PY) -m ruff format --check src tests benchmarks scripts
-	$(PY) -m ruff check src tests benchmarks scripts
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'native/*.cc' 'native/*.h')
+unit: native ## the tests that need no engine and start no server, on the sources of this tree
+	PYTHONPATH=src $(PY) -m pytest tests/unit tests/contract -m "not slow and not engine"
+
+one: ## tests by path or by a part of their name, Python and C++ alike: make one T=a_full_disk
+	@$(PY) scripts/one.py "$(T)"
+
+lint: $(STAMPS)/tools $(STAMPS)/package ## formatting, lint, types, layers, dead names, file sizes, locking
+	$(PY) -m ruff format --check $(PYTHON_SOURCES)
+	$(PY) -m ruff check $(PYTHON_SOURCES)
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h')
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+	$(PY) -m vulture
 	$(PY) scripts/check_file_sizes.py
+	$(PY) scripts/check_thread_safety.py
 
 format: $(STAMPS)/tools ## rewrites sources in the house format
-	$(PY) -m ruff format src tests benchmarks scripts
-	$(PY) -m ruff check --fix-only --quiet src tests benchmarks scripts
-	$(VENV)/bin/clang-format -i $$(git ls-files 'native/*.cc' 'native/*.h')
+	$(PY) -m ruff format $(PYTHON_SOURCES)
+	$(PY) -m ruff check --fix-only --quiet $(PYTHON_SOURCES)
+	$(VENV)/bin/clang-format -i $$(git ls-files '*.cc' '*.h')
 
 native: ## the extension, built in place for work on the sources (src/lmcache/_native*.so)
 	cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE=$(abspath $(PY)) > /dev/null
@@ -46,10 +57,6 @@ native-test: ## C++ tests: plain, with ASan and UBSan, with TSan
 	  ctest --test-dir $$folder --output-on-failure --timeout 300 || exit 1; \
 	done
 
-python-test: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## Python tests, the ones with real vLLM included
-	$(PY) -m pytest tests -m "not slow"
-
-READY := $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools
 nightly: $(READY) ## all that takes long, part by part, with a table of results at the end; PYTEST="-k ..." selects
 	$(PY) scripts/nightly.py -- $(PYTEST)
 
@@ -59,17 +66,18 @@ nightly-faults: ## every medium under every fault, 200 power cuts
 nightly-kill: ## 200 rounds of load, kill -9 and restart for everything that keeps objects; 300 stops at random moments
 nightly-simulation: ## 100,000 steps of the index and its controllers, 50 runs of every shape of the connector
 nightly-contract: ## 50,000 random operations an adapter
+nightly-random: ## the unit tests with a new seed
 nightly-cap: ## 10 GB under a cap, 200,000 salts
 nightly-others: ## slow tests that no other part has
 $(NIGHTLY): nightly-%: $(READY)
 	$(PY) scripts/nightly.py $* -- $(PYTEST)
 
 SOAK ?= 7200
-soak: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools ## mixed traffic for two hours (SOAK=seconds), a quarter of it without vLLM: memory flat, nothing held at the end
+soak: $(READY) ## mixed traffic for two hours (SOAK=seconds), a quarter of it without vLLM: memory flat, nothing held at the end
 	LMCACHE_SOAK_SECONDS=$$(($(SOAK) / 4)) $(PY) -m pytest -s tests/process/test_soak.py
 	LMCACHE_SOAK_SECONDS=$$(($(SOAK) * 3 / 4)) $(PY) -m pytest -s tests/e2e/test_soak.py
 
-bench: $(STAMPS)/engine $(STAMPS)/package ## the measurements behind the README, about 15 minutes
+bench: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/services ## the measurements behind the README, about 15 minutes
 	$(PY) benchmarks/run.py
 
 clean: ## removes builds and the environment
@@ -85,6 +93,11 @@ $(STAMPS)/engine: scripts/install_cpu_engine.py | $(PY)
 
 $(STAMPS)/tools: pyproject.toml | $(PY)
 	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py test lint) "scikit-build-core>=0.10,<1" "nanobind>=2.4,<3"
+	@mkdir -p $(@D) && touch $@
+
+# What the tests of remote tiers run against.
+$(STAMPS)/services: scripts/install_services.py $(STAMPS)/tools | $(PY)
+	$(PY) scripts/install_services.py
 	@mkdir -p $(@D) && touch $@
 
 # The engine comes first, so that it and not this package decides the versions of what both need.

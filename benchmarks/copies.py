@@ -8,7 +8,6 @@ The engine's memory is shaped like the baseline model's: 8 layers, blocks of 128
 
 from __future__ import annotations
 
-import argparse
 import array
 import multiprocessing
 import statistics
@@ -18,11 +17,12 @@ import time
 from pathlib import Path
 
 from lmcache import _native
+from lmcache.cli.bench_timing import Region
 from lmcache.client.client import Client
 from lmcache.core.key import Namespace
 from lmcache.protocol.messages import Commit, EndSession, Lookup, RegisterInstance, RegisterWorker, Release, Reserve
 from lmcache.testing.processes import CacheServer, free_port
-from measure import MIB, Region, Result, at_least, best_copy_seconds, report, spread
+from measure import MIB, Result, at_least, best_copy_seconds, command_line, report, spread
 from rpc import Echo, echo_server
 
 LAYERS = 8
@@ -73,6 +73,7 @@ class Round:
             self.memory.group, reply.slots, self.memory.blocks, hashes, self.memory.template
         )
         written = self.memory.copier.wait(job, TIMEOUT_SECONDS)
+        assert written is not None, "the copies did not end"
         committed = self.client.call("commit", Commit(INSTANCE, 0, reply.reservation, written), TIMEOUT_SECONDS)
         seconds = time.perf_counter() - started
         assert committed.committed == CHUNKS, committed
@@ -158,10 +159,8 @@ def measure(server: CacheServer, echo: Echo, runs: int, threads: int) -> list[Re
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=9)
+    parser = command_line(__doc__, runs=9)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     port = free_port()
     echoing = multiprocessing.Process(target=echo_server, args=(port,), daemon=True)

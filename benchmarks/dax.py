@@ -8,28 +8,31 @@ same bytes between the same kinds of memory, for objects of 2 MiB; 500 keys in 0
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from lmcache import _native
+from lmcache.cli.bench_timing import Region
 from lmcache.clock import SystemClock
 from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES, GIB, MAX_L2_BATCH_OBJECTS
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.l2.adapter import ObjectColumns
+from lmcache.l2.adapter_types import build, parse_adapter
+from lmcache.l2.adapters.dax import DaxConfig
 from lmcache.l2.adapters.dax_device import MappedDevice
-from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from measure import MIB, Region, Result, at_least, at_most, report, spread
+from measure import MIB, Result, at_least, at_most, command_line, report, spread
 
 SHAPES = ((32, 2 << 20), (256, 64 << 10))  # objects and payload bytes
 LOOKUP_KEYS = 500
@@ -50,10 +53,11 @@ class Bench:
             "max_dax_size_gb": self.size_gb,
             "slot_bytes": payload_bytes,
         }
-        settings = parse_adapter(spec, 0).settings
-        self.threads = {"write": settings["num_store_workers"], "read": settings["num_load_workers"]}
+        config = parse_adapter(spec, 0)
+        assert isinstance(config, DaxConfig)
+        self.threads = {"write": config.num_store_workers, "read": config.num_load_workers}
         self.pool = ThreadPoolExecutor(max(self.threads.values()))
-        self.runner = Runner(build(parse_adapter(spec, 0)), Metrics(), SystemClock())
+        self.runner = Runner(build(config), Metrics().l2, SystemClock())
         (folder / "plain").touch()
         self.plain = MappedDevice("plain", str(folder / "plain"), count * self.frame_bytes)
         self.plain.prefault(0)
@@ -61,7 +65,8 @@ class Bench:
 
     async def run(self, rounds: int) -> list[Result]:
         await self.runner.open()
-        await self.runner._adapter._recovery  # which ends with touching the device's pages
+        adapter: Any = self.runner.adapter
+        await adapter.recovery  # which ends with touching the device's pages
         for number in range(rounds + 2):
             await self._round(number)
         await self.runner.drain(10)
@@ -81,10 +86,10 @@ class Bench:
         for index, key in enumerate(keys):
             _native.frame_seal(self.memory.address + index * self.frame_bytes, template, key.chunk_hash)
         for plain, ours in (("write", "store"), ("read", "load")):
-            for who in (plain, ours) if number % 2 else (ours, plain):
-                seconds = self._plain(who) if who == plain else await self._ours(who, keys, views)
+            for program in (plain, ours) if number % 2 else (ours, plain):
+                seconds = self._plain(program) if program == plain else await self._ours(program, keys, views)
                 if number > 1:
-                    self.times[who].append(seconds)
+                    self.times[program].append(seconds)
         await self.runner.clear()
 
     def _plain(self, which: str) -> float:
@@ -103,7 +108,9 @@ class Bench:
         return best
 
     async def _ours(self, which: str, keys: Sequence[ObjectKey], views: Sequence[memoryview]) -> float:
-        operation = self.runner.store if which == "store" else self.runner.load
+        operation: Callable[..., Awaitable[Sequence[object]]] = (
+            self.runner.store if which == "store" else self.runner.load
+        )
         started = time.perf_counter()
         outcomes = await asyncio.gather(
             *(
@@ -137,7 +144,7 @@ async def lookups_and_recovery(folder: Path, objects: int, rounds: int) -> list[
     keys = [ObjectKey(namespace, os.urandom(32)) for _ in range(objects)]
     adapter = build(parse_adapter(spec, 0)).adapter
     _native.frame_seal(memory.address, template, keys[0].chunk_hash)
-    runner = Runner(build(parse_adapter(spec, 0)), Metrics(), SystemClock())
+    runner = Runner(build(parse_adapter(spec, 0)), Metrics().l2, SystemClock())
     await runner.open()
     view = memoryview(memory.map)
     for at in range(0, objects, MAX_L2_BATCH_OBJECTS):
@@ -145,20 +152,23 @@ async def lookups_and_recovery(folder: Path, objects: int, rounds: int) -> list[
         await runner.store(part, [view] * len(part), lambda: None)
     await runner.drain(10)
     await runner.close(10)
-    told = asyncio.Event()
+    completed = asyncio.Event()
 
-    class Told:
-        def found(self, objects: Sequence[tuple[ObjectKey, int]]) -> None: ...
-        def known(self) -> list[ObjectKey]:
-            return []
+    class Inventory:
+        def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns) -> None: ...
+        def begin_scan(self) -> int:
+            return 0
+
+        def known(self, *, unseen_by: int | None = None) -> Iterator[list[ObjectKey]]:
+            return iter(())
 
         def lost(self, keys: Sequence[ObjectKey]) -> None: ...
         def complete(self) -> None:
-            told.set()
+            completed.set()
 
     started = time.perf_counter()
-    await adapter.open(Told())
-    await told.wait()
+    await adapter.open(Inventory())
+    await completed.wait()
     recovery = time.perf_counter() - started
     wanted = keys[: LOOKUP_KEYS // 2] + [ObjectKey(namespace, os.urandom(32)) for _ in range(LOOKUP_KEYS // 2)]
     times = []
@@ -175,11 +185,9 @@ async def lookups_and_recovery(folder: Path, objects: int, rounds: int) -> list[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, rounds=15)
     parser.add_argument("--folder", default="/dev/shm")
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--small", action="store_true", help="a quick run of everything")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []
     for count, payload_bytes in ((4, 64 << 10),) if options.small else SHAPES:

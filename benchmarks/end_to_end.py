@@ -5,33 +5,15 @@ Three engines share one machine and one model: with the connector, with its own 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import threading
-import time
-from collections.abc import Sequence
 
-from engines import beside_a_server, first_token_seconds, prompt_of, settle
+from engines import at_once, beside_a_server, first_token_seconds, in_turn, prompt_of
+from lmcache.cli.bench_timing import Region
 from lmcache.testing.processes import VllmEngine
-from measure import MIB, Region, Result, at_least, at_most, best_copy_seconds, report, spread
+from measure import MIB, Result, at_least, at_most, best_copy_seconds, command_line, report, spread
 
 SMALLEST_BLOCK = "32"
-
-
-def together(engine: VllmEngine, prompts: Sequence[list[int]], max_tokens: int) -> float:
-    """Seconds until the last of the concurrent requests is answered."""
-    settle()
-    threads = [
-        threading.Thread(target=engine.complete, args=(prompt,), kwargs={"max_tokens": max_tokens})
-        for prompt in prompts
-    ]
-    started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - started
 
 
 def first_token(cached: VllmEngine, own: VllmEngine, tokens: int, runs: int) -> list[Result]:
@@ -70,8 +52,8 @@ def burst(cached: VllmEngine, own: VllmEngine, tokens: int, runs: int) -> Result
         own.complete(prompt, max_tokens=1)
     ours, theirs = [], []
     for _ in range(runs):
-        ours.append(together(cached, prompts, 1))
-        theirs.append(together(own, prompts, 1))
+        ours.append(at_once(cached, prompts, 1)[0])
+        theirs.append(at_once(own, prompts, 1)[0])
     ratio = statistics.median(theirs) / statistics.median(ours)
     detail = f"{statistics.median(ours) * 1000:.0f} against {statistics.median(theirs) * 1000:.0f} ms for all 8"
     return at_least(f"8 hits of {tokens} tokens at once: throughput / own prefix cache", ratio, "ratio", 0.9, detail)
@@ -82,18 +64,16 @@ def no_reuse(cached: VllmEngine, plain: VllmEngine, runs: int) -> Result:
     for run in range(runs):
         prompts = [prompt_of(10_000 + 100 * run + index, 1024) for index in range(8)]
         seconds = {}
-        for engine in (cached, plain) if run % 2 else (plain, cached):
-            seconds[engine] = together(engine, prompts, 16)
+        for engine in in_turn(run, cached, plain):
+            seconds[engine], _ = at_once(engine, prompts, 16)
         ratios.append(seconds[plain] / seconds[cached])
     ratio = statistics.median(ratios)
     return at_least("no reuse: requests per second / vLLM without connector", ratio, "ratio", 0.98, spread(ratios))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=9)
+    parser = command_line(__doc__, runs=9)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     block = ("--block-size", SMALLEST_BLOCK)
     own_cache = {"prefix_caching": True, "extra": block}

@@ -8,7 +8,6 @@ many threads): with O_DIRECT or with the page cache dropped, whichever is faster
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,7 +19,7 @@ from engines import beside_a_server, first_token_seconds, prompt_of
 from fio import MISSING, Fio, present
 from lmcache.testing.demo import wait_until_stored
 from lmcache.testing.processes import CacheServer, VllmEngine
-from measure import Result, at_most, report, spread
+from measure import Result, at_most, command_line, report, spread
 
 THREADS = 4
 TARGET = 1.15
@@ -49,30 +48,30 @@ def measure(
     wait_until_stored(server, before + chunks)
     for fio in fios.values():
         fio.run("write")
-    seconds: dict[str, list[float]] = {what: [] for what in ("L1", *fios, "L2")}
+    seconds: dict[str, list[float]] = {medium: [] for medium in ("L1", *fios, "L2")}
     cached = {"L1": 0, "L2": 0}
     for run in range(runs + 1):
-        for what in ("L1", *fios, "L2") if run % 2 else (*fios, "L1", "L2"):
-            if what == "L2":
+        for medium in ("L1", *fios, "L2") if run % 2 else (*fios, "L1", "L2"):
+            if medium == "L2":
                 server.clear("l1")
             drop_from_page_cache(l2)
-            if what in fios:
-                took = size_bytes / fios[what].run("read")
+            if medium in fios:
+                took = size_bytes / fios[medium].run("read")
             else:
-                took, cached[what] = first_token_seconds(engine, prompt)
+                took, cached[medium] = first_token_seconds(engine, prompt)
             if run:
-                seconds[what].append(took)
+                seconds[medium].append(took)
     assert cached["L1"] == cached["L2"] >= tokens - 257, cached
     name = f"{tokens} tokens"
-    medians = {what: statistics.median(values) for what, values in seconds.items()}
+    medians = {medium: statistics.median(values) for medium, values in seconds.items()}
     disk = min(fios, key=medians.__getitem__)
     ratios = [l2 / (l1 + fio) for l1, fio, l2 in zip(seconds["L1"], seconds[disk], seconds["L2"], strict=True)]
     labels = {"L1": "L1 hit", "L2": "L2 hit, page cache dropped"}
     return [
         Result(f"{name}: cold", cold * 1000, "ms"),
         *(
-            Result(f"{name}: {labels.get(what, what)}", medians[what] * 1000, "ms", detail=spread(values, 1000))
-            for what, values in seconds.items()
+            Result(f"{name}: {labels.get(medium, medium)}", medians[medium] * 1000, "ms", detail=spread(values, 1000))
+            for medium, values in seconds.items()
         ),
         at_most(
             f"{name}: L2 hit / (L1 hit + {disk})",
@@ -85,13 +84,11 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, runs=9)
     parser.add_argument("--folder", default=str(Path(__file__).resolve().parents[1]), help="on the disk to measure")
-    parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--direct", action="store_true", help="use_odirect")
     parser.add_argument("--adapter", default="{}", help="further settings of fs_native")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not present():
         print(MISSING, file=sys.stderr)
@@ -100,10 +97,10 @@ def main() -> int:
         l2 = Path(on_disk) / "l2"
         count = options.tokens // CHUNK_TOKENS // THREADS * THREADS
         fios = {}
-        for what, direct in (("fio, O_DIRECT", True), ("fio, page cache dropped", False)):
+        for name, direct in (("fio, O_DIRECT", True), ("fio, page cache dropped", False)):
             of_fio = Path(on_disk) / f"fio{int(direct)}"
             of_fio.mkdir()
-            fios[what] = Fio(
+            fios[name] = Fio(
                 of_fio, count, FRAME_BYTES, "psync", threads=THREADS, depth=THREADS, one_file=False, direct=direct
             )
         adapter = {

@@ -6,11 +6,12 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lmcache.testing.processes import CacheServer, VllmEngine
+from lmcache.testing.processes import CacheServer, Completion, VllmEngine
 from lmcache.testing.tiny_models import make_llama
 
 SETTLE_SECONDS = 3.0
@@ -47,6 +48,20 @@ def settle() -> None:
     """Before a request to another engine: a vLLM worker polls for its next step for some seconds after an answer, and
     would take a core from the engine that is measured."""
     time.sleep(SETTLE_SECONDS)
+
+
+def at_once(engine: VllmEngine, prompts: Sequence[list[int]], max_tokens: int) -> tuple[float, list[Completion]]:
+    """Concurrent requests: seconds until the last is answered, and the answers."""
+    settle()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        started = time.perf_counter()
+        answers = list(pool.map(lambda prompt: engine.complete(prompt, max_tokens=max_tokens), prompts))
+        return time.perf_counter() - started, answers
+
+
+def in_turn(run: int, first: VllmEngine, second: VllmEngine) -> tuple[VllmEngine, VllmEngine]:
+    """Who goes first changes from run to run, so that the moods of the machine meet both."""
+    return (first, second) if run % 2 else (second, first)
 
 
 def first_token_seconds(engine: VllmEngine, prompt: list[int]) -> tuple[float, int]:

@@ -2,14 +2,13 @@
 
     python benchmarks/files.py [--folder FOLDER] [--rounds N] [--depth N] [--small]
 
-Needs a C++ compiler for the plain program (native/bench/plain_files.cc). Targets: with O_DIRECT 90% of it; without,
+Needs a C++ compiler for the plain program (benchmarks/plain_files.cc). Targets: with O_DIRECT 90% of it; without,
 where reading is one copy out of the page cache by several threads, loads 80%, as the prefetch controller makes them: in
 its batches, every frame verified.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import shutil
@@ -18,23 +17,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from lmcache import _native
+from lmcache.cli.bench_timing import Region
 from lmcache.clock import SystemClock
-from lmcache.core.frame import header_template
+from lmcache.core.frame import header_template, verify_frames
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES, L2_LOAD_BATCH_BYTES, MAX_L2_BATCH_OBJECTS
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from measure import Region, Result, at_least, keep_folders, report, spread
+from measure import Result, at_least, command_line, keep_folders, report, spread
 
-SOURCE = Path(__file__).resolve().parents[1] / "native" / "bench" / "plain_files.cc"
+SOURCE = Path(__file__).resolve().with_name("plain_files.cc")
 SHAPES = ((32, 2 << 20), (256, 64 << 10))
 DIRECT_TARGET = 0.9
 BUFFERED_TARGET = 0.8
@@ -88,7 +88,7 @@ class Bench:
             "num_workers": depth,
             "io_engine": "posix",  # the plain program has threads, too
         }
-        self.runner = Runner(build(parse_adapter(spec, 0)), Metrics(), SystemClock())
+        self.runner = Runner(build(parse_adapter(spec, 0)), Metrics().l2, SystemClock())
         self.verifier = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 1)))
         self.times: dict[str, list[float]] = {"write": [], "store": [], "read": [], "load": []}
 
@@ -116,19 +116,23 @@ class Bench:
         for index, key in enumerate(keys):
             _native.frame_seal(self.memory.address + index * self.size_bytes, template, key.chunk_hash)
         for turn, (plain, ours) in enumerate((("write", "store"), *[("read", "load")] * READS), number):
-            for who in (plain, ours) if turn % 2 else (ours, plain):
-                seconds = self.plain.run(who, folder) if who == plain else await self._ours(who, keys, views)
+            for program in (plain, ours) if turn % 2 else (ours, plain):
+                seconds = (
+                    self.plain.run(program, folder) if program == plain else await self._ours(program, keys, views)
+                )
                 if number:
-                    self.times[who].append(seconds)
+                    self.times[program].append(seconds)
         shutil.rmtree(folder)
-        await self.runner._delete(keys)
+        await self.runner.layers.eviction.delete(keys)
         await asyncio.to_thread(os.sync)
 
     async def _ours(self, which: str, keys: Sequence[ObjectKey], views: Sequence[memoryview]) -> float:
         step = MAX_L2_BATCH_OBJECTS
         if not self.direct:
             step = min(step, max(1, L2_LOAD_BATCH_BYTES // self.size_bytes))
-        operation = self.runner.store if which == "store" else self.runner.load if self.direct else self._load_verified
+        operation: Any = (
+            self.runner.store if which == "store" else self.runner.load if self.direct else self._load_verified
+        )
         started = time.perf_counter()
         outcomes = await asyncio.gather(
             *(operation(keys[at : at + step], views[at : at + step], lambda: None) for at in range(0, len(keys), step))
@@ -141,17 +145,15 @@ class Bench:
     async def _load_verified(
         self, keys: Sequence[ObjectKey], views: Sequence[memoryview], release: Callable[[], None]
     ) -> list[LoadOutcome]:
-        """As the prefetch controller loads (lmcache.tiering.loads)."""
+        """As the prefetch controller loads (lmcache.tiering.l2_loads)."""
         outcomes = await self.runner.load(keys, views, release)
         if self.runner.verifies:
             return outcomes
         faults = await asyncio.get_running_loop().run_in_executor(
             self.verifier,
-            _native.frame_verify_many,
-            array("Q", [_native.buffer_address(view) for view in views]).tobytes(),
-            array("Q", [view.nbytes for view in views]).tobytes(),
-            b"".join(key.namespace.digest for key in keys),
-            b"".join(key.chunk_hash for key in keys),
+            verify_frames,
+            keys,
+            views,
         )
         assert not any(faults), faults
         return outcomes
@@ -170,12 +172,8 @@ class Bench:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", default=str(Path(__file__).resolve().parents[1]), help="on the disk to measure")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = command_line(__doc__, rounds=15, on_disk=True)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--small", action="store_true", help="a quick run of everything, without targets")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []
     for direct in (True, False):

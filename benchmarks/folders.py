@@ -8,7 +8,6 @@ without). Objects are frames of 8 KiB in 256 folders, made once.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -20,15 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmcache import _native
+from lmcache.cli.bench_timing import Region
 from lmcache.clock import SystemClock
 from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.adapters import folder
-from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from measure import Region, Result, at_most, report, spread
+from measure import Result, at_most, command_line, report, spread
 
 OBJECTS = 100_000
 LOOKUP_KEYS = 500
@@ -66,14 +66,14 @@ def fill(base: Path, objects: int) -> list[ObjectKey]:
 
 
 def runner_of(kind: str, base: Path) -> Runner:
-    return Runner(build(parse_adapter({"type": kind, "base_path": str(base)}, 0)), Metrics(), SystemClock())
+    return Runner(build(parse_adapter({"type": kind, "base_path": str(base)}, 0)), Metrics().l2, SystemClock())
 
 
 async def recover(kind: str, base: Path, objects: int) -> tuple[Runner, float]:
     runner = runner_of(kind, base)
     started = time.perf_counter()
     await runner.open()
-    await asyncio.wait_for(runner._inventory_complete.wait(), 120)
+    assert await runner.wait_for_inventory(120)
     seconds = time.perf_counter() - started
     assert len(runner.ledger) == objects
     return runner, seconds
@@ -81,9 +81,9 @@ async def recover(kind: str, base: Path, objects: int) -> tuple[Runner, float]:
 
 async def probe(runner: Runner, keys: Sequence[ObjectKey]) -> float:
     started = time.perf_counter()
-    there = await runner.probe(keys)
+    sizes = await runner.probe(keys)
     seconds = time.perf_counter() - started
-    assert all(there)
+    assert all(sizes)
     return seconds
 
 
@@ -135,12 +135,8 @@ async def measure(kind: str, base: Path, keys: Sequence[ObjectKey], runs: int, *
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", default=str(Path(__file__).resolve().parents[1]), help="on the disk to measure")
+    parser = command_line(__doc__, runs=5, on_disk=True)
     parser.add_argument("--objects", type=int, default=OBJECTS)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="a quick run of everything, without targets")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     objects, runs = (1000, 1) if options.small else (options.objects, options.runs)
     results = []

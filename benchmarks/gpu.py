@@ -5,7 +5,6 @@ Without a GPU it prints why it cannot run, and that is all.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -16,11 +15,12 @@ from pathlib import Path
 import torch
 
 from lmcache import _native
+from lmcache.cli.bench_timing import Region
 from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.testing.gpu import why_no_gpu
 from lmcache.testing.processes import CacheServer, VllmEngine
 from lmcache.testing.tiny_models import LlamaShape, describe_llama, sample_tokens
-from measure import MIB, Region, Result, at_least, at_most, median_seconds, report, spread
+from measure import MIB, Result, at_least, at_most, command_line, median_seconds, report, spread
 
 # KV of an 8B Llama: 32 layers of 8 heads with 128 dimensions, K and V beside each other, bf16.
 LAYERS, HEADS, BLOCK_TOKENS, CONTENT = 32, 8, 16, 2 * 128
@@ -55,7 +55,7 @@ def copies(chunks: int, runs: int, threads: int) -> list[Result]:
     arena = Region(chunks * frame_bytes)
     pinning = gpu.pin_buffer(arena.address, arena.size_bytes)
     pinning.wait(60.0)
-    copier = _native.PagedCopier(arena.address, arena.size_bytes, threads, gpu.ways)
+    copier = _native.PagedCopier(arena.address, arena.size_bytes, threads, gpu.copy_methods)
     number = copier.add_group(group.segments, per_chunk, blocks)
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
     packed, slots = array("q", order), array("Q", range(0, chunks * frame_bytes, frame_bytes))
@@ -85,12 +85,12 @@ def copies(chunks: int, runs: int, threads: int) -> list[Result]:
     results = [
         Result("one pinned copy to the host", to_host, "GB/s", detail=f"{chunks * payload_bytes // MIB} MiB"),
         Result("one pinned copy to the GPU", to_device, "GB/s"),
-        Result(f"store of {chunks} chunks", gb_per_second(store), "GB/s", detail=f"by {gpu.ways.best} copies"),
+        Result(f"store of {chunks} chunks", gb_per_second(store), "GB/s", detail=f"by {gpu.copy_methods.best} copies"),
         Result(f"load of {chunks} chunks", gb_per_second(load), "GB/s"),
         at_least("store / pinned copy", gb_per_second(store) / to_host, "ratio", 0.9, spread(store, 1000)),
         at_least("load / pinned copy", gb_per_second(load) / to_device, "ratio", 0.9, spread(load, 1000)),
     ]
-    for way, way_store, way_load in gpu.ways.trials:
+    for way, way_store, way_load in gpu.copy_methods.trials:
         results.append(Result(f"{way} copies in the trial: store", way_store, "GB/s"))
         results.append(Result(f"{way} copies in the trial: load", way_load, "GB/s"))
     return results
@@ -100,8 +100,8 @@ def first_token(engine: VllmEngine, tokens: int, runs: int) -> list[Result]:
     prompts = [sample_tokens(tokens, seed=seed) for seed in range(runs)]
     cold = [engine.complete(prompt, max_tokens=1).time_to_first_token_seconds for prompt in prompts]
     hits = [engine.complete(prompt, max_tokens=1) for prompt in prompts]
-    hit = [one.time_to_first_token_seconds for one in hits]
-    cached = min(one.cached_tokens for one in hits)
+    hit = [answer.time_to_first_token_seconds for answer in hits]
+    cached = min(answer.cached_tokens for answer in hits)
     return [
         Result(f"{tokens} tokens: cold", statistics.median(cold) * 1000, "ms", detail=spread(cold, 1000)),
         Result(f"{tokens} tokens: L1 hit", statistics.median(hit) * 1000, "ms", detail=spread(hit, 1000)),
@@ -122,11 +122,11 @@ def decode_seconds(engine: VllmEngine, tokens: int, seed: int) -> float:
     load = threading.Thread(target=others)
     load.start()
     try:
-        one = engine.complete(sample_tokens(64, seed=seed), max_tokens=DECODED_TOKENS)
+        answer = engine.complete(sample_tokens(64, seed=seed), max_tokens=DECODED_TOKENS)
     finally:
         done.set()
         load.join()
-    return (one.total_seconds - one.time_to_first_token_seconds) / (DECODED_TOKENS - 1)
+    return (answer.total_seconds - answer.time_to_first_token_seconds) / (DECODED_TOKENS - 1)
 
 
 def engines(tokens: int, runs: int, l1_size_gb: float) -> list[Result]:
@@ -155,14 +155,12 @@ def engines(tokens: int, runs: int, l1_size_gb: float) -> list[Result]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=7)
+    parser = command_line(__doc__, runs=7)
     parser.add_argument("--chunks", type=int, default=32)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--l1-size-gb", type=float, default=16.0)
     parser.add_argument("--copies-only", action="store_true", help="leave the real engines out")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     missing = why_no_gpu()
     if missing:

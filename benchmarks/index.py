@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
@@ -11,7 +10,7 @@ import sys
 import time
 
 from lmcache._native import L1Core
-from measure import Result, at_most, median_seconds, report, spread
+from measure import Result, at_most, command_line, median_seconds, report, spread
 
 HASH_BYTES = 32
 OBJECT_BYTES = 4096
@@ -44,7 +43,7 @@ class Filled:
             self.core.touch(self.namespace, b"".join(self.hashes[first : first + CALL_CHUNKS]))
 
     def reserve(self, hashes: bytes) -> int:
-        return self.core.reserve(OWNER, self.namespace, "salt", self.size, hashes, FOREVER)[0]
+        return self.core.reserve(OWNER, self.namespace, "salt", self.size, hashes, FOREVER).reservation
 
     def store(self, hashes: bytes) -> None:
         self.core.commit(self.reserve(hashes), b"")
@@ -66,7 +65,7 @@ class Filled:
         prepared = iter([self.some_keys() for _ in range(runs + 2)])
 
         def lease_and_release() -> None:
-            lease, _, _ = self.core.acquire(OWNER, self.namespace, next(prepared), FOREVER)
+            lease = self.core.acquire(OWNER, self.namespace, next(prepared), FOREVER).lease
             self.core.release(lease)
 
         return median_seconds(lease_and_release, runs)
@@ -88,7 +87,7 @@ class Filled:
         times = []
         for _ in range(runs):
             started = time.perf_counter()
-            evicted, _ = self.core.evict(count * OBJECT_BYTES)
+            evicted = self.core.evict(count * OBJECT_BYTES).objects
             times.append(time.perf_counter() - started)
             assert evicted == count
         return times
@@ -99,7 +98,7 @@ def measure_policy(policy: str, objects: int, runs: int) -> list[Result]:
     object that it evicts: it may take twice the time of LRU."""
     core = Filled(objects, seed=3, policy=policy)
     for prompt in core.prompts[::2]:
-        core.core.release(core.core.acquire(OWNER, core.namespace, prompt, FOREVER)[0])
+        core.core.release(core.core.acquire(OWNER, core.namespace, prompt, FOREVER).lease)
     probes = core.probe_seconds(runs)
     leases = core.lease_seconds(runs)
     reserves, _ = core.store_seconds(runs)
@@ -159,10 +158,8 @@ def measure(objects: int, runs: int) -> list[Result]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, runs=21)
     parser.add_argument("--objects", type=int, default=1_000_000)
-    parser.add_argument("--runs", type=int, default=21)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     return report(measure(arguments.objects, arguments.runs), arguments.json)
 

@@ -5,7 +5,6 @@ Every round measures everything once, so that a noisy neighbour disturbs all row
 
 from __future__ import annotations
 
-import argparse
 import array
 import random
 import statistics
@@ -14,7 +13,8 @@ import time
 from collections.abc import Callable
 
 from lmcache import _native
-from measure import MIB, Region, Result, at_least, at_most, report, spread
+from lmcache.cli.bench_timing import Region
+from measure import MIB, Result, at_least, at_most, command_line, report, spread
 
 HEADER_BYTES = _native.FRAME_HEADER_BYTES
 LAYERS = 8
@@ -110,10 +110,8 @@ def hashing(runs: int) -> list[Result]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=15)
+    parser = command_line(__doc__, runs=15)
     parser.add_argument("--chunks", type=int, default=32, help="chunks of 2 MiB (default: %(default)s)")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     print(f"copy path: {_native.copy_path()}", file=sys.stderr)
     return report(copies(arguments.chunks, arguments.runs) + hashing(arguments.runs), arguments.json)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from lmcache import _native
+from lmcache.cli import bench_timing
 from lmcache.cli.bench_timing import Region
 from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
@@ -17,6 +19,23 @@ from lmcache.core.outcome import StoreOutcome
 from lmcache.l2.runner import Runner
 
 MIB = 1 << 20
+_ALL_THREADS = 2  # in the number of a process's clock, as clock_getcpuclockid(3) makes it: CPUCLOCK_SCHED of the kernel
+
+
+def command_line(
+    description: str | None, *, runs: int = 0, rounds: int = 0, on_disk: bool = False
+) -> argparse.ArgumentParser:
+    """Of a benchmark: --json, and --runs or --rounds where it repeats itself so often. `on_disk`: --folder on the disk
+    that is measured, and --small."""
+    parser = argparse.ArgumentParser(description=description)
+    for name, number in (("--runs", runs), ("--rounds", rounds)):
+        if number:
+            parser.add_argument(name, type=int, default=number)
+    if on_disk:
+        parser.add_argument("--folder", default=str(Path(__file__).resolve().parents[1]), help="on the disk to measure")
+        parser.add_argument("--small", action="store_true", help="a quick run of everything, without targets")
+    parser.add_argument("--json", action="store_true")
+    return parser
 
 
 @dataclass
@@ -50,25 +69,20 @@ def spread(values: Sequence[float], scale: float = 1.0) -> str:
 
 def median_seconds(call: Callable[[], object], runs: int, warm_up: int = 2) -> list[float]:
     """Wall seconds of each counted run."""
-    for _ in range(warm_up):
-        call()
-    times = []
-    for _ in range(runs):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return times
+    return [bench_timing.timed(call) for _ in range(warm_up + runs)][warm_up:]
 
 
 def best_copy_seconds(source: Region, destination: Region, size_bytes: int, runs: int = 9) -> float:
-    """The best single-thread copy loop of this machine: the lower median of memcpy and streaming stores."""
-    medians = []
-    for path in ("memcpy", "stream"):
-        times = median_seconds(
-            lambda path=path: _native.copy_plain(destination.address, source.address, size_bytes, path), runs
-        )
-        medians.append(statistics.median(times))
-    return min(medians)
+    """The best single-thread copy loop of this machine."""
+    return bench_timing.best_copy_seconds(destination.address, source.address, size_bytes, runs)
+
+
+def processor_seconds(pid: int) -> float:
+    """That a process has run, with threads that have ended. ProcessLookupError when it has ended itself."""
+    try:
+        return time.clock_gettime((~pid << 3) | _ALL_THREADS)
+    except OSError:
+        raise ProcessLookupError(f"process {pid} has ended") from None
 
 
 async def keep_folders(runner: Runner, namespace: Namespace, memory: Region, frame_bytes: int) -> None:

@@ -7,18 +7,14 @@ calls to the connector, which bound the overhead from the inside.
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import statistics
 import sys
-import threading
-import time
 from pathlib import Path
 
-from engines import beside_a_server, settle
+from engines import at_once, beside_a_server, in_turn, prompt_of
 from lmcache.testing.processes import CacheServer, VllmEngine
-from measure import Result, at_least, at_most, report, spread
+from measure import Result, at_least, at_most, command_line, processor_seconds, report, spread
 
 REQUESTS = 8
 PROMPT_TOKENS = 512
@@ -26,25 +22,12 @@ DECODED_TOKENS = 48
 HERE = Path(__file__).resolve().parent
 
 
-class Burst:
-    """Eight requests at once that share nothing: seconds for all, and of the decode steps when all run."""
-
-    def __init__(self, engine: VllmEngine, seed: int) -> None:
-        source = random.Random(seed)
-        prompts = [[source.randrange(3, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(REQUESTS)]
-        self.decode_seconds: list[float] = []
-        threads = [threading.Thread(target=self._ask, args=(engine, prompt)) for prompt in prompts]
-        began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.seconds = time.perf_counter() - began
-
-    def _ask(self, engine: VllmEngine, prompt: list[int]) -> None:
-        answer = engine.complete(prompt, max_tokens=DECODED_TOKENS)
-        decoding = answer.total_seconds - answer.time_to_first_token_seconds
-        self.decode_seconds.append(decoding / (DECODED_TOKENS - 1))
+def burst(engine: VllmEngine, seed: int) -> tuple[float, float]:
+    """Eight requests at once that share nothing: seconds for all, and of a decode step when all run."""
+    prompts = [prompt_of(REQUESTS * seed + number, PROMPT_TOKENS) for number in range(REQUESTS)]
+    seconds, answers = at_once(engine, prompts, DECODED_TOKENS)
+    decoding = [answer.total_seconds - answer.time_to_first_token_seconds for answer in answers]
+    return seconds, statistics.median(decoding) / (DECODED_TOKENS - 1)
 
 
 def fast_quarter(values: list[float]) -> float:
@@ -56,24 +39,18 @@ def connector_seconds(engine: VllmEngine) -> dict[str, float]:
     return dict(body["results"][0])
 
 
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def measure(cached: VllmEngine, plain: VllmEngine, server: CacheServer, runs: int) -> list[Result]:
     times: dict[VllmEngine, list[float]] = {cached: [], plain: []}
     steps: dict[VllmEngine, list[float]] = {cached: [], plain: []}
     calls_before = connector_seconds(cached)
-    server_cpu = cpu_seconds(server.pid)
+    server_cpu = processor_seconds(server.pid)
     for run in range(runs):
-        for engine in (cached, plain) if run % 2 else (plain, cached):
-            settle()
-            burst = Burst(engine, 1000 + run)
-            times[engine].append(burst.seconds)
-            steps[engine].append(statistics.median(burst.decode_seconds))
+        for engine in in_turn(run, cached, plain):
+            seconds, step_seconds = burst(engine, 1000 + run)
+            times[engine].append(seconds)
+            steps[engine].append(step_seconds)
     calls = {name: value - calls_before.get(name, 0.0) for name, value in connector_seconds(cached).items()}
-    server_cpu = cpu_seconds(server.pid) - server_cpu
+    server_cpu = processor_seconds(server.pid) - server_cpu
     threads = calls.pop("threads")
     busy = sum(times[cached])
     costly = ", ".join(
@@ -98,10 +75,7 @@ def measure(cached: VllmEngine, plain: VllmEngine, server: CacheServer, runs: in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=12)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, runs=12).parse_args()
     timed = {
         "connector": {"kv_connector": "TimedConnector", "kv_connector_module_path": "timed_connector"},
         "extra": ["--worker-extension-cls", "timed_connector.Times"],
@@ -112,7 +86,7 @@ def main() -> int:
     }
     with beside_a_server(timed, {}, l1_size_gb=2) as (server, (cached, plain)):
         for engine in (cached, plain):
-            Burst(engine, 1)
+            burst(engine, 1)
         results = measure(cached, plain, server, arguments.runs)
     return report(results, arguments.json)
 

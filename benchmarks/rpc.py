@@ -5,7 +5,6 @@ The floor is what a Python process needs to send so many bytes to another one ov
 
 from __future__ import annotations
 
-import argparse
 import array
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import zmq
 
+from lmcache.cli.bench_timing import timed
 from lmcache.client.client import Client
 from lmcache.protocol.messages import (
     Append,
@@ -34,7 +34,7 @@ from lmcache.protocol.messages import (
 )
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.testing.processes import CacheServer
-from measure import Result, at_least, at_most, report, spread
+from measure import Result, at_least, at_most, command_line, processor_seconds, report, spread
 
 CHUNK_TOKENS = 256
 INSTANCE = "bench-rpc"
@@ -49,12 +49,6 @@ NO_OP_ROUNDS = 40
 LOOKUP_ROUNDS = 4
 
 
-def timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
 def medians_in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """What is compared is measured in turn, so that the moods of the machine meet all of them."""
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -63,10 +57,6 @@ def medians_in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict
             for _ in range(CALLS_IN_A_ROW):
                 times[name].append(timed(call))
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def processor_seconds(pid: int) -> float:
-    return sum(int((task / "schedstat").read_text().split()[0]) / 1e9 for task in Path(f"/proc/{pid}/task").iterdir())
 
 
 # ---- the floor -------------------------------------------------------------------------------------------------------
@@ -189,7 +179,7 @@ def many_clients(server: CacheServer, clients: int, windows: int, seconds: float
     spawn = multiprocessing.get_context("spawn")
     go, counts = spawn.Event(), spawn.Queue()
     arguments = [(server.port, number, MANY_CHUNKS, windows, seconds, go, counts) for number in range(clients)]
-    processes = [spawn.Process(target=lookups_in_a_row, args=one, daemon=True) for one in arguments]
+    processes = [spawn.Process(target=lookups_in_a_row, args=call, daemon=True) for call in arguments]
     for process in processes:
         process.start()
     for _ in processes:
@@ -208,11 +198,9 @@ def many_clients(server: CacheServer, clients: int, windows: int, seconds: float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=7)
+    parser = command_line(__doc__, runs=7)
     parser.add_argument("--chunks", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a window of many clients")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     port = 20_000 + os.getpid() % 20_000
     echo_process = multiprocessing.get_context("spawn").Process(target=echo_server, args=(port,), daemon=True)

@@ -5,7 +5,6 @@ The floor sends and gets the same parts of 1 MiB with the same number of bytes o
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import statistics
@@ -19,8 +18,8 @@ import zmq
 
 from lmcache import _native
 from lmcache.client.client import Client
-from lmcache.client.frames import Frame, FrameMover
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client.socket_frames import Frame, FrameMover
+from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace
 from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_PAYLOAD_PART_BYTES, PAYLOAD_WINDOW_BYTES
@@ -36,7 +35,7 @@ from lmcache.protocol.messages import (
 )
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.testing.processes import CacheServer
-from measure import MIB, Result, at_most, report, spread
+from measure import MIB, Result, at_most, command_line, report, spread
 
 CHUNK_TOKENS = 256
 INSTANCE = "bench-socket"
@@ -83,7 +82,7 @@ class Engine:
         self.client = Client(f"tcp://127.0.0.1:{port}", transfer=WantedTransfer.SOCKET)
         self.client.register(RegisterInstance(INSTANCE, "bench", 1, 1, 10.0, "bench"), TIMEOUT_SECONDS)
         self.client.register(RegisterWorker(INSTANCE, 0, 0, [LAYOUT], [PAYLOAD_BYTES]), TIMEOUT_SECONDS)
-        self.mover = FrameMover(self.client, self.client.boot_token, INSTANCE, 0, lambda: False)
+        self.mover = FrameMover(self.client, self.client.server_epoch, INSTANCE, 0, lambda: False)
         self.chunks = chunks
         self.memory = [memoryview(bytearray(FRAME_HEADER_BYTES + PAYLOAD_BYTES)) for _ in range(chunks)]
         self.template = header_template(Namespace("bench", 1, 0, 0, LAYOUT, ""), PAYLOAD_BYTES)
@@ -116,10 +115,8 @@ class Engine:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=9)
+    parser = command_line(__doc__, runs=9)
     parser.add_argument("--chunks", type=int, default=32, help="of 2 MiB")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     port = 20_000 + os.getpid() % 20_000
     floor_process = multiprocessing.get_context("spawn").Process(target=exchange_server, args=(port,), daemon=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -12,9 +10,7 @@ import time
 from pathlib import Path
 
 from lmcache.testing.processes import CacheServer
-from measure import MIB, Result, at_most, report, spread
-
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+from measure import MIB, Result, at_most, command_line, median_seconds, processor_seconds, report, spread
 
 
 def private_bytes(pid: int) -> int:
@@ -24,11 +20,6 @@ def private_bytes(pid: int) -> int:
         if line.startswith(("RssAnon:", "RssFile:")):
             total += int(line.split()[1]) * 1024
     return total
-
-
-def processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
 def wait_until_faulted_in(server: CacheServer) -> None:
@@ -44,19 +35,13 @@ def wait_until_faulted_in(server: CacheServer) -> None:
 
 
 def help_seconds(runs: int) -> list[float]:
-    times = []
-    for _ in range(runs + 1):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "lmcache.cli.main", "--help"], check=True, capture_output=True)
-        times.append(time.perf_counter() - started)
-    return times[1:]
+    command = [sys.executable, "-m", "lmcache.cli.main", "--help"]
+    return median_seconds(lambda: subprocess.run(command, check=True, capture_output=True), runs, warm_up=1)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=7)
+    parser = command_line(__doc__, runs=7)
     parser.add_argument("--idle-seconds", type=float, default=20.0)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     helps = help_seconds(arguments.runs)
     starts: list[float] = []

@@ -9,7 +9,6 @@ Then, on raw_block: lookup of 500 keys, recovery of 100,000 objects.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import select
@@ -18,24 +17,25 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fio import MISSING, Fio, present, write_whole
 from lmcache import _native
+from lmcache.cli.bench_timing import Region
 from lmcache.clock import SystemClock
 from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_L2_BATCH_OBJECTS
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.adapters import raw_format
-from lmcache.l2.adapters.raw_format import Entry, Geometry
+from lmcache.l2.adapters.raw_format import Geometry
 from lmcache.l2.completions import words
-from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from measure import Region, Result, at_least, at_most, keep_folders, report, spread
+from measure import Result, at_least, at_most, command_line, keep_folders, report, spread
 
 SHAPES = ((96, 2 << 20), (1024, 64 << 10))
 TARGET = 0.9
@@ -95,7 +95,7 @@ class Bench:
             one_file=kind == "raw_block",
         )
         self.engine = Engine(self.fio.file, self.memory, count, size_bytes, engine) if kind == "raw_block" else None
-        self.runner = Runner(build(parse_adapter(self._spec(kind, engine), 0)), Metrics(), SystemClock())
+        self.runner = Runner(build(parse_adapter(self._spec(kind, engine), 0)), Metrics().l2, SystemClock())
         self.ratios: dict[str, list[float]] = {"store": [], "load": []}
         self.speeds: dict[str, list[tuple[float, float, float]]] = {"store": [], "load": []}
 
@@ -123,7 +123,7 @@ class Bench:
 
     async def run(self, rounds: int) -> list[Result]:
         await self.runner.open()
-        await asyncio.wait_for(self.runner._inventory_complete.wait(), 60)
+        assert await self.runner.wait_for_inventory(60)
         if self.engine is None:
             await keep_folders(self.runner, NAMESPACE, self.memory, self.size_bytes)
         for number in range(rounds + 1):
@@ -142,11 +142,11 @@ class Bench:
             _native.frame_seal(self.memory.address + index * self.size_bytes, template, key.chunk_hash)
         for ours, theirs in (("store", "write"), ("load", "read")):
             speeds = {}
-            for who in ("fio", "we") if number % 2 else ("we", "fio"):
-                if who == "fio":
-                    speeds[who] = await asyncio.to_thread(self.fio.run, theirs)
+            for program in ("fio", "we") if number % 2 else ("we", "fio"):
+                if program == "fio":
+                    speeds[program] = await asyncio.to_thread(self.fio.run, theirs)
                 else:
-                    speeds[who] = self.count * self.size_bytes / await self._ours(ours, keys)
+                    speeds[program] = self.count * self.size_bytes / await self._ours(ours, keys)
                 await asyncio.to_thread(os.sync)
             alone = 0.0
             if self.engine is not None:
@@ -154,10 +154,12 @@ class Bench:
             if number:
                 self.ratios[ours].append(speeds["we"] / speeds["fio"])
                 self.speeds[ours].append((speeds["we"], speeds["fio"], alone))
-        await self.runner._delete(keys)
+        await self.runner.layers.eviction.delete(keys)
 
     async def _ours(self, which: str, keys: Sequence[ObjectKey]) -> float:
-        operation = self.runner.store if which == "store" else self.runner.load
+        operation: Callable[..., Awaitable[Sequence[object]]] = (
+            self.runner.store if which == "store" else self.runner.load
+        )
         started = time.perf_counter()
         outcomes = await asyncio.gather(
             *(
@@ -192,25 +194,24 @@ def write_full_table(path: Path, objects: int) -> tuple[Geometry, list[ObjectKey
         file.truncate(geometry.meta_total_bytes + objects * geometry.slot_bytes)
 
     async def form() -> None:
-        runner = Runner(build(parse_adapter(spec, 0)), Metrics(), SystemClock())
+        runner = Runner(build(parse_adapter(spec, 0)), Metrics().l2, SystemClock())
         await runner.open()
         await runner.close(10)
 
     asyncio.run(form())
-    with path.open("r+b") as file:
+    with path.open("r+b") as file:  # type: ignore[assignment]
         superblock = raw_format.decode_superblock(file.read(4096))
         assert superblock is not None
         keys = [ObjectKey(NAMESPACE, os.urandom(32)) for _ in range(objects)]
         file.seek(geometry.namespace_page_offset(0))
         file.write(raw_format.encode_namespace(0, superblock.device, NAMESPACE.encode(), 4096))
+        index = _native.RawIndex(objects, 8192, 8192, geometry.slot_offset(0), 4096, 1, superblock.device)
+        space = index.intern(NAMESPACE.digest, 0)
+        for slot, key in enumerate(keys):
+            index.add(slot, space, key.chunk_hash, 8192, slot + 2)
         for page in range(geometry.table_pages(objects)):
-            first = page * geometry.entries_per_page
-            entries = [
-                raw_format.pack_entry(Entry(key.chunk_hash, 0, 8192, slot + 2, 1_000_000_000 + slot))
-                for slot, key in enumerate(keys[first : first + geometry.entries_per_page], first)
-            ]
             file.seek(geometry.table_page_offset(page))
-            file.write(raw_format.encode_table_page(page, superblock.device, b"".join(entries), 4096))
+            file.write(index.page_image(page))
     return geometry, keys
 
 
@@ -218,10 +219,10 @@ async def recovery_and_lookup(path: Path, keys: Sequence[ObjectKey], runs: int) 
     spec = {"type": "raw_block", "device_path": str(path), "slot_bytes": 8192, "meta_total_bytes": 16 << 20}
     recoveries, lookups = [], []
     for _ in range(runs):
-        runner = Runner(build(parse_adapter({**spec, "meta_verify_on_load": False}, 0)), Metrics(), SystemClock())
+        runner = Runner(build(parse_adapter({**spec, "meta_verify_on_load": False}, 0)), Metrics().l2, SystemClock())
         started = time.perf_counter()
         await runner.open()
-        await asyncio.wait_for(runner._inventory_complete.wait(), 120)
+        assert await runner.wait_for_inventory(120)
         recoveries.append(time.perf_counter() - started)
         assert len(runner.ledger) == len(keys)
         for _ in range(20):
@@ -238,12 +239,8 @@ async def recovery_and_lookup(path: Path, keys: Sequence[ObjectKey], runs: int) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", default=str(Path(__file__).resolve().parents[1]), help="on the disk to measure")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = command_line(__doc__, rounds=9, on_disk=True)
     parser.add_argument("--only", default="", help="a part of the names of what to measure")
-    parser.add_argument("--small", action="store_true", help="a quick run of everything, without targets")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     refused = _native.io_uring_refusal()
     cases = [(kind, engine) for kind in ("raw_block", "fs_native") for engine in ("posix", "io_uring")]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from lmcache.integration.vllm.connector import LMCacheMPConnector
 
-seconds: Counter[str] = Counter()  # of this process, which runs the scheduler and the worker
+seconds: defaultdict[str, float] = defaultdict(float)  # of this process, which runs the scheduler and the worker
 HOOKS = (
     "on_new_request",
     "get_num_new_matched_tokens",

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_LINES = 600
 # Files that list one thing at length may be longer. Numbers only go down.
-LONGER: dict[str, int] = {}
+LONGER: dict[str, int] = {"src/lmcache/_native.pyi": 745}
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
-"""Runs the tests that take long, part by part, and says what each came to. A part that fails does not end the others.
+"""Runs the tests that take long, part by part, and reports the result of each. A failed part does not end the others.
 
 Arguments are names of parts (none: all of them); what follows `--` goes to pytest: `nightly.py shapes -- -k mla`.
+Random tests get a new seed in each run; LMCACHE_TEST_SEED repeats one.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from results import Outcome, exit_code, table
+
 ROOT = Path(__file__).resolve().parent.parent
-SEED = str(int(time.time()))
-_NOTHING_COLLECTED = 5  # pytest's exit code
+SEED = os.environ.get("LMCACHE_TEST_SEED") or str(int(time.time()))
+NOTHING_COLLECTED = 5  # pytest's exit code
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,16 @@ PARTS: dict[str, tuple[Run, ...]] = {
     ),
     "kill": (
         Run(("tests/process/test_kill_loop.py",), {"LMCACHE_KILL_ROUNDS": "200"}),
-        Run((STOPS,), {"LMCACHE_STOP_ROUNDS": "300", "LMCACHE_STOP_SEED": SEED}),
+        Run((STOPS,), {"LMCACHE_STOP_ROUNDS": "300"}),
     ),
-    "simulation": (
-        Run(("tests/simulation",), {"LMCACHE_SIMULATION_STEPS": "100000"}),
-        Run(("tests/simulation/test_connector.py",), {"LMCACHE_SIMULATED_RUNS": "50", "LMCACHE_SIMULATED_SEED": SEED}),
-    ),
+    "simulation": (Run(("tests/simulation",), {"LMCACHE_SIMULATION_STEPS": "100000", "LMCACHE_SIMULATED_RUNS": "50"}),),
     "contract": (
         Run(
             ("tests/contract", "-k", "like_a_dictionary"),
             {"LMCACHE_CONTRACT_STEPS": "50000", "LMCACHE_CONTRACT_SEED": SEED},
         ),
     ),
+    "random": (Run(("tests/unit", "-m", "not slow", f"--hypothesis-seed={SEED}"), {"LMCACHE_LEDGER_STEPS": "100000"}),),
     "cap": (
         Run(("tests/process/test_cap.py",), {"LMCACHE_TEST_CAP_STORE_GB": "10"}),
         Run(("tests/process/test_many_salts.py",), {"LMCACHE_TEST_SALTS": "200000"}),
@@ -58,42 +59,31 @@ PARTS: dict[str, tuple[Run, ...]] = {
 }
 
 
-@dataclass
-class Outcome:
-    part: str
-    result: str = "not run"
-    seconds: float = 0.0
-
-
 def run_pytest(run: Run, extra: Sequence[str]) -> int:
     command = [sys.executable, "-m", "pytest", *run.arguments, *extra]
-    settings = [f"{name}={value}" for name, value in run.environment.items()]
+    environment = {"LMCACHE_TEST_SEED": SEED, "LMCACHE_TEST_SERVICES_REQUIRED": "1", **run.environment}
+    settings = [f"{name}={value}" for name, value in environment.items()]
     print("$", *settings, *command[1:], flush=True)
-    code = subprocess.run(command, cwd=ROOT, env={**os.environ, **run.environment}).returncode
-    return 0 if code == _NOTHING_COLLECTED and extra else code
+    code = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode
+    return 0 if code == NOTHING_COLLECTED and extra else code
 
 
 def run_parts(names: Sequence[str], run: Callable[[Run], int], say: Callable[[str], None] = print) -> list[Outcome]:
     """Every part, whatever the others came to; those behind an interruption are not run."""
     outcomes = [Outcome(name) for name in names]
     for outcome in outcomes:
-        say(f"==== {outcome.part}")
+        say(f"==== {outcome.suite}")
         began = time.monotonic()
         try:
-            codes = [run(each) for each in PARTS[outcome.part]]
+            codes = [run(each) for each in PARTS[outcome.suite]]
             outcome.result = "failed" if any(codes) else "passed"
         except KeyboardInterrupt:
             outcome.result = "interrupted"
         outcome.seconds = time.monotonic() - began
-        say(f"==== {outcome.part}: {outcome.result} after {outcome.seconds:.0f} s")
+        say(f"==== {outcome.suite}: {outcome.result} after {outcome.seconds:.0f} s")
         if outcome.result == "interrupted":
             break
     return outcomes
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    lines = [f"{outcome.part:<12}{outcome.result:<12}{outcome.seconds:>8.0f} s" for outcome in outcomes]
-    return "\n".join([f"{'part':<12}{'result':<12}{'time':>8}", *lines])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -103,8 +93,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"There is no part {unknown[0]!r}; the parts are {', '.join(PARTS)}.", file=sys.stderr)
         return 2
     outcomes = run_parts(names or list(PARTS), lambda run: run_pytest(run, extra))
-    print(summary(outcomes))
-    return 0 if all(outcome.result == "passed" for outcome in outcomes) else 1
+    print(table(outcomes))
+    return exit_code(outcomes)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

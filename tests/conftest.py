@@ -1,11 +1,23 @@
-"""For every test: what one changes for the whole process must not reach the next."""
+"""For every test: what one changes for the whole process must not reach the next, and random tests have one seed."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+from seeds import FIXED_SEED, SEED
+
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("fixed" if SEED == FIXED_SEED else "random")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.get("failed") and SEED != FIXED_SEED:
+        terminalreporter.write_line(f"LMCACHE_TEST_SEED={SEED} repeats this run's random tests.")
 
 
 @pytest.fixture(autouse=True)

@@ -9,16 +9,16 @@
 
 namespace {
 
-using lmcache::CudaCopyWays;
+using lmcache::CudaCopyMethods;
 using lmcache::CudaDevice;
 using lmcache::CudaFence;
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 
-nb::list trials(const CudaCopyWays& ways) {
+nb::list trials(const CudaCopyMethods& methods) {
     nb::list all;
-    for (const lmcache::WayTrial& trial : ways.trials()) {
+    for (const lmcache::MethodTrial& trial : methods.trials()) {
         all.append(
-            nb::make_tuple(copy_way_name(trial.way), trial.to_host_gb_per_second, trial.to_device_gb_per_second));
+            nb::make_tuple(copy_method_name(trial.method), trial.to_host_gb_per_second, trial.to_device_gb_per_second));
     }
     return all;
 }
@@ -38,13 +38,13 @@ void bind_cuda(nb::module_& m) {
              ReleaseGil())
         .def("fence", &CudaDevice::fence, nb::arg("stream"), ReleaseGil())
         .def("take_failure", &CudaDevice::take_failure);
-    nb::class_<CudaCopyWays>(m, "CudaCopyWays")
+    nb::class_<CudaCopyMethods>(m, "CudaCopyMethods")
         .def(nb::new_([](std::shared_ptr<CudaDevice> device, std::size_t run_bytes, std::size_t trial_bytes) {
                  nb::gil_scoped_release release;
-                 return std::make_shared<CudaCopyWays>(std::move(device), run_bytes, trial_bytes);
+                 return std::make_shared<CudaCopyMethods>(std::move(device), run_bytes, trial_bytes);
              }),
              nb::arg("device"), nb::arg("run_bytes"), nb::arg("trial_bytes"))
-        .def_prop_ro("best", [](const CudaCopyWays& ways) { return copy_way_name(ways.best()); })
-        .def_prop_ro("one_copy_gb_per_second", &CudaCopyWays::one_copy_gb_per_second)
+        .def_prop_ro("best", [](const CudaCopyMethods& methods) { return copy_method_name(methods.best()); })
+        .def_prop_ro("one_copy_gb_per_second", &CudaCopyMethods::one_copy_gb_per_second)
         .def_prop_ro("trials", trials);
 }

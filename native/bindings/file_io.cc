@@ -11,24 +11,19 @@ namespace {
 using lmcache::FileIO;
 using lmcache::FileIOOptions;
 
-std::vector<std::uint64_t> numbers(nb::handle buffer, const char* name) {
-    const PackedView<std::uint64_t> view(buffer, name);
-    return {view.data(), view.data() + view.size()};
-}
-
 }  // namespace
 
 void bind_file_io(nb::module_& m) {
-    nb::class_<FileIO>(m, "FileIO")
-        .def(
-            "__init__",
-            [](FileIO* self, unsigned threads, bool use_odirect, std::size_t block_bytes, std::size_t read_ahead_bytes,
-               unsigned queue_depth) {
-                new (self) FileIO(FileIOOptions{threads, use_odirect, block_bytes, read_ahead_bytes, queue_depth});
-            },
-            nb::arg("threads"), nb::arg("use_odirect"), nb::arg("block_bytes"), nb::arg("read_ahead_bytes") = 0,
-            nb::arg("queue_depth") = 0)
-        .def("event_fd", &FileIO::event_fd)
+    nb::class_<FileIO> io(m, "FileIO");
+    bind_completions(io);
+    io.def(
+          "__init__",
+          [](FileIO* self, unsigned threads, bool use_odirect, std::size_t block_bytes, std::size_t read_ahead_bytes,
+             unsigned queue_depth) {
+              new (self) FileIO(FileIOOptions{threads, use_odirect, block_bytes, read_ahead_bytes, queue_depth});
+          },
+          nb::arg("threads"), nb::arg("use_odirect"), nb::arg("block_bytes"), nb::arg("read_ahead_bytes") = 0,
+          nb::arg("queue_depth") = 0)
         .def(
             "submit_write",
             [](FileIO& self, std::vector<std::string> paths, std::vector<std::string> temporary_paths,
@@ -64,15 +59,5 @@ void bind_file_io(nb::module_& m) {
         .def("submit_unlink", &FileIO::submit_unlink, nb::arg("paths"), nb::call_guard<nb::gil_scoped_release>())
         .def("submit_remove_empty", &FileIO::submit_remove_empty, nb::arg("folders"),
              nb::call_guard<nb::gil_scoped_release>())
-        .def("drain",
-             [](FileIO& self) {
-                 std::vector<lmcache::FinishedBatch> finished;
-                 {
-                     nb::gil_scoped_release released;
-                     finished = self.drain();
-                 }
-                 return packed_batches(finished);
-             })
-        .def("buffered_fallbacks", &FileIO::buffered_fallbacks)
-        .def("close", &FileIO::close, nb::call_guard<nb::gil_scoped_release>());
+        .def("buffered_fallbacks", &FileIO::buffered_fallbacks);
 }

@@ -7,18 +7,20 @@
 #include "bindings.h"
 
 void bind_folder_scan(nb::module_& m) {
+    using lmcache::FolderScan;
+    nb::class_<FolderScan>(m, "FolderScan")
+        .def_prop_ro("hashes", [](const FolderScan& self) { return packed(self.hashes); })
+        .def_prop_ro("used_ns", [](const FolderScan& self) { return packed(self.used_ns); })
+        .def_prop_ro("sizes", [](const FolderScan& self) { return packed(self.sizes); })
+        .def_ro("temporary", &FolderScan::temporary)
+        .def_ro("empty", &FolderScan::empty)
+        .def_ro("unreadable", &FolderScan::unreadable);
     m.def(
         "scan_folders",
         [](const std::vector<std::string>& folders, unsigned threads) {
-            lmcache::FolderScan scan;
-            {
-                nb::gil_scoped_release released;
-                scan = lmcache::scan_folders(folders, threads);
-            }
-            return nb::make_tuple(packed(scan.hashes), packed(scan.used_ns), packed(scan.sizes), scan.temporary,
-                                  scan.empty, scan.unreadable);
+            return lmcache::scan_folders(folders, threads);
         },
-        nb::arg("folders"), nb::arg("threads"));
+        nb::arg("folders"), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
     m.def(
         "youngest_first",
         [](nb::handle used_ns) {

@@ -1,6 +1,7 @@
 #include "lmcache/frame.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <span>
@@ -33,30 +34,23 @@ nb::dict parse(const lmcache::FrameHeader& header) {
     return fields;
 }
 
-nb::list verify_many(nb::object addresses, nb::object available_bytes, nb::object namespace_digests,
-                     nb::object hashes) {
-    const PackedView<std::uint64_t> address_view(addresses, "addresses");
-    const PackedView<std::uint64_t> available_view(available_bytes, "available_bytes");
+std::vector<std::string> verify(const nb::list& frames, nb::handle namespace_digests, nb::handle hashes) {
+    const Ranges ranges(frames);
     const PackedView<std::byte> digest_view(namespace_digests, "namespace_digests");
     const PackedView<std::byte> hash_view(hashes, "hashes");
-    const std::size_t count = address_view.size();
-    if (available_view.size() != count || digest_view.size() != 32 * count || hash_view.size() != 32 * count) {
-        throw std::invalid_argument(
-            "addresses, available_bytes, namespace_digests and hashes must have equally many elements");
+    const std::size_t count = ranges.addresses.size();
+    if (digest_view.size() != 32 * count || hash_view.size() != 32 * count) {
+        throw std::invalid_argument("there must be a digest and a hash of 32 bytes for each of frames");
     }
-    std::vector<lmcache::FrameFault> faults(count);
-    {
-        nb::gil_scoped_release release;
-        for (std::size_t i = 0; i < count; ++i) {
-            faults[i] = lmcache::frame_verify(reinterpret_cast<const std::byte*>(address_view.data()[i]),
-                                              available_view.data()[i],
-                                              std::span<const std::byte, 32>(digest_view.data() + 32 * i, 32),
-                                              std::span<const std::byte, 32>(hash_view.data() + 32 * i, 32));
-        }
+    std::vector<std::string> faults(count);
+    nb::gil_scoped_release release;
+    for (std::size_t i = 0; i < count; ++i) {
+        faults[i] = lmcache::frame_fault_name(
+            lmcache::frame_verify(reinterpret_cast<const std::byte*>(ranges.addresses[i]), ranges.sizes[i],
+                                  std::span<const std::byte, 32>(digest_view.data() + 32 * i, 32),
+                                  std::span<const std::byte, 32>(hash_view.data() + 32 * i, 32)));
     }
-    nb::list names;
-    for (const lmcache::FrameFault fault : faults) names.append(lmcache::frame_fault_name(fault));
-    return names;
+    return faults;
 }
 
 void copy_plain(std::uintptr_t destination, std::uintptr_t source, std::size_t size_bytes, const std::string& path) {
@@ -112,19 +106,7 @@ void bind_frame(nb::module_& m) {
             lmcache::frame_seal(reinterpret_cast<std::byte*>(frame_address), header, hash);
         },
         nb::arg("frame_address"), nb::arg("template"), nb::arg("chunk_hash"));
-    m.def(
-        "frame_verify",
-        [](std::uintptr_t frame_address, std::uint64_t available_bytes, const nb::bytes& namespace_digest,
-           const nb::bytes& chunk_hash) {
-            const auto digest = bytes32_of(namespace_digest, "namespace_digest");
-            const auto hash = bytes32_of(chunk_hash, "chunk_hash");
-            nb::gil_scoped_release release;
-            return lmcache::frame_fault_name(lmcache::frame_verify(reinterpret_cast<const std::byte*>(frame_address),
-                                                                   available_bytes, digest, hash));
-        },
-        nb::arg("frame_address"), nb::arg("available_bytes"), nb::arg("namespace_digest"), nb::arg("chunk_hash"));
-    m.def("frame_verify_many", verify_many, nb::arg("addresses"), nb::arg("available_bytes"),
-          nb::arg("namespace_digests"), nb::arg("hashes"));
+    m.def("verify_frames", verify, nb::arg("frames"), nb::arg("namespace_digests"), nb::arg("hashes"));
     m.def(
         "frame_parse",
         [](nb::object header) {

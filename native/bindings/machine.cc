@@ -1,6 +1,6 @@
 #include <nanobind/stl/string.h>
 
-#include <cerrno>
+#include <system_error>
 
 #include "bindings.h"
 #include "lmcache/copy.h"
@@ -17,6 +17,7 @@ void bind_machine(nb::module_& m) {
         nb::dict features;
         features["avx2"] = found.avx2;
         features["avx512f"] = found.avx512f;
+        features["avx512bw"] = found.avx512bw;
         features["vpclmulqdq"] = found.vpclmulqdq;
         features["sse42"] = found.sse42;
         features["neon"] = found.neon;
@@ -27,18 +28,11 @@ void bind_machine(nb::module_& m) {
     m.def(
         "prefault",
         [](std::uintptr_t address, std::size_t size_bytes, std::size_t threads, bool large_pages) {
-            int fault;
-            {
-                nb::gil_scoped_release release;
-                fault = lmcache::prefault(address, size_bytes, threads, large_pages);
-            }
-            if (fault != 0) {
-                errno = fault;
-                PyErr_SetFromErrno(PyExc_OSError);
-                throw nb::python_error();
-            }
+            const int fault = lmcache::prefault(address, size_bytes, threads, large_pages);
+            if (fault != 0) throw std::system_error(fault, std::generic_category(), "prefault");
         },
-        nb::arg("address"), nb::arg("size_bytes"), nb::arg("threads"), nb::arg("large_pages") = false);
+        nb::arg("address"), nb::arg("size_bytes"), nb::arg("threads"), nb::arg("large_pages") = false,
+        nb::call_guard<nb::gil_scoped_release>());
     m.def("take_large_pages", &lmcache::take_large_pages, nb::arg("address"), nb::arg("size_bytes"), nb::arg("threads"),
           nb::call_guard<nb::gil_scoped_release>());
     m.def(

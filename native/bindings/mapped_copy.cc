@@ -4,35 +4,45 @@
 #include "lmcache/dax_directory.h"
 #include "lmcache/mapped_copier.h"
 
-namespace {
-
 using lmcache::MappedCopier;
 
-std::vector<std::uint64_t> numbers(nb::handle buffer, const char* name) {
-    const PackedView<std::uint64_t> view(buffer, name);
-    return {view.data(), view.data() + view.size()};
+namespace {
+
+std::span<const std::byte, lmcache::kDaxIdBytes> device_id(const PackedView<std::byte>& id) {
+    if (id.size() != lmcache::kDaxIdBytes) throw std::invalid_argument("device must be 16 bytes");
+    return std::span<const std::byte, lmcache::kDaxIdBytes>(id.data(), lmcache::kDaxIdBytes);
 }
 
 }  // namespace
 
 void bind_mapped_copy(nb::module_& m) {
     m.def(
-        "read_dax_directory",
-        [](nb::handle device, std::uint64_t first, nb::handle entries, std::uint64_t stride) {
-            const PackedView<std::byte> id(device, "device"), bytes(entries, "entries");
-            if (id.size() != lmcache::kDaxIdBytes) throw std::invalid_argument("device must be 16 bytes");
-            lmcache::DaxDirectory found;
-            {
-                nb::gil_scoped_release released;
-                found = lmcache::read_dax_directory(
-                    std::span<const std::byte, lmcache::kDaxIdBytes>(id.data(), lmcache::kDaxIdBytes), first,
-                    {bytes.data(), bytes.size()}, stride);
-            }
-            return nb::make_tuple(packed(found.slots), packed(found.names), packed(found.frame_bytes),
-                                  packed(found.free));
+        "make_dax_entries",
+        [](nb::handle device, nb::handle slots, nb::handle names, nb::handle frame_bytes, std::uint64_t used_ns) {
+            const PackedView<std::byte> id(device, "device"), all_names(names, "names");
+            const PackedView<std::uint64_t> places(slots, "slots"), sizes(frame_bytes, "frame_bytes");
+            return packed(lmcache::make_dax_entries(device_id(id), {places.data(), places.size()},
+                                                    {all_names.data(), all_names.size()}, {sizes.data(), sizes.size()},
+                                                    used_ns));
         },
-        nb::arg("device"), nb::arg("first"), nb::arg("entries"), nb::arg("stride"));
-    nb::class_<MappedCopier>(m, "MappedCopier")
+        nb::arg("device"), nb::arg("slots"), nb::arg("names"), nb::arg("frame_bytes"), nb::arg("used_ns"));
+    using lmcache::DaxDirectory;
+    nb::class_<DaxDirectory>(m, "DaxDirectory")
+        .def_prop_ro("slots", [](const DaxDirectory& directory) { return typed(directory.slots); })
+        .def_prop_ro("names", [](const DaxDirectory& directory) { return packed(directory.names); })
+        .def_prop_ro("frame_bytes", [](const DaxDirectory& directory) { return typed(directory.frame_bytes); })
+        .def_prop_ro("free", [](const DaxDirectory& directory) { return typed(directory.free); });
+    m.def(
+        "read_dax_directory",
+        [](nb::handle device, nb::handle entries, std::uint64_t stride) {
+            const PackedView<std::byte> id(device, "device"), bytes(entries, "entries");
+            nb::gil_scoped_release released;
+            return lmcache::read_dax_directory(device_id(id), {bytes.data(), bytes.size()}, stride);
+        },
+        nb::arg("device"), nb::arg("entries"), nb::arg("stride"));
+    nb::class_<MappedCopier> copier(m, "MappedCopier");
+    bind_completions(copier);
+    copier
         .def(
             "__init__",
             [](MappedCopier* self, std::uintptr_t mapping_address, std::size_t mapping_bytes, unsigned threads,
@@ -40,7 +50,6 @@ void bind_mapped_copy(nb::module_& m) {
                 new (self) MappedCopier({reinterpret_cast<std::byte*>(mapping_address), mapping_bytes, threads, flush});
             },
             nb::arg("mapping_address"), nb::arg("mapping_bytes"), nb::arg("threads"), nb::arg("flush"))
-        .def("event_fd", &MappedCopier::event_fd)
         .def(
             "submit_read",
             [](MappedCopier& self, nb::handle destinations, nb::handle sources, nb::handle sizes) {
@@ -66,18 +75,5 @@ void bind_mapped_copy(nb::module_& m) {
                                          std::move(packed), record_bytes);
             },
             nb::arg("destinations"), nb::arg("sources"), nb::arg("sizes"), nb::arg("record_places"), nb::arg("records"),
-            nb::arg("record_bytes"))
-        .def("drain",
-             [](MappedCopier& self) {
-                 std::vector<std::pair<std::uint64_t, MappedCopier::Results>> finished;
-                 {
-                     nb::gil_scoped_release released;
-                     finished = self.drain();
-                 }
-                 nb::list jobs;
-                 for (const auto& [number, results] : finished)
-                     jobs.append(nb::make_tuple(number, nb::bytes(results.data(), results.size())));
-                 return jobs;
-             })
-        .def("close", &MappedCopier::close, nb::call_guard<nb::gil_scoped_release>());
+            nb::arg("record_bytes"));
 }

@@ -30,10 +30,8 @@ std::size_t add_group(PagedCopier& copier, const std::vector<SegmentTuple>& segm
     return copier.add_group(std::move(converted), blocks_per_chunk, num_blocks);
 }
 
-nb::bytes packed(const PagedCopier::Results& results) { return nb::bytes(results.data(), results.size()); }
-
 void make(PagedCopier* copier, std::uintptr_t arena_address, std::size_t arena_bytes, std::size_t threads,
-          std::shared_ptr<lmcache::CudaCopyWays> cuda) {
+          std::shared_ptr<lmcache::CudaCopyMethods> cuda) {
     nb::gil_scoped_release release;
     std::unique_ptr<lmcache::BlockMover> mover;
     if (cuda == nullptr) {
@@ -82,13 +80,5 @@ void bind_paged_copy(nb::module_& m) {
                 return results ? nb::object(packed(*results)) : nb::none();
             },
             nb::arg("job"), nb::arg("timeout_seconds"))
-        .def("poll",
-             [](PagedCopier& copier) {
-                 nb::list reported;
-                 for (const auto& [job, results] : copier.poll()) reported.append(nb::make_tuple(job, packed(results)));
-                 return reported;
-             })
-        .def("event_fd", &PagedCopier::event_fd)
-        .def("idle", &PagedCopier::idle)
         .def("close", &PagedCopier::close, nb::call_guard<nb::gil_scoped_release>());
 }

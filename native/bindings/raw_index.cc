@@ -69,18 +69,18 @@ void bind_recovery(nb::class_<RawIndex>& index) {
                 return self.intern(only32(PackedView<std::byte>(digest, "digest")), number);
             },
             nb::arg("digest"), nb::arg("number"))
-        .def("take_unused_spaces", [](RawIndex& self) { return packed(self.take_unused_spaces()); })
+        .def("take_unused_spaces", [](RawIndex& self) { return typed(self.take_unused_spaces()); })
         .def("set_number", &RawIndex::set_number, nb::arg("space"), nb::arg("number"))
         .def(
-            "take_pages",
+            "load_pages",
             [](RawIndex& self, std::uint32_t first, nb::handle pages, nb::handle spaces, bool forget) {
                 const PackedView<std::byte> content(pages, "pages");
                 const PackedView<std::uint32_t> ids(spaces, "spaces");
                 nb::gil_scoped_release released;
-                self.take_pages(first, span_of(content), span_of(ids), forget);
+                self.load_pages(first, span_of(content), span_of(ids), forget);
             },
             nb::arg("first"), nb::arg("pages"), nb::arg("spaces"), nb::arg("forget"))
-        .def("unread", [](const RawIndex& self) { return packed(self.unread()); })
+        .def("slots_to_scan", [](const RawIndex& self) { return typed(self.slots_to_scan()); })
         .def(
             "add",
             [](RawIndex& self, std::uint32_t slot, std::uint32_t space, nb::handle hash, std::uint64_t size_bytes,
@@ -95,7 +95,7 @@ void bind_recovery(nb::class_<RawIndex>& index) {
                 nb::gil_scoped_release released;
                 slots = self.youngest_first();
             }
-            return packed(slots);
+            return typed(slots);
         });
 }
 
@@ -121,7 +121,7 @@ void bind_batches(nb::class_<RawIndex>& index) {
             [](RawIndex& self, RawBatch& batch, nb::handle errors, std::uint64_t now) {
                 const PackedView<std::int32_t> faults(errors, "errors");
                 const auto pages = self.end_store(batch, span_of(faults), now);
-                return nb::make_tuple(packed(batch.codes), packed(pages));
+                return nb::make_tuple(packed(batch.codes), typed(pages));
             },
             nb::arg("batch"), nb::arg("errors"), nb::arg("now"))
         .def(
@@ -143,24 +143,24 @@ void bind_batches(nb::class_<RawIndex>& index) {
                     nb::gil_scoped_release released;
                     corrupt = self.end_load(batch, span_of(moved), span_of(faults), now);
                 }
-                return nb::make_tuple(packed(batch.codes), packed(corrupt));
+                return nb::make_tuple(packed(batch.codes), typed(corrupt));
             },
             nb::arg("batch"), nb::arg("results"), nb::arg("errors"), nb::arg("now"))
         .def(
             "begin_erase",
             [](RawIndex& self, DeviceIO& io, std::uint32_t first, std::size_t count, std::uintptr_t zeros) {
-                const auto slots = self.take_left(first, count);
+                const auto slots = self.take_stale(first, count);
                 std::vector<Transfer> all;
                 for (const std::uint32_t slot : slots)
                     all.push_back({self.offset_of(slot), zeros, lmcache::kFrameHeaderBytes, 0});
-                return nb::make_tuple(packed(slots), slots.empty() ? 0 : io.submit_write(std::move(all)));
+                return nb::make_tuple(typed(slots), slots.empty() ? 0 : io.submit_write(std::move(all)));
             },
             nb::arg("io"), nb::arg("first"), nb::arg("count"), nb::arg("zeros"))
         .def(
             "end_erase",
             [](RawIndex& self, nb::handle slots, nb::handle errors) {
-                self.erased(span_of(PackedView<std::uint32_t>(slots, "slots")),
-                            span_of(PackedView<std::int32_t>(errors, "errors")));
+                self.end_erase(span_of(PackedView<std::uint32_t>(slots, "slots")),
+                               span_of(PackedView<std::int32_t>(errors, "errors")));
             },
             nb::arg("slots"), nb::arg("errors"))
         .def(
@@ -181,7 +181,7 @@ void bind_contents(nb::class_<RawIndex>& index) {
         .def(
             "sizes_of",
             [](const RawIndex& self, nb::handle spaces, nb::handle hashes) {
-                return packed(self.sizes_of(Keys(spaces, hashes).get()));
+                return typed(self.sizes_of(Keys(spaces, hashes).get()));
             },
             nb::arg("spaces"), nb::arg("hashes"))
         .def(
@@ -197,7 +197,7 @@ void bind_contents(nb::class_<RawIndex>& index) {
                     std::memcpy(&hashes[32 * i], entry.hash, 32);
                     sizes.push_back(entry.units * RawIndex::kUnitBytes);
                 }
-                return nb::make_tuple(packed(spaces), packed(hashes), packed(sizes));
+                return nb::make_tuple(typed(spaces), packed(hashes), typed(sizes));
             },
             nb::arg("slots"))
         .def(
@@ -206,38 +206,40 @@ void bind_contents(nb::class_<RawIndex>& index) {
                 const auto slots = self.claimed_from(first, count);
                 std::vector<std::uint64_t> generations;
                 for (const std::uint32_t slot : slots) generations.push_back(self.entry(slot).generation);
-                return nb::make_tuple(packed(slots), packed(generations));
+                return nb::make_tuple(typed(slots), typed(generations));
             },
             nb::arg("first"), nb::arg("count"))
         .def(
             "misplaced",
             [](const RawIndex& self, nb::handle slots, nb::handle generations, std::uintptr_t headers,
                nb::handle results, nb::handle errors) {
-                return packed(self.misplaced(span_of(PackedView<std::uint32_t>(slots, "slots")),
-                                             span_of(PackedView<std::uint64_t>(generations, "generations")),
-                                             reinterpret_cast<const std::byte*>(headers),
-                                             span_of(PackedView<std::int64_t>(results, "results")),
-                                             span_of(PackedView<std::int32_t>(errors, "errors"))));
+                return typed(self.misplaced(span_of(PackedView<std::uint32_t>(slots, "slots")),
+                                            span_of(PackedView<std::uint64_t>(generations, "generations")),
+                                            reinterpret_cast<const std::byte*>(headers),
+                                            span_of(PackedView<std::int64_t>(results, "results")),
+                                            span_of(PackedView<std::int32_t>(errors, "errors"))));
             },
             nb::arg("slots"), nb::arg("generations"), nb::arg("headers"), nb::arg("results"), nb::arg("errors"))
         .def(
             "remove",
             [](RawIndex& self, nb::handle spaces, nb::handle hashes) {
-                return packed(self.remove(Keys(spaces, hashes).get()));
+                return typed(self.remove(Keys(spaces, hashes).get()));
             },
             nb::arg("spaces"), nb::arg("hashes"))
-        .def("remove_all", [](RawIndex& self) { return packed(self.remove_all()); })
+        .def("remove_all", [](RawIndex& self) { return typed(self.remove_all()); })
         .def(
-            "leave",
-            [](RawIndex& self, nb::handle slots) { self.leave(span_of(PackedView<std::uint32_t>(slots, "slots"))); },
+            "release_slots",
+            [](RawIndex& self, nb::handle slots) {
+                self.release_slots(span_of(PackedView<std::uint32_t>(slots, "slots")));
+            },
             nb::arg("slots"))
         .def(
             "pages_of",
             [](const RawIndex& self, nb::handle slots) {
-                return packed(self.pages_of(span_of(PackedView<std::uint32_t>(slots, "slots"))));
+                return typed(self.pages_of(span_of(PackedView<std::uint32_t>(slots, "slots"))));
             },
             nb::arg("slots"))
-        .def("touched_pages", [](const RawIndex& self) { return packed(self.touched_pages()); })
+        .def("dirty_pages", [](const RawIndex& self) { return typed(self.dirty_pages()); })
         .def(
             "page_image",
             [](RawIndex& self, std::uint32_t page) {

@@ -6,7 +6,7 @@
 //   using Block                       kBlockBytes of data, a multiple of 32
 //   load(const std::byte*), store(std::byte*, Block), stream(std::byte*, Block); stream needs kBlockBytes alignment
 //   crc_word(crc, word), crc_block(Lanes&, const Block&, const std::byte*)   advances all lanes over one block
-// crc_block is told both the block and where it came from and uses whichever is faster; when it reads memory again, it
+// crc_block gets both the block and where it came from and uses whichever is faster; when it reads memory again, it
 // does so after the load (see CopyKernels::copy_runs).
 #pragma once
 

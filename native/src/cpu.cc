@@ -16,6 +16,7 @@ constexpr unsigned kSse42 = 1U << 20;
 constexpr unsigned kOsSavesExtended = 1U << 27;
 constexpr unsigned kAvx2 = 1U << 5;
 constexpr unsigned kAvx512f = 1U << 16;
+constexpr unsigned kAvx512bw = 1U << 30;
 constexpr unsigned kVpclmulqdq = 1U << 10;
 constexpr unsigned kYmmSaved = 0x06;
 constexpr unsigned kZmmSaved = 0xe6;
@@ -38,6 +39,7 @@ CpuFeatures detect() {
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return found;
     found.avx2 = (b & kAvx2) != 0 && (saved & kYmmSaved) == kYmmSaved;
     found.avx512f = (b & kAvx512f) != 0 && (saved & kZmmSaved) == kZmmSaved;
+    found.avx512bw = found.avx512f && (b & kAvx512bw) != 0;
     found.vpclmulqdq = (c & kVpclmulqdq) != 0 && (saved & kYmmSaved) == kYmmSaved;
 #elif defined(__aarch64__)
     const unsigned long capabilities = getauxval(AT_HWCAP);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lmcache/cuda_kernel.h"
+#include "lmcache/rounding.h"
 
 namespace lmcache {
 namespace {
@@ -57,19 +58,19 @@ struct TrialSpace {
 
 }  // namespace
 
-const char* copy_way_name(CopyWay way) {
-    switch (way) {
-        case CopyWay::kSingle:
+const char* copy_method_name(CopyMethod method) {
+    switch (method) {
+        case CopyMethod::kSingle:
             return "single";
-        case CopyWay::kBatch:
+        case CopyMethod::kBatch:
             return "batch";
-        case CopyWay::kKernel:
+        case CopyMethod::kKernel:
             return "kernel";
     }
     return "";
 }
 
-CudaCopyWays::CudaCopyWays(std::shared_ptr<CudaDevice> device, std::size_t run_bytes, std::size_t trial_bytes)
+CudaCopyMethods::CudaCopyMethods(std::shared_ptr<CudaDevice> device, std::size_t run_bytes, std::size_t trial_bytes)
     : device_(std::move(device)) {
     const CudaDevice::Current current(*device_);
     const CudaDriver& driver = device_->driver();
@@ -85,7 +86,7 @@ CudaCopyWays::CudaCopyWays(std::shared_ptr<CudaDevice> device, std::size_t run_b
     }
 }
 
-CudaCopyWays::~CudaCopyWays() {
+CudaCopyMethods::~CudaCopyMethods() {
     if (module_ == nullptr) return;
     try {
         const CudaDevice::Current current(*device_);
@@ -95,7 +96,7 @@ CudaCopyWays::~CudaCopyWays() {
     }
 }
 
-void CudaCopyWays::try_all(std::size_t run_bytes, std::size_t trial_bytes) {
+void CudaCopyMethods::try_all(std::size_t run_bytes, std::size_t trial_bytes) {
     const CudaDriver& driver = device_->driver();
     CudaHostBuffer host(*device_);
     std::byte* const written = host.get(2 * trial_bytes);
@@ -103,11 +104,11 @@ void CudaCopyWays::try_all(std::size_t run_bytes, std::size_t trial_bytes) {
     TrialSpace space(*device_, trial_bytes);
     RunCopies copies(*this);
 
-    const auto timed = [&](CopyWay way, CopyDirection direction, std::span<const DeviceRun> runs) {
+    const auto timed = [&](CopyMethod method, CopyDirection direction, std::span<const DeviceRun> runs) {
         double best_seconds = 1e9;
         for (int round = 0; round < kTrialRounds; ++round) {
             const auto begin = std::chrono::steady_clock::now();
-            copies.start(way, direction, runs, space.stream);
+            copies.start(method, direction, runs, space.stream);
             driver.check(driver.stream_synchronize(space.stream), "cuStreamSynchronize");
             const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
             best_seconds = std::min(best_seconds, taken.count());
@@ -115,9 +116,9 @@ void CudaCopyWays::try_all(std::size_t run_bytes, std::size_t trial_bytes) {
         return static_cast<double>(trial_bytes) / best_seconds / 1e9;
     };
     const DeviceRun whole{space.device, written, trial_bytes};
-    one_copy_gb_per_second_ = timed(CopyWay::kSingle, CopyDirection::kToHost, {&whole, 1});
+    one_copy_gb_per_second_ = timed(CopyMethod::kSingle, CopyDirection::kToHost, {&whole, 1});
 
-    // Host memory in order, device memory in the reverse: a way that leaves a run out or takes it twice is noticed.
+    // Host memory in order, device memory in the reverse: a method that leaves a run out or takes it twice is noticed.
     run_bytes = std::clamp(run_bytes, kKernelAlignBytes, trial_bytes) & ~(kKernelAlignBytes - 1);
     const std::size_t count = trial_bytes / run_bytes;
     std::vector<DeviceRun> there(count);
@@ -127,59 +128,59 @@ void CudaCopyWays::try_all(std::size_t run_bytes, std::size_t trial_bytes) {
         there[i] = {device, written + i * run_bytes, run_bytes};
         back[i] = {device, read + i * run_bytes, run_bytes};
     }
-    const auto speed = [](const WayTrial& trial) {
+    const auto speed = [](const MethodTrial& trial) {
         return std::min(trial.to_host_gb_per_second, trial.to_device_gb_per_second);
     };
     unsigned seed = 1;
     double best_speed = 0;
-    for (const CopyWay way : {CopyWay::kSingle, CopyWay::kBatch, CopyWay::kKernel}) {
-        if (way == CopyWay::kBatch && driver.copy_batch == nullptr) continue;
-        if (way == CopyWay::kKernel && kernel_ == nullptr) continue;
-        WayTrial trial{way, 0, 0};
+    for (const CopyMethod method : {CopyMethod::kSingle, CopyMethod::kBatch, CopyMethod::kKernel}) {
+        if (method == CopyMethod::kBatch && driver.copy_batch == nullptr) continue;
+        if (method == CopyMethod::kKernel && kernel_ == nullptr) continue;
+        MethodTrial trial{method, 0, 0};
         for (std::size_t i = 0; i < trial_bytes; i += sizeof seed) {
             seed = seed * 1664525 + 1013904223;  // Numerical Recipes' generator
             std::memcpy(written + i, &seed, sizeof seed);
         }
         std::memset(read, 0, trial_bytes);
         try {
-            trial.to_device_gb_per_second = timed(way, CopyDirection::kToDevice, there);
-            trial.to_host_gb_per_second = timed(way, CopyDirection::kToHost, back);
-            if (std::memcmp(written, read, count * run_bytes) != 0) trial = {way, 0, 0};
+            trial.to_device_gb_per_second = timed(method, CopyDirection::kToDevice, there);
+            trial.to_host_gb_per_second = timed(method, CopyDirection::kToHost, back);
+            if (std::memcmp(written, read, count * run_bytes) != 0) trial = {method, 0, 0};
         } catch (const CudaError&) {
             driver.check(driver.stream_synchronize(space.stream), "cuStreamSynchronize");
-            trial = {way, 0, 0};
+            trial = {method, 0, 0};
         }
         trials_.push_back(trial);
-        const double needed = way == CopyWay::kKernel ? best_speed * kKernelMustWinBy : best_speed;
+        const double needed = method == CopyMethod::kKernel ? best_speed * kKernelMustWinBy : best_speed;
         if (speed(trial) <= needed) continue;
         best_speed = speed(trial);
-        best_ = way;
-        if (way != CopyWay::kKernel) best_engine_ = way;
+        best_ = method;
+        if (method != CopyMethod::kKernel) best_engine_ = method;
     }
     if (best_speed == 0) throw CudaError("no way of copying to and from the GPU returned what was written");
 }
 
-RunCopies::RunCopies(const CudaCopyWays& ways) : ways_(ways), kernel_runs_(*ways.device()) {}
+RunCopies::RunCopies(const CudaCopyMethods& methods) : methods_(methods), kernel_runs_(*methods.device()) {}
 
 void RunCopies::start(CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream) {
-    const bool by_kernel = ways_.best_ == CopyWay::kKernel && kernel_takes(runs);
-    start(by_kernel ? CopyWay::kKernel : ways_.best_engine_, direction, runs, stream);
+    const bool by_kernel = methods_.best_ == CopyMethod::kKernel && kernel_takes(runs);
+    start(by_kernel ? CopyMethod::kKernel : methods_.best_engine_, direction, runs, stream);
 }
 
-void RunCopies::start(CopyWay way, CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream) {
+void RunCopies::start(CopyMethod method, CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream) {
     if (runs.empty()) return;
-    switch (way) {
-        case CopyWay::kSingle:
+    switch (method) {
+        case CopyMethod::kSingle:
             return start_single(direction, runs, stream);
-        case CopyWay::kBatch:
+        case CopyMethod::kBatch:
             return start_batch(direction, runs, stream);
-        case CopyWay::kKernel:
+        case CopyMethod::kKernel:
             return start_kernel(direction, runs, stream);
     }
 }
 
 void RunCopies::start_single(CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream) const {
-    const CudaDriver& driver = ways_.device_->driver();
+    const CudaDriver& driver = methods_.device_->driver();
     for (const DeviceRun& run : runs) {
         if (direction == CopyDirection::kToHost) {
             driver.check(driver.copy_to_host(run.host, run.device, run.size_bytes, stream), "cuMemcpyDtoHAsync");
@@ -202,7 +203,7 @@ void RunCopies::start_batch(CopyDirection direction, std::span<const DeviceRun> 
     CuMemcpyAttributes attributes{kCuSourceInStreamOrder, {0, 0}, {0, 0}, kCuOverlapWithCompute};
     std::size_t first = 0;
     std::size_t failed = 0;
-    const CudaDriver& driver = ways_.device_->driver();
+    const CudaDriver& driver = methods_.device_->driver();
     driver.check(driver.copy_batch(destinations_.data(), sources_.data(), sizes_.data(), sizes_.size(), &attributes,
                                    &first, 1, &failed, stream),
                  "cuMemcpyBatchAsync");
@@ -210,7 +211,7 @@ void RunCopies::start_batch(CopyDirection direction, std::span<const DeviceRun> 
 
 void RunCopies::start_kernel(CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream) {
     std::size_t count = 0;
-    for (const DeviceRun& run : runs) count += (run.size_bytes + kKernelRunBytes - 1) / kKernelRunBytes;
+    for (const DeviceRun& run : runs) count += div_ceil(run.size_bytes, kKernelRunBytes);
     std::byte* const memory = kernel_runs_.get(count * sizeof(KernelRun));
     std::size_t filled = 0;
     for (const DeviceRun& run : runs) {
@@ -226,9 +227,9 @@ void RunCopies::start_kernel(CopyDirection direction, std::span<const DeviceRun>
     std::uint64_t runs_pointer = as_device(memory);
     auto run_count = static_cast<std::uint32_t>(count);
     void* parameters[] = {&runs_pointer, &run_count};
-    const CudaDriver& driver = ways_.device_->driver();
-    driver.check(driver.launch(ways_.kernel_, std::min(run_count, kKernelBlocks), 1, 1, kKernelThreads, 1, 1, 0, stream,
-                               parameters, nullptr),
+    const CudaDriver& driver = methods_.device_->driver();
+    driver.check(driver.launch(methods_.kernel_, std::min(run_count, kKernelBlocks), 1, 1, kKernelThreads, 1, 1, 0,
+                               stream, parameters, nullptr),
                  "cuLaunchKernel");
 }
 

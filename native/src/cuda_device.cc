@@ -47,14 +47,14 @@ void CudaDevice::register_memory(std::uintptr_t address, std::size_t size_bytes)
     const Current current(*this);
     driver_.check(driver_.host_register(reinterpret_cast<void*>(address), size_bytes, kCuHostPortableAndMapped),
                   "cuMemHostRegister");
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     registered_.emplace(address, size_bytes);
 }
 
 void CudaDevice::unregister_memory(std::uintptr_t address, std::size_t size_bytes) noexcept {
     std::vector<std::uintptr_t> ended;
     {
-        const std::lock_guard lock(mutex_);
+        const MutexLock lock(mutex_);
         auto piece = registered_.lower_bound(address);
         while (piece != registered_.end() && piece->first - address < size_bytes) {
             ended.push_back(piece->first);
@@ -72,7 +72,7 @@ void CudaDevice::unregister_memory(std::uintptr_t address, std::size_t size_byte
 
 bool CudaDevice::is_registered(const void* address, std::size_t size_bytes) const {
     const auto begin = reinterpret_cast<std::uintptr_t>(address);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     auto after = registered_.upper_bound(begin);
     if (after == registered_.begin()) return false;
     const auto& [piece, piece_bytes] = *std::prev(after);
@@ -84,12 +84,12 @@ std::shared_ptr<CudaFence> CudaDevice::fence(std::uintptr_t stream) {
 }
 
 std::string CudaDevice::take_failure() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return std::exchange(failure_, {});
 }
 
 void CudaDevice::note_failure(const std::string& failure) noexcept {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     failure_ = failure;
 }
 

@@ -44,6 +44,15 @@ constexpr Tables make_tables() {
 
 constexpr Tables kTables = make_tables();
 
+std::uint32_t checksum_of(const Entry& entry, std::span<const std::byte, kDaxIdBytes> device, std::uint64_t slot) {
+    Checked checked{};
+    std::memcpy(checked.name, entry.name, kDaxNameBytes);
+    checked.frame_bytes = entry.frame_bytes;
+    std::memcpy(checked.device, device.data(), kDaxIdBytes);
+    checked.slot = slot;
+    return crc32_zlib(std::as_bytes(std::span(&checked, 1)));
+}
+
 }  // namespace
 
 std::uint32_t crc32_zlib(std::span<const std::byte> bytes, std::uint32_t crc) {
@@ -61,8 +70,26 @@ std::uint32_t crc32_zlib(std::span<const std::byte> bytes, std::uint32_t crc) {
     return ~crc;
 }
 
-DaxDirectory read_dax_directory(std::span<const std::byte, kDaxIdBytes> device, std::uint64_t first,
-                                std::span<const std::byte> entries, std::uint64_t stride) {
+std::vector<std::byte> make_dax_entries(std::span<const std::byte, kDaxIdBytes> device,
+                                        std::span<const std::uint64_t> slots, std::span<const std::byte> names,
+                                        std::span<const std::uint64_t> frame_bytes, std::uint64_t used_ns) {
+    const std::size_t count = slots.size();
+    if (names.size() != count * kDaxNameBytes || frame_bytes.size() != count)
+        throw std::invalid_argument("there must be a name of 64 bytes and a size for each slot");
+    std::vector<std::byte> entries(count * kDaxEntryBytes);
+    for (std::size_t i = 0; i < count; ++i) {
+        Entry entry{};
+        std::memcpy(entry.name, names.data() + i * kDaxNameBytes, kDaxNameBytes);
+        entry.frame_bytes = frame_bytes[i];
+        entry.checksum = checksum_of(entry, device, slots[i]);
+        entry.used = used_ns - 1000 * i;
+        std::memcpy(entries.data() + i * kDaxEntryBytes, &entry, sizeof entry);
+    }
+    return entries;
+}
+
+DaxDirectory read_dax_directory(std::span<const std::byte, kDaxIdBytes> device, std::span<const std::byte> entries,
+                                std::uint64_t stride) {
     if (entries.size() % kDaxEntryBytes != 0) throw std::invalid_argument("entries must be whole ones of 128 bytes");
     const std::size_t count = entries.size() / kDaxEntryBytes;
     struct Found {
@@ -76,25 +103,20 @@ DaxDirectory read_dax_directory(std::span<const std::byte, kDaxIdBytes> device, 
         std::memcpy(&entry, entries.data() + index * kDaxEntryBytes, sizeof entry);
         return entry;
     };
-    Checked checked{};
-    std::memcpy(checked.device, device.data(), kDaxIdBytes);
     for (std::size_t i = 0; i < count; ++i) {
         const Entry entry = entry_at(i);
-        std::memcpy(checked.name, entry.name, kDaxNameBytes);
-        checked.frame_bytes = entry.frame_bytes;
-        checked.slot = first + i;
-        const bool valid = entry.frame_bytes != 0 && entry.frame_bytes <= stride &&
-                           entry.checksum == crc32_zlib(std::as_bytes(std::span(&checked, 1)));
+        const bool valid =
+            entry.frame_bytes != 0 && entry.frame_bytes <= stride && entry.checksum == checksum_of(entry, device, i);
         if (valid)
             found.push_back({entry.used, i});
         else
-            result.free.push_back(static_cast<std::uint32_t>(first + i));
+            result.free.push_back(static_cast<std::uint32_t>(i));
     }
     std::stable_sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.used > b.used; });
     result.names.resize(found.size() * kDaxNameBytes);
     for (std::size_t i = 0; i < found.size(); ++i) {
         const Entry entry = entry_at(found[i].index);
-        result.slots.push_back(static_cast<std::uint32_t>(first + found[i].index));
+        result.slots.push_back(static_cast<std::uint32_t>(found[i].index));
         std::memcpy(result.names.data() + i * kDaxNameBytes, entry.name, kDaxNameBytes);
         result.frame_bytes.push_back(entry.frame_bytes);
     }

@@ -13,10 +13,10 @@ namespace lmcache::file_folders {
 // Prompts can be reconstructed from KV: never readable by everybody, by the group only if the umask allows it.
 inline constexpr mode_t kFolderMode = 0770;
 
-// How often folders are made for a file. Each failure takes another server that removes them within microseconds.
+// How often folders are made for one file. An attempt fails only when another server removes them within microseconds.
 inline constexpr int kFolderAttempts = 64;
 
-// Of a path without a trailing slash; empty at the root.
+// The folder of a path without a trailing slash; empty at the root.
 inline std::string folder_of(const std::string& path) {
     const std::size_t end = path.rfind('/');
     return end == std::string::npos ? std::string() : path.substr(0, end);
@@ -24,7 +24,7 @@ inline std::string folder_of(const std::string& path) {
 
 inline bool is_gone(int error) { return error == ENOENT || error == ESTALE; }
 
-// Of the file of an object: base, namespace, fan-out, file.
+// The base folder of an object's file, whose path is base/namespace/fan-out/file.
 inline std::string base_of(const std::string& path) { return folder_of(folder_of(folder_of(path))); }
 
 // Makes a folder and those between it and the base, which must exist: when that is gone (unmounted, removed), writing
@@ -34,12 +34,12 @@ inline int make_folders(const std::string& folder, const std::string& base) {
     if (::mkdir(folder.c_str(), kFolderMode) == 0 || errno == EEXIST) return 0;
     if (!is_gone(errno)) return errno;
     if (const int refusal = make_folders(folder_of(folder), base); refusal != 0) return refusal;
-    // Gone again: somebody removed the folder above, which was empty. The caller sees it, and tries once more.
+    // ENOENT again: another server removed the folder above while it was empty. The caller tries once more.
     return ::mkdir(folder.c_str(), kFolderMode) == 0 || errno == EEXIST || is_gone(errno) ? 0 : errno;
 }
 
 // Runs `act`, which puts a file at the path and returns an errno. Where folders below the base are missing they are
-// made first; a server that shares the base may remove them, empty as they are, until there is something in them.
+// made first; a server that shares the base may remove them again while they are empty.
 template <typename Act>
 int in_folder_of(const std::string& path, const std::string& base, const Act& act) {
     int error = act();
@@ -50,7 +50,7 @@ int in_folder_of(const std::string& path, const std::string& base, const Act& ac
     return error;
 }
 
-// Removes a folder in which there is nothing, and the one above it if that leaves nothing there either. An errno.
+// Removes an empty folder, and the one above it if that is empty then. Returns an errno.
 inline int remove_empty(const std::string& path) {
     if (::rmdir(path.c_str()) != 0 && !is_gone(errno)) return errno;
     (void)::rmdir(folder_of(path).c_str());

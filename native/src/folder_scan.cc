@@ -6,21 +6,21 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <string_view>
-#include <thread>
 
+#include "lmcache/limits.h"
 #include "lmcache/object_path.h"
+#include "lmcache/parallel_for.h"
+#include "lmcache/unique_fd.h"
 
 namespace lmcache {
 namespace {
 
-constexpr unsigned kMaxScanThreads = 64;
 constexpr std::string_view kTemporarySuffix = ".tmp";
 constexpr std::int64_t kSecondNs = 1'000'000'000;
 
@@ -49,14 +49,11 @@ bool parse_object(std::string_view name, std::string_view folder, Hash& hash) {
 std::int64_t nanoseconds(const timespec& time) { return time.tv_sec * kSecondNs + time.tv_nsec; }
 
 int scan_folder(const std::string& path, FolderScan& scan) {
-    const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
-    if (fd < 0) return errno == ENOENT ? 0 : errno;  // removed since it was listed
-    DIR* const opened = ::fdopendir(fd);
-    if (opened == nullptr) {
-        const int error = errno;
-        ::close(fd);
-        return error;
-    }
+    UniqueFd folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
+    if (!folder.valid()) return errno == ENOENT ? 0 : errno;  // removed since it was listed
+    DIR* const opened = ::fdopendir(folder.get());
+    if (opened == nullptr) return errno;
+    const int fd = folder.release();
     const std::unique_ptr<DIR, int (*)(DIR*)> directory(opened, ::closedir);
     std::vector<Found> found;
     bool is_empty = true;
@@ -95,31 +92,24 @@ void append(std::vector<T>& to, std::vector<T>& from) {
 }  // namespace
 
 FolderScan scan_folders(const std::vector<std::string>& folders, unsigned threads) {
-    if (threads < 1 || threads > kMaxScanThreads)
-        throw std::invalid_argument("threads must be 1 to " + std::to_string(kMaxScanThreads));
-    std::atomic<std::size_t> next{0};
-    std::vector<FolderScan> parts(std::min<std::size_t>(threads, std::max<std::size_t>(1, folders.size())));
-    const auto work = [&](FolderScan& part) {
-        for (std::size_t i; (i = next.fetch_add(1)) < folders.size();) {
-            if (const int error = scan_folder(folders[i], part); error != 0)
-                part.unreadable.emplace_back(folders[i], error);
-        }
-    };
-    {
-        std::vector<std::jthread> others;
-        for (std::size_t i = 1; i < parts.size(); ++i) others.emplace_back(work, std::ref(parts[i]));
-        work(parts[0]);
+    if (threads < 1 || threads > kMaxParallelThreads)
+        throw std::invalid_argument("threads must be 1 to " + std::to_string(kMaxParallelThreads));
+    std::vector<FolderScan> parts(folders.size());
+    parallel_for(folders.size(), threads, [&](std::size_t i) {
+        if (const int error = scan_folder(folders[i], parts[i]); error != 0)
+            parts[i].unreadable.emplace_back(folders[i], error);
+        return true;
+    });
+    FolderScan all;
+    for (FolderScan& part : parts) {
+        append(all.hashes, part.hashes);
+        append(all.used_ns, part.used_ns);
+        append(all.sizes, part.sizes);
+        append(all.temporary, part.temporary);
+        append(all.empty, part.empty);
+        append(all.unreadable, part.unreadable);
     }
-    FolderScan& all = parts[0];
-    for (std::size_t i = 1; i < parts.size(); ++i) {
-        append(all.hashes, parts[i].hashes);
-        append(all.used_ns, parts[i].used_ns);
-        append(all.sizes, parts[i].sizes);
-        append(all.temporary, parts[i].temporary);
-        append(all.empty, parts[i].empty);
-        append(all.unreadable, parts[i].unreadable);
-    }
-    return std::move(all);
+    return all;
 }
 
 std::vector<std::uint32_t> youngest_first(const std::int64_t* used_ns, std::size_t count) {

@@ -4,7 +4,6 @@
 #include <bit>
 #include <cstring>
 #include <limits>
-#include <random>
 #include <stdexcept>
 #include <string>
 
@@ -27,11 +26,6 @@ std::uint32_t capacity_units(const L1Options& options) {
     return static_cast<std::uint32_t>(units);
 }
 
-std::uint64_t multiply_fold(std::uint64_t a, std::uint64_t b) {
-    const auto product = static_cast<unsigned __int128>(a) * b;
-    return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
-}
-
 }  // namespace
 
 L1Core::L1Core(const L1Options& options)
@@ -43,25 +37,14 @@ L1Core::L1Core(const L1Options& options)
     if (options.slot_table % sizeof(std::uint64_t) != 0) {
         throw std::invalid_argument("slot_table must be a multiple of 8");
     }
-    std::random_device random;
-    for (std::uint64_t& seed : seeds_) seed = std::uint64_t{random()} << 32 | random();
 }
 
 void L1Core::set_committed(std::uint64_t committed_bytes) {
     const std::uint64_t units = committed_bytes / options_.align_bytes;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (units > arena_.capacity()) throw std::invalid_argument("committed_bytes is more than the capacity");
     arena_.set_committed(static_cast<std::uint32_t>(units));
     order_.set_room(arena_.committed());
-}
-
-std::uint64_t L1Core::hash_key(std::uint32_t name_space, const std::uint8_t* hash) const {
-    std::array<std::uint64_t, 4> words;
-    static_assert(sizeof(words) == kChunkHashBytes);
-    std::memcpy(words.data(), hash, sizeof(words));
-    const std::uint64_t head = multiply_fold(words[0] ^ seeds_[0], words[1] ^ seeds_[1]);
-    const std::uint64_t tail = multiply_fold(words[2] ^ seeds_[2], words[3] ^ seeds_[3]);
-    return multiply_fold(head ^ name_space ^ seeds_[3], tail ^ seeds_[0]);
 }
 
 std::uint32_t L1Core::find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const {
@@ -150,6 +133,7 @@ void L1Core::forget(std::uint32_t index) {
         case ObjectState::kDetached:
             break;
         case ObjectState::kUnused:
+        case ObjectState::kLeaving:  // of ledgers only
             throw std::logic_error("L1Core: object erased twice");
     }
     if (object.sampled) ages_.gone(index);
@@ -158,9 +142,9 @@ void L1Core::forget(std::uint32_t index) {
 }
 
 std::size_t L1Core::remove(NamespaceDigests namespaces, Hashes hashes) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     std::size_t removed = 0;
-    for_each_resident(namespaces, hashes, [&](std::uint32_t index) {
+    for_each_resident(namespaces, hashes, [&](std::size_t, std::uint32_t index) {
         if (objects_[index].readers != 0) return;
         erase(index);
         ++removed;

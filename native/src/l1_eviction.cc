@@ -128,7 +128,7 @@ void L1Core::prefetch_eviction(std::uint32_t index) const {
 void L1Core::make_newest(std::uint32_t index) {
     order_.to_newest(index);
     const Object& object = objects_[index];
-    if (!object.temporary) slots_.set_resident(object.first_unit, object.units, object.last_use);
+    if (!object.temporary) slots_.set_resident(object.first_unit, object.units, object.last_use_low);
 }
 
 void L1Core::count_eviction(std::uint32_t index) {
@@ -153,30 +153,23 @@ Removed L1Core::evict_while(std::uint64_t target_bytes, Next&& next) {
         const std::uint32_t victim = next();
         if (victim == kNoObject) break;
         removed.size_bytes += bytes(evict_one(victim));
-        if (++removed.objects % kObjectsAtOnce == 0) mutex_.let_others_in();
+        if (++removed.objects % kObjectsAtOnce == 0) mutex_.yield_to_waiters();
     }
     return removed;
 }
 
 Removed L1Core::evict(std::uint64_t target_bytes) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return evict_while(target_bytes, [this] { return order_.victim(); });
 }
 
 void L1Core::set_limit(std::string_view salt, std::uint64_t limit_bytes) {
-    const std::lock_guard lock(mutex_);
-    if (!order_.has_limits()) return;
-    const std::uint64_t units = limit_bytes / options_.align_bytes;
-    const std::uint32_t number = namespaces_.refer_salt(salt);
-    const std::uint64_t former = order_.set_limit(number, units);
-    // A limit refers to its salt.
-    if (units != 0) namespaces_.refer_salt(number);
-    if (former != 0) namespaces_.release_salt(number);
-    namespaces_.release_salt(number);
+    const MutexLock lock(mutex_);
+    limit_salt(order_, namespaces_, salt, limit_bytes / options_.align_bytes);
 }
 
 Removed L1Core::enforce_limits(bool spare_new) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const std::uint8_t now = cycle_;
     if (spare_new) ++cycle_;
     Removed removed;
@@ -187,21 +180,21 @@ Removed L1Core::enforce_limits(bool spare_new) {
         });
         removed.objects += of_salt.objects;
         removed.size_bytes += of_salt.size_bytes;
-        if (of_salt.objects < kObjectsAtOnce) mutex_.let_others_in();
+        if (of_salt.objects < kObjectsAtOnce) mutex_.yield_to_waiters();
     }
     return removed;
 }
 
 std::vector<Overuse> L1Core::take_overuses() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return std::exchange(overuses_, {});
 }
 
 Removed L1Core::clear() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Removed removed;
     for (std::uint32_t index = 0; index < objects_.size(); ++index) {
-        if (index % kObjectsAtOnce == kObjectsAtOnce - 1) mutex_.let_others_in();
+        if (index % kObjectsAtOnce == kObjectsAtOnce - 1) mutex_.yield_to_waiters();
         Object& object = objects_[index];
         if (object.state != ObjectState::kResident) continue;
         if (object.readers != 0) {

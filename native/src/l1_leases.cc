@@ -8,7 +8,7 @@
 namespace lmcache {
 
 std::size_t L1Core::probe(NamespaceDigests namespaces, Hashes hashes) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     check_product(namespaces, hashes);
     const std::vector<std::uint32_t> numbers = numbers_of(namespaces);
     std::size_t chunks = hashes.size() / kChunkHashBytes;
@@ -39,17 +39,9 @@ std::vector<std::uint32_t> L1Core::resident_prefix(NamespaceDigests namespaces, 
 
 void L1Core::keep_tails(std::vector<std::uint32_t>& indexes, Tails tails) {
     const std::size_t width = tails.size();
-    std::vector<std::size_t> run(width, 0);  // resident chunks of each namespace up to the chunk at hand
-    std::size_t chunks = 0;
-    for (std::size_t chunk = 0; chunk < indexes.size() / width; ++chunk) {
-        bool is_end = true;
-        for (std::size_t position = 0; position < width; ++position) {
-            run[position] = indexes[chunk * width + position] == kNoObject ? 0 : run[position] + 1;
-            is_end =
-                is_end && (tails[position] == 0 || run[position] >= std::min<std::size_t>(tails[position], chunk + 1));
-        }
-        if (is_end) chunks = chunk + 1;
-    }
+    const std::size_t chunks = usable_prefix(
+        indexes.size() / width, tails,
+        [&](std::size_t chunk, std::size_t position) { return indexes[chunk * width + position] != kNoObject; });
     indexes.resize(chunks * width);
     for (std::size_t position = 0; position < width; ++position) {
         if (tails[position] == 0) continue;
@@ -60,7 +52,7 @@ void L1Core::keep_tails(std::vector<std::uint32_t>& indexes, Tails tails) {
 }
 
 std::size_t L1Core::touch(NamespaceDigests namespaces, Hashes hashes, Tails tails) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     check_product(namespaces, hashes);
     check_tails(namespaces, tails);
     const std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes, tails);
@@ -78,7 +70,7 @@ std::size_t L1Core::touch(NamespaceDigests namespaces, Hashes hashes, Tails tail
 
 Acquired L1Core::acquire(Owner owner, NamespaceDigests namespaces, Hashes hashes, double deadline, Reading reading,
                          Tails tails) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     check_product(namespaces, hashes);
     check_tails(namespaces, tails);
     std::vector<std::uint32_t> indexes = resident_prefix(namespaces, hashes, tails);
@@ -87,7 +79,7 @@ Acquired L1Core::acquire(Owner owner, NamespaceDigests namespaces, Hashes hashes
     if (indexes.empty()) return acquired;
     const std::size_t width = namespaces.size();
     acquired.chunks = indexes.size() / width;
-    acquired.offsets.assign(indexes.size(), kNoSlot);
+    acquired.slots.assign(indexes.size(), kNoSlot);
     Lease lease;
     lease.owner = owner;
     lease.deadline = deadline;
@@ -98,22 +90,49 @@ Acquired L1Core::acquire(Owner owner, NamespaceDigests namespaces, Hashes hashes
         const std::size_t place = i % width * acquired.chunks + i / width;
         lease.objects[place] = indexes[i];
         if (indexes[i] == kNoObject) continue;
-        acquired.offsets[place] = offset_of(objects_[indexes[i]]);
+        acquired.slots[place] = offset_of(objects_[indexes[i]]);
         hold(indexes[i], reading);
     }
     acquired.lease = leases_.add(std::move(lease));
     return acquired;
 }
 
+Acquired L1Core::acquire_each(Owner owner, NamespaceDigests namespaces, Hashes hashes, double deadline) {
+    const MutexLock lock(mutex_);
+    Acquired acquired;
+    acquired.slots.assign(namespaces.size(), kNoSlot);
+    Lease lease;
+    lease.owner = owner;
+    lease.deadline = deadline;
+    lease.chunks = namespaces.size();
+    lease.reading = Reading::kCopy;
+    lease.objects.assign(namespaces.size(), kNoObject);
+    for_each_resident(namespaces, hashes, [&](std::size_t pair, std::uint32_t index) {
+        lease.objects[pair] = index;
+        acquired.slots[pair] = offset_of(objects_[index]);
+        hold(index, lease.reading);
+        ++acquired.chunks;
+    });
+    if (acquired.chunks != 0) acquired.lease = leases_.add(std::move(lease));
+    return acquired;
+}
+
+std::vector<std::uint8_t> L1Core::resident_each(NamespaceDigests namespaces, Hashes hashes) {
+    const MutexLock lock(mutex_);
+    std::vector<std::uint8_t> resident(namespaces.size(), 0);
+    for_each_resident(namespaces, hashes, [&](std::size_t pair, std::uint32_t) { resident[pair] = 1; });
+    return resident;
+}
+
 bool L1Core::release(std::uint64_t lease) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (leases_.find(lease) == nullptr) return false;
     end_lease(lease);
     return true;
 }
 
 std::size_t L1Core::renew(Owner owner, double deadline) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     std::size_t renewed = 0;
     for (const std::uint64_t id : leases_.of_owner(owner)) {
         leases_.find(id)->deadline = deadline;
@@ -130,8 +149,8 @@ std::size_t L1Core::renew(Owner owner, double deadline) {
     return renewed;
 }
 
-std::pair<std::size_t, std::size_t> L1Core::expire(double now) {
-    const std::lock_guard lock(mutex_);
+EndedClaims L1Core::expire(double now) {
+    const MutexLock lock(mutex_);
     const std::vector<std::uint64_t> leases = leases_.expired(now);
     for (const std::uint64_t id : leases) end_lease(id);
     std::size_t quarantined = 0;
@@ -142,26 +161,13 @@ std::pair<std::size_t, std::size_t> L1Core::expire(double now) {
     return {leases.size(), quarantined};
 }
 
-std::pair<std::size_t, std::size_t> L1Core::drop_owner(Owner owner) {
-    const std::lock_guard lock(mutex_);
+EndedClaims L1Core::drop_owner(Owner owner) {
+    const MutexLock lock(mutex_);
     const std::vector<std::uint64_t> leases = leases_.of_owner(owner);
     for (const std::uint64_t id : leases) end_lease(id);
     const std::vector<std::uint64_t> reservations = reservations_.of_owner(owner);
     for (const std::uint64_t id : reservations) end_reservation(id);
     return {leases.size(), reservations.size()};
-}
-
-std::size_t L1Core::make_permanent(NamespaceDigests namespaces, Hashes hashes) {
-    const std::lock_guard lock(mutex_);
-    std::size_t changed = 0;
-    for_each_resident(namespaces, hashes, [&](std::uint32_t index) {
-        Object& object = objects_[index];
-        if (!object.temporary) return;
-        object.temporary = false;
-        slots_.set_resident(object.first_unit, object.units, object.last_use);
-        ++changed;
-    });
-    return changed;
 }
 
 void L1Core::hold(std::uint32_t index, Reading reading) {

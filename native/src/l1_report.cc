@@ -8,7 +8,7 @@
 namespace lmcache {
 
 ObjectPage L1Core::list_objects(std::uint32_t start, std::size_t count) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ObjectPage page;
     std::unordered_map<std::uint32_t, std::uint32_t> positions;  // by number
     for (std::uint32_t index = start; index < objects_.size(); ++index) {
@@ -29,7 +29,7 @@ ObjectPage L1Core::list_objects(std::uint32_t start, std::size_t count) {
 }
 
 L1Stats L1Core::stats() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     L1Stats stats{};
     stats.capacity_bytes = bytes(arena_.capacity());
     stats.committed_bytes = bytes(arena_.committed());
@@ -55,29 +55,29 @@ L1Stats L1Core::stats() {
 
 void L1Core::set_age_sample_rate(double rate) {
     if (!(rate >= 0 && rate <= 1)) throw std::invalid_argument("the sample rate must be from 0 to 1");
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ages_.set_rate(rate);
 }
 
 Ages L1Core::take_ages() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return ages_.take();
 }
 
 std::uint64_t L1Core::usage_of(std::string_view salt) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return bytes(namespaces_.usage_of(salt));
 }
 
 std::vector<std::pair<std::string, std::uint64_t>> L1Core::salt_usage() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     auto usage = namespaces_.usage();
     for (auto& [salt, size] : usage) size = bytes(size);
     return usage;
 }
 
 void L1Core::check() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto expect = [](bool holds, const char* invariant) {
         if (!holds) throw std::runtime_error(std::string("L1 invariant broken: ") + invariant);
     };

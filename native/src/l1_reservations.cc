@@ -4,6 +4,7 @@
 
 #include "l1_sweep.h"
 #include "lmcache/l1_core.h"
+#include "lmcache/rounding.h"
 
 namespace lmcache {
 
@@ -16,12 +17,12 @@ Reserved L1Core::reserve(Owner owner, NamespaceDigests digests, std::string_view
     units.reserve(sizes_bytes.size());
     for (const std::uint64_t size_bytes : sizes_bytes) {
         if (size_bytes == 0) throw std::invalid_argument("sizes must be more than 0");
-        const std::uint64_t needed = (size_bytes - 1) / options_.align_bytes + 1;
+        const std::uint64_t needed = div_ceil(size_bytes, options_.align_bytes);
         units.push_back(
             static_cast<std::uint32_t>(std::min<std::uint64_t>(needed, std::numeric_limits<std::uint32_t>::max())));
     }
 
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     check_product(digests, hashes);
     const std::size_t chunks = hashes.size() / kChunkHashBytes;
     const std::size_t width = digests.size();
@@ -31,7 +32,7 @@ Reserved L1Core::reserve(Owner owner, NamespaceDigests digests, std::string_view
     const NamespaceReferences references(namespaces_, digests, salt);
     const std::vector<std::uint32_t>& namespaces = references.ids();
     Reserved reserved;
-    reserved.offsets.assign(width * chunks, kNoSlot);
+    reserved.slots.assign(width * chunks, kNoSlot);
     Reservation reservation;
     reservation.owner = owner;
     reservation.deadline = deadline;
@@ -61,7 +62,7 @@ Reserved L1Core::reserve(Owner owner, NamespaceDigests digests, std::string_view
                       return false;
                   }
                   reservation.objects[row * chunks + chunk] = index;
-                  reserved.offsets[row * chunks + chunk] = offset_of(objects_[index]);
+                  reserved.slots[row * chunks + chunk] = offset_of(objects_[index]);
                   ++handed_out;
               }
               absent.clear();
@@ -75,7 +76,7 @@ Reserved L1Core::reserve(Owner owner, NamespaceDigests digests, std::string_view
             if (reservation.objects[place] == kNoObject) continue;
             erase(reservation.objects[place]);
             reservation.objects[place] = kNoObject;
-            reserved.offsets[place] = kNoSlot;
+            reserved.slots[place] = kNoSlot;
             --handed_out;
         }
     }
@@ -91,7 +92,7 @@ Reserved L1Core::reserve(Owner owner, NamespaceDigests digests, std::string_view
 }
 
 Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written, const CommitOptions& options) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Committed committed;
     const Reservation* found = reservations_.find(id);
     if (found == nullptr || found->quarantined) return committed;
@@ -128,9 +129,10 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
             if (object.temporary) {
                 slots_.clear(object.first_unit);  // nobody writes there, and nobody is to keep it
             } else {                              // in chunk order: whoever dies in the middle leaves a prefix
-                slots_.set_resident(object.first_unit, object.units, object.last_use);
+                slots_.set_resident(object.first_unit, object.units, object.last_use_low);
             }
-            committed.records.push_back({position, chunk, offset_of(object), bytes(object.units)});
+            committed.records.push_back({static_cast<std::uint32_t>(position), static_cast<std::uint32_t>(chunk),
+                                         offset_of(object), bytes(object.units)});
         }
     }
     if (committed.records.empty()) return committed;
@@ -153,14 +155,14 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
 }
 
 bool L1Core::abort(std::uint64_t reservation) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (reservations_.find(reservation) == nullptr) return false;
     end_reservation(reservation);
     return true;
 }
 
 bool L1Core::quarantine(std::uint64_t id) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Reservation* const reservation = reservations_.find(id);
     if (reservation == nullptr) return false;
     if (!reservation->quarantined) quarantine(*reservation);

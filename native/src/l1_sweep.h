@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 
 #include "lmcache/l1_core.h"
@@ -23,7 +24,7 @@ void L1Core::sweep(NamespaceNumbers namespaces, Hashes hashes, Visit&& visit) co
     for (std::size_t begin = 0; begin < total; begin += kAhead) {
         const std::size_t count = std::min(kAhead, total - begin);
         for (std::size_t i = 0; i < count; ++i) {
-            keys[i] = {hash_key(namespaces[position], &hashes[chunk * kChunkHashBytes]), chunk, position};
+            keys[i] = {hash_key_(namespaces[position], &hashes[chunk * kChunkHashBytes]), chunk, position};
             keys_.prefetch(keys[i].key_hash);
             if (++position == namespaces.size()) {
                 position = 0;
@@ -50,8 +51,8 @@ void L1Core::for_each_resident(NamespaceDigests namespaces, Hashes hashes, Visit
         const std::uint32_t name_space = namespaces_.find(namespaces[i]);
         if (name_space == kNoNamespace) continue;
         const std::uint8_t* const hash = &hashes[i * kChunkHashBytes];
-        const std::uint32_t index = find(hash_key(name_space, hash), name_space, hash);
-        if (index != kNoObject && objects_[index].state == ObjectState::kResident) visit(index);
+        const std::uint32_t index = find(hash_key_(name_space, hash), name_space, hash);
+        if (index != kNoObject && objects_[index].state == ObjectState::kResident) visit(i, index);
     }
 }
 

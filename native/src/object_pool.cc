@@ -18,6 +18,7 @@ std::uint32_t ObjectPool::take() {
     object.newer = kNoObject;
     object.older = kNoObject;
     object.readers = 0;
+    object.units_high = 0;
     object.state = ObjectState::kUnused;
     object.temporary = false;
     object.linked = false;
@@ -38,7 +39,9 @@ void ObjectPool::add_block() {
     blocks_.reserve(blocks_.size() + 1);
     void* block = std::aligned_alloc(kBlockBytes, kBlockBytes);
     if (block == nullptr) throw std::bad_alloc();
-    madvise(block, kBlockBytes, MADV_HUGEPAGE);  // a wish; small pages do as well
+    // A huge page would be cleared whole by the call that first touches it, which takes milliseconds on some machines.
+    // The kernel makes one of small pages in the background, once the block is full.
+    if (!blocks_.empty()) madvise(blocks_.back().get(), kBlockBytes, MADV_HUGEPAGE);
     blocks_.emplace_back(static_cast<Object*>(block));
 }
 

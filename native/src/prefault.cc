@@ -7,7 +7,8 @@
 #include <atomic>
 #include <cerrno>
 
-#include "lmcache/pieces.h"
+#include "lmcache/parallel_for.h"
+#include "lmcache/rounding.h"
 
 namespace lmcache {
 namespace {
@@ -44,7 +45,7 @@ bool collapse(std::byte* begin, std::byte* end, std::size_t page_bytes) {
 template <typename Work>
 void in_pieces(std::uintptr_t begin, std::uintptr_t end, std::size_t piece_bytes, std::size_t threads,
                const Work& work) {
-    share_pieces((end - begin + piece_bytes - 1) / piece_bytes, threads, [&](std::size_t number) {
+    parallel_for(div_ceil(end - begin, piece_bytes), threads, [&](std::size_t number) {
         const std::uintptr_t from = begin + number * piece_bytes;
         const std::uintptr_t to = std::min(from + piece_bytes, end);
         return work(reinterpret_cast<std::byte*>(from), reinterpret_cast<std::byte*>(to));
@@ -55,7 +56,7 @@ void in_pieces(std::uintptr_t begin, std::uintptr_t end, std::size_t piece_bytes
 
 void take_large_pages(std::uintptr_t address, std::size_t size_bytes, std::size_t threads) {
     const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-    const std::uintptr_t begin = (address + kLargePageBytes - 1) / kLargePageBytes * kLargePageBytes;
+    const std::uintptr_t begin = round_up(address, kLargePageBytes);
     const std::uintptr_t end = (address + size_bytes) / kLargePageBytes * kLargePageBytes;
     if (begin >= end) return;
     in_pieces(begin, end, kCollapsedBytes, threads,
@@ -67,7 +68,7 @@ int prefault(std::uintptr_t address, std::size_t size_bytes, std::size_t threads
     const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     if (large_pages) take_large_pages(address, size_bytes, threads);
     const std::uintptr_t begin = address / page_bytes * page_bytes;
-    const std::uintptr_t end = (address + size_bytes + page_bytes - 1) / page_bytes * page_bytes;
+    const std::uintptr_t end = round_up(address + size_bytes, page_bytes);
     std::atomic<int> fault{0};
     in_pieces(begin, end, kPieceBytes, threads, [&](std::byte* from, std::byte* to) {
         const int found = touch(from, to, page_bytes);

@@ -8,6 +8,8 @@
 #include <string>
 #include <utility>
 
+#include "lmcache/rounding.h"
+
 namespace lmcache {
 namespace {
 
@@ -28,18 +30,6 @@ void need(bool condition, const char* sentence) {
     if (!condition) throw std::invalid_argument(sentence);
 }
 
-void set_code(RawBatch& batch, std::size_t transfer, StoreCode code) {
-    batch.codes[batch.positions[transfer]] = static_cast<std::uint8_t>(code);
-}
-
-void set_code(RawBatch& batch, std::size_t transfer, LoadCode code) {
-    batch.codes[batch.positions[transfer]] = static_cast<std::uint8_t>(code);
-}
-
-std::span<const std::byte, kChunkHashBytes> span_of(const std::array<std::byte, kChunkHashBytes>& bytes) {
-    return std::span<const std::byte, kChunkHashBytes>(bytes);
-}
-
 }  // namespace
 
 RawIndex::RawIndex(const RawIndexOptions& options)
@@ -47,13 +37,13 @@ RawIndex::RawIndex(const RawIndexOptions& options)
       entries_per_page_(options.page_bytes <= kPageHeaderBytes + sizeof(RawEntry)
                             ? 1
                             : static_cast<std::uint32_t>((options.page_bytes - kPageHeaderBytes) / sizeof(RawEntry))),
-      pages_((options.slots + entries_per_page_ - 1) / entries_per_page_),
+      pages_(div_ceil(options.slots, entries_per_page_)),
       entries_(zeroed<RawEntry>(std::size_t{pages_} * entries_per_page_)),
       spaces_of_slots_(zeroed<std::uint32_t>(options.slots)),
       free_(options.slots),
-      left_(options.slots),
-      leaving_(options.slots),
-      touched_(pages_),
+      stale_(options.slots),
+      awaited_(options.slots),
+      dirty_(pages_),
       scratch_(options.page_bytes),
       next_generation_(options.first_generation),
       first_generation_(options.first_generation) {
@@ -80,7 +70,7 @@ std::uint32_t RawIndex::intern(std::span<const std::byte, kDigestBytes> digest, 
     space.number = number;
     space.references = 0;
     space.is_known = true;
-    refer(id);  // idle unless it gets an object
+    retain(id);  // idle unless it gets an object
     release(id);
     return id;
 }
@@ -104,16 +94,13 @@ std::vector<std::uint32_t> RawIndex::take_unused_spaces() {
 void RawIndex::enter(RawBatch& batch, const RawKeys& keys, std::size_t position, std::uint32_t slot,
                      std::uint64_t generation, const Transfer& transfer) {
     batch.transfers.push_back(transfer);
-    batch.positions.push_back(static_cast<std::uint32_t>(position));
-    batch.spaces.push_back(keys.spaces[position]);
-    batch.slots.push_back(slot);
-    batch.generations.push_back(generation);
-    std::memcpy(batch.hashes.emplace_back().data(), keys.hash(position).data(), kChunkHashBytes);
-    refer(keys.spaces[position]);
+    auto& element = batch.elements.emplace_back(
+        RawBatch::Element{static_cast<std::uint32_t>(position), keys.spaces[position], slot, generation, {}});
+    std::memcpy(element.hash.data(), keys.hash(position).data(), kChunkHashBytes);
+    retain(element.space);
 }
 
-// ---- keys and slots
-// --------------------------------------------------------------------------------------------------
+// ---- keys and slots ------------------------------------------------------------------------------------------------
 std::uint64_t RawIndex::hash_of(std::uint32_t slot) const {
     return hash_of_key(spaces_of_slots_[slot], entries_[slot].hash);
 }
@@ -127,7 +114,7 @@ std::uint32_t RawIndex::find(std::uint32_t space, std::span<const std::byte, kCh
 void RawIndex::claim(std::uint32_t slot, std::uint32_t space, const RawEntry& entry) {
     entries_[slot] = entry;
     spaces_of_slots_[slot] = space;
-    refer(space);
+    retain(space);
     table_.insert(hash_of(slot), slot);
     ++objects_;
     object_bytes_ += entry.units * kUnitBytes;
@@ -145,11 +132,11 @@ void RawIndex::unclaim(std::uint32_t slot) {
 
 std::uint32_t RawIndex::take_slot() {
     const std::uint32_t slot = free_.take_lowest();
-    if (slot != NumberSet::kNone) {
-        left_.erase(slot);
+    if (slot != BitSet::kNone) {
+        stale_.erase(slot);
         return slot;
     }
-    if (suspects_.empty()) return NumberSet::kNone;
+    if (suspects_.empty()) return BitSet::kNone;
     const std::uint32_t last_resort = suspects_.back();
     suspects_.pop_back();
     return last_resort;
@@ -161,7 +148,7 @@ void RawIndex::put_back(std::uint32_t slot, bool suspect) {
         return;
     }
     free_.insert(slot);
-    if (entries_[slot].generation != 0) left_.insert(slot);
+    if (entries_[slot].generation != 0) stale_.insert(slot);
 }
 
 SlotPlace RawIndex::place(std::uint32_t slot, std::uint64_t generation) const {
@@ -177,8 +164,7 @@ std::uint64_t RawIndex::use_time(std::uint64_t now, std::size_t count) {
     return last_used_;
 }
 
-// ---- storing
-// ---------------------------------------------------------------------------------------------------------
+// ---- storing -------------------------------------------------------------------------------------------------------
 RawBatch RawIndex::begin_store(const RawKeys& keys, std::span<const std::uint64_t> addresses,
                                std::span<const std::uint64_t> sizes, std::byte* heads) {
     const std::size_t count = keys.size();
@@ -201,7 +187,7 @@ RawBatch RawIndex::begin_store(const RawKeys& keys, std::span<const std::uint64_
     std::vector<std::uint32_t> slots;
     while (slots.size() < todo.size()) {
         const std::uint32_t slot = take_slot();
-        if (slot == NumberSet::kNone) break;
+        if (slot == BitSet::kNone) break;
         slots.push_back(slot);
     }
     std::sort(slots.begin(), slots.end());
@@ -231,27 +217,28 @@ std::vector<std::uint32_t> RawIndex::end_store(RawBatch& batch, std::span<const 
     const std::uint64_t used_at = use_time(now, count);
     std::vector<std::uint32_t> dirty;
     for (std::size_t i = 0; i < count; ++i) {
-        const std::uint32_t slot = batch.slots[i], space = batch.spaces[i];
+        const RawBatch::Element& element = batch.elements[i];
+        const std::uint32_t slot = element.slot, space = element.space;
         const bool is_full = errors[i] == ENOSPC || errors[i] == EDQUOT;
         StoreCode code = StoreCode::kStored;
         if (errors[i] != 0)
             code = is_full ? StoreCode::kFull : StoreCode::kFailed;
-        else if (find(space, span_of(batch.hashes[i])) != kNoObject)
+        else if (find(space, element.hash) != kNoObject)
             code = StoreCode::kAlreadyThere;  // by another call, meanwhile
-        else if (batch.generations[i] < first_generation_)
+        else if (element.generation < first_generation_)
             code = StoreCode::kFailed;  // everything was removed meanwhile
-        set_code(batch, i, code);
+        batch.set_code(element, code);
         if (code != StoreCode::kStored) {
-            entries_[slot].generation = batch.generations[i];  // its header may be there
+            entries_[slot].generation = element.generation;  // its header may be there
             put_back(slot, errors[i] != 0 && !is_full);
             release(space);
             continue;
         }
         RawEntry entry{};
-        std::memcpy(entry.hash, batch.hashes[i].data(), kChunkHashBytes);
+        std::memcpy(entry.hash, element.hash.data(), kChunkHashBytes);
         entry.number = spaces_[space].number;
-        entry.units = static_cast<std::uint32_t>((batch.transfers[i].size + kUnitBytes - 1) / kUnitBytes);
-        entry.generation = batch.generations[i];
+        entry.units = static_cast<std::uint32_t>(div_ceil(batch.transfers[i].size, kUnitBytes));
+        entry.generation = element.generation;
         entry.used_at = used_at - i;
         claim(slot, space, entry);
         release(space);
@@ -260,8 +247,7 @@ std::vector<std::uint32_t> RawIndex::end_store(RawBatch& batch, std::span<const 
     return dirty;
 }
 
-// ---- loading
-// ---------------------------------------------------------------------------------------------------------
+// ---- loading -------------------------------------------------------------------------------------------------------
 RawBatch RawIndex::begin_load(const RawKeys& keys, std::span<const std::uint64_t> addresses,
                               std::span<const std::uint64_t> sizes) {
     const std::size_t count = keys.size();
@@ -285,36 +271,36 @@ std::vector<std::uint32_t> RawIndex::end_load(RawBatch& batch, std::span<const s
     const std::uint64_t used_at = use_time(now, count);
     std::vector<std::uint32_t> corrupt;
     for (std::size_t i = 0; i < count; ++i) {
-        const std::uint32_t slot = batch.slots[i];
+        const RawBatch::Element& element = batch.elements[i];
+        const std::uint32_t slot = element.slot;
         LoadCode code = LoadCode::kFailed;
         if (errors[i] == 0) {
             const SlotVerdict verdict = slot_header_open(
                 reinterpret_cast<std::byte*>(batch.transfers[i].address), static_cast<std::uint64_t>(results[i]),
-                place(slot, batch.generations[i]), spaces_[batch.spaces[i]].digest, span_of(batch.hashes[i]));
+                place(slot, element.generation), spaces_[element.space].digest, element.hash);
             code = verdict.fault == SlotFault::kNone ? LoadCode::kLoaded : LoadCode::kCorrupt;
         }
-        set_code(batch, i, code);
-        if (claims(slot, batch.generations[i])) {  // else it was deleted, or stored anew, meanwhile
-            if (code == LoadCode::kCorrupt) corrupt.push_back(batch.positions[i]);
+        batch.set_code(element, code);
+        if (claims(slot, element.generation)) {  // else it was deleted, or stored anew, meanwhile
+            if (code == LoadCode::kCorrupt) corrupt.push_back(element.position);
             if (code == LoadCode::kLoaded) {
                 entries_[slot].used_at = used_at - i;
-                touched_.insert(page_of(slot));
+                dirty_.insert(page_of(slot));
             }
         }
-        release(batch.spaces[i]);
+        release(element.space);
         const auto reader = readers_.find(slot);
         if (--reader->second != 0) continue;
         readers_.erase(reader);
-        if (leaving_.contains(slot)) {
-            leaving_.erase(slot);
+        if (awaited_.contains(slot)) {
+            awaited_.erase(slot);
             put_back(slot, false);
         }
     }
     return corrupt;
 }
 
-// ---- looking
-// ---------------------------------------------------------------------------------------------------------
+// ---- looking -------------------------------------------------------------------------------------------------------
 std::vector<std::uint64_t> RawIndex::sizes_of(const RawKeys& keys) const {
     std::vector<std::uint64_t> sizes(keys.size());
     for (std::size_t i = 0; i < sizes.size(); ++i) {
@@ -359,8 +345,7 @@ std::vector<std::uint32_t> RawIndex::misplaced(std::span<const std::uint32_t> sl
     return wrong;
 }
 
-// ---- removing
-// --------------------------------------------------------------------------------------------------------
+// ---- removing ------------------------------------------------------------------------------------------------------
 std::vector<std::uint32_t> RawIndex::remove(const RawKeys& keys) {
     std::vector<std::uint32_t> gone;
     for (std::size_t i = 0; i < keys.size(); ++i) {
@@ -377,39 +362,39 @@ std::vector<std::uint32_t> RawIndex::remove_all() {
     for (const std::uint32_t slot : gone) unclaim(slot);
     // No header of before counts any more, so none has to be erased.
     entries_.reset(zeroed<RawEntry>(std::size_t{pages_} * entries_per_page_));
-    left_ = NumberSet(options_.slots);
-    touched_ = NumberSet(pages_);
+    stale_ = BitSet(options_.slots);
+    dirty_ = BitSet(pages_);
     first_generation_ = next_generation_;
     return gone;
 }
 
-void RawIndex::leave(std::span<const std::uint32_t> slots) {
+void RawIndex::release_slots(std::span<const std::uint32_t> slots) {
     for (const std::uint32_t slot : slots) {
         if (readers_.contains(check_slot(slot)))
-            leaving_.insert(slot);
+            awaited_.insert(slot);
         else
             put_back(slot, false);
     }
 }
 
-std::vector<std::uint32_t> RawIndex::take_left(std::uint32_t first, std::size_t count) {
+std::vector<std::uint32_t> RawIndex::take_stale(std::uint32_t first, std::size_t count) {
     std::vector<std::uint32_t> slots;
-    for (std::uint32_t slot = left_.lowest(first); slot != NumberSet::kNone && slots.size() < count;
-         slot = left_.lowest(slot + 1)) {
-        left_.erase(slot);
+    for (std::uint32_t slot = stale_.lowest(first); slot != BitSet::kNone && slots.size() < count;
+         slot = stale_.lowest(slot + 1)) {
+        stale_.erase(slot);
         free_.erase(slot);
         slots.push_back(slot);
     }
     return slots;
 }
 
-void RawIndex::erased(std::span<const std::uint32_t> slots, std::span<const std::int32_t> errors) {
+void RawIndex::end_erase(std::span<const std::uint32_t> slots, std::span<const std::int32_t> errors) {
     need(slots.size() == errors.size(), "there must be an errno for each slot");
     for (std::size_t i = 0; i < slots.size(); ++i) {
         const std::uint32_t slot = check_slot(slots[i]);
         if (errors[i] == 0) {
             entries_[slot].generation = 0;
-            touched_.insert(page_of(slot));
+            dirty_.insert(page_of(slot));
         }
         put_back(slot, errors[i] != 0);
     }
@@ -428,12 +413,12 @@ void RawIndex::check() const {
             ++objects;
             ++references[spaces_of_slots_[slot]];
             bytes += entries_[slot].units * kUnitBytes;
-            must(!is_free && !leaving_.contains(slot), "a claimed slot is not free");
+            must(!is_free && !awaited_.contains(slot), "a claimed slot is not free");
             must(find(spaces_of_slots_[slot], std::span<const std::byte, kChunkHashBytes>(
                                                   reinterpret_cast<const std::byte*>(entries_[slot].hash), 32)) == slot,
                  "a claimed slot is found by its key");
         }
-        must(left_.contains(slot) == (is_free && entries_[slot].generation != 0), "a free slot keeps a generation");
+        must(stale_.contains(slot) == (is_free && entries_[slot].generation != 0), "a free slot keeps a generation");
     }
     for (std::uint32_t space = 0; space < spaces_.size(); ++space) {
         must(spaces_[space].references >= references[space], "objects keep their namespace");

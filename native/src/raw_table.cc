@@ -5,6 +5,7 @@
 
 #include "lmcache/frame.h"
 #include "lmcache/raw_index.h"
+#include "lmcache/rounding.h"
 
 namespace lmcache {
 namespace {
@@ -38,7 +39,7 @@ void RawIndex::page_image(std::uint32_t page, std::byte* image) {
                 entries_per_page_ * sizeof(RawEntry));
     const PayloadChecksum checksum = payload_checksum({image, options_.page_bytes});
     std::memcpy(image + offsetof(PageHeader, checksum), checksum.data(), checksum.size());
-    touched_.erase(page);
+    dirty_.erase(page);
 }
 
 bool RawIndex::verifies(std::uint32_t page, std::span<const std::byte> content) {
@@ -53,7 +54,7 @@ bool RawIndex::verifies(std::uint32_t page, std::span<const std::byte> content) 
     return std::memcmp(header.checksum, checksum.data(), checksum.size()) == 0;
 }
 
-void RawIndex::take_pages(std::uint32_t first, std::span<const std::byte> pages, std::span<const std::uint32_t> spaces,
+void RawIndex::load_pages(std::uint32_t first, std::span<const std::byte> pages, std::span<const std::uint32_t> spaces,
                           bool forget) {
     const std::size_t page_bytes = options_.page_bytes;
     const std::size_t count = pages.size() / page_bytes;
@@ -65,9 +66,9 @@ void RawIndex::take_pages(std::uint32_t first, std::span<const std::byte> pages,
         if (is_zero(content)) continue;  // never written
         const std::uint32_t first_slot = page * entries_per_page_;
         if (!verifies(page, content)) {
-            touched_.insert(page);
+            dirty_.insert(page);
             const std::uint32_t end = std::min(first_slot + entries_per_page_, options_.slots);
-            for (std::uint32_t slot = first_slot; slot < end && !forget; ++slot) unread_.push_back(slot);
+            for (std::uint32_t slot = first_slot; slot < end && !forget; ++slot) slots_to_scan_.push_back(slot);
             continue;
         }
         for (std::uint32_t place = 0; place < entries_per_page_; ++place) {
@@ -76,7 +77,7 @@ void RawIndex::take_pages(std::uint32_t first, std::span<const std::byte> pages,
             if (found.generation == 0) continue;
             next_generation_ = std::max(next_generation_, found.generation + 1);
             const std::uint32_t slot = first_slot + place;
-            if (slot >= options_.slots) touched_.insert(page);  // used formerly, and given up
+            if (slot >= options_.slots) dirty_.insert(page);  // used before, and given up
             if (forget || slot >= options_.slots || found.generation < first_generation_) continue;
             if (found.units == 0) {
                 entries_[slot].generation = found.generation;
@@ -84,8 +85,8 @@ void RawIndex::take_pages(std::uint32_t first, std::span<const std::byte> pages,
             }
             const std::uint32_t space = found.number < spaces.size() ? spaces[found.number] : kUnnamed;
             if (space == kUnnamed || found.units * kUnitBytes > options_.slot_bytes) {
-                touched_.insert(page);
-                unread_.push_back(slot);
+                dirty_.insert(page);
+                slots_to_scan_.push_back(slot);
             } else {
                 recover(slot, space, found);
             }
@@ -100,7 +101,7 @@ void RawIndex::add(std::uint32_t slot, std::uint32_t space, std::span<const std:
     RawEntry found{};
     std::memcpy(found.hash, hash.data(), kChunkHashBytes);
     found.number = spaces_[space].number;
-    found.units = static_cast<std::uint32_t>((size_bytes + kUnitBytes - 1) / kUnitBytes);
+    found.units = static_cast<std::uint32_t>(div_ceil(size_bytes, kUnitBytes));
     found.generation = generation;
     next_generation_ = std::max(next_generation_, generation + 1);
     if (generation >= first_generation_) recover(slot, space, found);
@@ -110,8 +111,8 @@ void RawIndex::recover(std::uint32_t slot, std::uint32_t space, const RawEntry& 
     const std::uint32_t other =
         find(space, std::span<const std::byte, kChunkHashBytes>(reinterpret_cast<const std::byte*>(found.hash), 32));
     if (other != kNoObject) {
-        touched_.insert(page_of(other));
-        touched_.insert(page_of(slot));
+        dirty_.insert(page_of(other));
+        dirty_.insert(page_of(slot));
         if (entries_[other].generation > found.generation) {
             entries_[slot].generation = found.generation;
             return;
@@ -125,7 +126,7 @@ void RawIndex::finish_recovery(std::uint64_t gap) {
     next_generation_ += gap;
     for (std::uint32_t slot = 0; slot < options_.slots; ++slot)
         if (entries_[slot].units == 0) put_back(slot, false);
-    unread_ = {};
+    slots_to_scan_ = {};
 }
 
 std::vector<std::uint32_t> RawIndex::youngest_first() const {
@@ -143,9 +144,9 @@ std::vector<std::uint32_t> RawIndex::pages_of(std::span<const std::uint32_t> slo
     return pages;
 }
 
-std::vector<std::uint32_t> RawIndex::touched_pages() const {
+std::vector<std::uint32_t> RawIndex::dirty_pages() const {
     std::vector<std::uint32_t> pages;
-    for (std::uint32_t page = touched_.lowest(); page != NumberSet::kNone; page = touched_.lowest(page + 1))
+    for (std::uint32_t page = dirty_.lowest(); page != BitSet::kNone; page = dirty_.lowest(page + 1))
         pages.push_back(page);
     return pages;
 }

@@ -8,7 +8,7 @@ namespace {
 
 double the_time = 0;
 
-void ages_are_what_the_clock_says() {
+TEST_CASE(ages_are_what_the_clock_says) {
     AgeSamples samples([] { return the_time; });
     samples.stored(7);
     the_time = 10;
@@ -27,14 +27,14 @@ void ages_are_what_the_clock_says() {
     CHECK(samples.take().lifetimes.empty());
 }
 
-void the_rate_is_a_part_of_the_keys() {
+TEST_CASE(the_rate_is_a_part_of_the_keys) {
     AgeSamples samples(steady_seconds);
     CHECK(!samples.wants(12345));
     samples.set_rate(1);
     for (std::uint64_t hash = 0; hash < 1000; ++hash) CHECK(samples.wants(hash * 0x123456789ABCDEFU));
 }
 
-void what_nobody_takes_is_bounded() {
+TEST_CASE(what_nobody_takes_is_bounded) {
     AgeSamples samples(steady_seconds);
     samples.stored(1);
     for (int i = 0; i < 100000; ++i) samples.used(1);
@@ -42,9 +42,3 @@ void what_nobody_takes_is_bounded() {
 }
 
 }  // namespace
-
-int main() {
-    ages_are_what_the_clock_says();
-    the_rate_is_a_part_of_the_keys();
-    what_nobody_takes_is_bounded();
-}

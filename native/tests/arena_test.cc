@@ -93,7 +93,7 @@ void random_operations(std::uint64_t seed) {
     CHECK(arena.largest_free() == committed);
 }
 
-void neighbours_are_known() {
+TEST_CASE(neighbours_are_known) {
     Arena arena(100);
     CHECK(!arena.extent_before(0) && !arena.extent_at(0));
     arena.set_committed(100);
@@ -107,7 +107,7 @@ void neighbours_are_known() {
     CHECK(!arena.extent_at(100));
 }
 
-void misuse_is_noticed() {
+TEST_CASE(misuse_is_noticed) {
     Arena arena(10);
     arena.set_committed(5);
     CHECK(!arena.allocate(6, 1));
@@ -122,11 +122,9 @@ void misuse_is_noticed() {
     arena.check();
 }
 
-}  // namespace
-
-int main() {
+TEST_CASE(random_operations_match_a_map_of_units) {
     random_operations(1);
     random_operations(2);
-    neighbours_are_known();
-    misuse_is_noticed();
 }
+
+}  // namespace

@@ -58,7 +58,7 @@ std::string hex(const void* bytes, std::size_t size) {
     return text;
 }
 
-void golden_digests() {
+TEST_CASE(golden_digests) {
     for (const Golden& golden : kGolden) {
         const auto input = counting(golden.input_bytes);
         const Blake3Digest digest = blake3(input);
@@ -67,7 +67,7 @@ void golden_digests() {
 }
 
 // However many inputs lie side by side, each has the digest that it has alone.
-void many_equal_one() {
+TEST_CASE(many_equal_one) {
     std::size_t tested = 0;
     for (const std::size_t lanes : {1, 4, 8, 16}) {
         for (const std::size_t size : {1, 4, 60, 64, 68, 128, 1020, 1024, 1028, 2048, 5000}) {
@@ -86,7 +86,7 @@ void many_equal_one() {
     CHECK(!blake3_many_by(3, nullptr, 0, 0, nullptr));
 }
 
-void chunk_hashes_are_chained() {
+TEST_CASE(chunk_hashes_are_chained) {
     std::vector<std::uint32_t> tokens(256 * 11 + 5);
     for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::uint32_t>(i * 2654435761U);
     std::vector<std::byte> parent(32, std::byte{9});
@@ -106,7 +106,7 @@ void chunk_hashes_are_chained() {
     }
 }
 
-void wrong_sizes_are_refused() {
+TEST_CASE(wrong_sizes_are_refused) {
     const std::vector<std::uint32_t> tokens(16);
     const std::vector<std::byte> parent(32);
     CHECK(hash_chunks({}, 16, parent, {}).empty());
@@ -117,10 +117,3 @@ void wrong_sizes_are_refused() {
 }
 
 }  // namespace
-
-int main() {
-    golden_digests();
-    many_equal_one();
-    chunk_hashes_are_chained();
-    wrong_sizes_are_refused();
-}

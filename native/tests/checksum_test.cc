@@ -24,14 +24,14 @@ std::uint32_t crc32c_by_bits(std::span<const std::byte> bytes) {
     return ~crc;
 }
 
-void known_values() {
+TEST_CASE(known_values) {
     CHECK(crc32c({}) == 0);
     CHECK(crc32c(bytes_of("123456789")) == 0xe3069283);  // the check value of CRC-32C
     const std::vector<std::byte> zeros(32);
     CHECK(crc32c(zeros) == 0x8a9136aa);  // RFC 3720, B.4
 }
 
-void every_length() {
+TEST_CASE(every_length) {
     std::vector<std::byte> bytes;
     for (std::size_t size = 0; size < 1400; ++size) {
         CHECK(crc32c(bytes) == crc32c_by_bits(bytes));
@@ -39,7 +39,7 @@ void every_length() {
     }
 }
 
-void steps_by_table() {
+TEST_CASE(steps_by_table) {
     const std::uint64_t word = 0x0123456789abcdef;
     const auto bytes = std::span(reinterpret_cast<const std::byte*>(&word), 8);
     CHECK(~crc32c_word_portable(~0U, word) == crc32c_by_bits(bytes));
@@ -48,17 +48,10 @@ void steps_by_table() {
     CHECK(~crc == crc32c_by_bits(bytes));
 }
 
-void empty_payload() {
+TEST_CASE(empty_payload) {
     LaneChecksum sum;
     const PayloadChecksum zero{};
     CHECK(sum.finish() == zero);
 }
 
 }  // namespace
-
-int main() {
-    known_values();
-    every_length();
-    steps_by_table();
-    empty_payload();
-}

@@ -156,19 +156,29 @@ void plain_streams(const CopyKernels& kernels) {
     }
 }
 
-}  // namespace
-
-int main() {
+TEST_CASE(only_known_kernels_have_names) {
     CHECK(copy_kernels("portable") != nullptr);
     CHECK(copy_kernels("sse9") == nullptr);
     CHECK(copy_kernels(best_copy_kernels().name) == &best_copy_kernels());
+}
+
+template <class Test>
+void with_all_kernels(Test&& test) {
     for (const char* const path : kPaths) {
         const CopyKernels* const kernels = copy_kernels(path);
-        std::printf("%s: %s\n", path, kernels != nullptr ? "tested" : "not on this CPU");
-        if (kernels == nullptr) continue;
-        every_shape(*kernels);
-        runs_join(*kernels);
-        nothing_to_copy(*kernels);
-        plain_streams(*kernels);
+        if (kernels != nullptr)
+            test(*kernels);
+        else
+            std::printf("%s: not on this CPU\n", path);
     }
 }
+
+TEST_CASE(every_shape_is_copied_as_memcpy_does) { with_all_kernels(every_shape); }
+
+TEST_CASE(runs_are_joined) { with_all_kernels(runs_join); }
+
+TEST_CASE(nothing_may_be_copied) { with_all_kernels(nothing_to_copy); }
+
+TEST_CASE(streams_are_copied_as_memcpy_does) { with_all_kernels(plain_streams); }
+
+}  // namespace

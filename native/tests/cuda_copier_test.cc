@@ -47,9 +47,9 @@ struct Fixture {
             device->register_memory(address(arena), 3 * kFrame + 4096);  // the fourth frame reaches over its end
             device->register_memory(address(arena) + 3 * kFrame + 4096, 4 * kFrame);
         }
-        auto ways = std::make_shared<const CudaCopyWays>(device, kBlockBytes, kTrialBytes);
+        auto methods = std::make_shared<const CudaCopyMethods>(device, kBlockBytes, kTrialBytes);
         copier = std::make_unique<PagedCopier>(address(arena), kArena, threads,
-                                               std::make_unique<CudaMover>(std::move(ways), threads));
+                                               std::make_unique<CudaMover>(std::move(methods), threads));
         group = copier->add_group(segments(), kBlocksPerChunk, kNumBlocks);
     }
     Fixture(const Fixture&) = delete;
@@ -126,7 +126,7 @@ std::string failure_of(Action&& action) {
 
 bool has(const std::string& text, const char* words) { return text.find(words) != std::string::npos; }
 
-void what_is_missing_is_said() {
+TEST_CASE(what_is_missing_is_said) {
     CHECK(has(failure_of([] { CudaDevice::open("libno-such-driver.so.1", 0); }), "cannot open the NVIDIA driver"));
     CHECK(has(failure_of([] { CudaDevice::open("libc.so.6", 0); }), "too old: it lacks cuInit"));
     CHECK(has(failure_of([] { CudaDevice::open(LMCACHE_FAKE_CUDA, 1); }), "CUDA_ERROR_INVALID_DEVICE (101)"));
@@ -140,7 +140,7 @@ void what_is_missing_is_said() {
     check_clean();
 }
 
-void frames_are_those_of_the_cpu() {
+TEST_CASE(frames_are_those_of_the_cpu) {
     for (const Pinned pinned : {Pinned::kAll, Pinned::kNothing, Pinned::kInPieces}) {
         for (const char* slow : {"", "cuMemcpyBatchAsync"}) {
             if (*slow != 0) fake_cuda_cost(slow, 100);  // so that one call a run, or the kernel, is preferred
@@ -159,18 +159,18 @@ void frames_are_those_of_the_cpu() {
     }
 }
 
-void the_fastest_right_way_is_taken() {
-    const auto best = [] { return CudaCopyWays(open_device(), kBlockBytes, kTrialBytes).best(); };
+TEST_CASE(the_fastest_right_way_is_taken) {
+    const auto best = [] { return CudaCopyMethods(open_device(), kBlockBytes, kTrialBytes).best(); };
     fake_cuda_cost("cuMemcpyHtoDAsync_v2", 2000);
     fake_cuda_cost("cuLaunchKernel", 2000);
-    CHECK(best() == CopyWay::kBatch);
+    CHECK(best() == CopyMethod::kBatch);
     fake_cuda_cost("cuMemcpyBatchAsync", 2000);
     fake_cuda_cost("cuLaunchKernel", 0);
-    CHECK(best() == CopyWay::kKernel);
+    CHECK(best() == CopyMethod::kKernel);
     fake_cuda_spoil_kernel(1);
-    CHECK(best() != CopyWay::kKernel);
+    CHECK(best() != CopyMethod::kKernel);
     fake_cuda_fail("cuMemcpyBatchAsync", 0, 1000, 2);
-    CHECK(best() == CopyWay::kSingle);
+    CHECK(best() == CopyMethod::kSingle);
     fake_cuda_fail("cuMemcpyHtoDAsync_v2", 0, 1000, 2);
     CHECK(has(failure_of(best), "no way of copying"));
     fake_cuda_fail("cuMemAlloc_v2", 0, 1, 2);
@@ -178,7 +178,7 @@ void the_fastest_right_way_is_taken() {
     check_clean();
 }
 
-void a_load_writes_nothing_before_its_fence() {
+TEST_CASE(a_load_writes_nothing_before_its_fence) {
     {
         Fixture f;
         CHECK(f.store(0, 4) == Results(4, kCopied));
@@ -198,7 +198,7 @@ void a_load_writes_nothing_before_its_fence() {
     check_clean();
 }
 
-void loads_go_before_stores() {
+TEST_CASE(loads_go_before_stores) {
     {
         Fixture f(Pinned::kAll, 1);
         const long all_loads = fake_cuda_copies(1, -5);
@@ -210,15 +210,15 @@ void loads_go_before_stores() {
         const auto second = f.submit_load(4, 2);
         fake_cuda_release();
         CHECK(*f.copier->wait(store, kPatience) == Results(4, kCopied));
-        const auto ended = f.copier->poll();  // both have, the only thread having gone on to the store
-        CHECK(ended.size() == 2 && ended[0].first == first && ended[1].first == second);
+        // Both loads have ended: the only thread has gone on to the store.
+        CHECK(*f.copier->wait(first, 0) == Results(1, kCopied) && *f.copier->wait(second, 0) == Results(2, kCopied));
         CHECK(fake_cuda_copies(1, -5) > all_loads);
         CHECK(fake_cuda_copies(0, -5) == 0);
     }
     check_clean();
 }
 
-void a_flipped_bit_is_no_hit() {
+TEST_CASE(a_flipped_bit_is_no_hit) {
     for (const Pinned pinned : {Pinned::kAll, Pinned::kNothing}) {
         {
             Fixture f(pinned);
@@ -232,7 +232,7 @@ void a_flipped_bit_is_no_hit() {
 }
 
 // Whatever call fails, and when: what counts as copied is right, the rest is said to be not, and it goes on afterwards.
-void any_call_may_fail() {
+TEST_CASE(any_call_may_fail) {
     for (const char* call :
          {"cuCtxPushCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuMemcpyBatchAsync", "cuMemcpyDtoHAsync_v2",
           "cuMemcpyHtoDAsync_v2", "cuLaunchKernel", "cuEventRecord", "cuEventSynchronize",
@@ -274,7 +274,7 @@ void any_call_may_fail() {
     }
 }
 
-void a_lost_context_ends_every_copy() {
+TEST_CASE(a_lost_context_ends_every_copy) {
     {
         Fixture f;
         CHECK(f.store(0, 4) == Results(4, kCopied));
@@ -291,7 +291,7 @@ void a_lost_context_ends_every_copy() {
     fake_cuda_reset();
 }
 
-void nothing_spoils_a_graph_that_the_engine_records() {
+TEST_CASE(nothing_spoils_a_graph_that_the_engine_records) {
     fake_cuda_capture(1);
     {
         Fixture f(Pinned::kInPieces);
@@ -302,7 +302,7 @@ void nothing_spoils_a_graph_that_the_engine_records() {
     check_clean();
 }
 
-void a_range_is_unpinned_without_its_neighbours() {
+TEST_CASE(a_range_is_unpinned_without_its_neighbours) {
     {
         const auto device = open_device();
         std::vector<std::byte> memory(4 << 12);
@@ -318,7 +318,7 @@ void a_range_is_unpinned_without_its_neighbours() {
     check_clean();
 }
 
-void many_copies_at_once_in_any_order() {
+TEST_CASE(many_copies_at_once_in_any_order) {
     const unsigned seed = 20240607;
     std::mt19937 random(seed);
     fake_cuda_delay(100);
@@ -343,18 +343,3 @@ void many_copies_at_once_in_any_order() {
 }
 
 }  // namespace
-
-int main() {
-    what_is_missing_is_said();
-    frames_are_those_of_the_cpu();
-    the_fastest_right_way_is_taken();
-    a_load_writes_nothing_before_its_fence();
-    loads_go_before_stores();
-    a_flipped_bit_is_no_hit();
-    any_call_may_fail();
-    a_lost_context_ends_every_copy();
-    nothing_spoils_a_graph_that_the_engine_records();
-    a_range_is_unpinned_without_its_neighbours();
-    many_copies_at_once_in_any_order();
-    return 0;
-}

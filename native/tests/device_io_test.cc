@@ -17,8 +17,9 @@
 #include <vector>
 
 #include "aligned_memory.h"
+#include "await_job.h"
 #include "check.h"
-#include "lmcache/ring.h"
+#include "lmcache/io_uring.h"
 
 using namespace lmcache;
 
@@ -47,20 +48,6 @@ struct File {
     bool aligned;
 };
 
-FinishedBatch wait_for(DeviceIO& io, std::uint64_t batch, std::map<std::uint64_t, FinishedBatch>& others) {
-    for (;;) {
-        if (const auto found = others.find(batch); found != others.end()) return found->second;
-        pollfd waiting{io.event_fd(), POLLIN, 0};
-        CHECK(::poll(&waiting, 1, 60000) == 1);
-        for (auto& finished : io.drain()) others.emplace(finished.batch, std::move(finished));
-    }
-}
-
-FinishedBatch wait_for(DeviceIO& io, std::uint64_t batch) {
-    std::map<std::uint64_t, FinishedBatch> others;
-    return wait_for(io, batch, others);
-}
-
 DeviceIOOptions options(const File& file, unsigned queue_depth, bool copy_always = false) {
     return {file.fd, 3, queue_depth, file.aligned ? kBlock : 1, copy_always};
 }
@@ -79,11 +66,11 @@ void round_trip(unsigned depth, bool direct, bool copy_always) {
         reads.push_back({offset, target.address(i * kSize), kSize, 0});
     }
     const auto written = wait_for(io, io.submit_write(writes));
-    for (std::size_t i = 0; i < kCount; ++i) CHECK(written.results[i] == kSize && written.errors[i] == 0);
+    for (std::size_t i = 0; i < kCount; ++i) CHECK(written.values[i] == kSize && written.errors[i] == 0);
     CHECK(wait_for(io, io.submit_sync()).errors[0] == 0);
     const auto read = wait_for(io, io.submit_read(reads));
     for (std::size_t i = 0; i < kCount; ++i) {
-        CHECK(read.results[i] == kSize && read.errors[i] == 0);
+        CHECK(read.values[i] == kSize && read.errors[i] == 0);
         const unsigned char* const head = i % 2 ? heads.data + i * kBlock : source.data + i * kSize;
         CHECK(std::memcmp(target.data + i * kSize, head, kBlock) == 0);
         CHECK(std::memcmp(target.data + i * kSize + kBlock, source.data + i * kSize + kBlock, kSize - kBlock) == 0);
@@ -98,8 +85,8 @@ void unaligned(unsigned depth) {
     Memory source(16384), target(16384);
     source.fill(5);
     target.fill(6);
-    CHECK(wait_for(io, io.submit_write({{8192, source.address(3), 5000, 0}})).results[0] == 5000);
-    CHECK(wait_for(io, io.submit_read({{8192, target.address(7), 6000, 0}})).results[0] == 6000);
+    CHECK(wait_for(io, io.submit_write({{8192, source.address(3), 5000, 0}})).values[0] == 5000);
+    CHECK(wait_for(io, io.submit_read({{8192, target.address(7), 6000, 0}})).values[0] == 6000);
     CHECK(std::memcmp(target.data + 7, source.data + 3, 5000) == 0);
     for (std::size_t i = 5000; i < 6000; ++i) CHECK(target.data[7 + i] == 0);
     CHECK(io.copied() == 2);
@@ -109,9 +96,9 @@ void ends_of_the_file(unsigned depth) {
     const File file(true);
     DeviceIO io(options(file, depth));
     Memory memory(65536);
-    CHECK(wait_for(io, io.submit_read({{kFileBytes - 8192, memory.address(), 65536, 0}})).results[0] == 8192);
-    CHECK(wait_for(io, io.submit_read({{2 * kFileBytes, memory.address(), 65536, 0}})).results[0] == 0);
-    CHECK(wait_for(io, io.submit_read({})).results.empty());
+    CHECK(wait_for(io, io.submit_read({{kFileBytes - 8192, memory.address(), 65536, 0}})).values[0] == 8192);
+    CHECK(wait_for(io, io.submit_read({{2 * kFileBytes, memory.address(), 65536, 0}})).values[0] == 0);
+    CHECK(wait_for(io, io.submit_read({})).values.empty());
     // Beyond what a process may write: short first, then refused.
     ::signal(SIGXFSZ, SIG_IGN);
     rlimit before{};
@@ -120,7 +107,7 @@ void ends_of_the_file(unsigned depth) {
     CHECK(::setrlimit(RLIMIT_FSIZE, &low) == 0);
     const auto refused = wait_for(io, io.submit_write({{kFileBytes, memory.address(), 65536, 0}}));
     CHECK(::setrlimit(RLIMIT_FSIZE, &before) == 0);
-    CHECK(refused.results[0] == -1 && refused.errors[0] == EFBIG);
+    CHECK(refused.values[0] == -1 && refused.errors[0] == EFBIG);
 }
 
 void faults(unsigned depth) {
@@ -130,7 +117,7 @@ void faults(unsigned depth) {
         Memory memory(8192);
         const auto finished =
             wait_for(io, io.submit_write({{0, memory.address(), 8192, 0}, {0, memory.address(), 1, 0}}));
-        for (int i = 0; i < 2; ++i) CHECK(finished.results[i] == -1 && finished.errors[i] == EBADF);
+        for (int i = 0; i < 2; ++i) CHECK(finished.values[i] == -1 && finished.errors[i] == EBADF);
         CHECK(wait_for(io, io.submit_read({{0, 1, 8192, 0}})).errors[0] == EFAULT);
     }
     ::close(read_only);
@@ -159,7 +146,7 @@ void many_submitters(unsigned depth) {
         CHECK(::poll(&waiting, 1, 60000) == 1);
         for (const auto& batch : io.drain()) {
             ++finished;
-            for (const auto error : batch.errors) CHECK(error == 0);
+            for (const auto error : batch.results.errors) CHECK(error == 0);
         }
     }
     for (auto& thread : threads) thread.join();
@@ -174,12 +161,12 @@ void closing(unsigned depth) {
     io.close();
     io.close();
     std::size_t done = 0;
-    for (const auto& batch : io.drain()) done += batch.results.size();
+    for (const auto& batch : io.drain()) done += batch.results.values.size();
     CHECK(done == 2560);
     CHECK(refused([&] { io.submit_read({}); }));
 }
 
-void bad_options() {
+TEST_CASE(bad_options_are_refused) {
     CHECK(refused([] { DeviceIO({0, 0, 0, 1, false}); }));
     CHECK(refused([] { DeviceIO({0, 1, 5000, 1, false}); }));
     CHECK(refused([] { DeviceIO({0, 1, 0, 3, false}); }));
@@ -189,23 +176,39 @@ void bad_options() {
     }));
 }
 
-}  // namespace
+// Threads, and rings of several depths where the kernel has them.
+std::vector<unsigned> depths() {
+    if (io_uring_refusal() == 0) return {0, 1, 5, 64};
+    std::printf("io_uring is refused here: only threads are tested\n");
+    return {0};
+}
 
-int main() {
-    std::vector<unsigned> depths{0};
-    if (ring_refusal() == 0)
-        depths.insert(depths.end(), {1, 5, 64});
-    else
-        std::printf("io_uring is refused here: only threads are tested\n");
-    for (const unsigned depth : depths) {
+TEST_CASE(bytes_come_back_at_every_depth) {
+    for (const unsigned depth : depths()) {
         round_trip(depth, false, false);
         round_trip(depth, true, false);
         round_trip(depth, true, true);
-        unaligned(depth);
-        ends_of_the_file(depth);
-        faults(depth);
-        many_submitters(depth);
-        closing(depth);
     }
-    bad_options();
 }
+
+TEST_CASE(unaligned_transfers_are_exact) {
+    for (const unsigned depth : depths()) unaligned(depth);
+}
+
+TEST_CASE(transfers_past_the_end_fail_alone) {
+    for (const unsigned depth : depths()) ends_of_the_file(depth);
+}
+
+TEST_CASE(faults_are_reported_by_their_number) {
+    for (const unsigned depth : depths()) faults(depth);
+}
+
+TEST_CASE(many_threads_may_submit) {
+    for (const unsigned depth : depths()) many_submitters(depth);
+}
+
+TEST_CASE(closing_finishes_what_was_submitted) {
+    for (const unsigned depth : depths()) closing(depth);
+}
+
+}  // namespace

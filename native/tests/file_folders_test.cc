@@ -10,25 +10,17 @@
 #include <vector>
 
 #include "aligned_memory.h"
+#include "await_job.h"
 #include "check.h"
 #include "lmcache/file_io.h"
-#include "lmcache/ring.h"
+#include "lmcache/io_uring.h"
 
 using lmcache::FileIO;
-using lmcache::FinishedBatch;
+using lmcache::IoResults;
 
 namespace {
 
 constexpr std::size_t kFileBytes = 4096;
-
-FinishedBatch wait_for(FileIO& io, std::uint64_t batch) {
-    for (;;) {
-        pollfd waiting{io.event_fd(), POLLIN, 0};
-        CHECK(::poll(&waiting, 1, 20000) == 1);
-        for (auto& finished : io.drain())
-            if (finished.batch == batch) return std::move(finished);
-    }
-}
 
 bool exists(const std::string& path) { return ::access(path.c_str(), F_OK) == 0; }
 
@@ -41,7 +33,7 @@ void test_what_goes(const std::string& base) {
     Memory memory(kFileBytes);
     const std::string file = second + "/file";
     CHECK(wait_for(io, io.submit_write({file}, {file + ".t"}, {memory.address()}, {kFileBytes})).errors[0] == 0);
-    const FinishedBatch some = wait_for(io, io.submit_remove_empty({first, second, other, base + "/gone/dd"}));
+    const IoResults some = wait_for(io, io.submit_remove_empty({first, second, other, base + "/gone/dd"}));
     CHECK(some.errors == (std::vector<std::int32_t>{0, ENOTEMPTY, 0, 0}));
     CHECK(!exists(first) && exists(file) && !exists(base + "/other"));
     CHECK(wait_for(io, io.submit_unlink({file})).errors[0] == 0);
@@ -86,18 +78,31 @@ void test_a_base_that_is_gone(const std::string& base) {
     CHECK(!exists(base + "/gone"));
 }
 
-}  // namespace
+// A folder of its own for a test, which leaves it empty.
+struct Base {
+    Base() { CHECK(::mkdtemp(path) != nullptr); }
+    ~Base() { CHECK(::rmdir(path) == 0); }
+    Base(const Base&) = delete;
+    Base& operator=(const Base&) = delete;
+    char path[40] = "/tmp/lmcache_file_folders_XXXXXX";
+};
 
-int main() {
-    char made[] = "/tmp/lmcache_file_folders_XXXXXX";
-    CHECK(::mkdtemp(made) != nullptr);
-    const std::string base = made;
-    test_what_goes(base);
-    test_a_base_that_is_gone(base);
-    for (const unsigned queue_depth : {0U, 4U}) {
-        if (queue_depth != 0 && lmcache::ring_refusal() != 0) break;
-        for (const bool apart : {false, true}) test_servers_share_folders(base, queue_depth, apart);
-    }
-    CHECK(::rmdir(base.c_str()) == 0);
-    return 0;
+TEST_CASE(empty_folders_are_removed) {
+    const Base base;
+    test_what_goes(base.path);
 }
+
+TEST_CASE(a_base_that_is_gone_is_not_made) {
+    const Base base;
+    test_a_base_that_is_gone(base.path);
+}
+
+TEST_CASE(servers_share_folders) {
+    const Base base;
+    for (const unsigned queue_depth : {0U, 4U}) {
+        if (queue_depth != 0 && lmcache::io_uring_refusal() != 0) break;
+        for (const bool apart : {false, true}) test_servers_share_folders(base.path, queue_depth, apart);
+    }
+}
+
+}  // namespace

@@ -22,14 +22,15 @@
 #include <vector>
 
 #include "aligned_memory.h"
+#include "await_job.h"
 #include "check.h"
 #include "lmcache/frame.h"
+#include "lmcache/io_uring.h"
 #include "lmcache/object_path.h"
-#include "lmcache/ring.h"
 
 using lmcache::FileIO;
 using lmcache::FileIOOptions;
-using lmcache::FinishedBatch;
+using lmcache::IoResults;
 
 namespace {
 
@@ -44,27 +45,6 @@ std::string make_folder() {
 void remove_folder(const std::string& folder) {
     const std::string command = "rm -rf '" + folder + "'";
     CHECK(std::system(command.c_str()) == 0);
-}
-
-FinishedBatch wait_for(FileIO& io, std::uint64_t batch, std::map<std::uint64_t, FinishedBatch>& others) {
-    for (;;) {
-        const auto found = others.find(batch);
-        if (found != others.end()) {
-            FinishedBatch result = std::move(found->second);
-            others.erase(found);
-            return result;
-        }
-        pollfd waiting{io.event_fd(), POLLIN, 0};
-        CHECK(::poll(&waiting, 1, 20000) == 1);
-        for (auto& finished : io.drain()) others[finished.batch] = std::move(finished);
-    }
-}
-
-FinishedBatch wait_for(FileIO& io, std::uint64_t batch) {
-    std::map<std::uint64_t, FinishedBatch> others;
-    FinishedBatch result = wait_for(io, batch, others);
-    CHECK(others.empty());
-    return result;
 }
 
 std::vector<std::string> names(const std::string& folder, const std::string& prefix, std::size_t count) {
@@ -106,17 +86,16 @@ void test_round_trip() {
                 const std::string sub =
                     folder + "/ns" + std::to_string(size) + (direct ? "d" : "b") + std::to_string(shift) + "/aa";
                 const auto paths = names(sub, "object", kCount);
-                const FinishedBatch written =
-                    wait_for(io, io.submit_write(paths, names(sub, ".t", kCount), from, sizes));
+                const IoResults written = wait_for(io, io.submit_write(paths, names(sub, ".t", kCount), from, sizes));
                 for (std::size_t i = 0; i < kCount; ++i) {
-                    CHECK(written.results[i] == static_cast<std::int64_t>(size) && written.errors[i] == 0);
+                    CHECK(written.values[i] == static_cast<std::int64_t>(size) && written.errors[i] == 0);
                 }
                 CHECK(entries(sub) == kCount);
                 struct stat info{};
                 CHECK(::stat(paths[0].c_str(), &info) == 0 && (info.st_mode & 0007) == 0);
-                const FinishedBatch read = wait_for(io, io.submit_read(paths, to, capacities));
+                const IoResults read = wait_for(io, io.submit_read(paths, to, capacities));
                 for (std::size_t i = 0; i < kCount; ++i) {
-                    CHECK(read.results[i] == static_cast<std::int64_t>(size) && read.errors[i] == 0);
+                    CHECK(read.values[i] == static_cast<std::int64_t>(size) && read.errors[i] == 0);
                     CHECK(std::memcmp(source.data + i * room + shift, target.data + i * room + shift, size) == 0);
                     CHECK(target.data[i * room + room - 1] == 0xee);
                 }
@@ -162,15 +141,42 @@ void test_verified_reads(std::size_t payload_bytes) {
             FileIO io({2, direct, 4096, read_ahead, queue_depth});
             wait_for(io, io.submit_write(paths, names(folder, "tmp", kCount), from, sizes));
             std::memset(target.data, 0xee, target.size_bytes);
-            const FinishedBatch read = wait_for(io, io.submit_read_frames(folder, to, capacities, frame_names));
-            CHECK(read.errors[kGood] == 0 && read.results[kGood] == room);
+            const IoResults read = wait_for(io, io.submit_read_frames(folder, to, capacities, frame_names));
+            CHECK(read.errors[kGood] == 0 && read.values[kGood] == room);
             CHECK(std::memcmp(source.data, target.data, room) == 0);
-            for (std::size_t i = 1; i < kCount; ++i) CHECK(read.errors[i] == EBADMSG && read.results[i] == -1);
+            for (std::size_t i = 1; i < kCount; ++i) CHECK(read.errors[i] == EBADMSG && read.values[i] == -1);
         }
     }
     FileIO io({1, false, 4096, 0, queue_depth});
     frame_names.pop_back();
     CHECK(refused([&] { io.submit_read_frames(folder, to, capacities, frame_names); }));
+    remove_folder(folder);
+}
+
+// Nothing holds a file any more once its read is reported: on a network file system an open one could not be deleted
+// together with its folder.
+void test_reported_files_are_closed() {
+    using namespace lmcache;
+    const std::string folder = make_folder();
+    constexpr std::size_t kPayload = 1 << 20, kFrame = kFrameHeaderBytes + kPayload;
+    const std::array<std::byte, kDigestBytes> digest{std::byte{1}};
+    const std::array<std::byte, kChunkHashBytes> hash{std::byte{2}};
+    Memory source(kFrame), target(kFrame);
+    source.fill(5);
+    const FrameHeader header = frame_template(std::as_bytes(std::span("ns", 2)), digest, kPayload, "", {});
+    frame_seal(reinterpret_cast<std::byte*>(source.data), header, hash);
+    std::vector<std::byte> name(digest.begin(), digest.end());
+    name.insert(name.end(), hash.begin(), hash.end());
+    FileIO io({1, false, 4096, 0, queue_depth});
+    wait_for(io, io.submit_write({object_path(folder, digest, hash)}, {folder + "/.t"}, {source.address()}, {kFrame}));
+    const int next_fd = ::dup(0);  // the file will get the same
+    CHECK(next_fd >= 0 && ::close(next_fd) == 0);
+    for (int round = 0; round < 300; ++round) {
+        io.submit_read_frames(folder, {target.address()}, {kFrame}, name);
+        while (io.drain().empty()) {
+        }
+        CHECK(::fcntl(next_fd, F_GETFD) == -1);
+    }
     remove_folder(folder);
 }
 
@@ -185,7 +191,7 @@ void test_strange_files() {
     wait_for(io, io.submit_write({path}, {path + ".t"}, {memory.address()}, {16384}));
     Memory target(16384);
     std::memset(target.data, 0, 16384);
-    CHECK(wait_for(io, io.submit_read({path}, {target.address()}, {8192})).results[0] == 8192);
+    CHECK(wait_for(io, io.submit_read({path}, {target.address()}, {8192})).values[0] == 8192);
     CHECK(std::memcmp(target.data, memory.data, 8192) == 0 && target.data[8192] == 0);
 
     CHECK(::mkdir((folder + "/folder").c_str(), 0700) == 0);
@@ -193,13 +199,13 @@ void test_strange_files() {
     CHECK(::mkfifo((folder + "/fifo").c_str(), 0600) == 0);
     const std::vector<std::string> strange{folder + "/none", folder + "/folder", folder + "/link", folder + "/fifo"};
     const std::vector<std::uint64_t> to(4, target.address()), room(4, 4096);
-    const FinishedBatch read = wait_for(io, io.submit_read(strange, to, room));
-    const FinishedBatch sizes = wait_for(io, io.submit_stat(strange));
-    for (std::size_t i = 0; i < 4; ++i) CHECK(read.results[i] == -1 && sizes.results[i] == -1);
+    const IoResults read = wait_for(io, io.submit_read(strange, to, room));
+    const IoResults sizes = wait_for(io, io.submit_stat(strange));
+    for (std::size_t i = 0; i < 4; ++i) CHECK(read.values[i] == -1 && sizes.values[i] == -1);
     CHECK(read.errors[0] == ENOENT && read.errors[1] == EINVAL && read.errors[2] == ELOOP && read.errors[3] == EINVAL);
-    CHECK(wait_for(io, io.submit_stat({path})).results[0] == 16384);
-    const FinishedBatch gone = wait_for(io, io.submit_unlink({path, path}));
-    CHECK((gone.results[0] == 0) != (gone.results[1] == 0));
+    CHECK(wait_for(io, io.submit_stat({path})).values[0] == 16384);
+    const IoResults gone = wait_for(io, io.submit_unlink({path, path}));
+    CHECK((gone.values[0] == 0) != (gone.values[1] == 0));
     CHECK(!exists(path));
     remove_folder(folder);
 }
@@ -216,14 +222,14 @@ void test_failure_ends_the_batch() {
     const std::vector<std::uint64_t> from(kCount, memory.address()), sizes(kCount, 4096);
     const std::uint64_t first = io.submit_write(paths, names(folder, ".t", kCount), from, sizes);
     const std::uint64_t second = io.submit_write({folder + "/other"}, {folder + "/.other"}, {memory.address()}, {4096});
-    std::map<std::uint64_t, FinishedBatch> others;
-    const FinishedBatch result = wait_for(io, first, others);
+    std::map<std::uint64_t, IoResults> others;
+    const IoResults result = wait_for(io, first, others);
     for (std::size_t i = 0; i < kCount; ++i) {
         CHECK(result.errors[i] == (i < 7 ? 0 : i == 7 ? EISDIR : ECANCELED));
         CHECK(exists(paths[i]) == (i <= 7));
         CHECK(!exists(folder + "/.t" + std::to_string(i)));
     }
-    CHECK(wait_for(io, second, others).results[0] == 4096);
+    CHECK(wait_for(io, second, others).values[0] == 4096);
 
     // A base folder that went away is an error, and is not made again.
     const std::string lost = folder + "/gone/ns/aa/object";
@@ -341,7 +347,7 @@ void test_full_disk() {
         memory.fill(5);
         const auto paths = names(folder, "object", 8);
         const std::vector<std::uint64_t> from(8, memory.address()), sizes(8, 65536);
-        const FinishedBatch result = wait_for(io, io.submit_write(paths, names(folder, ".t", 8), from, sizes));
+        const IoResults result = wait_for(io, io.submit_write(paths, names(folder, ".t", 8), from, sizes));
         std::size_t stored = 0;
         while (stored < 8 && result.errors[stored] == 0) ++stored;
         CHECK(stored < 5);
@@ -370,8 +376,7 @@ void test_short_write() {
         Memory memory(1 << 18);
         memory.fill(6);
         const std::string path = folder + "/object";
-        const FinishedBatch result =
-            wait_for(io, io.submit_write({path}, {path + ".t"}, {memory.address()}, {1 << 18}));
+        const IoResults result = wait_for(io, io.submit_write({path}, {path + ".t"}, {memory.address()}, {1 << 18}));
         CHECK(result.errors[0] == EFBIG);
         CHECK(!exists(path) && !exists(path + ".t"));
         ::_exit(0);
@@ -425,30 +430,49 @@ void test_bad_arguments() {
     CHECK(refused([&] { io.submit_write({"/a", "/b"}, {"/c", "/d"}, {1}, {1, 2}); }));
     CHECK(refused([&] { io.submit_write({"/a"}, {}, {1}, {1}); }));
     CHECK(refused([&] { io.submit_read({"/a"}, {1}, {}); }));
-    CHECK(refused([&] { io.submit_stat(std::vector<std::string>(FileIO::kMaxBatchFiles + 1)); }));
-    CHECK(wait_for(io, io.submit_stat({})).results.empty());
+    CHECK(refused([&] { io.submit_stat(std::vector<std::string>(FileIO::kMaxJobFiles + 1)); }));
+    CHECK(wait_for(io, io.submit_stat({})).values.empty());
 }
 
-}  // namespace
-
-int main() {
+// By threads, and by rings of several depths where the kernel has them.
+template <class Test>
+void at_every_depth(Test&& test) {
     for (const unsigned depth : {0U, 1U, 8U}) {
-        queue_depth = depth;
-        if (depth != 0 && lmcache::ring_refusal() != 0) {
+        if (depth != 0 && lmcache::io_uring_refusal() != 0) {
             std::printf("io_uring is refused here: only threads are tested\n");
             break;
         }
-        test_bad_arguments();
-        test_kill_leaves_a_prefix();  // forks: before other threads exist
-        test_short_write();
-        test_round_trip();
-        for (const std::size_t payload_bytes : {700U << 10, 2U << 20}) test_verified_reads(payload_bytes);
-        test_strange_files();
-        test_failure_ends_the_batch();
-        test_recency();
-        test_marks_wait();
-        test_full_disk();
-        test_concurrency_and_close();
+        queue_depth = depth;
+        test();
     }
-    return 0;
 }
+
+TEST_CASE(bad_arguments_are_refused) { at_every_depth(test_bad_arguments); }
+
+TEST_CASE(a_kill_leaves_a_prefix) { at_every_depth(test_kill_leaves_a_prefix); }
+
+TEST_CASE(a_short_write_fails_its_file) { at_every_depth(test_short_write); }
+
+TEST_CASE(files_come_back) { at_every_depth(test_round_trip); }
+
+TEST_CASE(files_are_closed_before_they_are_reported) { at_every_depth(test_reported_files_are_closed); }
+
+TEST_CASE(strange_files_are_reported) { at_every_depth(test_strange_files); }
+
+TEST_CASE(a_failure_ends_its_batch) { at_every_depth(test_failure_ends_the_batch); }
+
+TEST_CASE(the_last_use_is_marked) { at_every_depth(test_recency); }
+
+TEST_CASE(marks_of_use_wait) { at_every_depth(test_marks_wait); }
+
+TEST_CASE(a_full_disk_is_reported) { at_every_depth(test_full_disk); }
+
+TEST_CASE(many_threads_may_submit_until_it_closes) { at_every_depth(test_concurrency_and_close); }
+
+TEST_CASE(verified_reads_find_every_damage) {
+    at_every_depth([] {
+        for (const std::size_t payload_bytes : {700U << 10, 2U << 20}) test_verified_reads(payload_bytes);
+    });
+}
+
+}  // namespace

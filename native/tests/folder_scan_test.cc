@@ -26,9 +26,7 @@ void make_file(const std::string& path, std::size_t bytes, time_t accessed, time
 
 std::string name(const std::string& prefix, char digit) { return prefix + std::string(62, digit) + ".data"; }
 
-}  // namespace
-
-int main() {
+TEST_CASE(only_our_files_are_listed_youngest_first) {
     char made[] = "/tmp/lmcache_folder_scan_XXXXXX";
     CHECK(::mkdtemp(made) != nullptr);
     const std::string base = made, first = base + "/0a", second = base + "/ff", third = base + "/1b";
@@ -64,3 +62,5 @@ int main() {
     const std::string command = "rm -rf '" + base + "'";
     CHECK(std::system(command.c_str()) == 0);
 }
+
+}  // namespace

@@ -34,7 +34,7 @@ FrameFault verdict(const std::vector<std::byte>& frame, const Bytes32& digest = 
     return frame_verify(frame.data(), frame.size(), digest, hash);
 }
 
-void every_flipped_byte_is_found() {
+TEST_CASE(every_flipped_byte_is_found) {
     std::vector<std::byte> frame = sealed();
     CHECK(verdict(frame) == FrameFault::kNone);
     for (std::size_t at = 0; at < frame.size(); ++at) {
@@ -54,13 +54,13 @@ void every_flipped_byte_is_found() {
     CHECK(verdict(frame) == FrameFault::kNone);
 }
 
-void another_key_is_found() {
+TEST_CASE(another_key_is_found) {
     const std::vector<std::byte> frame = sealed();
     CHECK(verdict(frame, filled(3)) == FrameFault::kNamespace);
     CHECK(verdict(frame, kDigest, filled(3)) == FrameFault::kChunkHash);
 }
 
-void every_truncation_is_found() {
+TEST_CASE(every_truncation_is_found) {
     const std::vector<std::byte> frame = sealed();
     for (std::size_t size = 0; size < frame.size(); ++size) {
         // A copy of its own, so that a sanitizer sees every read beyond it.
@@ -69,7 +69,7 @@ void every_truncation_is_found() {
     }
 }
 
-void lengths_beyond_limits_are_found_even_with_a_right_checksum() {
+TEST_CASE(lengths_beyond_limits_are_found_even_with_a_right_checksum) {
     std::vector<std::byte> frame = sealed();
     FrameHeader header;
     const auto reseal = [&] {
@@ -95,7 +95,7 @@ void lengths_beyond_limits_are_found_even_with_a_right_checksum() {
     CHECK(reseal() == FrameFault::kVersion);
 }
 
-void invalidated_is_no_frame() {
+TEST_CASE(invalidated_is_no_frame) {
     std::vector<std::byte> frame = sealed();
     FrameHeader before;
     std::memcpy(&before, frame.data(), sizeof before);
@@ -105,7 +105,7 @@ void invalidated_is_no_frame() {
     CHECK(!frame_header_unchanged(frame.data(), before));
 }
 
-void frames_travel_in_parts() {
+TEST_CASE(frames_travel_in_parts) {
     const std::vector<std::byte> original = sealed();
     std::vector<std::byte> taken(original.size());
     std::vector<std::byte> put = sealed();
@@ -131,7 +131,7 @@ void frames_travel_in_parts() {
     CHECK(verdict(put) == FrameFault::kMagic);  // what it was is gone with the first part
 }
 
-void templates_keep_their_limits() {
+TEST_CASE(templates_keep_their_limits) {
     const std::vector<std::byte> long_name(kMaxNamespaceBytes + 1);
     const std::vector<std::byte> long_params(kMaxSerdeParamsBytes + 1);
     const FrameHeader header = frame_template(std::span(long_name).first(kMaxNamespaceBytes), kDigest, kMaxObjectBytes,
@@ -147,7 +147,7 @@ void templates_keep_their_limits() {
     CHECK(refused([&] { frame_template_from_bytes(std::vector<std::byte>(4096)); }));
 }
 
-void every_fault_has_its_own_name() {
+TEST_CASE(every_fault_has_its_own_name) {
     CHECK(std::string(frame_fault_name(FrameFault::kNone)).empty());
     std::vector<std::string> names;
     for (int fault = 1; fault <= static_cast<int>(FrameFault::kPayloadChecksum); ++fault) {
@@ -158,14 +158,3 @@ void every_fault_has_its_own_name() {
 }
 
 }  // namespace
-
-int main() {
-    every_flipped_byte_is_found();
-    another_key_is_found();
-    every_truncation_is_found();
-    lengths_beyond_limits_are_found_even_with_a_right_checksum();
-    invalidated_is_no_frame();
-    frames_travel_in_parts();
-    templates_keep_their_limits();
-    every_fault_has_its_own_name();
-}

@@ -43,7 +43,7 @@ void random_operations(std::uint64_t seed, std::uint64_t mask) {
     }
 }
 
-void memory_is_bounded() {
+TEST_CASE(memory_is_bounded) {
     std::mt19937_64 random(3);
     KeyTable table;
     constexpr std::uint32_t kKeys = 200000;
@@ -51,19 +51,17 @@ void memory_is_bounded() {
     CHECK(table.memory_bytes() < kKeys * 24);
 }
 
-void erasing_what_is_not_there_is_noticed() {
+TEST_CASE(erasing_what_is_not_there_is_noticed) {
     KeyTable table;
     table.insert(7, 1);
     CHECK(refused<std::logic_error>([&] { table.erase(7, 2); }));
     CHECK(find(table, 7, 1) == 1);
 }
 
-}  // namespace
-
-int main() {
+TEST_CASE(random_operations_match_a_map) {
     random_operations(1, ~std::uint64_t{0});
     random_operations(2, 0x03000000'0000000fU);
     random_operations(3, 0x00000000'fffffff0U);
-    memory_is_bounded();
-    erasing_what_is_not_there_is_noticed();
 }
+
+}  // namespace

@@ -70,12 +70,12 @@ void store(Core& shared, Slots& slots, Owner owner, std::mt19937_64& random) {
     }
     const Reserved reserved = shared.core.reserve(owner, shared.namespaces, "salt", sizes, hashes, kForever, wanted);
     if (reserved.reservation == 0) return;
-    for (std::size_t i = 0; i < reserved.offsets.size(); ++i) {
-        if (reserved.offsets[i] == kNoSlot) continue;
+    for (std::size_t i = 0; i < reserved.slots.size(); ++i) {
+        if (reserved.slots[i] == kNoSlot) continue;
         CHECK(wanted.empty() || wanted[i] != 0);
-        slots.begin_write(reserved.offsets[i]);
+        slots.begin_write(reserved.slots[i]);
     }
-    for (const std::uint64_t offset : reserved.offsets) {
+    for (const std::uint64_t offset : reserved.slots) {
         if (offset != kNoSlot) slots.end_write(offset);
     }
     if (random() % 5 == 0) {
@@ -91,16 +91,16 @@ void load(Core& shared, Slots& slots, Owner owner, std::mt19937_64& random) {
     const std::vector<std::uint32_t> tails = some_tails(random);
     const Acquired acquired = shared.core.acquire(owner, shared.namespaces, hashes, kForever, reading, tails);
     if (acquired.lease == 0) return;
-    CHECK(acquired.offsets.size() == 2 * acquired.chunks);
+    CHECK(acquired.slots.size() == 2 * acquired.chunks);
     const auto is_needed = [&](std::size_t place) {  // [namespace][chunk]
         const std::uint32_t tail = tails.empty() ? 0 : tails[place / acquired.chunks];
         return tail == 0 || place % acquired.chunks + tail >= acquired.chunks;
     };
-    for (std::size_t place = 0; place < acquired.offsets.size(); ++place) {
-        CHECK(is_needed(place) == (acquired.offsets[place] != kNoSlot));
-        if (is_needed(place)) slots.begin_read(acquired.offsets[place]);
+    for (std::size_t place = 0; place < acquired.slots.size(); ++place) {
+        CHECK(is_needed(place) == (acquired.slots[place] != kNoSlot));
+        if (is_needed(place)) slots.begin_read(acquired.slots[place]);
     }
-    for (const std::uint64_t offset : acquired.offsets) {
+    for (const std::uint64_t offset : acquired.slots) {
         if (offset != kNoSlot) slots.end_read(offset);
     }
     CHECK(shared.core.release(acquired.lease));
@@ -180,7 +180,7 @@ void many_threads(EvictionPolicy policy) {
     CHECK(shared.core.stats().used_bytes == 0);
 }
 
-void mixed_sizes_evict_about_what_they_need() {
+TEST_CASE(mixed_sizes_evict_about_what_they_need) {
     constexpr std::uint64_t kUnits = 32768;
     Core shared(kUnits);
     const std::vector<Digest> name_space{shared.namespaces[0]};
@@ -201,22 +201,22 @@ void mixed_sizes_evict_about_what_they_need() {
     shared.core.check();
 }
 
-void everything_in_use_is_a_refusal() {
+TEST_CASE(everything_in_use_is_a_refusal) {
     Core shared(4);
     const std::vector<Digest> name_space{shared.namespaces[0]};
     const std::vector<std::uint64_t> size{kUnit};
     const Reserved reserved = shared.core.reserve(1, name_space, "", size, make_hashes(1, 0, 4), 10.0);
     CHECK(shared.core.reserve(1, name_space, "", size, make_hashes(2, 0, 1), 10.0).chunks_without_room == 1);
-    CHECK(shared.core.expire(10.0) == std::make_pair(std::size_t{0}, std::size_t{1}));
+    CHECK((shared.core.expire(10.0) == EndedClaims{0, 1}));
     CHECK(shared.core.reserve(1, name_space, "", size, make_hashes(2, 0, 1), 10.0).chunks_without_room == 1);
     CHECK(shared.core.commit(reserved.reservation, {}, {}).records.empty());
-    CHECK(shared.core.drop_owner(1) == std::make_pair(std::size_t{0}, std::size_t{1}));
+    CHECK((shared.core.drop_owner(1) == EndedClaims{0, 1}));
     CHECK(shared.core.reserve(1, name_space, "", size, make_hashes(2, 0, 4), 10.0).chunks_without_room == 0);
     shared.core.check();
 }
 
 // A long call that lets others in does not get its lock back from the one that closes.
-void closing_ends_a_long_call() {
+TEST_CASE(closing_ends_a_long_call) {
     Core shared(1 << 16);
     const std::vector<Digest> name_space{shared.namespaces[0]};
     const std::vector<std::uint64_t> size{kUnit};
@@ -237,13 +237,10 @@ void closing_ends_a_long_call() {
     CHECK(refused);
 }
 
-}  // namespace
-
-int main() {
-    closing_ends_a_long_call();
+TEST_CASE(many_threads_share_a_core_under_every_policy) {
     for (const auto policy : {EvictionPolicy::kLru, EvictionPolicy::kIsolatedLru, EvictionPolicy::kS3Fifo}) {
         many_threads(policy);
     }
-    mixed_sizes_evict_about_what_they_need();
-    everything_in_use_is_a_refusal();
 }
+
+}  // namespace

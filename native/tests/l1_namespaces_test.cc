@@ -37,7 +37,7 @@ L1Options options(std::uint64_t units, EvictionPolicy policy) {
     return {.capacity_bytes = units * kUnit, .first_offset = kUnit, .align_bytes = kUnit, .policy = policy};
 }
 
-void looking_for_something_keeps_nothing() {
+TEST_CASE(looking_for_something_keeps_nothing) {
     L1Core core(options(64, EvictionPolicy::kIsolatedLru));
     core.set_committed(64 * kUnit);
     for (std::uint64_t number = 0; number < 1000; ++number) {
@@ -84,9 +84,9 @@ void numbers_are_used_again_and_names_are_not_mixed_up(EvictionPolicy policy, st
                 const Reserved reserved = core.reserve(1 + number % 2, name, salt_of(number), std::vector{kUnit},
                                                        hash_of(chunk), static_cast<double>(step + 20));
                 if (reserved.reservation == 0) break;
-                for (const auto& [lease, offset] : leases) CHECK(offset != reserved.offsets[0]);
-                slots[reserved.offsets[0]] = {number, chunk};
-                open[reserved.reservation] = {reserved.offsets[0], {number, chunk}};
+                for (const auto& [lease, offset] : leases) CHECK(offset != reserved.slots[0]);
+                slots[reserved.slots[0]] = {number, chunk};
+                open[reserved.reservation] = {reserved.slots[0], {number, chunk}};
                 recent[random() % recent.size()] = number;
                 break;
             }
@@ -96,7 +96,7 @@ void numbers_are_used_again_and_names_are_not_mixed_up(EvictionPolicy policy, st
                 if (random() % 4) {
                     const Committed committed = core.commit(open.begin()->first, {}, {});
                     for (const CommitRecord& record : committed.records) {
-                        CHECK(record.name_space == 0 && record.offset == open.begin()->second.first);
+                        CHECK(record.name_space == 0 && record.slot == open.begin()->second.first);
                     }
                 }
                 core.abort(open.begin()->first);
@@ -107,9 +107,9 @@ void numbers_are_used_again_and_names_are_not_mixed_up(EvictionPolicy policy, st
                 const Acquired acquired = core.acquire(3, name, hash_of(chunk), kForever);
                 if (acquired.lease == 0) break;
                 ++hits;
-                const Written& written = slots.at(acquired.offsets[0]);
+                const Written& written = slots.at(acquired.slots[0]);
                 CHECK(written.name_space == number && written.chunk == chunk);
-                leases.emplace_back(acquired.lease, acquired.offsets[0]);
+                leases.emplace_back(acquired.lease, acquired.slots[0]);
                 break;
             }
             case 6:
@@ -143,7 +143,7 @@ void numbers_are_used_again_and_names_are_not_mixed_up(EvictionPolicy policy, st
     CHECK(stats.namespaces == 0 && stats.salts == 0 && stats.used_bytes == 0);
 }
 
-void memory_follows_what_is_there() {
+TEST_CASE(memory_follows_what_is_there) {
     L1Core core(options(4096, EvictionPolicy::kIsolatedLru));
     core.set_committed(4096 * kUnit);
     const auto store = [&](std::uint64_t number) {
@@ -163,7 +163,7 @@ void memory_follows_what_is_there() {
 }
 
 // Other threads take, use and give up names meanwhile.
-void many_threads() {
+TEST_CASE(many_threads) {
     constexpr std::uint64_t kUnits = 30;
     L1Core core(options(kUnits, EvictionPolicy::kIsolatedLru));
     core.set_committed(kUnits * kUnit);
@@ -180,10 +180,10 @@ void many_threads() {
                     const Reserved reserved =
                         core.reserve(1, name, salt_of(number), std::vector{kUnit}, hash_of(1), kForever);
                     if (reserved.reservation == 0) continue;
-                    owners[reserved.offsets[0] / kUnit] = number;
+                    owners[reserved.slots[0] / kUnit] = number;
                     core.commit(reserved.reservation, {}, {});
                 } else if (const Acquired got = core.acquire(2, name, hash_of(1), kForever); got.lease != 0) {
-                    CHECK(owners[got.offsets[0] / kUnit] == number);
+                    CHECK(owners[got.slots[0] / kUnit] == number);
                     ++hits;
                     core.release(got.lease);
                 }
@@ -231,50 +231,45 @@ double seconds_of(std::size_t keys, std::size_t names, Call&& call) {
         hashes.insert(hashes.end(), hash.begin(), hash.end());
         const Reserved reserved =
             core.reserve(1, {&digests.back(), 1}, salt_of(2 * (i % names)), std::vector{kUnit}, hash, kForever);
-        core.commit(reserved.reservation, {}, {.lease_owner = 1, .deadline = 1, .temporary = true});
+        core.commit(reserved.reservation, {}, {.lease_owner = 1, .deadline = 1, .temporary = false});
     }
     const double began = processor_seconds();
     call(core, digests, hashes);
     return processor_seconds() - began;
 }
 
-void batches_are_linear() {
-    is_linear("make_permanent", [](std::size_t keys) {
+TEST_CASE(batches_are_linear) {
+    is_linear("acquire_each and release", [](std::size_t keys) {
         return seconds_of(keys, 64, [&](L1Core& core, auto& digests, auto& hashes) {
-            CHECK(core.make_permanent(digests, hashes) == keys);
+            const Acquired acquired = core.acquire_each(2, digests, hashes, kForever);
+            CHECK(acquired.chunks == keys);
+            CHECK(core.release(acquired.lease));
         });
     });
     is_linear("expire and remove", [](std::size_t keys) {
         return seconds_of(keys, 64, [&](L1Core& core, auto& digests, auto& hashes) {
-            core.make_permanent(digests, hashes);
-            CHECK(core.expire(2).first == keys);
+            CHECK(core.expire(2).leases == keys);
             CHECK(core.remove(digests, hashes) == keys);
         });
     });
     is_linear("enforce_limits, a salt an object", [](std::size_t keys) {
         return seconds_of(keys, keys, [&](L1Core& core, auto& digests, auto& hashes) {
-            core.make_permanent(digests, hashes);
             core.drop_owner(1);
             CHECK(core.enforce_limits().objects == keys);
         });
     });
     is_linear("evict, a salt an object", [](std::size_t keys) {
         return seconds_of(keys, keys, [&](L1Core& core, auto& digests, auto& hashes) {
-            core.make_permanent(digests, hashes);
             core.drop_owner(1);
             CHECK(core.evict(keys * kUnit).objects == keys);
         });
     });
 }
 
-}  // namespace
-
-int main() {
-    looking_for_something_keeps_nothing();
+TEST_CASE(namespaces_are_never_mixed_up_under_any_policy) {
     for (const auto policy : {EvictionPolicy::kLru, EvictionPolicy::kIsolatedLru, EvictionPolicy::kS3Fifo}) {
         for (std::uint64_t seed = 1; seed <= 2; ++seed) numbers_are_used_again_and_names_are_not_mixed_up(policy, seed);
     }
-    memory_follows_what_is_there();
-    many_threads();
-    batches_are_linear();
 }
+
+}  // namespace

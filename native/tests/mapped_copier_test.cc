@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "await_job.h"
 #include "check.h"
 #include "lmcache/flush.h"
 
@@ -55,20 +56,6 @@ struct Memory {
     std::byte* bytes;
 };
 
-MappedCopier::Results wait_for(MappedCopier& copier, std::uint64_t job) {
-    static std::map<std::uint64_t, MappedCopier::Results> others;
-    for (;;) {
-        if (const auto found = others.find(job); found != others.end()) {
-            auto results = std::move(found->second);
-            others.erase(found);
-            return results;
-        }
-        pollfd ready{copier.event_fd(), POLLIN, 0};
-        CHECK(::poll(&ready, 1, 30'000) == 1);
-        for (auto& [number, results] : copier.drain()) others[number] = std::move(results);
-    }
-}
-
 std::vector<std::byte> records(std::size_t count) {
     std::vector<std::byte> made(count * kRecord);
     for (std::size_t i = 0; i < made.size(); ++i) made[i] = static_cast<std::byte>(1 + i / kRecord);
@@ -102,7 +89,7 @@ void goes_there_and_back(bool flush, unsigned threads) {
     CHECK(wait_for(copier, copier.submit_read({}, {}, {})).empty());
 }
 
-void a_lost_page_fails_its_element() {
+TEST_CASE(a_lost_page_fails_its_element) {
     Mapping mapping(9);
     Memory memory(8);
     MappedCopier copier({mapping.data, mapping.size, 2, true});
@@ -124,7 +111,7 @@ void a_lost_page_fails_its_element() {
 }
 
 // A fault elsewhere ends the process as ever.
-void other_faults_are_not_ours() {
+TEST_CASE(other_faults_are_not_ours) {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
     const pid_t child = ::fork();
     if (child == 0) {
@@ -140,7 +127,7 @@ void other_faults_are_not_ours() {
 #endif
 }
 
-void bad_arguments_are_refused() {
+TEST_CASE(bad_arguments_are_refused) {
     Mapping mapping(2);
     Memory memory(2);
     MappedCopier copier({mapping.data, mapping.size, 1, false});
@@ -160,7 +147,7 @@ void bad_arguments_are_refused() {
     CHECK(refused([&] { copier.submit_read({o}, {m}, {1}); }));
 }
 
-void many_submit_at_once() {
+TEST_CASE(many_submit_at_once) {
     constexpr std::size_t kSubmitters = 4, kRounds = 10, kElements = 8;
     constexpr std::size_t kPages = kSubmitters * kRounds * kElements;
     constexpr std::size_t kRecordPages = kPages * kRecord / kPage + 1;
@@ -193,14 +180,9 @@ void many_submit_at_once() {
     for (const auto& [number, results] : finished) CHECK(results == MappedCopier::Results(kElements, 1));
 }
 
-}  // namespace
-
-int main() {
+TEST_CASE(bytes_come_back_with_any_number_of_threads) {
     for (const bool flush : {false, true})
         for (const unsigned threads : {1U, 3U}) goes_there_and_back(flush, threads);
-    a_lost_page_fails_its_element();
-    other_faults_are_not_ours();
-    bad_arguments_are_refused();
-    many_submit_at_once();
-    return 0;
 }
+
+}  // namespace

@@ -127,7 +127,7 @@ std::vector<Tensor> together(Tensors... tensors) {
     return all;
 }
 
-void layouts() {
+TEST_CASE(layouts) {
     for (const StoreKind kind : {StoreKind::kStreaming, StoreKind::kCached}) {
         // Whole blocks one behind the other; with pages longer than their content; a run a token and head.
         there_and_back(together(Tensor(9, 4096, {}, 0, 0), Tensor(9, 4096, {}, 0, 0)), 4, 9, kind);
@@ -154,7 +154,7 @@ bool refused(std::vector<Segment> segments, std::size_t blocks_per_chunk, std::s
     return ::refused([&] { const PagedGroup group(std::move(segments), blocks_per_chunk, num_blocks); });
 }
 
-void impossible_layouts_are_refused() {
+TEST_CASE(impossible_layouts_are_refused) {
     const Segment good{4096, 64, 64, {}};
     CHECK(!refused({good}, 1, 1));
     CHECK(refused({}, 1, 1));
@@ -170,8 +170,3 @@ void impossible_layouts_are_refused() {
 }
 
 }  // namespace
-
-int main() {
-    layouts();
-    impossible_layouts_are_refused();
-}

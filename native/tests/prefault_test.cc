@@ -51,9 +51,7 @@ bool kernel_makes_large_pages() {
     return made;
 }
 
-}  // namespace
-
-int main() {
+TEST_CASE(pages_are_there_and_keep_what_they_hold) {
     const int fd = memfd_create("prefault", MFD_CLOEXEC);
     CHECK(fd >= 0 && ftruncate(fd, kSize) == 0);
     void* const memory = mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -74,3 +72,5 @@ int main() {
     CHECK(prefault(address, kSize, 2, true) != 0);  // nothing is mapped there any more
     close(fd);
 }
+
+}  // namespace

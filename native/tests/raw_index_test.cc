@@ -111,20 +111,19 @@ std::vector<std::byte> pages_of(RawIndex& index) {
     return pages;
 }
 
-void numbers() {
-    NumberSet set(200);
-    CHECK(set.take_lowest() == NumberSet::kNone && set.lowest() == NumberSet::kNone);
+TEST_CASE(numbers) {
+    BitSet set(200);
+    CHECK(set.take_lowest() == BitSet::kNone && set.lowest() == BitSet::kNone);
     for (const std::uint32_t number : {130U, 5U, 199U, 64U, 5U}) set.insert(number);
     CHECK(set.size() == 4 && set.contains(64) && !set.contains(65));
-    CHECK(set.lowest(6) == 64 && set.lowest(65) == 130 && set.lowest(131) == 199 &&
-          set.lowest(200) == NumberSet::kNone);
+    CHECK(set.lowest(6) == 64 && set.lowest(65) == 130 && set.lowest(131) == 199 && set.lowest(200) == BitSet::kNone);
     CHECK(set.take_lowest() == 5 && set.take_lowest() == 64);
     set.insert(1);
     set.erase(130);
-    CHECK(set.take_lowest() == 1 && set.take_lowest() == 199 && set.take_lowest() == NumberSet::kNone);
+    CHECK(set.take_lowest() == 1 && set.take_lowest() == 199 && set.take_lowest() == BitSet::kNone);
 }
 
-void round_trip() {
+TEST_CASE(round_trip) {
     RawIndex index(options());
     Device device;
     const std::uint32_t space = index.intern(digest_of(0), 0);
@@ -147,7 +146,7 @@ void round_trip() {
     index.check();
 }
 
-void full_and_faults() {
+TEST_CASE(full_and_faults) {
     RawIndex index(options());
     Device device;
     const std::uint32_t space = index.intern(digest_of(0), 0);
@@ -172,7 +171,7 @@ void full_and_faults() {
     index.check();
 }
 
-void removed_while_read() {
+TEST_CASE(removed_while_read) {
     RawIndex index(options());
     Device device;
     const std::uint32_t space = index.intern(digest_of(0), 0);
@@ -182,19 +181,19 @@ void removed_while_read() {
     RawBatch reading = index.begin_load(some.get(), some.addresses, some.sizes);
     const auto gone = index.remove(some.get());
     CHECK(gone.size() == 4 && index.free_slots() == kSlots - 4);
-    index.leave(gone);
-    CHECK(index.free_slots() == kSlots - 4 && index.take_left(0, 10).empty());
+    index.release_slots(gone);
+    CHECK(index.free_slots() == kSlots - 4 && index.take_stale(0, 10).empty());
     device.read(reading);
     CHECK(index.end_load(reading, std::vector<std::int64_t>(4, kSlotBytes), std::vector<std::int32_t>(4), 0).empty());
     CHECK(reading.codes == codes(4, LoadCode::kLoaded) && index.free_slots() == kSlots);
-    const auto left = index.take_left(1, 2);
-    CHECK((left == std::vector<std::uint32_t>{1, 2}) && index.free_slots() == kSlots - 2);
-    index.erased(left, std::vector<std::int32_t>{0, EIO});
-    CHECK(index.free_slots() == kSlots && (index.take_left(0, 9) == std::vector<std::uint32_t>{0, 3}));
-    CHECK((index.touched_pages() == std::vector<std::uint32_t>{0}));
+    const auto stale = index.take_stale(1, 2);
+    CHECK((stale == std::vector<std::uint32_t>{1, 2}) && index.free_slots() == kSlots - 2);
+    index.end_erase(stale, std::vector<std::int32_t>{0, EIO});
+    CHECK(index.free_slots() == kSlots && (index.take_stale(0, 9) == std::vector<std::uint32_t>{0, 3}));
+    CHECK((index.dirty_pages() == std::vector<std::uint32_t>{0}));
 }
 
-void removed_while_written() {
+TEST_CASE(removed_while_written) {
     RawIndex index(options());
     Device device;
     const std::uint32_t space = index.intern(digest_of(0), 0);
@@ -215,67 +214,67 @@ void removed_while_written() {
     CHECK(gone.size() == 4 && index.objects() == 0);
     index.end_store(first, well, 0);
     CHECK(first.codes == codes(2, StoreCode::kFailed) && index.objects() == 0);
-    index.leave(gone);
+    index.release_slots(gone);
     CHECK(index.free_slots() == kSlots);
     index.check();
 }
 
-void recovery() {
+TEST_CASE(recovery) {
     RawIndex index(options());
     Device device;
     const std::uint32_t space = index.intern(digest_of(0), 0);
     index.finish_recovery(0);
     Keys some(space, 0, 0, 150), few(space, 0, 40, 3);
     store(index, device, some);
-    index.leave(index.remove(few.get()));
+    index.release_slots(index.remove(few.get()));
     auto pages = pages_of(index);
     const std::vector<std::uint32_t> by_number{0};
     {
         RawIndex next(options());
         CHECK(next.intern(digest_of(0), 0) == 0);
-        next.take_pages(0, pages, by_number, false);
-        CHECK(next.unread().empty());
+        next.load_pages(0, pages, by_number, false);
+        CHECK(next.slots_to_scan().empty());
         next.finish_recovery(100);
         next.check();
         CHECK(next.objects() == 147 && next.next_generation() == index.next_generation() + 100);
         const auto order = next.youngest_first();
         CHECK(order.size() == 147 && order.front() == 0 && order.back() == 149);
-        CHECK((next.take_left(0, 9) == std::vector<std::uint32_t>{40, 41, 42}));  // known to have headers, still
+        CHECK((next.take_stale(0, 9) == std::vector<std::uint32_t>{40, 41, 42}));  // known to have headers, still
         CHECK(load(next, device, some)[10] == static_cast<std::uint8_t>(LoadCode::kLoaded));
     }
     {
         RawIndex next(options());
         next.intern(digest_of(0), 0);
         pages[kPage + 1000] ^= std::byte{1};
-        next.take_pages(0, pages, by_number, false);
-        CHECK(next.unread().size() == 72 && next.unread().front() == 72);
+        next.load_pages(0, pages, by_number, false);
+        CHECK(next.slots_to_scan().size() == 72 && next.slots_to_scan().front() == 72);
         const Hash twice = hash_of(5);  // an older place of the key in slot 5
         next.add(80, 0, twice, kSlotBytes, 0);
         next.add(81, 0, hash_of(900), kSlotBytes, 77);
         next.finish_recovery(0);
         next.check();
         CHECK(next.objects() == 72 - 3 + 6 + 1);
-        CHECK((next.touched_pages() == std::vector<std::uint32_t>{0, 1} ||
-               next.touched_pages() == std::vector<std::uint32_t>{1}));
+        CHECK((next.dirty_pages() == std::vector<std::uint32_t>{0, 1} ||
+               next.dirty_pages() == std::vector<std::uint32_t>{1}));
     }
     {
         RawIndex next(options());
         next.intern(digest_of(0), 0);
-        next.take_pages(0, pages_of(index), by_number, true);
+        next.load_pages(0, pages_of(index), by_number, true);
         next.finish_recovery(0);
         CHECK(next.objects() == 0 && next.next_generation() == index.next_generation());
     }
     {
         RawIndex next(options(index.next_generation()));  // cleared: older generations do not count
         next.intern(digest_of(0), 0);
-        next.take_pages(0, pages_of(index), by_number, false);
+        next.load_pages(0, pages_of(index), by_number, false);
         next.finish_recovery(0);
-        CHECK(next.objects() == 0 && next.take_left(0, 9).empty());
-        CHECK(refused([&] { next.take_pages(3, pages, by_number, false); }));
+        CHECK(next.objects() == 0 && next.take_stale(0, 9).empty());
+        CHECK(refused([&] { next.load_pages(3, pages, by_number, false); }));
     }
 }
 
-void misplaced_headers() {
+TEST_CASE(misplaced_headers) {
     RawIndex index(options());
     Device device;
     const std::uint32_t space = index.intern(digest_of(0), 0);
@@ -301,7 +300,7 @@ void misplaced_headers() {
 }
 
 // Beside a dictionary; the table on the device gives the same objects again.
-void like_a_dictionary() {
+TEST_CASE(like_a_dictionary) {
     std::mt19937 random(1);
     RawIndex index(options());
     Device device;
@@ -318,11 +317,11 @@ void like_a_dictionary() {
                 if (outcome[static_cast<std::size_t>(i)] == static_cast<std::uint8_t>(StoreCode::kStored))
                     model[first + i] = true;
         } else if (act < 7) {
-            index.leave(index.remove(keys.get()));
+            index.release_slots(index.remove(keys.get()));
             for (int i = 0; i < count; ++i) model.erase(first + i);
         } else if (act < 8) {
-            const auto slots = index.take_left(0, 4);
-            index.erased(slots, std::vector<std::int32_t>(slots.size()));
+            const auto slots = index.take_stale(0, 4);
+            index.end_erase(slots, std::vector<std::int32_t>(slots.size()));
         } else {
             const auto outcome = load(index, device, keys);
             for (int i = 0; i < count; ++i)
@@ -334,7 +333,7 @@ void like_a_dictionary() {
             index.check();
             RawIndex next(options());
             next.intern(digest_of(0), 0);
-            next.take_pages(0, pages_of(index), std::vector<std::uint32_t>{0}, false);
+            next.load_pages(0, pages_of(index), std::vector<std::uint32_t>{0}, false);
             next.finish_recovery(0);
             next.check();
             CHECK(next.objects() == model.size());
@@ -343,15 +342,3 @@ void like_a_dictionary() {
 }
 
 }  // namespace
-
-int main() {
-    numbers();
-    round_trip();
-    full_and_faults();
-    removed_while_read();
-    removed_while_written();
-    recovery();
-    misplaced_headers();
-    like_a_dictionary();
-    return 0;
-}

@@ -47,7 +47,7 @@ struct Example {
     SlotPlace place{{1, 2, 3}, 77, 1234567890123};
 };
 
-void round_trip() {
+TEST_CASE(round_trip) {
     Example example;
     CHECK(example.seal().empty());
     CHECK(example.slot != example.frame);
@@ -58,7 +58,7 @@ void round_trip() {
     CHECK(example.open() == "magic");
 }
 
-void parse() {
+TEST_CASE(parse) {
     Example example;
     CHECK(example.seal().empty());
     FrameHeader header;
@@ -81,7 +81,7 @@ std::string fault_after(Change change) {
     return fault;
 }
 
-void refusals() {
+TEST_CASE(refusals) {
     CHECK(fault_after([](Example& e) { e.place.slot = 78; }) == "slot");
     CHECK(fault_after([](Example& e) { e.place.generation += 1; }) == "generation");
     CHECK(fault_after([](Example& e) { e.place.device[0] = 9; }) == "device");
@@ -95,14 +95,14 @@ void refusals() {
     CHECK(example.open(kFrameHeaderBytes + kPayloadBytes).empty());
 }
 
-void every_flipped_bit_is_noticed() {
+TEST_CASE(every_flipped_bit_is_noticed) {
     for (std::size_t i = 0; i < kFrameHeaderBytes * 8; i += 29) {
         const std::string fault = fault_after([&](Example& e) { e.slot[i / 8] ^= std::byte(1U << (i % 8)); });
         CHECK(!fault.empty());
     }
 }
 
-void bad_frames_are_not_sealed() {
+TEST_CASE(bad_frames_are_not_sealed) {
     Example example;
     example.frame[200] = std::byte{1};
     CHECK(example.seal() == "header checksum");
@@ -120,11 +120,3 @@ void bad_frames_are_not_sealed() {
 }
 
 }  // namespace
-
-int main() {
-    round_trip();
-    parse();
-    refusals();
-    every_flipped_bit_is_noticed();
-    bad_frames_are_not_sealed();
-}

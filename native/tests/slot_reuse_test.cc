@@ -53,9 +53,7 @@ void keep_storing(std::byte* arena, Shared& shared) {
     }
 }
 
-}  // namespace
-
-int main() {
+TEST_CASE(a_load_beside_stores_to_its_slot_gives_one_whole_chunk_or_fails) {
     const std::size_t size = kFrame + 4096;
     void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
@@ -91,3 +89,5 @@ int main() {
     CHECK(waitpid(writer, &status, 0) == writer && status == 0);
     std::printf("%d of %d loads good beside %d rounds of stores\n", good, kRounds, shared.stores.load());
 }
+
+}  // namespace

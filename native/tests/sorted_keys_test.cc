@@ -58,7 +58,7 @@ void random_operations(std::uint64_t seed, std::uint64_t range) {
     CHECK(expected == model.end());
 }
 
-void memory_follows_the_number_of_keys() {
+TEST_CASE(memory_follows_the_number_of_keys) {
     SortedKeys keys;
     for (std::uint64_t key = 0; key < 100000; ++key) keys.insert(key * 7);
     CHECK(keys.memory_bytes() < 100000 * 20);
@@ -70,7 +70,7 @@ void memory_follows_the_number_of_keys() {
     CHECK(keys.memory_bytes() < 2000 * 200);
 }
 
-void misuse_is_noticed() {
+TEST_CASE(misuse_is_noticed) {
     SortedKeys keys;
     CHECK(refused<std::logic_error>([&] { keys.erase(5); }));
     keys.insert(5);
@@ -82,11 +82,9 @@ void misuse_is_noticed() {
     keys.check();
 }
 
-}  // namespace
-
-int main() {
+TEST_CASE(random_operations_match_a_set) {
     random_operations(1, 1 << 12);
     random_operations(2, ~std::uint64_t{0});
-    memory_follows_the_number_of_keys();
-    misuse_is_noticed();
 }
+
+}  // namespace

@@ -15,6 +15,10 @@ class Clock(Protocol):
         """Seconds since 1970-01-01 UTC."""
         ...
 
+    def sleep(self, seconds: float) -> None:
+        """Returns when `monotonic` has gone on by that much."""
+        ...
+
 
 class SystemClock:
     def monotonic(self) -> float:
@@ -23,18 +27,10 @@ class SystemClock:
     def wall(self) -> float:
         return time.time()
 
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
-class ManualClock:
-    """A clock that moves only when told to."""
 
-    def __init__(self, start_seconds: float = 1000.0) -> None:
-        self.now_seconds = start_seconds
-
-    def monotonic(self) -> float:
-        return self.now_seconds
-
-    def wall(self) -> float:
-        return self.now_seconds
-
-    def advance(self, seconds: float) -> None:
-        self.now_seconds += seconds
+def wall_ns(clock: Clock) -> int:
+    """Nanoseconds since 1970-01-01 UTC, in steps of a quarter of a microsecond."""
+    return int(clock.wall() * 1e9)

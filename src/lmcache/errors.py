@@ -40,12 +40,20 @@ class ServerUnavailable(LMCacheError):
     """No answer within the deadline, or no connection."""
 
 
+class StaleServer(LMCacheError):
+    """Slots or leases of a server that has ended since: they name nothing any more. A load is then a miss."""
+
+
 class AdapterError(LMCacheError):
     """An L2 adapter could not do an operation. `retryable` tells the runner whether trying again makes sense."""
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
         self.retryable = retryable
+
+
+class DeadlineError(AdapterError):
+    """An operation of an adapter did not end, or could not begin, within its deadline."""
 
 
 class CapacityError(AdapterError):

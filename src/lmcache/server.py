@@ -7,35 +7,35 @@ import ctypes
 import logging
 import os
 import resource
-import secrets
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lmcache import __version__
 from lmcache.admin.listener import HttpListener
-from lmcache.clock import SystemClock
-from lmcache.config.spec import ServerConfig
+from lmcache.core.address import http_url
 from lmcache.core.chunking import ChunkHasher
-from lmcache.core.limits import BOOT_TOKEN_BYTES
+from lmcache.core.limits import SERVER_EPOCH_BYTES
+from lmcache.core.salt_limits import SaltLimits
+from lmcache.environment import SYSTEM, Environment
 from lmcache.errors import ServerUnavailable
-from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l1.store import L1Store
-from lmcache.l2.registry import ConfiguredAdapter
-from lmcache.memory.inheritance import Inheritance
-from lmcache.memory.shared_memory import remove_files
-from lmcache.service.service import CacheService, ServiceSettings
-from lmcache.stop_signals import STOP_SECONDS, StopAsked, StopSignals
-from lmcache.telemetry.bus import EventBus
+from lmcache.memory.restart_compatibility import RestartCompatibility
+from lmcache.memory.server_memory import remove_files
+from lmcache.service.cache_service import CacheService
+from lmcache.service.context import ServiceContext, ServiceSettings
+from lmcache.startup import Plan
+from lmcache.stop_signals import STOP_SECONDS, StopRequested, StopSignals
+from lmcache.telemetry.event_bus import EventBus
+from lmcache.telemetry.line_writer import LineWriter
 from lmcache.telemetry.logs import count_faults
 from lmcache.telemetry.lookup_log import LookupHashLog
 from lmcache.telemetry.metrics import Metrics
-from lmcache.tiering.policies import PrefetchPolicy, StorePolicy
-from lmcache.tiering.storage import CLOSE_SECONDS, Storage
-from lmcache.transport.server import RpcServer
+from lmcache.tiering.storage_loop import CLOSE_SECONDS, StorageLoop, StorageSettings
+from lmcache.transport.rpc_server import RpcServer
 
 log = logging.getLogger("lmcache.server")
 
@@ -44,6 +44,7 @@ T = TypeVar("T")
 DRAIN_SECONDS = 10.0  # for what is on its way to L2
 EXIT_LEFT_BEHIND = 1  # something hangs in a backend or in the kernel
 _REMOVE_SECONDS = 1.0
+_ANNOUNCE_SECONDS = 1.0
 _STATUS_SECONDS = 2.0
 # How long a thread may keep the interpreter: the message loop must not wait 5 ms for the storage loop.
 _THREAD_SWITCH_SECONDS = 0.0005
@@ -55,20 +56,13 @@ _KEPT_BYTES = 32 << 20  # the most that mallopt takes
 class Server:
     """One server. Every method of `admin.state.ServerState` may be called from any thread."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        adapters: Sequence[ConfiguredAdapter],
-        store_policy: StorePolicy,
-        prefetch_policy: PrefetchPolicy,
-    ) -> None:
-        """As of `lmcache.startup.plan`: adapters are built and not opened."""
+    def __init__(self, plan: Plan, environment: Environment = SYSTEM) -> None:
+        config = plan.config
         self.config = config
-        self._adapters = adapters
-        self._store_policy = store_policy
-        self._prefetch_policy = prefetch_policy
+        self._plan = plan
         self.metrics = Metrics(enabled=config.metrics_enabled, service_instance_id=config.service_instance_id or "")
-        self._clock = SystemClock()
+        self._environment = environment
+        self._clock = environment.clock
         self._closers = contextlib.ExitStack()
         self._started_at = self._clock.monotonic()
         self._ready = False
@@ -78,108 +72,110 @@ class Server:
         """Serves until a signal asks for the end; the exit code. ConfigError or ResourceError when it cannot start."""
         signals.before_forced_end(lambda: remove_files(_REMOVE_SECONDS))
         try:
-            self.start(signals.go_on)
-            with contextlib.suppress(OSError):  # nobody is there to read it
-                print(self._ready_line(), flush=True)
-            signals.asked.wait()
+            self.start(signals.checkpoint)
+            self._announce()
+            signals.stop_requested.wait()
             log.info("Draining")
-        except StopAsked:
+        except StopRequested:
             log.info("Told to stop before it was ready")
         finally:
             self.stop()
         log.info("Stopped")
         return EXIT_LEFT_BEHIND if self._left_behind else 0
 
-    def start(self, go_on: Callable[[], object] = lambda: None) -> None:
-        """Builds and starts every part; on a fault nothing of it stays. `go_on` is called between steps and while one
-        takes long; what it raises ends the start."""
+    def start(self, checkpoint: Callable[[], object] = lambda: None) -> None:
+        """Builds and starts every part; on a fault nothing of it stays. `checkpoint` is called between steps and while
+        one takes long; what it raises ends the start."""
         try:
-            self._build(go_on)
+            self._build(checkpoint)
         except BaseException:
             self._closers.close()
             raise
         self._ready = True
 
-    def _build(self, go_on: Callable[[], object]) -> None:
-        go_on()
-        config, closers = self.config, self._closers
-        closers.callback(count_faults(lambda name: self.metrics.internal_faults.labels(name).inc()))
-        sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
-        _raise_descriptor_limit()
-        _keep_freed_memory()
-        hasher = ChunkHasher(config.hash_algorithm, config.chunk_size)
-        self._rpc = RpcServer(config.host, config.port, self.metrics)
-        closers.callback(self._rpc.stop)
+    def _build(self, checkpoint: Callable[[], object]) -> None:
+        checkpoint()
+        closers, metrics = self._closers, self.metrics
+        closers.callback(count_faults(lambda name: metrics.faults.internal_faults.labels(name).inc()))
+        _tune_process()
+        self.rpc = RpcServer(self.config.host, self.config.port, metrics.rpc, clock=self._clock)
+        closers.callback(self.rpc.stop)
         self._http = HttpListener(self)
         closers.callback(self._http.close)
-        go_on()
-        boot_token = secrets.token_bytes(BOOT_TOKEN_BYTES)
-        self._l1 = L1Store.open(
-            config.shm_name,
-            config.l1_size_bytes,
-            boot_token,
-            policy=config.eviction_policy,
-            align_bytes=config.l1_align_bytes,
-            init_bytes=config.l1_init_size_bytes if config.l1_use_lazy else None,
-            hugepages=config.l1_use_hugepages,
-            metrics=self.metrics,
-            clock=self._clock,
-            heir=self._heir(hasher),
-            go_on=go_on,
-        )
+        checkpoint()
+        hasher = ChunkHasher(self.config.hash_algorithm, self.config.chunk_size)
+        server_epoch = self._environment.random_bytes(SERVER_EPOCH_BYTES)
+        self._l1 = self._open_l1(hasher, server_epoch, checkpoint)
         closers.callback(self._close_l1)
-        if config.metrics_enabled:
-            self._l1.core.set_age_sample_rate(config.metrics_sample_rate)
-        closers.callback(self.metrics.on_scrape(self._l1.stats))
+        closers.callback(metrics.on_scrape(self._l1.stats))
         salt_limits = SaltLimits()
-        self.quotas = Quotas(
-            self._l1.core,
-            salt_limits,
-            enforced=config.eviction_policy == "IsolatedLRU",
-            file=QuotaFile(config.quota_file) if config.quota_file else None,
-        )
-        closers.callback(self.metrics.on_scrape(lambda: self.quotas.publish(self.metrics)))
-        self._storage = Storage(
-            self._l1,
-            self._adapters,
-            store_policy=self._store_policy,
-            prefetch_policy=self._prefetch_policy,
-            prefetch_max_in_flight=config.l2_prefetch_max_in_flight,
-            eviction_watermark=config.eviction_trigger_watermark,
-            eviction_ratio=config.eviction_ratio,
-            metrics=self.metrics,
-            clock=self._clock,
-            verify_threads=config.max_cpu_workers or 1,
-            salt_limits=salt_limits,
-        )
-        self._storage.start(go_on)
-        closers.callback(self._storage.stop)
-        self._events = self._event_bus()
-        closers.callback(self._events.stop)
-        settings = ServiceSettings(
-            boot_token, config.l1_read_ttl_seconds, config.l1_write_ttl_seconds, has_l2=bool(self._adapters)
-        )
-        self._service = CacheService(
-            settings, self._rpc, self._l1, self._storage, hasher, self._events, self.metrics, self._clock
-        )
-        self._events.start()
-        go_on()
+        self.quotas = self._open_quotas(salt_limits)
+        closers.callback(metrics.on_scrape(lambda: self.quotas.publish(metrics.quotas)))
+        self.storage = self._storage_loop(salt_limits)
+        self.storage.start(checkpoint)
+        closers.callback(self.storage.stop)
+        events = self._event_bus()
+        closers.callback(events.stop)
+        self._service = self._cache_service(hasher, server_epoch, events)
+        events.start()
+        checkpoint()
         # From here on engines and operators may call. The end is in the order of dependence: nothing new begins, what
         # was promised to L2 is written, then the listeners end, then what they call: storage loop, L1.
-        closers.callback(self._rpc.stop)
+        closers.callback(self.rpc.stop)
         self._service.start()
         closers.callback(self._service.close)
         closers.callback(self._http.stop)
         self._http.start()
         closers.callback(self._drain_storage)
-        closers.callback(self._begin_no_more)
+        closers.callback(self._refuse_calls)
 
-    def _heir(self, hasher: ChunkHasher) -> Inheritance | None:
-        config = self.config
-        if not config.l1_persist:
-            return None
-        return Inheritance(
-            config.l1_size_bytes, config.l1_align_bytes, hasher.chunk_tokens, hasher.algorithm, hasher.sample()
+    def _open_l1(self, hasher: ChunkHasher, server_epoch: bytes, checkpoint: Callable[[], object]) -> L1Store:
+        config, compatibility = self.config, None
+        if config.l1_persist:
+            compatibility = RestartCompatibility(
+                config.l1_size_bytes, config.l1_align_bytes, hasher.chunk_tokens, hasher.algorithm, hasher.sample()
+            )
+        l1 = L1Store.open(
+            config.shm_name,
+            config.l1_size_bytes,
+            server_epoch,
+            policy=config.eviction_policy,
+            align_bytes=config.l1_align_bytes,
+            init_bytes=config.l1_init_size_bytes if config.l1_use_lazy else None,
+            hugepages=config.l1_use_hugepages,
+            metrics=self.metrics.l1,
+            clock=self._clock,
+            compatibility=compatibility,
+            checkpoint=checkpoint,
+        )
+        if config.metrics_enabled:
+            l1.core.set_age_sample_rate(config.metrics_sample_rate)
+        return l1
+
+    def _open_quotas(self, salt_limits: SaltLimits) -> Quotas:
+        return Quotas(
+            self._l1.core,
+            salt_limits,
+            enforced=self.config.eviction_policy == "IsolatedLRU",
+            file=QuotaFile(self.config.quota_file) if self.config.quota_file else None,
+        )
+
+    def _storage_loop(self, salt_limits: SaltLimits) -> StorageLoop:
+        config, plan = self.config, self._plan
+        return StorageLoop(
+            self._l1,
+            plan.adapters,
+            StorageSettings(
+                plan.store_policy,
+                plan.prefetch_policy,
+                prefetch_max_in_flight=config.l2_prefetch_max_in_flight,
+                eviction_watermark=config.eviction_trigger_watermark,
+                eviction_ratio=config.eviction_ratio,
+                verify_threads=config.max_cpu_workers or 1,
+            ),
+            metrics=self.metrics.l2,
+            clock=self._clock,
+            salt_limits=salt_limits,
         )
 
     def _event_bus(self) -> EventBus:
@@ -195,15 +191,41 @@ class Server:
                     clock=self._clock,
                 )
             )
-        return EventBus(subscribers, config.event_bus_queue_size, self.metrics)
+        return EventBus(subscribers, config.event_bus_queue_size, self.metrics.events)
+
+    def _cache_service(self, hasher: ChunkHasher, server_epoch: bytes, events: EventBus) -> CacheService:
+        config = self.config
+        settings = ServiceSettings(
+            server_epoch, config.l1_read_ttl_seconds, config.l1_write_ttl_seconds, has_l2=bool(self._plan.adapters)
+        )
+        return CacheService(
+            ServiceContext(
+                settings=settings,
+                l1=self._l1,
+                locks=self._l1.memory,
+                hasher=hasher,
+                loop=self.rpc,
+                storage=self.storage,
+                events=events,
+                metrics=self.metrics.service,
+                clock=self._clock,
+            )
+        )
+
+    def _announce(self) -> None:
+        """Prints the ready line, or goes on without it when nobody takes it: stdout may be a pipe that is full."""
+        if sys.stdout:  # None: started with 1>&-
+            out = LineWriter(sys.stdout.fileno())
+            out.write(self._ready_line() + "\n")
+            out.drain(_ANNOUNCE_SECONDS)
 
     def _ready_line(self) -> str:
-        l1, l2 = self.config, [spec["type"] for spec in self.config.l2_adapter]
+        adapters = ", ".join(configured.config.type for configured in self._plan.adapters)
         return (
-            f"LMCache {__version__} is ready: engines at {self._rpc.endpoint}, "
-            f"HTTP at http://{self.config.http_host}:{self._http.http_port}, "
-            f"L1 {l1.l1_size_gb:g} GB in {self._l1.memory.path}, "
-            f"L2 {', '.join(l2) if l2 else 'none'}"
+            f"LMCache {__version__} is ready: engines at {self.rpc.endpoint}, "
+            f"HTTP at {http_url(self.config.http_host, self._http.http_port)}, "
+            f"L1 {self.config.l1_size_gb:g} GB in {self._l1.memory.path}, "
+            f"L2 {adapters or 'none'}"
         )
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -211,12 +233,12 @@ class Server:
         """Drains and ends every part, in the reverse order of their start. Idempotent."""
         self._closers.close()
 
-    def _begin_no_more(self) -> None:
+    def _refuse_calls(self) -> None:
         self._ready = False
-        self._rpc.drain()
+        self.rpc.drain()
 
     def _drain_storage(self) -> None:
-        self._left_behind = not self._storage.drain(DRAIN_SECONDS)
+        self._left_behind = not self.storage.drain(DRAIN_SECONDS)
 
     def _close_l1(self) -> None:
         """Removes the file, or leaves it to the next server. Under an operation that has not ended the memory stays
@@ -227,9 +249,9 @@ class Server:
 
     # ---- for the HTTP listener ---------------------------------------------------------------------------------------
     def health(self, within_seconds: float) -> str:
-        if not self._rpc.responsive(within_seconds):
+        if not self.rpc.responsive(within_seconds):
             return f"The message loop did not answer within {within_seconds:g} s."
-        if not self._storage.responsive(within_seconds):
+        if not self.storage.responsive(within_seconds):
             return f"The storage loop did not answer within {within_seconds:g} s."
         return ""
 
@@ -242,35 +264,41 @@ class Server:
             "version": __version__,
             "pid": os.getpid(),
             "uptime_seconds": round(self._clock.monotonic() - self._started_at, 3),
-            "rpc_endpoint": self._rpc.endpoint,
+            "rpc_endpoint": self.rpc.endpoint,
             "shm_path": self._l1.memory.path,
             "chunk_tokens": self.config.chunk_size,
             "hash_algorithm": self.config.hash_algorithm,
             **self._on_loop(self._service.snapshot),
             "l1": self._l1.stats(),
-            "l2": self._storage.status(),
+            "l2": self.storage.status(),
         }
 
     def clear(self, tier: str) -> tuple[int, int]:
         if not self._ready:
             raise ServerUnavailable("The server is starting or shutting down.")
-        return self._storage.clear(tier)
+        return self.storage.clear(tier)
 
     def _on_loop(self, question: Callable[[], T]) -> T:
         """Asks on the message loop's thread, where the answer is consistent."""
         answers: list[T] = []
-        asked = threading.Event()
+        answered = threading.Event()
 
         def ask() -> None:
             try:
                 answers.append(question())
             finally:
-                asked.set()
+                answered.set()
 
-        self._rpc.post(ask)
-        if not asked.wait(_STATUS_SECONDS) or not answers:
+        self.rpc.post(ask)
+        if not answered.wait(_STATUS_SECONDS) or not answers:
             raise ServerUnavailable(f"The message loop did not answer within {_STATUS_SECONDS:g} s.")
         return answers[0]
+
+
+def _tune_process() -> None:
+    sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
+    _raise_descriptor_limit()
+    _keep_freed_memory()
 
 
 def _keep_freed_memory() -> None:

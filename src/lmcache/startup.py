@@ -1,7 +1,7 @@
-"""What comes before a server takes anything: its options are read, and all that can be known to fail is refused.
+"""Reads the options of a server and refuses what is known to fail, before the server takes any resource.
 
-`lmcache server` and `lmcache config check` both begin here, so that they cannot differ. What remains for the start is
-what depends on who else runs at that moment: ports, locks, and the memory and disk space that others leave.
+`lmcache server` and `lmcache config check` both begin here, so that they cannot differ. Only what depends on other
+processes at that moment is left to the start: ports, locks, free memory and free disk space.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache.admin.access import read_token
 from lmcache.config.load import Loaded, draft
-from lmcache.config.notes import notes
+from lmcache.config.notes import L2Traits, notes
 from lmcache.config.spec import ServerConfig
 from lmcache.core.address import http_listening_host
 from lmcache.core.problems import Problems
 from lmcache.l1.quota_file import QuotaFile
-from lmcache.l2 import registry
+from lmcache.l2 import adapter_types
+from lmcache.l2.adapter_config import AdapterConfig
+from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.background import in_thread
-from lmcache.l2.config import AdapterConfig
-from lmcache.l2.registry import ConfiguredAdapter
-from lmcache.memory import shared_memory
+from lmcache.memory import server_memory
 from lmcache.telemetry import lookup_log
 from lmcache.telemetry.logs import level_of
 from lmcache.tiering.policies import PrefetchPolicy, StorePolicy
@@ -41,19 +41,19 @@ class Plan:
     adapters: Sequence[ConfiguredAdapter]
     store_policy: StorePolicy
     prefetch_policy: PrefetchPolicy
-    notes: Sequence[str]  # sentences for the operator: accepted, but perhaps not what was meant
+    notes: Sequence[str]  # warnings for the operator: accepted, but perhaps not intended
 
     @property
     def config(self) -> ServerConfig:
         return self.loaded.config
 
     def discard(self) -> None:
-        """For a plan that is not carried out."""
+        """Closes the adapters of a plan that is not started."""
         asyncio.run(_close(self.adapters))
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Loaded, list[AdapterConfig]]:
-    """The options alone, those of adapters too. ConfigError tells all that is wrong, a sentence each."""
+    """The options alone, adapters included. ConfigError lists every problem, a sentence each."""
     problems = Problems()
     loaded = draft(argv, environ, problems)
     configs = _adapter_configs(loaded.config, problems)
@@ -62,53 +62,59 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Loaded, list[
 
 
 def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """ConfigError or ResourceError tells all that is wrong, a sentence each. The machine is looked at once the options
-    themselves are in order."""
+    """ConfigError or ResourceError lists every problem, a sentence each. The machine is checked only when the options
+    themselves are valid."""
     loaded, configs = read(argv, environ)
     problems = Problems()
     _check_machine(loaded.config, problems)
     store_policy, prefetch_policy = _policies(loaded.config, problems)
     adapters: list[ConfiguredAdapter] = []
-    found: list[str] = []
+    adapter_notes: list[str] = []
     for config in configs:
         with problems.collect():
-            adapters.append(registry.build(config))
-            found += config.notes() + asyncio.run(_check_backend(config))
+            adapters.append(adapter_types.build(config))
+            adapter_notes += asyncio.run(_check_backend(config))
     if problems.found:
         asyncio.run(_close(adapters))
     problems.raise_all()
     assert store_policy is not None and prefetch_policy is not None
-    told = notes(
-        loaded,
-        environ,
+    l2 = L2Traits(
         verifies_loads=any(_leaves_verifying(loaded.config, configured) for configured in adapters),
         drops_from_l1=bool(adapters) and store_policy.drops_from_l1,
+        limits_salts=any(config.eviction_policy == "IsolatedLRU" for config in configs),
     )
-    return Plan(loaded, adapters, store_policy, prefetch_policy, told + _shared_folders(configs) + found)
+    server_notes = notes(loaded, environ, l2)
+    return Plan(
+        loaded, adapters, store_policy, prefetch_policy, server_notes + _shared_folders(configs) + adapter_notes
+    )
 
 
 def _leaves_verifying(config: ServerConfig, configured: ConfiguredAdapter) -> bool:
-    """Whether threads of the server verify what it loads, or what it stores out of an adopted L1."""
+    """Whether threads of the server verify what it loads, or what it stores out of a recovered L1."""
     return config.l1_persist or not getattr(configured.adapter, "verifies", False)
 
 
 def _shared_folders(configs: Sequence[AdapterConfig]) -> list[str]:
-    """Servers may share a folder; two adapters of a server gain nothing by it."""
-    found: list[str] = []
-    folders: dict[str, AdapterConfig] = {}
-    for adapter in configs:
-        if "base_path" in adapter.settings:
-            path = os.path.realpath(adapter.settings["base_path"])
-            if (other := folders.setdefault(path, adapter)) is not adapter:
-                found.append(
-                    f'{adapter.where}: "base_path" {path} is that of {other.where}: both write the same files; give '
-                    "each a folder of its own."
-                )
-    return found
+    """A note for each folder of two adapters: servers may share one, but here every file would be written twice."""
+    return [
+        f'{adapter.where}: "base_path" {path} is that of {other.where}: both write the same files; give '
+        "each a folder of its own."
+        for adapter, path, other in _at_one_path((config, config.folder) for config in configs)
+    ]
+
+
+def _at_one_path(places: Iterable[tuple[AdapterConfig, str]]) -> Iterator[tuple[AdapterConfig, str, AdapterConfig]]:
+    """(adapter, its path, an earlier adapter at the same path). Adapters without a path are passed over."""
+    first: dict[str, AdapterConfig] = {}
+    for adapter, place in places:
+        if place:
+            path = os.path.realpath(place)
+            if (other := first.setdefault(path, adapter)) is not adapter:
+                yield adapter, path, other
 
 
 def _policies(config: ServerConfig, problems: Problems) -> tuple[StorePolicy | None, PrefetchPolicy | None]:
-    """None where there is a problem."""
+    """None for a policy that is refused."""
     store_policy: StorePolicy | None = None
     prefetch_policy: PrefetchPolicy | None = None
     with problems.collect():
@@ -121,16 +127,11 @@ def _policies(config: ServerConfig, problems: Problems) -> tuple[StorePolicy | N
 def _adapter_configs(config: ServerConfig, problems: Problems) -> list[AdapterConfig]:
     configs: list[AdapterConfig] = []
     for index, spec in enumerate(config.l2_adapter):
-        if spec:  # else it was refused as a whole
+        if spec:  # {} stands for one that was refused already
             with problems.collect():
-                configs.append(registry.parse_adapter(spec, index))
-    devices: dict[str, AdapterConfig] = {}
-    for adapter in configs:
-        path = os.path.realpath(adapter.settings.get("device_path", ""))
-        if "device_path" in adapter.settings and (other := devices.setdefault(path, adapter)) is not adapter:
-            problems.add(
-                f'{adapter.where}: "device_path" {path} is that of {other.where}; give each a device of its own.'
-            )
+                configs.append(adapter_types.parse_adapter(spec, index))
+    for adapter, path, other in _at_one_path((config, config.device) for config in configs):
+        problems.add(f'{adapter.where}: "device_path" {path} is that of {other.where}; give each a device of its own.')
     return configs
 
 
@@ -142,7 +143,7 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
     with problems.collect():
         read_token(config.admin_token_file)
     with problems.collect():
-        shared_memory.refuse_unusable(config.shm_name, config.l1_size_bytes, hugepages=config.l1_use_hugepages)
+        server_memory.refuse_unusable(config.shm_name, config.l1_size_bytes, hugepages=config.l1_use_hugepages)
     if config.quota_file:
         with problems.collect():
             QuotaFile(config.quota_file).read()
@@ -152,15 +153,15 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
 
 
 async def _check_backend(config: AdapterConfig) -> list[str]:
-    """A dead mount holds up a thread, not the process."""
+    """In a thread with a deadline: a dead mount blocks the thread, not the process."""
     try:
-        return await asyncio.wait_for(in_thread("l2-check", registry.check, config), config.timeout_seconds)
+        return await asyncio.wait_for(in_thread("l2-check", adapter_types.check, config), config.timeout_seconds)
     except asyncio.TimeoutError:
-        raise config.silent() from None
+        raise config.timeout_error() from None
 
 
 async def _close(adapters: Sequence[ConfiguredAdapter]) -> None:
-    """What a plugin began when it was made must not hold up the end of the process."""
+    """With a deadline each: a plugin may have started threads when it was constructed."""
     for configured in adapters:
         try:
             await asyncio.wait_for(configured.adapter.close(), configured.config.timeout_seconds)

@@ -1,4 +1,4 @@
-"""What ends a server from outside: SIGTERM, SIGINT (Ctrl-C) and SIGHUP (its terminal was closed).
+"""The signals that stop a server: SIGTERM, SIGINT (Ctrl-C) and SIGHUP (its terminal was closed).
 
 Nothing is done in a signal handler: it would run inside whatever the main thread is doing, and must take no lock that
 is held there. The interpreter writes each signal's number into a pipe, and a thread of its own acts on it.
@@ -19,21 +19,21 @@ log = logging.getLogger("lmcache.server")
 
 STOP_SECONDS = 20.0  # from the first signal to the end of the process, whatever hangs
 EXIT_OVERDUE = 1
-_LAST_WORD_SECONDS = 0.5
+_LAST_LOG_SECONDS = 0.5
 
 
-class StopAsked(Exception):
+class StopRequested(Exception):
     """Ends a start that is under way."""
 
 
 class StopSignals:
     """Takes the signals from its construction until `close`, both on the main thread.
 
-    The first one sets `asked`. A second one, or STOP_SECONDS without an end, ends the process at once.
+    The first one sets `stop_requested`. A second one, or STOP_SECONDS without an end, ends the process at once.
     """
 
     def __init__(self, stop_seconds: float = STOP_SECONDS) -> None:
-        self.asked = threading.Event()
+        self.stop_requested = threading.Event()
         self._stop_seconds = stop_seconds
         self._before_forced_end: list[Callable[[], object]] = []
         self._numbers = {signal.SIGTERM, signal.SIGINT}
@@ -43,15 +43,15 @@ class StopSignals:
         self._reading, self._writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._writing, False)
         threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
-        self._former_fd = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        self._former = {number: signal.signal(number, _nothing) for number in self._numbers}
+        self._previous_fd = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, _ignore) for number in self._numbers}
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def close(self) -> None:
         """Leaves the signals to whoever had them before."""
-        for number, handler in self._former.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._former_fd)
+        signal.set_wakeup_fd(self._previous_fd)
         self._closed = True
         os.close(self._writing)
 
@@ -59,28 +59,28 @@ class StopSignals:
         """`action` runs on another thread, must end soon, and must wait for no lock without a deadline."""
         self._before_forced_end.append(action)
 
-    def go_on(self) -> None:
-        """StopAsked once a signal has come."""
-        if self.asked.is_set():
-            raise StopAsked
+    def checkpoint(self) -> None:
+        """StopRequested once a signal has come."""
+        if self.stop_requested.is_set():
+            raise StopRequested
 
     def _watch(self) -> None:
         self._next(None)
         if not self._closed:
-            self.asked.set()
+            self.stop_requested.set()
         again = self._next(self._stop_seconds)
         if self._closed:
             os.close(self._reading)
             return
         for action in self._before_forced_end:
-            with contextlib.suppress(Exception):  # the process ends, whatever it is
+            with contextlib.suppress(Exception):  # the process ends in any case
                 action()
         if again:
             os._exit(128 + again)
-        # Said by another thread, as whatever hangs may hang inside a log handler.
+        # Logged by another thread, as whatever hangs may hang inside a log handler.
         sentence = "The server did not end within %.0f s of being told to; it ends now, whatever it is doing"
         threading.Thread(target=log.error, args=(sentence, self._stop_seconds), daemon=True).start()
-        self._next(_LAST_WORD_SECONDS)
+        self._next(_LAST_LOG_SECONDS)
         os._exit(EXIT_OVERDUE)
 
     def _next(self, seconds: float | None) -> int:
@@ -103,5 +103,5 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _nothing(*_: object) -> None:
+def _ignore(*_: object) -> None:
     pass

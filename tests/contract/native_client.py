@@ -13,7 +13,7 @@ SPACES: dict[str, dict[str, bytes]] = {}  # objects outlive a client, as in a se
 
 class Client:
     """`says_each`: reports one bool a key, else only whether the batch went well. `resets`: its drain resets the
-    eventfd. `fails`: batches of these acts go wrong."""
+    eventfd. `fails`: batches of these acts go wrong. `submitted` and `reported` count batches."""
 
     def __init__(self, space: str, says_each: bool = True, resets: bool = True, fails: Sequence[str] = ()) -> None:
         self.objects = SPACES.setdefault(space, {})
@@ -21,7 +21,7 @@ class Client:
         self._says_each = says_each
         self._resets = resets
         self._fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._number = 0
+        self.submitted = self.reported = 0
         self._batches: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done: list[Any] = []
         self._lock = threading.Lock()
@@ -48,6 +48,7 @@ class Client:
                 pass
         with self._lock:
             done, self._done = self._done, []
+        self.reported += len(done)
         return done
 
     def close(self) -> None:
@@ -57,9 +58,9 @@ class Client:
 
     def _submit(self, act: str, keys: list[str], others: Sequence[Any]) -> int:
         assert all(len(key) == 129 and key.replace("_", "").isalnum() for key in keys)
-        self._number += 1
-        self._batches.put((self._number, act, keys, others))
-        return self._number
+        self.submitted += 1
+        self._batches.put((self.submitted, act, keys, others))
+        return self.submitted
 
     def _work(self) -> None:
         while (batch := self._batches.get()) is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from lmcache.l2.adapter import Adapter
 from lmcache.testing.adapter_contract import AdapterContract, adapter_contract, build_from
-from lmcache.testing.faults import FaultyAdapter
+from support.faults import FaultyAdapter
 
 MOCK = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100}
 FS_NATIVE = {"type": "fs_native", "base_path": "{folder}/base"}
@@ -75,7 +75,7 @@ class TestNativePlugin(AdapterContract):
         return self.adapter
 
     def break_backend(self, folder: Path) -> bool:
-        client: Any = self.adapter._client  # type: ignore[attr-defined]
+        client: Any = self.adapter.client  # type: ignore[attr-defined]
         client.fails |= {"set", "get", "exists", "delete"}
         return True
 

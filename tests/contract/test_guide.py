@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from lmcache.errors import ResourceError
-from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.testing.contract_run import RecordingInventory
 
 GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "write-an-adapter.md"
 ADAPTER, TESTS = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 exec(TESTS)  # defines TestSqlite
-TestSqlite.steps = 2000  # noqa: F821  # type: ignore[name-defined]
+TestSqlite.steps = 2000  # type: ignore[name-defined]  # noqa: F821
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ class IgnoresSalts(Sound):
 class KeepsBuffers(Sound):
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         for key, buffer in zip(keys, buffers, strict=True):
-            self.objects[key] = buffer  # type: ignore[assignment]
+            self.objects[key] = buffer
         return [StoreOutcome.STORED] * len(keys)
 
 

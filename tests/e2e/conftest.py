@@ -24,8 +24,8 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
     running: list[Stack] = []
 
     def start(model: Path, **options: Any) -> Stack:
-        for former in running:
-            former.close()
+        for previous in running:
+            previous.close()
         running.clear()
         stack = Stack(model, tmp_path_factory.mktemp("stack"), **options)
         running.append(stack)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import lmcache
-from e2e.proxy import Network
 from lmcache import _native
 from lmcache.testing.processes import LOOPBACK, CacheServer, Completion, VllmEngine
-from lmcache.testing.stand_stills import StandStills
+from support.network import Network
+from support.stand_stills import StandStills
 
 GIVEN_UP = "The LMCache server does not answer"  # what the engine says then
 PACKAGE_PARENT = Path(lmcache.__file__).parents[1]  # of the package under test, installed or not
@@ -74,7 +74,7 @@ class Stack:
         workers: int | None = None,
         networked: bool = False,
         **engine: Any,
-    ):
+    ) -> None:
         """`ranks` of the engine that each store a part of a chunk; `workers`, where several hold the same. `networked`:
         engine and server have a `network` between them that the test can cut."""
         self.model = model
@@ -89,7 +89,7 @@ class Stack:
         # Tests count on hits; what a busy machine measures must not turn one into a prefill.
         extra = {"lmcache.mp.load_or_recompute": False, **engine.pop("extra_config", {})}
         self._engine_options = {**engine, "extra_config": extra}
-        self._lives = 0
+        self._starts = 0
         self._stand_stills = StandStills()
         self.server = self._new_server()
         self.network = Network(self.server.port) if networked else None
@@ -101,17 +101,17 @@ class Stack:
             self.server.stop()
             raise
 
-    def _new_server(self, former: CacheServer | None = None) -> CacheServer:
-        self._lives += 1
+    def _new_server(self, previous: CacheServer | None = None) -> CacheServer:
+        self._starts += 1
         place: dict[str, Any] = {}
-        if former is not None:
-            place = {"port": former.port, "http_port": former.http_port, "shm_name": former.shm_name}
+        if previous is not None:
+            place = {"port": previous.port, "http_port": previous.http_port, "shm_name": previous.shm_name}
         return CacheServer(
             self.folder,
             l1_size_gb=self._l1_size_gb,
             l2_folder=self._l2_folder,
             extra=self._server_flags,
-            log_name=f"server-{self._lives}.log",
+            log_name=f"server-{self._starts}.log",
             **place,
         )
 
@@ -120,7 +120,7 @@ class Stack:
 
     def another_engine(self, model: Path, flags: Sequence[str] = ()) -> VllmEngine:
         """On the same server, with the probe."""
-        self._lives += 1
+        self._starts += 1
         return VllmEngine(
             model,
             self.folder,
@@ -131,7 +131,7 @@ class Stack:
                 "PYTHONPATH": f"{PACKAGE_PARENT}:{TESTS}",
                 **self._environment,
             },
-            log_name=f"engine-{self._lives}.log",
+            log_name=f"engine-{self._starts}.log",
             **self._engine_options,
         )
 
@@ -191,15 +191,15 @@ class Stack:
     def replace_server(self, flags: Sequence[str] = (), **options: Any) -> None:
         """Another server, which is ready, takes the address of this one in the moment that this one is killed."""
         assert self.network is not None
-        former = self.server
-        self._lives += 1
+        previous = self.server
+        self._starts += 1
         self.server = CacheServer(
-            self.folder, l2_folder=self._l2_folder, extra=flags, log_name=f"server-{self._lives}.log", **options
+            self.folder, l2_folder=self._l2_folder, extra=flags, log_name=f"server-{self._starts}.log", **options
         )
         self.server.wait_ready()
-        former.kill()
+        previous.kill()
         self.network.lead_to(self.server.port)
-        (Path("/dev/shm") / former.shm_name).unlink()
+        (Path("/dev/shm") / previous.shm_name).unlink()
 
     def wait_registered(self) -> None:
         """Until the engine, both sides of it, has found the server by itself."""

@@ -13,8 +13,8 @@ import sys
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from lmcache.testing.tiny_images import image_url
 from lmcache.testing.tiny_models import sample_text
+from support.tiny_images import image_url
 
 FIRST_TOKENS, FURTHER_TOKENS, SAMPLED = 300, 500, 4
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,9 +69,9 @@ def test_a_server_killed_during_a_prefill_is_survived_and_found_again(stack: Sta
 
 
 OTHER_VERSION = """
-import sys, lmcache, lmcache.protocol.version as version
+import sys, lmcache, lmcache.protocol.messages as messages
 lmcache.__version__ = "99.0"
-version.PROTOCOL_VERSION = version.OLDEST_SUPPORTED_PROTOCOL_VERSION = {protocol}
+messages.PROTOCOL_VERSION = messages.OLDEST_SUPPORTED_PROTOCOL_VERSION = {protocol}
 from lmcache.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -93,13 +94,13 @@ def test_a_server_replaced_at_once_during_a_prefill_is_noticed(stack: Stack, pre
         stack.replace_server()
         replaced_at, chunk = time.monotonic(), 256
     stack.wait_registered()
-    print(f"{what}: registered {time.monotonic() - replaced_at:.2f} s after the former server was killed")
+    print(f"{what}: registered {time.monotonic() - replaced_at:.2f} s after the previous server was killed")
     assert stack.engine.complete(prompt, max_tokens=4).token_ids == survived.token_ids
     until(lambda: stack.engine.complete(prompt).cached_tokens == PROMPT // chunk * chunk)
     stack.wait_clean()
 
 
-def test_a_server_of_another_protocol_is_told_and_not_used(stack: Stack) -> None:
+def test_a_server_of_another_protocol_is_reported_and_not_used(stack: Stack) -> None:
     prompt = sample_tokens(2048, seed=130)
     warm = cached(stack, prompt)
     stack.replace_server(program=("-c", OTHER_VERSION.format(protocol=2)))
@@ -141,7 +142,7 @@ def test_a_server_that_hangs_costs_a_bounded_time(stack: Stack, prefill_seconds:
     warm = cached(stack, prompt)
     stack.server.pause()
     stopped_at = time.monotonic()
-    answers = []
+    answers: list[Any] = []
     try:
         while len(answers) < 2 or time.monotonic() < stopped_at + seconds:
             answers.append(stack.engine.complete(prompt, max_tokens=4))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from e2e.harness import Stack
-from lmcache.testing.tiny_images import IMAGE_TOKENS, image_url, make_idefics3
 from lmcache.testing.tiny_models import sample_text
+from support.tiny_images import IMAGE_TOKENS, image_url, make_idefics3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -97,7 +97,7 @@ def test_images_do_not_share(idefics3: Path, start_stack: Callable[..., Stack]) 
 
 
 def test_images_that_the_engine_only_counts_are_not_cached(idefics3: Path, start_stack: Callable[..., Stack]) -> None:
-    """Without its own caches vLLM calls the first image of every life the same."""
+    """Without its own caches vLLM calls the first image after every start the same."""
     stack = start_stack(idefics3, l2=False, engine_flags=["--mm-processor-cache-gb", "0"])
     text = text_of(500, idefics3, seed=1)
     first = ask(stack, IMAGES[0], text)

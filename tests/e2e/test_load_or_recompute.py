@@ -28,7 +28,7 @@ def test_a_slow_tier_is_left_out_and_a_fast_one_is_not(llama: Path, start_stack:
     )
     prompts = [sample_tokens(300, seed=seed) for seed in range(KNOWN_AFTER + 2)]
     cold = [stack.engine.complete(prompt, max_tokens=4) for prompt in prompts]
-    assert [one.cached_tokens for one in cold] == [0] * len(prompts)
+    assert [answer.cached_tokens for answer in cold] == [0] * len(prompts)
     stack.wait_stored(len(prompts), in_l2=True)
 
     def left_out() -> float:

@@ -54,7 +54,7 @@ def run_engine(
     return list(json.loads(results[0].removeprefix("RESULTS ")))
 
 
-def test_kv_of_former_weights_is_neither_served_nor_found_under_the_new_name(
+def test_kv_of_previous_weights_is_neither_served_nor_found_under_the_new_name(
     llama: Path, tmp_path_factory: pytest.TempPathFactory, server: CacheServer
 ) -> None:
     other = make_llama(tmp_path_factory.mktemp("other-weights") / "llama", seed=1)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from e2e.harness import Stack, until
 from lmcache.testing.processes import VllmEngine
-from lmcache.testing.tiny_models import make_qwen3, sample_tokens
+from lmcache.testing.tiny_models import sample_tokens
+from support.tiny_shapes import make_qwen3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -18,7 +20,7 @@ PROMPT = sample_tokens(1100, seed=1)
 
 
 @contextmanager
-def beside(stack: Stack, model: Path, flags: Sequence[str] = ()):
+def beside(stack: Stack, model: Path, flags: Sequence[str] = ()) -> Iterator[Any]:
     """Another engine on the same server, with the one of the stack still running."""
     engine = stack.another_engine(model, flags)
     try:
@@ -64,7 +66,7 @@ def test_engines_share_what_has_the_same_layout_and_nothing_else(
     stack.wait_clean()
 
 
-def test_replicas_are_told_apart_and_share_hits(llama: Path, start_stack: Callable[..., Stack]) -> None:
+def test_replicas_are_distinguished_and_share_hits(llama: Path, start_stack: Callable[..., Stack]) -> None:
     stack = start_stack(
         llama,
         l2=False,

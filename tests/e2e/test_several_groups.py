@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from e2e.harness import Stack
-from lmcache.testing.tiny_models import make_gemma3, sample_tokens
+from lmcache.testing.tiny_models import sample_tokens
+from support.tiny_shapes import make_gemma3
 
 pytestmark = pytest.mark.engine
 

@@ -16,15 +16,9 @@ import pytest
 
 from e2e.harness import Stack, until
 from lmcache.testing.processes import Completion
-from lmcache.testing.tiny_hybrids import make_gemma3n, make_gpt_oss, make_llama4, make_qwen3_next
-from lmcache.testing.tiny_models import (
-    LlamaShape,
-    make_deepseek_v2,
-    make_gemma3,
-    make_llama,
-    make_qwen3,
-    sample_tokens,
-)
+from lmcache.testing.tiny_models import LlamaShape, make_llama, sample_tokens
+from support.tiny_hybrids import make_gemma3n, make_gpt_oss, make_llama4, make_qwen3_next
+from support.tiny_shapes import make_deepseek_v2, make_gemma3, make_qwen3
 
 pytestmark = pytest.mark.engine
 
@@ -65,7 +59,7 @@ def make_with_draft(folder: Path) -> Path:
     return make_llama(folder)
 
 
-TWO_RANKS = {
+TWO_RANKS: dict[str, Any] = {
     "flags": ("--tensor-parallel-size", "2"),
     "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
@@ -106,7 +100,7 @@ def parameters() -> list[Any]:
 
 
 class Witness:
-    """What was stored and loaded over the lives of an engine, in digests of the engine's own tensors."""
+    """What was stored and loaded over the starts of an engine, in digests of the engine's own tensors."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -186,7 +180,7 @@ def ask(stack: Stack, shape: Shape) -> Completion:
 
 
 def accepted_drafts(stack: Stack) -> float:
-    """Over the engine's life; 0 without speculation."""
+    """Since the engine's start; 0 without speculation."""
     until(lambda: stack.engine_metric("vllm:num_requests_running") == 0)
     return stack.engine_metric("vllm:spec_decode_num_accepted_tokens_total")
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,8 @@ class Client:
             return
         salt = dice.choice(SALTS)
         tokens = dice.choice((1, 4, 16, 64))
-        answer = engine.complete(prompt, max_tokens=tokens, **({"cache_salt": salt} if salt else {}))
+        options: dict[str, Any] = {"cache_salt": salt} if salt else {}
+        answer = engine.complete(prompt, max_tokens=tokens, **options)
         assert len(answer.token_ids) == tokens
         self.did["answered"] += 1
         self.did["hits"] += answer.cached_tokens > 0
@@ -95,10 +97,10 @@ def test_memory_is_flat_and_nothing_stays_held(llama: Path, start_stack: Callabl
                 time.sleep(min(5.0, SECONDS / 60))
         finally:
             stopped.set()
-        did = sum((one.result() for one in working), Counter())
+        did = sum((future.result() for future in working), Counter())
     until(lambda: stack.engine_metric("vllm:num_requests_running") == 0)
     stack.wait_clean()
-    until(lambda: not any(sum(rank.values()) for rank in stack.rpc("kv_held")), tell=lambda: stack.rpc("kv_held"))
+    until(lambda: not any(stack.rpc("kv_held")), tell=lambda: stack.rpc("kv_held"))
     until(lambda: stack.engine.ask(stack.engine.port, "POST", "/reset_prefix_cache")[0] == 200)
     until(lambda: stack.engine_metric("vllm:kv_cache_usage_perc") == 0)
     did["preemptions"] = int(stack.engine_metric("vllm:num_preemptions_total"))

@@ -18,7 +18,7 @@ import pytest
 
 from e2e.harness import PACKAGE_PARENT, TESTS, until
 from lmcache.testing.processes import CacheServer
-from lmcache.testing.tiny_images import make_idefics3
+from support.tiny_images import make_idefics3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

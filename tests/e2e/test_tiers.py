@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 
 class Bytes:
-    """Digests of stored and loaded chunks over the lives of an engine."""
+    """Digests of stored and loaded chunks over the starts of an engine."""
 
     def __init__(self) -> None:
         self.stored: dict[str, str] = {}
@@ -42,7 +42,7 @@ def test_every_tier_gives_what_was_computed(llama: Path, start_stack: Callable[.
     bytes_seen = Bytes()
     stack.rpc("kv_watch")
     cold = ask_all(stack, lengths)
-    assert [one.cached_tokens for one in cold] == [0] * len(lengths)
+    assert [answer.cached_tokens for answer in cold] == [0] * len(lengths)
 
     loaded: list[tuple[int, ...]] = []  # the answers of the first hits: steps of the same tokens round alike
 
@@ -51,7 +51,7 @@ def test_every_tier_gives_what_was_computed(llama: Path, start_stack: Callable[.
         loaded[:] = loaded or [answer.token_ids for answer in warm]
         assert [answer.token_ids for answer in warm] == loaded, where
         assert [sure(answer) for answer in warm] == [sure(answer) for answer in cold], where
-        assert [one.cached_tokens for one in warm] == [whole_chunks(length) for length in lengths], where
+        assert [answer.cached_tokens for answer in warm] == [whole_chunks(length) for length in lengths], where
         bytes_seen.check(stack)
         stack.wait_clean()
 

@@ -127,8 +127,8 @@ def test_requests_leave_while_others_push_each_other_out(stack: Stack) -> None:
             pool.submit(leave_early, stack.engine, prompts[number % 6], after_seconds=0.15 * number)
             for number in range(24)
         ]
-        answers = [one.result() for one in staying]
-        assert not any(one.exception() for one in leaving)
+        answers = [future.result() for future in staying]
+        assert not any(future.exception() for future in leaving)
     assert stack.engine_metric("vllm:num_preemptions_total") > before
     assert [answer.token_ids[:1] for answer in answers] == alone
     until(lambda: stack.engine_metric("vllm:num_requests_running") == 0)

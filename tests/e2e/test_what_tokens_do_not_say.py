@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from e2e.harness import Stack
-from lmcache.testing.tiny_models import make_lora, sample_tokens
+from lmcache.testing.tiny_models import sample_tokens
+from support.tiny_shapes import make_lora
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -26,8 +27,8 @@ def test_adapters_do_not_share(
     prompt = sample_tokens(1100, seed=1)
     models = ("one", "two", stack.engine.model)
     cold = {model: stack.engine.complete(prompt, model=model) for model in models}
-    assert [one.cached_tokens for one in cold.values()] == [0, 0, 0]
-    assert len({one.token_ids for one in cold.values()}) == 3
+    assert [answer.cached_tokens for answer in cold.values()] == [0, 0, 0]
+    assert len({answer.token_ids for answer in cold.values()}) == 3
     stack.wait_stored(3 * 4, in_l2=True)
     for where in ("L1", "L2"):
         for model in models:

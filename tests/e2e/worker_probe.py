@@ -5,9 +5,30 @@ The digests are taken from the engine's own tensors, so they check the copier an
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
+from collections.abc import Callable
 from typing import Any
+
+
+class _WatchedLoad:
+    """A job of a load; `copied` is called when it has ended and every chunk was copied, before that is reported."""
+
+    def __init__(self, job: Any, copied: Callable[[], None]) -> None:
+        self._job = job
+        self._copied = copied
+        self._has_ended = False
+
+    def wait(self, seconds: float) -> Any:
+        from lmcache.integration.engine.transfer_backend import COPIED
+
+        flags = self._job.wait(seconds)
+        if flags is not None and not self._has_ended:
+            self._has_ended = True
+            if all(flag == COPIED for flag in flags):
+                self._copied()
+        return flags
 
 
 class KVProbe:
@@ -18,13 +39,13 @@ class KVProbe:
 
     def kv_watch(self) -> int:
         """Begins to take digests; the number of KV cache groups."""
-        from lmcache.integration.vllm.attachment import COPIED, Attachment
-        from lmcache.integration.vllm.socket_attachment import SocketAttachment
-        from lmcache.integration.vllm.worker_side import WorkerSide
+        from lmcache.integration.engine.shm_transfer import ShmTransfer
+        from lmcache.integration.engine.socket_transfer import SocketTransfer
 
         self._stored, self._loaded = {}, {}
-        submit_stores = {kind: kind.submit_store for kind in (Attachment, SocketAttachment)}
-        load_ended = WorkerSide._load_ended
+        kinds: list[Any] = [ShmTransfer, SocketTransfer]
+        submit_stores = {kind: kind.submit_store for kind in kinds}
+        submit_loads = {kind: kind.submit_load for kind in kinds}
 
         def watched_store(attachment: Any, order: Any, reply: Any) -> Any:
             chunks = len(order.hashes) // 32
@@ -34,58 +55,55 @@ class KVProbe:
                 self._digest_chunks(self._stored, group, array("q", blocks), order.hashes, of_group)
             return submit_stores[type(attachment)](attachment, order, reply)
 
-        def watched_load(side: Any, order: Any, results: Any) -> None:
-            for group, load in enumerate(order.groups):
-                if results is not None and all(flag == COPIED for flag in results[group]):
-                    hashes = order.hashes[32 * load.first_chunk : 32 * order.hit_chunks]
-                    self._digest_chunks(self._loaded, group, array("q", load.blocks), hashes)
-            load_ended(side, order, results)
+        def watched_load(attachment: Any, order: Any, fence: Any) -> list[_WatchedLoad]:
+            def digest(group: int) -> None:
+                load = order.groups[group]
+                hashes = order.hashes[32 * load.first_chunk : 32 * order.hit_chunks]
+                self._digest_chunks(self._loaded, group, array("q", load.blocks), hashes)
 
-        for kind in submit_stores:
-            kind.submit_store = watched_store  # type: ignore[attr-defined]
-        WorkerSide._load_ended = watched_load  # type: ignore[method-assign]
+            jobs = submit_loads[type(attachment)](attachment, order, fence)
+            return [_WatchedLoad(job, functools.partial(digest, group)) for group, job in enumerate(jobs)]
+
+        for kind in kinds:
+            kind.submit_store, kind.submit_load = watched_store, watched_load
         return len(self.model_runner.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
 
     def kv_seen(self) -> dict[str, Any]:
         """Digest by "group chunk-hash" of what was stored and loaded since `kv_watch`, and whose KV it is."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        worker = get_kv_transfer_group()._worker
-        rank = worker._identity.kv_rank if worker is not None else 0
+        worker = get_kv_transfer_group().worker_side
+        rank = worker.identity.kv_rank if worker is not None else 0
         return {"stored": self._stored, "loaded": self._loaded, "kv_rank": rank}
 
-    def kv_held(self) -> dict[str, int]:
-        """What the connector holds in this process, and calls without an answer."""
+    def kv_held(self) -> list[str]:
+        """Sentences: what the connector holds in this process, and calls without an answer."""
         import gc
 
+        from lmcache.integration.engine.worker_side import WorkerSide
         from lmcache.integration.vllm.scheduler_side import SchedulerSide
-        from lmcache.integration.vllm.worker_side import WorkerSide
-        from lmcache.transport.client import Connection
+        from open_calls import calls_in_flight
 
-        held = {"requests": 0, "pins": 0, "loads": 0, "stores": 0, "calls": 0}
-        for one in gc.get_objects():
-            if isinstance(one, SchedulerSide):
-                held["requests"] += len(one._requests) + len(one._storing)
-                held["pins"] += len(one._pins._jobs)
-            elif isinstance(one, WorkerSide):
-                held["loads"] += len(one._loads)
-                held["stores"] += one._storer._running + len(one._storer._unsettled)
-            elif isinstance(one, Connection):
-                held["calls"] += len(one._pendings)
+        held = [f"{calls} calls wait for an answer"] if (calls := calls_in_flight()) else []
+        for side in [found for found in gc.get_objects() if isinstance(found, SchedulerSide | WorkerSide)]:
+            try:
+                side.check_idle()
+            except AssertionError as fault:
+                held.append(str(fault))
         return held
 
     def kv_stall(self) -> None:
         """From now on every store stops between its reservation and its copy, and every load never ends."""
         import time
 
-        from lmcache.integration.vllm.attachment import Attachment, CopyJob
+        from lmcache.integration.engine.shm_transfer import CopyJob, ShmTransfer
 
         def stop(*_: Any) -> Any:
             while True:
                 time.sleep(60)
 
-        Attachment.submit_store = stop  # type: ignore[method-assign]
-        CopyJob.wait = lambda job, seconds: None  # type: ignore[method-assign]
+        ShmTransfer.submit_store = stop
+        CopyJob.wait = lambda job, seconds: None
 
     def _digest_chunks(
         self, digests: dict[str, str], group: int, blocks: array[int], hashes: bytes, wanted: bytes = b""

@@ -1,4 +1,4 @@
-"""What tests of media that fail share: a disk that fails as it is told, and the adapters on it."""
+"""What tests of media that fail share: a disk that fails on command, and the adapters on it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from lmcache.clock import ManualClock
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import GIB, L2_BREAKER_MAX_OPEN_SECONDS
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import PAYLOAD_BYTES, FrameMemory, keys
-from lmcache.testing.raw_devices import META_BYTES, SLOT_BYTES, make_device
+from manual_clock import ManualClock
+from services import nixl
+from support.raw_devices import META_BYTES, SLOT_BYTES, make_device
 
 COUNT = 8
 DEADLINE_SECONDS = 90.0
@@ -107,7 +109,7 @@ class Medium:
 
     @contextmanager
     def at(self, folder: Path) -> Iterator[dict[str, Any]]:
-        """A specification for life after life in a new folder."""
+        """A specification for one adapter after another in a new folder."""
         folder.mkdir()
         if self.is_device:
             with loop_device(make_device(folder / "device")) as path:
@@ -118,6 +120,15 @@ class Medium:
 
 def files(kind: str, **settings: Any) -> Callable[[Path], dict[str, Any]]:
     return lambda folder: {"type": kind, "base_path": str(folder), **settings}
+
+
+def nixl_files(kind: str, **settings: Any) -> Callable[[Path], dict[str, Any]]:
+    def spec(folder: Path) -> dict[str, Any]:
+        nixl.need()
+        params = {"file_path": str(folder), "use_direct_io": "true"}
+        return {"type": kind, "backend": "POSIX", "backend_params": params, **settings}
+
+    return spec
 
 
 def raw(**settings: Any) -> Callable[[Path], dict[str, Any]]:
@@ -157,23 +168,25 @@ MEDIA = (
     Medium("raw_loop_uring", raw(io_engine="io_uring"), is_device=True),
     Medium("dax", dax),
     Medium("plugin", plugin),
+    Medium("nixl_pool", nixl_files("nixl_store", pool_size=4 * COUNT)),
+    Medium("nixl_files", nixl_files("nixl_store_dynamic")),
 )
 
 
-# ---- one life of a server --------------------------------------------------------------------------------------------
+# ---- an adapter and its runner ---------------------------------------------------------------------------------------
 @dataclass
-class Life:
+class RunningAdapter:
     """A runner and its adapter. Whatever it gives out is compared with what was stored."""
 
     spec: dict[str, Any]
     released: int = 0
     clock: ManualClock = field(default_factory=ManualClock)
 
-    async def __aenter__(self) -> Life:
+    async def __aenter__(self) -> RunningAdapter:
         configured = build(parse_adapter({**self.spec, "timeout_seconds": DEADLINE_SECONDS}, 0))
-        self.runner = Runner(configured, Metrics(), self.clock)
+        self.runner = Runner(configured, Metrics().l2, self.clock)
         await self.runner.open()
-        await asyncio.wait_for(self.runner._inventory_complete.wait(), DEADLINE_SECONDS)
+        assert await self.runner.wait_for_inventory(DEADLINE_SECONDS)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -182,7 +195,7 @@ class Life:
 
     def be_quick(self) -> None:
         """From now on a deadline is short."""
-        self.runner.config = replace(self.runner.config, timeout_seconds=SHORT_SECONDS)
+        self.runner.context.config = replace(self.runner.context.config, timeout_seconds=SHORT_SECONDS)
 
     async def store(self, seed: int) -> list[StoreOutcome]:
         return await self.runner.store(*self.frames(seed), self._release)
@@ -193,7 +206,7 @@ class Life:
         return wanted, [memory.fill(slot, key) for slot, key in enumerate(wanted)]
 
     async def load(self, seed: int) -> list[LoadOutcome]:
-        """LOADED is exact. What comes wrong is told to the runner, as the server does, and counts as CORRUPT."""
+        """LOADED is exact. What comes wrong is reported to the runner, as the server does, and counts as CORRUPT."""
         wanted, target = keys(COUNT, seed), FrameMemory(COUNT)
         await self.runner.probe(wanted)
         outcomes = await self.runner.load(wanted, target.buffers, self._release)

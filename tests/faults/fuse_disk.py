@@ -1,4 +1,4 @@
-"""A folder as a file system that fails as it is told. Run as a program: FOLDER MOUNTPOINT. One JSON object a line
+"""A folder as a file system that fails on command. Run as a program: FOLDER MOUNTPOINT. One JSON object a line
 on stdin says which operations fail and how (`Fault`); each is answered with how many operations met a fault since the
 last one, and how many stand still. Before it takes effect nothing is left in the page cache."""
 
@@ -21,7 +21,7 @@ BLOCK_BYTES = 4096
 
 @dataclass
 class Fault:
-    """What happens to one kind of operation. `error`: it fails. `stall`: it stands still until told otherwise, then
+    """What happens to one kind of operation. `error`: it fails. `stall`: it stands still until the next command, then
     does what it should. Of reads and writes: `short`: half of it is done and said. `torn`: half is done, all is said (a
     read has zeros there). `shift`: it goes that many bytes further on. `flip`: a bit is turned over on the way. `skip`:
     the first so many operations go well."""
@@ -304,9 +304,9 @@ def main() -> None:
         threading.Thread(target=disk.serve, daemon=True).start()
     print("ready", flush=True)
     for line in sys.stdin:
-        told: dict[str, dict[str, Any]] = json.loads(line)
+        faults: dict[str, dict[str, Any]] = json.loads(line)
         disk.drop_pages()
-        print(*disk.tell({name: Fault(**fault) for name, fault in told.items()}), flush=True)
+        print(*disk.tell({name: Fault(**fault) for name, fault in faults.items()}), flush=True)
     os._exit(0)  # threads may stand still in operations of their own
 
 

@@ -19,8 +19,8 @@ FRAME_BYTES = 8192
 CHUNKS = 30
 
 
-def server(folder: Path, *adapters: dict[str, Any], flags: tuple[str, ...] = (), slots: int = 256) -> CacheServer:
-    extra = [part for one in adapters for part in ("--l2-adapter", json.dumps(one))]
+def start_server(folder: Path, *adapters: dict[str, Any], flags: tuple[str, ...] = (), slots: int = 256) -> CacheServer:
+    extra = [part for spec in adapters for part in ("--l2-adapter", json.dumps(spec))]
     return CacheServer(folder, extra=["--chunk-size", "16", *extra, *flags], l1_size_gb=slots * FRAME_BYTES / GIB)
 
 
@@ -28,11 +28,11 @@ def fs(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"type": "fs", "base_path": str(folder), **settings}
 
 
-def hold(it: CacheServer, objects: int, *indices: int) -> None:
+def hold(server: CacheServer, objects: int, *indices: int) -> None:
     """Until these adapters have that many objects."""
 
     def held() -> list[int]:
-        return [it.status()["l2"]["adapters"][index]["objects"] for index in indices]
+        return [server.status()["l2"]["adapters"][index]["objects"] for index in indices]
 
     until(lambda: held() == [objects] * len(indices), DEADLINE_SECONDS, tell=held)
 
@@ -47,55 +47,55 @@ def hits(engine: SmallEngine, request: str, tokens: bytes) -> int:
 
 def test_a_disk_that_stands_still_costs_one_deadline(disk: FaultyDisk, tmp_path: Path) -> None:
     adapters = fs(disk.path, timeout_seconds=1, use_odirect=True), fs(tmp_path / "second"), fs(tmp_path / "third")
-    with server(tmp_path, *adapters) as it:
-        it.wait_ready()
-        with SmallEngine(it.port) as engine:
+    with start_server(tmp_path, *adapters) as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
             tokens = engine.tokens(*range(CHUNKS))
             assert engine.store(tokens) == CHUNKS
-            hold(it, CHUNKS, 0, 1, 2)
-            late = it.metric("lmcache_mp_timeouts_total")
+            hold(server, CHUNKS, 0, 1, 2)
+            late = server.metric("lmcache_mp_timeouts_total")
             disk.tell(read={"stall": True})
             for number in range(6):
-                it.clear("l1")
+                server.clear("l1")
                 assert hits(engine, f"stalled{number}", tokens) == CHUNKS
                 if number == 0:
                     since = time.monotonic()
-                    assert it.status()["l2"]["adapters"][0]["loads_suspended"]
-                    assert it.metric("lmcache_mp_timeouts_total") == late + 1
+                    assert server.status()["l2"]["adapters"][0]["loads_suspended"]
+                    assert server.metric("lmcache_mp_timeouts_total") == late + 1
             trials = (time.monotonic() - since) // L2_BREAKER_OPEN_SECONDS  # behind the back of requests
-            assert it.metric("lmcache_mp_timeouts_total") <= late + 1 + trials
+            assert server.metric("lmcache_mp_timeouts_total") <= late + 1 + trials
             _, stalled = disk.tell()
             assert stalled > 0
 
             def goes_on() -> bool:
-                it.clear("l1")
+                server.clear("l1")
                 assert hits(engine, "well", tokens) == CHUNKS
-                return not it.status()["l2"]["adapters"][0]["loads_suspended"]
+                return not server.status()["l2"]["adapters"][0]["loads_suspended"]
 
-            until(goes_on, DEADLINE_SECONDS, tell=it.log)
-            until(lambda: it.status()["l1"]["quarantined_bytes"] == 0, DEADLINE_SECONDS, tell=it.status)
-        assert it.stop() == 0, it.log()
-        assert "Traceback" not in it.log()
+            until(goes_on, DEADLINE_SECONDS, tell=server.log)
+            until(lambda: server.status()["l1"]["quarantined_bytes"] == 0, DEADLINE_SECONDS, tell=server.status)
+        assert server.stop() == 0, server.log()
+        assert "Traceback" not in server.log()
 
 
 def test_a_dead_disk_is_left_alone(disk: FaultyDisk, tmp_path: Path) -> None:
-    with server(tmp_path, fs(disk.path), fs(tmp_path / "second")) as it:
-        it.wait_ready()
-        with SmallEngine(it.port) as engine:
+    with start_server(tmp_path, fs(disk.path), fs(tmp_path / "second")) as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
             tokens = engine.tokens(*range(CHUNKS))
             assert engine.store(tokens) == CHUNKS
-            hold(it, CHUNKS, 0, 1)
+            hold(server, CHUNKS, 0, 1)
             disk.tell(**{operation: {"error": "EIO"} for operation in ("read", "write", "open", "create", "lookup")})
             for number in range(8):
-                it.clear("l1")
+                server.clear("l1")
                 assert hits(engine, f"dead{number}", tokens) == CHUNKS
                 assert engine.store(engine.tokens(1000 + number)) == 1
-            hold(it, CHUNKS + 8, 1)
-            adapter = it.status()["l2"]["adapters"][0]
+            hold(server, CHUNKS + 8, 1)
+            adapter = server.status()["l2"]["adapters"][0]
             assert adapter["loads_suspended"] and adapter["stores_suspended"]
             disk.tell()
-        assert it.stop() == 0, it.log()
-        assert "Traceback" not in it.log()
+        assert server.stop() == 0, server.log()
+        assert "Traceback" not in server.log()
 
 
 def test_a_prefix_comes_from_several_kinds_of_adapters(tmp_path: Path) -> None:
@@ -111,26 +111,26 @@ def test_a_prefix_comes_from_several_kinds_of_adapters(tmp_path: Path) -> None:
         fs(tmp_path / "files"),
     )
     for number, kind in enumerate(kinds):
-        with server(tmp_path, kind) as it:
-            it.wait_ready()
-            with SmallEngine(it.port) as engine:
+        with start_server(tmp_path, kind) as server:
+            server.wait_ready()
+            with SmallEngine(server.port) as engine:
                 own = split(engine.hashes(engine.tokens(*range(CHUNKS))))[number::3]
                 reply = engine.reserve(b"".join(own))
                 engine.fill(b"".join(own), unpack_slots(reply.slots))
                 assert engine.commit(reply.reservation) == CHUNKS // 3
-                hold(it, CHUNKS // 3, 0)
-            assert it.stop() == 0, it.log()
-    with server(tmp_path, *kinds) as it:
-        it.wait_ready()
-        with SmallEngine(it.port) as engine:
-            hold(it, CHUNKS // 3, 0, 1, 2)
+                hold(server, CHUNKS // 3, 0)
+            assert server.stop() == 0, server.log()
+    with start_server(tmp_path, *kinds) as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
+            hold(server, CHUNKS // 3, 0, 1, 2)
             assert hits(engine, "all", engine.tokens(*range(CHUNKS))) == CHUNKS
-        assert it.stop() == 0, it.log()
+        assert server.stop() == 0, server.log()
 
 
-def filled(it: CacheServer, adapter: int) -> float:
+def filled(server: CacheServer, adapter: int) -> float:
     """Part of an adapter's capacity."""
-    status = it.status()["l2"]["adapters"][adapter]
+    status = server.status()["l2"]["adapters"][adapter]
     return float(status["used_bytes"] / status["capacity_bytes"])
 
 
@@ -143,20 +143,22 @@ def test_a_disk_that_does_not_delete_holds_up_neither_l1_nor_the_other_adapter(
         "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.6, "eviction_ratio": 0.5},
     }
     flags = ("--eviction-trigger-watermark", "0.5")
-    with server(tmp_path, fs(disk.path, **evicting), fs(tmp_path / "second", **evicting), flags=flags, slots=128) as it:
-        it.wait_ready()
+    with start_server(
+        tmp_path, fs(disk.path, **evicting), fs(tmp_path / "second", **evicting), flags=flags, slots=128
+    ) as server:
+        server.wait_ready()
         disk.tell(unlink={"stall": True})
-        with SmallEngine(it.port) as engine:
+        with SmallEngine(server.port) as engine:
             assert engine.store(engine.tokens(*range(40))) == 40
-            until(lambda: filled(it, 0) > 0.6, 10, tell=it.status)
+            until(lambda: filled(server, 0) > 0.6, 10, tell=server.status)
             for number in range(1, 4):
                 engine.store(engine.tokens(*range(100 * number, 100 * number + 30)))
-                until(lambda: it.status()["l1"]["objects"] <= 64, 10, tell=it.status)
-                until(lambda: filled(it, 1) <= 0.6, 10, tell=it.status)
+                until(lambda: server.status()["l1"]["objects"] <= 64, 10, tell=server.status)
+                until(lambda: filled(server, 1) <= 0.6, 10, tell=server.status)
             assert disk.tell()[1] > 0
-            until(lambda: filled(it, 0) <= 0.6, DEADLINE_SECONDS, tell=it.status)
-        assert it.stop() == 0, it.log()
-        assert "Traceback" not in it.log()
+            until(lambda: filled(server, 0) <= 0.6, DEADLINE_SECONDS, tell=server.status)
+        assert server.stop() == 0, server.log()
+        assert "Traceback" not in server.log()
 
 
 @pytest.mark.parametrize("fault", ["EIO", "ENOSPC"])
@@ -164,79 +166,79 @@ def test_what_a_failing_disk_did_not_take_stays_in_l1_and_is_stored_later(
     disk: FaultyDisk, tmp_path: Path, fault: str
 ) -> None:
     flags = ("--eviction-policy", "noop", "--l2-store-policy", "skip_l1")
-    with server(tmp_path, fs(disk.path), flags=flags, slots=512) as it:
-        it.wait_ready()
-        with SmallEngine(it.port) as engine:
+    with start_server(tmp_path, fs(disk.path), flags=flags, slots=512) as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
             prompts = [engine.tokens(*range(100 * number, 100 * number + 40)) for number in range(6)]
             assert engine.store(prompts[0]) == 40
-            until(lambda: it.status()["l1"]["objects"] == 0, DEADLINE_SECONDS, tell=it.status)
+            until(lambda: server.status()["l1"]["objects"] == 0, DEADLINE_SECONDS, tell=server.status)
             disk.tell(write={"error": fault}, create={"error": fault})
             for tokens in prompts[1:]:
                 assert engine.store(tokens) == 40
-            until(lambda: it.metric("lmcache_mp_l2_store_unstored") == 200, DEADLINE_SECONDS, tell=it.status)
-            assert it.metric("lmcache_mp_l2_store_lost_chunks_total") == 0
+            until(lambda: server.metric("lmcache_mp_l2_store_unstored") == 200, DEADLINE_SECONDS, tell=server.status)
+            assert server.metric("lmcache_mp_l2_store_lost_chunks_total") == 0
             assert [hits(engine, f"r{number}", tokens) for number, tokens in enumerate(prompts)] == [40] * 6
             disk.tell()
-            until(lambda: it.status()["l1"]["objects"] == 0, DEADLINE_SECONDS, tell=it.status)
-            assert it.metric("lmcache_mp_l2_store_unstored") == 0
-            assert it.metric("lmcache_mp_l2_store_lost_chunks_total") == 0
-            assert it.status()["l2"]["adapters"][0]["objects"] == 6 * 40
+            until(lambda: server.status()["l1"]["objects"] == 0, DEADLINE_SECONDS, tell=server.status)
+            assert server.metric("lmcache_mp_l2_store_unstored") == 0
+            assert server.metric("lmcache_mp_l2_store_lost_chunks_total") == 0
+            assert server.status()["l2"]["adapters"][0]["objects"] == 6 * 40
             assert [hits(engine, f"s{number}", tokens) for number, tokens in enumerate(prompts)] == [40] * 6
-            status = it.status()["l1"]
+            status = server.status()["l1"]
             assert (status["leases"], status["staged"], status["quarantined_bytes"]) == (0, 0, 0)
-        assert it.stop() == 0, it.log()
-        assert "Traceback" not in it.log()
+        assert server.stop() == 0, server.log()
+        assert "Traceback" not in server.log()
 
 
 @pytest.mark.parametrize("policy", ["noop", "LRU"])
 def test_skip_l1_neither_leaks_nor_loses_in_silence(disk: FaultyDisk, tmp_path: Path, policy: str) -> None:
     """Where L2 takes nothing for long, there is room for what is new all the same, and what went for it is counted."""
     flags = ("--eviction-policy", policy, "--l2-store-policy", "skip_l1", "--eviction-trigger-watermark", "0.3")
-    with server(tmp_path, fs(disk.path), flags=flags, slots=128) as it:
-        it.wait_ready()
-        with SmallEngine(it.port) as engine:
+    with start_server(tmp_path, fs(disk.path), flags=flags, slots=128) as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
             disk.tell(write={"error": "EIO"}, create={"error": "EIO"})
             acknowledged = 0
             for number in range(6):
                 acknowledged += engine.store(engine.tokens(*range(100 * number, 100 * number + 40)))
-                until(lambda: it.status()["l1"]["objects"] <= 0.3 * 128, DEADLINE_SECONDS, tell=it.status)
+                until(lambda: server.status()["l1"]["objects"] <= 0.3 * 128, DEADLINE_SECONDS, tell=server.status)
             assert acknowledged == 6 * 40  # there always was room
 
             def lost() -> int:
-                return int(it.metric("lmcache_mp_l2_store_lost_chunks_total"))
+                return int(server.metric("lmcache_mp_l2_store_lost_chunks_total"))
 
-            until(lambda: lost() + it.status()["l1"]["objects"] == acknowledged, DEADLINE_SECONDS, tell=lost)
-            assert "objects were lost" in it.log()
+            until(lambda: lost() + server.status()["l1"]["objects"] == acknowledged, DEADLINE_SECONDS, tell=lost)
+            assert "objects were lost" in server.log()
             kept = acknowledged - lost()
             disk.tell()
-            until(lambda: it.status()["l1"]["objects"] == 0, DEADLINE_SECONDS, tell=it.status)
-            assert it.status()["l2"]["adapters"][0]["objects"] == kept
+            until(lambda: server.status()["l1"]["objects"] == 0, DEADLINE_SECONDS, tell=server.status)
+            assert server.status()["l2"]["adapters"][0]["objects"] == kept
             assert acknowledged - lost() == kept
-        assert it.stop() == 0, it.log()
-        assert "Traceback" not in it.log()
+        assert server.stop() == 0, server.log()
+        assert "Traceback" not in server.log()
 
 
 def test_a_server_whose_disk_stands_still_does_not_start(disk: FaultyDisk, tmp_path: Path) -> None:
     disk.tell(create={"stall": True}, mkdir={"stall": True})
-    with server(tmp_path, fs(disk.path, timeout_seconds=2)) as it:
-        until(lambda: "the backend did not answer within 2 s" in it.log(), DEADLINE_SECONDS, tell=it.log)
+    with start_server(tmp_path, fs(disk.path, timeout_seconds=2)) as server:
+        until(lambda: "the backend did not answer within 2 s" in server.log(), DEADLINE_SECONDS, tell=server.log)
         assert disk.tell()[1] > 0  # the kernel lets no process go before a FUSE file system has answered it
-        assert it.popen.wait(DEADLINE_SECONDS) == 1
-        assert len(it.log().splitlines()) == 1, it.log()
+        assert server.popen.wait(DEADLINE_SECONDS) == 1
+        assert len(server.log().splitlines()) == 1, server.log()
 
 
 @pytest.mark.slow  # it waits for the disk, in vain
 @pytest.mark.parametrize("stalls", ["write", "lookup"])
 def test_a_server_whose_disk_stands_still_ends_all_the_same(disk: FaultyDisk, tmp_path: Path, stalls: str) -> None:
-    with server(tmp_path, fs(disk.path), fs(tmp_path / "second")) as it:
-        it.wait_ready()
-        with SmallEngine(it.port) as engine:
+    with start_server(tmp_path, fs(disk.path), fs(tmp_path / "second")) as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
             tokens = engine.tokens(*range(CHUNKS))
             disk.tell(**{stalls: {"stall": True}})
             assert engine.store(tokens) == CHUNKS
-            hold(it, CHUNKS, 1)
-        it.popen.terminate()
-        until(lambda: "Stopped" in it.log(), DEADLINE_SECONDS, tell=it.log)
+            hold(server, CHUNKS, 1)
+        server.popen.terminate()
+        until(lambda: "Stopped" in server.log(), DEADLINE_SECONDS, tell=server.log)
         assert disk.tell()[1] > 0
-        assert it.popen.wait(DEADLINE_SECONDS) == 1
-        assert "Traceback" not in it.log()
+        assert server.popen.wait(DEADLINE_SECONDS) == 1
+        assert "Traceback" not in server.log()

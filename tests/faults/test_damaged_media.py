@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from faults.disk import COUNT, LOADED, MEDIA, STORED, FaultyDisk, Life, loop_device, run
+from faults.disk import COUNT, LOADED, MEDIA, STORED, FaultyDisk, RunningAdapter, loop_device, run
 from lmcache.core.outcome import LoadOutcome
 from lmcache.errors import ResourceError
 from lmcache.l2.adapters import raw_device
-from lmcache.testing.raw_devices import META_BYTES, SLOT_BYTES, make_device
+from support.raw_devices import META_BYTES, SLOT_BYTES, make_device
 
 BY_NAME = {medium.name: medium for medium in MEDIA}
 LEFT = 3  # objects in what remains of a device
@@ -27,13 +27,13 @@ def test_a_block_device_whose_end_is_lost(tmp_path: Path, name: str) -> None:
     with loop_device(backing) as device:
 
         async def test() -> None:
-            async with Life(BY_NAME[name].spec(device)) as life:
-                assert await life.store(0) == [STORED] * COUNT
+            async with RunningAdapter(BY_NAME[name].spec(device)) as running:
+                assert await running.store(0) == [STORED] * COUNT
                 os.truncate(backing, META_BYTES + LEFT * SLOT_BYTES + 6000)
-                found = await life.load(0)
+                found = await running.load(0)
                 assert found[:LEFT] == [LOADED] * LEFT and LOADED not in found[LEFT:]
-            async with Life(BY_NAME[name].spec(device)) as life:
-                found = await life.load(0)
+            async with RunningAdapter(BY_NAME[name].spec(device)) as running:
+                found = await running.load(0)
                 assert found[:LEFT] == [LOADED] * LEFT and LOADED not in found[LEFT:]
 
         run(test)
@@ -47,7 +47,7 @@ def test_what_may_not_be_written_to_is_refused(tmp_path: Path, name: str, monkey
 
     async def test() -> None:
         with pytest.raises(ResourceError) as caught:
-            async with Life(spec):
+            async with RunningAdapter(spec):
                 pass
         assert "\n" not in str(caught.value)
         assert any(reason in str(caught.value) for reason in ("Read-only file system", "Operation not permitted"))
@@ -70,16 +70,16 @@ def test_what_may_not_be_written_to_is_refused(tmp_path: Path, name: str, monkey
 
 def test_a_folder_that_cannot_be_searched_is_served_by_name(disk: FaultyDisk, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        async with Life(spec) as life:
-            assert await life.store(0) == [STORED] * COUNT
+        async with RunningAdapter(spec) as running:
+            assert await running.store(0) == [STORED] * COUNT
         disk.tell(readdir={"error": "EIO", "skip": 2})  # once from start to end: whether it may be listed
-        async with Life(spec) as life:
-            assert life.runner.status()["objects"] == 0
-            assert await life.load(0) == [LOADED] * COUNT
-            assert await life.store(1) == [STORED] * COUNT
+        async with RunningAdapter(spec) as running:
+            assert running.runner.status()["objects"] == 0
+            assert await running.load(0) == [LOADED] * COUNT
+            assert await running.store(1) == [STORED] * COUNT
             assert disk.tell()[0] > 0
-        async with Life(spec) as life:
-            assert life.runner.status()["objects"] == 2 * COUNT
+        async with RunningAdapter(spec) as running:
+            assert running.runner.status()["objects"] == 2 * COUNT
 
     with BY_NAME["fs"].at(disk.path / "medium") as spec:
         run(test)
@@ -88,15 +88,15 @@ def test_a_folder_that_cannot_be_searched_is_served_by_name(disk: FaultyDisk, ca
 
 def test_a_failed_write_that_cannot_be_cleaned_up_is_never_seen(disk: FaultyDisk) -> None:
     async def test() -> None:
-        async with Life(spec) as life:
+        async with RunningAdapter(spec) as running:
             disk.tell(write={"error": "EIO"}, unlink={"error": "EIO"})
-            assert STORED not in await life.store(0)
+            assert STORED not in await running.store(0)
             assert disk.tell()[0] > 0
             assert list(Path(spec["base_path"]).rglob("*.tmp"))
-            assert await life.load(0) == [LoadOutcome.MISSING] * COUNT
-            await life.recover(0)
-        async with Life(spec) as life:
-            assert await life.load(0) == [LOADED] * COUNT
+            assert await running.load(0) == [LoadOutcome.MISSING] * COUNT
+            await running.recover(0)
+        async with RunningAdapter(spec) as running:
+            assert await running.load(0) == [LOADED] * COUNT
         assert not list(Path(spec["base_path"]).rglob("*.tmp"))
 
     with BY_NAME["fs"].at(disk.path / "medium") as spec:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from faults.disk import COUNT, LOADED, MEDIA, STORED, FaultyDisk, Life, Medium, run, until
+from faults.disk import COUNT, LOADED, MEDIA, STORED, FaultyDisk, Medium, RunningAdapter, run, until
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ResourceError
 from lmcache.l2.adapters import raw_table
-from lmcache.testing.raw_devices import SLOT_BYTES
+from support.raw_devices import SLOT_BYTES
 
 _numbers = itertools.count()
 
@@ -46,10 +46,10 @@ FILE_FAULTS = {
     )
 }
 # What `make test` leaves to `make nightly`: others have the same code, another engine or another kind of file under it.
-SLOW_MEDIA = ("fs_native", "raw_file", "raw_loop_uring")
+SLOW_MEDIA = ("fs_native", "raw_file", "raw_loop_uring", "nixl_files")
 
 
-def media(kinds: str = "") -> Any:
+def media(kinds: str = "") -> pytest.MarkDecorator:
     """Every medium whose name begins like that, as the parameter of a test."""
     chosen = [
         pytest.param(medium, id=medium.name, marks=[pytest.mark.slow] if medium.name in SLOW_MEDIA else [])
@@ -97,25 +97,25 @@ def check(disk: FaultyDisk, medium: Medium, operation: str, fault: dict[str, Any
     until_closed = medium.name == "dax" or operation == "fsync"
 
     async def test(spec: dict[str, Any]) -> None:
-        async with Life(spec) as life:
-            assert await life.store(0) == [STORED] * COUNT
-            assert await life.load(0) == [LOADED] * COUNT
-        async with Life(spec) as life:
+        async with RunningAdapter(spec) as running:
+            assert await running.store(0) == [STORED] * COUNT
+            assert await running.load(0) == [LOADED] * COUNT
+        async with RunningAdapter(spec) as running:
             disk.tell(**{operation: fault})
-            said = await life.store(1)
+            said = await running.store(1)
             for seed in range(2):
-                await life.load(seed)
+                await running.load(seed)
             if not until_closed:
                 assert disk.tell()[0] > 0
                 if ends_well:
-                    await life.recover(2)
-                    assert lies or holds(said, await life.load(1))
+                    await running.recover(2)
+                    assert lies or holds(said, await running.load(1))
         assert disk.tell()[0] > 0 or not until_closed
         try:
-            async with Life(spec) as life:
-                found = [await life.load(seed) for seed in range(2)]
+            async with RunningAdapter(spec) as running:
+                found = [await running.load(seed) for seed in range(2)]
                 if ends_well:
-                    await life.recover(3)
+                    await running.recover(3)
         except ResourceError:
             assert not ends_well
         else:
@@ -141,29 +141,29 @@ def test_a_medium_that_stands_still(disk: FaultyDisk, medium: Medium, operation:
     """It costs one deadline; what is lent to it stays lent; whenever it goes on, nothing is wrong."""
 
     async def test(spec: dict[str, Any]) -> None:
-        async with Life(spec) as life:
-            assert await life.store(0) == [STORED] * COUNT
-        async with Life(spec) as life:
-            life.be_quick()
+        async with RunningAdapter(spec) as running:
+            assert await running.store(0) == [STORED] * COUNT
+        async with RunningAdapter(spec) as running:
+            running.be_quick()
             stalls = "read" if operation == "load" or medium.name == "dax" else "write"
             disk.tell(**{stalls: {"stall": True}})
-            outcomes = await (life.store(1) if operation == "store" else life.load(0))
+            outcomes = await (running.store(1) if operation == "store" else running.load(0))
             assert {outcome.name for outcome in outcomes} <= {"FAILED", "MISSING"}
-            assert (life.released, life.runner.status()["abandoned"]) == (0, 1)
-            suspended = life.runner.status()[f"{operation}s_suspended"]
-            assert suspended and {o.name for o in await (life.store(2) if operation == "store" else life.load(0))} == {
-                "FAILED"
-            }
-            assert life.runner.status()["abandoned"] == 1  # nobody else is sent after it
+            assert (running.released, running.runner.status()["abandoned"]) == (0, 1)
+            suspended = running.runner.status()[f"{operation}s_suspended"]
+            assert suspended and {
+                o.name for o in await (running.store(2) if operation == "store" else running.load(0))
+            } == {"FAILED"}
+            assert running.runner.status()["abandoned"] == 1  # nobody else is sent after it
             assert disk.tell()[1] > 0  # now it goes on
-            await until(lambda: settled(life))
-        async with Life(spec) as life:
-            assert await life.load(0) == [LOADED] * COUNT
-            await life.load(1)
-            await life.recover(1)
+            await until(lambda: settled(running))
+        async with RunningAdapter(spec) as running:
+            assert await running.load(0) == [LOADED] * COUNT
+            await running.load(1)
+            await running.recover(1)
 
-    async def settled(life: Life) -> bool:
-        return life.runner.status()["abandoned"] == 0 and life.released == 2
+    async def settled(running: RunningAdapter) -> bool:
+        return running.runner.status()["abandoned"] == 0 and running.released == 2
 
     with medium.at(disk.path / str(next(_numbers))) as spec:
         try:

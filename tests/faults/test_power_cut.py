@@ -1,7 +1,7 @@
 """What a power failure leaves: what was flushed is there, of everything later any part may be there or not, block by
 block and in any order. Nothing of it is wrong, and what was flushed and not deleted since is not lost.
 
-LMCACHE_POWER_CUTS says how many failures are tried, LMCACHE_POWER_SEED from where.
+LMCACHE_POWER_CUTS says how many failures are tried, LMCACHE_TEST_SEED from where.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from faults.disk import COUNT, LOADED, MEDIA, STORED, Life, Medium, run
+from faults.disk import COUNT, LOADED, MEDIA, STORED, Medium, RunningAdapter, run
 from lmcache.l2.native_device import NativeDevice
 from lmcache.testing.frames import keys
+from seeds import SEED
 
 CUTS = int(os.environ.get("LMCACHE_POWER_CUTS", "10"))
-SEED = int(os.environ.get("LMCACHE_POWER_SEED", "0")) or random.randrange(1 << 30)
 DELETED = COUNT // 2
 SEEDS = range(4)
 
@@ -31,7 +31,7 @@ def test_a_device_after_a_power_failure(
     tmp_path: Path, name: str, block_bytes: int, clears: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block is as it was at some moment between a flush and the next, in which the failure comes."""
-    print(f"LMCACHE_POWER_SEED={SEED} LMCACHE_POWER_CUTS={CUTS}")
+    print(f"LMCACHE_TEST_SEED={SEED} LMCACHE_POWER_CUTS={CUTS}")
     chance = random.Random(SEED)
     with BY_NAME[name].at(tmp_path / "medium") as spec:
         device = tmp_path / "medium" / "device"
@@ -44,29 +44,29 @@ def test_a_device_after_a_power_failure(
             return await flush(self)
 
         async def live() -> None:
-            async with Life(spec) as life:
-                assert await life.store(0) == [STORED] * COUNT
-                assert await life.store(1) == [STORED] * COUNT
+            async with RunningAdapter(spec) as running:
+                assert await running.store(0) == [STORED] * COUNT
+                assert await running.store(1) == [STORED] * COUNT
             moments.append([device.read_bytes()])  # closing flushes
             monkeypatch.setattr(NativeDevice, "sync", sync)
-            async with Life(spec) as life:
-                adapter = life.runner._adapter
+            async with RunningAdapter(spec) as running:
+                adapter = running.runner.adapter
                 if clears:
                     await adapter.clear()
                 else:
                     await adapter.delete(keys(COUNT, 0)[DELETED:])
                 moments[-1].append(device.read_bytes())
                 for seed in (2, 3):  # where the deleted ones were
-                    assert set(await adapter.store(*life.frames(seed))) == {STORED}
+                    assert set(await adapter.store(*running.frames(seed))) == {STORED}
                     moments[-1].append(device.read_bytes())
 
         async def look() -> None:
-            async with Life(spec) as life:
-                found = [await life.load(seed) for seed in SEEDS]
+            async with RunningAdapter(spec) as running:
+                found = [await running.load(seed) for seed in SEEDS]
                 if not clears:
                     assert found[0][:DELETED] == [LOADED] * DELETED
                     assert found[1] == [LOADED] * COUNT
-                await life.recover(4)
+                await running.recover(4)
 
         run(live)
         monkeypatch.undo()
@@ -81,7 +81,7 @@ def test_a_device_after_a_power_failure(
 @pytest.mark.parametrize("name", ["fs", "fs_native"])
 def test_a_folder_after_a_power_failure(tmp_path: Path, name: str) -> None:
     """A file that was not flushed is there or not, of any length, with zeros where its blocks did not arrive."""
-    print(f"LMCACHE_POWER_SEED={SEED} LMCACHE_POWER_CUTS={CUTS}")
+    print(f"LMCACHE_TEST_SEED={SEED} LMCACHE_POWER_CUTS={CUTS}")
     chance = random.Random(SEED)
     for number in range(CUTS):
         cut_a_folder(tmp_path / str(number), BY_NAME[name], chance)
@@ -91,17 +91,17 @@ def cut_a_folder(folder: Path, medium: Medium, chance: random.Random) -> None:
     flushed: set[Path] = set()
 
     async def live() -> None:
-        async with Life(spec) as life:
-            assert await life.store(0) == [STORED] * COUNT
+        async with RunningAdapter(spec) as running:
+            assert await running.store(0) == [STORED] * COUNT
         flushed.update(folder.rglob("*.data"))
-        async with Life(spec) as life:
-            assert await life.store(1) == [STORED] * COUNT
+        async with RunningAdapter(spec) as running:
+            assert await running.store(1) == [STORED] * COUNT
 
     async def look() -> None:
-        async with Life(spec) as life:
-            assert await life.load(0) == [LOADED] * COUNT
-            await life.load(1)
-            await life.recover(1)
+        async with RunningAdapter(spec) as running:
+            assert await running.load(0) == [LOADED] * COUNT
+            await running.load(1)
+            await running.recover(1)
         assert not list(folder.rglob("*.tmp"))
 
     with medium.at(folder) as spec:

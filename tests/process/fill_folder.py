@@ -12,7 +12,7 @@ import sys
 from lmcache.clock import SystemClock
 from lmcache.core.limits import GIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import FrameMemory, keys, namespace
@@ -49,7 +49,7 @@ async def main(folder: str, cap_bytes: int, store_bytes: int, policy: str) -> No
         "max_capacity_gb": cap_bytes / GIB,
         "eviction": {"eviction_policy": policy},
     }
-    runner = Runner(build(parse_adapter(spec, 0)), Metrics(), SystemClock())
+    runner = Runner(build(parse_adapter(spec, 0)), Metrics().l2, SystemClock())
     await runner.open()
     left = [store_bytes]
     stored = await asyncio.gather(*(store_until(runner, left, number) for number in range(WRITERS)))

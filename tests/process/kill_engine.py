@@ -48,14 +48,14 @@ class Found:
     detail: str = ""
 
 
-class Life:
-    """One life of the server as a worker sees it: its memory, and a copier over it."""
+class EpochCopier:
+    """A copier over the memory of one server epoch."""
 
     def __init__(self, client: Client, blocks: mmap.mmap) -> None:
         assert client.memory is not None
-        self.boot_token = client.boot_token
-        self.copier = _native.PagedCopier(client.memory.address, client.memory.size_bytes, 1)
-        self.copier.add_group(
+        self.server_epoch = client.server_epoch
+        self.native = _native.PagedCopier(client.memory.address, client.memory.size_bytes, 1)
+        self.native.add_group(
             [(_native.buffer_address(blocks), PAYLOAD_BYTES, PAYLOAD_BYTES, ())], 1, len(blocks) // PAYLOAD_BYTES
         )
 
@@ -64,8 +64,8 @@ class KillEngine:
     def __init__(self, port: int, name: str, seed: int) -> None:
         self._dice = random.Random(seed)
         self._blocks = mmap.mmap(-1, MAX_CHUNKS * PAYLOAD_BYTES)
-        self._life: Life | None = None
-        self._lock = threading.Lock()  # of the life: nobody copies while it changes
+        self._copier: EpochCopier | None = None
+        self._lock = threading.Lock()  # of the copier: nobody copies while it changes
         self._requests = 0
         self._hashes: dict[int, bytes] = {}
         self._payloads: dict[bytes, bytes] = {}
@@ -73,18 +73,18 @@ class KillEngine:
         self._namespace = Namespace("model", 1, 0, 0, LAYOUT)
         self._template = header_template(self._namespace, PAYLOAD_BYTES)
         self._engine = SmallEngine(
-            port, instance_id=name, payload_bytes=PAYLOAD_BYTES, heartbeat=0.2, on_new_incarnation=self._meet
+            port, instance_id=name, payload_bytes=PAYLOAD_BYTES, heartbeat=0.2, on_new_server=self._meet
         ).start(WAIT_SECONDS)
 
     def _meet(self, client: Client) -> None:
         with self._lock:
-            if self._life is not None:
-                self._life.copier.close()
-            self._life = Life(client, self._blocks)
+            if self._copier is not None:
+                self._copier.native.close()
+            self._copier = EpochCopier(client, self._blocks)
 
     # ---- orders ------------------------------------------------------------------------------------------------------
     def load(self, stopped: Callable[[], bool]) -> Found:
-        """Until told to stop, or until the server does not answer."""
+        """Until asked to stop, or until the server does not answer."""
         found = Found()
         try:
             while not stopped():
@@ -97,11 +97,11 @@ class KillEngine:
             pass  # killed in the middle of it
         return found
 
-    def verify(self, boot_token: str) -> Found:
-        """Of everything that there is in the life after that one."""
+    def verify(self, server_epoch: str) -> Found:
+        """Of everything that there is in the epoch after that one."""
         client = self._engine.client
         deadline = time.monotonic() + WAIT_SECONDS
-        while client.boot_token.hex() == boot_token or not self._registered():
+        while client.server_epoch.hex() == server_epoch or not self._registered():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the server is not back: {client.state}")
             time.sleep(0.01)
@@ -115,8 +115,8 @@ class KillEngine:
                 found.detail += f" prompt {prompt}: {hits} of {expected};"
         return found
 
-    def boot_token(self) -> str:
-        return self._engine.client.boot_token.hex()
+    def server_epoch(self) -> str:
+        return self._engine.client.server_epoch.hex()
 
     def _registered(self) -> bool:
         client, name = self._engine.client, self._engine.instance_id
@@ -124,7 +124,7 @@ class KillEngine:
 
     # ---- what an engine does -----------------------------------------------------------------------------------------
     def _store(self, prompt: int, chunks: int, found: Found) -> None:
-        boot_token = self._engine.client.boot_token
+        server_epoch = self._engine.client.server_epoch
         hashes = self._hashes_of(prompt)[: 32 * chunks]
         reply = self._engine.reserve(hashes)
         if not reply.reservation:
@@ -132,11 +132,11 @@ class KillEngine:
         slots = unpack_slots(reply.slots)
         if self._dice.random() < 0.05:
             return  # an engine that forgets what it reserved; the slots are its own until it registers anew
-        with self._copying(boot_token) as life:
+        with self._copying(server_epoch) as copier:
             for chunk, chunk_hash in enumerate(split(hashes)):
                 self._blocks[chunk * PAYLOAD_BYTES : (chunk + 1) * PAYLOAD_BYTES] = self._payload(chunk_hash)
             blocks = b"".join(chunk.to_bytes(8, "little") for chunk in range(chunks))
-            written = _wait(life, life.copier.submit_store(0, reply.slots, blocks, hashes, self._template))
+            written = _wait(copier, copier.native.submit_store(0, reply.slots, blocks, hashes, self._template))
         committed = self._engine.commit(reply.reservation, written)
         found.stored += committed
         if committed == sum(written):
@@ -145,7 +145,7 @@ class KillEngine:
     def _retrieve(self, prompt: int, chunks: int, found: Found) -> int:
         """The length of the hit."""
         engine = self._engine
-        boot_token = engine.client.boot_token
+        server_epoch = engine.client.server_epoch
         self._requests += 1
         request = f"request {self._requests}"
         tokens = self._tokens(prompt, chunks)
@@ -153,11 +153,11 @@ class KillEngine:
         if reply.chunks:
             found.hits += reply.chunks
             blocks = b"".join(chunk.to_bytes(8, "little") for chunk in range(reply.chunks))
-            with self._copying(boot_token) as life:
+            with self._copying(server_epoch) as copier:
                 self._blocks[:] = bytes(len(self._blocks))
                 hashes = reply.hashes[: 32 * reply.chunks]
-                job = life.copier.submit_load(0, reply.slots, blocks, hashes, self._namespace.digest)
-                verified = _wait(life, job)
+                job = copier.native.submit_load(0, reply.slots, blocks, hashes, self._namespace.digest)
+                verified = _wait(copier, job)
             expected = split(self._hashes_of(prompt))
             for chunk, (chunk_hash, is_good) in enumerate(zip(split(hashes), verified, strict=True)):
                 content = self._blocks[chunk * PAYLOAD_BYTES : (chunk + 1) * PAYLOAD_BYTES]
@@ -173,12 +173,12 @@ class KillEngine:
         return reply.chunks
 
     @contextlib.contextmanager
-    def _copying(self, boot_token: bytes):  # type: ignore[no-untyped-def]
+    def _copying(self, server_epoch: bytes):  # type: ignore[no-untyped-def]
         """As a worker: only into the memory that the slots are of, and the keeper waits until the copy has ended."""
         with self._lock:
-            if self._life is None or self._life.boot_token != boot_token:
+            if self._copier is None or self._copier.server_epoch != server_epoch:
                 raise LMCacheError("the server that this was meant for is gone")
-            yield self._life
+            yield self._copier
 
     # ---- what is stored ----------------------------------------------------------------------------------------------
     def _tokens(self, prompt: int, chunks: int) -> bytes:
@@ -198,8 +198,8 @@ class KillEngine:
         self._engine.close()
 
 
-def _wait(life: Life, job: int) -> bytes:
-    while (done := life.copier.wait(job, 1.0)) is None:
+def _wait(copier: EpochCopier, job: int) -> bytes:
+    while (done := copier.native.wait(job, 1.0)) is None:
         pass
     return done
 
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str]) -> None:
         elif order["do"] == "verify":
             answer = asdict(engine.verify(order["after"]))
         else:
-            answer = engine.boot_token()
+            answer = engine.server_epoch()
         print(json.dumps(answer), flush=True)
     engine.close()
 

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -23,9 +23,9 @@ class Nursery:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def start(self, argv: Sequence[str], log: Path) -> int:
-        """`lmcache` with these arguments; its process id."""
-        return self._ask({"argv": list(argv), "log": str(log)})
+    def start(self, argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> int:
+        """`lmcache` with these arguments, in this environment beside its own; its process id."""
+        return self._ask({"argv": list(argv), "log": str(log), "environment": dict(environment or {})})
 
     def wait(self, pid: int) -> int:
         """Until it has ended; its exit code, negative for a signal."""
@@ -43,10 +43,11 @@ class Nursery:
         return int(self._process.stdout.readline())
 
 
-def _become_server(argv: list[str], log: str) -> int:
+def _become_server(argv: list[str], log: str, environment: Mapping[str, str]) -> int:
     """In the child: nothing of the nursery stays but what is imported."""
     from lmcache.cli.main import main
 
+    os.environ.update(environment)
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -72,7 +73,7 @@ def _serve() -> None:
         if pid == 0:
             code = 70
             try:
-                code = _become_server(message["argv"], message["log"])
+                code = _become_server(message["argv"], message["log"], message["environment"])
             finally:
                 os._exit(code)
         children.add(pid)

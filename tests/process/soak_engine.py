@@ -13,9 +13,10 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.errors import LMCacheError, RemoteError
 from lmcache.protocol import messages as m
+from open_calls import calls_in_flight
 from process.support import CALL_SECONDS, SmallEngine, unpack_slots
 
 PROMPTS = 40
@@ -44,8 +45,7 @@ class SoakEngine:
                 self.did[f"{act.__name__}: {error.code}"] += 1
 
     def close(self) -> None:
-        connection = self._engine.client._ready
-        self.did["calls without an answer"] = len(connection._pendings) if connection is not None else 0
+        self.did["calls without an answer"] = calls_in_flight()
         self._engine.close()
 
     # ---- what requests do --------------------------------------------------------------------------------------------

@@ -11,16 +11,18 @@ from typing import Any
 
 from lmcache import _native
 from lmcache.client import Client
-from lmcache.client.frames import Frame, FrameMover
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client.socket_frames import Frame, FrameMover
+from lmcache.client.transfer_mode import WantedTransfer
+from lmcache.config.load import Loaded
 from lmcache.config.spec import ServerConfig
-from lmcache.core.frame import header_template
-from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
+from lmcache.core.frame import header_template, verify_frames
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
-from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.server import Server
+from lmcache.startup import Plan
 from lmcache.testing.processes import free_port
 from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
 
@@ -35,11 +37,8 @@ def server_within(**settings: Any) -> Iterator[Server]:
     defaults = {"l1_size_gb": 0.05, "eviction_policy": "LRU", "port": 0, "http_port": free_port(), "prometheus_port": 0}
     config = ServerConfig(host="127.0.0.1", http_host="127.0.0.1", **{**defaults, **settings})
     adapters = [build(parse_adapter(spec, index)) for index, spec in enumerate(config.l2_adapter)]
-    store_policy, prefetch_policy = (
-        select_store_policy(config.l2_store_policy),
-        select_prefetch_policy(config.l2_prefetch_policy),
-    )
-    server = Server(config, adapters, store_policy, prefetch_policy)
+    policies = select_store_policy(config.l2_store_policy), select_prefetch_policy(config.l2_prefetch_policy)
+    server = Server(Plan(Loaded(config, {}, frozenset()), adapters, *policies, notes=()))
     server.start()
     try:
         yield server
@@ -57,14 +56,14 @@ class SmallEngine:
         instance_id: str = "",
         payload_bytes: int = 4096,
         heartbeat: float = 10.0,
-        on_new_incarnation: Callable[[Client], None] | None = None,
+        on_new_server: Callable[[Client], None] | None = None,
         transfer: WantedTransfer = WantedTransfer.AUTO,
     ) -> None:
         """`address`: a port of this machine, or a URL."""
         self.client = Client(
             f"tcp://127.0.0.1:{address}" if isinstance(address, int) else address,
             heartbeat_interval_seconds=heartbeat,
-            on_new_incarnation=on_new_incarnation,
+            on_new_server=on_new_server,
             transfer=transfer,
         )
         self.instance_id = instance_id or f"engine-{uuid.uuid4().hex[:8]}"
@@ -149,10 +148,10 @@ class SmallEngine:
         memory = self.client.memory
         if memory is None:
             return all(fetched == "" for fetched in self.fetch(reply, salt=salt))
-        digest = Namespace("model", 1, 0, 0, LAYOUT, salt).digest
+        of = Namespace("model", 1, 0, 0, LAYOUT, salt)
         frame_bytes = FRAME_HEADER_BYTES + self.payload_bytes
         for chunk_hash, slot in zip(split(reply.hashes), unpack_slots(reply.slots)):  # noqa: B905
-            if _native.frame_verify(memory.address + slot, frame_bytes, digest, chunk_hash):
+            if any(verify_frames([ObjectKey(of, chunk_hash)], [memory.view(slot, frame_bytes)])):
                 return False
             if bytes(memory.view(slot + FRAME_HEADER_BYTES, self.payload_bytes)) != self.payload(chunk_hash):
                 return False
@@ -160,7 +159,7 @@ class SmallEngine:
 
     # ---- bytes over the socket ---------------------------------------------------------------------------------------
     def mover(self) -> FrameMover:
-        return FrameMover(self.client, self.client.boot_token, self.instance_id, 0, lambda: False)
+        return FrameMover(self.client, self.client.server_epoch, self.instance_id, 0, lambda: False)
 
     def frame(self, chunk_hash: bytes, *, salt: str = "") -> memoryview:
         memory = bytearray(FRAME_HEADER_BYTES + self.payload_bytes)
@@ -181,13 +180,13 @@ class SmallEngine:
         """What is wrong with each hit chunk, "" for nothing."""
         frame_bytes = FRAME_HEADER_BYTES + self.payload_bytes
         frames = [Frame(0, chunk, memoryview(bytearray(frame_bytes))) for chunk in range(reply.chunks)]
-        digest = Namespace("model", 1, 0, 0, LAYOUT, salt).digest
+        of = Namespace("model", 1, 0, 0, LAYOUT, salt)
         faults = []
         for came, frame, chunk_hash in zip(self.mover().fetch(reply.lease, frames), frames, split(reply.hashes)):  # noqa: B905
             if not came:
                 faults.append("did not come")
                 continue
-            fault = _native.frame_verify(_native.buffer_address(frame.memory), frame_bytes, digest, chunk_hash)
+            (fault,) = verify_frames([ObjectKey(of, chunk_hash)], [frame.memory])
             same = bytes(frame.memory[FRAME_HEADER_BYTES:]) == self.payload(chunk_hash)
             faults.append(fault or ("" if same else "other bytes"))
         return faults

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from lmcache.testing.gpu import why_no_gpu
+from services import nixl, program
+from services.redis import VALKEY
+from services.seaweedfs import WEED
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -37,6 +40,7 @@ def run_small(name: str, *options: str, timeout_seconds: float = 120.0) -> dict[
         ("rpc", ["--runs", "1", "--chunks", "4", "--seconds", "0.2"], 11),
         ("copies", ["--runs", "1"], 8),
         ("kernels", ["--runs", "1", "--chunks", "2"], 12),
+        ("serde", ["--runs", "1", "--mib", "1"], 19),
         ("socket_mode", ["--runs", "1", "--chunks", "3"], 5),
     ],
 )
@@ -110,3 +114,16 @@ def test_the_benchmark_of_gpus_says_why_it_cannot_run() -> None:
     )
     assert done.returncode == 0 and json.loads(done.stdout) == []
     assert done.stderr.startswith("This needs ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("part", "count"), [("nixl", 4), ("resp", 10), ("s3", 2)])
+def test_the_adapters_of_remote_tiers_are_measured_small(tmp_path: Path, part: str, count: int) -> None:
+    if part == "nixl":
+        nixl.need()
+    elif part == "resp":
+        program(VALKEY, "Valkey")
+    else:
+        program(WEED, "SeaweedFS")
+    figures = run_small("remote", part, "--small", "--folder", str(tmp_path))
+    assert len(figures) == count and all(value > 0 for value in figures.values()), figures
+    assert not list(tmp_path.iterdir())

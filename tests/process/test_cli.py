@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,10 +14,7 @@ from pathlib import Path
 import pytest
 
 from lmcache.testing.processes import CacheServer, free_port, http_json
-
-LMCACHE = [sys.executable, "-m", "lmcache.cli.main"]
-START_SECONDS = 60
-USAGE, MACHINE = 2, 1
+from process.commands import COMMAND_SECONDS, MACHINE, USAGE, lmcache, unprivileged, with_defaults
 
 
 def shm(name: str) -> Path:
@@ -30,25 +26,7 @@ def start_and_fail(
 ) -> tuple[int, str]:
     """(exit code, the sentence) of a server that must not start. Nothing may be left behind."""
     memory = f"lmcache-test-refused-{os.getpid()}"
-    defaults = {
-        "--shm-name": memory,
-        "--host": "127.0.0.1",
-        "--port": "0",
-        "--http-host": "127.0.0.1",
-        "--http-port": "0",
-        "--prometheus-port": "0",
-        "--l1-size-gb": "0.1",
-        "--eviction-policy": "LRU",
-    }
-    given = [word for name, value in defaults.items() if name not in options for word in (name, value)]
-    done = subprocess.run(
-        [*prefix, *LMCACHE, "server", *given, *options],
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        env={**os.environ, **(environment or {})},
-        stdin=subprocess.DEVNULL,
-    )
+    done = lmcache("server", *with_defaults(memory, options), environment=environment, prefix=prefix)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     sentences = [line for line in done.stderr.splitlines() if line.startswith("lmcache: ")]
@@ -72,7 +50,7 @@ def adapter(**keys: object) -> tuple[str, str]:
         (["--l2-adapter", '{"type": "fs_native", base_path: "/x"}'], "--l2-adapter must be JSON"),
         (adapter(base_pth="/tmp"), "did you mean base_path?"),
         (adapter(base_path="/tmp", num_workers="many"), "num_workers"),
-        (["--l2-adapter", '{"type": "s3", "s3_endpoint": "s3://b", "s3_region": "r"}'], '"s3" is not built yet'),
+        (["--l2-adapter", '{"type": "p2p"}'], '"p2p" is not built yet'),
         (["--l2-adapter", '{"type": "fs_nativ", "base_path": "/x"}'], "fs_native"),
         (
             ["--l2-store-policy", "nowhere.at_all:Policy"],
@@ -122,12 +100,7 @@ def test_a_folder_that_cannot_be_written_ends_with_1(tmp_path: Path) -> None:
     folder = tmp_path / "read-only"
     folder.mkdir()
     folder.chmod(0o555)
-    prefix: list[str] = []
-    if os.geteuid() == 0:  # root writes everywhere, unless it gives that up
-        if shutil.which("setpriv") is None:
-            pytest.skip("setpriv is needed to test this as root")
-        prefix = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--inh-caps", "-all"]
-    code, sentence = start_and_fail(*adapter(base_path=str(folder / "l2")), prefix=prefix)
+    code, sentence = start_and_fail(*adapter(base_path=str(folder / "l2")), prefix=unprivileged())
     assert code == MACHINE
     assert str(folder) in sentence
     assert "Permission denied" in sentence
@@ -149,18 +122,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
     with_l2.stop()
 
 
-def lmcache(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*LMCACHE, *words],
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        env={**os.environ, **(environment or {})},
-        stdin=subprocess.DEVNULL,
-    )
-
-
-def test_a_second_server_of_the_same_name_is_refused_and_the_first_one_lives_on(server: CacheServer) -> None:
+def test_a_second_server_of_the_same_name_is_refused_and_the_first_one_goes_on(server: CacheServer) -> None:
     inode = shm(server.shm_name).stat().st_ino
     done = lmcache(
         *("server", "--l1-size-gb", "0.1", "--eviction-policy", "LRU", "--shm-name", server.shm_name),
@@ -257,7 +219,7 @@ def test_a_stop_that_is_asked_for_ends_with_0_and_leaves_nothing(tmp_path: Path,
         server.wait_ready()
         assert shm(server.shm_name).exists()
         server.popen.send_signal(number)
-        assert server.popen.wait(timeout=START_SECONDS) == 0
+        assert server.popen.wait(timeout=COMMAND_SECONDS) == 0
         assert not shm(server.shm_name).exists()
         assert "Traceback" not in server.log()
     finally:
@@ -285,7 +247,7 @@ def test_the_alias_and_the_file_start_the_same_server(tmp_path: Path) -> None:
         assert len(list((tmp_path / "lookups").iterdir())) == 1
     finally:
         alias.terminate()
-        _, err = alias.communicate(timeout=START_SECONDS)
+        _, err = alias.communicate(timeout=COMMAND_SECONDS)
     assert alias.returncode == 0
     assert "Traceback" not in err
 

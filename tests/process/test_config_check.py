@@ -6,9 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +15,8 @@ from typing import Any
 import pytest
 
 from lmcache.testing.processes import CacheServer
+from process.commands import COMMAND_SECONDS, LMCACHE, MACHINE, USAGE, lmcache, unprivileged, with_defaults
 
-LMCACHE = [sys.executable, "-m", "lmcache.cli.main"]
-START_SECONDS = 60
-USAGE, MACHINE = 2, 1
 _FREE_BYTES = re.compile(r"has \d+ left")  # others fill the disk meanwhile
 RAW = {"type": "raw_block", "slot_bytes": 1 << 20, "meta_total_bytes": 1 << 20}
 MODULE = """
@@ -150,9 +146,9 @@ BAD = {
         lambda f: raw(f, device_path=file(f / "other", b"important", 64 << 20)), ["nothing was changed"], MACHINE
     ),
     "raw twice": Bad(lambda f: [*raw(f), *raw(f)], ["give each a device of its own"], USAGE),
-    "dax missing": Bad(lambda f: dax(f, device_path=str(f / "none")), ["does not exist"], USAGE),
-    "dax folder": Bad(lambda f: dax(f, device_path=str(f)), ["cannot open"], MACHINE),
-    "dax foreign": Bad(lambda f: dax(f, b"important"), ["something that is not this cache's"], USAGE),
+    "dax missing": Bad(lambda f: dax(f, device_path=str(f / "none")), ["does not exist"], MACHINE),
+    "dax folder": Bad(lambda f: dax(f, device_path=str(f)), ["is neither a DAX device nor a file"], USAGE),
+    "dax foreign": Bad(lambda f: dax(f, b"important"), ["something that is not this cache's"], MACHINE),
     "dax slot": Bad(lambda f: dax(f, slot_bytes=1 << 30), ["has no room for a slot"], USAGE),
     "dax no room": Bad(lambda f: dax(f, max_dax_size_gb=1 << 29), ["lower it."], MACHINE),
     "plugin import": Bad(
@@ -164,32 +160,23 @@ BAD = {
     "native import": Bad(lambda f: plugin(f, "native_plugin", module_path="no_such"), ["cannot be imported"], USAGE),
     "native class": Bad(lambda f: plugin(f, "native_plugin", class_name="X"), ["is not a class in"], USAGE),
     "several": Bad(
-        lambda f: [*raw(f, device_path=str(f / "none")), *dax(f, b"important"), "--admin-token-file", str(f / "t")],
+        lambda f: [
+            *raw(f, device_path=str(f / "none")),
+            *dax(f, device_path=str(f)),
+            "--admin-token-file",
+            str(f / "t"),
+        ],
         ["--admin-token-file", "--l2-adapter 1 (raw_block)", "--l2-adapter 2 (dax)"],
         USAGE,
     ),
 }
 
 
-def base(name: str, given: Sequence[str]) -> list[str]:
-    defaults = {
-        "--shm-name": name,
-        "--host": "127.0.0.1",
-        "--port": "0",
-        "--http-host": "127.0.0.1",
-        "--http-port": "0",
-        "--prometheus-port": "0",
-        "--l1-size-gb": "0.1",
-        "--eviction-policy": "LRU",
-    }
-    return [word for option, value in defaults.items() if option not in given for word in (option, value)]
-
-
 def both(
     options: Sequence[str], environment: dict[str, str] | None = None, prefix: Sequence[str] = ()
 ) -> list[tuple[int, list[str]]]:
     """(exit code, lines on stderr) of the check and of the server."""
-    words = [*base(f"lmcache-test-check-{os.getpid()}", options), *options]
+    words = with_defaults(f"lmcache-test-check-{os.getpid()}", options)
     running = [
         subprocess.Popen(
             [*prefix, *LMCACHE, *command, *words],
@@ -203,7 +190,7 @@ def both(
     ]
     ended = []
     for process in running:
-        out, err = process.communicate(timeout=START_SECONDS)
+        out, err = process.communicate(timeout=COMMAND_SECONDS)
         assert out == ""
         assert "Traceback" not in err
         ended.append((process.returncode, _FREE_BYTES.sub("has some left", err).splitlines()))
@@ -235,11 +222,6 @@ def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
     folder = tmp_path / "read-only"
     folder.mkdir()
     folder.chmod(0o555)
-    prefix: list[str] = []
-    if os.geteuid() == 0:  # root writes everywhere, unless it gives that up
-        if shutil.which("setpriv") is None:
-            pytest.skip("setpriv is needed to test this as root")
-        prefix = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--inh-caps", "-all"]
     device = file(tmp_path / "device", size_bytes=64 << 20)
     os.chmod(device, 0o400)
     options = [
@@ -247,7 +229,7 @@ def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
         *adapter(type="fs_native", base_path=str(folder / "l2")),
         *adapter(**RAW, device_path=device),
     ]
-    check, server = both(options, prefix=prefix)
+    check, server = both(options, prefix=unprivileged())
     assert check == server
     code, lines = check
     assert (code, len(lines)) == (MACHINE, 3)
@@ -266,8 +248,7 @@ def test_the_check_of_a_running_server_is_fine_and_disturbs_nothing(tmp_path: Pa
     try:
         server.wait_ready()
         ports = ["--port", str(server.port), "--http-port", str(server.http_port)]
-        command = ["config", "check", *base(server.shm_name, [*options, *ports]), *options, *ports]
-        checked = subprocess.run([*LMCACHE, *command], capture_output=True, text=True, timeout=START_SECONDS)
+        checked = lmcache("config", "check", *with_defaults(server.shm_name, [*options, *ports]))
         assert (checked.returncode, checked.stderr) == (0, "")
         assert "--quota-file has no effect" in checked.stdout
         assert server.status()["l2"]
@@ -292,6 +273,6 @@ def test_memory_of_somebody_else_under_the_name_is_refused_by_both() -> None:
 
 
 def test_an_empty_file_is_no_fault(tmp_path: Path) -> None:
-    words = ["--config", file(tmp_path / "empty.yaml"), *base("lmcache-test-empty", [])]
-    done = subprocess.run([*LMCACHE, "config", "check", *words], capture_output=True, text=True, timeout=START_SECONDS)
+    options = ["--config", file(tmp_path / "empty.yaml")]
+    done = lmcache("config", "check", *with_defaults(f"lmcache-test-empty-{os.getpid()}", options))
     assert (done.returncode, done.stderr) == (0, "")

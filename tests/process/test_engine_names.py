@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from typing import Any
 
 import pytest
 
-from lmcache.client.client import ClientState
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client.client import Client, ClientState
+from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.errors import RemoteError, ServerUnavailable
-from lmcache.integration.vllm.engine_process import instance_name, scheduler_process_id
+from lmcache.integration.vllm.instance_id import instance_name, scheduler_process_id
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import free_port
 from polling import until
@@ -23,8 +24,8 @@ def _name_of_engine(answers: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_started_in_any_way_name_their_engine(method: str):
-    context = multiprocessing.get_context(method)
+def test_workers_started_in_any_way_name_their_engine(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
     answers = context.SimpleQueue()
     worker = context.Process(target=_name_of_engine, args=(answers,))
     worker.start()
@@ -32,7 +33,7 @@ def test_workers_started_in_any_way_name_their_engine(method: str):
     worker.join()
 
 
-def test_processes_of_an_engine_agree_on_its_name():
+def test_processes_of_an_engine_agree_on_its_name() -> None:
     mine = instance_name(os.getpid())
     assert mine == instance_name(scheduler_process_id(in_scheduler=False, executor="uni", workers=1))
     assert mine == instance_name(scheduler_process_id(in_scheduler=True, executor="", workers=4))
@@ -45,7 +46,7 @@ def test_processes_of_an_engine_agree_on_its_name():
 
 
 @pytest.mark.parametrize("transfer", [WantedTransfer.SHM, WantedTransfer.SOCKET])
-def test_a_second_engine_under_the_name_of_one_that_lives_is_kept_out(transfer: WantedTransfer):
+def test_a_second_engine_under_the_name_of_a_running_one_is_kept_out(transfer: WantedTransfer) -> None:
     """Both number their requests from 0 on, so the one would go on with what the other one has sent."""
     port = free_port()
     with server_within(port=port):
@@ -72,7 +73,14 @@ def test_a_second_engine_under_the_name_of_one_that_lives_is_kept_out(transfer: 
                 second.close()
 
 
-def test_an_engine_that_comes_back_after_another_one_took_its_name_is_kept_out():
+def is_forgotten_after_a_failed_call(client: Client) -> bool:
+    """A call that gets no answer in time makes a client ask at once whether the server still knows it."""
+    with contextlib.suppress(ServerUnavailable):
+        client.call("noop", m.Empty(), 0.0)
+    return client.owner("configured") is None
+
+
+def test_an_engine_that_comes_back_after_another_one_took_its_name_is_kept_out() -> None:
     """One that was cut off: over the socket its silence is all that the server knows."""
     port = free_port()
     with server_within(port=port):
@@ -94,8 +102,7 @@ def test_an_engine_that_comes_back_after_another_one_took_its_name_is_kept_out()
                 until(taken)
                 others = second.tokens(2)
                 assert second.lookup("0", others).hashes
-                first.client._nudge()
-                until(lambda: first.client.owner("configured") is None)
+                until(lambda: is_forgotten_after_a_failed_call(first.client))
                 rest = m.Append("configured", "0", "", len(others) // 4, others)
                 with pytest.raises(ServerUnavailable, match="another engine that lives"):
                     first.client.call("append", rest, CALL_SECONDS)

@@ -112,7 +112,7 @@ def test_who_keeps_to_a_quota_loses_nothing_to_who_does_not(tmp_path: Path) -> N
         assert server.stop() == 0, server.log()
 
 
-def test_quotas_outlive_the_server_and_come_before_what_it_adopts(tmp_path: Path) -> None:
+def test_quotas_outlive_the_server_and_come_before_what_it_recovers(tmp_path: Path) -> None:
     file, name = tmp_path / "quotas.json", f"lmcache-test-{os.getpid()}-quotas"
     flags = ["--eviction-policy", "IsolatedLRU", "--quota-file", str(file), "--l1-persist"]
     try:

@@ -16,7 +16,7 @@ from unit.transport.test_peers import GREETING, READY, hung_up
 SERVER = """
 import os, sys, time
 from lmcache.transport.listening import listen
-from lmcache.transport.server import RpcServer
+from lmcache.transport.rpc_server import RpcServer
 
 server = RpcServer(sys.argv[1], int(sys.argv[2]))
 server.start({})

@@ -28,11 +28,11 @@ def ask(server: Server, path: str) -> tuple[int, Any]:
 
 
 def message_loop(server: Server) -> Callable[[Callable[[], Any]], Any]:
-    return server._rpc.post
+    return server.rpc.post
 
 
 def storage_loop(server: Server) -> Callable[[Callable[[], Any]], Any]:
-    return server._storage.call_soon
+    return server.storage.call_soon
 
 
 @pytest.mark.parametrize(("loop_of", "name"), [(message_loop, "message loop"), (storage_loop, "storage loop")])
@@ -54,9 +54,9 @@ def test_a_loop_that_hangs_is_unhealthy_until_it_answers(server: Server, loop_of
 def test_clearing_ends_with_a_sentence_when_the_storage_loop_hangs(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache.tiering.storage.CLEAR_SECONDS", 0.2)
+    monkeypatch.setattr("lmcache.tiering.storage_loop.CLEAR_SECONDS", 0.2)
     go_on = threading.Event()
-    server._storage.call_soon(lambda: go_on.wait(30))
+    server.storage.call_soon(lambda: go_on.wait(30))  # type: ignore[arg-type]
     try:
         status, body = http_json(server.config.http_port, "POST", "/cache/clear", {"tier": "all"}, timeout_seconds=10.0)
         assert status == 503

@@ -8,7 +8,9 @@ import random
 import socket
 import struct
 import time
-from typing import get_type_hints
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
@@ -20,14 +22,14 @@ from lmcache.testing.processes import CacheServer
 from polling import until
 from process.memory_watch import private_bytes
 from process.support import CALL_SECONDS, SmallEngine
+from seeds import SEED
 
-SEED = 20240229
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 48
 READY = b"\4\x29\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
     with CacheServer(tmp_path_factory.mktemp("hostile"), l1_size_gb=0.0625) as server:
         server.wait_ready()
         yield server
@@ -40,7 +42,7 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def honest(server):
+def honest(server: CacheServer) -> Iterator[SmallEngine]:
     """An engine whose stored chunk must survive whatever the test does."""
     with SmallEngine(server.port) as engine:
         engine.store(engine.tokens(1, 2))
@@ -51,83 +53,85 @@ def honest(server):
 
 
 @contextlib.contextmanager
-def dealer(server):
+def dealer(server: CacheServer) -> Iterator[Any]:
     context = zmq.Context()
-    it = context.socket(zmq.DEALER)
-    it.setsockopt(zmq.LINGER, 2000)
-    it.setsockopt(zmq.RCVTIMEO, 10_000)
-    it.connect(f"tcp://127.0.0.1:{server.port}")
+    client = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.LINGER, 2000)
+    client.setsockopt(zmq.RCVTIMEO, 10_000)
+    client.connect(f"tcp://127.0.0.1:{server.port}")
     try:
-        yield it
+        yield client
     finally:
-        it.close()
+        client.close()
         context.term()
 
 
-def errors(server) -> float:
+def errors(server: CacheServer) -> float:
     return server.metric("lmcache_mp_protocol_errors_total")
 
 
 class Explosive:
     """Makes a file when it is unpickled."""
 
-    def __init__(self, path) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = str(path)
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return (open, (self.path, "w"))
 
 
-def test_pickles_are_never_executed(server, honest, tmp_path):
+def test_pickles_are_never_executed(server: CacheServer, honest: SmallEngine, tmp_path: Path) -> None:
     trap = tmp_path / "executed"
     before = errors(server)
-    with dealer(server) as it:
+    with dealer(server) as client:
         count = 0
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
             bomb = pickle.dumps(Explosive(trap), protocol)
-            it.send_multipart([bomb])
-            it.send_multipart([bytes(8), bomb, b""])
+            client.send_multipart([bomb])
+            client.send_multipart([bytes(8), bomb, b""])
             for method in m.METHODS:
-                it.send_multipart([struct.pack("<Q", count), method.encode(), bomb])
-                it.send_multipart([struct.pack("<Q", count), method.encode(), msgspec.msgpack.encode([bomb, bomb])])
+                client.send_multipart([struct.pack("<Q", count), method.encode(), bomb])
+                client.send_multipart([struct.pack("<Q", count), method.encode(), msgspec.msgpack.encode([bomb, bomb])])
                 count += 2
-        answers = [it.recv_multipart() for _ in range(count)]
+        answers = [client.recv_multipart() for _ in range(count)]
         # An empty message has no field that the pickle could be.
         assert {status for _, status, _ in answers} <= {b"bad_request", b"unknown_method", b"ok"}
     assert not trap.exists()
     assert errors(server) > before
 
 
-def test_random_frames(server, honest):
+def test_random_frames(server: CacheServer, honest: SmallEngine) -> None:
     random_ = random.Random(SEED)
-    with dealer(server) as it:
+    with dealer(server) as client:
         for _ in range(3000):
             frames = [random_.randbytes(random_.choice((0, 1, 7, 8, 9, 40))) for _ in range(random_.randint(1, 6))]
-            it.send_multipart(frames)
+            client.send_multipart(frames)
     wait_for_an_answer(honest)
 
 
-def test_random_payloads_for_every_method(server, honest):
+def test_random_payloads_for_every_method(server: CacheServer, honest: SmallEngine) -> None:
     random_ = random.Random(SEED + 1)
-    with dealer(server) as it:
+    with dealer(server) as client:
         sent = 0
         for method in m.METHODS:
             for _ in range(150):
-                it.send_multipart([struct.pack("<Q", sent), method.encode(), random_.randbytes(random_.randint(0, 60))])
+                client.send_multipart(
+                    [struct.pack("<Q", sent), method.encode(), random_.randbytes(random_.randint(0, 60))]
+                )
                 sent += 1
-        statuses = {it.recv_multipart()[1] for _ in range(sent)}
+        statuses = {client.recv_multipart()[1] for _ in range(sent)}
     assert b"internal" not in statuses
     assert b"bad_request" in statuses
 
 
-def test_well_formed_nonsense_for_every_method(server, honest):
+def test_well_formed_nonsense_for_every_method(server: CacheServer, honest: SmallEngine) -> None:
     """Right types, wild values: nothing may be answered with a fault of the server."""
     random_ = random.Random(SEED + 2)
     wild_integers = (-(2**63), -1, 0, 1, 2, 255, 2**31, 2**32, 2**53, 2**63 - 1)
     wild_texts = ("", "\0", "engine-x", "../../etc/passwd", "é" * 200, "x" * 600, honest.instance_id)
     wild_floats = (0.0, -1.0, 1e308, float("inf"), float("-inf"), float("nan"), 1e-300)
 
-    def wild(kind):
+    def wild(kind: Any) -> Any:
         if kind is int:
             return random_.choice(wild_integers)
         if kind is str:
@@ -144,7 +148,7 @@ def test_well_formed_nonsense_for_every_method(server, honest):
             return [random_.choice(wild_integers) for _ in range(random_.randint(0, 3))]
         return [(random_.choice(wild_integers), random_.randbytes(random_.choice((0, 32)))) for _ in range(2)]
 
-    with dealer(server) as it:
+    with dealer(server) as client:
         sent = 0
         for method, (request, _) in m.METHODS.items():
             if method == "clear":  # would rightly remove the honest engine's chunks
@@ -155,21 +159,21 @@ def test_well_formed_nonsense_for_every_method(server, honest):
                 # The honest engine's own registration is its business; anybody may name it, as on any trusted port.
                 if method in ("register_instance", "register_worker", "unregister") and values[0] == honest.instance_id:
                     values[0] = "somebody else"
-                it.send_multipart([struct.pack("<Q", sent), method.encode(), msgspec.msgpack.encode(values)])
+                client.send_multipart([struct.pack("<Q", sent), method.encode(), msgspec.msgpack.encode(values)])
                 sent += 1
-        answers = [it.recv_multipart() for _ in range(sent)]
+        answers = [client.recv_multipart() for _ in range(sent)]
         assert sorted(struct.unpack("<Q", call_id)[0] for call_id, _, _ in answers) == list(range(sent))
         faults = [msgspec.msgpack.decode(payload) for _, status, payload in answers if status == b"internal"]
         assert not faults
         for instance in [one["instance_id"] for one in server.status()["instances"]]:
             if instance != honest.instance_id:
                 for worker in range(-1, limits.MAX_WORLD_SIZE):
-                    it.send_multipart([bytes(8), b"unregister", msgspec.msgpack.encode([instance, worker])])
-                    assert it.recv_multipart()[1] == b"ok"
+                    client.send_multipart([bytes(8), b"unregister", msgspec.msgpack.encode([instance, worker])])
+                    assert client.recv_multipart()[1] == b"ok"
     honest.end("")
 
 
-def test_raw_bytes_on_the_port(server, honest):
+def test_raw_bytes_on_the_port(server: CacheServer, honest: SmallEngine) -> None:
     random_ = random.Random(SEED + 3)
     blasts = [
         b"",
@@ -196,7 +200,7 @@ def test_raw_bytes_on_the_port(server, honest):
 
 
 @pytest.mark.parametrize("frame_bytes", [0, 1, 1 << 20])
-def test_a_message_that_does_not_end_is_not_held(server, honest, frame_bytes):
+def test_a_message_that_does_not_end_is_not_held(server: CacheServer, honest: SmallEngine, frame_bytes: Any) -> None:
     """Frames that all announce another one: what has arrived of one message is limited as a whole."""
     frame = (b"\1" + bytes([frame_bytes]) if frame_bytes < 256 else b"\3" + struct.pack(">Q", frame_bytes)) + bytes(
         frame_bytes
@@ -214,7 +218,7 @@ def test_a_message_that_does_not_end_is_not_held(server, honest, frame_bytes):
         assert private_bytes(server.pid) - before < 64 * limits.MIB
 
 
-def test_unfinished_messages_of_many_connections_are_limited_together(server, honest):
+def test_unfinished_messages_of_many_connections_are_limited_together(server: CacheServer, honest: SmallEngine) -> None:
     """Each stays within what one message may have; the oldest goes when all together are beyond what they may have."""
     begun = GREETING + READY + b"\2" + struct.pack(">Q", limits.MAX_MESSAGE_BYTES) + bytes(12 * limits.MIB)
     before = private_bytes(server.pid)
@@ -229,28 +233,28 @@ def test_unfinished_messages_of_many_connections_are_limited_together(server, ho
     until(lambda: private_bytes(server.pid) - before < 128 * limits.MIB)
 
 
-def test_lists_beyond_their_limit_cost_nothing(server, honest):
+def test_lists_beyond_their_limit_cost_nothing(server: CacheServer, honest: SmallEngine) -> None:
     """30 calls of 20 MB once cost 3.3 GB and held every other call up for seconds."""
     before = private_bytes(server.pid)
     payload = msgspec.msgpack.encode([honest.instance_id, 1, [0] * (19 * limits.MIB)])
-    with dealer(server) as it:
+    with dealer(server) as client:
         for number in range(30):
-            it.send_multipart([struct.pack("<Q", number), b"release", payload])
-        statuses = {it.recv_multipart()[1] for _ in range(30)}
+            client.send_multipart([struct.pack("<Q", number), b"release", payload])
+        statuses = {client.recv_multipart()[1] for _ in range(30)}
         assert statuses == {b"bad_request"}
         assert private_bytes(server.pid) - before < 128 * limits.MIB
 
 
-def test_refused_calls_leave_nothing_in_a_session(server, honest):
+def test_refused_calls_leave_nothing_in_a_session(server: CacheServer, honest: SmallEngine) -> None:
     """Calls that go back in a session and are then refused once used up what all sessions may have."""
     chunk_tokens = honest.client.hello.chunk_tokens
     tokens, extra = bytes(4 * chunk_tokens * 4000), bytes(range(32))
-    with dealer(server) as it:
+    with dealer(server) as client:
 
-        def call(first: int, count: int, extras: list) -> bytes:
+        def call(first: int, count: int, extras: list[Any]) -> bytes:
             message = m.Append(honest.instance_id, "r", "", first, tokens[: 4 * count], b"", extras)
-            it.send_multipart([bytes(8), b"append", msgspec.msgpack.encode(message)])
-            return it.recv_multipart()[1]
+            client.send_multipart([bytes(8), b"append", msgspec.msgpack.encode(message)])
+            return client.recv_multipart()[1]
 
         for _ in range(5):
             assert call(0, 4000 * chunk_tokens, []) == b"ok"
@@ -262,41 +266,41 @@ def test_refused_calls_leave_nothing_in_a_session(server, honest):
     assert server.status()["session_bytes"] == 0
 
 
-def test_messages_beyond_the_limit(server, honest):
-    with dealer(server) as it:
-        it.setsockopt(zmq.LINGER, 0)
-        it.send_multipart([bytes(8), b"lookup", bytes(limits.MAX_MESSAGE_BYTES + 1)])
+def test_messages_beyond_the_limit(server: CacheServer, honest: SmallEngine) -> None:
+    with dealer(server) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.send_multipart([bytes(8), b"lookup", bytes(limits.MAX_MESSAGE_BYTES + 1)])
         wait_for_an_answer(honest)
 
 
-def test_many_connections_that_say_nothing(server, honest):
+def test_many_connections_that_say_nothing(server: CacheServer, honest: SmallEngine) -> None:
     with contextlib.ExitStack() as all_of_them:
         for _ in range(300):
             all_of_them.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10.0))
         wait_for_an_answer(honest)
 
 
-def test_a_client_that_calls_and_never_reads(server, honest):
-    with dealer(server) as it:
-        it.setsockopt(zmq.LINGER, 0)
-        it.setsockopt(zmq.RCVHWM, 1)
+def test_a_client_that_calls_and_never_reads(server: CacheServer, honest: SmallEngine) -> None:
+    with dealer(server) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVHWM, 1)
         for number in range(20_000):
             with contextlib.suppress(zmq.Again):
-                it.send_multipart([struct.pack("<Q", number), b"hello", b"\x91\1"], zmq.NOBLOCK)
+                client.send_multipart([struct.pack("<Q", number), b"hello", b"\x91\1"], zmq.NOBLOCK)
         wait_for_an_answer(honest)
 
 
-def test_more_tokens_and_chunks_than_allowed(server, honest):
+def test_more_tokens_and_chunks_than_allowed(server: CacheServer, honest: SmallEngine) -> None:
     engine = honest.instance_id
     beyond = [
         ("lookup", m.Lookup(engine, "big", "", 0, bytes(4 * limits.MAX_TOKENS_PER_SESSION + 4))),
         ("append", m.Append(engine, "big", "", limits.MAX_TOKENS_PER_SESSION, bytes(4))),
         ("reserve", m.Reserve(engine, 0, "", bytes(32 * limits.MAX_CHUNKS_PER_CALL + 32))),
     ]
-    with dealer(server) as it:
+    with dealer(server) as client:
         for method, message in beyond:
-            it.send_multipart([bytes(8), method.encode(), msgspec.msgpack.encode(message)])
-            assert it.recv_multipart()[1] in (b"bad_request", b"too_large", b"unknown_session")
+            client.send_multipart([bytes(8), method.encode(), msgspec.msgpack.encode(message)])
+            assert client.recv_multipart()[1] in (b"bad_request", b"too_large", b"unknown_session")
     honest.end("big")
 
 

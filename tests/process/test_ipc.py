@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import socket
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmcache.client.client import ClientState
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.testing.processes import CacheServer
 from polling import until
+from process.commands import lmcache
 from process.support import SmallEngine
 
 REQUIRED = ("--l1-size-gb", "0.01", "--eviction-policy", "LRU")
+SHM_NAME = f"lmcache-test-{os.getpid()}-ipc"
 
 
 @pytest.fixture
-def path(tmp_path: Path):
+def path(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "lmcache.sock"
-    for memory in Path("/dev/shm").glob(f"lmcache-test-ipc-{tmp_path.name}*"):
+    for memory in Path("/dev/shm").glob(f"{SHM_NAME}*"):
         memory.unlink()
 
 
-def server_at(path: Path, **options) -> CacheServer:
-    settings = {"l1_size_gb": 0.0625, "host": f"ipc://{path}", "shm_name": f"lmcache-test-ipc-{path.parent.name}"}
+def server_at(path: Path, **options: Any) -> CacheServer:
+    settings = {"l1_size_gb": 0.0625, "host": f"ipc://{path}", "shm_name": SHM_NAME}
     return CacheServer(path.parent, **{**settings, **options})
-
-
-def lmcache(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lmcache.cli.main", *arguments], capture_output=True, text=True, timeout=60
-    )
 
 
 def stores_and_hits(engine: SmallEngine, first: int) -> None:
@@ -72,13 +69,13 @@ def test_what_a_killed_server_left_is_replaced_and_engines_come_back(path: Path)
         server.wait_ready()
         with SmallEngine(f"ipc://{path}", heartbeat=0.5) as engine:
             stores_and_hits(engine, 1)
-            former = engine.client.boot_token
+            previous = engine.client.server_epoch
             server.kill()
             assert path.is_socket()
             until(lambda: engine.client.state is ClientState.UNAVAILABLE)
             with server_at(path, log_name="second.log") as second:
                 second.wait_ready()
-                until(lambda: engine.client.state is ClientState.READY and engine.client.boot_token != former)
+                until(lambda: engine.client.state is ClientState.READY and engine.client.server_epoch != previous)
                 until(lambda: engine.client.owner(engine.instance_id, 0) is not None)
                 stores_and_hits(engine, 1)
 
@@ -89,7 +86,7 @@ def test_the_path_of_a_live_server_is_refused(path: Path) -> None:
         for stopped in (False, True):  # one that stands still is alive, too
             if stopped:
                 server.pause()
-            with server_at(path, shm_name="lmcache-test-ipc-other", log_name=f"second-{stopped}.log") as second:
+            with server_at(path, shm_name=f"{SHM_NAME}-other", log_name=f"second-{stopped}.log") as second:
                 assert second.popen.wait(30) == 1
                 (sentence,) = [line for line in second.log().splitlines() if "Cannot listen" in line]
                 assert sentence.endswith(

@@ -1,7 +1,7 @@
 """Random load on a real server that is killed at random moments, round after round: whatever claims to be there
 afterwards has exactly the bytes that were stored for it.
 
-For each thing that keeps objects: LMCACHE_KILL_ROUNDS rounds (15; 200 in `make nightly`), from LMCACHE_KILL_SEED.
+For each thing that keeps objects: LMCACHE_KILL_ROUNDS rounds (15; 200 in `make nightly`), from LMCACHE_TEST_SEED.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from lmcache.testing.processes import LOOPBACK, free_port, http_json
 from polling import until
 from process.nursery import Nursery
 from process.support import SmallEngine
+from seeds import SEED
+from services import nixl
 
 ROUNDS = int(os.environ.get("LMCACHE_KILL_ROUNDS", "15"))
-SEED = int(os.environ.get("LMCACHE_KILL_SEED", "0")) or random.randrange(1 << 30)
 ENGINES = 2
 LONGEST_LOAD_SECONDS = 0.15
 PREFIX_CHUNKS = 64
@@ -49,6 +50,10 @@ def device(folder: Path, size_bytes: int) -> dict[str, Any]:
         file.truncate(size_bytes)
     eviction = {"eviction_policy": "LRU", "trigger_watermark": 0.8, "eviction_ratio": 0.2}
     return {"device_path": str(path), "slot_bytes": 512 * 1024, "eviction": eviction}
+
+
+def nixl_files(folder: Path) -> dict[str, Any]:
+    return {"backend": "POSIX", "backend_params": {"file_path": str(folder), "use_direct_io": "false"}}
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,13 @@ KEEPERS = (
             {"type": "raw_block", "meta_total_bytes": MIB, "io_engine": "io_uring", **device(folder, GIB)},
         ),
     ),
+    Keeper("nixl_store", lambda folder: l2({"type": "nixl_store", "pool_size": 400, **nixl_files(folder)})),
+    Keeper("nixl_store_dynamic", lambda folder: l2({"type": "nixl_store_dynamic", **nixl_files(folder)})),
 )
 
 
 class Server:
-    """One life after the other, under one name, on the same ports."""
+    """One process after the other, under one name, on the same ports."""
 
     def __init__(self, nursery: Nursery, folder: Path, port: int) -> None:
         self._nursery = nursery
@@ -193,6 +200,8 @@ class Totals:
 
 @pytest.mark.parametrize("keeper", KEEPERS, ids=lambda keeper: keeper.name)
 def test_what_claims_to_be_there_is_exact(keeper: Keeper, nursery: Nursery, tmp_path: Path) -> None:
+    if keeper.name.startswith("nixl"):
+        nixl.need()
     print(f"seed {SEED}")
     dice = random.Random(SEED)
     server = Server(nursery, tmp_path, free_port())
@@ -210,7 +219,7 @@ def test_what_claims_to_be_there_is_exact(keeper: Keeper, nursery: Nursery, tmp_
             for index, engine in enumerate(engines):
                 engine.order("stop")
                 totals.add(engine.answer(), f"round {number}, load", keeper, after_restart=False)
-                tokens[index] = engine.ask("boot_token")
+                tokens[index] = engine.ask("server_epoch")
             server.start(keeper)
             for engine, token in zip(engines, tokens, strict=True):
                 engine.order("verify", after=token)
@@ -232,9 +241,13 @@ def test_what_claims_to_be_there_is_exact(keeper: Keeper, nursery: Nursery, tmp_
 
 
 @pytest.mark.parametrize(
-    "keeper", [one for one in KEEPERS if one.name not in ("l1_full", "raw_block_uring")], ids=lambda keeper: keeper.name
+    "keeper",
+    [keeper for keeper in KEEPERS if keeper.name not in ("l1_full", "raw_block_uring")],
+    ids=lambda keeper: keeper.name,
 )
 def test_a_prefix_that_was_being_written_has_no_holes(keeper: Keeper, nursery: Nursery, tmp_path: Path) -> None:
+    if keeper.name.startswith("nixl"):
+        nixl.need()
     print(f"seed {SEED}")
     dice = random.Random(SEED)
     keeper = replace(keeper, l1_bytes=128 * MIB)
@@ -280,7 +293,7 @@ def what_had_time_to_be_written_is_there(server: Server, keeper: Keeper) -> None
 
 
 def complete(server: Server) -> bool:
-    return all(one["inventory_complete"] for one in server.status()["l2"]["adapters"])
+    return all(adapter["inventory_complete"] for adapter in server.status()["l2"]["adapters"])
 
 
 def kept_objects(server: Server) -> int:

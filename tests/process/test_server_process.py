@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +27,7 @@ SLOW_L2 = json.dumps({"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 0.0
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path: Path) -> Iterator[CacheServer]:
     with CacheServer(tmp_path, l1_size_gb=0.0625) as server:
         server.wait_ready()
         yield server
@@ -37,11 +38,11 @@ def server(tmp_path):
     assert "Traceback" not in server.log()
 
 
-def shm_of(server) -> Path:
+def shm_of(server: CacheServer) -> Path:
     return Path("/dev/shm") / server.shm_name
 
 
-def assert_idle(server) -> None:
+def assert_idle(server: CacheServer) -> None:
     """No lease, reservation or session is left once every engine has gone."""
     status = server.status()
     held = {name: status[name] for name in ("sessions", "leases", "reservations", "instances", "session_bytes")}
@@ -53,7 +54,7 @@ def assert_idle(server) -> None:
     assert status["l1"]["used_bytes"] + status["l1"]["free_bytes"] == status["l1"]["committed_bytes"]
 
 
-def engine_in_a_process(server, folder: Path, script: str) -> subprocess.Popen[str]:
+def engine_in_a_process(server: CacheServer, folder: Path, script: str) -> subprocess.Popen[str]:
     """Another process with a registered SmallEngine called `engine`; it runs the script and says "done"."""
     program = "\n".join(
         [
@@ -78,7 +79,7 @@ def engine_in_a_process(server, folder: Path, script: str) -> subprocess.Popen[s
 
 
 # ---- store and retrieve ----------------------------------------------------------------------------------------------
-def test_what_was_stored_comes_back_and_nothing_else(server):
+def test_what_was_stored_comes_back_and_nothing_else(server: CacheServer) -> None:
     with SmallEngine(server.port) as engine:
         tokens = engine.tokens(1, 2, 3)
         assert engine.lookup("cold", tokens).chunks == 0
@@ -91,7 +92,7 @@ def test_what_was_stored_comes_back_and_nothing_else(server):
         assert server.metric("lmcache_mp_lookup_hit_tokens_total") == 3 * 256
 
 
-def test_leases_keep_objects_in_place_while_others_fill_l1(tmp_path):
+def test_leases_keep_objects_in_place_while_others_fill_l1(tmp_path: Path) -> None:
     with CacheServer(tmp_path, l1_size_gb=0.002) as server:  # 2 MiB: about 250 objects
         server.wait_ready()
         with SmallEngine(server.port) as engine:
@@ -105,7 +106,9 @@ def test_leases_keep_objects_in_place_while_others_fill_l1(tmp_path):
 
 
 # ---- death -----------------------------------------------------------------------------------------------------------
-def test_what_a_killed_engine_reserved_is_never_a_hit_and_its_memory_comes_back(server, tmp_path):
+def test_what_a_killed_engine_reserved_is_never_a_hit_and_its_memory_comes_back(
+    server: CacheServer, tmp_path: Path
+) -> None:
     child = engine_in_a_process(
         server,
         tmp_path,
@@ -131,7 +134,7 @@ def test_what_a_killed_engine_reserved_is_never_a_hit_and_its_memory_comes_back(
         assert engine.read(committed)
 
 
-def test_a_stopped_engine_keeps_its_reservation_until_it_goes_on(server, tmp_path):
+def test_a_stopped_engine_keeps_its_reservation_until_it_goes_on(server: CacheServer, tmp_path: Path) -> None:
     child = engine_in_a_process(
         server, tmp_path, "hashes = engine.hashes(engine.tokens(1)); reply = engine.reserve(hashes)"
     )
@@ -142,7 +145,7 @@ def test_a_stopped_engine_keeps_its_reservation_until_it_goes_on(server, tmp_pat
             time_when_swept_twice = time.monotonic() + 2.5
             until(lambda: time.monotonic() > time_when_swept_twice)
             status = server.status()
-            assert {one["instance_id"] for one in status["instances"]} == {"other", engine.instance_id}
+            assert {instance["instance_id"] for instance in status["instances"]} == {"other", engine.instance_id}
             assert status["reservations"] == 1
             assert engine.lookup("r", engine.tokens(1)).chunks == 0
     finally:
@@ -151,12 +154,12 @@ def test_a_stopped_engine_keeps_its_reservation_until_it_goes_on(server, tmp_pat
     until(lambda: not server.status()["instances"])
 
 
-def test_a_client_comes_back_by_itself_when_the_server_was_killed_and_restarted(tmp_path):
+def test_a_client_comes_back_by_itself_when_the_server_was_killed_and_restarted(tmp_path: Path) -> None:
     with CacheServer(tmp_path, l1_size_gb=0.0625) as first, SmallEngine(first.port, heartbeat=0.2) as engine:
         engine.store(engine.tokens(1))
         waiting = engine.client.submit("lookup", m.Lookup(engine.instance_id, "r", "", 0, b""), 60.0)
         waiting.result()
-        memory, token = engine.client.memory, engine.client.boot_token
+        memory, token = engine.client.memory, engine.client.server_epoch
         first.kill()
         started = time.monotonic()
         until(lambda: engine.client.state is ClientState.UNAVAILABLE)
@@ -167,7 +170,7 @@ def test_a_client_comes_back_by_itself_when_the_server_was_killed_and_restarted(
             second.wait_ready()
             engine.client.connect(20.0)
             until(lambda: len(second.status()["instances"][:1]) == 1 and second.status()["instances"][0]["workers"])
-            assert engine.client.boot_token != token
+            assert engine.client.server_epoch != token
             assert engine.client.memory is not memory
             assert engine.lookup("t", engine.tokens(1)).chunks == 0
             assert engine.store(engine.tokens(1)) == 1
@@ -178,7 +181,7 @@ def test_a_client_comes_back_by_itself_when_the_server_was_killed_and_restarted(
         assert not shm_of(second).exists()
 
 
-def test_calls_that_wait_end_at_once_when_the_server_is_killed(tmp_path):
+def test_calls_that_wait_end_at_once_when_the_server_is_killed(tmp_path: Path) -> None:
     with CacheServer(tmp_path, l1_size_gb=0.0625, extra=["--l2-adapter", SLOW_L2]) as server:
         server.wait_ready()
         with SmallEngine(server.port) as engine:
@@ -193,10 +196,10 @@ def test_calls_that_wait_end_at_once_when_the_server_is_killed(tmp_path):
     Path("/dev/shm", server.shm_name).unlink()  # killed, and nobody took the name again
 
 
-def test_a_server_that_hangs_is_noticed_and_one_that_wakes_up_is_used_again(server):
+def test_a_server_that_hangs_is_noticed_and_one_that_wakes_up_is_used_again(server: CacheServer) -> None:
     with SmallEngine(server.port, heartbeat=0.2) as engine:
         engine.store(engine.tokens(1))
-        token = engine.client.boot_token
+        token = engine.client.server_epoch
         server.pause()
         try:
             until(lambda: engine.client.state is ClientState.UNAVAILABLE)
@@ -207,11 +210,13 @@ def test_a_server_that_hangs_is_noticed_and_one_that_wakes_up_is_used_again(serv
         finally:
             server.resume()
         engine.client.connect(20.0)
-        assert engine.client.boot_token == token
+        assert engine.client.server_epoch == token
         assert engine.lookup("s", engine.tokens(1)).chunks == 1
 
 
-def test_a_second_server_with_the_same_memory_is_refused_and_the_first_unharmed(server, tmp_path):
+def test_a_second_server_with_the_same_memory_is_refused_and_the_first_unharmed(
+    server: CacheServer, tmp_path: Path
+) -> None:
     with SmallEngine(server.port) as engine:
         engine.store(engine.tokens(1))
         inode = shm_of(server).stat().st_ino
@@ -227,7 +232,7 @@ def test_a_second_server_with_the_same_memory_is_refused_and_the_first_unharmed(
         assert engine.read(held)
 
 
-def test_a_busy_port_is_one_sentence(server, tmp_path):
+def test_a_busy_port_is_one_sentence(server: CacheServer, tmp_path: Path) -> None:
     with CacheServer(
         tmp_path, l1_size_gb=0.0625, port=server.port, shm_name=f"{server.shm_name}-2", log_name="second.log"
     ) as second:
@@ -237,7 +242,7 @@ def test_a_busy_port_is_one_sentence(server, tmp_path):
         assert not shm_of(second).exists()
 
 
-def test_what_a_killed_server_left_is_reclaimed(tmp_path):
+def test_what_a_killed_server_left_is_reclaimed(tmp_path: Path) -> None:
     with CacheServer(tmp_path, l1_size_gb=0.0625) as first:
         first.wait_ready()
         first.kill()
@@ -249,7 +254,7 @@ def test_what_a_killed_server_left_is_reclaimed(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_ordered_end_is_quick_and_clean_while_an_engine_is_there(tmp_path, number):
+def test_an_ordered_end_is_quick_and_clean_while_an_engine_is_there(tmp_path: Path, number: int) -> None:
     with CacheServer(tmp_path, l1_size_gb=0.0625) as server:
         server.wait_ready()
         with SmallEngine(server.port) as engine:
@@ -265,12 +270,12 @@ def test_an_ordered_end_is_quick_and_clean_while_an_engine_is_there(tmp_path, nu
 
 
 # ---- long work -------------------------------------------------------------------------------------------------------
-def test_pings_are_answered_while_lookups_wait_for_a_slow_l2(tmp_path):
+def test_pings_are_answered_while_lookups_wait_for_a_slow_l2(tmp_path: Path) -> None:
     with CacheServer(tmp_path, l1_size_gb=0.0625, extra=["--l2-adapter", SLOW_L2]) as server:
         server.wait_ready()
         with SmallEngine(server.port, payload_bytes=64 * 1024) as engine:
             engine.store(engine.tokens(*range(100, 116)))  # 1 MiB takes the adapter a second
-            until(lambda: all(one["objects"] >= 16 for one in server.status()["l2"]["adapters"]))
+            until(lambda: all(adapter["objects"] >= 16 for adapter in server.status()["l2"]["adapters"]))
             server.clear("l1")
             calls = [
                 engine.client.submit(
@@ -293,12 +298,12 @@ def test_pings_are_answered_while_lookups_wait_for_a_slow_l2(tmp_path):
         assert_idle(server)
 
 
-def test_a_lookup_is_answered_at_its_deadline(tmp_path):
+def test_a_lookup_is_answered_at_its_deadline(tmp_path: Path) -> None:
     with CacheServer(tmp_path, l1_size_gb=0.0625, extra=["--l2-adapter", SLOW_L2]) as server:
         server.wait_ready()
         with SmallEngine(server.port, payload_bytes=256 * 1024) as engine:
             engine.store(engine.tokens(1, 2, 3, 4))
-            until(lambda: all(one["objects"] >= 4 for one in server.status()["l2"]["adapters"]))
+            until(lambda: all(adapter["objects"] >= 4 for adapter in server.status()["l2"]["adapters"]))
             server.clear("l1")
             started = time.monotonic()
             reply = engine.lookup("r", engine.tokens(1, 2, 3, 4), deadline_seconds=0.3)
@@ -310,7 +315,7 @@ def test_a_lookup_is_answered_at_its_deadline(tmp_path):
 
 
 # ---- frugality -------------------------------------------------------------------------------------------------------
-def test_an_idle_server_is_small_and_sleeps(tmp_path):
+def test_an_idle_server_is_small_and_sleeps(tmp_path: Path) -> None:
     with CacheServer(tmp_path, l1_size_gb=4.0, extra=["--l1-init-size-gb", "0.0625"]) as server:
         server.wait_ready()
         with SmallEngine(server.port):
@@ -338,20 +343,20 @@ def cpu_seconds(pid: int) -> float:
     return total_ns / 1e9
 
 
-def test_a_client_of_another_protocol_version_is_told(server):
+def test_a_client_of_another_protocol_version_is_refused(server: CacheServer) -> None:
     with SmallEngine(server.port) as engine:
         with pytest.raises(RemoteError, match="upgrade the older side") as refusal:
             engine.client.call("hello", m.Hello(99, "from the future"), CALL_SECONDS)
         assert refusal.value.code == "unsupported_version"
 
 
-def test_a_scheduler_maps_nothing_ahead(server):
+def test_a_scheduler_maps_nothing_ahead(server: CacheServer) -> None:
     """It holds a lock of L1 and copies nothing; the pages would cost it time and tables."""
     with SmallEngine(server.port):
         assert "l1-mapper" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_slots_lie_inside_the_memory_and_apart(server):
+def test_slots_lie_inside_the_memory_and_apart(server: CacheServer) -> None:
     with SmallEngine(server.port) as engine:
         hashes = engine.hashes(engine.tokens(*range(50)))
         reply = engine.reserve(hashes)
@@ -363,17 +368,17 @@ def test_slots_lie_inside_the_memory_and_apart(server):
         assert engine.commit(reply.reservation, bytes(50)) == 0
 
 
-def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path):
+def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     os.mkfifo(log)
     reader = os.open(log, os.O_RDWR | os.O_NONBLOCK)
+    for size_bytes in (4096, 1):  # until it is full: all that the server writes, its ready line too, has to wait
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(reader, bytes(size_bytes))
     try:
         with CacheServer(tmp_path, l1_size_gb=0.0625) as server:
             server.wait_ready()
-            for size_bytes in (4096, 1):  # until it is full: what the server writes from now on has to wait
-                with pytest.raises(BlockingIOError):
-                    while True:
-                        os.write(reader, bytes(size_bytes))
             for _ in range(3):
                 with SmallEngine(server.port) as engine:  # each comes and goes with a log line
                     engine.store(engine.tokens(1))
@@ -383,7 +388,7 @@ def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path):
         os.close(reader)
 
 
-def test_a_server_without_stderr_serves(tmp_path):
+def test_a_server_without_stderr_serves(tmp_path: Path) -> None:
     options = ["--l1-size-gb", "0.0625", "--eviction-policy", "LRU", "--port", "0", "--http-port", "0"]
     options += ["--http-host", "127.0.0.1", "--shm-name", f"lmcache-test-quiet-{os.getpid()}"]
     command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "lmcache.cli.main", "server", *options]

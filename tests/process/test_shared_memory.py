@@ -16,10 +16,12 @@ import pytest
 
 from lmcache.core.limits import MIB
 from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
-from lmcache.memory.room import Machine
-from lmcache.memory.shared_memory import SharedMemory
+from lmcache.memory.engine_memory import EngineMemory
+from lmcache.memory.memory_limit import MemoryLimit, MemoryProbe
+from lmcache.memory.server_memory import ServerMemory
 from lmcache.testing.processes import stop_running
 from polling import until
+from support.small_machine import machine_with
 
 SIZE = 4 * MIB
 TOKEN = bytes(range(16))
@@ -29,7 +31,8 @@ DEADLINE_SECONDS = 20.0
 CHILD_PRELUDE = """
 import os, sys
 from lmcache.errors import LMCacheError
-from lmcache.memory.shared_memory import SharedMemory
+from lmcache.memory.engine_memory import EngineMemory
+from lmcache.memory.server_memory import ServerMemory
 name, path, token = sys.argv[1], "/dev/shm/" + sys.argv[1], bytes(range(16))
 def say(line):
     print(line, flush=True)
@@ -70,7 +73,7 @@ class Child:
 
 
 SERVER = f"""
-memory = SharedMemory.create(name, {SIZE}, token)
+memory = ServerMemory.create(name, {SIZE}, token)
 memory.grow({SIZE})
 memory.view(4096, 5)[:] = b"hello"
 say("ready")
@@ -103,9 +106,9 @@ def test_a_second_server_is_refused_and_disturbs_nothing(name: str) -> None:
     with child(SERVER, name) as server:
         assert server.line() == "ready"
         with pytest.raises(ResourceError, match=f'"{name}" is in use by a running server .*--shm-name') as refusal:
-            SharedMemory.create(name, SIZE, OTHER_TOKEN)
+            ServerMemory.create(name, SIZE, OTHER_TOKEN)
         assert f"process {server.process.pid}" in str(refusal.value)
-        memory = SharedMemory.attach(f"/dev/shm/{name}", SIZE, TOKEN)
+        memory = EngineMemory.attach(f"/dev/shm/{name}", SIZE, TOKEN)
         assert bytes(memory.view(4096, 5)) == b"hello"
         memory.close()
         server.go_on()
@@ -116,28 +119,28 @@ def test_a_second_server_is_refused_and_disturbs_nothing(name: str) -> None:
 def test_what_a_killed_server_left_is_replaced_while_engines_keep_their_mapping(name: str) -> None:
     with child(SERVER, name) as server:
         assert server.line() == "ready"
-        engine = SharedMemory.attach(f"/dev/shm/{name}", SIZE, TOKEN)
+        engine = EngineMemory.attach(f"/dev/shm/{name}", SIZE, TOKEN)
         server.kill()
     assert os.path.exists(f"/dev/shm/{name}")
-    with contextlib.closing(SharedMemory.create(name, SIZE, OTHER_TOKEN)) as successor:
+    with contextlib.closing(ServerMemory.create(name, SIZE, OTHER_TOKEN)) as successor:
         assert bytes(engine.view(4096, 5)) == b"hello"
         successor.grow(SIZE)
         assert bytes(successor.view(4096, 5)) == bytes(5)
         engine.view(4096, 5)[:] = b"late!"
         assert bytes(successor.view(4096, 5)) == bytes(5)
         with pytest.raises(ServerUnavailable, match="another life of the server"):
-            SharedMemory.attach(f"/dev/shm/{name}", SIZE, TOKEN)
+            EngineMemory.attach(f"/dev/shm/{name}", SIZE, TOKEN)
         engine.close()
     assert not os.path.exists(f"/dev/shm/{name}")
 
 
 def test_a_server_that_was_replaced_does_not_remove_its_successor(name: str) -> None:
-    first = SharedMemory.create(name, SIZE, TOKEN)
+    first = ServerMemory.create(name, SIZE, TOKEN)
     os.unlink(first.path)  # what an operator may do
-    second = SharedMemory.create(name, SIZE, OTHER_TOKEN)
+    second = ServerMemory.create(name, SIZE, OTHER_TOKEN)
     first.close()
     assert os.path.exists(second.path)
-    SharedMemory.attach(second.path, SIZE, OTHER_TOKEN).close()
+    EngineMemory.attach(second.path, SIZE, OTHER_TOKEN).close()
     second.close()
     second.close()
 
@@ -146,7 +149,7 @@ def test_many_servers_at_once_leave_one_owner(name: str) -> None:
     body = f"""
 sys.stdin.readline()
 try:
-    memory = SharedMemory.create(name, {SIZE}, token)
+    memory = ServerMemory.create(name, {SIZE}, token)
 except LMCacheError as error:
     say("refused")
 else:
@@ -162,13 +165,13 @@ sys.stdin.readline()
             racer.go_on()
         answers = [racer.line() for racer in racers]
     assert sorted(answers) == ["owner", *["refused"] * 4]
-    SharedMemory.create(name, SIZE, TOKEN).close()
+    ServerMemory.create(name, SIZE, TOKEN).close()
 
 
 def test_mode_is_private(name: str) -> None:
     old_mask = os.umask(0)
     try:
-        memory = SharedMemory.create(name, SIZE, TOKEN)
+        memory = ServerMemory.create(name, SIZE, TOKEN)
     finally:
         os.umask(old_mask)
     assert stat.S_IMODE(os.stat(memory.path).st_mode) == 0o600
@@ -180,16 +183,16 @@ def test_a_foreign_file_is_never_touched(name: str) -> None:
     for content in (b"", b"somebody's data" * 1000):
         path.write_bytes(content)
         with pytest.raises(ResourceError, match="not L1 memory of this user; remove it or choose another --shm-name"):
-            SharedMemory.create(name, SIZE, TOKEN)
+            ServerMemory.create(name, SIZE, TOKEN)
         assert path.read_bytes() == content
         path.unlink()
     target = path.with_name(name + "_target")
     target.write_bytes(b"precious")
     path.symlink_to(target)
     with pytest.raises(ResourceError, match="symbolic link"):
-        SharedMemory.create(name, SIZE, TOKEN)
+        ServerMemory.create(name, SIZE, TOKEN)
     with pytest.raises(ServerUnavailable, match="cannot open"):
-        SharedMemory.attach(str(path), SIZE, TOKEN)
+        EngineMemory.attach(str(path), SIZE, TOKEN)
     assert target.read_bytes() == b"precious"
     path.unlink()
     target.unlink()
@@ -198,25 +201,21 @@ def test_a_foreign_file_is_never_touched(name: str) -> None:
 @pytest.mark.parametrize("bad_name", ["", ".", "..", "a/b", "../etc", "n\0ul", "x" * 300])
 def test_a_name_cannot_leave_its_folder(bad_name: str) -> None:
     with pytest.raises(ConfigError, match="plain file name"):
-        SharedMemory.create(bad_name, SIZE, TOKEN)
+        ServerMemory.create(bad_name, SIZE, TOKEN)
 
 
 def test_more_than_the_machine_has_is_refused_before_anything_is_made(name: str) -> None:
     with pytest.raises(ResourceError, match=r"L1 needs .* GiB, but .* leaves .* GiB; choose a smaller --l1-size-gb"):
-        SharedMemory.create(name, 1 << 45, TOKEN)
+        ServerMemory.create(name, 1 << 45, TOKEN)
     assert not os.path.exists(f"/dev/shm/{name}")
 
 
 def test_growth_stops_with_a_sentence_when_memory_runs_out(name: str, tmp_path: Path) -> None:
-    memory = SharedMemory.create(name, 256 * MIB, TOKEN)
+    memory = ServerMemory.create(name, 256 * MIB, TOKEN, probe=machine_with(tmp_path, 256))
     try:
-        proc = tmp_path / "proc"
-        (proc / "self").mkdir(parents=True)
-        (proc / "self/cgroup").write_text("")
-        (proc / "meminfo").write_text(f"MemAvailable: {(256 + 100) * 1024} kB\n")  # 100 MiB beside the margin
-        memory._machine = Machine(proc, tmp_path)
+        machine_with(tmp_path, 100)
         memory.grow(64 * MIB)
-        (proc / "meminfo").write_text(f"MemAvailable: {(256 + 10) * 1024} kB\n")
+        machine_with(tmp_path, 10)
         with pytest.raises(
             ResourceError, match=r"growing L1 .* needs 0\.06 GiB, but this machine's memory leaves 0\.01"
         ):
@@ -225,6 +224,13 @@ def test_growth_stops_with_a_sentence_when_memory_runs_out(name: str, tmp_path: 
         assert os.stat(memory.path).st_blocks * 512 == 64 * MIB
     finally:
         memory.close()
+
+
+class Unasked(MemoryProbe):
+    """Knows of no limit, so that only fallocate itself can refuse."""
+
+    def available_limits(self, directory: Path) -> Iterator[MemoryLimit]:
+        return iter(())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
@@ -236,10 +242,9 @@ def test_a_full_file_system_is_an_error_and_never_sigbus(tmp_path: Path) -> None
         pytest.skip("may not mount here")
     try:
         with pytest.raises(ResourceError, match=f"but {folder} leaves 0.01 GiB; .*enlarge it"):
-            SharedMemory.create("l1", 16 * MIB, TOKEN, directory=folder)
-        memory = SharedMemory.create("l1", 7 * MIB, TOKEN, directory=folder)
+            ServerMemory.create("l1", 16 * MIB, TOKEN, directory=folder)
+        memory = ServerMemory.create("l1", 7 * MIB, TOKEN, directory=folder, probe=Unasked())
         (folder / "other").write_bytes(bytes(4 * MIB))  # somebody else takes the room
-        memory._machine = None  # so that only fallocate itself can refuse
         with pytest.raises(ResourceError, match="cannot grow beyond 0 MiB: No space left on device"):
             memory.grow(7 * MIB)
         memory.grow(2 * MIB)
@@ -251,23 +256,23 @@ def test_a_full_file_system_is_an_error_and_never_sigbus(tmp_path: Path) -> None
 
 
 def test_attaching_checks_what_it_is_given(name: str) -> None:
-    with contextlib.closing(SharedMemory.create(name, SIZE, TOKEN)) as memory:
+    with contextlib.closing(ServerMemory.create(name, SIZE, TOKEN)) as memory:
         with pytest.raises(ServerUnavailable, match="another life"):
-            SharedMemory.attach(memory.path, SIZE, OTHER_TOKEN)
+            EngineMemory.attach(memory.path, SIZE, OTHER_TOKEN)
         with pytest.raises(ServerUnavailable, match="another life"):
-            SharedMemory.attach(memory.path, SIZE + 4096, TOKEN)
+            EngineMemory.attach(memory.path, SIZE + 4096, TOKEN)
         with pytest.raises(ServerUnavailable, match="No such file"):
-            SharedMemory.attach(memory.path + "_not", SIZE, TOKEN)
+            EngineMemory.attach(memory.path + "_not", SIZE, TOKEN)
         memory.view(0, 1)[0] ^= 0xFF
         with pytest.raises(ServerUnavailable, match="not shared memory of this version"):
-            SharedMemory.attach(memory.path, SIZE, TOKEN)
+            EngineMemory.attach(memory.path, SIZE, TOKEN)
         memory.view(0, 1)[0] ^= 0xFF
         with pytest.raises(ValueError, match="not inside"):
             memory.view(SIZE - 1, 2)
 
 
 ENGINE = f"""
-memory = SharedMemory.attach(path, {SIZE}, token)
+memory = EngineMemory.attach(path, {SIZE}, token)
 memory.lock_owner(5)
 say("locked")
 sys.stdin.readline()
@@ -277,14 +282,14 @@ sys.stdin.readline()
 """
 
 
-def test_a_worker_lives_while_its_byte_is_locked(name: str) -> None:
-    with contextlib.closing(SharedMemory.create(name, SIZE, TOKEN)) as memory:
+def test_a_worker_counts_as_running_while_its_byte_is_locked(name: str) -> None:
+    with contextlib.closing(ServerMemory.create(name, SIZE, TOKEN)) as memory:
         assert not memory.owner_alive(5)
         with child(ENGINE, name) as engine:
             assert engine.line() == "locked"
             assert [memory.owner_alive(owner) for owner in (4, 5, 6)] == [False, True, False]
             with (
-                contextlib.closing(SharedMemory.attach(memory.path, SIZE, TOKEN)) as other,
+                contextlib.closing(EngineMemory.attach(memory.path, SIZE, TOKEN)) as other,
                 pytest.raises(ResourceError, match="owner 5"),
             ):
                 other.lock_owner(5)
@@ -295,23 +300,23 @@ def test_a_worker_lives_while_its_byte_is_locked(name: str) -> None:
 
 
 def test_a_killed_worker_is_known_to_be_gone(name: str) -> None:
-    with contextlib.closing(SharedMemory.create(name, SIZE, TOKEN)) as memory, child(ENGINE, name) as engine:
+    with contextlib.closing(ServerMemory.create(name, SIZE, TOKEN)) as memory, child(ENGINE, name) as engine:
         assert engine.line() == "locked"
         engine.kill()
         assert not memory.owner_alive(5)
 
 
 def test_a_worker_that_hangs_is_still_alive(name: str) -> None:
-    with contextlib.closing(SharedMemory.create(name, SIZE, TOKEN)) as memory, child(ENGINE, name) as engine:
+    with contextlib.closing(ServerMemory.create(name, SIZE, TOKEN)) as memory, child(ENGINE, name) as engine:
         assert engine.line() == "locked"
         stop_running(engine.process.pid)
         assert memory.owner_alive(5)
 
 
 def test_two_attachments_in_one_process_are_two_workers(name: str) -> None:
-    with contextlib.closing(SharedMemory.create(name, SIZE, TOKEN)) as memory:
-        first = SharedMemory.attach(memory.path, SIZE, TOKEN)
-        second = SharedMemory.attach(memory.path, SIZE, TOKEN)
+    with contextlib.closing(ServerMemory.create(name, SIZE, TOKEN)) as memory:
+        first = EngineMemory.attach(memory.path, SIZE, TOKEN)
+        second = EngineMemory.attach(memory.path, SIZE, TOKEN)
         first.lock_owner(1)
         second.lock_owner(2)
         second.close()
@@ -322,9 +327,9 @@ def test_two_attachments_in_one_process_are_two_workers(name: str) -> None:
 
 FORKER = """
 if "serve" in sys.argv[1]:
-    memory = SharedMemory.create(name, SIZE, token)
+    memory = ServerMemory.create(name, SIZE, token)
 else:
-    memory = SharedMemory.attach(path, SIZE, token)
+    memory = EngineMemory.attach(path, SIZE, token)
     memory.lock_owner(5)
 child = os.fork()
 if child == 0:
@@ -338,7 +343,7 @@ sys.stdin.readline()
 
 def test_a_forked_child_keeps_no_lock_of_a_dead_worker(name: str) -> None:
     with (
-        contextlib.closing(SharedMemory.create(name, SIZE, TOKEN)) as memory,
+        contextlib.closing(ServerMemory.create(name, SIZE, TOKEN)) as memory,
         child(FORKER, name) as engine,
     ):
         forked = int(engine.line())
@@ -356,17 +361,17 @@ def test_a_forked_child_neither_removes_nor_keeps_a_servers_memory(name: str) ->
     with child(FORKER, name) as server:
         forked = int(server.line())
         with pytest.raises(ResourceError, match="in use by a running server"):
-            SharedMemory.create(name, SIZE, TOKEN)
+            ServerMemory.create(name, SIZE, TOKEN)
         server.kill()
         try:
             assert os.path.exists(f"/dev/shm/{name}")
-            SharedMemory.create(name, SIZE, TOKEN).close()
+            ServerMemory.create(name, SIZE, TOKEN).close()
         finally:
             os.kill(forked, signal.SIGKILL)
 
 
 def test_views_outlive_close(name: str) -> None:
-    memory = SharedMemory.create(name, SIZE, TOKEN)
+    memory = ServerMemory.create(name, SIZE, TOKEN)
     view = memory.view(4096, 4)
     memory.close()
     view[:] = b"fine"

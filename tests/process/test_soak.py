@@ -66,10 +66,10 @@ def test_memory_is_flat_and_nothing_stays_held(tmp_path: Path) -> None:
             shared=lambda: shm.stat().st_blocks * 512,
         )
         began = time.monotonic()
-        lives = 0
+        starts = 0
         while time.monotonic() < began + SECONDS:
-            lives += 1
-            mortal = EngineProcess(server, "mortal", 100 + lives, "auto")
+            starts += 1
+            mortal = EngineProcess(server, "mortal", 100 + starts, "auto")
             born = time.monotonic()
             while time.monotonic() < min(born + LIFE_SECONDS, began + SECONDS):
                 watch.sample()
@@ -77,7 +77,7 @@ def test_memory_is_flat_and_nothing_stays_held(tmp_path: Path) -> None:
             mortal.kill()
         did = [engine.leave() for engine in steady]
         until(lambda: not held(server), 90.0, tell=lambda: held(server))
-        print(watch.check(), f"{lives} engines killed", *did, sep="\n")
+        print(watch.check(), f"{starts} engines killed", *did, sep="\n")
         for counts in did:
             assert not any(name.startswith("ended by") for name in counts), counts
             assert counts["wrong"] == counts["calls without an answer"] == 0

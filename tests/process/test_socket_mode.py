@@ -8,14 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lmcache
 from lmcache.cli.main import main
-from lmcache.client import frames
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client import socket_frames
+from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_PAYLOAD_PART_BYTES
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.protocol import messages as m
@@ -27,7 +29,7 @@ PAYLOAD = 3 * MAX_PAYLOAD_PART_BYTES // 2  # a frame goes in two parts
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path: Path) -> Iterator[CacheServer]:
     with CacheServer(tmp_path, l1_size_gb=0.125) as server:
         server.wait_ready()
         yield server
@@ -38,17 +40,17 @@ def server(tmp_path):
         (Path("/dev/shm") / server.shm_name).unlink(missing_ok=True)
 
 
-def over_socket(server, **options) -> SmallEngine:
+def over_socket(server: CacheServer, **options: Any) -> SmallEngine:
     return SmallEngine(server.port, transfer=WantedTransfer.SOCKET, payload_bytes=PAYLOAD, **options)
 
 
-def held(server) -> list[int]:
+def held(server: CacheServer) -> list[int]:
     status = server.status()
     l1 = status["l1"]
     return [n for n in (status["leases"], status["reservations"], l1["staged"], l1["leased_objects"]) if n]
 
 
-def test_both_modes_share_the_same_bytes(server):
+def test_both_modes_share_the_same_bytes(server: CacheServer) -> None:
     with over_socket(server) as remote, SmallEngine(server.port, payload_bytes=PAYLOAD) as local:
         mine, theirs = remote.tokens(1, 2, 3), remote.tokens(4, 5)
         assert remote.store(mine) == 3
@@ -58,7 +60,7 @@ def test_both_modes_share_the_same_bytes(server):
             assert reply.chunks == chunks
             assert engine.read(reply)
             engine.end("r")
-        modes = {one["instance_id"]: one["transfer"][0] for one in server.status()["instances"]}
+        modes = {instance["instance_id"]: instance["transfer"][0] for instance in server.status()["instances"]}
         assert modes[local.instance_id]["mode"] == "shm"
         assert modes[remote.instance_id]["mode"] == "socket"
         assert "transfer_mode=socket" in modes[remote.instance_id]["reason"]
@@ -69,7 +71,7 @@ CANNOT_SEE = """
 import sys
 from lmcache.errors import LMCacheError
 from lmcache.client import Client
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client.transfer_mode import WantedTransfer
 from process.support import SmallEngine
 port, payload_bytes = map(int, sys.argv[1:])
 insists = Client(f"tcp://127.0.0.1:{port}", transfer=WantedTransfer.SHM)
@@ -89,7 +91,7 @@ with SmallEngine(port, payload_bytes=payload_bytes) as engine:
 """
 
 
-def test_an_engine_in_another_mount_namespace(server, tmp_path):
+def test_an_engine_in_another_mount_namespace(server: CacheServer, tmp_path: Path) -> None:
     """As in another container: the same network, another /dev/shm. The mode is found out by itself."""
     unshare = shutil.which("unshare")
     how = [unshare or "unshare", "--mount", *([] if os.getuid() == 0 else ["--user", "--map-root-user"])]
@@ -121,11 +123,11 @@ def test_an_engine_in_another_mount_namespace(server, tmp_path):
     assert "transfer mode socket: cannot open the server's shared memory" in server.log()
 
 
-def test_memory_of_another_server_under_the_same_name_is_not_taken(server, tmp_path):
-    """What an engine finds at the path must be this server's: the boot token decides."""
+def test_memory_of_another_server_under_the_same_name_is_not_taken(server: CacheServer, tmp_path: Path) -> None:
+    """What an engine finds at the path must be this server's: the server epoch decides."""
     with CacheServer(tmp_path, l1_size_gb=0.0625, log_name="other.log") as other:
         other.wait_ready()
-        mine, theirs = (Path("/dev/shm") / one.shm_name for one in (server, other))
+        mine, theirs = (Path("/dev/shm") / process.shm_name for process in (server, other))
         aside = mine.with_name(mine.name + "-aside")
         mine.rename(aside)
         try:
@@ -139,7 +141,7 @@ def test_memory_of_another_server_under_the_same_name_is_not_taken(server, tmp_p
             aside.rename(mine)
 
 
-def test_a_server_that_dies_in_the_middle_of_both_directions(server, tmp_path):
+def test_a_server_that_dies_in_the_middle_of_both_directions(server: CacheServer, tmp_path: Path) -> None:
     with over_socket(server, heartbeat=0.5) as engine:
         tokens = engine.tokens(*range(8))
         assert engine.store(tokens) == 8
@@ -147,7 +149,7 @@ def test_a_server_that_dies_in_the_middle_of_both_directions(server, tmp_path):
         hashes = engine.hashes(engine.tokens(*range(100, 120)))
         reserved = engine.reserve(hashes)
         server.pause()  # so that both are surely under way
-        results: dict[str, list] = {}
+        results: dict[str, list[Any]] = {}
         threads = [
             threading.Thread(target=lambda: results.update(fetched=engine.fetch(reply))),
             threading.Thread(target=lambda: results.update(sent=engine.send(hashes, reserved))),
@@ -164,7 +166,7 @@ def test_a_server_that_dies_in_the_middle_of_both_directions(server, tmp_path):
         ) as successor:
             successor.wait_ready()
             until(lambda: engine.client.owner(engine.instance_id, 0) is not None and usable(engine))
-            # Numbers of the former life mean nothing to the next, though it may give the same ones out again.
+            # Numbers of the previous epoch mean nothing to the next, though it may give the same ones out again.
             again = engine.reserve(hashes)
             stale = m.Write(engine.instance_id, 0, b"f" * 16, again.reservation, 0, 0, 0, memoryview(b"late"))
             with pytest.raises(LMCacheError, match="another life"):
@@ -186,7 +188,7 @@ def usable(engine: SmallEngine) -> bool:
 
 STORES_HALF = """
 import sys, time
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.protocol import messages as m
 from process.support import SmallEngine
 engine = SmallEngine(int(sys.argv[1]), transfer=WantedTransfer.SOCKET, heartbeat=0.1, payload_bytes=int(sys.argv[2]))
@@ -194,13 +196,13 @@ engine.start()
 hashes = engine.hashes(engine.tokens(1, 2))
 reply = engine.reserve(hashes)
 frame = engine.frame(hashes[:32])
-part = m.Write(engine.instance_id, 0, engine.client.boot_token, reply.reservation, 0, 0, 0, frame[:1 << 20])
+part = m.Write(engine.instance_id, 0, engine.client.server_epoch, reply.reservation, 0, 0, 0, frame[:1 << 20])
 print(engine.client.call("write", part, 20.0).received_bytes, flush=True)
 time.sleep(1000)
 """
 
 
-def test_an_engine_that_dies_in_the_middle_of_a_store(server, tmp_path):
+def test_an_engine_that_dies_in_the_middle_of_a_store(server: CacheServer, tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(STORES_HALF)
     path = f"{Path(lmcache.__file__).parents[1]}:{Path(__file__).parents[1]}"
@@ -220,8 +222,10 @@ def test_an_engine_that_dies_in_the_middle_of_a_store(server, tmp_path):
         other.end("r")
 
 
-def test_parts_that_come_after_their_store_was_given_up_change_nothing(server, monkeypatch):
-    monkeypatch.setattr(frames, "PART_SECONDS", 0.2)
+def test_parts_that_come_after_their_store_was_given_up_change_nothing(
+    server: CacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_frames, "PART_SECONDS", 0.2)
     with over_socket(server) as engine:
         tokens = engine.tokens(1, 2, 3)
         assert engine.store(engine.tokens(9)) == 1
@@ -238,11 +242,11 @@ def test_parts_that_come_after_their_store_was_given_up_change_nothing(server, m
         finally:
             server.resume()
         assert given_up.result().committed == 0
-        monkeypatch.setattr(frames, "PART_SECONDS", CALL_SECONDS)
+        monkeypatch.setattr(socket_frames, "PART_SECONDS", CALL_SECONDS)
         second = engine.reserve(hashes)  # perhaps in the very same slots
         assert second.reservation != first.reservation
         stale = m.Write(
-            engine.instance_id, 0, engine.client.boot_token, first.reservation, 0, 0, 0, memoryview(b"late" * 2000)
+            engine.instance_id, 0, engine.client.server_epoch, first.reservation, 0, 0, 0, memoryview(b"late" * 2000)
         )
         with pytest.raises(LMCacheError, match="has ended"):
             engine.client.call("write", stale, CALL_SECONDS)
@@ -255,7 +259,7 @@ def test_parts_that_come_after_their_store_was_given_up_change_nothing(server, m
         engine.end("s")
 
 
-def test_pings_are_answered_while_frames_travel(server):
+def test_pings_are_answered_while_frames_travel(server: CacheServer) -> None:
     with over_socket(server) as busy, over_socket(server) as other:
         tokens = busy.tokens(*range(40))
         stop = threading.Event()
@@ -281,7 +285,7 @@ def test_pings_are_answered_while_frames_travel(server):
         assert slowest < 5.0
 
 
-def test_bits_that_flip_in_l1_do_not_reach_the_engine_unnoticed(server):
+def test_bits_that_flip_in_l1_do_not_reach_the_engine_unnoticed(server: CacheServer) -> None:
     with over_socket(server) as remote, SmallEngine(server.port, payload_bytes=PAYLOAD) as local:
         tokens = remote.tokens(1, 2)
         assert remote.store(tokens) == 2
@@ -295,7 +299,7 @@ def test_bits_that_flip_in_l1_do_not_reach_the_engine_unnoticed(server):
         assert len(split(reply.hashes)) == 2
 
 
-def test_ping_needs_no_memory(server, capsys):
+def test_ping_needs_no_memory(server: CacheServer, capsys: pytest.CaptureFixture[str]) -> None:
     shm = Path("/dev/shm") / server.shm_name
     aside = shm.with_name(shm.name + "-aside")
     shm.rename(aside)

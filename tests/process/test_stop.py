@@ -1,6 +1,6 @@
-"""A server that is told to stop at any moment, once or twice: it ends in time, with the right code, and nothing stays.
+"""A server that is asked to stop at any moment, once or twice: it ends in time, with the right code, and nothing stays.
 
-LMCACHE_STOP_ROUNDS and LMCACHE_STOP_SEED: how many random moments, and which.
+LMCACHE_STOP_ROUNDS and LMCACHE_TEST_SEED: how many random moments, and which.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.errors import LMCacheError
 from lmcache.l1.store import L1Store
 from lmcache.stop_signals import STOP_SECONDS
 from lmcache.testing.processes import CacheServer, free_port, http_json
 from polling import until
+from process.commands import LMCACHE
+from process.places import Place
 from process.support import SmallEngine, server_within
+from seeds import SEED
 
 ROUNDS = int(os.environ.get("LMCACHE_STOP_ROUNDS", "16"))
-SEED = os.environ.get("LMCACHE_STOP_SEED", "1")
 LAST_MOMENT_SECONDS = 2.0
 CAUGHT_UP_GB = 1.25
 HANGUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # and so in every child: under nohup
@@ -38,45 +41,30 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, *([] if HANGUP_IS_IGNORED else [signal
 STACKS = {"PYTHONFAULTHANDLER": "1"}  # of every thread, in the log, after a crash or an abort
 
 
-class Place:
-    """One name in /dev/shm, one L2 folder and one pair of ports for server after server."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port, self.http_port = free_port(), free_port()
-        self.name = f"lmcache-test-{os.getpid()}-{self.port}-stop"
-        self.servers = 0
-
-    @property
-    def file(self) -> Path:
-        return Path("/dev/shm") / self.name
-
-    def server(self, *extra: str, **options: object) -> CacheServer:
-        self.servers += 1
-        settings = {"l1_size_gb": 0.0625, "port": self.port, "http_port": self.http_port, "environment": STACKS}
-        log = f"server-{self.servers}.log"
-        return CacheServer(self.folder, shm_name=self.name, extra=extra, log_name=log, **{**settings, **options})  # type: ignore[arg-type]
+class StopPlace(Place):
+    def server(self, *extra: str, **options: Any) -> CacheServer:
+        return super().server(*extra, **{"environment": STACKS, **options})
 
     def ended(self, server: CacheServer, what: object) -> int:
-        """The exit code of a server that was told to stop."""
+        """The exit code of a server that was asked to stop."""
         try:
             code = server.popen.wait(STOP_SECONDS + 10)
         except subprocess.TimeoutExpired:
             os.kill(server.pid, signal.SIGABRT)
             server.popen.wait(10)
             raise AssertionError(f"{what}: the server hangs\n{server.log()[-6000:]}") from None
-        # Ctrl-C before our first instruction is told in the interpreter's own way.
-        told = server.log().partition("Traceback")[2]
-        assert not told or "KeyboardInterrupt" in told, f"{what}\n{server.log()[-6000:]}"
+        # Ctrl-C before our first instruction is reported in the interpreter's own way.
+        traceback = server.log().partition("Traceback")[2]
+        assert not traceback or "KeyboardInterrupt" in traceback, f"{what}\n{server.log()[-6000:]}"
         assert "Fatal Python error" not in server.log(), f"{what}\n{server.log()[-6000:]}"
         return code
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = Place(tmp_path)
+def place(tmp_path: Path) -> Iterator[StopPlace]:
+    place = StopPlace(tmp_path)
     yield place
-    place.file.unlink(missing_ok=True)
+    place.close()
 
 
 def takes_signals(pid: int) -> bool:
@@ -94,7 +82,7 @@ def takes_signals(pid: int) -> bool:
 class Traffic:
     """An engine and an operator who ask for all that can be asked for, for as long as there is an answer."""
 
-    def __init__(self, place: Place, seed: str) -> None:
+    def __init__(self, place: StopPlace, seed: str) -> None:
         self._place = place
         self._seed = seed
         self._over = threading.Event()
@@ -143,7 +131,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_a_stop_at_a_random_moment(number: int, place: Place, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_stop_at_a_random_moment(number: int, place: StopPlace, tmp_path_factory: pytest.TempPathFactory) -> None:
     seed = f"{SEED}-{number}"
     source = random.Random(seed)
     folder = tmp_path_factory.getbasetemp() / "stopped-l2"  # of all rounds: the next one finds what there is
@@ -157,7 +145,7 @@ def test_a_stop_at_a_random_moment(number: int, place: Place, tmp_path_factory: 
     first = source.choice(SIGNALS)
     second = source.choice([None, *SIGNALS])
     between = source.choice([0.0, source.uniform(0, 0.02), source.uniform(0, 0.3)])
-    what = f"seed {seed}: {first.name} after {moment:.3f} s of {'service' if serves else 'life'}, "
+    what = f"seed {seed}: {first.name} after {moment:.3f} s of {'service' if serves else 'start'}, "
     what += f"{second and second.name} {between:.3f} s later, {extra}"
     if persists and number % 2:  # something to go on with, and to catch up with
         with place.server(*extra[:1]) as before:
@@ -192,13 +180,13 @@ def test_a_stop_at_a_random_moment(number: int, place: Place, tmp_path_factory: 
             assert server.stop() == 0, server.log()
 
 
-def test_a_stop_while_l1_catches_up_with_l2(place: Place) -> None:
+def test_a_stop_while_l1_catches_up_with_l2(place: StopPlace) -> None:
     """The verifying threads read L1 when it is to be given back. All of it is one batch, of several 100 ms."""
     extra = ["--l1-persist", "--l2-adapter", json.dumps({"type": "fs_native", "base_path": str(place.folder / "l2")})]
     with place.server("--l1-persist", "--no-l1-use-lazy", l1_size_gb=CAUGHT_UP_GB) as server:
         server.wait_ready()
         with SmallEngine(place.port, payload_bytes=15 << 20) as engine:
-            engine.payload = lambda chunk_hash: chunk_hash * (engine.payload_bytes // len(chunk_hash))  # type: ignore[method-assign]
+            engine.payload = lambda chunk_hash: chunk_hash * (engine.payload_bytes // len(chunk_hash))
             objects = int(CAUGHT_UP_GB * 64)
             assert engine.store(engine.tokens(*range(objects))) == objects
         server.kill()
@@ -211,7 +199,7 @@ def test_a_stop_while_l1_catches_up_with_l2(place: Place) -> None:
         shutil.rmtree(place.folder / "l2")
 
 
-def test_a_second_signal_while_l1_is_given_back(place: Place) -> None:
+def test_a_second_signal_while_l1_is_given_back(place: StopPlace) -> None:
     for between in (0.0, 0.02, 0.05):
         with place.server("--no-l1-use-lazy", l1_size_gb=0.5) as server:
             server.wait_ready()
@@ -223,7 +211,7 @@ def test_a_second_signal_while_l1_is_given_back(place: Place) -> None:
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_while_l1_is_filled(place: Place, signals: int) -> None:
+def test_ctrl_c_while_l1_is_filled(place: StopPlace, signals: int) -> None:
     with place.server("--no-l1-use-lazy", l1_size_gb=2.0) as server:
         until(lambda: place.file.exists() or not server.alive())
         for _ in range(signals):
@@ -258,7 +246,7 @@ class Hanging(Adapter):
 """
 
 
-def hanging(place: Place, **parameters: object) -> tuple[list[str], dict[str, str]]:
+def hanging(place: StopPlace, **parameters: object) -> tuple[list[str], dict[str, str]]:
     (place.folder / "hanging_adapter.py").write_text(HANGING)
     adapter = {
         "type": "plugin",
@@ -270,7 +258,7 @@ def hanging(place: Place, **parameters: object) -> tuple[list[str], dict[str, st
     return ["--l2-adapter", json.dumps(adapter)], {**STACKS, "PYTHONPATH": path}
 
 
-def test_a_stop_while_a_backend_hangs(place: Place) -> None:
+def test_a_stop_while_a_backend_hangs(place: StopPlace) -> None:
     extra, environment = hanging(place)
     with place.server(*extra, environment=environment) as server:
         server.wait_ready()
@@ -286,7 +274,7 @@ def test_a_stop_while_a_backend_hangs(place: Place) -> None:
 
 
 @pytest.mark.slow  # STOP_SECONDS
-def test_a_stop_while_a_backend_blocks_the_storage_loop(place: Place) -> None:
+def test_a_stop_while_a_backend_blocks_the_storage_loop(place: StopPlace) -> None:
     extra, environment = hanging(place, blocks=True)
     with place.server(*extra, environment=environment) as server:
         server.wait_ready()
@@ -320,7 +308,7 @@ def test_nobody_can_call_any_more_when_l1_is_closed(monkeypatch: pytest.MonkeyPa
     assert seen == [set()]
 
 
-def test_a_stop_while_a_backend_does_not_open(place: Place) -> None:
+def test_a_stop_while_a_backend_does_not_open(place: StopPlace) -> None:
     extra, environment = hanging(place, opens=False)
     with place.server(*extra, environment=environment) as server:
         until(lambda: place.file.exists() or not server.alive())
@@ -332,12 +320,12 @@ def test_a_stop_while_a_backend_does_not_open(place: Place) -> None:
     assert not place.file.exists()
 
 
-def test_a_server_that_is_the_first_process_of_a_container(place: Place) -> None:
+def test_a_server_that_is_the_first_process_of_a_container(place: StopPlace) -> None:
     """To that one the kernel delivers only signals that it handles."""
     container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if subprocess.run([*container, "true"], capture_output=True).returncode:
         pytest.skip("this user may not make a PID namespace")
-    command = [sys.executable, "-m", "lmcache.cli.main", "server", "--l1-size-gb", "0.0625", "--eviction-policy", "LRU"]
+    command = [*LMCACHE, "server", "--l1-size-gb", "0.0625", "--eviction-policy", "LRU"]
     command += ["--port", "0", "--http-port", "0", "--prometheus-port", "0", "--shm-name", place.name]
     for moment in (0.2, 0.5, 1.5):
         with subprocess.Popen([*container, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as outside:
@@ -355,9 +343,9 @@ def test_a_server_that_is_the_first_process_of_a_container(place: Place) -> None
 
 @pytest.mark.skipif(HANGUP_IS_IGNORED, reason="SIGHUP is ignored here")
 @pytest.mark.parametrize("moment", ["ready", "starting"])
-def test_a_terminal_that_is_closed_ends_the_server(place: Place, moment: str) -> None:
+def test_a_terminal_that_is_closed_ends_the_server(place: StopPlace, moment: str) -> None:
     ours, terminal = pty.openpty()
-    command = [sys.executable, "-m", "lmcache.cli.main", "server", "--l1-size-gb", "0.0625", "--eviction-policy", "LRU"]
+    command = [*LMCACHE, "server", "--l1-size-gb", "0.0625", "--eviction-policy", "LRU"]
     command += ["--port", "0", "--http-port", "0", "--prometheus-port", "0", "--shm-name", place.name]
     server = subprocess.Popen(
         ["setsid", "--ctty", "--wait", *command], stdin=terminal, stdout=terminal, stderr=terminal
@@ -378,7 +366,7 @@ def test_a_terminal_that_is_closed_ends_the_server(place: Place, moment: str) ->
     until(lambda: not place.file.exists())
 
 
-def test_what_nohup_starts_outlives_its_terminal(place: Place) -> None:
+def test_what_nohup_starts_outlives_its_terminal(place: StopPlace) -> None:
     with place.server(program=("-c", NOHUP)) as server:
         server.wait_ready()
         server.popen.send_signal(signal.SIGHUP)
@@ -395,7 +383,7 @@ sys.exit(main())
 """
 
 
-def test_a_start_that_fails_leaves_nothing(place: Place) -> None:
+def test_a_start_that_fails_leaves_nothing(place: StopPlace) -> None:
     """Whatever had begun by then: memory, adapters, loops."""
     with place.server() as first:
         first.wait_ready()
@@ -406,7 +394,7 @@ def test_a_start_that_fails_leaves_nothing(place: Place) -> None:
         folder.write_text("")
         adapter = ["--l2-adapter", json.dumps({"type": "fs_native", "base_path": str(folder)})]
         options = ["--port", "0", "--http-port", "0", "--prometheus-port", "0", "--shm-name", other, *adapter]
-        command = [sys.executable, "-m", "lmcache.cli.main", "server", "--l1-size-gb", "0.1"]
+        command = [*LMCACHE, "server", "--l1-size-gb", "0.1"]
         command += ["--eviction-policy", "LRU", *options]
         assert subprocess.run(command, capture_output=True, timeout=30).returncode in (1, 2)
         assert not (Path("/dev/shm") / other).exists()
@@ -426,9 +414,9 @@ if child == 0:
     os._exit(0)
 os.read(reading, 1)
 os.kill(child, signal.SIGTERM)
-print(os.waitpid(child, 0)[1], signals.asked.wait(0.2))
+print(os.waitpid(child, 0)[1], signals.stop_requested.wait(0.2))
 os.kill(os.getpid(), signal.SIGTERM)
-print(signals.asked.wait(10))
+print(signals.stop_requested.wait(10))
 """
 
 

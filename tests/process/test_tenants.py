@@ -44,7 +44,7 @@ def test_no_salt_hits_what_another_stored(server: CacheServer) -> None:
         tokens = engine.tokens(1, 2)
         hashes = engine.hashes(tokens)
         for number, salt in enumerate(SALTS):
-            # Neither told that the chunks are there, nor that somebody is about to store them.
+            # Learns neither that the chunks are there, nor that somebody is about to store them.
             reply = engine.reserve(hashes, salt=salt)
             slots = unpack_slots(reply.slots)
             assert len(set(slots)) == 2 and NO_SLOT not in slots
@@ -55,10 +55,10 @@ def test_no_salt_hits_what_another_stored(server: CacheServer) -> None:
         stored_in_l2(server, 2 * len(SALTS))
         for tier in ("l1", "l2"):
             for salt, other in permutations(SALTS, 2):
-                reply = engine.lookup("own", tokens, salt=salt)
-                assert reply.chunks == 2
-                assert engine.read(reply, salt=salt)
-                assert not engine.read(reply, salt=other)  # the frames themselves name their tenant
+                found = engine.lookup("own", tokens, salt=salt)
+                assert found.chunks == 2
+                assert engine.read(found, salt=salt)
+                assert not engine.read(found, salt=other)  # the frames themselves name their tenant
             server.clear("l1")
             engine.end("own")
             assert tier == "l2" or engine.lookup("again", tokens, salt="nobody").chunks == 0

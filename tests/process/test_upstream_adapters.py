@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from lmcache.integration.vllm import upstream_worker  # noqa: E402
+from lmcache.integration.vllm import upstream_types, upstream_worker  # noqa: E402
 from lmcache.testing.processes import CacheServer, free_port  # noqa: E402
 from polling import until  # noqa: E402
 from process.upstream_engine import (  # noqa: E402
@@ -29,6 +30,7 @@ from process.upstream_engine import (  # noqa: E402
     config,
     held,
 )
+from support.held_items import held_items  # noqa: E402
 
 
 @pytest.fixture
@@ -52,7 +54,9 @@ def server(tmp_path: Path) -> Iterator[CacheServer]:
 
 
 @pytest.mark.parametrize("mla", [False, True])
-def test_two_ranks_each_load_what_is_theirs(upstream, monkeypatch, server, mla):
+def test_two_ranks_each_load_what_is_theirs(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer, mla: bool
+) -> None:
     engine = Ranks(upstream, monkeypatch, server.port, 2, use_mla=mla)
     if mla:
         assert [worker.worker_adapter.is_first_rank_of_pp_group for worker in engine.workers] == [True, False]
@@ -91,7 +95,9 @@ def test_two_ranks_each_load_what_is_theirs(upstream, monkeypatch, server, mla):
     engine.close()
 
 
-def test_a_prompt_is_stored_found_and_loaded(upstream, monkeypatch, server):
+def test_a_prompt_is_stored_found_and_loaded(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer
+) -> None:
     engine = Engine(upstream, monkeypatch, server.port)
     assert (engine.worker.worker_adapter.use_mla, engine.worker.worker_adapter.is_first_rank_of_pp_group) == (
         False,
@@ -139,16 +145,18 @@ def test_a_prompt_is_stored_found_and_loaded(upstream, monkeypatch, server):
     until(lambda: not server.status()["instances"])
 
 
-def test_a_chunk_that_is_gone_or_spoilt_fails_its_blocks_only(upstream, monkeypatch, server):
+def test_a_chunk_that_is_gone_or_spoilt_fails_its_blocks_only(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer
+) -> None:
     engine = Engine(upstream, monkeypatch, server.port)
     tokens = list(range(3 * CHUNK_TOKENS))
     engine.fill(1)
     engine.compute("cold", tokens, list(range(1, 13)))
     until(lambda: server.status()["l1"]["objects"] == 3)
     assert engine.matched("spoilt", tokens) == 3 * CHUNK_TOKENS
-    question = engine.scheduler.scheduler_adapter._questions["spoilt"]
-    slot = int.from_bytes(question.reply.slots[8:16], "little")
-    memory = engine.worker.worker_adapter._worker.client.memory
+    session = engine.scheduler.scheduler_adapter.sessions["spoilt"]
+    slot = int.from_bytes(session.answer.slots[8:16], "little")
+    memory = engine.worker.worker_adapter.worker_side.client.memory
     memory.view(slot + 5000, 1)[0] ^= 1
     engine.allocate("spoilt", list(range(20, 32)), 3 * CHUNK_TOKENS)
     engine.load("spoilt")
@@ -161,7 +169,9 @@ def test_a_chunk_that_is_gone_or_spoilt_fails_its_blocks_only(upstream, monkeypa
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_a_request_that_is_aborted_while_it_loads_is_named_once(upstream, monkeypatch, server, spoilt):
+def test_a_request_that_is_aborted_while_it_loads_is_named_once(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer, spoilt: Any
+) -> None:
     engine = Engine(upstream, monkeypatch, server.port)
     tokens = list(range(2 * CHUNK_TOKENS))
     engine.fill(1)
@@ -169,26 +179,29 @@ def test_a_request_that_is_aborted_while_it_loads_is_named_once(upstream, monkey
     until(lambda: server.status()["l1"]["objects"] == 2)
     assert engine.matched("hit", tokens) == 2 * CHUNK_TOKENS
     if spoilt:
-        slots = engine.scheduler.scheduler_adapter._questions["hit"].reply.slots
-        memory = engine.worker.worker_adapter._worker.client.memory
+        slots = engine.scheduler.scheduler_adapter.sessions["hit"].answer.slots
+        memory = engine.worker.worker_adapter.worker_side.client.memory
         memory.view(int.from_bytes(slots[:8], "little") + 5000, 1)[0] ^= 1
     engine.allocate("hit", list(range(20, 28)), 2 * CHUNK_TOKENS)
     adapter = engine.worker.worker_adapter
     with monkeypatch.context() as answer_withheld:
-        answer_withheld.setattr(adapter, "_start_answered_loads", lambda: None)
+        answer_withheld.setattr(adapter, "_start_answered_loads", lambda lookups: None)
         assert engine.step() == (set(), set())
         engine.scheduler.request_finished(engine.requests.pop("hit"), [])
         assert engine.step(finished=frozenset({"hit"})) == (set(), set())
     named = []
     until(lambda: named.append(engine.step()) or named[-1] != (set(), set()))
     named += [engine.step() for _ in range(3)]
-    assert [one for one in named if one != (set(), set())] == [(set(), {"hit"})]
-    assert not (adapter._aborted or adapter._spoilt or adapter._loading or adapter._asked)
+    assert [report for report in named if report != (set(), set())] == [(set(), {"hit"})]
+    engine.worker.get_block_ids_with_load_errors()
+    assert not held_items(adapter, upstream_worker.__name__)
     until(lambda: not held(server) and server.status()["l1"]["objects"] == (1 if spoilt else 2))
     engine.close()
 
 
-def test_every_load_ends_when_the_server_dies(upstream, monkeypatch, server):
+def test_every_load_ends_when_the_server_dies(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer
+) -> None:
     engine = Engine(upstream, monkeypatch, server.port)
     tokens = list(range(CHUNK_TOKENS))
     engine.fill(1)
@@ -204,13 +217,19 @@ def test_every_load_ends_when_the_server_dies(upstream, monkeypatch, server):
     engine.close()
 
 
-@pytest.mark.parametrize("refused", ["images", "embeddings", "lora", "ray"])
-def test_what_token_ids_alone_do_not_tell_apart_runs_uncached(upstream, monkeypatch, server, caplog, refused):
+@pytest.mark.parametrize("refused", ["images", "embeddings", "lora", "ray", "window"])
+def test_what_token_ids_alone_do_not_tell_apart_runs_uncached(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer, caplog: pytest.LogCaptureFixture, refused: Any
+) -> None:
     engine_config = config(
         server.port, is_multimodal_model=refused == "images", enable_prompt_embeds=refused == "embeddings"
     )
     if refused == "lora":
         engine_config.lora_config = object()
+    if refused == "window":
+        engine_config.compilation_config.static_forward_context["layer"] = SimpleNamespace(
+            sliding_window=4096, kv_cache_dtype="auto"
+        )
     if refused == "ray":
         engine_config.parallel_config.distributed_executor_backend = "ray"
     adapter = upstream_worker.LMCacheMPWorkerAdapter(
@@ -218,12 +237,12 @@ def test_what_token_ids_alone_do_not_tell_apart_runs_uncached(upstream, monkeypa
         context=None,
         model_name="model",
         vllm_block_size=BLOCK_TOKENS,
-        parallel_strategy=upstream_worker.ParallelStrategy(False, 1, 0, 1, 0, 1, 1),
+        parallel_strategy=upstream_types.ParallelStrategy(False, 1, 0, 1, 0, 1, 1),
         engine_config=lambda: engine_config,
     )
     adapter.register_kv_caches({"layer": torch.zeros(BLOCKS, 2, BLOCK_TOKENS, 16)})
     assert "uncached" in caplog.text
-    op = upstream_worker.LoadStoreOp(token_ids=[1] * CHUNK_TOKENS, block_ids=[1, 2, 3, 4], start=0, end=CHUNK_TOKENS)
+    op = upstream_types.LoadStoreOp(token_ids=[1] * CHUNK_TOKENS, block_ids=[1, 2, 3, 4], start=0, end=CHUNK_TOKENS)
     assert len(op) == 4
     adapter.batched_submit_store_requests(["a"], [op], None, cache_salts=[""])
     adapter.batched_submit_retrieve_requests(["b"], [op], None, cache_salts=[""])
@@ -233,7 +252,7 @@ def test_what_token_ids_alone_do_not_tell_apart_runs_uncached(upstream, monkeypa
     adapter.shutdown()
 
 
-def test_without_a_server_the_start_fails_with_a_sentence(upstream):
+def test_without_a_server_the_start_fails_with_a_sentence(upstream: Any) -> None:
     with pytest.raises(ConnectionError, match="Start the server"):
         upstream.LMCacheMPSchedulerAdapter(
             server_url=f"tcp://127.0.0.1:{free_port()}",

@@ -13,69 +13,49 @@ import pytest
 from lmcache.client.client import ClientState
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.protocol import messages as m
-from lmcache.testing.processes import CacheServer, free_port, stop_running
+from lmcache.testing.processes import CacheServer, stop_running
 from polling import until
+from process.places import Place
 from process.support import CALL_SECONDS, SmallEngine, unpack_slots
 from process.test_server_process import engine_in_a_process
 
 L1_GB = 0.0625
 
 
-class Place:
-    """One port and one name in /dev/shm for server after server."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port = free_port()
-        self.name = f"lmcache-test-{os.getpid()}-{self.port}-warm"
-        self.lives = 0
-
-    @property
-    def file(self) -> Path:
-        return Path("/dev/shm") / self.name
-
+class WarmPlace(Place):
     @contextlib.contextmanager
-    def server(self, *extra: str, persist: bool = True, **options: object) -> Iterator[CacheServer]:
-        self.lives += 1
-        flags = ["--l1-persist"] if persist else []
-        with CacheServer(
-            self.folder,
-            port=self.port,
-            shm_name=self.name,
-            extra=[*flags, *extra],
-            log_name=f"server-{self.lives}.log",
-            **{"l1_size_gb": L1_GB, **options},  # type: ignore[arg-type]
-        ) as server:
+    def running(self, *extra: str, persist: bool = True) -> Iterator[CacheServer]:
+        with self.server(*(["--l1-persist"] if persist else []), *extra) as server:
             server.wait_ready()
             yield server
             assert "Traceback" not in server.log()
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = Place(tmp_path)
+def place(tmp_path: Path) -> Iterator[WarmPlace]:
+    place = WarmPlace(tmp_path)
     yield place
-    place.file.unlink(missing_ok=True)
+    place.close()
 
 
-def adopted(server: CacheServer) -> int:
+def recovered(server: CacheServer) -> int:
     return int(server.metric("lmcache_mp_l1_adopted_chunks_total"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_everything_committed_is_there_again(place: Place, number: int) -> None:
-    with place.server() as first, SmallEngine(place.port, heartbeat=0.2) as engine:
+def test_everything_committed_is_there_again(place: WarmPlace, number: int) -> None:
+    with place.running() as first, SmallEngine(place.port, heartbeat=0.2) as engine:
         tokens = engine.tokens(*range(100))
         assert engine.store(tokens) == 100
         assert engine.store(engine.tokens(7, 8), salt="tenant") == 2
         held = engine.lookup("held", tokens)
-        token = engine.client.boot_token
+        token = engine.client.server_epoch
         os.kill(first.pid, number)
         first.popen.wait(20)
         assert place.file.exists()
-        with place.server() as second:
-            until(lambda: engine.client.boot_token != token and engine.client.state is ClientState.READY)
-            assert adopted(second) == 102
+        with place.running() as second:
+            until(lambda: engine.client.server_epoch != token and engine.client.state is ClientState.READY)
+            assert recovered(second) == 102
             until(lambda: bool(second.status()["instances"]) and bool(second.status()["instances"][0]["workers"]))
             warm = engine.lookup("warm", tokens)
             assert warm.chunks == 100
@@ -91,35 +71,35 @@ def test_everything_committed_is_there_again(place: Place, number: int) -> None:
             assert status["used_bytes"] + status["free_bytes"] == status["committed_bytes"]
 
 
-def test_without_the_flag_nothing_stays(place: Place) -> None:
-    with place.server(), SmallEngine(place.port) as engine:
+def test_without_the_flag_nothing_stays(place: WarmPlace) -> None:
+    with place.running(), SmallEngine(place.port) as engine:
         engine.store(engine.tokens(1))
     assert place.file.exists()
-    with place.server(persist=False) as server, SmallEngine(place.port) as engine:
+    with place.running(persist=False) as server, SmallEngine(place.port) as engine:
         assert "that a dead server left behind" in server.log()
         assert engine.lookup("r", engine.tokens(1)).chunks == 0
         engine.store(engine.tokens(1))
         server.kill()
-    with place.server() as server, SmallEngine(place.port) as engine:
+    with place.running() as server, SmallEngine(place.port) as engine:
         assert "not made with --l1-persist" in server.log()
         assert engine.lookup("r", engine.tokens(1)).chunks == 0
 
 
-def test_another_configuration_starts_empty(place: Place) -> None:
-    with place.server() as server, SmallEngine(place.port) as engine:
+def test_another_configuration_starts_empty(place: WarmPlace) -> None:
+    with place.running() as server, SmallEngine(place.port) as engine:
         engine.store(engine.tokens(1))
         inode = place.file.stat().st_ino
         server.kill()
-    with place.server("--chunk-size", "128") as server, SmallEngine(place.port) as engine:
+    with place.running("--chunk-size", "128") as server, SmallEngine(place.port) as engine:
         lines = [line for line in server.log().splitlines() if "is not used" in line]
         assert len(lines) == 1 and "its chunks have 256 tokens, not 128" in lines[0]
         assert place.file.stat().st_ino != inode
         assert engine.lookup("r", engine.tokens(1)).chunks == 0
-        assert adopted(server) == 0
+        assert recovered(server) == 0
 
 
-def test_what_was_damaged_meanwhile_is_a_miss(place: Place) -> None:
-    with place.server() as server, SmallEngine(place.port) as engine:
+def test_what_was_damaged_meanwhile_is_a_miss(place: WarmPlace) -> None:
+    with place.running() as server, SmallEngine(place.port) as engine:
         for number in range(3):
             engine.store(engine.tokens(number))
         slots = [unpack_slots(engine.lookup(f"r{n}", engine.tokens(n)).slots)[0] for n in range(3)]
@@ -130,8 +110,8 @@ def test_what_was_damaged_meanwhile_is_a_miss(place: Place) -> None:
             byte = file.read(1)[0]
             file.seek(slots[number] + at)
             file.write(bytes([byte ^ 0x20]))
-    with place.server() as server, SmallEngine(place.port) as engine:
-        assert adopted(server) == 2
+    with place.running() as server, SmallEngine(place.port) as engine:
+        assert recovered(server) == 2
         assert engine.lookup("r0", engine.tokens(0)).chunks == 0
         payload = engine.lookup("r1", engine.tokens(1))
         assert payload.chunks == 1 and not engine.read(payload)
@@ -148,25 +128,25 @@ engine.store(engine.tokens(9))
 """
 
 
-def test_what_a_live_engine_may_still_write_is_nobody_elses(place: Place, tmp_path: Path) -> None:
+def test_what_a_live_engine_may_still_write_is_nobody_elses(place: WarmPlace, tmp_path: Path) -> None:
     """An engine that stands still in the middle of a store, over two restarts, and then goes on."""
-    with place.server() as first:
+    with place.running() as first:
         stopped = engine_in_a_process(first, tmp_path, RESERVE)
         stop_running(stopped.pid)
         first.kill()
     try:
         for _ in range(2):
-            with place.server() as server, SmallEngine(place.port) as engine:
-                assert adopted(server) == 1
+            with place.running() as server, SmallEngine(place.port) as engine:
+                assert recovered(server) == 1
                 assert server.status()["l1"]["quarantined_bytes"] == 3 * 8192
                 assert engine.lookup("a", engine.tokens(1)).chunks == 0
                 assert engine.read(engine.lookup("b", engine.tokens(9)))
                 server.kill()
-        with place.server() as server, SmallEngine(place.port) as engine:
+        with place.running() as server, SmallEngine(place.port) as engine:
             for number in range(20):  # L1 is full: nothing of it is where the engine may write
                 engine.store(engine.tokens(*range(1000 * number, 1000 * number + 1000)))
             assert server.status()["l1"]["quarantined_bytes"] == 3 * 8192
-            stopped.send_signal(signal.SIGCONT)  # it finds the new server and lets go of the former life
+            stopped.send_signal(signal.SIGCONT)  # it finds the new server and lets go of the previous epoch
             until(lambda: server.status()["l1"]["quarantined_bytes"] == 0)
             assert engine.read(engine.lookup("c", engine.tokens(*range(19000, 20000))))
     finally:
@@ -174,29 +154,29 @@ def test_what_a_live_engine_may_still_write_is_nobody_elses(place: Place, tmp_pa
         stopped.wait()
 
 
-def test_what_a_dead_engine_was_writing_is_free(place: Place, tmp_path: Path) -> None:
-    with place.server() as first:
+def test_what_a_dead_engine_was_writing_is_free(place: WarmPlace, tmp_path: Path) -> None:
+    with place.running() as first:
         engine_process = engine_in_a_process(first, tmp_path, RESERVE)
         first.kill()
         engine_process.kill()
         engine_process.wait()
-    with place.server() as server:
-        assert (adopted(server), server.status()["l1"]["quarantined_bytes"]) == (1, 0)
+    with place.running() as server:
+        assert (recovered(server), server.status()["l1"]["quarantined_bytes"]) == (1, 0)
 
 
-def test_owner_numbers_are_never_used_twice(place: Place) -> None:
-    with place.server() as first, SmallEngine(place.port, heartbeat=0.2) as engine:
-        former = {engine.client.owner(engine.instance_id), engine.client.owner(engine.instance_id, 0)}
-        token = engine.client.boot_token
+def test_owner_numbers_are_never_used_twice(place: WarmPlace) -> None:
+    with place.running() as first, SmallEngine(place.port, heartbeat=0.2) as engine:
+        previous = {engine.client.owner(engine.instance_id), engine.client.owner(engine.instance_id, 0)}
+        token = engine.client.server_epoch
         first.kill()
-        with place.server(), SmallEngine(place.port) as other:
-            until(lambda: engine.client.boot_token != token and engine.client.state is ClientState.READY)
+        with place.running(), SmallEngine(place.port) as other:
+            until(lambda: engine.client.server_epoch != token and engine.client.state is ClientState.READY)
             until(lambda: engine.client.owner(engine.instance_id, 0) is not None)
-            now = {one.client.owner(one.instance_id, worker) for one in (engine, other) for worker in (-1, 0)}
-            assert len(now) == 4 and not now & former
+            now = {side.client.owner(side.instance_id, worker) for side in (engine, other) for worker in (-1, 0)}
+            assert len(now) == 4 and not now & previous
 
 
-def test_builtin_hashes_with_a_fixed_seed_find_what_the_former_process_stored(tmp_path: Path) -> None:
+def test_builtin_hashes_with_a_fixed_seed_find_what_the_previous_process_stored(tmp_path: Path) -> None:
     """Two processes, each with its memory at other addresses."""
     options = {"l1_size_gb": L1_GB, "l2_folder": tmp_path / "l2", "environment": {"PYTHONHASHSEED": "0"}}
     extra = ["--hash-algorithm", "builtin"]

@@ -117,7 +117,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module", params=["blake3", "sha256_cbor", "builtin"])
-def bench(request, tmp_path_factory) -> Iterator[Bench]:
+def bench(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     extra = ["--hash-algorithm", request.param]
     folder = tmp_path_factory.mktemp("worst")
     with CacheServer(folder, l1_size_gb=0.2, extra=extra, environment={"PYTHONHASHSEED": "0"}) as server:
@@ -128,7 +128,7 @@ def bench(request, tmp_path_factory) -> Iterator[Bench]:
         bench.engine.close()
 
 
-def test_no_message_holds_others_up(bench):
+def test_no_message_holds_others_up(bench: Any) -> None:
     costs = {name: bench.cost(method, make) for name, (method, make) in bench.messages().items()}
     print({name: round(1000 * seconds, 1) for name, seconds in costs.items()})
     assert max(costs.values()) < BOUND_SECONDS, costs

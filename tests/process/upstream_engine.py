@@ -16,6 +16,8 @@ from polling import until
 BLOCKS, BLOCK_TOKENS, CHUNK_TOKENS = 64, 64, 256
 PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
 
+Ended = tuple[set[str], set[str]]  # requests whose sending, whose receiving has ended
+
 
 class Event:
     """Of CUDA: recorded, then awaited before anything is copied."""
@@ -119,7 +121,7 @@ class Engine:
         given = SimpleNamespace(get_block_ids=lambda: (blocks,))
         self.scheduler.update_state_after_alloc(self.requests[name], given, external)
 
-    def step(self, name: str = "", tokens: int = 0, finished: frozenset[str] = frozenset()) -> tuple[set, set]:
+    def step(self, name: str = "", tokens: int = 0, finished: frozenset[str] = frozenset()) -> Ended:
         """One step that computes `tokens` of a request; what the worker says has finished (sending, receiving)."""
         output = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=name)] if tokens else [],
@@ -179,9 +181,9 @@ class Ranks(Engine):
         for worker in self.workers:
             worker.shutdown()
 
-    def step(self, name: str = "", tokens: int = 0, finished: frozenset[str] = frozenset()) -> tuple[set, set]:
+    def step(self, name: str = "", tokens: int = 0, finished: frozenset[str] = frozenset()) -> Ended:
         """What all of them have named by now is named, as vLLM's aggregator does."""
-        ended: tuple[set, set] = (set(), set())
+        ended: Ended = (set(), set())
         metadata = None
         for worker in self.workers:
             self.worker = worker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache import _native
@@ -13,17 +14,24 @@ NULL_BLOCK = 0
 _NO_SLOT = _native.NO_SLOT.to_bytes(8, "little")
 
 
+@dataclass
+class Copies:
+    """What all copiers of a run share: when copies happen, and what is asked around each."""
+
+    world: World
+    snapshot: Callable[[int, list[int]], dict[int, bytes]]
+    before_load: Callable[[list[int]], None]
+    before_store: Callable[[list[int], dict[int, bytes]], None]
+    load_seconds: float | None = None  # of every load; None: as the dice say
+    # By namespace and chunk hash: the same name, the same bytes.
+    stored: dict[tuple[bytes, bytes], list[bytes]] = field(default_factory=dict)
+
+
 class SimCopier:
     """Stands in for _native.PagedCopier. A copy reads and writes all its memory at one late moment."""
 
-    world: World
-    before_load: Callable[[list[int]], None]
-    before_store: Callable[[list[int], dict[int, bytes]], None]
-    snapshot: Callable[[int, list[int]], dict[int, bytes]]
-    load_seconds: float | None = None  # of every load; None: as the dice say
-    stored: dict[tuple[bytes, bytes], list[bytes]]  # by namespace and chunk hash: the same name, the same bytes
-
-    def __init__(self, address: int, size_bytes: int, threads: int, cuda: None = None) -> None:
+    def __init__(self, copies: Copies, address: int, size_bytes: int, threads: int, cuda: None = None) -> None:
+        self._copies = copies
         self._real = _native.PagedCopier(address, size_bytes, 1)
         self._next = 1
         self._waiting: dict[int, Callable[[], int]] = {}
@@ -39,7 +47,7 @@ class SimCopier:
     def submit_store(self, group: int, slots: bytes, blocks: bytes, hashes: bytes, template: bytes) -> int:
         sources = array("q", blocks).tolist()
         real = [block for block in sources if block != NULL_BLOCK]
-        before = self.snapshot(self._memory[group], real)
+        before = self._copies.snapshot(self._memory[group], real)
         per_chunk = len(sources) * 32 // len(hashes)
         for chunk in range(len(hashes) // 32):
             name = template, hashes[32 * chunk : 32 * chunk + 32]
@@ -48,11 +56,11 @@ class SimCopier:
                 assert slots[8 * chunk : 8 * chunk + 8] == _NO_SLOT, "a chunk without its blocks is stored"
                 continue
             content = [before[block] for block in of_chunk]
-            assert self.stored.setdefault(name, content) == content, "two contents are stored under one name"
+            assert self._copies.stored.setdefault(name, content) == content, "two contents are stored under one name"
 
         def run() -> int:
-            self.before_store(real, self.snapshot(self._memory[group], real))
-            assert before == self.snapshot(self._memory[group], real), "a block was reused before it was stored"
+            self._copies.before_store(real, self._copies.snapshot(self._memory[group], real))
+            assert before == self._copies.snapshot(self._memory[group], real), "a block was reused before it was stored"
             return self._real.submit_store(group, slots, blocks, hashes, template)
 
         return self._submit(run)
@@ -61,10 +69,10 @@ class SimCopier:
         self, group: int, slots: bytes, blocks: bytes, hashes: bytes, digest: bytes, fence: None = None
     ) -> int:
         def run() -> int:
-            self.before_load([block for block in array("q", blocks) if block >= 0])
+            self._copies.before_load([block for block in array("q", blocks) if block >= 0])
             return self._real.submit_load(group, slots, blocks, hashes, digest)
 
-        return self._submit(run, self.load_seconds)
+        return self._submit(run, self._copies.load_seconds)
 
     def _submit(self, run: Callable[[], int], seconds: float | None = None) -> int:
         assert not self._closed
@@ -72,8 +80,8 @@ class SimCopier:
         self._next += 1
         self._waiting[number] = run
         if seconds is None:
-            seconds = self.world.random.choice((0.0, 0.0, 0.001, 0.002, 0.004, 0.02) * 6 + (0.2, 0.2, 5.0))
-        self.world.at(seconds, lambda: self._run(number))
+            seconds = self._copies.world.random.choice((0.0, 0.0, 0.001, 0.002, 0.004, 0.02) * 6 + (0.2, 0.2, 5.0))
+        self._copies.world.at(seconds, lambda: self._run(number))
         return number
 
     def _run(self, number: int) -> None:
@@ -86,7 +94,7 @@ class SimCopier:
         self._results[number] = result
 
     def wait(self, number: int, seconds: float) -> bytes | None:
-        self.world.block(lambda: number in self._results, seconds)
+        self._copies.world.block(lambda: number in self._results, seconds)
         return self._results.pop(number, None)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import copy
 import functools
 import json
 import pickle
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.integration.vllm.connector import LMCacheMPConnector
 from simulation.chain import VOCABULARY, Chain
+from simulation.simulated_connector import ENVIRONMENT, SimulatedConnector
 from simulation.world import World
 
 _MASK = 2**64 - 1
@@ -65,6 +67,7 @@ class Shape:
     window: int | None = None  # of a second KV cache group
     local: int | None = None  # of a second KV cache group: attention sees multiples of so many tokens
     state: bool = False  # a second KV cache group keeps a recurrent state
+    alone: bool = False  # there is no group of full attention beside it
     prefix_caching: bool = True
     overlapped: bool = False  # the next step is scheduled before the last one's result is known
     step_tokens: int = 64
@@ -93,7 +96,17 @@ def _model_config(folder: str) -> ModelConfig:
     )
 
 
-def _configs(shape: Shape, folder: str, engine_id: str) -> tuple[VllmConfig, KVCacheConfig]:
+def _with_latent_kv(model: ModelConfig) -> ModelConfig:
+    """The same model with one latent vector a token (MLA), for those who ask whether it has one."""
+    latent = copy.copy(model)
+    latent.model_arch_config = copy.copy(model.model_arch_config)
+    latent.model_arch_config.is_deepseek_mla = True
+    return latent
+
+
+def _configs(
+    shape: Shape, folder: str, engine_id: str, environment: EngineEnvironment
+) -> tuple[VllmConfig, KVCacheConfig]:
     config = VllmConfig(
         model_config=_model_config(folder),
         scheduler_config=SchedulerConfig(
@@ -108,13 +121,20 @@ def _configs(shape: Shape, folder: str, engine_id: str) -> tuple[VllmConfig, KVC
             block_size=shape.block_tokens, gpu_memory_utilization=0.9, enable_prefix_caching=shape.prefix_caching
         ),
         kv_transfer_config=KVTransferConfig(
-            kv_connector="LMCacheMPConnector",
+            kv_connector=SimulatedConnector.__name__,
+            kv_connector_module_path=SimulatedConnector.__module__,
             kv_role="kv_both",
             engine_id=engine_id,
-            kv_connector_extra_config={"lmcache.mp.heartbeat_interval": 2.0, **shape.extra},
+            kv_connector_extra_config={
+                "lmcache.mp.heartbeat_interval": 2.0,
+                ENVIRONMENT: environment,
+                **shape.extra,
+            },
         ),
         device_config=DeviceConfig("cpu"),
     )
+    if shape.mla:  # now, because vLLM for CPU forces other settings on such a model
+        config.model_config = _with_latent_kv(config.model_config)
     config.cache_config.num_gpu_blocks = shape.blocks
     config.parallel_config.tensor_parallel_size = shape.ranks // shape.stages
     config.parallel_config.pipeline_parallel_size = shape.stages
@@ -135,6 +155,8 @@ def _configs(shape: Shape, folder: str, engine_id: str) -> tuple[VllmConfig, KVC
             mamba_cache_mode="align",
         )
         groups.append(KVCacheGroupSpec(["layer1"], spec))
+    if shape.alone:
+        groups = [KVCacheGroupSpec(["layer0"], groups[1].kv_cache_spec)]
     return config, KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -150,12 +172,14 @@ class _Scheduled:
 
 
 class Engine:
-    def __init__(self, world: World, shape: Shape, folder: Path, engine_id: str = "engine") -> None:
+    def __init__(
+        self, world: World, shape: Shape, folder: Path, environment: EngineEnvironment, engine_id: str = "engine"
+    ) -> None:
         init_none_hash(sha256)
         self.world = world
         self.shape = shape
         self._folder = folder
-        config, kv_config = _configs(shape, str(folder), engine_id)
+        config, kv_config = _configs(shape, str(folder), engine_id, environment)
         self._groups = len(kv_config.kv_cache_groups)
         self.scheduler = (AsyncScheduler if shape.overlapped else Scheduler)(
             vllm_config=config,
@@ -185,7 +209,7 @@ class Engine:
         kv_config = copy.deepcopy(kv_config)
         for index, group in enumerate(kv_config.kv_cache_groups):
             group.layer_names = [f"layer{index + self._stage(rank) * self._groups}"]
-        connector = LMCacheMPConnector(mine, KVConnectorRole.WORKER, kv_config)
+        connector = SimulatedConnector(mine, KVConnectorRole.WORKER, kv_config)
         tensor = torch.from_numpy(self.memory[rank].view(np.int64))
         names = [name for group in kv_config.kv_cache_groups for name in group.layer_names]
         connector.register_kv_caches(dict.fromkeys(names, tensor))
@@ -328,12 +352,13 @@ class Engine:
         for group, blocks in enumerate(one.blocks):
             values = expected ^ np.uint64(self._flavour(rank, group))
             table = np.array(blocks, dtype=np.int64)
-            if group and self.shape.state:
+            is_special = group or self.shape.alone
+            if is_special and self.shape.state:
                 self._advance_state(rank, one, table, values)
                 continue
             positions = np.arange(end)
             where = table[positions // self.shape.block_tokens], positions % self.shape.block_tokens
-            first = self._first_seen(one.start) if group else 0
+            first = self._first_seen(one.start) if is_special else 0
             there = self.memory[rank][where][first : one.start]
             wrong = np.nonzero(there != values[first : one.start])[0]
             assert not wrong.size, (
@@ -386,6 +411,14 @@ class Engine:
         tables = [manager.get_block_ids(request.request_id) for request in self.scheduler.running]
         return {block for table in tables for blocks in table for block in blocks}
 
+    def stored_blocks(self, name: str) -> set[int]:
+        """Blocks of a request that a store reads: somebody beside requests holds them."""
+        manager = self.scheduler.kv_cache_manager
+        tables = {request: manager.get_block_ids(request) for request in self.scheduler.requests}
+        users = Counter(block for table in tables.values() for blocks in table for block in blocks)
+        of_request = {block for blocks in tables[name] for block in blocks}
+        return {block for block in of_request if manager.block_pool.blocks[block].ref_cnt > users[block] > 0} - {0}
+
     def check_output(self, request: Request) -> None:
         chain = Chain(request)
         tokens = list(request.prompt_token_ids)
@@ -398,14 +431,11 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.shape.blocks - 1, "blocks leaked"
         assert not self.scheduler.requests
-        side = self.connector._scheduler
-        assert side is not None
-        assert not side._requests and not side._storing and not side.has_pins
-        assert not side._pins._pinned_blocks
+        assert self.connector.scheduler_side is not None
+        self.connector.scheduler_side.check_idle()
         for worker in self.workers:
-            assert worker._worker is not None
-            assert not worker._worker._loads and not worker._worker._storer.busy
-            assert not worker._worker._storer._unsettled
+            assert worker.worker_side is not None
+            worker.worker_side.check_idle()
 
     def close(self) -> None:
         self.connector.shutdown()

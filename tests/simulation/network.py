@@ -1,4 +1,4 @@
-"""A server in process, one life after another, and the connections that the engine's clients have to it."""
+"""A server in process, started again and again, and the connections that the engine's clients have to it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import contextlib
 import ctypes
 import itertools
 import os
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from lmcache._native import Committed, usable_prefix
 from lmcache.core.chunking import ChunkHasher
-from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
+from lmcache.core.key import ObjectKey
+from lmcache.core.key_batch import KeyBatch, SlotGrid
 from lmcache.core.outcome import MissReason
 from lmcache.errors import RemoteError, ServerUnavailable
-from lmcache.l1.adoption import STORAGE_OWNER
 from lmcache.l1.store import L1Store
+from lmcache.memory.ownership import STORAGE_OWNER
 from lmcache.protocol.messages import METHODS
-from lmcache.service.service import CacheService, ServiceSettings
+from lmcache.service.cache_service import CacheService
+from lmcache.service.context import ServiceContext, ServiceSettings
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
-from lmcache.tiering.tails import is_needed, longest_whole
 from lmcache.transport.deferred import Deferred
-from lmcache.transport.server import Method
+from lmcache.transport.rpc_server import Method
 from lmcache.transport.timers import Timer
 from simulation.world import World
 
@@ -61,7 +62,7 @@ class _Loop:
 class _L2:
     """A storage loop over a dictionary that outlives the server."""
 
-    def __init__(self, world: World, objects: dict[tuple[bytes, bytes], bytes]) -> None:
+    def __init__(self, world: World, objects: dict[ObjectKey, bytes]) -> None:
         self.world = world
         self.objects = objects
         self.l1: L1Store | None = None
@@ -70,13 +71,12 @@ class _L2:
     def call_soon(self, action: Callable[[], None]) -> None:
         self.world.at(0.0, lambda: None if self.stopped else action())
 
-    def objects_committed(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
+    def objects_committed(self, keys: KeyBatch, committed: Committed) -> None:
         assert self.l1 is not None
-        for at in range(0, len(records), 32):
-            position, chunk, offset, size = struct.unpack_from("<4Q", records, at)
+        for record in committed.records:
             if self.world.random.random() < 0.7:
-                key = (namespaces[position].digest, hashes[chunk * 32 : chunk * 32 + 32])
-                self.objects[key] = ctypes.string_at(self.l1.address_of(offset), size)
+                frame = ctypes.string_at(self.l1.address_of(record.slot), record.size_bytes)
+                self.objects[keys.key(record.namespace, record.chunk)] = frame
 
     def prefetch(self, request: PrefetchRequest, on_done: Callable[[PrefetchResult], None]) -> Callable[[], None]:
         seconds = self.world.random.choice((0.0, 0.001, 0.01, 0.1, 1.0, 5.0))
@@ -86,55 +86,52 @@ class _L2:
 
     def _load(self, request: PrefetchRequest, late: bool) -> PrefetchResult:
         if self.stopped or late:
-            return PrefetchResult(0, 0, b"", MissReason.L2_DEADLINE)
+            return PrefetchResult(MissReason.L2_DEADLINE)
         assert self.l1 is not None
-        core = self.l1.core
-        hashes = [request.hashes[at : at + 32] for at in range(0, len(request.hashes), 32)]
-        digests, salt = b"".join(one.digest for one in request.namespaces), request.namespaces[0].cache_salt
-        tails = request.tail_chunks or [0] * len(request.namespaces)
-        there = [[(one.digest, digest) in self.objects for one in request.namespaces] for digest in hashes]
-        chunks = longest_whole(there, tails)
-        sizes = struct.pack(f"<{len(request.frame_bytes)}Q", *request.frame_bytes)
-        wanted = request.hashes[: chunks * CHUNK_HASH_BYTES]
+        core, of, wanted = self.l1.core, request.keys.namespaces, request.keys[request.first_chunk :]
+        places = [(namespace, chunk) for chunk in range(wanted.chunks) for namespace in range(len(of))]
+        there = bytes(wanted.key(*place) in self.objects for place in places)
+        chunks = usable_prefix(there, of.tails or bytes(4 * len(of)))
         if chunks:
-            needed = bytes(is_needed(chunk, chunks, tail) for tail in tails for chunk in range(chunks))
-            reservation, slots, _ = core.reserve(STORAGE_OWNER, digests, salt, sizes, wanted, float("inf"), needed)
-            for index in range(len(slots) // 8):
-                (offset,) = struct.unpack_from("<Q", slots, index * 8)
-                if offset != NO_SLOT:
-                    namespace, chunk = divmod(index, len(slots) // 8 // len(request.namespaces))
-                    frame = self.objects[request.namespaces[namespace].digest, hashes[chunk]]
-                    ctypes.memmove(self.l1.address_of(offset), frame, len(frame))
-            if reservation:
-                core.commit(reservation, b"")
-        lease, found, offsets = core.acquire(
-            request.owner, digests, request.hashes, request.lease_deadline, True, struct.pack(f"<{len(tails)}I", *tails)
-        )
-        return PrefetchResult(found, lease, offsets, MissReason.NOT_STORED)
+            needed = bytes(chunk >= of.first_needed(n, chunks) for n in range(len(of)) for chunk in range(chunks))
+            digests, hashes = of.digests, wanted.hashes[:chunks].packed
+            reserved = core.reserve(
+                STORAGE_OWNER, digests, of.cache_salt, of.sizes, hashes, float("inf"), wanted=needed
+            )
+            slots = SlotGrid(reserved.slots, chunks)
+            for place in slots.places():
+                frame = self.objects[wanted.key(*place)]
+                ctypes.memmove(self.l1.address_of(slots[place]), frame, len(frame))
+            core.commit(reserved.reservation)
+        acquired = core.acquire(request.owner, of.digests, wanted.hashes.packed, request.lease_deadline, tails=of.tails)
+        return PrefetchResult(MissReason.NOT_STORED, acquired.lease, SlotGrid(acquired.slots, acquired.chunks))
 
 
-class Life:
+class SimServer:
     """One server process."""
 
-    def __init__(self, world: World, objects: dict[tuple[bytes, bytes], bytes], chunk_tokens: int, capacity: int):
+    def __init__(self, world: World, objects: dict[ObjectKey, bytes], chunk_tokens: int, capacity: int) -> None:
         self.world = world
-        self.boot_token = world.random.randbytes(16)
+        self.server_epoch = world.random.randbytes(16)
         self.paused_until = 0.0
         name = f"lmcache-simulated-{os.getpid()}-{next(_names)}"
         metrics = Metrics()
-        self.l1 = L1Store.open(name, capacity, self.boot_token, policy="LRU", metrics=metrics, clock=world)
+        self.l1 = L1Store.open(name, capacity, self.server_epoch, policy="LRU", metrics=metrics.l1, clock=world)
         self.loop = _Loop(world)
         self.storage = _L2(world, objects)
         self.storage.l1 = self.l1
         self.service = CacheService(
-            ServiceSettings(self.boot_token, LEASE_TTL_SECONDS, RESERVATION_TTL_SECONDS, has_l2=True),
-            self.loop,  # type: ignore[arg-type]
-            self.l1,
-            self.storage,  # type: ignore[arg-type]
-            ChunkHasher("blake3", chunk_tokens),
-            None,
-            metrics,
-            world,
+            ServiceContext(
+                settings=ServiceSettings(self.server_epoch, LEASE_TTL_SECONDS, RESERVATION_TTL_SECONDS, has_l2=True),
+                l1=self.l1,
+                locks=self.l1.memory,
+                hasher=ChunkHasher("blake3", chunk_tokens),
+                loop=self.loop,  # type: ignore[arg-type]
+                storage=self.storage,  # type: ignore[arg-type]
+                events=None,
+                metrics=metrics.service,
+                clock=world,
+            )
         )
         self.service.start()
 
@@ -148,19 +145,17 @@ class Life:
 
     def spoil(self) -> None:
         """Flips a bit of some object in L1, or of many."""
-        digests, packed, hashes, _, _ = self.l1.core.list_objects(0, 1000)
-        positions = struct.unpack(f"<{len(packed) // 4}I", packed)
-        count = len(hashes) // 32
-        for index in self.world.random.sample(range(count), min(count, self.world.random.choice((3, 20, 100)))):
-            digest = digests[32 * positions[index] : 32 * positions[index] + 32]
-            lease, _, offsets = self.l1.core.acquire(
-                STORAGE_OWNER, digest, hashes[32 * index : 32 * index + 32], float("inf"), False
+        listed = list(self.l1.core.list_objects(0, 1000))
+        count = min(len(listed), self.world.random.choice((3, 20, 100)))
+        for found in self.world.random.sample(listed, count):
+            acquired = self.l1.core.acquire(
+                STORAGE_OWNER, found.namespace_digest, found.chunk_hash, float("inf"), is_use=False
             )
-            if lease:
-                (offset,) = struct.unpack("<Q", offsets)
-                at = self.l1.address_of(offset + 4096 + self.world.random.randrange(64))
-                ctypes.memmove(at, bytes([ctypes.string_at(at, 1)[0] ^ 1]), 1)
-                self.l1.core.release(lease)
+            if acquired.lease:
+                offset = SlotGrid(acquired.slots, 1)[0, 0] + 4096 + self.world.random.randrange(64)
+                address = self.l1.address_of(offset)
+                ctypes.memmove(address, bytes([ctypes.string_at(address, 1)[0] ^ 1]), 1)
+                self.l1.core.release(acquired.lease)
 
     def end(self) -> None:
         self.loop.stopped = self.storage.stopped = True
@@ -173,7 +168,7 @@ class Network:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.life: Life | None = None
+        self.server: SimServer | None = None
         self.connections: list[SimConnection] = []
         self.slow = 1.0
 
@@ -181,9 +176,9 @@ class Network:
         return self.slow * self.world.random.choice((0.0001, 0.0002, 0.0005, 0.003))
 
     def kill(self) -> None:
-        life, self.life = self.life, None
-        if life is not None:
-            life.end()
+        server, self.server = self.server, None
+        if server is not None:
+            server.end()
         self.drop()
 
     def drop(self) -> None:
@@ -227,28 +222,29 @@ class SimPending:
 
 
 class SimConnection:
-    """Stands in for transport.client.Connection."""
+    """Stands in for transport.connection.Connection."""
 
-    network: Network
-
-    def __init__(self, endpoint: str, context: Any, clock: Any, on_trouble: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, network: Network, endpoint: str, context: Any, clock: Any, on_trouble: Callable[[Exception], None]
+    ) -> None:
+        self.network = network
         self.endpoint = endpoint
-        self.world = self.network.world
+        self.world = network.world
         self.on_trouble = on_trouble
         self.broken = ""
         self.pendings: dict[SimPending, None] = {}  # in order, so that a seed decides everything
-        self.life: Life | None = None
+        self.server: SimServer | None = None
         self._interrupted = False
         self._last_sent = self._last_received = 0.0
 
     def wait_established(self, seconds: float) -> None:
         def up() -> bool:
-            life = self.network.life
-            return life is not None and life.paused_until <= self.world.now
+            server = self.network.server
+            return server is not None and server.paused_until <= self.world.now
 
         if not self.world.block(up, min(seconds, 0.5)):
             raise ServerUnavailable("Nothing answers.")
-        self.life = self.network.life
+        self.server = self.network.server
         self.network.connections.append(self)
 
     def submit(self, method: str, message: Any, reply_type: Any, timeout_seconds: float) -> SimPending:
@@ -265,13 +261,13 @@ class SimConnection:
 
     def _deliver(self, method: str, payload: bytes, pending: SimPending, at: float) -> None:
         def arrive() -> None:
-            life = self.life
-            if life is None or life is not self.network.life:
+            server = self.server
+            if server is None or server is not self.network.server:
                 return
-            if life.paused_until > self.world.now:
-                self._deliver(method, payload, pending, life.paused_until)
+            if server.paused_until > self.world.now:
+                self._deliver(method, payload, pending, server.paused_until)
                 return
-            answer = life.handle(method, payload)
+            answer = server.handle(method, payload)
             if isinstance(answer, Deferred):
                 answer.bind(lambda final: self._answer(method, final, pending))
             else:

@@ -2,7 +2,7 @@
 from a printed seed and against a dictionary: a hit has exactly the bytes that were stored for its key, and at the end
 nothing is held, whatever happened.
 
-LMCACHE_SIMULATION_STEPS steps for each setting (2,000); LMCACHE_SIMULATION_SEED repeats a run.
+LMCACHE_SIMULATION_STEPS steps for each setting (2,000); LMCACHE_TEST_SEED repeats a run.
 """
 
 from __future__ import annotations
@@ -15,30 +15,34 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from lmcache import _native
-from lmcache.core.frame import header_template
+from lmcache.core.frame import header_template, verify_frames
 from lmcache.core.key import ObjectKey
+from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet
 from lmcache.core.limits import FRAME_HEADER_BYTES, GIB
 from lmcache.l1.store import L1Store
-from lmcache.l2.registry import ConfiguredAdapter, build, parse_adapter
+from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import namespace
-from lmcache.testing.simulator import NO_FAULTS, Faults, InlineExecutor, SimulatedLoop, SimulatedMedium
 from lmcache.tiering.checked_policies import CheckedPrefetchPolicy, CheckedStorePolicy
-from lmcache.tiering.eviction import EvictionController
-from lmcache.tiering.loads import Loader
+from lmcache.tiering.context import TieringContext
+from lmcache.tiering.l2_loads import L2Loader
 from lmcache.tiering.policies import AdapterInfo
 from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
-from lmcache.tiering.prefetch import PrefetchController, PrefetchRequest
-from lmcache.tiering.store import StoreController
+from lmcache.tiering.prefetch import PrefetchRequest
+from lmcache.tiering.prefetch_controller import PrefetchController
 from lmcache.tiering.verifier import Verifier
+from lmcache.tiering.watermark_eviction import WatermarkEviction
+from lmcache.tiering.write_back import WriteBack
+from seeds import SEED
+from support.simulator import NO_FAULTS, Faults, InlineExecutor, SimulatedLoop, SimulatedMedium
 
 STEPS = int(os.environ.get("LMCACHE_SIMULATION_STEPS", "2000"))
-SEED = int(os.environ.get("LMCACHE_SIMULATION_SEED", "0")) or random.randrange(1 << 30)
 
 PAYLOAD_BYTES = 4096
 FRAME_BYTES = 8192
@@ -86,7 +90,7 @@ class World:
     def __init__(self, loop: SimulatedLoop, l1: L1Store, setting: Setting, dice: random.Random) -> None:
         self.loop, self.l1, self.setting, self.dice = loop, l1, setting, dice
         self.model = Model()
-        self.metrics = Metrics()
+        self.metrics = Metrics().l2
         self.media = [
             SimulatedMedium(random.Random(dice.random()), 80 * FRAME_BYTES, 0.5 * (number + 1))
             for number in range(setting.media)
@@ -102,20 +106,18 @@ class World:
                 ConfiguredAdapter(build(parse_adapter({**spec, "timeout_seconds": 30}, number)).config, medium),
                 self.metrics,
                 loop,
+                rng=random.Random(dice.random()),
             )
             for number, medium in enumerate(self.media)
         ]
         adapters = [AdapterInfo(runner.name, "mock", None) for runner in self.runners]
         prefetch = CheckedPrefetchPolicy(select_prefetch_policy(setting.prefetch_policy), adapters, self.metrics)
-        self.loader = Loader(
-            l1, retains=prefetch.retains, verifier=Verifier(InlineExecutor()), metrics=self.metrics, clock=loop
-        )
-        self.prefetch = PrefetchController(
-            l1, self.runners, self.loader, prefetch, max_in_flight=3, metrics=self.metrics
-        )
+        context = TieringContext(l1, self.runners, self.metrics, loop)
+        self.loader = L2Loader(context, Verifier(InlineExecutor()), retains=prefetch.retains)
+        self.prefetch = PrefetchController(context, self.loader, prefetch, max_in_flight=3)
         store = CheckedStorePolicy(select_store_policy(setting.store_policy), adapters, self.metrics)
-        self.store = StoreController(l1, self.runners, store, self.metrics, loop)
-        self.eviction = EvictionController(l1, self.runners, self.store, watermark=0.8, ratio=0.2)
+        self.store = WriteBack(context, store)
+        self.eviction = WatermarkEviction(context, self.store, watermark=0.8, ratio=0.2)
         self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -136,8 +138,9 @@ class World:
         assert await self.loader.drain(LONGEST_SECONDS)
         for owner in range(1, ENGINES + 1):
             self.l1.core.drop_owner(owner)
-        self.store.drop_leftovers()
-        for part in (self.l1, self.store, self.prefetch, self.loader, *self.runners):
+        self.store.remove_leftovers()
+        parts: list[Any] = [self.l1, self.store, self.prefetch, self.loader, *self.runners]
+        for part in parts:
             part.check_idle()
         for runner in self.runners:
             assert await runner.close(LONGEST_SECONDS)
@@ -161,13 +164,13 @@ class World:
         of = keys[0].namespace
         hashes = b"".join(key.chunk_hash for key in keys)
         deadline = self.loop.time() + LEASE_SECONDS
-        reservation, packed, _ = core.reserve(
-            owner, of.digest, of.cache_salt, array("Q", [FRAME_BYTES]).tobytes(), hashes, deadline
-        )
+        batch = KeyBatch(NamespaceSet((of,), (FRAME_BYTES,)), ChunkHashes(hashes))
+        reserved = core.reserve(owner, of.digest, of.cache_salt, batch.namespaces.sizes, hashes, deadline)
+        reservation = reserved.reservation
         if not reservation:
             return
         late = self.dice.random() < 0.1
-        offsets = array("Q", packed)
+        offsets = array("Q", reserved.slots)
         template = header_template(of, PAYLOAD_BYTES)
         written = bytearray(len(keys))
         for chunk, (key, offset) in enumerate(zip(keys, offsets, strict=True)):
@@ -182,49 +185,43 @@ class World:
             core.abort(reservation)
             return
         self.model.committed.update(key for key, done in zip(keys, written, strict=True) if done)
-        committed, _, records = core.commit(reservation, bytes(written))
-        if committed:
-            self.store.add([of], hashes, records)
+        committed = core.commit(reservation, bytes(written))
+        if committed.objects:
+            self.store.add(batch, committed)
         else:
             core.abort(reservation)
 
     async def get(self, owner: int) -> None:
         """A lookup as the service makes it: what L1 has is leased, the rest is asked of L2."""
         keys, core = self.prompt(), self.l1.core
-        lease, chunks, packed = core.acquire(
-            owner, keys[0].namespace.digest, b"".join(key.chunk_hash for key in keys), self.loop.time() + 1e6
-        )
+        hashes = b"".join(key.chunk_hash for key in keys)
+        acquired = core.acquire(owner, keys[0].namespace.digest, hashes, self.loop.time() + 1e6)
+        chunks, packed = acquired.chunks, acquired.slots
         self._check(keys[:chunks], packed)
         if chunks < len(keys):
             rest = keys[chunks:]
-            request = PrefetchRequest(
-                owner,
-                self.loop.time() + 1e6,
-                [keys[0].namespace],
-                [FRAME_BYTES],
-                b"".join(key.chunk_hash for key in rest),
-                self.dice.choice([0.1, 3.0, 100.0]),
-            )
+            prompt = KeyBatch(NamespaceSet((keys[0].namespace,), (FRAME_BYTES,)), ChunkHashes(hashes))
+            deadline_seconds = self.dice.choice([0.1, 3.0, 100.0])
+            request = PrefetchRequest(owner, self.loop.time() + 1e6, prompt, chunks, deadline_seconds)
             cancelled = asyncio.Event()
             if self.dice.random() < 0.1:
                 self.loop.call_later(self.dice.uniform(0, 2), cancelled.set)
             result = await self.prefetch.run(request, cancelled)
             self.prefetch.note_use(request, result.chunks)
-            self._check(rest[: result.chunks], result.offsets)
+            self._check(rest[: result.chunks], result.slots.packed)
             self.model.hits_from_l2 += result.chunks
             if self.dice.random() < 0.3:
                 await asyncio.sleep(self.dice.uniform(0, 20))
-                self._check(rest[: result.chunks], result.offsets)  # as long as the lease holds
+                self._check(rest[: result.chunks], result.slots.packed)  # as long as the lease holds
             core.release(result.lease)
         self._check(keys[:chunks], packed)
-        core.release(lease)
+        core.release(acquired.lease)
 
     def _check(self, keys: Sequence[ObjectKey], packed: bytes) -> None:
         """The invariant."""
         for key, offset in zip(keys, array("Q", packed), strict=True):
             assert key in self.model.committed, f"seed {SEED}: a hit for what was never stored"
-            digest = key.namespace.digest
-            reason = _native.frame_verify(self.l1.address_of(offset), FRAME_BYTES, digest, key.chunk_hash)
+            (reason,) = verify_frames([key], [self.l1.memory.view(offset, FRAME_BYTES)])
             content = bytes(self.l1.memory.view(offset + FRAME_HEADER_BYTES, PAYLOAD_BYTES))
             assert not reason and content == self.model.payload(key), f"seed {SEED}: a hit with wrong bytes ({reason})"
         self.model.hits += len(keys)

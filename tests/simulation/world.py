@@ -9,19 +9,16 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import queue
 import random
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 
 class _Killed(BaseException):
     """Ends a thread where it waits."""
 
 
-class _Turn:
+class Turn:
     """A thread of the code under test."""
 
     def __init__(self, world: World, run: Callable[[], None], name: str) -> None:
@@ -62,8 +59,8 @@ class World:
         self.faults: list[str] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._turns: list[_Turn] = []
-        self._current: _Turn | None = None
+        self._turns: list[Turn] = []
+        self._current: Turn | None = None
 
     # ---- clock -------------------------------------------------------------------------------------------------------
     def monotonic(self) -> float:
@@ -124,7 +121,7 @@ class World:
                 progress = True
                 self._resume(turn)
 
-    def _resume(self, turn: _Turn) -> None:
+    def _resume(self, turn: Turn) -> None:
         self._current = turn
         turn.go.release()
         self.back.acquire()
@@ -136,8 +133,8 @@ class World:
                 raise AssertionError(f"thread {turn.name} failed") from turn.fault
 
     # ---- threads -----------------------------------------------------------------------------------------------------
-    def start_thread(self, run: Callable[[], None], name: str) -> _Turn:
-        turn = _Turn(self, run, name)
+    def start_thread(self, run: Callable[[], None], name: str) -> Turn:
+        turn = Turn(self, run, name)
         self._turns.append(turn)
         return turn
 
@@ -153,127 +150,3 @@ class World:
             turn.killed = True
             with contextlib.suppress(AssertionError):
                 self._resume(turn)
-
-    def threading(self) -> Any:
-        """Stands in for the module."""
-        world = self
-
-        class Thread:
-            def __init__(
-                self, target: Callable[..., None], name: str = "", daemon: bool = True, args: Any = ()
-            ) -> None:
-                self._target, self._name, self._args = target, name, args
-                self._turn: _Turn | None = None
-
-            def start(self) -> None:
-                self._turn = world.start_thread(lambda: self._target(*self._args), self._name)
-
-            def is_alive(self) -> bool:
-                return self._turn is not None and not self._turn.ended
-
-            def join(self, timeout: float | None = None) -> None:
-                world.block(lambda: not self.is_alive(), float("inf") if timeout is None else timeout)
-
-        class Lock:
-            def __init__(self) -> None:
-                self.holder: object | None = None
-
-            def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-                free = world.block(lambda: self.holder is None, float("inf") if blocking and timeout < 0 else timeout)
-                if free:
-                    self.holder = world._current or world
-                return free
-
-            def release(self) -> None:
-                assert self.holder is not None
-                self.holder = None
-
-            def locked(self) -> bool:
-                return self.holder is not None
-
-            def __enter__(self) -> bool:
-                return self.acquire()
-
-            def __exit__(self, *exc: object) -> None:
-                self.release()
-
-        class Condition:
-            def __init__(self) -> None:
-                self._lock = Lock()
-                self._notified = 0
-
-            def __enter__(self) -> bool:
-                return self._lock.acquire()
-
-            def __exit__(self, *exc: object) -> None:
-                self._lock.release()
-
-            def notify(self, n: int = 1) -> None:
-                self._notified += 1
-
-            notify_all = notify
-
-            def wait(self, timeout: float | None = None) -> bool:
-                seen = self._notified
-                return self.wait_for(lambda: self._notified > seen, timeout)
-
-            def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-                self._lock.release()
-                world.block(
-                    lambda: self._lock.holder is None and bool(predicate()),
-                    float("inf") if timeout is None else timeout,
-                )
-                self._lock.acquire()
-                return predicate()
-
-        class Event:
-            def __init__(self) -> None:
-                self._set = False
-
-            def set(self) -> None:
-                self._set = True
-
-            def clear(self) -> None:
-                self._set = False
-
-            def is_set(self) -> bool:
-                return self._set
-
-            def wait(self, timeout: float | None = None) -> bool:
-                return world.block(lambda: self._set, float("inf") if timeout is None else timeout)
-
-        return SimpleNamespace(
-            Thread=Thread,
-            Lock=Lock,
-            RLock=Lock,
-            Condition=Condition,
-            Event=Event,
-            current_thread=threading.current_thread,
-            get_ident=threading.get_ident,
-        )
-
-    def queue(self) -> Any:
-        world = self
-
-        class SimpleQueue:
-            def __init__(self) -> None:
-                self._items: list[Any] = []
-
-            def put(self, item: Any) -> None:
-                self._items.append(item)
-
-            def get(self, block: bool = True, timeout: float | None = None) -> Any:
-                if not world.block(lambda: bool(self._items), float("inf") if timeout is None else timeout):
-                    raise queue.Empty
-                return self._items.pop(0)
-
-            def empty(self) -> bool:
-                return not self._items
-
-            def qsize(self) -> int:
-                return len(self._items)
-
-            def __class_getitem__(cls, item: Any) -> Any:
-                return cls
-
-        return SimpleNamespace(SimpleQueue=SimpleQueue, Queue=SimpleQueue, Empty=queue.Empty)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lmcache import startup
-from lmcache.errors import ConfigError, ResourceError
-from lmcache.l2 import registry
-from lmcache.l2.config import AdapterConfig
+from lmcache.errors import ResourceError
+from lmcache.l2 import adapter_types
+from lmcache.l2.adapter_config import AdapterConfig
 
 OPTIONS = ["--l1-size-gb", "0.01", "--eviction-policy", "LRU", "--host", "127.0.0.1", "--http-host", "127.0.0.1"]
 
@@ -27,7 +27,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         never.wait()
         return []
 
-    monkeypatch.setitem(registry.TYPES, "mock", dataclasses.replace(registry.TYPES["mock"], check=check))
+    monkeypatch.setitem(adapter_types.TYPES, "mock", dataclasses.replace(adapter_types.TYPES["mock"], check=check))
     yield
     never.set()
 
@@ -38,7 +38,7 @@ def test_a_backend_that_does_not_answer_holds_nothing_up(stuck: None) -> None:
         startup.plan([*OPTIONS, "--l2-adapter", adapter], {})
 
 
-def test_notes_of_adapters_are_told_with_the_others(tmp_path: Path) -> None:
+def test_notes_of_adapters_are_reported_with_the_others(tmp_path: Path) -> None:
     eviction = {"eviction_policy": "noop", "eviction_ratio": 0.5}
     adapter = json.dumps({"type": "fs", "base_path": str(tmp_path), "max_capacity_gb": 1, "eviction": eviction})
     planned = startup.plan([*OPTIONS, "--l2-adapter", adapter, "--max-cpu-workers", "3"], {})
@@ -54,13 +54,28 @@ def test_a_buffer_in_front_of_l2_has_a_watermark(tmp_path: Path) -> None:
     """What no adapter took makes room there, although the policy evicts nothing."""
     adapter = json.dumps({"type": "fs", "base_path": str(tmp_path / "l2")})
     options = [*OPTIONS, "--eviction-policy", "noop", "--eviction-trigger-watermark", "0.9", "--l2-adapter", adapter]
-    for policy, told in (("skip_l1", 0), ("default", 2)):
+    for policy, count in (("skip_l1", 0), ("default", 2)):
         planned = startup.plan([*options, "--l2-store-policy", policy], {})
         planned.discard()
-        assert len(planned.notes) == told, planned.notes
+        assert len(planned.notes) == count, planned.notes
 
 
-def test_two_adapters_in_one_folder_are_told(tmp_path: Path) -> None:
+def test_an_adapter_that_evicts_by_salt_uses_the_quotas(tmp_path: Path) -> None:
+    quotas = tmp_path / "quotas.json"
+    for policy, count in (("IsolatedLRU", 0), ("LRU", 1)):
+        spec = {
+            "type": "fs",
+            "base_path": str(tmp_path / "l2"),
+            "max_capacity_gb": 1,
+            "eviction": {"eviction_policy": policy},
+        }
+        options = ["--l1-persist", "--quota-file", str(quotas), "--l2-adapter", json.dumps(spec)]
+        planned = startup.plan([*OPTIONS, *options], {})
+        planned.discard()
+        assert sum("--quota-file has no effect" in note for note in planned.notes) == count, planned.notes
+
+
+def test_two_adapters_in_one_folder_are_reported(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     folders = (tmp_path, tmp_path / "other", tmp_path / "link")
     adapters = [json.dumps({"type": "fs", "base_path": str(folder)}) for folder in folders]
@@ -100,6 +115,6 @@ def test_adapters_of_a_plan_that_is_not_carried_out_are_closed(tmp_path: Path) -
     planned.discard()  # although it raises
     assert kind.closed == 1
     missing = json.dumps({"type": "dax", "device_path": str(tmp_path / "none"), "max_dax_size_gb": 1, "slot_bytes": 1})
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ResourceError, match="does not exist"):
         startup.plan([*OPTIONS, *plugin(tmp_path), "--l2-adapter", missing], {})
     assert kind.closed == 2

@@ -1,5 +1,5 @@
 // How old objects get, from a sample of the keys: time from store to eviction, from last use to eviction, and between
-// uses. A key is in the sample or not for the life of the process. Not thread-safe.
+// uses. A key is in the sample or not as long as the process runs. Not thread-safe.
 #pragma once
 
 #include <chrono>

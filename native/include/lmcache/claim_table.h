@@ -70,7 +70,7 @@ public:
         return ids;
     }
 
-    // To be told when a deadline has been moved, because `expired` looks no further while none can be due.
+    // To be called when a deadline has been moved, because `expired` looks no further while none can be due.
     void deadline_moved(double deadline) { earliest_deadline_ = std::min(earliest_deadline_, deadline); }
 
     std::size_t size() const { return claims_.size(); }

@@ -6,6 +6,7 @@ namespace lmcache {
 struct CpuFeatures {
     bool avx2 = false;
     bool avx512f = false;
+    bool avx512bw = false;
     bool vpclmulqdq = false;
     bool sse42 = false;
     bool neon = false;

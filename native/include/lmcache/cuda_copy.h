@@ -1,7 +1,6 @@
-// How many small pieces of device memory are copied to and from host memory, and which way is the fastest here.
+// The methods of copying many small pieces of device memory to and from host memory, and which is the fastest here.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,12 +12,12 @@
 
 namespace lmcache {
 
-enum class CopyWay {
+enum class CopyMethod {
     kSingle,  // a call a run
     kBatch,   // all runs in one call (from CUDA 12.8 on)
     kKernel,  // a kernel that reads and writes host memory itself: takes compute units from the engine
 };
-const char* copy_way_name(CopyWay way);
+const char* copy_method_name(CopyMethod method);
 
 enum class CopyDirection { kToHost, kToDevice };
 
@@ -28,26 +27,26 @@ struct DeviceRun {
     std::size_t size_bytes;
 };
 
-// What a way achieved in a trial: GB/s (10^9 bytes), 0 if it is not to be had or did not copy right.
-struct WayTrial {
-    CopyWay way;
+// What a method achieved in a trial: GB/s (10^9 bytes), 0 if it is not available or copied wrongly.
+struct MethodTrial {
+    CopyMethod method;
     double to_host_gb_per_second;
     double to_device_gb_per_second;
 };
 
-// The ways of one device. Thread-safe.
-class CudaCopyWays {
+// The methods of one device. Thread-safe.
+class CudaCopyMethods {
 public:
-    // Every way is tried on memory made for that: runs of `run_bytes` as a chunk has them. The copy engines win unless
-    // the kernel is a quarter faster. Throws CudaError if none works.
-    CudaCopyWays(std::shared_ptr<CudaDevice> device, std::size_t run_bytes, std::size_t trial_bytes);
-    CudaCopyWays(const CudaCopyWays&) = delete;
-    CudaCopyWays& operator=(const CudaCopyWays&) = delete;
-    ~CudaCopyWays();
+    // Every method is tried on memory made for that: runs of `run_bytes` as a chunk has them. The copy engines win
+    // unless the kernel is a quarter faster. Throws CudaError if none works.
+    CudaCopyMethods(std::shared_ptr<CudaDevice> device, std::size_t run_bytes, std::size_t trial_bytes);
+    CudaCopyMethods(const CudaCopyMethods&) = delete;
+    CudaCopyMethods& operator=(const CudaCopyMethods&) = delete;
+    ~CudaCopyMethods();
 
-    CopyWay best() const { return best_; }
+    CopyMethod best() const { return best_; }
     double one_copy_gb_per_second() const { return one_copy_gb_per_second_; }  // to host, in one piece: the limit
-    const std::vector<WayTrial>& trials() const { return trials_; }
+    const std::vector<MethodTrial>& trials() const { return trials_; }
     const std::shared_ptr<CudaDevice>& device() const { return device_; }
 
 private:
@@ -57,28 +56,28 @@ private:
     const std::shared_ptr<CudaDevice> device_;
     CuModule module_ = nullptr;
     CuFunction kernel_ = nullptr;
-    CopyWay best_engine_ = CopyWay::kSingle;  // for runs that the kernel does not take
-    CopyWay best_ = CopyWay::kSingle;
+    CopyMethod best_engine_ = CopyMethod::kSingle;  // for runs that the kernel does not take
+    CopyMethod best_ = CopyMethod::kSingle;
     double one_copy_gb_per_second_ = 0;
-    std::vector<WayTrial> trials_;
+    std::vector<MethodTrial> trials_;
 };
 
 // Starts copies of many runs. For one thread; holds the arrays that the driver reads meanwhile.
 class RunCopies {
 public:
-    explicit RunCopies(const CudaCopyWays& ways);
+    explicit RunCopies(const CudaCopyMethods& methods);
 
     // Returns when the copies are on their way; those of an earlier call must have ended. Context current. Throws
     // CudaError: then some may be on their way.
     void start(CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream);
-    void start(CopyWay way, CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream);
+    void start(CopyMethod method, CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream);
 
 private:
     void start_single(CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream) const;
     void start_batch(CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream);
     void start_kernel(CopyDirection direction, std::span<const DeviceRun> runs, CuStream stream);
 
-    const CudaCopyWays& ways_;
+    const CudaCopyMethods& methods_;
     CudaHostBuffer kernel_runs_;
     std::vector<CuDevicePointer> destinations_;
     std::vector<CuDevicePointer> sources_;

@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "lmcache/cuda_driver.h"
+#include "lmcache/mutex.h"
 
 namespace lmcache {
 
@@ -24,8 +24,8 @@ public:
     CudaDevice& operator=(const CudaDevice&) = delete;
     ~CudaDevice();
 
-    // Makes the context current in this thread, as every call below and every copy needs. While the engine records a
-    // graph, calls of other threads that it does not expect would spoil it: here they are declared harmless.
+    // Makes the context current in this thread, as every call below and every copy needs. Declares the calls of this
+    // thread harmless to a graph that the engine may be capturing, which they would otherwise invalidate.
     class Current {
     public:
         explicit Current(const CudaDevice& device);
@@ -38,17 +38,17 @@ public:
         int capture_mode_ = kCuCaptureModeRelaxed;
     };
 
-    // Pins memory, which has to be there, so that copies to and from it run beside everything else. Throws CudaError.
+    // Pins memory, whose pages must exist, so that copies to and from it are asynchronous. Throws CudaError.
     // Pieces must not overlap, and a copy may not reach from one into the next.
     void register_memory(std::uintptr_t address, std::size_t size_bytes);
     // Ends all registrations that begin in this range. No copy may run there. A lost context is no error.
     void unregister_memory(std::uintptr_t address, std::size_t size_bytes) noexcept;
     bool is_registered(const void* address, std::size_t size_bytes) const;
 
-    // The end of all that the engine has launched on its stream so far. Throws CudaError.
+    // The end of everything that the engine has launched on that stream so far. Throws CudaError.
     std::shared_ptr<CudaFence> fence(std::uintptr_t stream);
 
-    // What the last copy failed of, once; "" if none has failed since.
+    // The error of the last copy that failed, once; "" if none has failed since the last call.
     std::string take_failure();
     void note_failure(const std::string& failure) noexcept;
 
@@ -67,13 +67,13 @@ private:
     int highest_priority_ = 0;
     bool host_pointers_serve_device_ = false;
 
-    mutable std::mutex mutex_;
-    std::map<std::uintptr_t, std::size_t> registered_;  // address -> bytes
-    std::string failure_;
+    mutable Mutex mutex_;
+    std::map<std::uintptr_t, std::size_t> registered_ LMCACHE_GUARDED_BY(mutex_);  // address -> bytes
+    std::string failure_ LMCACHE_GUARDED_BY(mutex_);
 };
 
-// Keeps its device. Thread-safe. Counts its own users, so that a copier's thread which drops the last one needs nothing
-// of the language that made it.
+// A point in the engine's work. Keeps its device. Thread-safe. Owned by std::shared_ptr on the Python side too, so that
+// a copier's thread may release the last reference without the GIL.
 class CudaFence : public std::enable_shared_from_this<CudaFence> {
 public:
     CudaFence(std::shared_ptr<const CudaDevice> device, std::uintptr_t stream);
@@ -82,7 +82,7 @@ public:
     ~CudaFence();
 
     void wait() const;                      // on the host. Throws CudaError
-    void hold_back(CuStream stream) const;  // what is launched on the stream from now on. Context current. Throws
+    void hold_back(CuStream stream) const;  // work launched on the stream from now on. Context current. Throws
 
 private:
     const std::shared_ptr<const CudaDevice> device_;
@@ -97,7 +97,7 @@ public:
     CudaHostBuffer& operator=(const CudaHostBuffer&) = delete;
     ~CudaHostBuffer();
 
-    // At least this much; what was in it is gone when it grows, so nothing may use it any more. Context current. Throws
+    // At least that many bytes. Growing discards the content, so no copy may be using it. Context current. Throws
     // CudaError.
     std::byte* get(std::size_t size_bytes);
 

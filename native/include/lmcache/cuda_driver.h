@@ -80,7 +80,7 @@ class CudaError : public std::runtime_error {
           unsigned block_z, unsigned shared_bytes, CuStream, void** parameters, void** extra))               \
     CALL(error_name, "cuGetErrorName", (CuResult, const char**))
 
-// Loaded once, for the life of the process: a driver does not survive being unloaded.
+// Loaded once and kept until the process ends: a driver does not survive being unloaded.
 class CudaDriver {
 public:
     // Throws CudaError when the library is not there, lacks a call, or finds no device (cuInit).

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "lmcache/block_mover.h"
 #include "lmcache/cuda_copy.h"
+#include "lmcache/mutex.h"
 
 namespace lmcache {
 
@@ -14,8 +14,8 @@ namespace lmcache {
 // pinned buffer of the mover's own: one more copy by the CPU.
 class CudaMover final : public BlockMover {
 public:
-    // Throws CudaError. The ways are kept.
-    CudaMover(std::shared_ptr<const CudaCopyWays> ways, std::size_t threads);
+    // Throws CudaError. The methods are kept.
+    CudaMover(std::shared_ptr<const CudaCopyMethods> methods, std::size_t threads);
     CudaMover(const CudaMover&) = delete;
     CudaMover& operator=(const CudaMover&) = delete;
     ~CudaMover() override;
@@ -27,8 +27,8 @@ public:
 
 private:
     // What one thread uses for one chunk. There are as many as threads, so that nobody waits for one.
-    struct Lane {
-        explicit Lane(const CudaCopyWays& ways) : copies(ways), staging(*ways.device()) {}
+    struct Workspace {
+        explicit Workspace(const CudaCopyMethods& methods) : copies(methods), staging(*methods.device()) {}
         CuStream loads = nullptr;
         CuStream stores = nullptr;
         CuEvent end = nullptr;
@@ -36,19 +36,19 @@ private:
         CudaHostBuffer staging;
         std::vector<DeviceRun> runs;
     };
-    class Taken;
+    class BorrowedWorkspace;
 
-    void make(Lane& lane) const;
-    void destroy(Lane& lane) const noexcept;
-    void copy(Lane& lane, CopyDirection direction, const PagedGroup& group, std::byte* host,
+    void make(Workspace& workspace) const;
+    void destroy(Workspace& workspace) const noexcept;
+    void copy(Workspace& workspace, CopyDirection direction, const PagedGroup& group, std::byte* host,
               std::span<const std::int64_t> blocks, CuStream stream) const;
-    void await_end(const Lane& lane, CuStream stream) const;
+    void await_end(const Workspace& workspace, CuStream stream) const;
 
-    const std::shared_ptr<const CudaCopyWays> ways_;
+    const std::shared_ptr<const CudaCopyMethods> methods_;
     CudaDevice& device_;
-    std::vector<std::unique_ptr<Lane>> lanes_;
-    std::mutex mutex_;
-    std::vector<Lane*> free_;
+    std::vector<std::unique_ptr<Workspace>> workspaces_;
+    Mutex mutex_;
+    std::vector<Workspace*> free_ LMCACHE_GUARDED_BY(mutex_);
 };
 
 }  // namespace lmcache

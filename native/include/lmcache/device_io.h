@@ -2,16 +2,17 @@
 // that keeps an io_uring filled.
 //
 // Invariants:
-// - The caller's memory is touched until the batch is returned by drain(), and never afterwards.
+// - The caller's memory is touched until the job is returned by drain(), and never afterwards.
 // - Nothing is ordered between transfers under way: who needs an order waits for one before submitting the next.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
-#include "lmcache/file_io.h"
+#include "lmcache/job_queue.h"
+#include "lmcache/transfer_loop.h"
 
 namespace lmcache {
 
@@ -30,40 +31,53 @@ struct Transfer {
     std::uint64_t head = 0;  // writes: 4096 bytes that go in place of the first 4096 at `address`; 0: none
 };
 
-// All methods are thread-safe. Submitting after close(), or more than kMaxBatch at once, throws std::invalid_argument.
+enum class DeviceAct : std::uint8_t { kWrite, kRead, kSync };
+
+struct DeviceJob : Job<IoResults> {
+    DeviceAct act = DeviceAct::kRead;
+    std::vector<Transfer> transfers;
+};
+
+// All methods are thread-safe. Submitting after close(), or more than kMaxJobTransfers at once, throws
+// std::invalid_argument.
 class DeviceIO {
 public:
-    static constexpr unsigned kMaxThreads = FileIO::kMaxThreads;
+    static constexpr unsigned kMaxThreads = 1024;
     static constexpr unsigned kMaxQueueDepth = 4096;
-    static constexpr std::size_t kMaxBatch = 65536;
+    static constexpr std::size_t kMaxJobTransfers = 65536;
+    using Completion = JobQueue<DeviceJob>::Completion;
 
     // std::system_error where io_uring is refused.
     explicit DeviceIO(const DeviceIOOptions& options);
-    DeviceIO(const DeviceIO&) = delete;
-    DeviceIO& operator=(const DeviceIO&) = delete;
-    ~DeviceIO();
 
     // Readable when drain() has something.
-    int event_fd() const;
+    int event_fd() const { return queue_.event_fd(); }
 
-    // Results are bytes moved. A read ends early at the end of the file; a write is complete or failed. A write that is
-    // not aligned is completed with zero bytes up to the alignment.
+    // Each gives the number of a job, whose results are bytes moved. A read ends early at the end of the file; a write
+    // is complete or failed. A write that is not aligned is completed with zero bytes up to the alignment.
     std::uint64_t submit_write(std::vector<Transfer> transfers);
     std::uint64_t submit_read(std::vector<Transfer> transfers);
-    // fdatasync: everything whose batch was returned before is on the medium when this one is.
+    // fdatasync: everything whose job was returned before is on the medium when this one is.
     std::uint64_t submit_sync();
 
-    std::vector<FinishedBatch> drain();
+    std::vector<Completion> drain() { return queue_.drain(); }
 
     // Transfers that went through memory of their own.
-    std::uint64_t copied() const;
+    std::uint64_t copied() const { return copied_; }
 
     // Waits for everything submitted, then stops the threads. Results stay available to drain(). Idempotent.
-    void close();
+    void close() { queue_.close(); }
 
 private:
-    class State;
-    std::unique_ptr<State> state_;
+    class Step;
+    struct StepSource;
+
+    std::uint64_t submit(DeviceAct act, std::vector<Transfer> transfers);
+    void work();
+
+    const DeviceIOOptions options_;
+    std::atomic<std::uint64_t> copied_{0};
+    JobQueue<DeviceJob> queue_;
 };
 
 }  // namespace lmcache

@@ -4,8 +4,8 @@
 // - A file appears under its final name only after every byte of it was written, by rename(2) from a temporary name.
 // - Files written by one FileIO appear in the order of their submission: when the process dies at any moment, what is
 //   there is a prefix of what was submitted, less the files that failed.
-// - After the first failure in a batch the rest of that batch is not published (errno ECANCELED).
-// - The caller's memory is touched until the batch is returned by drain(), and never afterwards.
+// - After the first failure in a job the rest of that job is not published (errno ECANCELED).
+// - The caller's memory is touched until the job is returned by drain(), and never afterwards.
 #pragma once
 
 #include <cstddef>
@@ -14,41 +14,32 @@
 #include <string>
 #include <vector>
 
+#include "lmcache/file_job.h"
+#include "lmcache/file_publisher.h"
+#include "lmcache/file_transfer.h"
+#include "lmcache/job_queue.h"
+
 namespace lmcache {
 
-struct FinishedBatch {
-    std::uint64_t batch = 0;
-    std::vector<std::int64_t> results;  // bytes moved, file size (stat), 0 (unlink, remove_empty), or -1
-    std::vector<std::int32_t> errors;   // errno where the result is -1, else 0
-};
-
-struct FileIOOptions {
-    unsigned threads = 4;
-    bool use_odirect = false;
-    std::size_t block_bytes = 4096;    // O_DIRECT wants addresses and lengths that are multiples of it
-    std::size_t read_ahead_bytes = 0;  // size of the first read of a file, 0: all at once
-    unsigned queue_depth = 0;          // above 0: transfers by io_uring, at most that many at once; threads do the rest
-};
-
 // All methods are thread-safe. Submitting after close(), or lists of different lengths, throws std::invalid_argument.
+// Each submission gives the number of a job; its results are, for each file, the bytes moved, the file's size (stat) or
+// 0 (unlink, remove_empty).
 class FileIO {
 public:
     static constexpr unsigned kMaxThreads = 1024;
     static constexpr unsigned kMaxQueueDepth = 4096;
-    static constexpr std::size_t kMaxBatchFiles = 16384;
+    static constexpr std::size_t kMaxJobFiles = 16384;
+    using Completion = JobQueue<FileJob>::Completion;
 
     // std::system_error where io_uring is refused.
     explicit FileIO(const FileIOOptions& options);
-    FileIO(const FileIO&) = delete;
-    FileIO& operator=(const FileIO&) = delete;
-    ~FileIO();
 
     // Readable when drain() has something.
-    int event_fd() const;
+    int event_fd() const { return queue_.event_fd(); }
 
     // Writes memory to a new file at the temporary path, then renames. Missing parent folders are made, two levels
     // deep, and made again when another server removes them before the file is in them. The access time of file i of a
-    // batch is i microseconds before its submission: recency with suffixes first to go.
+    // job is i microseconds before its submission: recency with suffixes first to go.
     std::uint64_t submit_write(std::vector<std::string> paths, std::vector<std::string> temporary_paths,
                                std::vector<std::uint64_t> addresses, std::vector<std::uint64_t> sizes);
 
@@ -69,17 +60,27 @@ public:
     // is gone already is no failure; ENOTEMPTY is one. What is being written is never lost by that: see submit_write.
     std::uint64_t submit_remove_empty(std::vector<std::string> folders);
 
-    std::vector<FinishedBatch> drain();
+    std::vector<Completion> drain() { return queue_.drain(); }
 
-    // Operations that wanted O_DIRECT and had to go without.
-    std::uint64_t buffered_fallbacks() const;
+    // Transfers that went through the page cache although O_DIRECT was asked for: the file system does not have it, or
+    // an address or length was not aligned.
+    std::uint64_t buffered_fallbacks() const { return context_.buffered_fallbacks; }
 
     // Waits for everything submitted, then stops the threads. Results stay available to drain(). Idempotent.
-    void close();
+    void close() { queue_.close(); }
 
 private:
-    class State;
-    std::unique_ptr<State> state_;
+    struct TransferSource;
+
+    std::uint64_t submit(std::shared_ptr<FileJob> job);
+    void work();
+    void run(const std::shared_ptr<FileJob>& job, std::size_t index);
+    void end_transfer(const FileTransfer& transfer, IoOutcome outcome);
+    void end_file(const std::shared_ptr<FileJob>& job);
+
+    FileTransferContext context_;
+    FilePublisher publisher_;
+    JobQueue<FileJob> queue_;
 };
 
 }  // namespace lmcache

@@ -1,17 +1,16 @@
-// The L1 tier's state: which objects are where in the arena, who reads and who writes them, and what goes first when
-// room is needed. Thread-safe: one mutex, held for the length of a call. It never touches the slots that it hands out;
-// with a slot table it writes down there what it has handed out, for the next server.
+// The state of the L1 tier: where each object lies in the arena, who reads or writes it, and the order of eviction.
+// Thread-safe: one mutex, held for the length of a call. Slots are never touched here; a slot table, if there is one,
+// records them for the next server.
 //
 //   absent --reserve--> staged --commit--> resident --evict, remove, clear--> absent
 //                         |                   |  clear while leased --> detached --last release--> absent
 //                         |--abort, drop_owner--> absent
 //                         `--expire--> quarantined --abort, drop_owner--> absent
 //
-// Callers name namespaces by their digests. Those that have no object are not known here, and nothing is kept of them.
+// Callers name namespaces by their digests. Nothing is kept of a namespace without objects.
 // Arrays over (namespace, chunk) are ordered [namespace][chunk].
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -24,21 +23,21 @@
 #include "lmcache/age_samples.h"
 #include "lmcache/arena.h"
 #include "lmcache/claim_table.h"
-#include "lmcache/courteous_mutex.h"
-#include "lmcache/eviction_order.h"
+#include "lmcache/eviction/order.h"
+#include "lmcache/key_hash.h"
 #include "lmcache/key_table.h"
-#include "lmcache/left_frames.h"
 #include "lmcache/limits.h"
 #include "lmcache/namespaces.h"
 #include "lmcache/object_pool.h"
+#include "lmcache/recovered_frames.h"
 #include "lmcache/slot_table.h"
+#include "lmcache/tails.h"
+#include "lmcache/yielding_mutex.h"
 
 namespace lmcache {
 
 using NamespaceDigests = std::span<const Digest>;
 using Hashes = std::span<const std::uint8_t>;  // kChunkHashBytes each
-// For each namespace, of how many chunks at the end of a prefix it must have an object; 0: of all. Empty: all of all.
-using Tails = std::span<const std::uint32_t>;
 
 struct L1Options {
     std::uint64_t capacity_bytes = 0;  // rounded down to the alignment
@@ -50,27 +49,26 @@ struct L1Options {
 };
 
 struct Acquired {
-    std::uint64_t lease = 0;
+    std::uint64_t lease = 0;  // 0: nothing was there
     std::size_t chunks = 0;
-    std::vector<std::uint64_t> offsets;
+    std::vector<std::uint64_t> slots;  // offsets in the arena, kNoSlot where there is none
 };
 
 struct Reserved {
-    std::uint64_t reservation = 0;
-    std::vector<std::uint64_t> offsets;
+    std::uint64_t reservation = 0;  // 0: no slot was handed out
+    std::vector<std::uint64_t> slots;
     std::size_t chunks_without_room = 0;
 };
 
-// Whether reading counts as a use by which objects are kept longer. What only copies objects elsewhere is no user.
+// Whether reading counts as a use, which keeps objects longer. Copying them to another tier does not.
 enum class Reading : bool { kUse, kCopy };
 
 struct CommitRecord {
-    std::uint64_t name_space;  // position among those of the reservation
-    std::uint64_t chunk;
-    std::uint64_t offset;
+    std::uint32_t name_space;  // position among those of the reservation
+    std::uint32_t chunk;
+    std::uint64_t slot;
     std::uint64_t size_bytes;
 };
-static_assert(sizeof(CommitRecord) == 32);
 
 struct Committed {
     std::uint64_t lease = 0;
@@ -88,12 +86,26 @@ struct Removed {
     std::uint64_t size_bytes = 0;
 };
 
-struct Adopted {
+// Leases and reservations that a call ended (or, of reservations, quarantined).
+struct EndedClaims {
+    std::size_t leases = 0;
+    std::size_t reservations = 0;
+
+    bool operator==(const EndedClaims&) const = default;
+};
+
+// An owner of the previous server that may still write, and the reservation that holds its slots.
+struct QuarantinedOwner {
+    Owner owner;
+    std::uint64_t reservation;
+};
+
+struct Recovered {
     std::size_t objects = 0;
     std::uint64_t size_bytes = 0;
-    std::size_t refused = 0;  // words that were no slot's, frames that do not verify or have no namespace here
-    std::vector<std::pair<Owner, std::uint64_t>> set_aside;  // owners, and the quarantined reservations made for them
-    std::uint64_t set_aside_bytes = 0;
+    std::size_t refused = 0;  // words that describe no slot, frames whose header or namespace is wrong
+    std::vector<QuarantinedOwner> quarantined;
+    std::uint64_t quarantined_bytes = 0;
 };
 
 struct ObjectPage {
@@ -104,7 +116,7 @@ struct ObjectPage {
     std::uint32_t next_start = 0;  // 0: that was the last page
 };
 
-// A salt that stored, or wanted to store, beyond its limit.
+// A salt that stored, or had no room to store, beyond its limit.
 struct Overuse {
     std::string salt;
     std::uint64_t limit_bytes;
@@ -122,23 +134,27 @@ public:
     // std::invalid_argument with a sentence on bad options; so do all methods on bad arguments.
     explicit L1Core(const L1Options& options);
 
-    // Ends it before its memory goes: waits for the call that is under way; from then on every method throws Closed and
-    // nothing touches the slot table. Idempotent.
+    // To be called before the memory is unmapped: waits for the call under way. From then on every method throws Closed
+    // and nothing touches the slot table. Idempotent.
     void close() { mutex_.close(); }
 
     void set_committed(std::uint64_t committed_bytes);
 
-    // Takes over, into an empty core, what a former life left in the memory of this core's slot table. `salts` are
-    // those of `left.namespaces`, nothing where one is not to be adopted. Slots of `live_owners` are quarantined until
-    // abort or drop_owner; those of others are free, as nobody writes there any more.
-    Adopted adopt(const LeftFrames& left, std::span<const std::optional<std::string>> salts,
-                  std::span<const Owner> live_owners);
+    // Fills an empty core with the frames of the previous server in the memory of this core's slot table. `salts` are
+    // those of `found.namespaces`, nullopt where a namespace is to be dropped. Uncommitted slots of `live_owners` are
+    // quarantined until abort or drop_owner; those of other owners are free, since nobody writes there any more.
+    Recovered recover(const RecoveredFrames& found, std::span<const std::optional<std::string>> salts,
+                      std::span<const Owner> live_owners);
 
     std::size_t probe(NamespaceDigests namespaces, Hashes hashes);
     std::size_t touch(NamespaceDigests namespaces, Hashes hashes, Tails tails = {});
-    // Where a namespace has a tail, only that is leased; offsets before it are kNoSlot.
+    // Where a namespace has a tail, only that is leased; slots before it are kNoSlot.
     Acquired acquire(Owner owner, NamespaceDigests namespaces, Hashes hashes, double deadline,
                      Reading reading = Reading::kUse, Tails tails = {});
+    // Pairs (namespaces[i], hashes[i]): leases those that are resident, as one, for a copy. `chunks` counts them.
+    Acquired acquire_each(Owner owner, NamespaceDigests namespaces, Hashes hashes, double deadline);
+    // For each pair 1 if it is resident, else 0.
+    std::vector<std::uint8_t> resident_each(NamespaceDigests namespaces, Hashes hashes);
     bool release(std::uint64_t lease);
     std::size_t renew(Owner owner, double deadline);
 
@@ -149,16 +165,15 @@ public:
                      std::span<const std::uint8_t> wanted = {});
     Committed commit(std::uint64_t reservation, std::span<const std::uint8_t> written, const CommitOptions& options);
     bool abort(std::uint64_t reservation);
-    // The writer is late: its keys are free for others, its memory when it ends the reservation. False if unknown.
+    // For a writer that is late: its keys are free at once, its memory with abort or drop_owner. False if unknown.
     bool quarantine(std::uint64_t reservation);
 
-    std::pair<std::size_t, std::size_t> expire(double now);
-    std::pair<std::size_t, std::size_t> drop_owner(Owner owner);
+    EndedClaims expire(double now);
+    EndedClaims drop_owner(Owner owner);
 
-    std::size_t make_permanent(NamespaceDigests namespaces, Hashes hashes);
     Removed evict(std::uint64_t target_bytes);
-    // Under IsolatedLRU: how much the objects of a salt may keep; 0 for a salt without a limit. What they take beyond
-    // goes first, also inline, and never makes a salt within its limit lose anything.
+    // Under IsolatedLRU: the bytes that objects of a salt may keep; 0 for a salt without a limit. What exceeds it is
+    // evicted first, and never costs a salt within its limit anything.
     void set_limit(std::string_view salt, std::uint64_t limit_bytes);
     // Evicts what salts have above their limits, as far as nobody reads it. With `spare_new` not what became resident
     // since the last such call, so that there is time to copy it elsewhere.
@@ -168,9 +183,9 @@ public:
     std::size_t remove(NamespaceDigests namespaces, Hashes hashes);
     Removed clear();
 
-    // Which part of the objects is watched for `take_ages`, from 0 to 1. Those that are resident already are not.
+    // The fraction of objects stored from now on that is sampled for `take_ages`, from 0 to 1.
     void set_age_sample_rate(double rate);
-    // How old watched objects were when they were used again or evicted, since the last call.
+    // Ages of sampled objects at use and at eviction since the last call.
     Ages take_ages();
 
     ObjectPage list_objects(std::uint32_t start, std::size_t count);
@@ -194,38 +209,37 @@ private:
     };
 
     // Private methods expect mutex_ to be held.
-    std::uint64_t hash_key(std::uint32_t name_space, const std::uint8_t* hash) const;
-    std::uint64_t hash_object(const Object& object) const { return hash_key(object.name_space, object.hash.data()); }
+    std::uint64_t hash_object(const Object& object) const { return hash_key_(object.name_space, object.hash.data()); }
     std::uint32_t find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const;
     static void check_tails(NamespaceDigests namespaces, Tails tails);
     static void check_product(NamespaceDigests namespaces, Hashes hashes);
     // The numbers of namespaces, kNoNamespace for one without objects.
     std::vector<std::uint32_t> numbers_of(NamespaceDigests namespaces) const;
-    // Calls visit(index) for each pair that is resident.
+    // Calls visit(pair, index) for each pair that is resident.
     template <typename Visit>
     void for_each_resident(NamespaceDigests namespaces, Hashes hashes, Visit&& visit);
 
-    // Visits keys one after the other while the next ones are already on their way from memory.
-    // visit(chunk, position in namespaces, key hash, pointer to the chunk hash) -> go on?
+    // Visits keys in order and prefetches the next ones meanwhile.
+    // visit(chunk, position in namespaces, key hash, pointer to the chunk hash) returns false to stop.
     template <typename Visit>
     void sweep(NamespaceNumbers namespaces, Hashes hashes, Visit&& visit) const;
     // Indexes of the longest prefix of chunks that is resident wherever there is no tail, [chunk][namespace]; kNoObject
     // where one with a tail has nothing.
     std::vector<std::uint32_t> resident_prefix(NamespaceDigests namespaces, Hashes hashes, Tails tails) const;
-    // Shortens that to the longest prefix whose tails are whole, and forgets what lies before the tails.
+    // Shortens that to the longest usable prefix (tails.h) and drops what lies before the tails.
     static void keep_tails(std::vector<std::uint32_t>& indexes, Tails tails);
 
     std::uint32_t stage(Owner owner, std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash,
                         std::uint32_t units);
-    bool adopt_frame(const LeftFrame& frame, const Digest& digest, std::string_view salt);
-    void set_aside(const LeftFrames& left, std::span<const Owner> live_owners, Adopted& adopted);
-    // An extent of that size for that object, after evicting what has to go for it, or nothing.
+    bool recover_frame(const RecoveredFrame& frame, const Digest& digest, std::string_view salt);
+    void quarantine_uncommitted(const RecoveredFrames& found, std::span<const Owner> live_owners, Recovered& recovered);
+    // An extent for that object, after evicting what is needed for it; nullopt where there is no room.
     std::optional<std::uint32_t> allocate(std::uint32_t units, std::uint32_t index, std::uint32_t name_space);
     void note_overuse(std::uint32_t name_space);
-    // An object of the namespace has memory from now on, and has none any more.
+    // Count the memory that an object of the namespace takes, or took.
     void charge(std::uint32_t name_space, std::uint32_t units);
     void discharge(std::uint32_t name_space, std::uint32_t units);
-    // A run of free extents and evictable objects side by side, at least as long as asked for.
+    // Adjacent free extents and evictable objects, together as long as asked for.
     struct Window {
         std::vector<std::uint32_t> objects;
         std::uint32_t youngest = kNoObject;
@@ -233,18 +247,18 @@ private:
     std::optional<Window> window_around(std::uint32_t index, std::uint32_t units) const;
     std::optional<Window> best_window(std::uint32_t oldest, std::uint32_t units) const;
     bool is_evictable(std::uint32_t index) const;
-    // Fetches what evicting it and the next ones will read.
+    // Prefetches what evicting it and the next ones will read.
     void prefetch_eviction(std::uint32_t index) const;
     void count_eviction(std::uint32_t index);
-    // The object is the most recently used of its queue from now on. It must be resident.
+    // Makes a resident object the most recently used of its queue.
     void make_newest(std::uint32_t index);
     std::uint32_t evict_one(std::uint32_t index);
-    // Evicts what `next` names, until it names nobody or enough is freed.
+    // Evicts the victims that `next` returns, until it returns kNoObject or enough is freed.
     template <typename Next>
-    Removed evict_while(std::uint64_t target_bytes, Next&& next);
-    // Frees an object's memory and forgets it.
+    Removed evict_while(std::uint64_t target_bytes, Next&& next) LMCACHE_REQUIRES(mutex_);
+    // Removes an object and frees its memory.
     void erase(std::uint32_t index);
-    // Takes an object out of every structure but the arena.
+    // Removes an object from every structure but the arena.
     void forget(std::uint32_t index);
     void hold(std::uint32_t index, Reading reading);
     void let_go(std::uint32_t index, Reading reading);
@@ -255,18 +269,18 @@ private:
     std::uint64_t offset_of(const Object& object) const;
     std::uint64_t bytes(std::uint64_t units) const { return units * options_.align_bytes; }
 
-    CourteousMutex mutex_;
+    YieldingMutex mutex_;
     L1Options options_;
-    std::array<std::uint64_t, 4> seeds_;  // nobody can choose keys that collide
-    Arena arena_;                         // its tenants are indexes of objects
-    SlotTable slots_;                     // its resident words are the permanent resident objects
+    KeyHash hash_key_;
+    Arena arena_;      // its tenants are indexes of objects
+    SlotTable slots_;  // its resident words are the permanent resident objects
     ObjectPool objects_;
     KeyTable keys_;
     Namespaces namespaces_;
     EvictionOrder order_;
     AgeSamples ages_;
     std::vector<Overuse> overuses_;
-    std::uint8_t cycle_ = 0;  // of keeping limits
+    std::uint8_t cycle_ = 0;  // calls of enforce_limits(spare_new)
     ClaimTable<Lease> leases_;
     ClaimTable<Reservation> reservations_;
     std::size_t resident_ = 0;

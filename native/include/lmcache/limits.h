@@ -7,6 +7,7 @@
 namespace lmcache {
 
 inline constexpr std::size_t kFrameHeaderBytes = 4096;
+inline constexpr std::size_t kFrameAlignBytes = 4096;
 inline constexpr std::size_t kChunkHashBytes = 32;
 inline constexpr std::size_t kDigestBytes = 32;
 inline constexpr std::uint64_t kNoSlot = ~std::uint64_t{0};
@@ -19,6 +20,7 @@ inline constexpr std::uint64_t kMaxObjectBytes = std::uint64_t{4} << 30;
 inline constexpr std::size_t kMaxSegmentDims = 8;
 inline constexpr std::size_t kMaxCopyThreads = 64;
 inline constexpr std::size_t kMaxCopyJobs = 65536;
-inline constexpr std::size_t kMaxPrefaultThreads = 64;
+inline constexpr std::size_t kMaxIoJobs = 65536;
+inline constexpr std::size_t kMaxParallelThreads = 64;
 
 }  // namespace lmcache

@@ -7,15 +7,11 @@
 // - A page that the medium cannot give (SIGBUS) fails an element, not the process.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <memory>
-#include <mutex>
-#include <thread>
-#include <utility>
 #include <vector>
+
+#include "lmcache/job_queue.h"
 
 namespace lmcache {
 
@@ -26,21 +22,26 @@ struct MappedCopierOptions {
     bool flush = false;  // processor caches are written back before a record counts: for persistent memory
 };
 
+struct MappedJob : Job<std::vector<std::uint8_t>> {
+    bool is_write = false;
+    std::vector<std::uint64_t> destinations, sources, sizes, record_places;
+    std::vector<std::byte> records;
+    std::size_t record_bytes = 0;
+};
+
 // All methods are thread-safe. Jobs that run at once must not overlap, but for records where either may win. Submitting
 // after close(), lists of different lengths, or an element that is not wholly in the mapping throws
 // std::invalid_argument.
 class MappedCopier {
 public:
     static constexpr unsigned kMaxThreads = 1024;
-    using Results = std::vector<std::uint8_t>;  // 1: the element was copied
+    using Results = MappedJob::Results;  // 1: the element was copied
+    using Completion = JobQueue<MappedJob>::Completion;
 
     explicit MappedCopier(const MappedCopierOptions& options);
-    MappedCopier(const MappedCopier&) = delete;
-    MappedCopier& operator=(const MappedCopier&) = delete;
-    ~MappedCopier();
 
     // Readable when drain() has something.
-    int event_fd() const { return event_fd_; }
+    int event_fd() const { return queue_.event_fd(); }
 
     // Out of the mapping. The elements of a job are shared out among the threads.
     std::uint64_t submit_read(std::vector<std::uint64_t> destinations, std::vector<std::uint64_t> sources,
@@ -52,40 +53,19 @@ public:
                                std::vector<std::uint64_t> sizes, std::vector<std::uint64_t> record_places,
                                std::vector<std::byte> records, std::size_t record_bytes);
 
-    std::vector<std::pair<std::uint64_t, Results>> drain();
+    std::vector<Completion> drain() { return queue_.drain(); }
 
     // Waits for everything submitted, then stops the threads. Results stay available to drain(). Idempotent.
-    void close();
+    void close() { queue_.close(); }
 
 private:
-    struct Job {
-        std::uint64_t number = 0;
-        bool is_write = false;
-        std::vector<std::uint64_t> destinations, sources, sizes, record_places;
-        std::vector<std::byte> records;
-        std::size_t record_bytes = 0;
-        Results results;        // each element is written by one thread, and read after `left` reached 0
-        std::size_t piece = 1;  // elements that a thread takes at a time
-        std::size_t next = 0;   // guarded by mutex_, as is `left`
-        std::size_t left = 0;
-    };
-
-    std::uint64_t start(std::shared_ptr<Job> job);
     void check_inside(std::uint64_t address, std::uint64_t size, const char* what) const;
     void work() noexcept;
-    void read(Job& job, std::size_t begin, std::size_t end) const noexcept;
-    void write(Job& job) const noexcept;
-    void finish(Job& job) noexcept;
+    void read(MappedJob& job, std::size_t begin, std::size_t end) const noexcept;
+    void write(MappedJob& job) const noexcept;
 
     const MappedCopierOptions options_;
-    int event_fd_ = -1;
-    std::mutex mutex_;
-    std::condition_variable work_ready_;
-    std::deque<std::shared_ptr<Job>> queue_;
-    std::vector<std::pair<std::uint64_t, Results>> finished_;
-    std::uint64_t last_job_ = 0;
-    bool closing_ = false;
-    std::vector<std::thread> threads_;
+    JobQueue<MappedJob> queue_;
 };
 
 }  // namespace lmcache

@@ -49,9 +49,9 @@ public:
 
     const std::string& text_of_salt(std::uint32_t salt) const { return *salt_entries_[salt].text; }
     std::uint64_t units_of_salt(std::uint32_t salt) const { return salt_entries_[salt].units; }
-    void add_units(std::uint32_t id, std::uint32_t units) { salt_entries_[salt_of(id)].units += units; }
-    void subtract_units(std::uint32_t id, std::uint32_t units) { salt_entries_[salt_of(id)].units -= units; }
-    // Whether it is noted for the first time in the life of its number.
+    void add_units(std::uint32_t id, std::uint64_t units) { salt_entries_[salt_of(id)].units += units; }
+    void subtract_units(std::uint32_t id, std::uint64_t units) { salt_entries_[salt_of(id)].units -= units; }
+    // Whether it is noted for the first time since it got its number.
     bool note(std::uint32_t salt) { return !std::exchange(salt_entries_[salt].noted, true); }
 
     // Units taken by that salt.

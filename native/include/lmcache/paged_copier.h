@@ -1,22 +1,17 @@
 // Moves chunks between paged KV tensors and arena slots on its own threads. Thread-safe.
 #pragma once
 
-#include <condition_variable>
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <list>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
-#include <thread>
-#include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "lmcache/block_mover.h"
 #include "lmcache/frame.h"
+#include "lmcache/job_queue.h"
 #include "lmcache/paged_group.h"
 
 namespace lmcache {
@@ -28,18 +23,27 @@ enum ChunkResult : std::uint8_t {
     kNotMoved = 2,    // a load's blocks were not written: nothing is known of its frame
 };
 
+struct CopyJob : Job<std::vector<std::uint8_t>> {
+    std::shared_ptr<const PagedGroup> group;
+    bool is_store;
+    StoreKind store_kind;
+    std::vector<std::uint64_t> slots;
+    std::vector<std::int64_t> blocks;
+    std::vector<std::byte> hashes;
+    FrameHeader frame_template;                            // stores
+    std::array<std::byte, kDigestBytes> namespace_digest;  // loads
+    std::shared_ptr<const CudaFence> fence;                // loads
+};
+
 class PagedCopier {
 public:
     using JobId = std::uint64_t;
-    using Results = std::vector<std::uint8_t>;  // a ChunkResult for each chunk
+    using Results = CopyJob::Results;  // a ChunkResult for each chunk
 
-    // The arena is memory that this copier may read and write while it lives. Throws std::invalid_argument for a thread
-    // count out of range, std::system_error when the machine refuses a thread or an eventfd.
+    // The arena is memory that this copier may read and write until it is destroyed. Throws std::invalid_argument for a
+    // thread count out of range, std::system_error when the machine refuses a thread or an eventfd.
     PagedCopier(std::uintptr_t arena_address, std::size_t arena_bytes, std::size_t threads,
                 std::unique_ptr<BlockMover> mover = std::make_unique<HostMover>());
-    PagedCopier(const PagedCopier&) = delete;
-    PagedCopier& operator=(const PagedCopier&) = delete;
-    ~PagedCopier();
 
     std::size_t add_group(std::vector<Segment> segments, std::size_t blocks_per_chunk, std::size_t num_blocks);
     std::size_t payload_bytes(std::size_t group) const;
@@ -56,60 +60,25 @@ public:
 
     // The results of a job, which is then forgotten, or nothing when it still runs after `timeout_seconds`. Throws
     // std::invalid_argument for a job that is unknown or forgotten.
-    std::optional<Results> wait(JobId job, double timeout_seconds);
-    std::vector<std::pair<JobId, Results>> poll();
-    int event_fd() const { return event_fd_; }  // readable exactly while poll() has something
-    bool idle() const;
+    std::optional<Results> wait(JobId job, double timeout_seconds) { return queue_.wait(job, timeout_seconds); }
 
     // Finishes every submitted job, then stops the threads. Results stay available. Later submits throw.
-    void close();
+    void close() { queue_.close(); }
 
 private:
-    struct Job {
-        JobId id;
-        std::shared_ptr<const PagedGroup> group;
-        bool is_store;
-        StoreKind store_kind;
-        std::vector<std::uint64_t> slots;
-        std::vector<std::int64_t> blocks;
-        std::vector<std::byte> hashes;
-        FrameHeader frame_template;                            // stores
-        std::array<std::byte, kDigestBytes> namespace_digest;  // loads
-        std::shared_ptr<const CudaFence> fence;                // loads
-        std::size_t chunks_per_piece;
-        Results results;                  // each element written by one thread, read after the job has finished
-        std::list<JobId>::iterator node;  // in running_ or finished_; under mutex_
-        std::size_t next = 0;             // first chunk that no thread has taken; under mutex_
-        std::size_t left = 0;             // chunks not yet finished; under mutex_
-    };
-
     std::shared_ptr<const PagedGroup> group_at(std::size_t group) const;
-    std::shared_ptr<Job> make_job(std::size_t group, bool is_store, std::span<const std::uint64_t> slots,
-                                  std::span<const std::int64_t> blocks, std::span<const std::byte> hashes) const;
-    JobId start(std::shared_ptr<Job> job);
+    std::shared_ptr<CopyJob> make_job(std::size_t group, bool is_store, std::span<const std::uint64_t> slots,
+                                      std::span<const std::int64_t> blocks, std::span<const std::byte> hashes) const;
     void work() noexcept;
-    ChunkResult store_chunk(const Job& job, std::size_t chunk) const noexcept;
-    ChunkResult load_chunk(const Job& job, std::size_t chunk) const noexcept;
-    void finish(const Job& job) noexcept;  // mutex_ held
-    void settle_event_fd() noexcept;       // mutex_ held
+    ChunkResult store_chunk(const CopyJob& job, std::size_t chunk) const noexcept;
+    ChunkResult load_chunk(const CopyJob& job, std::size_t chunk) const noexcept;
 
     std::byte* const arena_;
     const std::size_t arena_bytes_;
     const std::unique_ptr<BlockMover> mover_;
-    int event_fd_ = -1;
-    std::vector<std::thread> threads_;
-
-    mutable std::mutex mutex_;
-    std::condition_variable work_ready_;
-    std::condition_variable job_finished_;
-    std::vector<std::shared_ptr<const PagedGroup>> groups_;
-    std::deque<std::shared_ptr<Job>> queue_;                // jobs with chunks that no thread has taken, loads first
-    std::unordered_map<JobId, std::shared_ptr<Job>> jobs_;  // running, or finished and not yet reported
-    // Every job of jobs_ is in one of these. A job that finishes moves its node, which cannot fail.
-    std::list<JobId> running_;
-    std::list<JobId> finished_;  // in the order they finished
-    JobId next_job_ = 1;
-    bool closing_ = false;
+    mutable Mutex groups_mutex_;
+    std::vector<std::shared_ptr<const PagedGroup>> groups_ LMCACHE_GUARDED_BY(groups_mutex_);
+    JobQueue<CopyJob> queue_;
 };
 
 }  // namespace lmcache

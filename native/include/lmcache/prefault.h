@@ -1,4 +1,4 @@
-// Putting memory behind a mapping ahead of its use.
+// Makes the pages of a mapping ahead of their use.
 #pragma once
 
 #include <cstddef>

@@ -1,10 +1,10 @@
-// What is where on a raw device (docs/formats/raw_block.md): the table as on the device, the index of its keys, and the
-// slots that are free. Whole batches at a time; the transfers and their order are the caller's.
+// The index of a raw device (docs/formats/raw_block.md): the table as on the device, a hash table of its keys, and the
+// free slots. Calls take whole batches. The caller makes the transfers, and keeps their order.
 //
 // Invariants:
-// - Every slot is free, being written by one store, claimed by one object, leaving (its object is removed; somebody
-//   still reads it, or the table on the device may still claim it), or being erased.
-// - An unclaimed slot that may still have the header of a former object keeps a generation in its entry.
+// - Every slot is free, being written by one store, claimed by one object, awaited (its object is removed; a load still
+//   reads it, or the table on the device may still claim it), or being erased.
+// - An unclaimed slot that may still have the header of a previous object keeps a generation in its entry.
 #pragma once
 
 #include <array>
@@ -16,9 +16,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "lmcache/bit_set.h"
 #include "lmcache/device_io.h"
 #include "lmcache/key_table.h"
-#include "lmcache/number_set.h"
 #include "lmcache/slot_header.h"
 
 namespace lmcache {
@@ -58,17 +58,28 @@ struct RawKeys {
 enum class StoreCode : std::uint8_t { kFailed, kStored, kAlreadyThere, kTooLarge, kFull };
 enum class LoadCode : std::uint8_t { kMissing, kLoaded, kCorrupt, kFailed };
 
-// A batch under way: what goes to DeviceIO, and what end_store or end_load need when it is back.
+// A batch under way: the transfers for DeviceIO, and what end_store or end_load needs after them.
 struct RawBatch {
+    struct Element {
+        std::uint32_t position;  // of the key in the batch
+        std::uint32_t space;
+        std::uint32_t slot;
+        std::uint64_t generation;
+        std::array<std::byte, kChunkHashBytes> hash;
+    };
+
     std::vector<std::uint8_t> codes;  // one a key
     std::vector<Transfer> transfers;
-    // One a transfer:
-    std::vector<std::uint32_t> positions, spaces, slots;
-    std::vector<std::uint64_t> generations;
-    std::vector<std::array<std::byte, kChunkHashBytes>> hashes;
+    std::vector<Element> elements;  // one a transfer
+
+    template <typename Code>
+    void set_code(const Element& element, Code code) {
+        codes[element.position] = static_cast<std::uint8_t>(code);
+    }
 };
 
-// Not thread-safe. Arguments that cannot be throw std::invalid_argument.
+// Not thread-safe. Throws std::invalid_argument for slots, namespaces and pages that do not exist, and for lists of
+// different lengths.
 class RawIndex {
 public:
     static constexpr std::uint32_t kUnnamed = ~std::uint32_t{0};
@@ -81,39 +92,40 @@ public:
     // A new id. `number`: its page on the device, or kUnnamed.
     std::uint32_t intern(std::span<const std::byte, kDigestBytes> digest, std::uint32_t number);
     void set_number(std::uint32_t space, std::uint32_t number) { spaces_.at(space).number = number; }
-    // Ids of namespaces that have neither objects nor transfers under way. They are given to others from now on.
+    // Ids of namespaces with neither objects nor transfers under way. From now on intern() may give them to others.
     std::vector<std::uint32_t> take_unused_spaces();
 
-    // ---- recovery: take_pages for all pages, add for what headers tell, then finish ---------------------------------
-    // Pages of the table from `first` on. `spaces`: ids by namespace number, kUnnamed for unknown ones. `forget`:
-    // nothing counts but the generations.
-    void take_pages(std::uint32_t first, std::span<const std::byte> pages, std::span<const std::uint32_t> spaces,
+    // ---- recovery ---------------------------------------------------------------------------------------------------
+    // In this order: load_pages for all pages, add for the headers of slots_to_scan, finish_recovery.
+    // Pages of the table from `first` on. `spaces`: ids by namespace number, kUnnamed for unknown ones. `forget`: takes
+    // over generations only, no objects.
+    void load_pages(std::uint32_t first, std::span<const std::byte> pages, std::span<const std::uint32_t> spaces,
                     bool forget);
-    // Slots of which only the header can tell.
-    const std::vector<std::uint32_t>& unread() const { return unread_; }
-    // What the header of a slot tells. Of two slots with one key the higher generation counts.
+    // Slots that no valid entry describes; their headers have to be read.
+    const std::vector<std::uint32_t>& slots_to_scan() const { return slots_to_scan_; }
+    // The content of a slot header. Of two slots with one key the higher generation counts.
     void add(std::uint32_t slot, std::uint32_t space, std::span<const std::byte, kChunkHashBytes> hash,
              std::uint64_t size_bytes, std::uint64_t generation);
-    // `gap`: how many generations may have been used that nothing tells of.
+    // `gap`: how many generations may have been used without a trace on the device.
     void finish_recovery(std::uint64_t gap);
     // The claimed slots, last used first.
     std::vector<std::uint32_t> youngest_first() const;
 
     // ---- storing ----------------------------------------------------------------------------------------------------
-    // Slots, generations and sealed headers (4096 bytes a key at `heads`) for what is not there yet. What has no
-    // transfer has its final code.
+    // Assigns slots and generations to keys that are not stored yet, and seals their headers (4096 bytes a key at
+    // `heads`). The codes of keys without a transfer are final.
     RawBatch begin_store(const RawKeys& keys, std::span<const std::uint64_t> addresses,
                          std::span<const std::uint64_t> sizes, std::byte* heads);
-    // Enters what was written and sets the codes. Returns the pages of the table that must be written now, one after
-    // the other. `now` in microseconds since 1970.
+    // Enters the objects that were written and sets the codes. Returns the pages of the table that must be written now,
+    // one after the other. `now` in microseconds since 1970.
     std::vector<std::uint32_t> end_store(RawBatch& batch, std::span<const std::int32_t> errors, std::uint64_t now);
 
     // ---- loading ----------------------------------------------------------------------------------------------------
-    // Holds the slots of what is there. Into a buffer that is too small as much is read as it takes.
+    // Keeps the slots of the keys found until end_load. Reads at most the size of a buffer into it.
     RawBatch begin_load(const RawKeys& keys, std::span<const std::uint64_t> addresses,
                         std::span<const std::uint64_t> sizes);
-    // Lets go of them, makes frames of what was read and sets the codes. Returns the positions of keys that are corrupt
-    // and still where they were.
+    // Turns slots into frames, sets the codes and releases the slots. Returns the positions of keys that are corrupt
+    // and still in the slot that was read.
     std::vector<std::uint32_t> end_load(RawBatch& batch, std::span<const std::int64_t> results,
                                         std::span<const std::int32_t> errors, std::uint64_t now);
 
@@ -131,28 +143,28 @@ public:
     std::uint64_t offset_of(std::uint32_t slot) const {
         return options_.first_slot_offset + slot * options_.slot_bytes;
     }
-    // Of slots that were claimed with these generations, those that still are and whose headers (4096 bytes each, as
-    // far as they could be read) belong to something else.
+    // Those of the slots that still hold the object of that generation and whose headers (4096 bytes each, as far as
+    // they could be read) are of another one.
     std::vector<std::uint32_t> misplaced(std::span<const std::uint32_t> slots,
                                          std::span<const std::uint64_t> generations, const std::byte* headers,
                                          std::span<const std::int64_t> results,
                                          std::span<const std::int32_t> errors) const;
 
     // ---- removing ---------------------------------------------------------------------------------------------------
-    // Their slots: each goes to leave() when its page is written. Unknown keys are passed over.
+    // Returns their slots, to be passed to release_slots() once their pages are written. Ignores unknown keys.
     std::vector<std::uint32_t> remove(const RawKeys& keys);
-    // Everything, what is being stored too: what was begun before `next_generation` is not there.
+    // The same for every object, and for stores under way: they end as failed.
     std::vector<std::uint32_t> remove_all();
-    void leave(std::span<const std::uint32_t> slots);
-    // At most `count` free slots from `first` on that may still have the header of a former object. Nobody else gets
-    // them until erased().
-    std::vector<std::uint32_t> take_left(std::uint32_t first, std::size_t count);
-    void erased(std::span<const std::uint32_t> slots, std::span<const std::int32_t> errors);
+    void release_slots(std::span<const std::uint32_t> slots);
+    // At most `count` free slots from `first` on that may still have the header of a previous object. They are not
+    // given out until end_erase().
+    std::vector<std::uint32_t> take_stale(std::uint32_t first, std::size_t count);
+    void end_erase(std::span<const std::uint32_t> slots, std::span<const std::int32_t> errors);
 
     // ---- pages ------------------------------------------------------------------------------------------------------
     std::vector<std::uint32_t> pages_of(std::span<const std::uint32_t> slots) const;  // ascending, each once
     // Pages that are newer here than on the device, and may wait.
-    std::vector<std::uint32_t> touched_pages() const;
+    std::vector<std::uint32_t> dirty_pages() const;
     // A page as it is to be written now.
     void page_image(std::uint32_t page, std::byte* image);
     std::size_t page_bytes() const { return options_.page_bytes; }
@@ -165,7 +177,7 @@ private:
         void operator()(void* memory) const { std::free(memory); }
     };
     template <typename T>
-    using Zeroed = std::unique_ptr<T[], Free>;  // memory that was never written to takes no room
+    using Zeroed = std::unique_ptr<T[], Free>;  // pages that were never written to take no memory
 
     struct Space {
         std::array<std::byte, kDigestBytes> digest;
@@ -176,7 +188,7 @@ private:
     };
 
     std::uint32_t check_slot(std::uint32_t slot) const;
-    void refer(std::uint32_t space) { ++spaces_[space].references; }
+    void retain(std::uint32_t space) { ++spaces_[space].references; }
     void release(std::uint32_t space);
     void enter(RawBatch& batch, const RawKeys& keys, std::size_t position, std::uint32_t slot, std::uint64_t generation,
                const Transfer& transfer);
@@ -208,14 +220,14 @@ private:
     std::vector<std::uint32_t> idle_spaces_;
     std::vector<std::uint32_t> unused_spaces_;
 
-    NumberSet free_;
-    std::vector<std::uint32_t> suspects_;  // free too, but they could not be written lately
-    NumberSet left_;                       // of free_: those that keep a generation
+    BitSet free_;
+    std::vector<std::uint32_t> suspects_;  // free, but their last write failed: used last
+    BitSet stale_;                         // of free_: those that keep a generation
     std::unordered_map<std::uint32_t, std::uint32_t> readers_;
-    NumberSet leaving_;  // free as soon as nobody reads them
-    NumberSet touched_;  // pages
+    BitSet awaited_;  // free as soon as nobody reads them
+    BitSet dirty_;    // pages
 
-    std::vector<std::uint32_t> unread_;
+    std::vector<std::uint32_t> slots_to_scan_;
     std::vector<std::byte> scratch_;  // a page
     std::uint64_t next_generation_;
     std::uint64_t first_generation_;

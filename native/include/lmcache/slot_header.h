@@ -1,5 +1,5 @@
-// The header of a slot on a raw device: the frame's own, with another magic and with the place that it was written for
-// (docs/formats/raw_block.md). What was written for another device, slot or generation is recognised by it.
+// The header of a slot on a raw device: the frame's own, with another magic and the place that it was written for
+// (docs/formats/raw_block.md). It tells frames that were written for another device, slot or generation.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace lmcache {
 inline constexpr char kSlotMagic[8] = {'L', 'M', 'C', 'S', 'L', 'O', 'T', '1'};
 inline constexpr std::size_t kDeviceIdBytes = 16;
 
-// Lies in the bytes of a frame header that are zero in a frame.
+// In those bytes of a frame header that are reserved, and zero, in a frame.
 struct SlotPlace {
     std::uint8_t device[kDeviceIdBytes];
     std::uint64_t slot;
@@ -28,14 +28,14 @@ struct SlotVerdict {
 };
 const char* slot_fault_name(const SlotVerdict& verdict);  // "" for none
 
-// Fills `head` (4096 bytes) with the slot header for the frame in `frame`, `frame_bytes` long. The frame must be the
-// key's and carry nothing where the place goes; else `head` is undefined.
+// Fills `head` (4096 bytes) with the slot header of the frame at `frame`, `frame_bytes` long. The frame must be the
+// key's and have zeros where the place goes; else `head` is undefined.
 SlotVerdict slot_header_seal(const std::byte* frame, std::uint64_t frame_bytes, std::byte* head, const SlotPlace& place,
                              std::span<const std::byte, kDigestBytes> namespace_digest,
                              std::span<const std::byte, kChunkHashBytes> chunk_hash);
 
-// Turns what was read from a slot back into the frame that was stored, byte for byte, if it is the one of this place
-// and key; else leaves it as it is. `available_bytes` is how much was read.
+// Turns the content of a slot back into the frame that was stored, byte for byte, if it is the one of this place and
+// key; else leaves it as it is. `available_bytes`: how much was read.
 SlotVerdict slot_header_open(std::byte* frame, std::uint64_t available_bytes, const SlotPlace& place,
                              std::span<const std::byte, kDigestBytes> namespace_digest,
                              std::span<const std::byte, kChunkHashBytes> chunk_hash);

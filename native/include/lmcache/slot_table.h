@@ -1,10 +1,10 @@
-// What one server leaves to the next: for each unit of the arena one word in shared memory that says whether a slot
-// begins there, how long it is, and whether it holds an object or is being written, and by whom
-// (docs/formats/shared_memory.md). Every change is one aligned 64-bit store, so that the table is whole at whatever
+// The record of slots from which the next server recovers: for each unit of the arena one word in shared memory, which
+// says whether a slot begins there, its length, and whether it holds an object or is being written, and by whom
+// (docs/formats/shared_memory.md). Every change is one aligned 64-bit store, so the table is consistent at whatever
 // instruction the process dies. Invariants, at every instruction:
 //   - a resident word is there only while its whole extent holds a committed frame that nobody writes;
 //   - a staged word is there from before its slot is handed out until its owner is known to write no more.
-// Without memory the table keeps nothing. Not thread-safe.
+// Without memory the table records nothing. Not thread-safe.
 #pragma once
 
 #include <atomic>
@@ -40,7 +40,7 @@ public:
         if (words_ != nullptr) word(first).store(0, std::memory_order_release);
     }
 
-    // What begins there, as far as the word alone can tell; nothing for a word that is no slot's.
+    // The slot that begins there by its word; nullopt for a word that describes none.
     std::optional<Slot> at(std::uint32_t first) const {
         if (words_ == nullptr) return std::nullopt;
         const std::uint64_t value = word(first).load(std::memory_order_acquire);

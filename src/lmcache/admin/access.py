@@ -1,5 +1,4 @@
-"""Who may change the state of a server over HTTP, and read the names of tenants: this host, or whoever has the admin
-token."""
+"""Access over HTTP: this host, and whoever has the admin token, may change a server's state and read cache salts."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def read_token(path: str) -> str:
 
 def why_refused(request: Request, token: str) -> str:
     """ "" when the request may change state, else the sentence to answer with."""
-    given = _given_token(request)
-    if given:
+    if given := _given_token(request):
         if _is_token(given, token):
             return ""
         return "The admin token is not the one in the server's --admin-token-file."
@@ -50,11 +48,11 @@ def why_refused(request: Request, token: str) -> str:
 
 
 def may_read_salts(request: Request, token: str) -> bool:
-    """Others see digests of cache salts. Besides who may change state, the name by which this host was asked counts: a
-    page of another site can have its own name lead here, and its reads then look local."""
-    if given := _given_token(request):
-        return _is_token(given, token)
-    return _from_this_host(request) and _asked_by_this_hosts_name(request)
+    """Whether cache salts are shown, not their digests. Without a token the name by which this host was asked counts,
+    too: a page of another site can have its own name lead here, and its reads then look local."""
+    if why_refused(request, token):
+        return False
+    return bool(_given_token(request)) or _asked_by_this_hosts_name(request)
 
 
 def _given_token(request: Request) -> str:
@@ -67,7 +65,7 @@ def _is_token(given: str, token: str) -> bool:
 
 
 def _from_this_host(request: Request) -> bool:
-    """True for a caller on loopback that is no proxy for others and no page of another site in a local browser."""
+    """Whether the client is on loopback, no proxy for others, and no page of another site in a local browser."""
     if request.client is None or not is_loopback(request.client.host):
         return False
     if any(name in request.headers for name in _FORWARDED):
@@ -77,7 +75,7 @@ def _from_this_host(request: Request) -> bool:
 
 
 def _asked_by_this_hosts_name(request: Request) -> bool:
-    """Of the header as it was sent: `request.url` has this server's own address where that is no name of a host."""
+    """Looks at the header as it was sent: where that is no host name, `request.url` has this server's address."""
     name = request.headers.get("host")
     if name is None:  # no browser leaves it out
         return True

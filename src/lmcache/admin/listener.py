@@ -33,32 +33,32 @@ _App = Callable[[_Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable
 
 
 class _Server(uvicorn.Server):
-    """uvicorn wakes ten times a second to look whether it should stop; this one sleeps until it is told."""
+    """uvicorn checks ten times a second whether it should stop; this one sleeps until `stop_requested`."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.stop_asked = asyncio.Event()
+        self.stop_requested = asyncio.Event()
 
     async def main_loop(self) -> None:
         await self.on_tick(0)
-        await self.stop_asked.wait()
+        await self.stop_requested.wait()
 
 
 class _Protocol(H11Protocol):
-    """Closes connections on which no new request has come, and nothing of an answer has left, for a while. uvicorn
-    would wait for ever for the end of a header or for a client to take its answer, so that a few hundred such
-    connections could keep every health check out."""
+    """Closes connections without progress: no new request came and nothing of an answer left for a while. uvicorn waits
+    for ever for the end of a header, and for a client to take its answer, so that a few hundred such connections would
+    keep every health check out."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= 2 * _MAX_CONNECTIONS:  # beyond one time of them requests are refused
+        if len(self.connections) >= 2 * _MAX_CONNECTIONS:  # beyond _MAX_CONNECTIONS requests are refused
             transport.abort()
             return
         super().connection_made(transport)
-        self._last_seen = self._progress()
+        self._last_progress = self._progress()
         self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if hasattr(self, "_last_seen"):
+        if hasattr(self, "_last_progress"):
             super().connection_lost(exc)
 
     def _progress(self) -> tuple[object, int]:
@@ -68,10 +68,10 @@ class _Protocol(H11Protocol):
         progress = self._progress()
         unsent_bytes = progress[1]
         computing = self.cycle is not None and not self.cycle.response_complete and not unsent_bytes
-        if progress == self._last_seen and not computing:
+        if progress == self._last_progress and not computing:
             self.transport.abort()  # `close` would wait for what is unsent
         elif self in self.connections:
-            self._last_seen = progress
+            self._last_progress = progress
             self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
 
 
@@ -109,7 +109,7 @@ class HttpListener:
         loop, server = self._loop, self._server
         if loop is not None and server is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
-                loop.call_soon_threadsafe(server.stop_asked.set)
+                loop.call_soon_threadsafe(server.stop_requested.set)
             self._thread.join(_STOP_SECONDS)
         self.close()
 
@@ -126,7 +126,7 @@ class HttpListener:
             self._app.state.close()
 
     async def _serve(self) -> None:
-        # What uvicorn would say is either said by app.py or noise that any port scanner can make.
+        # What uvicorn logs is either logged by app.py or noise that any port scanner can make.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._loop = asyncio.get_running_loop()
         config = uvicorn.Config(

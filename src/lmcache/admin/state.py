@@ -10,7 +10,7 @@ from lmcache.telemetry.metrics import Metrics
 
 
 class ServerState(Protocol):
-    """Implemented by the server. Every method may be called from any thread, and none may wait without a bound."""
+    """Implemented by `Server`. Every method may be called from any thread, and none waits without a bound."""
 
     @property
     def config(self) -> ServerConfig: ...

@@ -1,4 +1,4 @@
-"""An argparse parser that keeps this command line's habits: faults are ConfigError, help shows defaults."""
+"""An argparse parser that raises ConfigError with every problem, suggests names and shows defaults with units."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Typed:
-    """What argparse calls for each value of an option."""
+    """The `type` of an argparse option: parses a value, and collects its refusal."""
 
     def __init__(self, name: str, kind: Kind, problems: Problems) -> None:
         self.kind = kind
@@ -42,7 +42,7 @@ class _Typed:
 
 
 class Arguments(argparse.ArgumentParser):
-    """Options of one command, with the ones that every command has."""
+    """The options of one command, with those that every command has."""
 
     def __init__(self, command: str, description: str) -> None:
         self._problems = Problems()
@@ -56,7 +56,7 @@ class Arguments(argparse.ArgumentParser):
         self.add_argument("--quiet", "-q", action="store_true", help="print no results; the exit code tells")
 
     def add_value(self, name: str, kind: Kind, help: str, **settings: Any) -> None:
-        """An option or positional of that kind; `settings` as of argparse."""
+        """Adds an option or positional of that kind; `settings` go to `add_argument`."""
         settings = {"metavar": kind.placeholder, **settings}
         self.add_argument(name, type=_Typed(name, kind, self._problems), help=help, **settings)
 
@@ -75,13 +75,13 @@ class Arguments(argparse.ArgumentParser):
         return found
 
     def read_own(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """As `read`, for a command that has options of another kind beside these: they are the second value."""
+        """As `read`, for a command that takes options of another parser as well: these are the second value."""
         found, others = self.parse_known_args(list(argv))
         self._problems.raise_all()
         return found, others
 
     def _without_unknown(self, argv: Sequence[str]) -> list[str]:
-        """Refuses misspelled options with their values, which would be taken for something else."""
+        """Refuses unknown options together with their values, which would be parsed as positionals."""
         kept: list[str] = []
         skips = False
         for word in argv:
@@ -102,7 +102,7 @@ class Arguments(argparse.ArgumentParser):
         self._problems.add(f"{self.prog} does not take {name!r}{guess or f'; {self.prog} --help lists what it takes.'}")
 
     def error(self, message: str) -> NoReturn:
-        if not self._problems.found:  # else it may only follow from them
+        if not self._problems.found:  # else it may be a consequence of them
             name, expected, _ = message.removeprefix("argument ").partition(": expected ")
             missing = message.removeprefix("the following arguments are required: ")
             if expected:

@@ -1,4 +1,4 @@
-"""`lmcache bench l2`: one adapter through its runner, beside plain copies and plain file I/O of the same run."""
+"""`lmcache bench l2`: measures one adapter through its runner, beside plain copies and plain file I/O."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import MAX_L2_BATCH_OBJECTS, MIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import LMCacheError, ResourceError
-from lmcache.l2.registry import ConfiguredAdapter, build, parse_adapter
+from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
+from lmcache.l2.adapters.folder_config import FsConfig
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 
@@ -48,8 +49,8 @@ def run(argv: Sequence[str]) -> int:
     spec = parse_adapter_text("--l2-adapter", options.l2_adapter)
     config = parse_adapter(spec, 0)
     with contextlib.ExitStack() as stack:
-        if base := config.settings.get("base_path"):
-            config = parse_adapter({**spec, "base_path": stack.enter_context(_folder_below(str(base)))}, 0)
+        if config.folder:
+            config = parse_adapter({**spec, "base_path": stack.enter_context(_folder_below(config.folder))}, 0)
         report = asyncio.run(_Bench(build(config), options).run())
     report.emit(options)
     return 0
@@ -67,7 +68,7 @@ def _folder_below(base: str) -> Iterator[str]:
 
 @dataclass
 class _Bench:
-    """What one run of the command needs and finds. Times are wall seconds, a value a round."""
+    """The state of one benchmark. Times are wall seconds, one value a round."""
 
     configured: ConfiguredAdapter
     options: argparse.Namespace
@@ -85,24 +86,24 @@ class _Bench:
         self.namespace = Namespace(f"lmcache-bench-{uuid.uuid4().hex}", 1, 0, 0, "bench")
         self.source, self.target = Region(self.total_bytes), Region(self.total_bytes)
         self.source.map[:] = os.urandom(4096) * (self.total_bytes // 4096)
-        settings = self.configured.config.settings
-        self.folder = settings.get("base_path")
-        self.workers = int(settings.get("num_workers") or 1)
-        self.direct = bool(settings.get("use_odirect"))
+        config = self.configured.config
+        self.folder = config.folder
+        self.workers, self.direct = (config.threads, config.use_odirect) if isinstance(config, FsConfig) else (1, False)
 
     async def run(self) -> Report:
-        runner = Runner(self.configured, Metrics(enabled=False), SystemClock())
+        runner = Runner(self.configured, Metrics(enabled=False).l2, SystemClock())
         await runner.open()
         try:
-            for _ in range(self.options.rounds + 1):  # the first one warms up
+            for _ in range(self.options.rounds + 1):  # the first round warms up
                 await self._round(runner)
         finally:
             await runner.drain(_DRAIN_SECONDS)
-            await self.configured.adapter.close()
+            await runner.close(_DRAIN_SECONDS)
         return self._report()
 
     async def _round(self, runner: Runner) -> None:
         keys = self._seal()
+        stored_keys = runner.stored_keys(keys)
         sources, targets = self.source.pieces(self.frame_bytes), self.target.pieces(self.frame_bytes)
         try:
             started = time.perf_counter()
@@ -111,9 +112,9 @@ class _Bench:
             if any(outcome is not StoreOutcome.STORED for outcome in stored):
                 raise LMCacheError(_counted("stored", stored))
             started = time.perf_counter()
-            there = await self.configured.adapter.probe(keys)  # the runner would answer from memory
+            sizes = await self.configured.adapter.probe(stored_keys)  # the runner would answer from memory
             self.lookup.append(time.perf_counter() - started)
-            if None in there:
+            if None in sizes:
                 raise LMCacheError("The adapter does not find what it has just stored.")
             started = time.perf_counter()
             loaded = await _in_batches(runner.load, keys, targets)
@@ -123,8 +124,8 @@ class _Bench:
             if bytes(self.target.map) != bytes(self.source.map):
                 raise LMCacheError("What was loaded differs from what was stored.")
         finally:
-            await self.configured.adapter.delete(keys)
-            runner.lost(keys)
+            await self.configured.adapter.delete(stored_keys)
+            runner.lost(stored_keys)
         self.copy.append(best_copy_seconds(self.target.address, self.source.address, self.total_bytes, 1))
         if self.folder:
             write, read = await asyncio.get_running_loop().run_in_executor(None, self._plain_files, sources, targets)
@@ -132,7 +133,7 @@ class _Bench:
             self.plain_read.append(read)
 
     def _seal(self) -> list[ObjectKey]:
-        """Makes the source frames of new keys."""
+        """Seals the source frames under new keys."""
         template = header_template(self.namespace, self.payload_bytes)
         hashes = [os.urandom(32) for _ in range(self.options.objects)]
         for index, chunk_hash in enumerate(hashes):
@@ -140,8 +141,9 @@ class _Bench:
         return [ObjectKey(self.namespace, chunk_hash) for chunk_hash in hashes]
 
     def _plain_files(self, sources: list[memoryview], targets: list[memoryview]) -> tuple[float, float]:
-        """The same bytes to and from new files in the same folder, as many at once as the adapter has workers."""
-        folder = Path(str(self.folder)) / "plain"
+        """Wall seconds of writing and of reading the same bytes as plain files in the same folder, with as many
+        threads as the adapter has workers."""
+        folder = Path(self.folder) / "plain"
         folder.mkdir(exist_ok=True)
         paths = [folder / str(index) for index in range(len(sources))]
         flags = os.O_DIRECT if self.direct else 0
@@ -176,12 +178,12 @@ class _Bench:
         report.section("machine, same run")
         medians = {name: statistics.median(getattr(self, name)[1:]) for name in ("copy", "store", "load")}
         limits = {"store": medians["copy"], "load": medians["copy"]}
-        self._add_plain(report, "copy", "Copy in memory, one thread", medians["copy"])
+        add_rate(report, "copy", "Copy in memory, one thread", self.total_bytes, medians["copy"])
         if self.folder:
             limits = {"store": statistics.median(self.plain_write[1:]), "load": statistics.median(self.plain_read[1:])}
             how = f"{self.workers} threads{', O_DIRECT' if self.direct else ', page cache'}"
-            self._add_plain(report, "plain_write", f"Plain files, write, {how}", limits["store"])
-            self._add_plain(report, "plain_read", f"Plain files, read, {how}", limits["load"])
+            add_rate(report, "plain_write", f"Plain files, write, {how}", self.total_bytes, limits["store"])
+            add_rate(report, "plain_read", f"Plain files, read, {how}", self.total_bytes, limits["load"])
         report.section("adapter")
         for name in ("store", "load"):
             add_milliseconds(report, name, f"{name.capitalize()} of all", getattr(self, name)[1:])
@@ -189,10 +191,6 @@ class _Bench:
         add_milliseconds(report, "lookup", "Lookup of all", self.lookup[1:])
         report.add("same_bytes", "Loaded bytes", "identical")
         return report
-
-    def _add_plain(self, report: Report, key: str, label: str, seconds: float) -> None:
-        rate = self.total_bytes / seconds / 1e6
-        report.add(f"{key}_mb_per_second", label, round(rate, 1), f"{rate:.0f} MB/s")
 
 
 @contextlib.contextmanager
@@ -205,10 +203,10 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 async def _in_batches(operation: Any, keys: list[ObjectKey], buffers: list[memoryview]) -> list[Any]:
-    """As the server does it: batches of limited length, side by side."""
+    """In concurrent batches of limited length, as the server does."""
 
     def released() -> None:
-        """The buffers live as long as the bench."""
+        """Nothing to do: the buffers live as long as the benchmark."""
 
     parts = range(0, len(keys), MAX_L2_BATCH_OBJECTS)
     results = await asyncio.gather(

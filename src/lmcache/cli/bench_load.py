@@ -1,4 +1,4 @@
-"""Does to a server what an engine does, with memory in place of KV tensors. For `lmcache bench server`."""
+"""A client for `lmcache bench server` that calls a server as an engine does, with plain memory for KV tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from lmcache import _native
 from lmcache.cli.bench_timing import Region, timed
 from lmcache.client.client import Client
 from lmcache.core.frame import header_template
-from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
+from lmcache.core.key import Namespace
+from lmcache.core.key_batch import ChunkHashes
 from lmcache.errors import LMCacheError, ResourceError
 from lmcache.protocol.messages import (
     Append,
@@ -36,7 +37,7 @@ _MODEL = "lmcache-bench"
 
 @dataclass
 class Times:
-    """Wall seconds of every round, by what was done."""
+    """Wall seconds of each round, by call."""
 
     append: list[float] = field(default_factory=list)
     reserve: list[float] = field(default_factory=list)
@@ -57,7 +58,7 @@ class Engine:
         self.payload_bytes = payload_bytes
         self.chunk_tokens = client.hello.chunk_tokens
         self.instance_id = f"bench-{uuid.uuid4().hex[:12]}"
-        layout = uuid.uuid4().hex  # so that nothing of others, or of an earlier run, is found or replaced
+        layout = uuid.uuid4().hex  # unique, so that no object of others or of an earlier run is found or replaced
         namespace = Namespace(_MODEL, 1, 0, 0, layout)
         client.register(
             RegisterInstance(self.instance_id, _MODEL, 1, 1, _HEARTBEAT_SECONDS, "lmcache bench"),
@@ -88,7 +89,7 @@ class Engine:
         self._copier.close()
 
     def store(self, tokens: bytes, times: Times) -> bytes:
-        """Reserve, copy, commit. Returns the chunk hashes. ResourceError when the server has no room for all of it."""
+        """Reserves, copies and commits; the chunk hashes. ResourceError if the server has no room for all chunks."""
         request_id = uuid.uuid4().hex
         append = Append(self.instance_id, request_id, "", 0, tokens)
         started = time.perf_counter()
@@ -121,14 +122,14 @@ class Engine:
         return hashes
 
     def lookup(self, tokens: bytes, times: Times, *, copy: bool = False) -> LookupReply:
-        """Lookup, copy if asked for, release. LMCacheError unless what comes back is what was stored."""
+        """Looks up, copies out if `copy`, and releases. LMCacheError if a copy does not verify."""
         request_id = uuid.uuid4().hex
         lookup = Lookup(self.instance_id, request_id, "", 0, tokens)
         started = time.perf_counter()
         found: LookupReply = self.client.call("lookup", lookup, CALL_SECONDS)
         times.lookup.append(time.perf_counter() - started)
         if copy and found.chunks == self.chunks:
-            hashes = found.hashes[: found.chunks * CHUNK_HASH_BYTES]
+            hashes = ChunkHashes(found.hashes)[: found.chunks].packed
             started = time.perf_counter()
             self._finish(self._copier.submit_load(self._group_out, found.slots, self._blocks, hashes, self._digest))
             times.copy_out.append(time.perf_counter() - started)
@@ -145,7 +146,7 @@ class Engine:
         return bytes(self.target.map) == bytes(self.source.map)
 
     def tokens(self, seed: int) -> bytes:
-        """Tokens of `chunks` full chunks, packed."""
+        """Packed tokens (u32) of `chunks` full chunks."""
         return packed_tokens(seed, self.chunks * self.chunk_tokens)
 
     def _finish(self, job: int) -> None:
@@ -160,7 +161,7 @@ def packed_tokens(seed: int, count: int) -> bytes:
 
 
 def lookups_in_a_row(url: str, instance_id: str, tokens: bytes, seconds: float, start_at: float) -> int:
-    """What one of several clients does, in a process of its own: the number of lookups in that time."""
+    """The work of one client process: how many lookups it made in that time."""
     client = Client(url, map_memory=False)
     try:
         client.connect(CALL_SECONDS)

@@ -1,4 +1,4 @@
-"""`lmcache bench server`: calls and copies against a running server, or one that is started for it."""
+"""`lmcache bench server`: measures calls and copies against a running server, or one that it starts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _server(options: argparse.Namespace, payload_bytes: int) -> Iterator[str]:
         return
     from lmcache.testing.processes import LOOPBACK, CacheServer
 
-    # Small enough that its memory is soon in use again and again, as that of a server that has run for a while.
+    # Small, so that memory is soon reused, as in a server that has run for a while.
     round_bytes = options.chunks * (payload_bytes + 4096) + 2 * options.lookup_chunks * 8192
     size_gb = max(0.1, round(3 * round_bytes / GIB, 2))
     with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as folder:
@@ -126,7 +126,7 @@ def _copies(report: Report, client: Client, options: argparse.Namespace, payload
     size_bytes = options.chunks * payload_bytes
     try:
         assert client.hello is not None
-        # Until all of L1 has been used once, the first touch of memory is measured, too.
+        # Uses all of L1 once, so that page faults of first use are not measured.
         for number in range(min(_MAX_WARM_UPS, client.hello.shm_bytes // size_bytes + 2)):
             engine.store(engine.tokens(2_000_000 + number), Times())
         times, limits = Times(), []
@@ -147,12 +147,7 @@ def _copies(report: Report, client: Client, options: argparse.Namespace, payload
     ]
     retrieve = [lookup + copy for lookup, copy in zip(times.lookup, times.copy_out, strict=True)]
     report.section(f"{options.chunks} chunks of {bytes_text(payload_bytes)}, verified")
-    report.add(
-        "limit_mb_per_second",
-        "Limit: a plain copy, one thread",
-        round(size_bytes / limit_seconds / 1e6, 1),
-        f"{size_bytes / limit_seconds / 1e6:.0f} MB/s",
-    )
+    add_rate(report, "limit", "Limit: a plain copy, one thread", size_bytes, limit_seconds)
     add_rate(report, "store", "Store: reserve, copy, commit", size_bytes, statistics.median(store), limit_seconds)
     add_rate(report, "retrieve", "Retrieve: lookup, copy", size_bytes, statistics.median(retrieve), limit_seconds)
     report.add("same_bytes", "Retrieved bytes", "identical")

@@ -12,7 +12,7 @@ from lmcache.memory.mapping import map_like_l1
 
 
 class Region:
-    """Memory of the same kind as L1, touched, so that its first use costs nothing."""
+    """Memory mapped like L1 and touched already, so that no page fault is measured."""
 
     def __init__(self, size_bytes: int) -> None:
         self.map = map_like_l1(size_bytes)
@@ -50,8 +50,13 @@ def add_milliseconds(report: Report, key: str, label: str, seconds: Sequence[flo
     report.add(f"{key}_ms", label, round(median, 4), f"{median:.3f} ms  (worst {worst:.3f})")
 
 
-def add_rate(report: Report, key: str, label: str, size_bytes: int, seconds: float, limit_seconds: float) -> None:
-    """MB/s (10^6 bytes), and what that is of the machine's own limit in the same run."""
-    rate, share = size_bytes / seconds / 1e6, limit_seconds / seconds
-    report.add(f"{key}_mb_per_second", label, round(rate, 1), f"{rate:.0f} MB/s  ({share:.0%} of the limit)")
-    report.metrics[f"{key}_share_of_limit"] = round(share, 4)
+def add_rate(
+    report: Report, key: str, label: str, size_bytes: int, seconds: float, limit_seconds: float | None = None
+) -> None:
+    """MB/s (10^6 bytes), and its share of the machine's limit measured in the same run; None: this is a limit."""
+    rate, shown = size_bytes / seconds / 1e6, ""
+    if limit_seconds is not None:
+        share = limit_seconds / seconds
+        report.metrics[f"{key}_share_of_limit"] = round(share, 4)
+        shown = f"  ({share:.0%} of the limit)"
+    report.add(f"{key}_mb_per_second", label, round(rate, 1), f"{rate:.0f} MB/s{shown}")

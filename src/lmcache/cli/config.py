@@ -1,47 +1,32 @@
-"""`lmcache config check` and `lmcache config show`: the options of a server, without the server."""
+"""`lmcache config`: the options of a server and the keys of its adapters, without the server."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.output import Report, write
-from lmcache.config.redact import redacted
 from lmcache.config.spec import ServerConfig
+
+_ABOUT = {
+    "check": "Checks server options and says what is wrong with them (exit code 2) or could be meant otherwise.",
+    "show": "Prints the server options that result, in the form of a --config file, secrets hidden.",
+}
 
 
 def run(argv: Sequence[str]) -> int:
     which, rest = argv[0], list(argv[1:])
     arguments = Arguments(
-        f"config {which}", f"{_TEXTS[which]} Takes every option of lmcache server, such as --config FILE, beside these."
+        f"config {which}", f"{_ABOUT[which]} Takes every option of lmcache server, such as --config FILE, beside these."
     )
     if "--help" in rest or "-h" in rest:
         arguments.read(["--help"])
     options, server_options = arguments.read_own(rest)
-    if which == "check":
-        return _check(server_options, options)
-    from lmcache.startup import read
-
-    loaded, _ = read(server_options, os.environ)
-    values = redacted(loaded.config)
-    if options.format == "json":
-        report = Report("Configuration")
-        report.metrics = {
-            name: {"value": value, "source": loaded.sources.get(name, "default")} for name, value in values.items()
-        }
-        report.emit(options)
-        return 0
-    write(_as_yaml(values, loaded.sources), options)
-    return 0
-
-
-_TEXTS = {
-    "check": "Checks server options and says what is wrong with them (exit code 2) or could be meant otherwise.",
-    "show": "Prints the server options that result, in the form of a --config file, secrets hidden.",
-}
+    return {"check": _check, "show": _show}[which](server_options, options)
 
 
 def _check(server_options: Sequence[str], options: argparse.Namespace) -> int:
@@ -58,12 +43,32 @@ def _check(server_options: Sequence[str], options: argparse.Namespace) -> int:
     return 0
 
 
-def _as_yaml(values: dict[str, object], sources: object) -> str:
+def _show(server_options: Sequence[str], options: argparse.Namespace) -> int:
+    from lmcache.config.redact import redacted
+    from lmcache.startup import read
+
+    loaded, adapters = read(server_options, os.environ)
+    complete = dataclasses.replace(loaded.config, l2_adapter=[adapter.as_json() for adapter in adapters])
+    values = redacted(complete) | dict.fromkeys(loaded.random)  # the same every time: what is random is left out
+    if options.format == "json":
+        report = Report("Configuration")
+        report.metrics = {
+            name: {"value": value, "source": loaded.sources.get(name, "default")} for name, value in values.items()
+        }
+        report.emit(options)
+    else:
+        write(_as_yaml(values, loaded.sources), options)
+    return 0
+
+
+def _as_yaml(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     import yaml
 
-    assert hasattr(sources, "get")
     lines = []
     for option in dataclasses.fields(ServerConfig):
+        if values[option.name] is None:
+            lines.append(f"{f'# {option.name}: a new one at each start':<56}  # default")
+            continue
         text = yaml.safe_dump({option.name: values[option.name]}, sort_keys=False, width=1000).rstrip("\n")
         head, newline, tail = text.partition("\n")
         lines.append(f"{head:<56}  # {sources.get(option.name, 'default')}{newline}{tail}")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from lmcache.cli import machine
+from lmcache.cli import doctor_checks
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.output import Report
 from lmcache.core.limits import GIB
 
 _PORTS = {"--port": 5555, "--http-port": 8080, "--prometheus-port": 9090}
+_DETAILS_SHOWN = 8  # of one check
+_INDENT = " " * 9
 
 
 def run(argv: Sequence[str]) -> int:
@@ -27,40 +31,38 @@ def run(argv: Sequence[str]) -> int:
         "--skip-import", action="store_true", help="do not import vLLM and the connector, which takes some seconds"
     )
     options = arguments.read(argv)
-    wanted_bytes = int(options.l1_size_gb * GIB)
-    show_progress = sys.stderr.isatty() and not options.quiet
     report = Report("Doctor")
-    checks: list[dict[str, str]] = []
-    for verdict in _verdicts(wanted_bytes, [Path(one) for one in options.folder], options.skip_import, show_progress):
+    checks: list[dict[str, Any]] = []
+    for verdict in _verdicts(options):
         checks.append(dataclasses.asdict(verdict))
         report.text(f"{verdict.level:<8} {verdict.name}: {verdict.found}")
-        if verdict.remedy and verdict.level != machine.OK:
-            report.text(f"         -> {verdict.remedy}")
+        for detail in verdict.details[:_DETAILS_SHOWN]:
+            report.text(f"{_INDENT}{detail}")
+        if len(verdict.details) > _DETAILS_SHOWN:
+            report.text(f"{_INDENT}and {len(verdict.details) - _DETAILS_SHOWN} more, which --format json lists")
+        if verdict.remedy and verdict.level != doctor_checks.OK:
+            report.text(f"{_INDENT}-> {verdict.remedy}")
     if not options.folder:
-        report.text("         (--folder PATH also checks a folder for L2)")
-    problems = sum(check["level"] == machine.PROBLEM for check in checks)
+        report.text(f"{_INDENT}(--folder PATH also checks a folder for L2)")
+    problems = sum(check["level"] == doctor_checks.PROBLEM for check in checks)
     report.metrics = {"problems": problems, "checks": checks}
     report.emit(options)
     return 1 if problems else 0
 
 
-def _verdicts(
-    wanted_bytes: int, folders: Sequence[Path], skip_import: bool, show_progress: bool
-) -> Iterator[machine.Verdict]:
-    quick: list[Callable[[], machine.Verdict]] = [
-        lambda: machine.shared_memory(wanted_bytes),
-        machine.left_behind,
-        machine.locked_memory,
-        machine.open_files,
-        machine.processor,
-        machine.io_uring,
-    ]
-    for check in quick:
-        yield check()
-    for one in folders:
-        yield machine.folder(one)
+def _verdicts(options: argparse.Namespace) -> Iterator[doctor_checks.Verdict]:
+    yield doctor_checks.shared_memory(int(options.l1_size_gb * GIB))
+    yield doctor_checks.left_behind()
+    yield doctor_checks.locked_memory()
+    yield doctor_checks.open_files()
+    core = doctor_checks.native_core()
+    yield core
+    if core.level != doctor_checks.PROBLEM:
+        yield doctor_checks.io_uring()
+    for folder in options.folder:
+        yield doctor_checks.folder(Path(folder))
     for flag, number in _PORTS.items():
-        yield machine.port(number, flag)
-    if show_progress and not skip_import:
+        yield doctor_checks.port(number, flag)
+    if sys.stderr.isatty() and not options.quiet and not options.skip_import:
         print("importing vLLM ...", file=sys.stderr)
-    yield from machine.engine(not skip_import)
+    yield from doctor_checks.engine(not options.skip_import)

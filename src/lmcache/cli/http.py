@@ -17,7 +17,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 
 
 class HttpRefused(LMCacheError):
-    """The server answered, and not with success."""
+    """The server answered with an error status."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -61,6 +61,8 @@ def request(url: str, method: str, path: str, body: Any = None, *, timeout_secon
     except ValueError:
         decoded = text
     if answer.status >= 400:
-        said = (decoded.get("error") or decoded.get("reason")) if isinstance(decoded, dict) else None
-        raise HttpRefused(answer.status, str(said) if said else f"{url} answered {method} {path} with {answer.status}.")
+        reason = (decoded.get("error") or decoded.get("reason")) if isinstance(decoded, dict) else None
+        raise HttpRefused(
+            answer.status, str(reason) if reason else f"{url} answered {method} {path} with {answer.status}."
+        )
     return decoded

@@ -1,4 +1,4 @@
-"""`lmcache`: finds the command, runs it, and turns every fault into one sentence and an exit code."""
+"""`lmcache`: finds the command, runs it, and turns every error into one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 
 from lmcache.config import unbuilt
 from lmcache.errors import ConfigError, LMCacheError
@@ -19,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server": ("lmcache.cli.server", "start the cache server"),
     "config check": ("lmcache.cli.config", "check server options without starting anything"),
     "config show": ("lmcache.cli.config", "print the server options that result from flags, environment and file"),
+    "config adapter": ("lmcache.cli.adapter_help", "the types of L2 adapters, and the keys of one"),
     "ping": ("lmcache.cli.ping", "is a server (or an engine) alive?"),
     "describe": ("lmcache.cli.describe", "what a running server holds and does"),
     "kvcache clear": ("lmcache.cli.kvcache", "remove what a running server has cached"),
@@ -43,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _asks_for_json(words: list[str]) -> bool:
-    """Known before anything is parsed: what cannot be parsed is a fault that is told in this form, too."""
+    """Decided from the raw words, because errors of parsing are printed in this form as well."""
     return "--format=json" in words or ("--format", "json") in itertools.pairwise(words)
 
 
 def guarded(command: Callable[[], int], environ: Mapping[str, str] = os.environ, *, as_json: bool = False) -> int:
-    """The root of every command: no fault leaves it, and a stack is shown only to who asked for DEBUG."""
+    """The root of every command: turns each exception into an exit code; the stack is printed at DEBUG only."""
 
     def failed(error: Exception, exit_code: int) -> int:
         return _failed(error, exit_code, environ, as_json)
@@ -63,7 +65,7 @@ def guarded(command: Callable[[], int], environ: Mapping[str, str] = os.environ,
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read our output went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of stdout has closed it
         return EXIT_FAILED
     except Exception as error:
         return failed(error, EXIT_FAILED)
@@ -109,16 +111,27 @@ def dispatch(argv: list[str]) -> int:
     if not words:
         print(_help(rest[0] + " "), end="")
         return EXIT_OK
-    if words != ["server"]:  # what the parts of a command would log, it says itself; DEBUG shows it all the same
+    if words != ["server"]:  # a command reports by itself; logs are shown at DEBUG only
         configure_logs("DEBUG" if level_from(os.environ) == "DEBUG" else "CRITICAL")
-    module = importlib.import_module(COMMANDS[" ".join(words)][0])
-    # A module that serves several commands is told which one by its first argument.
-    run: Callable[[Sequence[str]], int] = module.run
+    # The first argument tells a module that serves several commands which one it is.
+    run: Callable[[Sequence[str]], int] = _module(" ".join(words)).run
     return run([*words[1:], *rest[len(words) :], *leading])
 
 
+def _module(command: str) -> ModuleType:
+    """ConfigError where a part of the package that the command needs was left out."""
+    try:
+        return importlib.import_module(COMMANDS[command][0])
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("lmcache."):
+            raise
+        raise ConfigError(
+            f"lmcache {command} needs {error.name}, which is not installed here; install the whole package."
+        ) from None
+
+
 def _split_global(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Options before the command are moved behind it, where every command reads them."""
+    """Moves options that precede the command behind it, where every command reads them."""
     leading: list[str] = []
     rest = list(argv)
     while rest:
@@ -136,7 +149,7 @@ def _split_global(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _command_words(rest: list[str]) -> list[str]:
-    """The one or two words at the start of `rest` that name a command; none when help on a first word is asked for."""
+    """The one or two leading words of `rest` that name a command; none for `lmcache WORD --help`."""
     for count in (2, 1):
         words = rest[:count]
         name = " ".join(words)
@@ -157,7 +170,7 @@ def _command_words(rest: list[str]) -> list[str]:
 
 
 def _help(beginning: str = "") -> str:
-    """All commands, or those whose name begins so."""
+    """Lists the commands whose name starts with `beginning`."""
     lines = [
         f"Usage: lmcache {beginning}COMMAND [options]",
         "",

@@ -1,4 +1,4 @@
-"""`lmcache ping`: one question, one answer, and how long it took."""
+"""`lmcache ping`: whether a server or an engine answers, and in what time."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ def _ping_http(url: str, path: str, timeout_seconds: float) -> float:
 
 def _ping_rpc(url: str, timeout_seconds: float) -> float:
     from lmcache.client.client import Client
-    from lmcache.clock import SystemClock
     from lmcache.protocol.messages import Ping
 
-    client = Client(url, clock=SystemClock(), map_memory=False)  # it may be another host's
+    client = Client(url, map_memory=False)  # the server may be on another host
     try:
         client.connect(timeout_seconds)
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`lmcache server`: reads the options, starts the server and serves until it is told to stop."""
+"""`lmcache server`: reads the options, starts the server and serves until a stop signal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
 
         print(server_help(shutil.get_terminal_size().columns), end="")
         return 0
-    # Before anything else is imported: a stop that is asked for from now on is not lost.
+    # Before the slow imports, so that a stop signal during them is not lost.
     with contextlib.closing(StopSignals()) as signals:
         from lmcache.cli.arguments import Arguments
         from lmcache.errors import ConfigError
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _serve(options: Sequence[str], signals: StopSignals, *, as_json: bool) -> NoReturn:
-    """Ends the process, unless ConfigError or ResourceError tells that nothing was begun."""
+    """Ends the process. ConfigError or ResourceError: refused before anything was started."""
     from lmcache.cli.main import guarded
     from lmcache.server import Server
     from lmcache.startup import plan
@@ -47,20 +47,20 @@ def _serve(options: Sequence[str], signals: StopSignals, *, as_json: bool) -> No
     config = planned.config
     configure_logs(
         level_from(os.environ),
-        # These two silence what subscribes to events; a level that is asked for stands.
+        # Both switches silence the logs below warnings, unless LMCACHE_LOG_LEVEL is set.
         warnings_only=(config.disable_logging or config.disable_observability) and not os.environ.get(LEVEL_VARIABLE),
-        stream=LineWriter(sys.stderr.fileno()) if sys.stderr else None,  # none: the server was started with 2>&-
+        stream=LineWriter(sys.stderr.fileno()) if sys.stderr else None,  # None: started with 2>&-
     )
     for sentence in planned.notes:
         logger.warning("%s", sentence)
-    server = Server(config, planned.adapters, planned.store_policy, planned.prefetch_policy)
+    server = Server(planned)
     _end(guarded(lambda: server.run(signals), as_json=as_json))
 
 
 def _end(exit_code: int) -> NoReturn:
-    """The interpreter would wait for the threads of every pool, and some may hang in a backend or in the kernel."""
+    """Without waiting for pool threads, as the interpreter would: some may hang in a backend or in the kernel."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or without a reader
             stream.flush()
     os._exit(exit_code)

@@ -2,14 +2,13 @@
 
 One thread, the *keeper*, connects, says HELLO, maps the server's memory, registers, and beats. Calls are made by the
 engine's own threads. While the keeper knows the server to be away, a call fails at once; when the server is back, in
-this life or a new one, the keeper registers again by itself.
+the same epoch or a new one, the keeper registers again by itself.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +17,15 @@ import msgspec
 import zmq
 
 from lmcache import __version__
-from lmcache.client.transfer import Transfer, WantedTransfer, agree
-from lmcache.clock import Clock, SystemClock
+from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
+from lmcache.client.transfer_mode import Transfer, WantedTransfer, agree
 from lmcache.core.address import connect_endpoint
 from lmcache.errors import LMCacheError, RemoteError, ServerUnavailable, VersionError
-from lmcache.memory.shared_memory import SharedMemory
+from lmcache.memory.engine_memory import EngineMemory
 from lmcache.protocol.messages import (
     METHODS,
+    OLDEST_SUPPORTED_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
     Empty,
     ErrorCode,
     Hello,
@@ -37,8 +38,7 @@ from lmcache.protocol.messages import (
     RegisterWorker,
     Unregister,
 )
-from lmcache.protocol.version import OLDEST_SUPPORTED_PROTOCOL_VERSION, PROTOCOL_VERSION
-from lmcache.transport.client import Connection, Pending
+from lmcache.transport.connection import Connection, Pending
 
 log = logging.getLogger("lmcache.client")
 
@@ -62,11 +62,31 @@ class ClientState(enum.Enum):
 
 
 class Client:
-    """Thread-safe.
+    """The connection of one engine process to the server: it heals itself, and no call waits past its deadline.
+    Thread-safe.
 
-    `on_new_incarnation(client)` is called by the keeper for the first server and for every one that takes its place,
-    before anything is registered there: `client.hello` and `client.memory` are new already, while the former memory
-    stays mapped until the callback returns. It must end whatever still copies from or to the former memory. It may
+    Shapes and units: times are seconds. Messages and replies are the structs of `protocol.messages`; in them tokens are
+    packed u32, chunk hashes 32 bytes each, slots u64 offsets in `memory`, [rank][group][chunk].
+
+    Errors: ServerUnavailable when there is no server, at once where that is known, else at the deadline; RemoteError
+    for what the server refuses; VersionError from `connect` for a server that speaks another protocol.
+
+    Example, with a server at `url` that counts 256 tokens a chunk:
+
+    >>> from lmcache.client import Client
+    >>> from lmcache.protocol.messages import Lookup, RegisterInstance
+    >>> from lmcache.protocol.tokens import pack_tokens
+    >>> client = Client(url)
+    >>> owner = client.register(RegisterInstance("engine", "model", 1, 1, 10.0), timeout_seconds=5.0)
+    >>> message = Lookup("engine", "request", "", 0, pack_tokens(range(600)))
+    >>> reply = client.call("lookup", message, timeout_seconds=5.0)
+    >>> reply.chunks, len(reply.hashes)  # nothing is stored of two full chunks
+    (0, 64)
+    >>> client.close()
+
+    `on_new_server(client)` is called by the keeper for the first server and for every one that takes its place,
+    before anything is registered there: `client.hello` and `client.memory` are new already, while the previous memory
+    stays mapped until the callback returns. It must end whatever still copies from or to the previous memory. It may
     `declare` other registrations. It must not call `call`, `register` or `close`.
     """
 
@@ -74,23 +94,23 @@ class Client:
         self,
         url: str,
         *,
-        clock: Clock | None = None,
+        environment: EngineEnvironment = ENGINE_SYSTEM,
         heartbeat_interval_seconds: float = 10.0,
         map_memory: bool = True,
         transfer: WantedTransfer = WantedTransfer.AUTO,
-        on_new_incarnation: Callable[[Client], None] | None = None,
+        on_new_server: Callable[[Client], None] | None = None,
     ) -> None:
         """`map_memory` False: for those who move no frames."""
         self.endpoint = connect_endpoint(url)
         self.hello: HelloReply | None = None
-        self.memory: SharedMemory | None = None
+        self.memory: EngineMemory | None = None
         self.heartbeat_interval_seconds = heartbeat_interval_seconds
-        self._clock = clock or SystemClock()
+        self._environment = environment
         self._map_memory = map_memory
         self._wanted = transfer
         self._transfer: Transfer | None = None  # agreed on with the present server
-        self._on_new_incarnation = on_new_incarnation
-        self._changed = threading.Condition()
+        self._on_new_server = on_new_server
+        self._changed = environment.condition()
         self._state = ClientState.CONNECTING
         self._reason = f"The LMCache server at {self.endpoint} has not answered yet."
         self._refusal: LMCacheError | None = None
@@ -100,8 +120,8 @@ class Client:
         self._owners: dict[_RegistrationKey, int] = {}
         self._locked: dict[_RegistrationKey, int] = {}  # the keeper's: owner bytes held in the present memory
         self._refused: dict[_RegistrationKey, LMCacheError] = {}
-        self._process = os.urandom(16)
-        self._transfer_said = self._refusal_said = ""
+        self._process = environment.random_bytes(16)
+        self._logged_transfer = self._logged_refusal = ""  # reasons
         self._beat_now = False
         self._closing = False
         self._keeper: threading.Thread | None = None
@@ -113,15 +133,15 @@ class Client:
         return self._state
 
     @property
-    def boot_token(self) -> bytes:
-        """Of the server's present life; empty before the first HELLO."""
-        return self.hello.boot_token if self.hello is not None else b""
+    def server_epoch(self) -> bytes:
+        """Of the present server; empty before the first HELLO."""
+        return self.hello.server_epoch if self.hello is not None else b""
 
     def start(self) -> None:
         """Begins to connect, without waiting. Idempotent."""
         with self._changed:
             if self._keeper is None and not self._closing:
-                self._keeper = threading.Thread(target=self._keep, name="lmcache-keeper", daemon=True)
+                self._keeper = self._environment.thread(target=self._keep, name="lmcache-keeper", daemon=True)
                 self._keeper.start()
 
     def connect(self, timeout_seconds: float) -> HelloReply:
@@ -195,7 +215,7 @@ class Client:
             self.memory = None
 
     def _nudge(self) -> None:
-        """Makes the keeper look around now."""
+        """Makes the keeper beat and register at once."""
         self._beat_now = True
         connection = self._current
         if connection is not None:
@@ -205,9 +225,10 @@ class Client:
     def _keep(self) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._closing:
-            connection = Connection(self.endpoint, self._context, self._clock, self._note_trouble)
-            self._current = connection
+            environment, connection = self._environment, None
             try:
+                connection = environment.connection(self.endpoint, self._context, environment.clock, self._note_trouble)
+                self._current = connection
                 self._establish(connection)
                 self._become_ready(connection)
                 pause_seconds = _FIRST_PAUSE_SECONDS
@@ -223,7 +244,8 @@ class Client:
                 pause_seconds = _REFUSED_PAUSE_SECONDS
             finally:
                 self._current = None
-                connection.close()
+                if connection is not None:
+                    connection.close()
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
@@ -238,38 +260,38 @@ class Client:
                 f"The server at {self.endpoint} ({hello.server_version}) speaks protocol version "
                 f"{hello.protocol_version}, this client {PROTOCOL_VERSION}: upgrade the older side."
             )
-        if hello.boot_token != self.boot_token:
+        if hello.server_epoch != self.server_epoch:
             self._meet(hello)
         if self._owners:  # while this client was away, another one may have taken its name
             self._beat(connection)
         self._register_all(connection)
 
     def _meet(self, hello: HelloReply) -> None:
-        """A server that this client has not seen: its memory takes the place of the former one's."""
+        """A server that this client has not seen: its memory takes the place of the previous one's."""
         transfer = agree(hello, self._wanted) if self._map_memory else None
-        self._say_transfer(transfer)
+        self._log_transfer(transfer)
         memory = transfer.memory if transfer is not None else None
-        former_hello, former_memory = self.hello, self.memory
-        former_transfer = self._transfer
+        previous_hello, previous_memory = self.hello, self.memory
+        previous_transfer = self._transfer
         self.hello, self.memory, self._transfer = hello, memory, transfer
         with self._changed:
             self._owners.clear()
             self._refused.clear()
         try:
-            if self._on_new_incarnation is not None:
-                self._on_new_incarnation(self)
+            if self._on_new_server is not None:
+                self._on_new_server(self)
         except BaseException:
-            self.hello, self.memory, self._transfer = former_hello, former_memory, former_transfer
+            self.hello, self.memory, self._transfer = previous_hello, previous_memory, previous_transfer
             if memory is not None:
                 memory.close()
             raise
         self._locked.clear()
-        if former_memory is not None:
-            former_memory.close()
+        if previous_memory is not None:
+            previous_memory.close()
 
-    def _say_transfer(self, transfer: Transfer | None) -> None:
-        if transfer is not None and transfer.reason and transfer.reason != self._transfer_said:
-            self._transfer_said = transfer.reason
+    def _log_transfer(self, transfer: Transfer | None) -> None:
+        if transfer is not None and transfer.reason and transfer.reason != self._logged_transfer:
+            self._logged_transfer = transfer.reason
             level = logging.INFO if self._wanted is WantedTransfer.SOCKET else logging.WARNING
             log.log(level, "KV travels over the socket, slower than through shared memory: %s", transfer.reason)
 
@@ -310,14 +332,14 @@ class Client:
         )
 
     def _lock_owner(self, key: _RegistrationKey, owner: int) -> None:
-        """Holds the byte that tells the server that this process lives."""
-        former = self._locked.get(key)
-        if self.memory is None or former == owner:
+        """Holds the byte that shows the server that this process runs."""
+        previous = self._locked.get(key)
+        if self.memory is None or previous == owner:
             return
         self.memory.lock_owner(owner)
         self._locked[key] = owner
-        if former is not None:
-            self.memory.unlock_owner(former)
+        if previous is not None:
+            self.memory.unlock_owner(previous)
 
     def _beat_until_broken(self, connection: Connection) -> None:
         nudged = True
@@ -346,7 +368,7 @@ class Client:
         for instance_id, worker_id in keys:
             message = Ping(instance_id, worker_id, self._process)
             reply = connection.submit("ping", message, PingReply, _CONTROL_TIMEOUT_SECONDS).result()
-            if reply.boot_token != self.boot_token:
+            if reply.server_epoch != self.server_epoch:
                 raise ServerUnavailable(f"Another server has taken the place of the one at {self.endpoint}.")
             if instance_id and not reply.registered:
                 log.warning(
@@ -357,7 +379,7 @@ class Client:
                 self._beat_now = True
 
     def _note_trouble(self, error: Exception) -> None:
-        """A call failed: find out now, not at the next beat, whether the server is there and knows us."""
+        """A call failed: whether the server is there and knows this client is asked at once, not at the next beat."""
         timed_out = isinstance(error, ServerUnavailable)
         if timed_out or (isinstance(error, RemoteError) and error.code == ErrorCode.UNKNOWN_INSTANCE):
             self._nudge()
@@ -371,18 +393,18 @@ class Client:
                 "Connected to the LMCache server at %s (version %s, boot %s)",
                 self.endpoint,
                 self.hello.server_version,
-                self.hello.boot_token.hex()[:8],
+                self.hello.server_epoch.hex()[:8],
             )
         self._set_state(ClientState.READY, "", None)
 
     def _become_unavailable(self, reason: str, refusal: LMCacheError | None) -> None:
         with self._changed:
             self._ready = None
-        news = self._state is not ClientState.UNAVAILABLE or (refusal is not None and reason != self._refusal_said)
+        news = self._state is not ClientState.UNAVAILABLE or (refusal is not None and reason != self._logged_refusal)
         if news and not self._closing:
             log.warning("The LMCache server is unavailable, so nothing is cached until it is back: %s", reason)
         if refusal is not None:
-            self._refusal_said = reason
+            self._logged_refusal = reason
         self._set_state(ClientState.UNAVAILABLE, reason, refusal)
 
     def _set_state(self, state: ClientState, reason: str, refusal: LMCacheError | None) -> None:

@@ -11,9 +11,9 @@ from lmcache.errors import ConfigError
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
-_RANDOM_SHM_NAME = re.compile(r"lmcache-[0-9a-f]{12}")  # as given where nothing names the memory
+_RANDOM_SHM_NAME = re.compile(r"lmcache-[0-9a-f]{12}")  # the default with --port 0
 
-Conflict = tuple[set[str], str]  # the options that it is between, and a sentence that names them
+Conflict = tuple[set[str], str]  # the options in conflict, and the sentence that names them
 
 
 def conflicts(config: ServerConfig) -> Iterator[Conflict]:

@@ -1,4 +1,4 @@
-"""From flags, environment and file to one ServerConfig. Flags win over environment, environment over file."""
+"""Merges flags, environment and file into one ServerConfig. Flags win over environment, environment over file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _Known = Mapping[str, tuple[Option, object]]
 class Loaded:
     config: ServerConfig
     sources: Mapping[str, str]  # option name -> the flag, variable or file that set it; defaults are not listed
-    ignored: Sequence[str] = ()  # variables that begin like options and are none
+    random: frozenset[str]  # options at a default that is random for each server
+    ignored: Sequence[str] = ()  # LMCACHE_ variables that are not options
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ class _Given:
 
 @dataclass
 class _Read:
-    """What the sources say, and what of it cannot be: the options in `refused` are not to be looked at further."""
+    """What the sources give. Options in `refused` are reported already and not checked further."""
 
     problems: Problems
     given: dict[str, _Given] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
     ignored: list[str] = field(default_factory=list)
     file: str = ""
-    file_unread: bool = False  # whatever is missing may be in it
+    file_unread: bool = False  # required options may be in it, so none is reported as missing
 
     def refuse(self, sentence: str, *names: str) -> None:
         self.problems.add(sentence if sentence.endswith(("?", ".")) else sentence + ".")
@@ -55,7 +56,7 @@ class _Read:
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Loaded:
-    """Reads, converts and checks. ConfigError tells all that is wrong, each in a sentence."""
+    """Reads, converts and checks. ConfigError lists every problem, a sentence each."""
     problems = Problems()
     loaded = draft(argv, environ, problems)
     problems.raise_all()
@@ -63,7 +64,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Loaded:
 
 
 def draft(argv: Sequence[str], environ: Mapping[str, str], problems: Problems) -> Loaded:
-    """As `load`, but what is wrong goes to `problems`; in its place stands a default, and {} for an adapter."""
+    """As `load`, but adds refusals to `problems` and puts a default in place of a refused value, {} for an adapter."""
     known = options()
     read = _Read(problems)
     from_flags = _read_flags(argv, known, read)
@@ -87,7 +88,8 @@ def draft(argv: Sequence[str], environ: Mapping[str, str], problems: Problems) -
     for names, sentence in conflicts(config):
         if not names & read.refused:
             problems.add(sentence)
-    return Loaded(config, {name: given.where for name, given in read.given.items()}, read.ignored)
+    sources = {name: given.where for name, given in read.given.items()}
+    return Loaded(config, sources, frozenset(config.random_names() - set(sources)), read.ignored)
 
 
 def parse_adapter_text(where: str, text: str) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def _convert_list(name: str, given: _Given, kind: Listed, read: _Read) -> list[o
 
 
 def _read_flags(argv: Sequence[str], known: _Known, read: _Read) -> dict[str, _Given]:
-    """The options that are given. A repeated flag replaces, or adds where it is a list."""
+    """The flags by option. A repeated flag replaces the value, or adds to a list."""
     names = {flag(name): name for name in known}
     switches = {flag(name) for name, (option, _) in known.items() if isinstance(option.kind, Switch)}
     given: dict[str, _Given] = {}
@@ -143,7 +145,8 @@ def _read_flags(argv: Sequence[str], known: _Known, read: _Read) -> dict[str, _G
         negated = word.startswith("--no-") and positive in switches
         name = names.get(positive if negated else word)
         if name is None and word != CONFIG_FLAG:
-            _refuse_flag(word, names, read)
+            allowed = {**names, CONFIG_FLAG: ""}
+            _refuse_unknown(word, word[2:].replace("-", "_"), word, allowed, read, of=" of lmcache server")
             _take_values(rest, several=True)
             continue
         kind = known[name][0].kind if name is not None else None
@@ -174,21 +177,23 @@ def _take_values(rest: list[str], *, several: bool) -> list[str]:
     return values
 
 
-def _refuse_flag(word: str, names: Mapping[str, str], read: _Read) -> None:
-    plain = word[2:].replace("-", "_")
-    if instead := unbuilt.option(plain):
-        read.refuse(f"{word} is not built yet: {instead}.")
-    elif instead := unbuilt.in_process_key(plain):
-        read.refuse(f"{word} configures LMCache inside an engine, not a server: {instead}.")
+def _refuse_unknown(
+    where: str, name: str, written: str, allowed: Mapping[str, str], read: _Read, *, of: str = ""
+) -> None:
+    """`written` is the unknown flag or key, `allowed` maps the valid ones to their options."""
+    if instead := unbuilt.option(name):
+        read.refuse(f"{where} is not built yet: {instead}.")
+    elif instead := unbuilt.in_process_key(name):
+        read.refuse(f"{where} configures LMCache inside an engine, not a server: {instead}.")
     else:
-        meant = nearest(word, [*names, CONFIG_FLAG])
+        meant = nearest(written, list(allowed))
         guess = f"; did you mean {meant}?" if meant else "; lmcache server --help lists them"
-        # What was meant counts as given, so that it is not asked for as well.
-        read.refuse(f"{word} is not an option of lmcache server{guess}", *filter(None, [names.get(meant)]))
+        # The suggested option counts as given, so that it is not reported as missing, too.
+        read.refuse(f"{where} is not an option{of}{guess}", *filter(None, [allowed.get(meant)]))
 
 
 def _read_environment(environ: Mapping[str, str], known: _Known, read: _Read) -> dict[str, _Given]:
-    """Variables named like options. One that is nearly named so is a slip of the hand; the rest belongs to others."""
+    """The variables named like options. Near misses are refused; other LMCACHE_ names are ignored and listed."""
     names = {variable(name): name for name in known}
     given: dict[str, _Given] = {}
     for key, value in environ.items():
@@ -223,7 +228,7 @@ def _read_file(path: str, known: _Known, read: _Read) -> dict[str, _Given]:
         name = key.replace("-", "_")
         where = f"{key} in {path}"
         if name not in known:
-            _refuse_key(name, where, known, read)
+            _refuse_unknown(where, name, name, {option: option for option in known}, read)
         elif name in given:
             read.refuse(f"{path} gives {key} twice, with dashes and with underscores.", name)
         elif value is None:
@@ -231,14 +236,3 @@ def _read_file(path: str, known: _Known, read: _Read) -> dict[str, _Given]:
         else:
             given[name] = _Given(where, value)
     return given
-
-
-def _refuse_key(name: str, where: str, known: _Known, read: _Read) -> None:
-    if instead := unbuilt.option(name):
-        read.refuse(f"{where} is not built yet: {instead}.")
-    elif instead := unbuilt.in_process_key(name):
-        read.refuse(f"{where} configures LMCache inside an engine, not a server: {instead}.")
-    else:
-        meant = nearest(name, list(known))
-        guess = f"; did you mean {meant}?" if meant else "; lmcache server --help lists them"
-        read.refuse(f"{where} is not an option{guess}", *filter(None, [meant]))

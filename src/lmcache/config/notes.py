@@ -1,8 +1,9 @@
-"""What is accepted and perhaps not what was meant: options that have no effect beside others, and odd combinations."""
+"""Warnings about accepted options: those without effect beside others, and odd combinations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from lmcache.config import unbuilt
 from lmcache.config.load import Loaded
@@ -17,20 +18,27 @@ _LOOKUP_LOG = (
 )
 
 
-def notes(loaded: Loaded, environ: Mapping[str, str], *, verifies_loads: bool, drops_from_l1: bool) -> list[str]:
-    """A sentence each, for the log and for `lmcache config check`. `verifies_loads`: something from L2 is left to the
-    server to verify. `drops_from_l1`: what L2 has stored leaves L1, under any eviction policy."""
-    found = list(_without_effect(loaded, verifies_loads, drops_from_l1))
-    found += _odd(loaded.config, environ, drops_from_l1)
+class L2Traits(NamedTuple):
+    """What the adapters and the store policy, taken together, mean for options of the server."""
+
+    verifies_loads: bool = False  # an adapter leaves it to the server to verify loads
+    drops_from_l1: bool = False  # objects leave L1 once L2 has stored them, whatever the eviction policy
+    limits_salts: bool = False  # an adapter evicts by the quotas of salts
+
+
+def notes(loaded: Loaded, environ: Mapping[str, str], l2: L2Traits) -> list[str]:
+    """A sentence each, for the log and for `lmcache config check`."""
+    found = list(_without_effect(loaded, l2))
+    found += _odd(loaded.config, environ, l2)
     for name in loaded.ignored:
         instead = unbuilt.in_process_key(name.removeprefix("LMCACHE_").lower())
         found.append(f"{name} in the environment is not an option of this server{f' ({instead})' * bool(instead)}.")
     return found
 
 
-def _without_effect(loaded: Loaded, verifies_loads: bool, drops_from_l1: bool) -> Iterator[str]:
+def _without_effect(loaded: Loaded, l2: L2Traits) -> Iterator[str]:
     config = loaded.config
-    for names, reason in _idle(loaded, verifies_loads, drops_from_l1):
+    for names, reason in _idle(loaded, l2):
         for name in names:
             if name in loaded.sources and getattr(config, name) != _default(config, name):
                 yield f"{loaded.sources[name]} has no effect: {reason}."
@@ -40,7 +48,7 @@ def _default(config: ServerConfig, name: str) -> object:
     return config.max_workers if name in ("max_gpu_workers", "max_cpu_workers") else options()[name][1]
 
 
-def _idle(loaded: Loaded, verifies_loads: bool, drops_from_l1: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]:
     """Options that change nothing in this configuration, and why."""
     config = loaded.config
     if socket_path(config.host):
@@ -49,15 +57,15 @@ def _idle(loaded: Loaded, verifies_loads: bool, drops_from_l1: bool) -> Iterator
     if not config.l2_adapter:
         yield ("l2_store_policy", "l2_prefetch_policy", "l2_prefetch_max_in_flight"), "there is no --l2-adapter"
         yield ("max_workers", "max_cpu_workers"), "its threads verify what L2 gave back, and there is no --l2-adapter"
-    elif not verifies_loads:
+    elif not l2.verifies_loads:
         yield ("max_workers", "max_cpu_workers"), "every --l2-adapter verifies on its own threads (num_workers)"
     elif "max_cpu_workers" in loaded.sources:
         yield ("max_workers",), f"{loaded.sources['max_cpu_workers']} says how many threads verify"
     if not config.l1_use_lazy:
         yield ("l1_init_size_gb",), "without --l1-use-lazy all of L1 is taken at the start"
-    if config.eviction_policy == "noop" and not drops_from_l1:  # else what no adapter took makes room
+    if config.eviction_policy == "noop" and not l2.drops_from_l1:  # else objects that no adapter took are evicted
         yield ("eviction_trigger_watermark", "eviction_ratio"), "--eviction-policy noop evicts nothing"
-    if not _limits_salts(config):
+    if config.eviction_policy != "IsolatedLRU" and not l2.limits_salts:
         yield ("quota_file",), f"--eviction-policy {config.eviction_policy} knows no quotas; use IsolatedLRU"
     if not config.metrics_enabled:
         yield ("prometheus_port", "metrics_sample_rate", "service_instance_id"), "metrics are off"
@@ -67,16 +75,8 @@ def _idle(loaded: Loaded, verifies_loads: bool, drops_from_l1: bool) -> Iterator
         yield ("disable_metrics", "disable_logging"), "--disable-observability covers it"
 
 
-def _limits_salts(config: ServerConfig) -> bool:
-    policies = [config.eviction_policy]
-    for adapter in config.l2_adapter:
-        eviction = adapter.get("eviction")
-        policies.append(eviction.get("eviction_policy", "") if isinstance(eviction, dict) else "")
-    return "IsolatedLRU" in policies
-
-
-def _odd(config: ServerConfig, environ: Mapping[str, str], drops_from_l1: bool) -> Iterator[str]:
-    if config.eviction_policy == "noop" and not drops_from_l1:
+def _odd(config: ServerConfig, environ: Mapping[str, str], l2: L2Traits) -> Iterator[str]:
+    if config.eviction_policy == "noop" and not l2.drops_from_l1:
         yield (
             f"With --eviction-policy noop and --l2-store-policy {config.l2_store_policy} nothing ever leaves L1: once "
             "it is full, new chunks are not cached."

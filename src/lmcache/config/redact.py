@@ -1,4 +1,4 @@
-"""A configuration as it may be shown: every value that grants access is replaced."""
+"""Replaces every value of a configuration that grants access, so that it can be shown."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ _URL_QUERY = re.compile(r"(?<=\?)\S+")
 def redacted(config: ServerConfig) -> dict[str, Any]:
     """Every option by name. Inside adapters and plugins, values are hidden by the name of their key, and users and
     queries of URLs wherever they stand."""
-    return {one.name: _shown(getattr(config, one.name)) for one in dataclasses.fields(config)}
+    return {option.name: shown(getattr(config, option.name)) for option in dataclasses.fields(config)}
 
 
-def _shown(value: Any) -> Any:
+def is_secret(name: str) -> bool:
+    """Whether the value of a key of that name grants access."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def shown(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: HIDDEN if _SECRET_NAME.search(key) and item else _shown(item) for key, item in value.items()}
+        return {key: HIDDEN if is_secret(key) and item else shown(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_shown(item) for item in value]
+        return [shown(item) for item in value]
     if isinstance(value, str) and "://" in value:
         return _URL_QUERY.sub(HIDDEN, _URL_USER.sub(HIDDEN, value))
     return value

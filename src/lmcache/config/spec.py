@@ -1,4 +1,4 @@
-"""Every option of `lmcache server`, once. Flags, LMCACHE_ variables, YAML keys, help and checks all come from here."""
+"""Declares every option of `lmcache server`: flags, LMCACHE_ variables, YAML keys, help and checks come from here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _METADATA_KEY = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of one option beside its name and default.
+    """An option beside its name and default.
 
     `default_text` replaces the default in help where it depends on something else. `unbuilt` is what to use instead of
     an option that is documented and not built yet (config/unbuilt.py): any value but the default is refused with it.
@@ -44,6 +44,7 @@ def _option(kind: Kind, default: object, help: str, *, default_text: str = "") -
 _REQUIRED = dataclasses.MISSING
 _PORT = Whole(minimum=0, maximum=65535, shown_as="PORT")
 _GB = "GB"
+_LONGEST_SECONDS = 366 * 86_400
 _FRACTION = Number(above=0, maximum=1, shown_as="FRACTION")
 _ADAPTER_EXAMPLE = '{"type": "fs_native", "base_path": "/data/lmcache"}'
 
@@ -109,7 +110,7 @@ class ServerConfig:
     l1_size_gb: float = _option(Number(unit=_GB, above=0, maximum=1 << 20), _REQUIRED, "size of L1; 1 GB is 2^30 bytes")
     l1_use_lazy: bool = _option(Switch(), True, "take memory for L1 as it fills, rather than all of it at the start")
     l1_init_size_gb: float = _option(
-        Number(unit=_GB, above=0),
+        Number(unit=_GB, above=0, maximum=1 << 20),
         20.0,
         "what a lazy L1 takes at the start, never more than --l1-size-gb",
     )
@@ -119,12 +120,12 @@ class ServerConfig:
         "alignment of objects in L1; raise it to the block size of a file system used with O_DIRECT",
     )
     l1_write_ttl_seconds: float = _option(
-        Number(unit="seconds", above=0),
+        Number(unit="seconds", above=0, maximum=_LONGEST_SECONDS),
         600.0,
         "how long an engine may be silent before what it was writing is set aside",
     )
     l1_read_ttl_seconds: float = _option(
-        Number(unit="seconds", above=0),
+        Number(unit="seconds", above=0, maximum=_LONGEST_SECONDS),
         300.0,
         "how long an engine may be silent before what it was reading may be evicted",
     )
@@ -164,7 +165,8 @@ class ServerConfig:
         default_factory=list,
         metadata=_about(
             Listed(ADAPTER_KIND),
-            f"a slower tier; repeat it for more, the order is the order of lookups; such as '{_ADAPTER_EXAMPLE}'",
+            f"a slower tier; repeat it for more, the order is the order of lookups; such as '{_ADAPTER_EXAMPLE}'; "
+            "`lmcache config adapter` lists the types and their keys",
         ),
     )
     l2_store_policy: str = _option(
@@ -207,12 +209,14 @@ class ServerConfig:
         Text("FOLDER"), "", "write the chunk hashes of lookups there", default_text="off"
     )
     lookup_hash_log_rotation_interval: int = _option(
-        Whole(unit="seconds", minimum=1), 21_600, "begin a new file after that long"
+        Whole(unit="seconds", minimum=1, maximum=_LONGEST_SECONDS), 21_600, "begin a new file after that long"
     )
     lookup_hash_log_rotation_max_size: int = _option(
-        Whole(unit="bytes", minimum=1024), 104_857_600, "begin a new file beyond that size"
+        Whole(unit="bytes", minimum=1024, maximum=1 << 40), 104_857_600, "begin a new file beyond that size"
     )
-    lookup_hash_log_max_files: int = _option(Whole(unit="files", minimum=1), 100, "delete the oldest beyond that many")
+    lookup_hash_log_max_files: int = _option(
+        Whole(unit="files", minimum=1, maximum=1_000_000), 100, "delete the oldest beyond that many"
+    )
 
     runtime_plugin_locations: list[str] = field(
         default_factory=list, metadata=_about(Listed(Text("PATH")), "scripts or folders of them")
@@ -246,8 +250,12 @@ class ServerConfig:
             fill("service_instance_id", str(uuid.uuid4()))
         fill("l1_init_size_gb", min(self.l1_init_size_gb, self.l1_size_gb))
 
+    def random_names(self) -> set[str]:
+        """Options whose default is random for each server."""
+        return {"service_instance_id"} | ({"shm_name"} if not self.port and not socket_path(self.host) else set())
+
     def _default_shm_name(self) -> str:
-        """The same for every server at the same address, so that the next one there finds what this one leaves."""
+        """Derived from the address, so that the next server there finds the memory that this one leaves."""
         path = socket_path(self.host)
         if path:
             return "lmcache" + re.sub(r"[^A-Za-z0-9._-]", "-", path)
@@ -260,7 +268,7 @@ class ServerConfig:
 
     @property
     def l1_init_size_bytes(self) -> int:
-        """What has memory behind it when the server says that it is ready."""
+        """What is reserved when the server reports that it is ready."""
         if not self.l1_use_lazy:
             return self.l1_size_bytes
         return int(self.l1_init_size_gb * GIB) // self.l1_align_bytes * self.l1_align_bytes

@@ -63,7 +63,7 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
     "local_disk": _FOLDER,
     "max_local_disk_size": _FOLDER,
     "remote_url": _SHARED_FOLDER,
-    "remote_serde": "KV is stored as it is",
+    "remote_serde": 'the key "serde" of an --l2-adapter says what encodes objects on their way',
     "remote_storage_plugins": _PLUGIN,
     "remote_storage_plugin": _PLUGIN,
     "external_backends": _PLUGIN,
@@ -102,14 +102,8 @@ IN_PROCESS_FAMILIES: Mapping[str, str] = {
 }
 
 ADAPTERS: Mapping[str, str] = {
-    "s3": f'a bucket that is mounted as a file system is a folder for "fs", and {_PLUGIN}',
-    "resp": f"{_SHARED_FOLDER}, and {_PLUGIN}",
-    "mooncake_store": f"{_SHARED_FOLDER}, and {_PLUGIN}",
     "infinistore": f"{_SHARED_FOLDER}, and {_PLUGIN}",
     "p2p": _SHARED_FOLDER,
-    "nixl_store": '"fs_native" and "raw_block" move whole files and devices without NIXL, with "use_odirect" past the '
-    "page cache",
-    "nixl_store_dynamic": '"fs_native" moves whole files without NIXL, and finds them again after a restart',
 }
 # What people call them: the documented type, and what else it needs.
 ADAPTER_ALIASES: Mapping[str, tuple[str, str]] = {
@@ -133,7 +127,12 @@ ADAPTER_ALIASES: Mapping[str, tuple[str, str]] = {
     "peer": ("p2p", ""),
     "infini_store": ("infinistore", ""),
 }
-ADAPTER_KEYS: Mapping[str, str] = {"serde": "leave the key out to store KV as it is"}
+_LOSSLESS = '"zstd" and "exponent" compress without loss'
+SERDES: Mapping[str, str] = {
+    "fp8": _LOSSLESS,
+    "cachegen": _LOSSLESS,
+    "turboquant": _LOSSLESS,
+}
 
 # Paths of documented HTTP interfaces, `{name}` for a part that varies: what is asked for, and what there is.
 _OBJECTS = ("Listing and deleting single objects", f"GET /status counts objects, and {_CLEAR}")
@@ -141,7 +140,7 @@ _PREFETCH = ("Prefetching on request", "a lookup of an engine loads what L2 has"
 _PINS = ("Pinning", "a larger L1, or quotas of cache salts, keep objects longer")
 _COORDINATOR = ("A coordinator of many servers", _ONE_SERVER)
 _CONTROLLER = ("The controller", _ONE_SERVER)
-_CODECS = ("Compressing what is stored", "KV is stored as it is")
+_CODECS = ("Compressing on request", 'the key "serde" of an --l2-adapter compresses all that it stores')
 HTTP: Mapping[str, tuple[str, str]] = {
     "/cache/objects": _OBJECTS,
     "/cache/delete": _OBJECTS,

@@ -1,4 +1,4 @@
-"""Kinds of option values: how one is read from a flag, a variable or a file, and what is refused.
+"""Kinds of option values: how a value is read from a flag, a variable or a file, and what is refused.
 
 `parse` takes what the source gave (text from flags and environment, native values from YAML) and returns the value or
 raises ValueError with the end of a sentence that begins with the option's name: "must be at least 1 token, got 0".
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,20 +27,25 @@ class Kind(Protocol):
         ...
 
 
-def nearest(wrong: str, allowed: list[str], *, cutoff: float = 0.6) -> str:
-    """The allowed name that looks most like `wrong`, or ""."""
-    import difflib  # only needed on the way to an error
+def nearest(wrong: str, allowed: Sequence[str], *, cutoff: float = 0.6) -> str:
+    """The allowed name that looks most like `wrong`, whatever the case of its letters, or ""."""
+    import difflib  # slow, and only needed for an error
 
-    if by_case := [name for name in allowed if name.lower() == wrong.lower()]:
-        return by_case[0]
-    found = difflib.get_close_matches(wrong, allowed, n=1, cutoff=cutoff)
-    return found[0] if found else ""
+    by_lower = {name.lower(): name for name in reversed(allowed)}
+    found = difflib.get_close_matches(wrong.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else ""
 
 
-def did_you_mean(wrong: str, allowed: list[str]) -> str:
-    """ "; did you mean X?" or ""."""
+def did_you_mean(wrong: str, allowed: Sequence[str]) -> str:
+    """ "; did you mean X?" or "", for the end of a sentence."""
     name = nearest(wrong, allowed)
     return f"; did you mean {name}?" if name else ""
+
+
+def suggestion(wrong: str, allowed: Sequence[str]) -> str:
+    """ " (did you mean X?)" or "", for the middle of a sentence."""
+    name = nearest(wrong, allowed)
+    return f" (did you mean {name}?)" if name else ""
 
 
 def _quantity(amount: float, unit: str) -> str:
@@ -165,8 +170,8 @@ _OUTSIDE = re.compile(r"[^:]+:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Policy:
-    """One of `choices`, an entry point of the group `entry_points` that an installed package has, or MODULE:CLASS. What
-    the last two name is imported by those who use it."""
+    """One of `choices`, an entry point of the group `entry_points` that an installed package has, or MODULE:CLASS. The
+    caller imports what the last two name."""
 
     choices: tuple[str, ...]
     entry_points: str
@@ -181,7 +186,7 @@ class Policy:
             raise ValueError(f"must be {allowed}, got {given!r}")
         if given in self.choices or _OUTSIDE.fullmatch(given):
             return given
-        from importlib import metadata  # only where a name is none of ours
+        from importlib import metadata  # slow, and only needed for names of others
 
         installed = [point.name for point in metadata.entry_points(group=self.entry_points)]
         if given not in installed:
@@ -223,8 +228,8 @@ def parse_json(text: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=refuse_duplicates)
     except json.JSONDecodeError as error:
-        what = error.msg[:1].lower() + error.msg[1:]
-        raise ValueError(f"must be JSON, but at line {error.lineno}, column {error.colno}: {what}") from None
+        fault = error.msg[:1].lower() + error.msg[1:]
+        raise ValueError(f"must be JSON, but at line {error.lineno}, column {error.colno}: {fault}") from None
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,7 @@ class Listed:
         return self.item.placeholder
 
     def items(self, given: object) -> list[object]:
-        """What `item` is to parse."""
+        """The values, each to be parsed by `item`."""
         if isinstance(given, str) and given.lstrip().startswith("["):
             given = parse_json(given)
         return given if isinstance(given, list) else [given]

@@ -1,14 +1,16 @@
-"""Turns what people write as host and port into an address to listen at or to connect to: `tcp://host:port` or `ipc:///path`."""
+"""Parses hosts and URLs into endpoints to listen at or to connect to: `tcp://host:port` or `ipc:///path`."""
 
 from __future__ import annotations
 
 import os
+import re
 
 from lmcache.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), without its end
 _IPC = "ipc"
+_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")  # a name or IPv4 address, an IPv6 address
 
 
 def listening_host(host: str) -> str:
@@ -44,11 +46,17 @@ def connect_endpoint(url: str, port: int | None = None) -> str:
         port = int(written_port)
     if not host or port is None or not 0 < port < 65536:
         raise ConfigError(f"The server address {url!r} needs a host and a port from 1 to 65535.")
+    if not _HOST.fullmatch(host):
+        raise ConfigError(f"The server address {url!r} has the host {host!r}, which is neither a name nor an address.")
     return tcp_endpoint(LOOPBACK if host == "localhost" else host, port)
 
 
 def tcp_endpoint(host: str, port: int) -> str:
     return f"tcp://{_bracketed(host)}:{port}"
+
+
+def http_url(host: str, port: int) -> str:
+    return f"http://{_bracketed(host)}:{port}"
 
 
 def socket_path(endpoint: str) -> str:

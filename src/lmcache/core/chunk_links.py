@@ -1,4 +1,4 @@
-"""Links of the chain of chunk hashes that Python computes (docs/formats/chunk_hash.md)."""
+"""Chunk hash algorithms that are computed in Python, a chunk at a time (docs/formats/chunk_hash.md)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _cbor_head(kind: int, count: int) -> bytes:
 
 
 def builtin(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
-    """Four of the interpreter's 64-bit hashes, told apart by the first byte, because one alone collides too easily.
+    """Four of the interpreter's 64-bit hashes, distinguished by the first byte, because one alone collides too easily.
 
     Bytes alone are hashed. In tuples one 64-bit hash of the tokens would be part of all four, and what has no hash of
     its own (None before Python 3.12) is hashed by its address, another one in every process."""

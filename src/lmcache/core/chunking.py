@@ -46,20 +46,20 @@ class ChunkHasher:
         """
         chunk_bytes = self.chunk_tokens * _TOKEN_BYTES
         count = memoryview(tokens).nbytes // chunk_bytes
-        packed = bytearray(count * CHUNK_HASH_BYTES) if extras else bytearray()
+        packed_extras = bytearray(count * CHUNK_HASH_BYTES) if extras else bytearray()
         for chunk, extra in (extras or {}).items():
             if not 0 <= chunk < count or len(extra) != CHUNK_HASH_BYTES:
                 raise ValueError(f"the extra of chunk {chunk} must be 32 bytes for a chunk from 0 to {count - 1}")
-            packed[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES] = extra
+            packed_extras[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES] = extra
         if self._link is None:
-            return _native.hash_chunks(tokens, self.chunk_tokens, parent, packed)
+            return _native.hash_chunks(tokens, self.chunk_tokens, parent, packed_extras)
         if len(parent) != CHUNK_HASH_BYTES:
             raise ValueError("parent must be 32 bytes")
         hashes = []
-        packed_tokens = bytes(tokens)
+        tokens = bytes(tokens)
         for chunk in range(count):
-            chunk_tokens = packed_tokens[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
-            extra = bytes(packed[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES])
+            chunk_tokens = tokens[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
+            extra = bytes(packed_extras[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES])
             parent = self._link(parent, chunk_tokens, b"" if extra == _NO_EXTRA else extra)
             hashes.append(parent)
         return b"".join(hashes)

@@ -1,4 +1,4 @@
-"""Whether a folder can be used, asked without making anything."""
+"""Checks whether a folder can be used, without creating anything."""
 
 from __future__ import annotations
 

@@ -5,12 +5,18 @@ The format is in docs/formats/frame.md; the native core writes and verifies it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache import _native
-from lmcache.core.key import MAX_NAMESPACE_BYTES, Namespace
+from lmcache.core.key import MAX_NAMESPACE_BYTES, Namespace, ObjectKey
+from lmcache.core.key_batch import pack_keys
 from lmcache.core.limits import FRAME_ALIGN_BYTES, FRAME_HEADER_BYTES, MAX_OBJECT_BYTES
+from lmcache.core.rounding import round_up
 from lmcache.errors import LayoutRefused
+
+# Where docs/formats/frame.md has them.
+_PAYLOAD_BYTES, _CHUNK_HASH, _NAMESPACE_DIGEST = slice(16, 24), slice(40, 72), slice(72, 104)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class FrameHeader:
 
 def frame_bytes(payload_bytes: int, align_bytes: int = FRAME_ALIGN_BYTES) -> int:
     """Bytes of a whole frame: header and payload, rounded up to `align_bytes`."""
-    return -(-(FRAME_HEADER_BYTES + payload_bytes) // align_bytes) * align_bytes
+    return round_up(FRAME_HEADER_BYTES + payload_bytes, align_bytes)
 
 
 def header_template(namespace: Namespace, payload_bytes: int, serde: str = "", serde_params: bytes = b"") -> bytes:
@@ -56,6 +62,12 @@ def parse_header(header: bytes | bytearray | memoryview) -> FrameHeader:
     return FrameHeader(**_native.frame_parse(header))  # type: ignore[arg-type]
 
 
+def verify_frames(keys: Sequence[ObjectKey], frames: Sequence[memoryview]) -> list[str]:
+    """Why each frame is not the whole frame of its key, "" where it is. One native call without the GIL; a frame may be
+    shorter than its buffer."""
+    return _native.verify_frames(list(frames), *pack_keys(keys))
+
+
 def holds_whole_frame(buffer: memoryview, size_bytes: int) -> bool:
     """Whether the first `size_bytes` of a buffer have room for what the header in them announces. A frame may be
     shorter or longer than a slot where a server with another --l1-align-bytes wrote it."""
@@ -64,3 +76,11 @@ def holds_whole_frame(buffer: memoryview, size_bytes: int) -> bool:
     except ValueError:
         return False
     return size_bytes > FRAME_HEADER_BYTES and FRAME_HEADER_BYTES + header.payload_bytes <= size_bytes
+
+
+def may_be_frame_of(key: ObjectKey, buffer: memoryview) -> bool:
+    """Whether the header names the key and a payload that there is room for. No checksum is compared: for memory that
+    is verified later."""
+    payload_bytes = int.from_bytes(buffer[_PAYLOAD_BYTES], "little")
+    is_named = buffer[_CHUNK_HASH] == key.chunk_hash and buffer[_NAMESPACE_DIGEST] == key.namespace.digest
+    return is_named and 0 < payload_bytes <= buffer.nbytes - FRAME_HEADER_BYTES

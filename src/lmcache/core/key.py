@@ -9,8 +9,8 @@ from typing import NamedTuple
 import msgspec
 
 CHUNK_HASH_BYTES = 32
-NAMESPACE_DIGEST_BYTES = 32
 MAX_NAMESPACE_BYTES = 2048
+_UNNAMED = b"\xc0"  # msgpack's nil: no named namespace is encoded so
 
 
 class Namespace(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
@@ -18,7 +18,7 @@ class Namespace(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
 
     `world_size` and `rank` count the workers that hold *different* KV: tensor-parallel ranks of an MLA model all are
     rank 0 of 1. `layout` is `KVLayout.fingerprint`, 32 hex digits. `cache_salt` separates tenants; "" is the default.
-    A struct of msgspec for its hash, which is computed once and in C: keys are looked up by the thousand.
+    A msgspec struct because its hash is computed once, in C: keys are looked up by the thousand.
     """
 
     model_name: str
@@ -47,8 +47,44 @@ class Namespace(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
         return hashlib.sha256(self.encode()).digest()
 
 
+class UnnamedNamespace(Namespace, frozen=True, cache_hash=True, dict=True):
+    """Stands for a namespace of which only the digest is known. No request asks for its objects."""
+
+    @classmethod
+    def of(cls, digest: bytes) -> UnnamedNamespace:
+        return cls(digest.hex(), world_size=0, rank=0, object_group=0, layout="")
+
+    def encode(self) -> bytes:
+        """For the ledger alone; `decode_known` reads it."""
+        return _UNNAMED + self.digest
+
+    @cached_property
+    def digest(self) -> bytes:
+        return bytes.fromhex(self.model_name)
+
+
+def decode_known(encoded: bytes) -> Namespace:
+    """Of either kind."""
+    return UnnamedNamespace.of(encoded[1:]) if encoded.startswith(_UNNAMED) else Namespace.decode(encoded)
+
+
+# In a layout, behind its fingerprint: the lossy serde whose outcome requests accept, then, of an encoded object on a
+# tier, the serde that wrote it.
+LOSSY_MARK, SERDE_MARK = "~", "+"
+
+
+def accepted_lossy_serde(namespace: Namespace) -> str:
+    """The lossy serde through which what is served may have gone; "" where it must be exact."""
+    return namespace.layout.partition(SERDE_MARK)[0].partition(LOSSY_MARK)[2]
+
+
+def stored_serde(namespace: Namespace) -> str:
+    """The serde that wrote the objects of a namespace on a tier; "" where they are as they are served."""
+    return namespace.layout.partition(SERDE_MARK)[2]
+
+
 def salt_digest(cache_salt: str) -> str:
-    """What stands for a cache salt where it is not to be read: the same on every server. "" stays what it is."""
+    """Replaces a cache salt where it must not be shown: the same on every server. "" stays ""."""
     return f"salt-{hashlib.sha256(cache_salt.encode()).hexdigest()[:12]}" if cache_salt else ""
 
 

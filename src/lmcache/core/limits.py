@@ -14,7 +14,8 @@ MAX_UNFINISHED_BYTES = 256 * MIB  # of messages that have begun to arrive, of al
 MAX_UNSENT_BYTES = GIB  # of answers that clients do not take, of all connections
 MAX_UNSENT_BYTES_PER_CONNECTION = 64 * MIB
 MAX_CONNECTIONS = 4096
-BOOT_TOKEN_BYTES = 16
+SERVER_EPOCH_BYTES = 16
+PROCESS_ID_BYTES = 16
 MAX_TOKENS_PER_SESSION = 4 * MIB  # 16 MiB of uint32
 MAX_CHUNKS_PER_CALL = 16_384
 MAX_OBJECT_GROUPS = 64
@@ -36,7 +37,7 @@ MAX_RESERVATIONS_PER_WORKER = 4096
 MAX_RESERVATION_BYTES_PER_WORKER = 64 * MIB  # their chunk hashes and offsets
 MAX_OBJECT_BYTES = 4 * GIB
 MAX_CALLS_IN_FLIGHT_PER_CLIENT = 4096
-MAX_NOTICES_OWED = 16_384  # unconfirmed releases and ends of sessions of one engine
+MAX_UNCONFIRMED_MESSAGES = 16_384  # unconfirmed releases and ends of sessions of one engine
 MAX_DEFERRED_CALLS = 16_384  # of all clients: lookups that wait for L2
 
 # payload over the socket
@@ -54,7 +55,7 @@ L1_GROW_STEP_BYTES = 64 * MIB  # taken at a time in the background
 L1_GROW_INLINE_BYTES = 256 * MIB  # at most, while a reservation waits
 L1_HEADROOM_BYTES = GIB  # what a lazy L1 keeps ready beyond what is used
 MAX_PREFAULT_THREADS = 8
-L1_LATE_IO_SECONDS = 60.0  # that I/O of a killed server may take to end in memory that its successor took over
+L1_LATE_IO_SECONDS = 60.0  # that I/O of a killed server may take to end in memory that the next server recovered
 
 # storage
 MAX_L2_BATCH_OBJECTS = 64
@@ -72,6 +73,7 @@ L2_BREAKER_MAX_OPEN_SECONDS = 60.0
 L2_RETRY_BACKOFF_SECONDS = 0.05  # before the first retry, then doubled
 L2_MAX_READS_IN_FLIGHT = 8  # operations an adapter, running or abandoned
 L2_MAX_WRITES_IN_FLIGHT = 4
+L2_SERDE_MEMORY_BYTES = 384 * MIB  # an adapter, for encoded frames on their way; one larger batch alone may have more
 MAX_QUARANTINE_FILES = 64  # a folder; the oldest go first
 MAX_QUARANTINE_BYTES = 256 * MIB
 MAX_PREFETCHES_WAITING = 4096
@@ -87,6 +89,7 @@ MAX_NAMESPACES_KEPT_PER_INSTANCE = 16_384  # of those salts, for each rank and f
 MAX_LOG_LINES_WAITING = 10_000
 
 # liveness
+MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 0.05, 3600.0
 HEARTBEAT_MISSES_BEFORE_LOST = 2
 
 assert FRAME_HEADER_BYTES % FRAME_ALIGN_BYTES == 0

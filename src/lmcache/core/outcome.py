@@ -13,10 +13,13 @@ class StoreOutcome(enum.Enum):
     FAILED = "failed"  # an I/O fault; the adapter counted it
 
 
+HELD = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)  # the backend has the object now
+
+
 class LoadOutcome(enum.Enum):
     LOADED = "loaded"  # the whole frame is in the buffer; not yet verified
     MISSING = "missing"
-    CORRUPT = "corrupt"  # truncated, foreign, or wrong header; the adapter has moved it aside
+    CORRUPT = "corrupt"  # truncated, foreign, or wrong header; the adapter has quarantined or deleted it
     FAILED = "failed"
 
 

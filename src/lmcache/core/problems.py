@@ -1,4 +1,4 @@
-"""Tells all that is wrong with a command line, a file or a machine at once, not one thing a try."""
+"""Collects every problem of a command line, a file or a machine, so that all are reported at once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Problems:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Ends the block at a refusal, and keeps that."""
+        """Ends the block at the first refusal and records it."""
         try:
             yield
         except (ConfigError, ResourceError) as error:
             self._keep(error)
 
     def add(self, sentence: str) -> None:
-        """Wrong usage."""
+        """Records wrong usage."""
         self._keep(ConfigError(sentence))
 
     def _keep(self, error: LMCacheError) -> None:

@@ -18,7 +18,7 @@ def engine_cpus() -> set[int]:
 
 @contextlib.contextmanager
 def unpinned(cpus: set[int]) -> Iterator[None]:
-    """Threads that the calling thread starts meanwhile may run on all of `cpus`: they inherit from their maker."""
+    """Threads that the calling thread starts meanwhile may run on all of `cpus`: a thread inherits from its parent."""
     pinned = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cpus)

@@ -20,7 +20,7 @@ from lmcache.errors import LayoutRefused, ResourceError
 if TYPE_CHECKING:
     import torch
 
-    from lmcache.memory.shared_memory import SharedMemory
+    from lmcache.memory.engine_memory import EngineMemory
 
 log = logging.getLogger("lmcache.device")
 
@@ -82,7 +82,7 @@ def _planes(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
 
 
 class Gpu:
-    """The GPU of one worker, for its whole life. Thread-safe."""
+    """The GPU of one worker, until it ends. Thread-safe."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class Gpu:
             runs.update(segment[2] for segment in group.segments)
         try:
             self._device = _native.CudaDevice(library, ordinal)
-            self.ways = _native.CudaCopyWays(self._device, runs.most_common(1)[0][0], trial_bytes)
+            self.copy_methods = _native.CudaCopyMethods(self._device, runs.most_common(1)[0][0], trial_bytes)
         except RuntimeError as error:
             raise LayoutRefused(f"KV cannot be copied from this GPU: {error}.") from error
         self._current_stream = current_stream or _torch_stream(ordinal)
-        tried = ", ".join(f"{way} {store:.1f}/{load:.1f}" for way, store, load in self.ways.trials)
+        tried = ", ".join(f"{method} {store:.1f}/{load:.1f}" for method, store, load in self.copy_methods.trials)
         log.info(
             "KV is copied to and from GPU %d by %s copies (store/load GB/s: %s; one large copy: %.1f)",
-            *(ordinal, self.ways.best, tried, self.ways.one_copy_gb_per_second),
+            *(ordinal, self.copy_methods.best, tried, self.copy_methods.one_copy_gb_per_second),
         )
 
     def fence(self) -> _native.CudaFence:
@@ -121,7 +121,7 @@ class Gpu:
         """Why a copy has failed since the last call; "" if none has."""
         return self._device.take_failure()
 
-    def pin(self, memory: SharedMemory) -> Pinning:
+    def pin(self, memory: EngineMemory) -> Pinning:
         return Pinning(self._device, memory.address, memory.size_bytes, memory.present_bytes)
 
     def pin_buffer(self, address: int, size_bytes: int) -> Pinning:
@@ -147,20 +147,20 @@ class Pinning:
 
     def _run(self) -> None:
         try:
-            former_bytes = -1
+            previous_bytes = -1
             while self.pinned_bytes < self._size_bytes:
                 present_bytes = self._present_bytes()
                 piece_bytes = min(_PIECE_BYTES, present_bytes - self.pinned_bytes)
                 # A whole piece, or what there is once it has stopped to grow.
                 if piece_bytes == _PIECE_BYTES or (
-                    piece_bytes > 0 and present_bytes in (former_bytes, self._size_bytes)
+                    piece_bytes > 0 and present_bytes in (previous_bytes, self._size_bytes)
                 ):
                     self._device.register_memory(self._address + self.pinned_bytes, piece_bytes)
                     self.pinned_bytes += piece_bytes
                     pause_seconds = 0.0
                 else:
                     pause_seconds = _LOOK_SECONDS
-                former_bytes = present_bytes
+                previous_bytes = present_bytes
                 if self._closed.wait(pause_seconds):
                     return
         except RuntimeError as error:

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from lmcache._native import L1Core
 from lmcache.clock import Clock
@@ -19,32 +18,29 @@ from lmcache.core.limits import (
     MAX_PREFAULT_THREADS,
 )
 from lmcache.errors import ResourceError
-from lmcache.memory.shared_memory import SharedMemory
-
-if TYPE_CHECKING:
-    from lmcache._native import Buffer
+from lmcache.memory.server_memory import ServerMemory
 
 logger = logging.getLogger("lmcache.l1")
 
-# After the machine refused memory, L1 lives with what it has for a while before it asks again.
+# After the machine refused memory, L1 keeps what it has for a while before it asks again.
 _RETRY_SECONDS = 10.0
 _STOP_SECONDS = 5.0
 
 
-class GrowingCore(L1Core):
-    """An L1Core whose `reserve` finds memory committed as long as there is capacity, rather than evicting."""
+class Growth:
+    """Keeps memory behind the slots that `core` hands out, as long as there is capacity, so that it need not evict."""
 
     def __init__(
-        self, memory: SharedMemory, capacity_bytes: int, first_offset: int, align_bytes: int, policy: str, clock: Clock
+        self, memory: ServerMemory, core: L1Core, capacity_bytes: int, first_offset: int, clock: Clock
     ) -> None:
-        super().__init__(capacity_bytes, first_offset, align_bytes, policy, memory.slot_table_address)
+        self._core = core
         self._memory = memory
         self._capacity_bytes = capacity_bytes
         self._first_offset = first_offset
         self._clock = clock
         # In the background, half of the processors stay with the engines.
         self._threads = max(1, min(MAX_PREFAULT_THREADS, (os.cpu_count() or 1) // 2))
-        self._resumed_bytes = 0  # what a former life committed, in pages of whatever size
+        self._recovered_bytes = 0  # what the previous server committed, in pages of whatever size
         self._touched_bytes = 0  # by the background, from the start
         self._target_bytes = 0  # what the background is to commit at least, whatever is used
         self._is_complete = False
@@ -54,11 +50,11 @@ class GrowingCore(L1Core):
         self._is_stopping = False
         self._grower: threading.Thread | None = None
 
-    def resume(self) -> int:
-        """Goes on with the memory that a former life committed; the bytes of it that are for slots."""
+    def recover(self) -> int:
+        """Goes on with the memory that the previous server committed; the bytes of it that are for slots."""
         self._commit(0)
-        self._resumed_bytes = self.stats()["committed_bytes"]
-        return self._resumed_bytes
+        self._recovered_bytes = self._core.stats()["committed_bytes"]
+        return self._recovered_bytes
 
     def start(self, init_bytes: int) -> None:
         """Commits a first step at once and, in the background, `init_bytes` and later whatever use asks for.
@@ -70,19 +66,19 @@ class GrowingCore(L1Core):
         self._grower = threading.Thread(target=self._grow_in_background, name="l1-grower", daemon=True)
         self._grower.start()
 
-    def commit_all(self, go_on: Callable[[], object] = lambda: None) -> None:
+    def commit_all(self, checkpoint: Callable[[], object] = lambda: None) -> None:
         """Commits the whole capacity and touches every page, before it returns. ResourceError if it cannot be had.
-        `go_on` is called between steps; what it raises ends this."""
+        `checkpoint` is called between steps; what it raises ends this."""
         end_bytes = 0
         while end_bytes < self._capacity_bytes:
-            go_on()
+            checkpoint()
             end_bytes = min(end_bytes + L1_GROW_INLINE_BYTES, self._capacity_bytes)
             self._commit(end_bytes)
         begin, size_bytes = 0, self._memory.size_bytes
         while begin < size_bytes:
-            go_on()
+            checkpoint()
             step_bytes = min(L1_GROW_INLINE_BYTES, size_bytes - begin)
-            self._memory.prefault(begin, step_bytes, MAX_PREFAULT_THREADS, large_pages=begin < self._resumed_bytes)
+            self._memory.prefault(begin, step_bytes, MAX_PREFAULT_THREADS, large_pages=begin < self._recovered_bytes)
             begin += step_bytes
 
     def stop(self) -> None:
@@ -92,28 +88,11 @@ class GrowingCore(L1Core):
         if self._grower is not None:
             self._grower.join(_STOP_SECONDS)
 
-    def reserve(
-        self,
-        owner: int,
-        namespaces: Buffer,
-        salt: str,
-        sizes: Buffer,
-        hashes: Buffer,
-        deadline: float,
-        wanted: Buffer = b"",
-    ) -> tuple[int, bytes, int]:
+    def make_room(self, needed_bytes: int) -> int:
+        """Commits what is missing, within limits, and returns the free bytes that a reservation will leave."""
         if self._is_complete:
-            return super().reserve(owner, namespaces, salt, sizes, hashes, deadline, wanted)
-        frame_bytes = sum(memoryview(bytes(sizes)).cast("Q")) if len(sizes) % 8 == 0 else 0
-        left_bytes = self._make_room(frame_bytes * (len(hashes) // 32))
-        reserved = super().reserve(owner, namespaces, salt, sizes, hashes, deadline, wanted)
-        if left_bytes < L1_HEADROOM_BYTES:
-            self._wake.set()
-        return reserved
-
-    def _make_room(self, needed_bytes: int) -> int:
-        """Commits what is missing, within limits, and returns the free bytes that will be left."""
-        stats = self.stats()
+            return L1_HEADROOM_BYTES
+        stats = self._core.stats()
         free_bytes = stats["free_bytes"]
         if free_bytes < needed_bytes and self._clock.monotonic() >= self._refused_until:
             missing_bytes = min(needed_bytes - free_bytes, L1_GROW_INLINE_BYTES)
@@ -123,6 +102,11 @@ class GrowingCore(L1Core):
                 self._remember_refusal(error)
         return free_bytes - needed_bytes
 
+    def note_left(self, left_bytes: int) -> None:
+        """After that reservation: has the background commit more when little is left."""
+        if left_bytes < L1_HEADROOM_BYTES:
+            self._wake.set()
+
     def _commit(self, committed_bytes: int) -> None:
         try:
             self._memory.grow(self._first_offset + committed_bytes, self._threads)
@@ -130,14 +114,14 @@ class GrowingCore(L1Core):
         finally:  # as far as it went
             reached_bytes = min(self._memory.committed_bytes - self._first_offset, self._capacity_bytes)
             if reached_bytes > 0:
-                self.set_committed(reached_bytes)
+                self._core.set_committed(reached_bytes)
             self._is_complete = reached_bytes == self._capacity_bytes
 
     def _remember_refusal(self, error: ResourceError) -> None:
         self._refused_until = self._clock.monotonic() + _RETRY_SECONDS
         if not self._is_refused:
             self._is_refused = True
-            logger.warning("L1 stays at %.2f GiB for now: %s", self.stats()["committed_bytes"] / GIB, error)
+            logger.warning("L1 stays at %.2f GiB for now: %s", self._core.stats()["committed_bytes"] / GIB, error)
 
     def _grow_in_background(self) -> None:
         try:
@@ -153,7 +137,7 @@ class GrowingCore(L1Core):
 
     def _grow_a_step(self) -> bool:
         """False if there is enough for now, or if the machine has no more."""
-        stats = self.stats()
+        stats = self._core.stats()
         committed_bytes = stats["committed_bytes"]
         wanted_bytes = min(max(self._target_bytes, stats["used_bytes"] + L1_HEADROOM_BYTES), self._capacity_bytes)
         # What was committed in a hurry is touched first.
@@ -171,8 +155,8 @@ class GrowingCore(L1Core):
         # Touched before it is handed out: the first writer of a page would otherwise wait for its clearing.
         begin = self._first_offset + self._touched_bytes if self._touched_bytes else 0
         size_bytes = self._first_offset + end_bytes - begin
-        is_former = self._touched_bytes < self._resumed_bytes
-        self._memory.prefault(begin, size_bytes, self._threads, large_pages=is_former)
+        is_recovered = self._touched_bytes < self._recovered_bytes
+        self._memory.prefault(begin, size_bytes, self._threads, large_pages=is_recovered)
         self._touched_bytes = end_bytes
         self._commit(end_bytes)
         return True

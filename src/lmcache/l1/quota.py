@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from lmcache._native import L1Core
 from lmcache.core.limits import MAX_QUOTAS
+from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import LMCacheError
-from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.quota_file import QuotaFile
-from lmcache.telemetry.metrics import MAX_LABEL_SETS, Metrics
+from lmcache.telemetry.metrics import MAX_LABEL_SETS, QuotaMetrics
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Quotas:
     def get(self, salt: str) -> Quota:
         return Quota(salt, self._limits.of(salt), self._core.usage_of(salt), salt in self._limits)
 
-    def publish(self, metrics: Metrics) -> None:
+    def publish(self, metrics: QuotaMetrics) -> None:
         """Brings the metrics up to date: the salts with a quota, at most MAX_LABEL_SETS of them."""
         metrics.quota_limit_bytes.clear()
         metrics.quota_usage_bytes.clear()

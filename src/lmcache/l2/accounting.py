@@ -1,208 +1,203 @@
-"""What an adapter holds, in bytes, and in which order it may go.
+"""What an adapter holds, in bytes, and in which order it may go: a native ledger under the adapter's capacity
+(native/include/lmcache/ledger.h).
 
-Invariant: `used_bytes` is the sum of the charges of known objects, `reserved_bytes` that of stores under way; a folder
-counts as long as a known object or a store under way needs it. Used + reserved + folders + overhead never exceeds the
-limit through a store that was admitted here.
+Invariant: used + reserved + folders + overhead never exceeds the limit through a store that was admitted here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from lmcache.core.key import ObjectKey
-from lmcache.eviction.base import EvictionPolicy
-from lmcache.l2.adapter import Capacity
+from lmcache._native import Ledger as NativeLedger
+from lmcache._native import LedgerHold, LedgerPage, LedgerStats
+from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey, decode_known
+from lmcache.core.salt_limits import SaltLimits
+from lmcache.l2.adapter import Capacity, ObjectColumns
+
+PAGE_OBJECTS = 4096
 
 
-class Room:
+class CapacityReservation:
     """What one store may still write. Given back when the store has really ended, whoever still waits for it."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+        self._ledger = ledger.native
         self._bytes = 0
         self._keys: list[ObjectKey] = []
 
     def reserve(self, keys: Sequence[ObjectKey], charge_bytes: int) -> None:
         """For these keys, charged that much, and for their folders."""
+        self._ledger.reserve(keys, charge_bytes)
         self._bytes += charge_bytes
-        self._ledger.reserved_bytes += charge_bytes
         self._keys += keys
-        self._ledger.enter_folders(keys)
 
     def stored(self, keys: Sequence[ObjectKey], sizes_bytes: Sequence[int]) -> None:
         """Objects of this store that are there now."""
-        self._ledger.add(keys, sizes_bytes)
-        self._free(min(self._bytes, sum(map(self._ledger.charge_of, keys))))
+        charged_bytes = min(self._bytes, self._ledger.stored(keys, sizes_bytes).bytes)
+        self._bytes -= charged_bytes
+        self._ledger.give_back((), charged_bytes)
 
     def give_back(self) -> None:
-        self._free(self._bytes)
         keys, self._keys = self._keys, []
-        self._ledger.leave_folders(keys)
-
-    def _free(self, charge_bytes: int) -> None:
-        self._bytes -= charge_bytes
-        self._ledger.reserved_bytes -= charge_bytes
+        charge_bytes, self._bytes = self._bytes, 0
+        self._ledger.give_back(keys, charge_bytes)
 
 
-class Folders:
-    """Who needs each folder: an object, a store under way, or a folder in it. Each call names the folders of one
-    object, innermost first."""
+@dataclass(frozen=True, slots=True)
+class Victims:
+    """Objects to evict, the first to go first, and what they are charged."""
 
-    def __init__(self) -> None:
-        self._users: dict[Hashable, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._users)
-
-    def with_these(self, objects: Iterable[Sequence[Hashable]]) -> int:
-        """How many folders there are once these have entered."""
-        new: set[Hashable] = set()
-        for folders in objects:
-            for folder in folders:
-                if folder in self._users or folder in new:
-                    break
-                new.add(folder)
-        return len(self._users) + len(new)
-
-    def enter(self, folders: Iterable[Hashable]) -> None:
-        for folder in folders:
-            users = self._users.get(folder, 0)
-            self._users[folder] = users + 1
-            if users:
-                return
-
-    def leave(self, folders: Iterable[Hashable]) -> None:
-        for folder in folders:
-            users = self._users.get(folder, 0) - 1
-            if users > 0:
-                self._users[folder] = users
-                return
-            self._users.pop(folder, None)
+    keys: list[ObjectKey]
+    size_bytes: int
 
 
 class Ledger:
-    """Belongs to one loop. Keys are held by (namespace, hash); the policy sees the same keys."""
+    """Keys of a call are in prefix order: the suffix of a prompt is of no use without its prefix, so the last one goes
+    first. Belongs to one loop; figures may be read from any thread."""
 
-    def __init__(self, policy: EvictionPolicy[ObjectKey], overhead_bytes: Callable[[], int]) -> None:
-        self.policy = policy
+    def __init__(self, policy: str, overhead_bytes: Callable[[], int], limits: SaltLimits | None = None) -> None:
+        """`policy` is the name of one; IsolatedLRU goes by `limits`."""
+        self.native = NativeLedger(policy)
         self.capacity = Capacity()
-        self.used_bytes = 0
-        self.reserved_bytes = 0
         self._overhead_bytes = overhead_bytes
-        self._charges: dict[ObjectKey, int] = {}
-        self._folders = Folders()
-        self._readers: dict[object, Sequence[ObjectKey]] = {}  # what each reads
+        self._limits = limits or SaltLimits()
+        self._limits_version = -1  # none in force yet
+        self._limits_in_force: dict[str, int] = {}
 
-    def __contains__(self, key: ObjectKey) -> bool:
-        return key in self._charges
+    # ---- figures -----------------------------------------------------------------------------------------------------
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    @capacity.setter
+    def capacity(self, capacity: Capacity) -> None:
+        """What is known already keeps its charge."""
+        self._capacity = capacity
+        self.native.set_capacity(
+            limit_bytes=capacity.limit_bytes,
+            unit_bytes=capacity.unit_bytes,
+            object_overhead_bytes=capacity.object_overhead_bytes,
+            folder_bytes=capacity.folder_bytes,
+        )
+
+    def stats(self) -> LedgerStats:
+        return self.native.stats()
 
     def __len__(self) -> int:
-        return len(self._charges)
+        return self.stats().objects
 
-    def known(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        charges = self._charges
-        return [key in charges for key in keys]
-
-    def keys(self) -> list[ObjectKey]:
-        return list(self._charges)
-
-    def charge_of(self, key: ObjectKey) -> int:
-        return self._charges.get(key, 0)
+    @property
+    def used_bytes(self) -> int:
+        """What all objects are charged."""
+        return self.stats().used_bytes
 
     @property
     def held_bytes(self) -> int:
         """Objects and whatever else takes room in the backend."""
-        return self.used_bytes + self._other_bytes(len(self._folders))
+        stats = self.stats()
+        return stats.used_bytes + stats.folders * self._capacity.folder_bytes + self._overhead_bytes()
 
     @property
     def fraction(self) -> float:
-        """Held part of the limit; 0 where there is none."""
-        return self.held_bytes / self.capacity.limit_bytes if self.capacity.limit_bytes else 0.0
+        """Held part of the limit, of bytes or of objects; 0 where there is none."""
+        limit_bytes, limit_objects = self._capacity.limit_bytes, self._capacity.limit_objects
+        of_bytes = self.held_bytes / limit_bytes if limit_bytes else 0.0
+        return max(of_bytes, len(self) / limit_objects if limit_objects else 0.0)
 
     def lacking_bytes(self, keys: Sequence[ObjectKey], charge_bytes: int) -> int:
         """How much must go before these keys, charged that much, may be stored; 0 when there is room."""
-        folders_of = self.capacity.folders_of
-        folders = self._folders.with_these(map(folders_of, keys)) if folders_of else 0
-        total = self.used_bytes + self.reserved_bytes + self._other_bytes(folders) + charge_bytes
-        limit = self.capacity.limit_bytes
-        return 0 if limit is None else max(0, total - limit)
+        return self.native.lacking(keys, charge_bytes, self._overhead_bytes())
 
-    def add(self, keys: Sequence[ObjectKey], sizes_bytes: Sequence[int]) -> None:
-        """Objects that were just stored or seen, in prefix order; the youngest from now on."""
-        charges = self._charge(dict(zip(keys, sizes_bytes, strict=True)))
-        self.policy.add(list(charges), list(charges.values()))
+    # ---- objects -----------------------------------------------------------------------------------------------------
+    def known(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return list(map(bool, self.native.known(keys)))
 
-    def add_older(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
-        """Objects found at start, youngest first."""
-        known = self._charges
-        charges = self._charge({key: size for key, size in objects if key not in known})
-        self.policy.add_older(list(charges), list(charges.values()))
+    def are_leaving(self, keys: Sequence[ObjectKey]) -> bool:
+        """Whether some of them are victims whose deletion has not ended."""
+        return 2 in self.native.known(keys)
+
+    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns) -> None:
+        """Objects and their sizes, youngest first, older than all that is known. Known ones are left as they are."""
+        if isinstance(objects, ObjectColumns):
+            self.native.found_rows(
+                objects.namespaces,
+                memoryview(objects.positions),
+                objects.hashes,
+                memoryview(objects.sizes_bytes),
+                memoryview(objects.rows),
+            )
+        else:
+            self.native.found([key for key, _ in objects], [size for _, size in objects])
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
-        self.policy.touch(keys)
+        """They were used. Unknown ones are ignored."""
+        self.native.touch(keys)
 
-    def remove(self, key: ObjectKey) -> int:
-        """The charge that is free now, 0 for an unknown key."""
-        self.policy.remove(key)
-        if key not in self._charges:
-            return 0
-        charge = self._charges.pop(key)
-        self.used_bytes -= charge
-        self.leave_folders([key])
-        return charge
+    def lost(self, keys: Sequence[ObjectKey]) -> None:
+        """They are gone without having been evicted. Unknown ones are ignored."""
+        self.native.lost(keys)
 
-    def hold(self, reader: object, keys: Sequence[ObjectKey]) -> None:
-        """They are being read, and no victims until the reader, which is only compared, lets go."""
-        self._readers[reader] = keys
+    def hold(self, keys: Sequence[ObjectKey]) -> LedgerHold:
+        """They are being read; those that are known are no victims until `let_go`."""
+        return self.native.hold(keys)
 
-    def let_go(self, reader: object) -> None:
-        del self._readers[reader]
+    def let_go(self, hold: LedgerHold) -> None:
+        self.native.let_go(hold)
 
-    @property
-    def read_objects(self) -> int:
-        return sum(map(len, self._readers.values()))
+    # ---- eviction ----------------------------------------------------------------------------------------------------
+    def victims(self, wanted_bytes: int, most: int) -> Victims:
+        """Who goes to free so much, at most so many at a time. Until `evicted` or `not_evicted` they are charged, may
+        be loaded, and are no victims again."""
+        self._put_limits_in_force()
+        page = self.native.victims(max(0, wanted_bytes), most)
+        return Victims(_keys_of(page), sum(memoryview(page.charges_bytes).cast("Q")))
 
-    def victims(self, wanted_bytes: int) -> list[ObjectKey]:
-        """Who goes to free so much, or as much as there is."""
-        held = {key for keys in self._readers.values() for key in keys}
-        passed_over = sum(map(self.charge_of, held))
-        chosen: list[ObjectKey] = []
-        for key in self.policy.victims(wanted_bytes + passed_over if wanted_bytes > 0 else 0):
-            if wanted_bytes <= 0:
-                break
-            if key not in held:
-                chosen.append(key)
-                wanted_bytes -= self._charges[key]
-        return chosen
+    def evicted(self, keys: Sequence[ObjectKey]) -> int:
+        """Victims that are gone: the bytes that are free now."""
+        return self.native.evicted(keys).bytes
+
+    def not_evicted(self, keys: Sequence[ObjectKey]) -> None:
+        """Victims that stay, in their previous places."""
+        self.native.not_evicted(keys)
+
+    def _put_limits_in_force(self) -> None:
+        if (version := self._limits.version) == self._limits_version:
+            return
+        limits = self._limits.all()
+        for salt in self._limits_in_force.keys() - limits.keys():
+            self.native.set_limit(salt, 0)
+        for salt, limit_bytes in limits.items():
+            if self._limits_in_force.get(salt) != limit_bytes:
+                self.native.set_limit(salt, limit_bytes)
+        self._limits_in_force, self._limits_version = limits, version
+
+    # ---- listings ----------------------------------------------------------------------------------------------------
+    def begin_scan(self) -> int:
+        """The number of a scan of the backend, which sees what is stored or found from now on."""
+        return self.native.begin_scan()
+
+    def pages(self, page_objects: int = PAGE_OBJECTS, *, unseen_by: int | None = None) -> Iterator[list[ObjectKey]]:
+        """Every known object, or those that a scan has not seen, a page at a time. Between pages anything may happen:
+        objects stored meanwhile may be missed."""
+        start = 0
+        while True:
+            page = self.native.list(start, page_objects, unseen_by)
+            yield _keys_of(page)
+            if not (start := page.next_start):
+                return
 
     def check(self) -> None:
-        """Asserts the invariant while no store is under way. O(objects)."""
-        assert self.used_bytes == sum(self._charges.values())
-        folders_of = self.capacity.folders_of
-        expected = {folder for key in self._charges for folder in folders_of(key)} if folders_of else set()
-        assert len(self._folders) == len(expected)
-        assert self._folders.with_these([[folder] for folder in expected]) == len(expected)
+        """RuntimeError that names a broken invariant. O(objects)."""
+        self.native.check()
 
-    def enter_folders(self, keys: Iterable[ObjectKey]) -> None:
-        folders_of = self.capacity.folders_of
-        if folders_of:
-            for key in keys:
-                self._folders.enter(folders_of(key))
 
-    def leave_folders(self, keys: Iterable[ObjectKey]) -> None:
-        folders_of = self.capacity.folders_of
-        if folders_of:
-            for key in keys:
-                self._folders.leave(folders_of(key))
-
-    def _other_bytes(self, folders: int) -> int:
-        return folders * self.capacity.folder_bytes + self._overhead_bytes()
-
-    def _charge(self, sizes_bytes: dict[ObjectKey, int]) -> dict[ObjectKey, int]:
-        """What each is charged from now on. Of a thousand objects most have one size."""
-        of_size = {size: self.capacity.charge(size) for size in set(sizes_bytes.values())}
-        charges = {key: of_size[size] for key, size in sizes_bytes.items()}
-        self.enter_folders([key for key in charges if key not in self._charges])
-        self.used_bytes += sum(charges.values()) - sum(self._charges.get(key, 0) for key in charges)
-        self._charges.update(charges)
-        return charges
+def _keys_of(page: LedgerPage) -> list[ObjectKey]:
+    namespaces = [decode_known(encoded) for encoded in page.namespaces]
+    hashes = page.hashes
+    return [
+        ObjectKey(namespaces[position], hashes[start : start + CHUNK_HASH_BYTES])
+        for position, start in zip(
+            memoryview(page.positions).cast("I"), range(0, len(hashes), CHUNK_HASH_BYTES), strict=True
+        )
+    ]

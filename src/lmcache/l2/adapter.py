@@ -1,7 +1,7 @@
 """The contract of an L2 adapter: seven coroutines that move whole frames between memory and one backend.
 
-An adapter moves bytes and nothing else. Deadlines, retries, the circuit breaker, limits on concurrency, capacity,
-accounting, eviction and draining are the runner's (l2/runner.py), and so they are the same for every adapter.
+An adapter moves bytes and nothing else. Deadlines, retries, the circuit breaker, limits on concurrency and capacity are
+layers around it (l2/layers/stack.py), accounting and draining the runner's, and so they are the same for every adapter.
 `lmcache.testing.adapter_contract` checks an implementation; docs/how-to/write-an-adapter.md is a guide to one.
 
 Rules:
@@ -19,12 +19,14 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from lmcache.core.key import ObjectKey
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.core.rounding import round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +37,47 @@ class Capacity:
     unit_bytes: int = 1  # an object is charged its size rounded up to this ...
     object_overhead_bytes: int = 0  # ... plus this (its directory entry, say)
     largest_object_bytes: int | None = None  # a larger one is TOO_LARGE
-    folder_bytes: int = 0  # of each folder that at least one object is in
-    # The folders of an object, or whatever its backend makes for several and drops after the last of them: innermost
-    # first, each in the next one.
-    folders_of: Callable[[ObjectKey], Sequence[Hashable]] | None = None
+    limit_objects: int | None = None  # how many the backend holds, whatever their sizes; one more is FULL
+    # Of each folder that at least one object is in: one for each namespace, and in it one for each first byte of a
+    # chunk hash. 0: the backend has no such folders.
+    folder_bytes: int = 0
 
     def charge(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.unit_bytes) * self.unit_bytes + self.object_overhead_bytes
+        return round_up(size_bytes, self.unit_bytes) + self.object_overhead_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectColumns:
+    """Objects as columns, for backends that hold millions. Those that `rows` names, youngest first."""
+
+    namespaces: Sequence[Namespace]
+    positions: array[int]  # "I": where each object's namespace is in `namespaces`
+    hashes: bytes | bytearray  # 32 bytes each
+    sizes_bytes: array[int]  # "Q"
+    rows: array[int]  # "I"
+
+    def __iter__(self) -> Iterator[tuple[ObjectKey, int]]:
+        for row in self.rows:
+            chunk_hash = bytes(self.hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES])
+            yield ObjectKey(self.namespaces[self.positions[row]], chunk_hash), self.sizes_bytes[row]
 
 
 class Inventory(Protocol):
-    """How an adapter tells what its backend holds apart from what was stored through it."""
+    """How an adapter reports what its backend holds beyond what was stored through it."""
 
-    def found(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
-        """Objects and their sizes in bytes, youngest first, each call older than the one before. Known ones are
-        ignored."""
+    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns) -> None:
+        """Objects and their sizes in bytes, youngest first, each call older than the one before; some thousand in a
+        call, so that the loop can do other things between two. Known ones are ignored."""
         ...
 
-    def known(self) -> list[ObjectKey]:
-        """Every object that counts as held."""
+    def begin_scan(self) -> int:
+        """Before the backend is searched for objects that were removed behind the back of this server: the number of
+        that search, for `known`."""
+        ...
+
+    def known(self, *, unseen_by: int | None = None) -> Iterator[list[ObjectKey]]:
+        """Every object that counts as held, in pages of some thousand. `unseen_by` the number of a search: only those
+        that were neither found nor stored since it began. Between two pages the loop may do other things."""
         ...
 
     def lost(self, keys: Sequence[ObjectKey]) -> None:
@@ -61,13 +85,42 @@ class Inventory(Protocol):
         ...
 
     def complete(self) -> None:
-        """Everything that the backend held at `open` has been told. Bounded stores wait for this. Call it once, also
-        when the search failed or there was nothing to find."""
+        """Everything that the backend held at `open` has been reported. Bounded stores wait for this. Call it once,
+        also when the search failed or there was nothing to find."""
         ...
 
 
 class Adapter(Protocol):
-    """Derive from it to inherit what has a body here; an implementation need not derive."""
+    """One backend of L2, to which whole frames are stored under keys and from which they are loaded. Derive from it to
+    inherit what has a body here; an implementation need not derive.
+
+    Shapes and units: a buffer is the whole frame of the key at its position, a multiple of 4 KiB; sizes are bytes. Each
+    call answers with one outcome, size or flag a key, in their order.
+
+    Errors: what concerns one object is its outcome. AdapterError for the whole call, `retryable` where trying again
+    makes sense; CapacityError when the backend is full; from `open` ConfigError or ResourceError.
+
+    Example:
+
+    >>> import asyncio
+    >>> from lmcache.core.key import Namespace, ObjectKey
+    >>> from lmcache.core.outcome import LoadOutcome, StoreOutcome
+    >>> from lmcache.l2.adapter import Adapter
+    >>> class InMemory(Adapter):
+    ...     def __init__(self):
+    ...         self.frames = {}
+    ...     async def store(self, keys, buffers):
+    ...         self.frames |= zip(keys, map(bytes, buffers))
+    ...         return [StoreOutcome.STORED] * len(keys)
+    ...     async def load(self, keys, buffers):
+    ...         for key, buffer in zip(keys, buffers):
+    ...             buffer[:] = self.frames.get(key, buffer)
+    ...         return [LoadOutcome.LOADED if key in self.frames else LoadOutcome.MISSING for key in keys]
+    >>> keys = [ObjectKey(Namespace("model", 1, 0, 0, "00" * 16), chunk_hash=bytes(32))]
+    >>> adapter, buffer = InMemory(), memoryview(bytearray(4096))
+    >>> asyncio.run(adapter.store(keys, [buffer])), asyncio.run(adapter.load(keys, [buffer]))
+    ([<StoreOutcome.STORED: 'stored'>], [<LoadOutcome.LOADED: 'loaded'>])
+    """
 
     @property
     def capacity(self) -> Capacity:
@@ -95,7 +148,7 @@ class Adapter(Protocol):
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         """Fills each buffer with the frame of its key. LOADED promises bytes, not that they verify: that is
         checked afterwards, but for adapters of this package with an attribute `verifies = True`.
-        CORRUPT: certainly not the frame; it has been moved aside or deleted."""
+        CORRUPT: certainly not the frame; it has been quarantined or deleted."""
         ...
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
@@ -103,8 +156,8 @@ class Adapter(Protocol):
         ...
 
     async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
-        """True where the object is gone now, also if it never was. `corrupt`: its frame did not verify; move it aside
-        for inspection where the backend can."""
+        """True where the object is gone now, also if it never was. `corrupt`: its frame did not verify; quarantine
+        it for inspection where the backend can."""
         ...
 
     async def clear(self) -> tuple[int, int]:
@@ -114,3 +167,14 @@ class Adapter(Protocol):
     async def close(self) -> None:
         """Ends background work and gives everything back. Called when no operation runs. Idempotent, also before `open`
         and after it failed."""
+
+
+@runtime_checkable
+class RegistersMemory(Protocol):
+    """An adapter whose backend memory must be registered with."""
+
+    def lend_memory(self, address: int, size_bytes: int) -> None:
+        """Before `open`, by a server: L1, in which nearly all buffers lie. It is mapped as long as the adapter is open;
+        parts of it have no memory behind them until they are used. For other buffers, and where nobody calls this, the
+        adapter does what it must for each transfer."""
+        ...

@@ -1,5 +1,5 @@
-"""Beside the operations: tasks that nobody awaits, and blocking calls that may hang for ever (a dead network mount)
-without taking the process with them."""
+"""Background tasks whose faults are logged, and blocking calls on daemon threads: one that hangs for ever (a dead
+network mount) does not keep the process from ending."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("lmcache.l2")
 
 
 def spawn(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """A task whose end nobody awaits: the fault that ends it is logged."""
+    """A task that is not awaited: a fault that ends it is logged."""
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (fault := task.exception()) is not None:
@@ -29,8 +29,8 @@ def spawn(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]
 
 
 async def in_thread(name: str, call: Callable[..., T], *arguments: Any) -> T:
-    """Runs the call on a daemon thread of its own. For rare work: pools join their threads when the interpreter exits,
-    a daemon thread holds nobody up."""
+    """Runs the call on a daemon thread of its own. For rare work; a pool would join its threads when the interpreter
+    exits."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -52,7 +52,7 @@ async def in_thread(name: str, call: Callable[..., T], *arguments: Any) -> T:
         try:
             loop.call_soon_threadsafe(settle, result, fault)
         except RuntimeError:
-            pass  # the loop was closed meanwhile; nobody waits any more
+            pass  # the loop has been closed: nothing waits for the result
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await future

@@ -1,43 +1,45 @@
-"""Batches of native I/O as coroutines of one asyncio loop: results come with an eventfd, without polling."""
+"""Native jobs as futures of one asyncio loop: an eventfd says when results are there, nothing is polled."""
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from lmcache import _native
 from lmcache.l2.background import in_thread
 
-Results: TypeAlias = "tuple[memoryview, memoryview]"  # i64 result and i32 errno per element
-NO_RESULTS: Results = memoryview(b"").cast("q"), memoryview(b"").cast("i")
+T = TypeVar("T")
 
 
-class NativeIO(Protocol):
+class JobSource(Protocol):
+    """What runs jobs natively. A completion is the job's number, then its results."""
+
     def event_fd(self) -> int: ...
 
-    def drain(self) -> list[tuple[int, bytes, bytes]]: ...
+    def drain(self) -> Sequence[tuple[Any, ...]]: ...
 
     def close(self) -> None: ...
 
 
-class Completions:
-    """Construct on the loop that uses it."""
+class Completions(Generic[T]):
+    """Construct on the loop that uses it. `decode` makes a T of the results of a job."""
 
-    def __init__(self, io: NativeIO) -> None:
-        self._source = io
+    def __init__(self, source: JobSource, decode: Callable[..., T]) -> None:
+        self._source = source
+        self._decode = decode
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, tuple[asyncio.Future[Results], object]] = {}
-        self._loop.add_reader(io.event_fd(), self._collect)
+        self._waiting: dict[int, tuple[asyncio.Future[T], object]] = {}
+        self._loop.add_reader(source.event_fd(), self._collect)
         self._closed = False
 
-    def of(self, batch: int, memory: object = None) -> asyncio.Future[Results]:
-        """For the number that a submission has just returned. `memory` is kept until the batch has ended, also when
+    def wait(self, job: int, memory: object = None) -> asyncio.Future[T]:
+        """For the number that a submission has just returned. `memory` is kept until the job has ended, also when
         nobody waits for it any more."""
         # Results are collected by this loop only, so none can have come between submission and here.
-        future: asyncio.Future[Results] = self._loop.create_future()
-        self._waiting[batch] = future, memory
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._waiting[job] = future, memory
         return future
 
     async def close(self) -> None:
@@ -50,10 +52,20 @@ class Completions:
         self._loop.remove_reader(self._source.event_fd())
 
     def _collect(self) -> None:
-        for batch, results, errors in self._source.drain():
-            future, _ = self._waiting.pop(batch)
+        for job, *results in self._source.drain():
+            future, _ = self._waiting.pop(job)
             if not future.done():
-                future.set_result((memoryview(results).cast("q"), memoryview(errors).cast("i")))
+                future.set_result(self._decode(*results))
+
+
+class IoResults(NamedTuple):
+    """Element for element: bytes moved or what else was asked for, -1 where it failed; then the errno, else 0."""
+
+    values: memoryview  # i64
+    errors: memoryview  # i32
+
+
+NO_RESULTS = IoResults(memoryview(b"").cast("q"), memoryview(b"").cast("i"))
 
 
 def words(values: Sequence[int]) -> memoryview:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from lmcache import _native
-from lmcache.l2.completions import NO_RESULTS, Completions, Results, ranges, words
+from lmcache.l2.completions import NO_RESULTS, Completions, IoResults, ranges, words
 
 log = logging.getLogger("lmcache.l2")
 
@@ -29,23 +29,24 @@ class NativeDevice:
 
     def __init__(self, fd: int, threads: int, queue_depth: int, *, align_bytes: int, copy_always: bool = False) -> None:
         self.io = _native.DeviceIO(fd, threads, queue_depth, align_bytes, copy_always)
-        self._completions = Completions(self.io)
+        self._completions = Completions(self.io, IoResults)
 
     @property
     def copied(self) -> int:
         return self.io.copied()
 
-    async def ended(self, submitted: int, memory: object) -> Results:
-        """A batch that was submitted to `io` in this step of the loop; 0: none. `memory` is kept until it has ended."""
-        return await self._completions.of(submitted, memory) if submitted else NO_RESULTS
+    async def wait(self, job: int, memory: object) -> IoResults:
+        """For a job that was submitted to `io` in this step of the loop; 0: none. `memory` is kept until it has
+        ended."""
+        return await self._completions.wait(job, memory) if job else NO_RESULTS
 
-    async def write(self, offsets: Sequence[int], buffers: Sequence[memoryview]) -> Results:
+    async def write(self, offsets: Sequence[int], buffers: Sequence[memoryview]) -> IoResults:
         addresses, sizes = ranges(buffers)
-        return await self.ended(self.io.submit_write(words(offsets), addresses, sizes, b""), buffers)
+        return await self.wait(self.io.submit_write(words(offsets), addresses, sizes, b""), buffers)
 
     async def sync(self) -> int:
         """Everything that has been written is on the medium; 0 or an errno."""
-        _, errors = await self._completions.of(self.io.submit_sync())
+        _, errors = await self._completions.wait(self.io.submit_sync())
         return errors[0]
 
     async def close(self) -> None:

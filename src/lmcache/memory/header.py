@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass
 
 HEADER_BYTES = 4096
-BOOT_TOKEN_BYTES = 16
+SERVER_EPOCH_BYTES = 16
 MAGIC = b"LMC-L1\r\n"
 VERSION = 1
 
@@ -17,14 +17,14 @@ _CHECKSUM = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Header:
-    """`size_bytes` is of the whole file. `boot_token` names one life of a server. `pid` is for operators only."""
+    """`size_bytes` is of the whole file. `server_epoch` names one start of a server. `pid` is for operators only."""
 
     size_bytes: int
-    boot_token: bytes
+    server_epoch: bytes
     pid: int
 
     def pack(self) -> bytes:
-        fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, self.size_bytes, self.boot_token, self.pid)
+        fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, self.size_bytes, self.server_epoch, self.pid)
         return (fields + _CHECKSUM.pack(zlib.crc32(fields))).ljust(HEADER_BYTES, b"\0")
 
     @classmethod
@@ -33,11 +33,11 @@ class Header:
         if len(page) < HEADER_BYTES:
             return None
         fields = page[: _FIELDS.size]
-        magic, version, header_bytes, size_bytes, boot_token, pid = _FIELDS.unpack(fields)
+        magic, version, header_bytes, size_bytes, server_epoch, pid = _FIELDS.unpack(fields)
         (checksum,) = _CHECKSUM.unpack_from(page, _FIELDS.size)
         if (magic, version, header_bytes, checksum) != (MAGIC, VERSION, HEADER_BYTES, zlib.crc32(fields)):
             return None
-        return cls(size_bytes, boot_token, pid)
+        return cls(size_bytes, server_epoch, pid)
 
 
 def is_ours(page: bytes) -> bool:

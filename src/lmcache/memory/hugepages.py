@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmcache.core.limits import GIB, MIB
+from lmcache.core.rounding import div_ceil
 from lmcache.errors import ResourceError
 
 
@@ -20,7 +21,7 @@ class HugePages:
 
     def refuse_if_short(self, size_bytes: int) -> None:
         """ResourceError unless `size_bytes` can be taken from the pool."""
-        needed_pages = -(-size_bytes // self.page_bytes)
+        needed_pages = div_ceil(size_bytes, self.page_bytes)
         if needed_pages > self.free_pages:
             raise ResourceError(
                 f"L1 needs {needed_pages} huge pages of {self.page_bytes // MIB} MiB ({size_bytes / GIB:.2f} GiB), but "

@@ -8,6 +8,7 @@ import os
 import weakref
 
 from lmcache import _native
+from lmcache.core.rounding import round_up
 
 _PREFAULT_THREADS = 2
 
@@ -46,7 +47,7 @@ def map_shared(
     except OSError:
         _libc.munmap(start, reserved_bytes)
         raise
-    end = address + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = address + round_up(size_bytes, mmap.PAGESIZE)
     for hole, until in ((start, address), (end, start + reserved_bytes)):
         if until > hole:
             _libc.munmap(hole, until - hole)

@@ -1,4 +1,4 @@
-"""Who lives: one server per name by flock, one engine worker per byte by open-file-description locks.
+"""Which processes run: one server per name by flock, one engine worker per byte by open-file-description locks.
 
 The kernel drops both when the process dies, however it dies, so that no pid, heartbeat or clean-up is needed to know.
 """
@@ -14,11 +14,12 @@ _FLOCK = struct.Struct("@hhqqi0q")
 # Far beyond any content; locks do not care where a file ends.
 _OWNER_REGION_OFFSET = 1 << 62
 _MAX_OWNER = 1 << 32
-MAX_OWNERS_EVER = 1 << 31  # that one file can have had; what is left is enough for any server's life
+STORAGE_OWNER = -1  # the storage loop of a server, which locks no byte; engines' owners count from 1
+MAX_OWNERS_EVER = 1 << 31  # that one file can have had; what is left is enough for any server
 
 
 def try_lock_server(fd: int) -> bool:
-    """Takes the lock that a server holds for life; False if a live process has it."""
+    """Takes the lock that a server holds until it ends; False if a running process has it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -16,9 +16,13 @@ from msgspec import Meta
 from lmcache.core import limits
 from lmcache.core.key import CHUNK_HASH_BYTES
 
+PROTOCOL_VERSION = 1
+OLDEST_SUPPORTED_PROTOCOL_VERSION = 1
+
 # What a decoder lets in. A longer value is refused before anything is made of it; some are limited further by handlers.
 Name = Annotated[str, Meta(max_length=limits.MAX_NAME_BYTES)]
-BootToken = Annotated[bytes, Meta(max_length=limits.BOOT_TOKEN_BYTES)]
+ServerEpoch = Annotated[bytes, Meta(max_length=limits.SERVER_EPOCH_BYTES)]  # random, new with every start of a server
+ProcessId = Annotated[bytes, Meta(max_length=limits.PROCESS_ID_BYTES)]  # random, new with every client
 Tokens = Annotated[bytes, Meta(max_length=4 * limits.MAX_TOKENS_PER_SESSION)]  # u32
 Identity = Annotated[bytes, Meta(max_length=limits.MAX_IDENTITY_BYTES)]
 Hashes = Annotated[bytes, Meta(max_length=CHUNK_HASH_BYTES * limits.MAX_CHUNKS_PER_CALL)]
@@ -53,7 +57,7 @@ class ErrorCode(str, enum.Enum):
     CANCELLED = "cancelled"  # a later call (EndSession, another Lookup) made this answer pointless
     SHUTTING_DOWN = "shutting_down"
     INTERNAL = "internal"
-    ENDED = "ended"  # the lease or reservation that is named is no more, or belongs to another life of the server
+    ENDED = "ended"  # the lease or reservation that is named is no more, or belongs to another server epoch
 
 
 class TransferMode(str, enum.Enum):
@@ -76,7 +80,7 @@ class Hello(Message):
 class HelloReply(Message):
     protocol_version: int
     server_version: Name
-    boot_token: BootToken  # 16 random bytes of this server's life
+    server_epoch: ServerEpoch
     chunk_tokens: int
     hash_algorithm: Name
     transfer_modes: ModeList  # values of TransferMode, the fastest first
@@ -91,11 +95,11 @@ class Ping(Message):
 
     instance_id: Name = ""
     worker_id: int = -1  # -1: the scheduler side
-    process: BootToken = b""  # that registered under this name; empty: not said
+    process: ProcessId = b""  # that registered under this name; empty: not said
 
 
 class PingReply(Message):
-    boot_token: BootToken
+    server_epoch: ServerEpoch
     registered: bool  # False: this instance or worker must register again
     ready: bool = True  # False: the storage loop does not answer
 
@@ -113,12 +117,12 @@ class RegisterInstance(Message):
     # Per object group: how many tokens before the end of a hit it must have, 0 for all of them. Empty: all of all. With
     # any other number a hit never covers the last token, which the engine computes: that needs what is before the end.
     tail_tokens: GroupList = []
-    # 16 random bytes of the client that registers: two engines with one instance id are told apart. Empty: not said.
-    process: BootToken = b""
+    # 16 random bytes of the client that registers: they distinguish two engines with one instance id. Empty: not said.
+    process: ProcessId = b""
 
 
 class RegisterWorker(Message):
-    """Sent by each worker. Registering again (restart) ends everything that the former life held."""
+    """Sent by each worker. Registering again (restart) ends everything that its previous process held."""
 
     instance_id: Name
     worker_id: int  # 0..n-1, unique in the instance
@@ -130,24 +134,24 @@ class RegisterWorker(Message):
     tensors: TensorList = []  # dtype and shape of a chunk's KV, for the lookup log
     transfer_mode: Name = "shm"  # a TransferMode
     transfer_reason: Name = ""  # one sentence for operators: why not "shm"
-    process: BootToken = b""  # as in RegisterInstance
+    process: ProcessId = b""  # as in RegisterInstance
 
 
 class RegisterReply(Message):
-    owner: int  # byte `owner` of the shared-memory file is locked by the worker for as long as it lives (see memory/)
+    owner: int  # byte `owner` of the shared-memory file is locked by the worker while it runs (see memory/)
 
 
 class Unregister(Message):
     instance_id: Name
     worker_id: int = -1
-    process: BootToken = b""  # as in Ping
+    process: ProcessId = b""  # as in Ping
 
 
 # ---- lookup (scheduler side) -----------------------------------------------------------------------------------------
 class Lookup(Message):
     """Appends tokens to the request's session and asks for the longest prefix. Answered when the answer is final: at
     once when L1 decides, after the L2 loads or their deadline otherwise. Any lease that an earlier lookup of this
-    request holds is released first. The session lives until EndSession."""
+    request holds is released first. The session lasts until EndSession."""
 
     instance_id: Name
     request_id: Name
@@ -244,7 +248,7 @@ class Write(Message):
 
     instance_id: Name
     worker_id: int
-    boot_token: BootToken
+    server_epoch: ServerEpoch
     reservation: int
     group: int
     chunk: int  # of the reservation
@@ -261,7 +265,7 @@ class Read(Message):
 
     instance_id: Name
     worker_id: int
-    boot_token: BootToken
+    server_epoch: ServerEpoch
     lease: int
     group: int
     chunk: int  # of the lease

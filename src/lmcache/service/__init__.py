@@ -1,4 +1,4 @@
-"""What the server does with a call: who is registered, what a request's tokens are, which slots are leased or reserved.
+"""The calls of engines: registrations, sessions with their tokens, leases, reservations, frames over the socket.
 
-Everything here runs on the message loop's thread and holds no lock. Results of the storage loop are posted to it.
+Everything runs on the message loop's thread and holds no lock. The storage loop posts its results to it.
 """

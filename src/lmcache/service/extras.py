@@ -1,4 +1,4 @@
-"""The extras of a session: identity of single chunks beside their tokens, packed: each takes what is counted."""
+"""The extras of a session: content of single chunks beside their tokens (images ...), packed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TYPE_CODE = next(code for code in "IL" if array(code).itemsize == 4)
 
 
 class Extras:
-    """Immutable, in the order of chunks."""
+    """Immutable; in the order of chunks."""
 
     __slots__ = ("_chunks", "_digests")
 
@@ -29,10 +29,10 @@ class Extras:
         return len(self._chunks) * self._chunks.itemsize + len(self._digests)
 
     def between(self, first: int, end: int) -> dict[int, bytes]:
-        """Those of chunks from `first` to before `end`; chunks are counted from `first`."""
+        """The extras of chunks `first` to `end` - 1, by chunk counted from `first`."""
         start, stop = bisect_left(self._chunks, first), bisect_left(self._chunks, end)
         size, digests = CHUNK_HASH_BYTES, self._digests
         return {
-            chunk - first: digests[at * size : (at + 1) * size]
-            for at, chunk in enumerate(self._chunks[start:stop], start)
+            chunk - first: digests[index * size : (index + 1) * size]
+            for index, chunk in enumerate(self._chunks[start:stop], start)
         }

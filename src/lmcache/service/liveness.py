@@ -1,119 +1,249 @@
-"""Who is still there. Heartbeats renew what an engine holds; silence ends it.
+"""Registrations, from their beginning to their end.
 
-A party whose owner byte was locked and is no more is dead: all it held is freed at once. So is one that never locked
-its byte (it maps no memory) and is silent for longer than two of its heartbeat intervals. One that is silent with its
-byte locked still lives (stopped, or starved): it keeps what it holds until the TTLs run out; then its leases end and
-its reservations are set aside until the lock is gone.
+Heartbeats renew what a registration holds; silence or the death of its process ends it. One whose owner byte was locked
+and no longer is, is dead: all that it held is freed at once. So is one that never locked its byte (it maps no memory)
+and is silent for longer than two of its heartbeat intervals. One that is silent while its byte is locked is alive
+(stopped, or starved): it keeps what it holds until the TTLs run out; then its leases end and its reservations are
+quarantined until the lock is gone.
 """
 
 from __future__ import annotations
 
 import logging
 
-from lmcache.clock import Clock
+from lmcache.core import limits
 from lmcache.core.limits import L1_LATE_IO_SECONDS
-from lmcache.l1.adoption import STORAGE_OWNER
-from lmcache.l1.store import L1Store
-from lmcache.protocol.messages import Empty, Ping, RegisterInstance, RegisterReply, RegisterWorker, Unregister
-from lmcache.service.registry import Instance, OwnerLocks, Party, Registry
+from lmcache.errors import RemoteError
+from lmcache.memory.ownership import STORAGE_OWNER
+from lmcache.protocol.messages import (
+    Empty,
+    ErrorCode,
+    Ping,
+    RegisterInstance,
+    RegisterReply,
+    RegisterWorker,
+    Unregister,
+)
+from lmcache.service.context import ServiceContext
+from lmcache.service.instances import (
+    SCHEDULER_SIDE,
+    Instance,
+    InstanceRegistry,
+    Registration,
+    Scheduler,
+    Worker,
+)
+from lmcache.service.message_checks import check_instance, check_worker
+from lmcache.service.owners import Owners
+from lmcache.service.session_table import SessionTable
 
 log = logging.getLogger("lmcache.service")
 
-SCHEDULER_SIDE = -1
 SWEEP_SECONDS = 1.0
 
 
 class LivenessService:
-    """Handlers of ping's heartbeat, register and unregister, and the sweep."""
+    """Handlers of register and unregister, the heartbeat of ping, and the sweep that ends what nobody renews.
+
+    While nothing is registered or quarantined nothing is swept, so an idle server sleeps."""
 
     def __init__(
-        self,
-        registry: Registry,
-        l1: L1Store,
-        locks: OwnerLocks,
-        clock: Clock,
-        lease_ttl_seconds: float,
-        reservation_ttl_seconds: float,
+        self, context: ServiceContext, registry: InstanceRegistry, sessions: SessionTable, owners: Owners
     ) -> None:
+        self._settings = context.settings
+        self._core = context.l1.core
+        self._clock = context.clock
+        self._loop = context.loop
         self._registry = registry
-        self._l1 = l1
-        self._locks = locks
-        self._clock = clock
-        self._lease_ttl_seconds = lease_ttl_seconds
-        self._reservation_ttl_seconds = reservation_ttl_seconds
-        # Slots that the former server itself was loading into: its I/O may end after it.
+        self._sessions = sessions
+        self._owners = owners
+        self._sweeping = False
+        self._closed = False
+        # Reservations of slots that the previous server itself was loading into: its I/O may end after it.
         self._late_io: list[int] = []
-        self._late_io_until = clock.monotonic() + L1_LATE_IO_SECONDS
-        for owner, reservation in l1.adoption.set_aside:
-            if owner == STORAGE_OWNER:
-                self._late_io.append(reservation)
+        self._late_io_until = self._clock.monotonic() + L1_LATE_IO_SECONDS
+        for quarantined in context.l1.recovered.quarantined:
+            if quarantined.owner == STORAGE_OWNER:
+                self._late_io.append(quarantined.reservation)
             else:
-                registry.inherit(owner)
+                owners.quarantine(quarantined.owner)
 
+    def start(self) -> None:
+        """On the message loop, as everything here."""
+        self._begin_sweeping()
+
+    def close(self) -> None:
+        self._closed = True
+
+    # ---- register ----------------------------------------------------------------------------------------------------
     def register_instance(self, message: RegisterInstance) -> RegisterReply:
-        return RegisterReply(self._registry.register_instance(message))
+        """Idempotent while the process that registered runs. A new process ends what the previous one held."""
+        check_instance(message)
+        instance = self._registry.instances.get(message.instance_id)
+        previous = instance.scheduler if instance is not None else None
+        if instance is not None and previous is not None:
+            self._refuse_another(message, previous)
+            same_process_may_live = self._owners.is_locked(previous.owner)
+            if previous.profile == message and same_process_may_live:
+                previous.last_seen_seconds = self._clock.monotonic()
+                return RegisterReply(previous.owner)
+            if same_process_may_live and not previous.silent(self._clock.monotonic()):
+                raise RemoteError(
+                    ErrorCode.LAYOUT_CONFLICT,
+                    f"Instance {message.instance_id!r} is registered with other properties by a process that lives.",
+                )
+        for worker in instance.workers.values() if instance is not None else ():
+            check_worker(worker.profile, message, ())
+        if instance is None:
+            instance = self._new_instance(message.instance_id)
+        elif previous is not None:
+            self._end_scheduler(instance, previous)
+        owner = self._owners.take()
+        now = self._clock.monotonic()
+        instance.scheduler = Scheduler(owner, now, message.heartbeat_interval_seconds, message.process, message)
+        instance.tenants.clear()
+        log.info(
+            "Instance %s registered: model %s, %d ranks, %d object groups, %s",
+            message.instance_id,
+            message.model_name,
+            message.kv_world_size,
+            message.object_groups,
+            message.engine or "engine not named",
+        )
+        self._begin_sweeping()
+        return RegisterReply(owner)
 
     def register_worker(self, message: RegisterWorker) -> RegisterReply:
-        return RegisterReply(self._registry.register_worker(message))
-
-    def unregister(self, message: Unregister) -> Empty:
+        """Ends what an earlier registration of this worker held."""
         instance = self._registry.instances.get(message.instance_id)
-        if instance is None or self._party(instance, message) is None:
-            return Empty()
-        if message.worker_id == SCHEDULER_SIDE:
-            self._registry.remove_scheduler(instance, said_so=True)
-        else:
-            self._registry.remove_worker(instance, message.worker_id, said_so=True)
-        return Empty()
-
-    def beat(self, message: Ping) -> bool:
-        """Renews; False if the sender has to register."""
-        instance = self._registry.instances.get(message.instance_id)
+        scheduler = instance.scheduler if instance is not None else None
+        others = instance.workers.values() if instance is not None else ()
+        check_worker(
+            message,
+            scheduler.profile if scheduler is not None else None,
+            [other.profile for other in others if other.profile.worker_id != message.worker_id],
+        )
         if instance is None:
-            return False
-        party = self._party(instance, message)
-        if party is None:
+            instance = self._new_instance(message.instance_id)
+        previous = instance.workers.get(message.worker_id)
+        if previous is not None:
+            self._refuse_another(message, previous)
+            del instance.workers[message.worker_id]
+            self._owners.end(previous.owner)
+        owner = self._owners.take()
+        now = self._clock.monotonic()
+        instance.workers[message.worker_id] = Worker(
+            owner, now, message.heartbeat_interval_seconds, message.process, message
+        )
+        instance.tenants.clear()
+        log.info(
+            "Worker %d of instance %s registered as rank %d, transfer mode %s",
+            message.worker_id,
+            message.instance_id,
+            message.kv_rank,
+            f"{message.transfer_mode}: {message.transfer_reason}" if message.transfer_reason else message.transfer_mode,
+        )
+        self._begin_sweeping()
+        return RegisterReply(owner)
+
+    def _refuse_another(self, message: RegisterInstance | RegisterWorker, previous: Registration) -> None:
+        """Two engines under one name would take each other's sessions for their own."""
+        if previous.is_from(message.process):
+            return
+        gone = previous.lock_seen or previous.silent(self._clock.monotonic())
+        if self._owners.is_locked(previous.owner) or not gone:
+            raise RemoteError(
+                ErrorCode.LAYOUT_CONFLICT,
+                f"Instance {message.instance_id!r} is registered by another engine that lives: give each engine an "
+                "engine_id of its own, or none.",
+            )
+
+    def _new_instance(self, instance_id: str) -> Instance:
+        instances = self._registry.instances
+        if len(instances) >= limits.MAX_INSTANCES:
+            raise RemoteError(ErrorCode.TOO_MANY, f"{limits.MAX_INSTANCES} instances are registered already.")
+        instance = instances[instance_id] = Instance(instance_id)
+        return instance
+
+    # ---- heartbeat ---------------------------------------------------------------------------------------------------
+    def beat(self, message: Ping) -> bool:
+        """Renews what the sender holds. False if it has to register."""
+        registration = self._registry.sender(message)
+        if registration is None:
             return False
         now = self._clock.monotonic()
-        party.last_seen_seconds = now
-        ttl_seconds = self._lease_ttl_seconds if message.worker_id == SCHEDULER_SIDE else self._reservation_ttl_seconds
-        self._l1.core.renew(party.owner, now + ttl_seconds)
+        registration.last_seen_seconds = now
+        is_scheduler, settings = message.worker_id == SCHEDULER_SIDE, self._settings
+        ttl_seconds = settings.lease_ttl_seconds if is_scheduler else settings.reservation_ttl_seconds
+        self._core.renew(registration.owner, now + ttl_seconds)
         return True
 
-    def _party(self, instance: Instance, message: Ping | Unregister) -> Party | None:
-        """The sender, if it is registered: not another engine that came while the sender was away."""
-        scheduler_side = message.worker_id == SCHEDULER_SIDE
-        party: Party | None = instance.scheduler if scheduler_side else instance.workers.get(message.worker_id)
-        return party if party is not None and party.is_of(message.process) else None
+    # ---- end ---------------------------------------------------------------------------------------------------------
+    def unregister(self, message: Unregister) -> Empty:
+        """The sender declares that it reads and writes no more."""
+        if self._registry.sender(message) is not None:
+            self._remove(self._registry.instances[message.instance_id], message.worker_id, graceful=True)
+        return Empty()
 
-    def sweep(self) -> None:
-        """Ends what nobody renews. To be called about every SWEEP_SECONDS while there is anybody."""
-        now = self._clock.monotonic()
-        for instance in list(self._registry.instances.values()):
-            if instance.scheduler is not None and self._dead(instance.scheduler, now):
-                log.warning("The scheduler side of instance %s has died", instance.instance_id)
-                self._registry.remove_scheduler(instance, said_so=False)
-            for worker_id, worker in list(instance.workers.items()):
-                if self._dead(worker, now):
-                    log.warning("Worker %d of instance %s has died", worker_id, instance.instance_id)
-                    self._registry.remove_worker(instance, worker_id, said_so=False)
-        self._registry.drop_retired()
-        if now >= self._late_io_until:
-            while self._late_io:
-                self._l1.core.abort(self._late_io.pop())
-        leases, reservations = self._l1.core.expire(now)
-        if leases:
-            log.warning("%d leases ended because their engine lives and did not renew them", leases)
-        if reservations:
-            log.warning("%d reservations are set aside: their worker lives and did not renew them", reservations)
+    def _remove(self, instance: Instance, worker_id: int, *, graceful: bool) -> None:
+        if worker_id != SCHEDULER_SIDE:
+            self._owners.end(instance.workers.pop(worker_id).owner, graceful=graceful)
+            instance.tenants.clear()
+        elif instance.scheduler is not None:
+            self._end_scheduler(instance, instance.scheduler, graceful=graceful)
+        if instance.scheduler is None and not instance.workers:
+            del self._registry.instances[instance.instance_id]
+            log.info("Instance %s has gone", instance.instance_id)
 
+    def _end_scheduler(self, instance: Instance, scheduler: Scheduler, *, graceful: bool = False) -> None:
+        self._sessions.end_all(instance)
+        instance.scheduler = None
+        instance.tenants.clear()
+        self._owners.end(scheduler.owner, graceful=graceful)
+
+    # ---- sweep -------------------------------------------------------------------------------------------------------
     @property
     def needed(self) -> bool:
         """Whether a sweep can find anything."""
-        return bool(self._registry.instances) or bool(self._registry.retired) or bool(self._late_io)
+        return bool(self._registry.instances or self._owners.quarantined or self._late_io)
 
-    def _dead(self, party: Party, now: float) -> bool:
-        if self._locks.owner_alive(party.owner):
-            party.lock_seen = True
+    def _begin_sweeping(self) -> None:
+        if not self._sweeping and self.needed:
+            self._sweeping = True
+            self._loop.call_later(SWEEP_SECONDS, self._sweep_and_go_on)
+
+    def _sweep_and_go_on(self) -> None:
+        if self._closed:
+            return
+        try:
+            self.sweep()
+        finally:
+            self._sweeping = False
+            self._begin_sweeping()
+
+    def sweep(self) -> None:
+        """Ends what nobody renews."""
+        now = self._clock.monotonic()
+        for instance in list(self._registry.instances.values()):
+            if instance.scheduler is not None and self._is_dead(instance.scheduler, now):
+                log.warning("The scheduler side of instance %s has died", instance.instance_id)
+                self._remove(instance, SCHEDULER_SIDE, graceful=False)
+            for worker_id, worker in list(instance.workers.items()):
+                if self._is_dead(worker, now):
+                    log.warning("Worker %d of instance %s has died", worker_id, instance.instance_id)
+                    self._remove(instance, worker_id, graceful=False)
+        self._owners.release_quarantine()
+        if now >= self._late_io_until:
+            while self._late_io:
+                self._core.abort(self._late_io.pop())
+        ended = self._core.expire(now)
+        if ended.leases:
+            log.warning("%d leases ended because their engine lives and did not renew them", ended.leases)
+        if ended.reservations:
+            log.warning("%d reservations are set aside: their worker lives and did not renew them", ended.reservations)
+
+    def _is_dead(self, registration: Registration, now: float) -> bool:
+        if self._owners.is_locked(registration.owner):
+            registration.lock_seen = True
             return False
-        return party.lock_seen or party.silent(now)
+        return registration.lock_seen or registration.silent(now)

@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lmcache.core.key import CHUNK_HASH_BYTES
-from lmcache.service.keyspace import Keyspace
+from lmcache.core.key_batch import KeyBatch, SlotGrid
 
 
 @dataclass
 class Reservation:
-    """`slots`: u64 [group][chunk]. What follows is of frames that arrive over the socket, by position in `slots`."""
+    """`received` and `whole` are of frames that arrive over the socket, by (group, chunk)."""
 
-    keyspace: Keyspace
-    hashes: bytes
-    slots: bytes
-    received: dict[int, int] = field(default_factory=dict)  # bytes of the frame, copied or being copied
-    whole: set[int] = field(default_factory=set)  # all of it is in L1, and it verifies
+    keys: KeyBatch
+    slots: SlotGrid
+    received: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes of the frame, copied or being copied
+    whole: set[tuple[int, int]] = field(default_factory=set)  # all of it is in L1, and it verifies
     copies: int = 0  # under way: while there are some, the reservation must not end
     when_copied: list[Callable[[], None]] = field(default_factory=list)
 
-    @property
-    def chunks(self) -> int:
-        return len(self.hashes) // CHUNK_HASH_BYTES
-
-    @property
-    def positions(self) -> int:
-        return len(self.keyspace.namespaces) * self.chunks
-
-    def slot(self, position: int) -> int:
-        (offset,) = struct.unpack_from("<Q", self.slots, 8 * position)
-        return int(offset)
-
-    def chunk_hash(self, chunk: int) -> bytes:
-        return self.hashes[chunk * CHUNK_HASH_BYTES : (chunk + 1) * CHUNK_HASH_BYTES]
-
     def only_whole(self, written: bytes) -> bytes:
         """`written` of a commit (empty: all) without the frames that did not arrive whole."""
-        flags = bytearray(self.positions)
-        for position in self.whole:
+        flags = bytearray(self.keys.objects)
+        for group, chunk in self.whole:
+            position = group * self.keys.chunks + chunk
             flags[position] = written[position] if written else 1
         return bytes(flags)
 
     @property
     def size_bytes(self) -> int:
-        return len(self.hashes) + len(self.slots)
+        return self.keys.hashes.size_bytes + self.slots.size_bytes
 
     def copy_ended(self) -> None:
         self.copies -= 1

@@ -6,37 +6,39 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lmcache.core import limits
-from lmcache.core.key import CHUNK_HASH_BYTES
-from lmcache.service.keyspace import Keyspace
+from lmcache.core.key_batch import KeyBatch, SlotGrid
 from lmcache.service.token_chain import TokenChain
 
 
-class Lease(NamedTuple):
-    """What one lookup leased, as one: its prefix in L1 and what was loaded behind it."""
+class LeasedPrefix(NamedTuple):
+    """The chunks that one lookup leased: those that L1 had, and those that were loaded behind them."""
 
-    number: int  # the engine's name for it: that of its first part
-    parts: tuple[int, ...]  # numbers in the native core
-    keyspace: Keyspace
-    hashes: bytes  # of the leased chunks
-    offsets: bytes  # u64 [namespace][chunk]
+    keys: KeyBatch
+    slots: SlotGrid
+    leases: tuple[int, ...]  # numbers in the native core
+
+    @property
+    def number(self) -> int:
+        """The engine's name for it."""
+        return self.leases[0]
 
     @property
     def chunks(self) -> int:
-        return len(self.hashes) // CHUNK_HASH_BYTES
+        return self.slots.chunks
 
 
 class Session:
     """A request of one instance, from its first tokens to EndSession."""
 
-    __slots__ = ("cancel_lookup", "chain", "counted_bytes", "held_bytes", "lease", "request_id")
+    __slots__ = ("cancel_lookup", "chain", "counted_bytes", "held_bytes", "prefix", "request_id")
 
     def __init__(self, request_id: str, chain: TokenChain) -> None:
         self.request_id = request_id
         self.chain = chain
-        self.lease: Lease | None = None
+        self.prefix: LeasedPrefix | None = None
         self.cancel_lookup: Callable[[], None] | None = None  # while a lookup waits for L2
-        self.held_bytes = 0  # that the lookup or the lease takes beyond the chain, at most
-        self.counted_bytes = 0  # that `Sessions` has counted for it
+        self.held_bytes = 0  # that the lookup or the leased prefix takes beyond the chain, at most
+        self.counted_bytes = 0  # that `SessionTable` has counted for it
 
     @property
     def size_bytes(self) -> int:
@@ -45,7 +47,7 @@ class Session:
     @property
     def idle(self) -> bool:
         """Whether nothing but its hashes would be lost with it."""
-        return self.lease is None and self.cancel_lookup is None
+        return self.prefix is None and self.cancel_lookup is None
 
 
 def session_bytes(request_id: str, chain_bytes: int, held_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The tokens of one request, hashed once as they grow."""
+"""The tokens of one request; each full chunk is hashed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_EXTRAS = Extras()
 
 
 class TokenMessage(Protocol):
-    """What Lookup and Append have in common."""
+    """The fields that Lookup and Append share."""
 
     @property
     def request_id(self) -> str: ...
@@ -33,12 +33,12 @@ class TokenMessage(Protocol):
 
 
 class Growth(NamedTuple):
-    """What a chain will be. Good for as long as the chain does not change."""
+    """A planned state of a chain. Valid until the chain changes."""
 
-    first_chunk: int  # the chunks before are kept
+    first_chunk: int  # the chunks before it are kept
     new_chunks: int
-    tokens: int  # of the whole chain
-    unhashed: bytes  # tokens behind the kept chunks
+    token_count: int  # of the whole chain
+    tokens: bytes  # u32, those behind the kept chunks
     extras: Extras
     size_bytes: int  # of the whole chain
 
@@ -48,11 +48,11 @@ class Growth(NamedTuple):
 
 
 class TokenChain:
-    """Invariant: `hashes` has one hash for each full chunk of the tokens seen, `_tail` the tokens behind the last one.
+    """Invariant: `hashes` has one hash for each full chunk of the tokens seen, `_partial_chunk` the tokens behind them.
 
-    Tokens of full chunks are not kept. A message is judged by `plan`, which changes nothing, and taken in by `grow`."""
+    Tokens of full chunks are not kept. `plan` checks a message and changes nothing; `grow` applies the plan."""
 
-    __slots__ = ("_extras", "_hasher", "_root", "_tail", "cache_salt", "hashes", "identity")
+    __slots__ = ("_extras", "_hasher", "_partial_chunk", "_root", "cache_salt", "hashes", "identity")
 
     def __init__(self, hasher: ChunkHasher, cache_salt: str, identity: bytes) -> None:
         if len(identity) > limits.MAX_IDENTITY_BYTES:
@@ -62,7 +62,7 @@ class TokenChain:
         self.hashes = b""
         self._hasher = hasher
         self._root = hasher.root(identity)
-        self._tail = b""
+        self._partial_chunk = b""
         self._extras = _NO_EXTRAS
 
     @property
@@ -70,15 +70,15 @@ class TokenChain:
         return len(self.hashes) // CHUNK_HASH_BYTES
 
     @property
-    def tokens(self) -> int:
-        return self.chunks * self._hasher.chunk_tokens + len(self._tail) // TOKEN_BYTES
+    def token_count(self) -> int:
+        return self.chunks * self._hasher.chunk_tokens + len(self._partial_chunk) // TOKEN_BYTES
 
     @property
     def size_bytes(self) -> int:
-        return self._size_bytes(self.chunks, len(self._tail), self._extras)
+        return self._size_bytes(self.chunks, len(self._partial_chunk), self._extras)
 
     def continues(self, message: TokenMessage) -> bool:
-        """False when the message starts the request anew. RemoteError when it fits neither way."""
+        """False when the message begins the request anew. RemoteError when it does neither."""
         if message.first_token == 0:
             return False
         if (message.cache_salt, message.identity) != (self.cache_salt, self.identity):
@@ -88,18 +88,18 @@ class TokenChain:
         return True
 
     def plan(self, first_token: int, tokens: bytes, extras: list[tuple[int, bytes]]) -> Growth:
-        """The chain with tokens from position `first_token` on, replacing what is there; or RemoteError."""
+        """The chain with these tokens from position `first_token` on. RemoteError when they do not fit."""
         if len(tokens) % TOKEN_BYTES:
             raise RemoteError(ErrorCode.BAD_REQUEST, f"{len(tokens)} bytes of tokens are not whole uint32 values.")
-        count = first_token + len(tokens) // TOKEN_BYTES
-        if count > limits.MAX_TOKENS_PER_SESSION:
+        token_count = first_token + len(tokens) // TOKEN_BYTES
+        if token_count > limits.MAX_TOKENS_PER_SESSION:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A session has at most {limits.MAX_TOKENS_PER_SESSION} tokens.")
-        first_chunk, kept_tail, extra_chunks = self._kept(first_token)
-        unhashed = kept_tail + tokens if kept_tail else tokens
-        new_chunks, tail_bytes = divmod(len(unhashed), self._hasher.chunk_tokens * TOKEN_BYTES)
+        first_chunk, kept_tokens, extra_chunks = self._kept(first_token)
+        tokens = kept_tokens + tokens if kept_tokens else tokens
+        new_chunks, partial_bytes = divmod(len(tokens), self._hasher.chunk_tokens * TOKEN_BYTES)
         all_extras = self._with_extras(first_chunk, extra_chunks, extras)
-        size_bytes = self._size_bytes(first_chunk + new_chunks, tail_bytes, all_extras)
-        return Growth(first_chunk, new_chunks, count, unhashed, all_extras, size_bytes)
+        size_bytes = self._size_bytes(first_chunk + new_chunks, partial_bytes, all_extras)
+        return Growth(first_chunk, new_chunks, token_count, tokens, all_extras, size_bytes)
 
     def grow(self, growth: Growth) -> None:
         hashes = self.hashes[: growth.first_chunk * CHUNK_HASH_BYTES]
@@ -107,30 +107,27 @@ class TokenChain:
         if growth.new_chunks:
             extras = growth.extras.between(growth.first_chunk, growth.chunks)
             parent = hashes[-CHUNK_HASH_BYTES:] or self._root
-            hashes += self._hasher.extend(parent, memoryview(growth.unhashed)[:hashed_bytes], extras)
-        self.hashes, self._tail, self._extras = hashes, growth.unhashed[hashed_bytes:], growth.extras
+            hashes += self._hasher.extend(parent, memoryview(growth.tokens)[:hashed_bytes], extras)
+        self.hashes, self._partial_chunk, self._extras = hashes, growth.tokens[hashed_bytes:], growth.extras
 
     def _kept(self, first_token: int) -> tuple[int, bytes, int]:
-        """What stays before that position: full chunks, the tokens behind them, and of how many chunks the extras."""
-        tokens = self.tokens
-        if first_token == tokens:
-            return self.chunks, self._tail, limits.MAX_TOKENS_PER_SESSION
+        """What stays before that position: full chunks, tokens behind them, and how many chunks' extras."""
+        token_count = self.token_count
+        if first_token == token_count:
+            return self.chunks, self._partial_chunk, limits.MAX_TOKENS_PER_SESSION
         chunk, into_chunk = divmod(first_token, self._hasher.chunk_tokens)
-        if not 0 <= first_token < tokens or (into_chunk and chunk != self.chunks):
+        if not 0 <= first_token < token_count or (into_chunk and chunk != self.chunks):
             raise RemoteError(
                 ErrorCode.UNKNOWN_SESSION,
-                f"The session has {tokens} tokens and cannot go on from {first_token}; send its tokens from 0.",
+                f"The session has {token_count} tokens and cannot go on from {first_token}; send its tokens from 0.",
             )
         if not into_chunk:
             return chunk, b"", chunk
-        return (
-            chunk,
-            self._tail[: into_chunk * TOKEN_BYTES],
-            chunk + 1,
-        )  # what the chunk contains may lie in its kept part
+        # The extra of the last chunk stays, too: what it stands for may lie in the part that is kept.
+        return chunk, self._partial_chunk[: into_chunk * TOKEN_BYTES], chunk + 1
 
     def _with_extras(self, hashed: int, kept_chunks: int, extras: list[tuple[int, bytes]]) -> Extras:
-        """`hashed`: chunks whose extras cannot change any more."""
+        """`hashed`: number of chunks whose extras cannot change any more."""
         kept = self._extras.between(0, kept_chunks)
         if not extras:
             return self._extras if len(kept) == len(self._extras) else Extras(kept)
@@ -151,6 +148,6 @@ class TokenChain:
             raise RemoteError(ErrorCode.TOO_MANY, f"A session has at most {limits.MAX_EXTRAS_PER_SESSION} extras.")
         return Extras(kept)
 
-    def _size_bytes(self, chunks: int, tail_bytes: int, extras: Extras) -> int:
+    def _size_bytes(self, chunks: int, partial_bytes: int, extras: Extras) -> int:
         names = len(self.cache_salt.encode()) + len(self.identity)
-        return names + chunks * CHUNK_HASH_BYTES + tail_bytes + extras.size_bytes
+        return names + chunks * CHUNK_HASH_BYTES + partial_bytes + extras.size_bytes

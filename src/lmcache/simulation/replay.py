@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache._native import L1Core
+from lmcache.core.key_batch import ChunkHashes
+from lmcache.core.rounding import div_ceil
 from lmcache.simulation.trace import Lookup
 
 _UNIT_BYTES = 4096  # addresses are only numbers here; the index wants them aligned
@@ -62,15 +64,14 @@ def replay(
         namespace = digests.get(name)
         if namespace is None:
             namespace = digests[name] = hashlib.sha256(repr(name).encode()).digest()
-        sizes = struct.pack("<Q", -(-size_bytes // unit_bytes) * _UNIT_BYTES)
-        lease, found, _ = core.acquire(_OWNER, namespace, lookup.hashes, _FOREVER)
+        sizes = struct.pack("<Q", div_ceil(size_bytes, unit_bytes) * _UNIT_BYTES)
+        acquired = core.acquire(_OWNER, namespace, lookup.hashes, _FOREVER)
         requested += lookup.chunks
-        hits += found
-        if found < lookup.chunks:
-            reservation, _, _ = core.reserve(_OWNER, namespace, lookup.cache_salt, sizes, lookup.hashes, _FOREVER)
-            if reservation:
-                core.commit(reservation, b"")
-        core.release(lease)
+        hits += acquired.chunks
+        if acquired.chunks < lookup.chunks:
+            reserved = core.reserve(_OWNER, namespace, lookup.cache_salt, sizes, lookup.hashes, _FOREVER)
+            core.commit(reserved.reservation)
+        core.release(acquired.lease)
         core.touch(namespace, lookup.hashes)
         core.enforce_limits()
     return Outcome(policy, capacity_bytes, requested, hits, core.stats()["evicted_objects"])
@@ -81,10 +82,7 @@ def ceiling(trace: Sequence[Lookup]) -> float:
     seen: set[tuple[str, str, bytes]] = set()
     requested = hits = 0
     for lookup in trace:
-        prompt = [
-            (lookup.model_name, lookup.cache_salt, lookup.hashes[at : at + 32])
-            for at in range(0, len(lookup.hashes), 32)
-        ]
+        prompt = [(lookup.model_name, lookup.cache_salt, chunk_hash) for chunk_hash in ChunkHashes(lookup.hashes)]
         found = next((index for index, key in enumerate(prompt) if key not in seen), len(prompt))
         requested += len(prompt)
         hits += found
@@ -96,7 +94,7 @@ def footprint_bytes(trace: Sequence[Lookup], chunk_bytes: int) -> int:
     """What all the chunks of a trace take together."""
     sizes: dict[tuple[str, str, bytes], int] = {}
     for lookup in trace:
-        for at in range(0, len(lookup.hashes), 32):
-            key = (lookup.model_name, lookup.cache_salt, lookup.hashes[at : at + 32])
+        for chunk_hash in ChunkHashes(lookup.hashes):
+            key = (lookup.model_name, lookup.cache_salt, chunk_hash)
             sizes[key] = lookup.chunk_bytes or chunk_bytes
     return sum(sizes.values())

@@ -1,4 +1,4 @@
-"""What happened, as values that the bus carries to whoever writes it down."""
+"""Events: values that the event bus carries to its subscribers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,3 @@ class LookupEvent:
     hit_chunks: int
     cache_salt: str = ""
     tensors: tuple[tuple[str, list[int]], ...] = ()  # dtype and shape of one chunk's KV, of every rank
-
-
-Event = LookupEvent

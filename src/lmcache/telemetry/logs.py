@@ -18,7 +18,7 @@ FORMAT = "[%(asctime)s] LMCache %(levelname)s: %(message)s"
 
 
 def level_from(environ: Mapping[str, str]) -> str:
-    """The level that LMCACHE_LOG_LEVEL asks for; INFO without it. ConfigError when it is no level."""
+    """The level in LMCACHE_LOG_LEVEL, INFO without it. ConfigError when it names no level."""
     level = environ.get(LEVEL_VARIABLE) or "INFO"
     if level.upper() not in LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE} must be one of {', '.join(LEVELS)}, got {level!r}.")
@@ -26,7 +26,7 @@ def level_from(environ: Mapping[str, str]) -> str:
 
 
 class _Formatter(logging.Formatter):
-    """One line a record. Where a fault is attached, its stack is only worth the lines to who asked for DEBUG."""
+    """One line a record: the stack of an exception is only written at level DEBUG."""
 
     def format(self, record: logging.LogRecord) -> str:
         if record.exc_info and not logging.getLogger(ROOT_LOGGER).isEnabledFor(logging.DEBUG):
@@ -48,7 +48,7 @@ def configure_logs(level: str, *, warnings_only: bool = False, stream: TextIO | 
     logger = logging.getLogger(ROOT_LOGGER)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
-    handler = _Handler(stream or sys.stderr)
+    handler = _Handler(sys.stderr if stream is None else stream)  # an empty LineWriter is falsy
     handler.setFormatter(_Formatter(FORMAT))
     logger.addHandler(handler)
     logger.propagate = False
@@ -66,8 +66,8 @@ class _FaultCounter(logging.Handler):
 
 
 def count_faults(count: Callable[[str], object]) -> Callable[[], None]:
-    """Calls `count` with the logger's name for each error that is logged with its exception, as every root of a thread,
-    task or request does with what nobody expected, until the function that is returned is called."""
+    """Calls `count` with the logger's name for each error that is logged with its exception: the root of every thread,
+    task and request logs unexpected ones so. The function that is returned ends this."""
     handler = _FaultCounter(count)
     logger = logging.getLogger(ROOT_LOGGER)
     logger.addHandler(handler)
@@ -75,7 +75,7 @@ def count_faults(count: Callable[[str], object]) -> Callable[[], None]:
 
 
 def level_of(fault: BaseException) -> int:
-    """WARNING for what disks and backends do, ERROR for what nobody expected."""
+    """WARNING for faults of disks and backends, ERROR for unexpected ones."""
     return logging.WARNING if isinstance(fault, OSError | LMCacheError) else logging.ERROR
 
 

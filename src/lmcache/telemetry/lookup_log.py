@@ -16,9 +16,9 @@ from typing import Any
 
 from lmcache.clock import Clock
 from lmcache.core.folders import refuse_unwritable
-from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.key_batch import ChunkHashes
 from lmcache.errors import ResourceError
-from lmcache.telemetry.events import Event, LookupEvent
+from lmcache.telemetry.events import LookupEvent
 
 logger = logging.getLogger("lmcache.telemetry")
 
@@ -26,7 +26,7 @@ _FILE_NAME = re.compile(r"lookup_hashes_\d{8}_\d{6}_\d{6}\.jsonl")
 
 
 def refuse_unusable(folder: str) -> None:
-    """ResourceError where a LookupHashLog could not be made. Makes nothing."""
+    """ResourceError where `LookupHashLog(folder)` would raise it. Creates nothing."""
     try:
         refuse_unwritable(folder)
     except OSError as error:
@@ -40,14 +40,14 @@ def _unwritable(folder: str, error: OSError) -> ResourceError:
 
 
 class LookupHashLog:
-    """A subscriber of the bus. Rotates by age and by size, and keeps the newest `max_files` files."""
+    """A subscriber of the event bus. Rotates by age and size, and keeps the newest `max_files` files."""
 
     name = "lookup_hash_log"
 
     def __init__(
         self, folder: str, *, rotation_seconds: float, rotation_bytes: int, max_files: int, clock: Clock
     ) -> None:
-        """ResourceError when the folder cannot be made or written."""
+        """ResourceError when the folder cannot be created or written."""
         self._folder = Path(folder)
         self._rotation_seconds = rotation_seconds
         self._rotation_bytes = rotation_bytes
@@ -63,13 +63,13 @@ class LookupHashLog:
         except OSError as error:
             raise _unwritable(folder, error) from None
 
-    def handle(self, events: Sequence[Event]) -> None:
+    def handle(self, events: Sequence[LookupEvent]) -> None:
         lines = b"".join(line_of(event) for event in events)
         try:
             self._rotate_if_due()
             self._write(lines)
         except OSError as error:
-            self.close()  # it may end in half a line: the next lines go to a new file
+            self.close()  # the file may end in half a line: the next lines go to a new one
             if not self._failing:
                 self._failing = True
                 logger.error(
@@ -113,8 +113,7 @@ class LookupHashLog:
 
 
 def line_of(event: LookupEvent) -> bytes:
-    """One object and its end of line."""
-    hashes = event.chunk_hashes
+    """The event as one line of JSON."""
     record: dict[str, Any] = {
         "timestamp": event.wall_seconds,
         "request_id": event.request_id,
@@ -123,9 +122,7 @@ def line_of(event: LookupEvent) -> bytes:
         "seq_len": event.total_tokens,
         "dtypes": [dtype for dtype, _ in event.tensors],
         "shapes": [shape for _, shape in event.tensors],
-        "chunk_hashes": [
-            "0x" + hashes[start : start + CHUNK_HASH_BYTES].hex() for start in range(0, len(hashes), CHUNK_HASH_BYTES)
-        ],
+        "chunk_hashes": ["0x" + chunk_hash.hex() for chunk_hash in ChunkHashes(event.chunk_hashes)],
         "hit_chunks": event.hit_chunks,
         "cache_salt": event.cache_salt,
     }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from functools import partial
+from typing import TypeVar, cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,10 +24,14 @@ from prometheus_client.core import Metric
 
 from lmcache.core.key import salt_digest
 
+T = TypeVar("T")
+
 PREFIX = "lmcache_mp_"
 SALT_LABEL = "cache_salt"
 OVERFLOW_LABEL = "_other"
 MAX_LABEL_SETS = 1024  # tenants and models come from outside: beyond this many pairs they share one series
+
+_ADAPTER = ("l2_name",)
 
 _THROUGHPUT_BUCKETS_GB = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
@@ -43,14 +49,14 @@ class BoundedCounter(Counter):
 
 
 class _HiddenSalts(CollectorRegistry):
-    """Another registry, with digests for cache salts."""
+    """A registry with digests in the place of cache salts."""
 
-    def __init__(self, of: CollectorRegistry) -> None:
+    def __init__(self, shown: CollectorRegistry) -> None:
         super().__init__()
-        self._of = of
+        self._shown = shown
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._of.collect():
+        for metric in self._shown.collect():
             hidden = copy(metric)
             hidden.samples = [
                 sample._replace(labels={**sample.labels, SALT_LABEL: _shown(sample.labels[SALT_LABEL])})
@@ -65,125 +71,163 @@ def _shown(salt: str) -> str:
     return salt if salt == OVERFLOW_LABEL else salt_digest(salt)
 
 
+# Each declares a metric of a group; `_Group` gives it the name of its attribute.
+def _declared(kind: Callable[..., T], text: str, labels: Sequence[str] = (), **options: object) -> T:
+    return cast(T, partial(kind, documentation=text, labelnames=labels, **options))
+
+
+def _counter(text: str, *labels: str, unit: str = "") -> Counter:
+    return _declared(Counter, text, labels, unit=unit)
+
+
+def _by_tenant(text: str, unit: str = "") -> Counter:
+    return _declared(BoundedCounter, text, ("model_name", SALT_LABEL), unit=unit)
+
+
+def _gauge(text: str, *labels: str) -> Gauge:
+    return _declared(Gauge, text, labels)
+
+
+def _ages(text: str) -> Histogram:
+    return _declared(Histogram, text, unit="seconds", buckets=_AGE_BUCKETS_SECONDS)
+
+
+def _throughput(text: str) -> Histogram:
+    return _declared(Histogram, text, _ADAPTER, unit="GB_per_second", buckets=_THROUGHPUT_BUCKETS_GB)
+
+
+class _Group:
+    """Metrics of one part of the server, each named as its attribute; what two groups share is one metric."""
+
+    def __init__(self, registry: CollectorRegistry | None, built: dict[str, object]) -> None:
+        for name, declaration in vars(type(self)).items():
+            if isinstance(declaration, partial):
+                if name not in built:
+                    built[name] = declaration(PREFIX + name, registry=registry)
+                setattr(self, name, built[name])
+
+
+_TIMEOUTS = _counter("Operations that ran into their deadline")
+_CORRUPT_FRAMES = _counter("Frames that did not verify", "tier")
+
+
+class FaultMetrics(_Group):
+    internal_faults = _counter("Faults that nobody expected; the log has each", "logger")
+
+
+class ServiceMetrics(_Group):
+    """Lookups, leases and stores of engines."""
+
+    lookups = _by_tenant("Lookups answered")
+    lookup_requested = _by_tenant("Tokens that lookups asked for", "tokens")
+    lookup_hit = _by_tenant("Tokens found on any tier", "tokens")
+    lookup_hit_l1 = _by_tenant("Tokens found in L1", "tokens")
+    lookup_hit_l2 = _by_tenant("Tokens loaded from L2", "tokens")
+    misses = _counter("Lookups that missed tokens, by the reason of the first one", "reason")
+    l1_read = _counter("Chunks leased from L1", unit="chunks")
+    l1_write = _counter("Chunks made resident in L1", unit="chunks")
+    l1_read_failure = _counter("Leased chunks that an engine reported as unreadable", unit="chunks")
+    num_submitted_stores = _counter("Reservations that were handed slots")
+    num_finished_stores = _counter("Reservations that ended by commit or abort")
+    num_submitted_retrieves = _counter("Leases given to engines")
+    num_finished_retrieves = _counter("Leases that engines gave back")
+    timeouts = _TIMEOUTS
+    corrupt_frames = _CORRUPT_FRAMES
+
+
+class RpcMetrics(_Group):
+    """The message loop."""
+
+    calls = _counter("Calls answered, by method and status", "method", "status")
+    protocol_errors = _counter("Messages refused or dropped, by error code", "code")
+
+
+class L1Metrics(_Group):
+    """L1's memory and its objects."""
+
+    l1_adopted = _counter("Objects taken over from a former server", unit="chunks")
+    l1_evicted = _counter("Objects evicted from L1", unit="chunks")
+    l1_memory_usage_bytes = _gauge("Bytes that L1 holds, free slots not counted")
+    l1_usage_ratio = _gauge("Used bytes of L1 over its configured size, 0 to 1")
+    l1_allocation_failure = _counter("Chunks that found no room in L1 even after eviction", unit="chunks")
+    quarantined_bytes = _gauge("Bytes reserved by a silent worker, held until it is known to be gone")
+    l1_chunk_lifetime = _ages("From store to eviction, of sampled objects")
+    l1_chunk_idle_before_evict = _ages("From last use to eviction, of sampled objects")
+    l1_chunk_reuse_gap = _ages("Between two uses, of sampled objects")
+    l1_eviction_age_seconds = _gauge("How long the latest sampled objects evicted had not been used, mean")
+
+
+class QuotaMetrics(_Group):
+    """Cache salts that have a quota."""
+
+    quota_limit_bytes = _gauge("Bytes that a cache salt may keep in L1", SALT_LABEL)
+    quota_usage_bytes = _gauge("Bytes that a cache salt takes in L1", SALT_LABEL)
+
+
+class L2Metrics(_Group):
+    """Stores, prefetches and what each adapter does."""
+
+    l2_store_submitted = _counter("Store batches begun", *_ADAPTER, unit="requests")
+    l2_store_completed = _counter("Store batches ended", *_ADAPTER, unit="requests")
+    l2_store_lost = _counter("Objects that left L1 and that no adapter took", unit="chunks")
+    l2_store_unstored = _gauge("Objects that stay in L1 because no adapter took them, to be offered again")
+    policy_faults = _counter("Answers of a policy that could not be used; the default's was", "policy")
+    l2_store_dropped = _counter("Objects that did not reach an adapter, by reason", "reason")
+    l2_load_completed = _counter("Load batches ended", *_ADAPTER, unit="requests")
+    l2_prefetch_lookup = _counter("Prefetches asked for", unit="requests")
+    l2_prefetch_load_submitted = _counter("Load batches begun by prefetches", unit="requests")
+    l2_prefetch_load_completed = _counter("Objects loaded into L1 by prefetches", unit="chunks")
+    l2_prefetch_failure = _counter("Objects that prefetches could not load, by reason", "reason", unit="chunks")
+    l2_evicted_objects = _counter("Objects evicted from L2", *_ADAPTER)
+    l2_usage_bytes = _gauge("Bytes that the adapter holds", *_ADAPTER)
+    l2_store_throughput = _throughput("Bytes stored over time of a batch")
+    l2_load_throughput = _throughput("Bytes loaded over time of a batch")
+    num_inflight_l2_stores = _gauge("Store batches under way", *_ADAPTER)
+    num_inflight_l2_loads = _gauge("Load batches under way", *_ADAPTER)
+    l2_full = _counter("Objects not stored because the backend is full", *_ADAPTER)
+    l2_is_full = _gauge("1 while nothing is stored because the backend is full", *_ADAPTER)
+    l2_breaker_open = _gauge("1 while the adapter is left alone after faults", *_ADAPTER)
+    l2_serde_raw = _counter("Bytes of objects before they were encoded", *_ADAPTER, unit="bytes")
+    l2_serde_stored = _counter("Bytes of the same objects as they are stored", *_ADAPTER, unit="bytes")
+    l2_serde_unreadable = _counter("Objects that the configured serde cannot read, each a miss", *_ADAPTER)
+    l2_buffered_fallbacks = _gauge("Operations that wanted O_DIRECT and went through the page cache", *_ADAPTER)
+    timeouts = _TIMEOUTS
+    corrupt_frames = _CORRUPT_FRAMES
+
+
+class EventBusMetrics(_Group):
+    event_bus_queue_depth = _gauge("Events waiting for their subscribers")
+    event_bus_dropped_events = _counter("Events dropped at a full queue")
+    event_bus_subscriber_exceptions = _counter("Faults raised by a subscriber", "subscriber_name")
+
+
 class Metrics:
-    """One attribute a metric, named as documented without the prefix.
+    """All metrics, in groups: a part of the server gets the group that it counts in. An attribute of a group is named
+    as the metric is documented, without the prefix.
 
     `enabled=False` keeps every attribute working and exposes nothing.
     """
 
     def __init__(self, *, enabled: bool = True, service_instance_id: str = "") -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a time of creation beside every series doubles the page and tells nothing
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # one more line for every series, of no use
         self.enabled = enabled
         self.registry = CollectorRegistry(auto_describe=False)
         self._refreshers: list[Callable[[], object]] = []
-        tenant = ("model_name", SALT_LABEL)
-        adapter = ("l2_name",)
-
-        # lookups
-        self.lookups = self._by_tenant("lookups", "Lookups answered", tenant)
-        self.lookup_requested = self._by_tenant("lookup_requested", "Tokens that lookups asked for", tenant, "tokens")
-        self.lookup_hit = self._by_tenant("lookup_hit", "Tokens found on any tier", tenant, "tokens")
-        self.lookup_hit_l1 = self._by_tenant("lookup_hit_l1", "Tokens found in L1", tenant, "tokens")
-        self.lookup_hit_l2 = self._by_tenant("lookup_hit_l2", "Tokens loaded from L2", tenant, "tokens")
-        self.misses = self._counter("misses", "Lookups that missed tokens, by the reason of the first one", ("reason",))
-
-        # L1
-        self.l1_read = self._counter("l1_read", "Chunks leased from L1", unit="chunks")
-        self.l1_write = self._counter("l1_write", "Chunks made resident in L1", unit="chunks")
-        self.l1_adopted = self._counter("l1_adopted", "Objects taken over from a former server", unit="chunks")
-        self.l1_evicted = self._counter("l1_evicted", "Objects evicted from L1", unit="chunks")
-        self.l1_memory_usage_bytes = self._gauge("l1_memory_usage_bytes", "Bytes that L1 holds, free slots not counted")
-        self.l1_usage_ratio = self._gauge("l1_usage_ratio", "Used bytes of L1 over its configured size, 0 to 1")
-        self.l1_allocation_failure = self._counter(
-            "l1_allocation_failure", "Chunks that found no room in L1 even after eviction", unit="chunks"
-        )
-        self.l1_read_failure = self._counter(
-            "l1_read_failure", "Leased chunks that an engine reported as unreadable", unit="chunks"
-        )
-        self.quarantined_bytes = self._gauge(
-            "quarantined_bytes", "Bytes reserved by a silent worker, held until it is known to be gone"
-        )
-
-        self.l1_chunk_lifetime = self._ages("l1_chunk_lifetime", "From store to eviction, of sampled objects")
-        self.l1_chunk_idle_before_evict = self._ages(
-            "l1_chunk_idle_before_evict", "From last use to eviction, of sampled objects"
-        )
-        self.l1_chunk_reuse_gap = self._ages("l1_chunk_reuse_gap", "Between two uses, of sampled objects")
-        self.l1_eviction_age_seconds = self._gauge(
-            "l1_eviction_age_seconds", "How long the latest sampled objects evicted had not been used, mean"
-        )
-        self.quota_limit_bytes = self._gauge(
-            "quota_limit_bytes", "Bytes that a cache salt may keep in L1", (SALT_LABEL,)
-        )
-        self.quota_usage_bytes = self._gauge("quota_usage_bytes", "Bytes that a cache salt takes in L1", (SALT_LABEL,))
-
-        # engines
-        self.num_submitted_stores = self._counter("num_submitted_stores", "Reservations that were handed slots")
-        self.num_finished_stores = self._counter("num_finished_stores", "Reservations that ended by commit or abort")
-        self.num_submitted_retrieves = self._counter("num_submitted_retrieves", "Leases given to engines")
-        self.num_finished_retrieves = self._counter("num_finished_retrieves", "Leases that engines gave back")
-        self.calls = self._counter("calls", "Calls answered, by method and status", ("method", "status"))
-        self.protocol_errors = self._counter("protocol_errors", "Messages refused or dropped, by error code", ("code",))
-        self.timeouts = self._counter("timeouts", "Operations that ran into their deadline")
-
-        # L2
-        self.l2_store_submitted = self._counter("l2_store_submitted", "Store batches begun", adapter, "requests")
-        self.l2_store_completed = self._counter("l2_store_completed", "Store batches ended", adapter, "requests")
-        self.l2_store_lost = self._counter(
-            "l2_store_lost", "Objects that left L1 and that no adapter took", unit="chunks"
-        )
-        self.l2_store_unstored = self._gauge(
-            "l2_store_unstored", "Objects that stay in L1 because no adapter took them, to be offered again"
-        )
-        self.policy_faults = self._counter(
-            "policy_faults", "Answers of a policy that could not be used; the default's was", ("policy",)
-        )
-        self.l2_store_dropped = self._counter(
-            "l2_store_dropped", "Objects that did not reach an adapter, by reason", ("reason",)
-        )
-        self.l2_load_completed = self._counter("l2_load_completed", "Load batches ended", adapter, "requests")
-        self.l2_prefetch_lookup = self._counter("l2_prefetch_lookup", "Prefetches asked for", unit="requests")
-        self.l2_prefetch_load_submitted = self._counter(
-            "l2_prefetch_load_submitted", "Load batches begun by prefetches", unit="requests"
-        )
-        self.l2_prefetch_load_completed = self._counter(
-            "l2_prefetch_load_completed", "Objects loaded into L1 by prefetches", unit="chunks"
-        )
-        self.l2_prefetch_failure = self._counter(
-            "l2_prefetch_failure", "Objects that prefetches could not load, by reason", ("reason",), "chunks"
-        )
-        self.l2_evicted_objects = self._counter("l2_evicted_objects", "Objects evicted from L2", adapter)
-        self.l2_usage_bytes = self._gauge("l2_usage_bytes", "Bytes that the adapter holds", adapter)
-        self.l2_store_throughput = self._throughput("l2_store_throughput", "Bytes stored over time of a batch", adapter)
-        self.l2_load_throughput = self._throughput("l2_load_throughput", "Bytes loaded over time of a batch", adapter)
-        self.num_inflight_l2_stores = self._gauge("num_inflight_l2_stores", "Store batches under way", adapter)
-        self.num_inflight_l2_loads = self._gauge("num_inflight_l2_loads", "Load batches under way", adapter)
-        self.l2_full = self._counter("l2_full", "Objects not stored because the backend is full", adapter)
-        self.l2_is_full = self._gauge("l2_is_full", "1 while nothing is stored because the backend is full", adapter)
-        self.l2_breaker_open = self._gauge("l2_breaker_open", "1 while the adapter is left alone after faults", adapter)
-        self.l2_buffered_fallbacks = self._gauge(
-            "l2_buffered_fallbacks", "Operations that wanted O_DIRECT and went through the page cache", adapter
-        )
-        self.corrupt_frames = self._counter("corrupt_frames", "Frames that did not verify", ("tier",))
-
-        # events
-        self.event_bus_queue_depth = self._gauge("event_bus_queue_depth", "Events waiting for their subscribers")
-        self.event_bus_dropped_events = self._counter("event_bus_dropped_events", "Events dropped at a full queue")
-        self.event_bus_subscriber_exceptions = self._counter(
-            "event_bus_subscriber_exceptions", "Faults raised by a subscriber", ("subscriber_name",)
-        )
-
-        self.internal_faults = self._counter(
-            "internal_faults", "Faults that nobody expected; the log has each", ("logger",)
-        )
-
+        build = self.registry if enabled else None, dict[str, object]()
+        self.service = ServiceMetrics(*build)
+        self.rpc = RpcMetrics(*build)
+        self.l1 = L1Metrics(*build)
+        self.quotas = QuotaMetrics(*build)
+        self.l2 = L2Metrics(*build)
+        self.events = EventBusMetrics(*build)
+        self.faults = FaultMetrics(*build)
         if enabled:  # the series by which OpenTelemetry carries resource attributes to Prometheus
             target = Info("target", "What exposes these metrics", registry=self.registry)
             target.info({"service_name": "lmcache", "service_instance_id": service_instance_id})
 
     def on_scrape(self, refresh: Callable[[], object]) -> Callable[[], None]:
-        """Calls `refresh` before every exposition, for figures that are read rather than counted, until the function
-        that is returned is called."""
+        """Calls `refresh` before every exposition, for figures that are read rather than counted. The function that is
+        returned ends this."""
         self._refreshers.append(refresh)
         return lambda: self._refreshers.remove(refresh)
 
@@ -192,23 +236,3 @@ class Metrics:
         for refresh in list(self._refreshers):
             refresh()
         return generate_latest(_HiddenSalts(self.registry) if hides_salts else self.registry)
-
-    def _registry(self) -> CollectorRegistry | None:
-        return self.registry if self.enabled else None
-
-    def _counter(self, name: str, text: str, labels: Sequence[str] = (), unit: str = "") -> Counter:
-        return Counter(PREFIX + name, text, labels, unit=unit, registry=self._registry())
-
-    def _by_tenant(self, name: str, text: str, labels: Sequence[str], unit: str = "") -> BoundedCounter:
-        return BoundedCounter(PREFIX + name, text, labels, unit=unit, registry=self._registry())
-
-    def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-        return Gauge(PREFIX + name, text, labels, registry=self._registry())
-
-    def _ages(self, name: str, text: str) -> Histogram:
-        return Histogram(PREFIX + name, text, unit="seconds", buckets=_AGE_BUCKETS_SECONDS, registry=self._registry())
-
-    def _throughput(self, name: str, text: str, labels: Sequence[str]) -> Histogram:
-        return Histogram(
-            PREFIX + name, text, labels, unit="GB_per_second", buckets=_THROUGHPUT_BUCKETS_GB, registry=self._registry()
-        )

@@ -19,7 +19,7 @@ import pytest
 pytest.register_assert_rewrite("lmcache.testing.contract_model", "lmcache.testing.contract_rules")
 
 from lmcache.l2.adapter import Adapter  # noqa: E402
-from lmcache.l2.registry import build, parse_adapter  # noqa: E402
+from lmcache.l2.adapter_types import build, parse_adapter  # noqa: E402
 from lmcache.testing.contract_model import ModelTest  # noqa: E402
 from lmcache.testing.contract_rules import BufferRules, KeyRules, LifeRules, ObjectRules  # noqa: E402
 from lmcache.testing.contract_run import AfterRestart, RecordingInventory  # noqa: E402

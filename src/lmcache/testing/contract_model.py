@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.core.rounding import div_ceil
 from lmcache.l2.adapter import Adapter
 from lmcache.testing.contract_run import ContractRun, RecordingInventory
 from lmcache.testing.frames import FrameMemory, keys, namespace
@@ -118,24 +119,26 @@ class Player:
 
 class ModelTest(ContractRun):
     steps = 10_000
-    lives = 10  # the steps are spread over as many openings of one backend
+    most_steps: int | None = None  # of those that LMCACHE_CONTRACT_STEPS asks for, where each takes milliseconds
+    openings = 10  # the steps are spread over so many openings of one backend
 
     def test_behaves_like_a_dictionary(self, tmp_path: Path) -> None:
         seed = int(os.environ.get("LMCACHE_CONTRACT_SEED", "1"))
         steps = int(os.environ.get("LMCACHE_CONTRACT_STEPS", self.steps))
+        steps = min(steps, self.most_steps or steps)
         print(f"LMCACHE_CONTRACT_SEED={seed} LMCACHE_CONTRACT_STEPS={steps}")
         model = Model(seed)
-        lives = 1 if self.after_restart == "found" else self.lives  # sizes and contents are not told again
+        openings = 1 if self.after_restart == "found" else self.openings  # sizes and contents are not reported again
 
         async def live(adapter: Adapter, inventory: RecordingInventory) -> None:
             if self.after_restart == "gone":
                 model.forget(list(model.objects))
             assert inventory.objects == {key: model.frame_bytes(key) for key in model.objects}
             player = Player(adapter, model, self.can_delete)
-            for _ in range(-(-steps // lives)):
+            for _ in range(div_ceil(steps, openings)):
                 await player.step()
                 if self.can_delete and model.random.random() < 0.002:
                     await player.clear()
 
-        for _ in range(lives):
+        for _ in range(openings):
             self.run(tmp_path, live)

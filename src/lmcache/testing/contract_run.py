@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from lmcache.core.key import ObjectKey
-from lmcache.l2.adapter import Adapter
+from lmcache.l2.adapter import Adapter, ObjectColumns
 
 T = TypeVar("T")
 
-# told: the inventory tells what is there. found: it is not told, but found when asked for. gone: nothing is left.
-AfterRestart = Literal["told", "found", "gone"]
+# told: the inventory tells what is there, last used first. listed: it tells, in an order of its own, where the backend
+# keeps no times of use. found: it does not, but a lookup finds it. gone: nothing is left.
+AfterRestart = Literal["told", "listed", "found", "gone"]
 
 OPEN_SECONDS = 30.0
 TEST_SECONDS = 120.0
@@ -25,14 +26,23 @@ class RecordingInventory:
     def __init__(self) -> None:
         self.objects: dict[ObjectKey, int] = {}
         self.order: list[ObjectKey] = []
+        self._scan = 0
+        self._seen_by: dict[ObjectKey, int] = {}
         self.completed = asyncio.Event()
 
-    def found(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
-        self.order += [key for key, _ in objects if key not in self.objects]
-        self.objects.update(objects)
+    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns) -> None:
+        for key, size_bytes in objects:
+            if key not in self.objects:
+                self.order.append(key)
+            self.objects[key] = size_bytes
+            self._seen_by[key] = self._scan
 
-    def known(self) -> list[ObjectKey]:
-        return list(self.objects)
+    def begin_scan(self) -> int:
+        self._scan += 1
+        return self._scan
+
+    def known(self, *, unseen_by: int | None = None) -> Iterator[list[ObjectKey]]:
+        yield [key for key in self.objects if unseen_by is None or self._seen_by[key] < unseen_by]
 
     def lost(self, keys: Sequence[ObjectKey]) -> None:
         for key in keys:
@@ -59,7 +69,7 @@ class ContractRun:
         return False
 
     def run(self, folder: Path, test: Callable[[Adapter, RecordingInventory], Awaitable[T]]) -> T:
-        """One life of the adapter. Everything within it has a deadline, so that a hang is a failure."""
+        """Opens the adapter, runs the test and closes it, each with a deadline, so that a hang is a failure."""
 
         async def whole() -> T:
             adapter, inventory = self.build(folder), RecordingInventory()

@@ -141,7 +141,8 @@ def wait_until_reconnected(engine: VllmEngine, server: CacheServer, prompt: list
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         engine.complete(prompt, max_tokens=2)
-        if any(one["ranks"] == len(one["workers"]) > 0 for one in server.status()["instances"]):  # both sides of it
+        instances = server.status()["instances"]
+        if any(instance["ranks"] == len(instance["workers"]) > 0 for instance in instances):  # both sides of it
             return
         time.sleep(0.2)
     raise RuntimeError("the engine did not come back to the restarted server within 60 s")

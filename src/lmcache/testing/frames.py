@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import mmap
 import random
+from collections.abc import Sequence
 
 from lmcache import _native
-from lmcache.core.frame import frame_bytes, header_template
+from lmcache.core.frame import frame_bytes, header_template, verify_frames
 from lmcache.core.key import Namespace, ObjectKey
+from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet
 from lmcache.core.limits import FRAME_HEADER_BYTES
 
 PAYLOAD_BYTES = 12_288
@@ -21,6 +23,12 @@ def namespace(name: str = "model", rank: int = 0, salt: str = "") -> Namespace:
 def keys(count: int, seed: int = 0, of: Namespace | None = None) -> list[ObjectKey]:
     of = of or namespace()
     return [ObjectKey(of, hashlib.sha256(f"{seed}/{index}".encode()).digest()) for index in range(count)]
+
+
+def batch_of(keys: Sequence[ObjectKey], frame_bytes: int) -> KeyBatch:
+    """Keys of one namespace as a batch."""
+    hashes = ChunkHashes(b"".join(key.chunk_hash for key in keys))
+    return KeyBatch(NamespaceSet((keys[0].namespace,), (frame_bytes,)), hashes)
 
 
 class FrameMemory:
@@ -61,4 +69,4 @@ class FrameMemory:
         return self.verify(slot, key) == "" and payload == self.payload_of(key)
 
     def verify(self, slot: int, key: ObjectKey) -> str:
-        return _native.frame_verify(self.address(slot), self.slot_bytes, key.namespace.digest, key.chunk_hash)
+        return verify_frames([key], [self.buffers[slot]])[0]

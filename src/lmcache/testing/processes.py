@@ -19,7 +19,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Started = TypeVar("Started", bound="ManagedProcess")
 
 LOOPBACK = "127.0.0.1"
 _LOG_END = 3000  # characters that an error shows
@@ -190,7 +192,7 @@ class ManagedProcess:
             time.sleep(0.05)
         raise RuntimeError(f"{self.name} was not ready within {timeout_seconds:.0f} s:\n{self.log()[-_LOG_END:]}")
 
-    def __enter__(self) -> ManagedProcess:
+    def __enter__(self: Started) -> Started:
         return self
 
     def __exit__(self, *_: object) -> None:

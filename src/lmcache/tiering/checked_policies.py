@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from lmcache.core.key import Namespace, ObjectKey
-from lmcache.telemetry.metrics import Metrics
+from lmcache.telemetry.log_limiter import LogLimiter
+from lmcache.telemetry.metrics import L2Metrics
 from lmcache.tiering.policies import AdapterInfo, LoadAsConfigured, PrefetchPolicy, StorePolicy, StoreToAll
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ class _Unusable(Exception):
 
 
 class CheckedStorePolicy:
-    def __init__(self, policy: StorePolicy, adapters: Sequence[AdapterInfo], metrics: Metrics) -> None:
+    def __init__(self, policy: StorePolicy, adapters: Sequence[AdapterInfo], metrics: L2Metrics) -> None:
         self.drops_from_l1 = policy.drops_from_l1
         self._policy = policy
         self._adapters = tuple(adapters)
@@ -30,7 +31,7 @@ class CheckedStorePolicy:
 
     def targets(self, keys: Sequence[ObjectKey]) -> Sequence[Sequence[int]]:
         """For each key the adapters that are to have the object."""
-        keys = tuple(keys)  # not to be changed by who is asked
+        keys = tuple(keys)  # a copy that the policy cannot change
 
         def ask() -> Sequence[Sequence[int]]:
             answer = self._policy.targets(keys, self._adapters)
@@ -47,7 +48,7 @@ class CheckedStorePolicy:
 
 
 class CheckedPrefetchPolicy:
-    def __init__(self, policy: PrefetchPolicy, adapters: Sequence[AdapterInfo], metrics: Metrics) -> None:
+    def __init__(self, policy: PrefetchPolicy, adapters: Sequence[AdapterInfo], metrics: L2Metrics) -> None:
         self.retains = policy.retains
         self._policy = policy
         self._adapters = tuple(adapters)
@@ -77,19 +78,18 @@ def _check(method: str, indices: Any, adapters: int) -> None:
 
 
 class _Faults:
-    def __init__(self, kind: str, policy: object, metrics: Metrics) -> None:
+    def __init__(self, kind: str, policy: object, metrics: L2Metrics) -> None:
         self._kind = kind
         self._name = type(policy).__name__
         self._counter = metrics.policy_faults.labels(kind)
-        self._is_said = False
+        self._log_limiter = LogLimiter()
 
     def guard(self, ask: Callable[[], T], default: Callable[[], T]) -> T:
         try:
             return ask()
         except Exception as error:  # code from outside may raise anything
             self._counter.inc()
-            if not self._is_said:
-                self._is_said = True
+            if self._log_limiter.due():
                 log.error(
                     "The %s policy %s failed (%s); the default decides whenever that happens (counted in "
                     "lmcache_mp_policy_faults_total, said once)",

@@ -1,38 +1,43 @@
-"""What the storage loop itself holds in L1 while it moves bytes."""
+"""Objects of L1 that the storage loop leases while it copies them."""
 
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
-from lmcache.l1.adoption import STORAGE_OWNER
+from lmcache._native import NO_SLOT
+from lmcache.core.key import ObjectKey
+from lmcache.core.key_batch import SlotGrid, pack_keys
 from lmcache.l1.store import L1Store
+from lmcache.memory.ownership import STORAGE_OWNER
 
-FOREVER = math.inf  # ended by the code that took it; there is no other life to outlive
+FOREVER = math.inf  # ended by the code that took it, or with the process
 
 
 @dataclass(slots=True, eq=False)
 class QueuedObject:
-    """An object of L1 on its way to the adapters. What is known of the way is kept here, and so ends with it."""
+    """An object of L1 on its way to the adapters."""
 
     key: ObjectKey
     frame_bytes: int
     adapters_left: int = 0  # that have not dealt with it yet
     is_stored: bool = False  # by one of them
-    is_discarded: bool = False  # an operator asked for it
+    is_discarded: bool = False  # an operator cleared L2 before it was stored
+
+    @property
+    def may_leave_l1(self) -> bool:
+        return self.is_stored or self.is_discarded
 
 
-class Leased:
-    """Objects that were there, in the order asked for, readable until `release`."""
+class LeasedObjects:
+    """Objects of L1 with a view of each one's frame, readable until `release`."""
 
-    def __init__(self, l1: L1Store) -> None:
-        self.objects: list[QueuedObject] = []
-        self.views: list[memoryview] = []
-        self.leases: list[int] = []
+    def __init__(self, l1: L1Store, objects: list[QueuedObject], views: list[memoryview], lease: int) -> None:
+        self.objects = objects
+        self.views = views
         self._l1 = l1
+        self._lease = lease
 
     @property
     def keys(self) -> list[ObjectKey]:
@@ -43,52 +48,24 @@ class Leased:
             try:
                 view.release()
             except BufferError:
-                pass  # an adapter from outside keeps an export: what it reads there from now on is its own affair
-        for lease in self.leases:
-            self._l1.core.release(lease)
+                pass  # an adapter from outside still exports it: what it reads from now on is undefined
+        self._l1.core.release(self._lease)
 
 
-def lease_objects(l1: L1Store, objects: Sequence[QueuedObject]) -> Leased:
-    """Leases each on its own: what was evicted meanwhile is left out. To be copied elsewhere is no use: the objects
-    keep their place in the order of eviction."""
-    leased = Leased(l1)
-    offsets: list[int | None] = [None] * len(objects)
-    for digest, hashes, indices in _by_namespace(objects):
-        at = 0
-        while at < len(indices):
-            # A prefix at a time: what follows a gap is asked for again.
-            rest = hashes[at * CHUNK_HASH_BYTES :]
-            lease, chunks, found = l1.core.acquire(STORAGE_OWNER, digest, rest, FOREVER, is_use=False)
-            if lease:
-                leased.leases.append(lease)
-                for index, offset in zip(indices[at : at + chunks], array("Q", found), strict=True):
-                    offsets[index] = offset
-            at += chunks + 1
-    for queued, place in zip(objects, offsets, strict=True):
-        if place is not None:
-            leased.objects.append(queued)
-            leased.views.append(l1.memory.view(place, queued.frame_bytes))
-    return leased
+def lease_objects(l1: L1Store, objects: Sequence[QueuedObject]) -> LeasedObjects:
+    """Leases those that are resident, in the order given. Copying is no use: they keep their place in the order of
+    eviction."""
+    digests, hashes = pack_keys(queued.key for queued in objects)
+    acquired = l1.core.acquire_each(STORAGE_OWNER, digests, hashes, FOREVER)
+    slots = SlotGrid(acquired.slots, len(objects))
+    resident, views = [], []
+    for index, queued in enumerate(objects):
+        slot = slots[0, index]
+        if slot != NO_SLOT:
+            resident.append(queued)
+            views.append(l1.memory.view(slot, queued.frame_bytes))
+    return LeasedObjects(l1, resident, views, acquired.lease)
 
 
 def are_resident(l1: L1Store, objects: Sequence[QueuedObject]) -> list[bool]:
-    resident = [False] * len(objects)
-    for digest, hashes, indices in _by_namespace(objects):
-        at = 0
-        while at < len(indices):
-            chunks = l1.core.probe(digest, hashes[at * CHUNK_HASH_BYTES :])
-            for index in indices[at : at + chunks]:
-                resident[index] = True
-            at += chunks + 1
-    return resident
-
-
-def _by_namespace(objects: Sequence[QueuedObject]) -> list[tuple[bytes, memoryview, list[int]]]:
-    """Of each namespace its digest, the hashes of its objects and their positions."""
-    positions: dict[bytes, list[int]] = {}
-    for index, queued in enumerate(objects):
-        positions.setdefault(queued.key.namespace.digest, []).append(index)
-    return [
-        (digest, memoryview(b"".join(objects[index].key.chunk_hash for index in indices)), indices)
-        for digest, indices in positions.items()
-    ]
+    return [flag != 0 for flag in l1.core.resident_each(*pack_keys(queued.key for queued in objects))]

@@ -1,6 +1,6 @@
 """Pure decisions of the store and prefetch controllers, by name. docs/how-to/write-a-policy.md is a guide to one.
 
-Rules: a policy is made without arguments and lives as long as the server. Its methods are called on the storage loop,
+Rules: a policy is made without arguments and kept until the server ends. Its methods are called on the storage loop,
 for many objects at a time, and return at once: no I/O, no waiting. What they return is checked (checked_policies.py).
 """
 
@@ -24,7 +24,27 @@ class AdapterInfo:
 
 
 class StorePolicy(Protocol):
-    """`drops_from_l1` and `retains` are constants, read once."""
+    """Which adapters get a new object, and whether it leaves L1 then.
+
+    Shapes and units: one sequence of adapter indices, counted from 0, for each key. `drops_from_l1` is read once.
+
+    Errors: none are expected. A policy that raises, or names an adapter that is not there, is counted, logged once, and
+    the default decides.
+
+    Example:
+
+    >>> from lmcache.core.key import Namespace, ObjectKey
+    >>> from lmcache.tiering.policies import AdapterInfo
+    >>> class PrivateStaysHere:
+    ...     drops_from_l1 = False
+    ...     def targets(self, keys, adapters):
+    ...         return [() if key.namespace.cache_salt == "private" else range(len(adapters)) for key in keys]
+    >>> disk = AdapterInfo("fs_0", "fs", capacity_bytes=None)
+    >>> salts = "public", "private"
+    >>> keys = [ObjectKey(Namespace("model", 1, 0, 0, "00" * 16, salt), bytes(32)) for salt in salts]
+    >>> PrivateStaysHere().targets(keys, [disk])
+    [range(0, 1), ()]
+    """
 
     @property
     def drops_from_l1(self) -> bool:
@@ -39,6 +59,24 @@ class StorePolicy(Protocol):
 
 
 class PrefetchPolicy(Protocol):
+    """In which order adapters are asked for what L1 lacks, and whether what they gave stays in L1.
+
+    Shapes and units: adapter indices, counted from 0, for all namespaces together. `retains` is read once.
+
+    Errors: as for a StorePolicy.
+
+    Example:
+
+    >>> from lmcache.tiering.policies import AdapterInfo
+    >>> class SmallestFirst:
+    ...     retains = True
+    ...     def order(self, namespaces, adapters):
+    ...         return sorted(range(len(adapters)), key=lambda index: adapters[index].capacity_bytes or 1 << 60)
+    >>> adapters = [AdapterInfo("fs_0", "fs", None), AdapterInfo("dax_1", "dax", 1 << 30)]
+    >>> SmallestFirst().order([], adapters)
+    [1, 0]
+    """
+
     @property
     def retains(self) -> bool:
         """Whether what was loaded stays in L1 after its use. False: it leaves with its last lease."""

@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any, cast
 
 from lmcache.config.spec import PREFETCH_POLICY_ENTRY_POINTS, STORE_POLICY_ENTRY_POINTS
+from lmcache.config.values import suggestion
 from lmcache.errors import ConfigError
-from lmcache.l2.adapters.outside import import_module
-from lmcache.l2.keys import nearest
+from lmcache.l2.adapters.plugin_loader import import_module
 from lmcache.tiering.policies import PREFETCH_POLICIES, STORE_POLICIES, PrefetchPolicy, StorePolicy
 
 GUIDE = "docs/how-to/write-a-policy.md"
@@ -59,8 +59,8 @@ def _in_module(flag: str, module: ModuleType, name: str, registered: Mapping[str
     if found is None:
         classes = tuple(other for other, value in vars(module).items() if isinstance(value, type))
         raise ConfigError(
-            f"{flag}: {name!r} is neither a class in {module.__name__} nor registered by it{nearest(name, classes)}; "
-            "write it as in the module."
+            f"{flag}: {name!r} is neither a class in {module.__name__} nor registered by it"
+            f"{suggestion(name, classes)}; write it as in the module."
         )
     return found
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
-from lmcache import _native
+from lmcache.core.frame import verify_frames
 from lmcache.core.key import ObjectKey
 
 
@@ -23,14 +22,7 @@ class Verifier:
     ) -> list[str]:
         """Why each frame is not the whole frame of its key, "" where it is. `release` is called once, when no thread
         looks at the frames any more: with this call, or after it where it is cancelled."""
-        running = asyncio.get_running_loop().run_in_executor(
-            self._threads,
-            _native.frame_verify_many,
-            array("Q", [_native.buffer_address(frame) for frame in frames]).tobytes(),
-            array("Q", [frame.nbytes for frame in frames]).tobytes(),
-            b"".join(key.namespace.digest for key in keys),
-            b"".join(key.chunk_hash for key in keys),
-        )
+        running = asyncio.get_running_loop().run_in_executor(self._threads, verify_frames, keys, frames)
         self._running.add(running)
 
         def ended(running: asyncio.Future[list[str]]) -> None:

@@ -8,7 +8,16 @@ from collections.abc import Callable
 import msgspec
 
 from lmcache.errors import RemoteError
-from lmcache.transport.bulk import Bulk
+
+
+class Bulk:
+    """A large answer that is sent from where it lies, encoded already. It must not change until it is `sent`."""
+
+    def __init__(self, payload: bytearray) -> None:
+        self.size_bytes = len(payload)
+        self.payload = payload
+        self.sent = False  # it is in the network's hands or copied, or the peer has gone
+
 
 Answer = msgspec.Struct | Bulk | RemoteError
 
@@ -22,10 +31,6 @@ class Deferred:
         self._lock = threading.Lock()
         self._answer: Answer | None = None
         self._deliver: Callable[[Answer], None] | None = None
-
-    @property
-    def answered(self) -> bool:
-        return self._answer is not None
 
     def answer(self, answer: Answer) -> bool:
         """False if there was an answer already."""

@@ -1,5 +1,5 @@
 """Sockets that a forked child lets go at once. It would keep the port taken, and every connection open, for as long as
-it lives: also when the server has been stopped or killed."""
+it runs: also when the server has been stopped or killed."""
 
 from __future__ import annotations
 

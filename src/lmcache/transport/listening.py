@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 
+from lmcache.clock import Clock
 from lmcache.core.address import LOOPBACK, listening_host, socket_path, tcp_endpoint
 from lmcache.core.limits import MAX_CONNECTIONS
 from lmcache.errors import ResourceError
@@ -18,11 +19,11 @@ _ENGINE_FLAGS = "--port or --host"
 class EngineListener:
     """Where engines connect: a port, or the path of a Unix socket. ResourceError when it cannot be had."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, clock: Clock) -> None:
         """`host` is what --host takes."""
         path = socket_path(host)
         if path:
-            at_path = PathListener(path, _BACKLOG)
+            at_path = PathListener(path, _BACKLOG, clock)
             self.socket, self._close = at_path.socket, at_path.close
             self.endpoint = host
             self.socket.setblocking(False)

@@ -6,7 +6,7 @@ import select
 import socket
 from collections import deque
 
-from lmcache.transport.bulk import Bulk
+from lmcache.transport.deferred import Bulk
 from lmcache.transport.timers import Timer
 from lmcache.transport.zmtp import GREETING, RECEIVE_BYTES, Message, MessageReader, frame_head
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import select
 import socket
-import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
+from lmcache.clock import Clock
+from lmcache.core import limits
 from lmcache.errors import ProtocolError
 from lmcache.transport.backlog import Backlog
-from lmcache.transport.bulk import Bulk
+from lmcache.transport.deferred import Bulk
 from lmcache.transport.forks import not_for_children
 from lmcache.transport.listening import EngineListener
 from lmcache.transport.peer import Peer
@@ -26,17 +27,17 @@ _ENOUGH_UNSENT_BYTES = 16 << 20  # of a peer; it is not listened to until it has
 _KEEPALIVE_IDLE_SECONDS = 60
 
 
-class PeerLimits(Protocol):
-    @property
-    def message_bytes(self) -> int: ...
-    @property
-    def connections(self) -> int: ...
-    @property
-    def unfinished_bytes(self) -> int: ...
-    @property
-    def unsent_bytes(self) -> int: ...
-    @property
-    def unsent_bytes_per_connection(self) -> int: ...
+@dataclass(frozen=True)
+class RpcLimits:
+    """What peers may make the server hold, each by itself and all together."""
+
+    message_bytes: int = limits.MAX_MESSAGE_BYTES
+    connections: int = limits.MAX_CONNECTIONS
+    unfinished_bytes: int = limits.MAX_UNFINISHED_BYTES
+    unsent_bytes: int = limits.MAX_UNSENT_BYTES
+    unsent_bytes_per_connection: int = limits.MAX_UNSENT_BYTES_PER_CONNECTION
+    deferred_calls: int = limits.MAX_DEFERRED_CALLS
+    deferred_calls_per_connection: int = limits.MAX_CALLS_IN_FLIGHT_PER_CLIENT
 
 
 class Peers:
@@ -46,21 +47,23 @@ class Peers:
         self,
         host: str,
         port: int,
-        limits: PeerLimits,
+        rpc_limits: RpcLimits,
+        clock: Clock,
         call_later: Callable[[float, Callable[[], None]], Timer],
         on_trouble: Callable[[str, str], None],
         on_resumed: Callable[[Peer], None],
     ) -> None:
         """`on_trouble`: (kind, sentence) of what a peer did wrong. `on_resumed`: its messages are handed out again."""
-        self._limits = limits
+        self._limits = rpc_limits
+        self._clock = clock
         self._call_later = call_later
         self._trouble = on_trouble
         self._on_resumed = on_resumed
         self._peers: dict[int, Peer] = {}
-        self._unfinished: Backlog[Peer] = Backlog(limits.unfinished_bytes)
-        self._unsent: Backlog[Peer] = Backlog(limits.unsent_bytes)
+        self.unfinished: Backlog[Peer] = Backlog(rpc_limits.unfinished_bytes)
+        self._unsent: Backlog[Peer] = Backlog(rpc_limits.unsent_bytes)
         self._to_flush: dict[Peer, None] = {}
-        self._listener = EngineListener(host, port)
+        self._listener = EngineListener(host, port, clock)
         self._listening = self._listener.socket
         self.endpoint = self._listener.endpoint
         self._epoll = select.epoll()
@@ -149,11 +152,11 @@ class Peers:
             peer.handshake_timer.cancel()
             peer.handshake_timer = None
         if message is None:
-            self._unfinished.set(peer, peer.reader.unfinished_bytes)
-            while (oldest := self._unfinished.surplus()) is not None:
+            self.unfinished.set(peer, peer.reader.unfinished_bytes)
+            while (oldest := self.unfinished.surplus()) is not None:
                 self._end(oldest, "too much waits for the rest of messages; this one began first")
         elif message is not NO_MESSAGE:
-            self._unfinished.set(peer, 0)  # what follows begins now
+            self.unfinished.set(peer, 0)  # what follows begins now
         return message
 
     # ---- out ---------------------------------------------------------------------------------------------------------
@@ -204,7 +207,7 @@ class Peers:
     def _close(self, peer: Peer) -> None:
         if peer.closed:
             return
-        self._unfinished.set(peer, 0)
+        self.unfinished.set(peer, 0)
         self._unsent.set(peer, 0)
         self._to_flush.pop(peer, None)
         del self._peers[peer.fd]
@@ -216,9 +219,9 @@ class Peers:
     def close(self, linger_seconds: float) -> None:
         """Gives answers that are queued a moment to leave."""
         self.closed = True
-        give_up = time.monotonic() + linger_seconds
+        give_up = self._clock.monotonic() + linger_seconds
         self.flush_answers()
-        while self._unsent.size_bytes and (left := give_up - time.monotonic()) > 0:
+        while self._unsent.size_bytes and (left := give_up - self._clock.monotonic()) > 0:
             for fd, events in self._epoll.poll(min(left, 0.01), _EVENTS_AT_ONCE):
                 if fd in self._peers and events & ~select.EPOLLIN:
                     self.flush(self._peers[fd])

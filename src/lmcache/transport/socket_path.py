@@ -8,9 +8,9 @@ import fcntl
 import os
 import socket
 import stat
-import time
 from pathlib import Path
 
+from lmcache.clock import Clock
 from lmcache.errors import ResourceError
 from lmcache.transport.forks import not_for_children
 
@@ -33,13 +33,13 @@ def refuse_unusable_path(path: str) -> None:
 class PathListener:
     """Listens at a path. ResourceError when it is not to be had."""
 
-    def __init__(self, path: str, backlog: int) -> None:
+    def __init__(self, path: str, backlog: int, clock: Clock) -> None:
         self.socket = not_for_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._path = path
         try:
             lock = _open_folder(Path(path).parent, path)
             try:
-                _lock(lock, path)
+                _lock(lock, path, clock)
                 _check(path)
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
@@ -71,19 +71,19 @@ def _inode(path: str) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _lock(folder: int, path: str) -> None:
+def _lock(folder: int, path: str, clock: Clock) -> None:
     """Held for a moment only, by whoever starts a server there."""
-    give_up = time.monotonic() + _LOCK_SECONDS
+    give_up = clock.monotonic() + _LOCK_SECONDS
     while True:
         try:
             return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > give_up:
+            if clock.monotonic() > give_up:
                 raise ResourceError(
                     f"Cannot listen on ipc://{path} because another process holds a lock on its folder; choose another "
                     "--host."
                 ) from None
-        time.sleep(_LOOK_SECONDS)
+        clock.sleep(_LOOK_SECONDS)
 
 
 def _open_folder(folder: Path, path: str) -> int:

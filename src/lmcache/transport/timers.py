@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from lmcache.clock import Clock
 
 _BEFORE_SWEEP = 1024
 
@@ -24,7 +25,8 @@ class Timer:
 class Timers:
     """Those that are due at the same time run in the order in which they were added."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._heap: list[Timer] = []
         self._order = itertools.count()
         self._before_sweep = _BEFORE_SWEEP
@@ -34,7 +36,7 @@ class Timers:
             self._heap = [timer for timer in self._heap if timer.action is not None]
             heapq.heapify(self._heap)
             self._before_sweep = max(_BEFORE_SWEEP, 2 * len(self._heap))
-        timer = Timer(time.monotonic() + delay_seconds, next(self._order), action)
+        timer = Timer(self._clock.monotonic() + delay_seconds, next(self._order), action)
         heapq.heappush(self._heap, timer)
         return timer
 
@@ -46,7 +48,7 @@ class Timers:
             if timer.action is None:
                 heapq.heappop(self._heap)
                 continue
-            wait_seconds = timer.due - time.monotonic()
+            wait_seconds = timer.due - self._clock.monotonic()
             if wait_seconds > 0:
                 return wait_seconds * 1000, ran
             heapq.heappop(self._heap)

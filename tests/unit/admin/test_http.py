@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,8 +21,8 @@ from lmcache.admin.access import is_loopback, read_token, why_refused
 from lmcache.admin.app import Health
 from lmcache.admin.listener import HttpListener
 from lmcache.config.spec import ServerConfig
+from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
-from lmcache.eviction.limits import SaltLimits
 from lmcache.l1.quota import Quotas
 from lmcache.telemetry.metrics import Metrics
 from polling import until
@@ -114,7 +115,7 @@ def test_health_questions_asked_together_share_one_answer(server: FakeServer) ->
     async def ask_together() -> list[str]:
         health = Health(server)
         try:
-            return await asyncio.gather(*(health.ask() for _ in range(8)))
+            return await asyncio.gather(*(health.check() for _ in range(8)))
         finally:
             health.close()
 
@@ -126,15 +127,15 @@ def test_health_questions_asked_together_share_one_answer(server: FakeServer) ->
 def test_a_hanging_health_check_does_not_hold_up_other_requests(server: FakeServer, http: httpx.Client) -> None:
     server.hold = threading.Event()
     codes: list[int] = []
-    asker = threading.Thread(
+    reader = threading.Thread(
         target=lambda: codes.append(httpx.get(f"{http.base_url}/healthcheck", timeout=10).status_code)
     )
-    asker.start()
+    reader.start()
     assert server.asked.wait(10)
     assert http.get("/status").status_code == 200  # answered although health hangs
     assert codes == []
     server.hold.set()
-    asker.join(10)
+    reader.join(10)
     assert codes == [200]
 
 
@@ -211,7 +212,7 @@ def test_a_page_of_another_site_cannot_use_the_browser_of_this_host(server: Fake
 
 
 def test_both_ports_hide_salts_from_others(server: FakeServer, listener: HttpListener) -> None:
-    server.metrics.lookups.labels("model", "alice").inc()
+    server.metrics.service.lookups.labels("model", "alice").inc()
     for port in (listener.http_port, listener.prometheus_port):
         url = f"http://127.0.0.1:{port}/metrics"
         assert 'cache_salt="alice"' in httpx.get(url).text
@@ -253,7 +254,7 @@ def test_token_file(tmp_path: Any) -> None:
 
 
 def test_metrics_on_both_ports(server: FakeServer, listener: HttpListener, http: httpx.Client) -> None:
-    server.metrics.lookup_hit.labels("model", "").inc(256)
+    server.metrics.service.lookup_hit.labels("model", "").inc(256)
     line = 'lmcache_mp_lookup_hit_tokens_total{cache_salt="",model_name="model"} 256.0'
     assert line in http.get("/metrics").text.splitlines()
     scraped = httpx.get(f"http://127.0.0.1:{listener.prometheus_port}/metrics")
@@ -319,6 +320,14 @@ def test_the_root_is_a_list_or_a_page_for_browsers(http: httpx.Client) -> None:
     assert "innerHTML" not in page.text
 
 
+def test_without_the_dashboard_a_browser_gets_the_list(
+    http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache.admin.app._DASHBOARD", tmp_path / "dashboard.html")
+    page = http.get("/", headers={"Accept": "text/html,*/*"})
+    assert page.status_code == 200 and "POST /cache/clear" in page.text
+
+
 @pytest.mark.parametrize("flag", ["http_port", "prometheus_port"])
 def test_a_busy_port_is_one_sentence_and_leaves_nothing_open(server: FakeServer, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -368,7 +377,9 @@ def test_who_does_not_take_answers_loses_the_connection(
     with contextlib.ExitStack() as connections:
         stuck = []
         for _ in range(2):
-            raw = connections.enter_context(socket.create_connection(("127.0.0.1", http.base_url.port), timeout=10))
+            raw = connections.enter_context(
+                socket.create_connection(("127.0.0.1", http.base_url.port or 0), timeout=10)
+            )
             raw.sendall(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
             assert raw.recv(1)
             stuck.append(raw)
@@ -386,7 +397,7 @@ def test_connections_are_limited(http: httpx.Client, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("lmcache.admin.listener._MAX_CONNECTIONS", 5)
     with contextlib.ExitStack() as connections:
         opened = [
-            connections.enter_context(socket.create_connection(("127.0.0.1", http.base_url.port), timeout=10))
+            connections.enter_context(socket.create_connection(("127.0.0.1", http.base_url.port or 0), timeout=10))
             for _ in range(20)
         ]
         closed = 0

@@ -21,7 +21,7 @@ def test_a_folder_is_measured_beside_plain_files_and_left_as_it_was(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "mine").write_text("stays")
-    adapter = {"type": "fs_native", "base_path": str(tmp_path)}
+    adapter: dict[str, object] = {"type": "fs_native", "base_path": str(tmp_path)}
     code, out, err = bench(capsys, adapter, "--format", "json")
     assert (code, err) == (0, "")
     figures = json.loads(out)["metrics"]

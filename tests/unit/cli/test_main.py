@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from lmcache.cli import main as cli
 from lmcache.config import unbuilt
 from lmcache.errors import ConfigError, ResourceError
+from lmcache.l2.adapter_types import parse_adapter
 
 
 @pytest.fixture
@@ -83,7 +85,11 @@ def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         (["zzz"], "lmcache --help lists them"),
         (["kvcache"], "needs one more word: lmcache kvcache clear."),
         (["kvcache", "wipe"], "lmcache kvcache has no 'wipe': lmcache kvcache clear."),
-        (["config"], "lmcache config check or lmcache config show"),
+        (["config"], "lmcache config check or lmcache config show or lmcache config adapter."),
+        (["config", "adapter", "p2p"], "type cannot be p2p, which is not built yet (several servers can share "),
+        (["config", "adapter", "rawblock"], "got 'rawblock'; did you mean raw_block?"),
+        (["ping", "--rpc-url", "http://localhost:8080"], "has scheme 'http'; use tcp:// or ipc://."),
+        (["ping", "--rpc-url", "tcp://a b:5555"], "has the host 'a b', which is neither a name nor an address."),
         (["ping", "--timeot", "3"], "did you mean --timeout?"),
         (["ping", "--timeout", "soon"], "--timeout must be a number of seconds, got 'soon'."),
         (["ping", "--timeout", "0"], "--timeout must be more than 0 seconds, got 0."),
@@ -119,7 +125,7 @@ def test_wrong_usage_is_one_sentence_and_code_2(capsys: pytest.CaptureFixture[st
     assert err.count("\n") == 1
 
 
-def test_all_problems_of_a_command_line_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_of_a_command_line_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "ping", "--timeot", "3", "--timeout", "soon", "--ulr", "x")
     assert code == 2
     assert err.splitlines() == [
@@ -238,16 +244,36 @@ def test_config_check_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Any
     code, out, _ = run(capsys, "config", "show", *options)
     assert code == 0
     assert "chunk_size: 256" in out
-    assert yaml.safe_load(out)["l2_adapter"] == [{"type": "fs_native", "base_path": str(tmp_path / "l2")}]
+    (adapter,) = yaml.safe_load(out)["l2_adapter"]
+    assert (adapter["type"], adapter["base_path"]) == ("fs_native", str(tmp_path / "l2"))
+    assert (adapter["num_workers"], adapter["persist_enabled"]) == (4, True)  # complete
     assert not (tmp_path / "l2").exists()  # nothing was made
     path = tmp_path / "server.yaml"
     path.write_text(out)
-    assert load(["--config", str(path)], {}).config == load(options, {}).config  # it is a --config file
+    shown, given = (load(argv, {}).config for argv in (["--config", str(path)], options))  # it is a --config file
+    assert dataclasses.replace(shown, l2_adapter=[]) == dataclasses.replace(given, l2_adapter=[])
+    assert parse_adapter(shown.l2_adapter[0], 0) == parse_adapter(given.l2_adapter[0], 0)
 
     code, out, _ = run(capsys, "config", "show", *options, "--format", "json")
     values = json.loads(out)["metrics"]
     assert values["l1_size_gb"] == {"value": 4.0, "source": "--l1-size-gb"}
     assert values["chunk_size"] == {"value": 256, "source": "default"}
+
+
+def test_config_show_is_the_same_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--l1-size-gb", "4", "--eviction-policy", "LRU", "--port", "0"]
+    first, second = (run(capsys, "config", "show", *options)[1] for _ in range(2))
+    assert first == second
+    assert "# service_instance_id: a new one at each start" in first and "# shm_name: a new one" in first
+    values = json.loads(run(capsys, "config", "show", *options, "--format", "json")[1])["metrics"]
+    assert values["service_instance_id"] == {"value": None, "source": "default"}
+
+
+def test_config_show_hides_what_grants_access_to_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = {"type": "plugin", "module_path": "m", "class_name": "C", "adapter_params": {"password": "hush", "n": 1}}
+    options = ["--l1-size-gb", "4", "--eviction-policy", "LRU", "--l2-adapter", json.dumps(adapter)]
+    out = run(capsys, "config", "show", *options)[1]
+    assert "hush" not in out and "password: '[hidden]'" in out and "n: 1" in out
 
 
 @pytest.mark.parametrize(
@@ -302,3 +328,16 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     )
     assert done.stdout.startswith("Usage: lmcache server")
     assert "Traceback" not in done.stderr
+
+
+def test_a_command_whose_part_is_not_installed_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache simulator is optional: its folder may be left out."""
+    for module in [name for name in sys.modules if name.startswith(("lmcache.simulation", "lmcache.cli.cache_sim"))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "lmcache.simulation", None)
+    code, out, err = run(capsys, "tool", "cache-simulator")
+    assert (code, out) == (2, "")
+    assert "lmcache tool cache-simulator needs lmcache.simulation" in err and "install the whole package." in err
+    assert run(capsys, "config", "adapter")[0] == 0

@@ -1,17 +1,23 @@
 import contextlib
+import errno
 import itertools
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import pytest
 
 from lmcache.client import Client
 from lmcache.client.client import ClientState
+from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.errors import ConfigError, RemoteError, ServerUnavailable
 from lmcache.protocol import messages as m
-from lmcache.transport.server import Method, RpcServer
+from lmcache.transport.connection import Connection
+from lmcache.transport.rpc_server import Method, RpcServer
 from polling import until
+from support.network import network_to
 
 INSTANCE = m.RegisterInstance("engine", "model", 1, 1, 10.0)
 WORKER = m.RegisterWorker("engine", 0, 0, ["ab" * 16], [4096])
@@ -40,16 +46,16 @@ class FakeServer:
         self.rpc.start({name: Method(m.METHODS[name][0], handler) for name, handler in handlers.items()})
         self.port = int(self.rpc.endpoint.rpartition(":")[2])
 
-    def hello(self, message):
+    def hello(self, message: Any) -> Any:
         self.hellos += 1
         return m.HelloReply(self.protocol_version, "test", self.token, 256, "blake3", ["shm"], "", 0, 300.0, 600.0)
 
-    def ping(self, message):
+    def ping(self, message: Any) -> Any:
         with self.changed:
             self.changed.notify_all()
         return m.PingReply(self.token, (message.instance_id, message.worker_id) in self.registered)
 
-    def register(self, instance_id, worker_id):
+    def register(self, instance_id: Any, worker_id: Any) -> Any:
         if self.refuse is not None:
             raise self.refuse
         with self.changed:
@@ -58,23 +64,23 @@ class FakeServer:
             self.changed.notify_all()
         return m.RegisterReply(self.registrations)
 
-    def unregister(self, message):
+    def unregister(self, message: Any) -> Any:
         self.registered.pop((message.instance_id, message.worker_id), None)
         return m.Empty()
 
-    def end_session(self, message):
+    def end_session(self, message: Any) -> NoReturn:
         raise RemoteError(m.ErrorCode.UNKNOWN_INSTANCE, "register first")
 
-    def wait_for(self, condition):
+    def wait_for(self, condition: Any) -> None:
         with self.changed:
             assert self.changed.wait_for(condition, 10.0)
 
-    def stop(self):
+    def stop(self) -> None:
         self.rpc.stop()
 
 
 @contextlib.contextmanager
-def a_client(port, **more):
+def a_client(port: int, **more: Any) -> Iterator[Any]:
     client = Client(f"tcp://127.0.0.1:{port}", map_memory=False, **more)
     try:
         yield client
@@ -83,17 +89,17 @@ def a_client(port, **more):
 
 
 @pytest.fixture
-def server():
+def server() -> Iterator[FakeServer]:
     server = FakeServer()
     yield server
     server.stop()
 
 
-def test_connect_call_close(server):
+def test_connect_call_close(server: FakeServer) -> None:
     with a_client(server.port) as client:
         assert client.state is ClientState.CONNECTING
         hello = client.connect(5.0)
-        assert (hello.chunk_tokens, client.boot_token) == (256, b"a" * 16)
+        assert (hello.chunk_tokens, client.server_epoch) == (256, b"a" * 16)
         assert client.state is ClientState.READY
         assert client.call("noop", m.Empty(), 5.0) == m.Empty()
         pending = client.submit("noop", m.Empty(), 5.0)
@@ -106,7 +112,7 @@ def test_connect_call_close(server):
         client.call("noop", m.Empty(), 5.0)
 
 
-def test_register_and_unregister(server):
+def test_register_and_unregister(server: FakeServer) -> None:
     with a_client(server.port) as client:
         assert client.owner("engine") is None
         assert client.register(INSTANCE, 5.0) == client.owner("engine")
@@ -115,7 +121,7 @@ def test_register_and_unregister(server):
     assert server.registered == {}
 
 
-def test_without_a_server_calls_fail_at_once_and_nothing_waits():
+def test_without_a_server_calls_fail_at_once_and_nothing_waits() -> None:
     gone = FakeServer()
     gone.stop()
     with a_client(gone.port) as client:
@@ -129,7 +135,7 @@ def test_without_a_server_calls_fail_at_once_and_nothing_waits():
             client.connect(0.5)
 
 
-def test_a_server_that_comes_later_is_found(caplog):
+def test_a_server_that_comes_later_is_found(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lmcache")
     gone = FakeServer()
     gone.stop()
@@ -146,15 +152,15 @@ def test_a_server_that_comes_later_is_found(caplog):
     assert sum("Connected" in message for message in messages) == 1
 
 
-def test_a_new_incarnation_is_met_before_anything_is_registered():
+def test_a_new_incarnation_is_met_before_anything_is_registered() -> None:
     first = FakeServer()
     met = []
 
-    def meet(client):
-        met.append((client.boot_token, len(first.registered)))
+    def meet(client: Any) -> None:
+        met.append((client.server_epoch, len(first.registered)))
         client.declare(WORKER)
 
-    with a_client(first.port, on_new_incarnation=meet) as client:
+    with a_client(first.port, on_new_server=meet) as client:
         client.declare(INSTANCE)
         client.connect(5.0)
         first.wait_for(lambda: len(first.registered) == 2)
@@ -169,12 +175,15 @@ def test_a_new_incarnation_is_met_before_anything_is_registered():
     second.stop()
 
 
-def test_the_same_server_seen_again_is_no_new_incarnation(server):
+def test_the_same_server_seen_again_is_no_new_incarnation(server: FakeServer) -> None:
     met = []
-    with a_client(server.port, on_new_incarnation=lambda client: met.append(client.boot_token)) as client:
+    with (
+        network_to(server.port) as network,
+        a_client(network.port, on_new_server=lambda client: met.append(client.server_epoch)) as client,
+    ):
         client.register(INSTANCE, 5.0)
         hello = client.hello
-        client._ready.fail("the network blinked")
+        network.drop()
         until(lambda: client.state is ClientState.UNAVAILABLE)
         client.connect(10.0)
         assert client.call("noop", m.Empty(), 5.0) == m.Empty()
@@ -182,15 +191,36 @@ def test_the_same_server_seen_again_is_no_new_incarnation(server):
         assert len(met) == server.registrations == 1
 
 
-def test_a_server_that_forgot_is_told_again(server):
+def test_a_process_without_file_descriptors_for_a_moment_connects_later(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    descriptors_left = threading.Event()
+
+    def connection(*arguments: Any) -> Connection:
+        if not descriptors_left.is_set():
+            raise OSError(errno.EMFILE, "Too many open files")
+        return Connection(*arguments)
+
+    with a_client(server.port, environment=EngineEnvironment(connection=connection)) as client:
+        client.declare(INSTANCE)
+        client.start()
+        until(lambda: client.state is ClientState.UNAVAILABLE)
+        with pytest.raises(ServerUnavailable, match="Too many open files"):
+            client.call("noop", m.Empty(), 5.0)
+        descriptors_left.set()
+        until(lambda: client.owner("engine") is not None)
+    assert "The LMCache client failed and tries again" in caplog.text
+
+
+def test_a_server_that_forgot_gets_the_registration_again(server: FakeServer) -> None:
     with a_client(server.port, heartbeat_interval_seconds=0.05) as client:
-        former = client.register(INSTANCE, 5.0)
+        previous = client.register(INSTANCE, 5.0)
         server.registered.clear()
         server.wait_for(lambda: ("engine", -1) in server.registered)
-        until(lambda: client.owner("engine") not in (None, former))
+        until(lambda: client.owner("engine") not in (None, previous))
 
 
-def test_a_call_of_an_unknown_instance_makes_the_client_look_at_once(server):
+def test_a_call_of_an_unknown_instance_makes_the_client_look_at_once(server: FakeServer) -> None:
     with a_client(server.port, heartbeat_interval_seconds=60.0) as client:
         client.register(INSTANCE, 5.0)
         server.registered.clear()
@@ -199,10 +229,10 @@ def test_a_call_of_an_unknown_instance_makes_the_client_look_at_once(server):
         server.wait_for(lambda: ("engine", -1) in server.registered)
 
 
-def test_another_token_in_a_ping_means_another_server(server):
+def test_another_token_in_a_ping_means_another_server(server: FakeServer) -> None:
     met = []
     with a_client(
-        server.port, heartbeat_interval_seconds=0.05, on_new_incarnation=lambda client: met.append(client.boot_token)
+        server.port, heartbeat_interval_seconds=0.05, on_new_server=lambda client: met.append(client.server_epoch)
     ) as client:
         client.register(INSTANCE, 5.0)
         server.token = b"c" * 16
@@ -210,15 +240,15 @@ def test_another_token_in_a_ping_means_another_server(server):
         assert server.registrations == 2
 
 
-def test_a_refused_registration_is_raised_and_tried_again(server, caplog):
-    server.refuse = RemoteError(m.ErrorCode.LAYOUT_CONFLICT, "another life is there")
+def test_a_refused_registration_is_raised_and_tried_again(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.refuse = RemoteError(m.ErrorCode.LAYOUT_CONFLICT, "another engine is there")
     with a_client(server.port, heartbeat_interval_seconds=0.05) as client:
-        with pytest.raises(RemoteError, match="another life") as refusal:
+        with pytest.raises(RemoteError, match="another engine") as refusal:
             client.register(INSTANCE, 5.0)
         assert refusal.value.code == "layout_conflict"
         until(lambda: client.state is ClientState.READY)
         # The name is somebody else's: a call in it would be taken for theirs.
-        with pytest.raises(ServerUnavailable, match="another life"):
+        with pytest.raises(ServerUnavailable, match="another engine"):
             client.submit("noop", m.Empty(), 5.0)
         server.refuse = None
         server.wait_for(lambda: ("engine", -1) in server.registered)
@@ -227,7 +257,7 @@ def test_a_refused_registration_is_raised_and_tried_again(server, caplog):
     assert caplog.text.count("refused a registration") == 1
 
 
-def test_another_protocol_version_is_said_at_once():
+def test_another_protocol_version_is_said_at_once() -> None:
     server = FakeServer(protocol_version=99)
     with a_client(server.port) as client:
         started = time.monotonic()
@@ -237,7 +267,7 @@ def test_another_protocol_version_is_said_at_once():
     server.stop()
 
 
-def test_that_a_server_came_back_with_another_protocol_version_is_said_once(caplog):
+def test_that_a_server_came_back_with_another_protocol_version_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     first = FakeServer()
     with a_client(first.port) as client:
         client.connect(10.0)
@@ -252,32 +282,32 @@ def test_that_a_server_came_back_with_another_protocol_version_is_said_once(capl
     assert caplog.text.count("speaks protocol version 99") == 1
 
 
-def test_a_fault_in_the_callback_does_not_end_the_keeper(server, caplog):
+def test_a_fault_in_the_callback_does_not_end_the_keeper(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     faults = [ZeroDivisionError("first time")]
 
-    def meet(client):
+    def meet(client: Any) -> None:
         if faults:
             raise faults.pop()
 
-    with a_client(server.port, on_new_incarnation=meet) as client:
+    with a_client(server.port, on_new_server=meet) as client:
         client.connect(10.0)
         assert client.state is ClientState.READY
     assert "failed and tries again" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1", "http://127.0.0.1:5"])
-def test_a_wrong_address_is_refused(url):
+def test_a_wrong_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         Client(url)
 
 
-def test_a_server_that_comes_back_after_a_while_is_found_soon():
+def test_a_server_that_comes_back_after_a_while_is_found_soon() -> None:
     """However long it was away: what it waits for its engines, they compute."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(20.0)
         with a_client(listening.getsockname()[1]) as client:
             client.start()
-            attempts = []
+            attempts: list[float] = []
             while len(attempts) < 12:  # each is a server that goes away at once; the first pauses are short
                 listening.accept()[0].close()
                 attempts.append(time.monotonic())

@@ -9,7 +9,7 @@ import pytest
 
 from lmcache.config.help import server_help
 from lmcache.config.load import load
-from lmcache.config.notes import notes
+from lmcache.config.notes import L2Traits, notes
 from lmcache.config.spec import ServerConfig, flag, options, variable
 from lmcache.errors import ConfigError
 
@@ -132,9 +132,9 @@ def test_switches() -> None:
 
 def test_adapters_keep_their_order_from_every_source(tmp_path: Path) -> None:
     flags = [*REQUIRED, "--l2-adapter", '{"type": "a"}', '--l2-adapter={"type": "b"}']
-    assert [one["type"] for one in load(flags, {}).config.l2_adapter] == ["a", "b"]
+    assert [spec["type"] for spec in load(flags, {}).config.l2_adapter] == ["a", "b"]
     several = {"LMCACHE_L2_ADAPTER": '[{"type": "a"}, {"type": "b"}]'}
-    assert [one["type"] for one in load(REQUIRED, several).config.l2_adapter] == ["a", "b"]
+    assert [spec["type"] for spec in load(REQUIRED, several).config.l2_adapter] == ["a", "b"]
     file = tmp_path / "server.yaml"
     file.write_text("l2_adapter:\n  - type: a\n    max_size_gb: 1\n  - type: b\n")
     config = load([*REQUIRED, "--config", str(file)], {}).config
@@ -306,7 +306,7 @@ def test_sizes_in_bytes_are_whole_frames() -> None:
     assert config.l1_init_size_bytes == config.l1_size_bytes
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("http_port: many\nlocal_disk: /x\nevicton_ratio: 0.5\nport: 1\nport-: 2\n")
     found = problems(
@@ -339,7 +339,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     assert all(sentence.endswith((".", "?")) for sentence in found)
 
 
-def test_stray_words_and_lists_are_told_one_by_one() -> None:
+def test_stray_words_and_lists_are_reported_one_by_one() -> None:
     found = problems([*REQUIRED, "--l2-adapter", '{"typ": 1}', ADAPTER, "{", "--port=x"])
     assert [sentence[:20] for sentence in found] == [
         "--l2-adapter 1 must ",
@@ -354,11 +354,11 @@ def test_what_a_file_that_cannot_be_read_may_hold_is_not_asked_for() -> None:
     assert "No such file" in sentence
 
 
-def told(
-    *argv: str, environ: dict[str, str] | None = None, verifies_loads: bool = True, drops_from_l1: bool = False
-) -> list[str]:
-    loaded = load([*REQUIRED, *argv], environ or {})
-    return notes(loaded, environ or {}, verifies_loads=verifies_loads, drops_from_l1=drops_from_l1)
+VERIFIES = L2Traits(verifies_loads=True)
+
+
+def notes_on(*argv: str, environ: dict[str, str] | None = None, l2: L2Traits = VERIFIES) -> list[str]:
+    return notes(load([*REQUIRED, *argv], environ or {}), environ or {}, l2)
 
 
 @pytest.mark.parametrize(
@@ -408,23 +408,25 @@ def told(
     ],
 )
 def test_what_has_no_effect_says_so(argv: list[str], said: str) -> None:
-    found = told(*argv)
+    found = notes_on(*argv)
     assert any(said in sentence for sentence in found), found
     assert all(sentence.endswith(".") and "\n" not in sentence for sentence in found)
 
 
 def test_notes_are_only_about_what_was_given() -> None:
-    assert told() == []
-    assert told("--max-gpu-workers", "1", "--lookup-hash-log-max-files", "100", "--l2-prefetch-policy", "default") == []
-    assert told("--max-workers", "2", "--l2-adapter", ADAPTER) == []
-    (note,) = told("--max-workers", "2", "--l2-adapter", ADAPTER, verifies_loads=False)
+    assert notes_on() == []
+    assert (
+        notes_on("--max-gpu-workers", "1", "--lookup-hash-log-max-files", "100", "--l2-prefetch-policy", "default")
+        == []
+    )
+    assert notes_on("--max-workers", "2", "--l2-adapter", ADAPTER) == []
+    (note,) = notes_on("--max-workers", "2", "--l2-adapter", ADAPTER, l2=L2Traits())
     assert "every --l2-adapter verifies on its own threads" in note
-    assert told("--hash-algorithm", "builtin", environ={"PYTHONHASHSEED": "0"}) == []
-    assert told("--host", "ipc:///run/l") == []
+    assert notes_on("--hash-algorithm", "builtin", environ={"PYTHONHASHSEED": "0"}) == []
+    assert notes_on("--host", "ipc:///run/l") == []
     buffer = ("--eviction-policy", "noop", "--l2-store-policy", "skip_l1", "--eviction-trigger-watermark", "0.9")
-    assert told(*buffer, "--eviction-ratio", "0.1", "--l2-adapter", ADAPTER, drops_from_l1=True) == []
-    shared = '{"type": "fs", "base_path": "/d", "max_capacity_gb": 1, "eviction": {"eviction_policy": "IsolatedLRU"}}'
-    assert told("--quota-file", "/q", "--l2-adapter", shared) == []  # it says how salts share the adapter
+    l2 = L2Traits(verifies_loads=True, drops_from_l1=True)
+    assert notes_on(*buffer, "--eviction-ratio", "0.1", "--l2-adapter", ADAPTER, l2=l2) == []
 
 
 def test_variables_that_are_no_options_are_named() -> None:
@@ -434,7 +436,7 @@ def test_variables_that_are_no_options_are_named() -> None:
         "LMCACHE_TRACK_USAGE": "false",
         "LMCACHE_SERVICE_PORT": "5555",
     }
-    assert told(environ=environ) == [
+    assert notes_on(environ=environ) == [
         "LMCACHE_LOCAL_CPU in the environment is not an option of this server (--l1-size-gb is how much memory this "
         "server takes).",
         "LMCACHE_CONFIG_FILE in the environment is not an option of this server (--config or LMCACHE_CONFIG names the "
@@ -443,6 +445,6 @@ def test_variables_that_are_no_options_are_named() -> None:
     ]
 
 
-def test_a_path_takes_no_port_and_names_the_memory():
+def test_a_path_takes_no_port_and_names_the_memory() -> None:
     config = load([*REQUIRED, "--host", "ipc:///run/lmcache/a b.sock", "--http-port", "5555"], {}).config
     assert config.shm_name == "lmcache-run-lmcache-a-b.sock"

@@ -11,16 +11,16 @@ import pytest
 from lmcache.core.folders import refuse_unwritable
 
 
-def number_of(path: Path) -> int:
+def number_of(path: Path) -> int | None:
     try:
         refuse_unwritable(str(path))
     except OSError as error:
-        assert error.strerror == os.strerror(error.errno)
+        assert error.strerror == os.strerror(error.errno or 0)
         return error.errno
     return 0
 
 
-def attempted(path: Path) -> int:
+def attempted(path: Path) -> int | None:
     try:
         os.makedirs(path, exist_ok=True)
         os.listdir(path)

@@ -6,10 +6,18 @@ from pathlib import Path
 import pytest
 
 from lmcache import _native
-from lmcache.core.frame import FrameHeader, frame_bytes, header_template, parse_header
-from lmcache.core.key import Namespace
+from lmcache.core.frame import (
+    FrameHeader,
+    frame_bytes,
+    header_template,
+    may_be_frame_of,
+    parse_header,
+    verify_frames,
+)
+from lmcache.core.key import Namespace, ObjectKey, UnnamedNamespace
 from lmcache.core.limits import MAX_OBJECT_BYTES
 from lmcache.errors import LayoutRefused
+from lmcache.testing.frames import FrameMemory, keys, namespace
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "frame_v1.bin"
 NAMESPACE = Namespace("golden/model", 2, 1, 0, "0123456789abcdef0123456789abcdef", "tenant")
@@ -28,7 +36,7 @@ def sealed_frame(
 
 
 def verdict(frame: bytes | bytearray, digest: bytes = NAMESPACE.digest, chunk_hash: bytes = CHUNK_HASH) -> str:
-    return _native.frame_verify(_native.buffer_address(frame), len(frame), digest, chunk_hash)
+    return _native.verify_frames([memoryview(frame)], digest, chunk_hash)[0]
 
 
 def crc32c(data: bytes) -> int:
@@ -143,20 +151,14 @@ def test_a_frame_of_another_key_or_cut_short_is_found() -> None:
     assert verdict(bytearray(8192)) == "magic"
 
 
-def test_verify_many_answers_for_each() -> None:
+def test_each_frame_is_verified() -> None:
     good, bad = sealed_frame(), sealed_frame()
     bad[5000 - 800] ^= 4
     frames = [good, bad, good]
-    addresses = struct.pack("<3Q", *map(_native.buffer_address, frames))
-    sizes = struct.pack("<3Q", *map(len, frames))
-    digests = NAMESPACE.digest * 3
-    assert _native.frame_verify_many(addresses, sizes, digests, CHUNK_HASH * 2 + bytes(32)) == [
-        "",
-        "payload checksum",
-        "chunk hash",
-    ]
-    with pytest.raises(ValueError, match="equally many"):
-        _native.frame_verify_many(addresses, sizes, digests, CHUNK_HASH)
+    wanted = [ObjectKey(NAMESPACE, chunk_hash) for chunk_hash in (CHUNK_HASH, CHUNK_HASH, bytes(32))]
+    assert verify_frames(wanted, [memoryview(frame) for frame in frames]) == ["", "payload checksum", "chunk hash"]
+    with pytest.raises(ValueError, match="a digest and a hash"):
+        verify_frames(wanted[:2], [memoryview(frame) for frame in frames])
 
 
 def test_what_is_refused() -> None:
@@ -187,3 +189,15 @@ def test_frame_bytes_rounds_up() -> None:
     assert frame_bytes(4096) == 8192
     assert frame_bytes(4097) == 12288
     assert frame_bytes(4097, 65536) == 65536
+
+
+def test_a_header_is_told_from_others_without_its_checksum() -> None:
+    mine, other = keys(1)[0], keys(1, seed=1)[0]
+    memory = FrameMemory(1)
+    frame = memory.fill(0, mine)
+    assert may_be_frame_of(mine, frame) and not may_be_frame_of(other, frame)
+    assert not may_be_frame_of(ObjectKey(namespace("other"), mine.chunk_hash), frame)
+    assert not may_be_frame_of(mine, frame[: memory.slot_bytes - 4096])  # no room for the payload
+    frame[:4096] = bytes(4096)
+    assert not may_be_frame_of(mine, frame)
+    assert not may_be_frame_of(ObjectKey(UnnamedNamespace.of(bytes(32)), bytes(32)), frame)

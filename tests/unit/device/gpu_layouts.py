@@ -96,7 +96,7 @@ def check_round_trip(layers: Layers, group: PagedGroup, gpu: Gpu, *, pinned: boo
     if pinning is not None:
         pinning.wait(90.0)
         assert pinning.pinned_bytes == len(memory)
-    copier = _native.PagedCopier(address, len(memory), 2, gpu.ways)
+    copier = _native.PagedCopier(address, len(memory), 2, gpu.copy_methods)
     number = copier.add_group(group.segments, 2, BLOCKS)
     slots, hashes = array("Q", [0, slot_bytes]).tobytes(), bytes(range(32)) * CHUNKS
     name = Namespace("model", 1, 0, 0, layout.fingerprint)

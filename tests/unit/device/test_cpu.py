@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from array import array
+from typing import Any
 
 import pytest
 
@@ -18,34 +19,34 @@ BLOCKS = 12
 CHUNKS = 2
 
 
-def head_major() -> list[tuple[str, torch.Tensor]]:
+def head_major() -> list[tuple[str, Any]]:
     """What vLLM's CPU attention registers: one storage, a layer after another, block content contiguous."""
     storage = torch.zeros(2, BLOCKS, 4, 32, 16, dtype=torch.bfloat16)
     return [(f"layer{i}", storage[i]) for i in range(2)]
 
 
-def block_major() -> list[tuple[str, torch.Tensor]]:
+def block_major() -> list[tuple[str, Any]]:
     """All layers of a block side by side."""
     storage = torch.zeros(BLOCKS, 2, 4, 32, 16, dtype=torch.bfloat16)
     return [(f"layer{i}", storage[:, i]) for i in range(2)]
 
 
-def padded_pages() -> list[tuple[str, torch.Tensor]]:
+def padded_pages() -> list[tuple[str, Any]]:
     """Content shorter than the page, and a gap between heads."""
     storage = torch.zeros(BLOCKS, 5, 40, 16, dtype=torch.uint8)
     return [("layer0", storage[:, :4, :32])]
 
 
-def permuted() -> list[tuple[str, torch.Tensor]]:
+def permuted() -> list[tuple[str, Any]]:
     """Shape in one order, memory in another."""
     return [("layer0", torch.zeros(BLOCKS, 32, 4, 16, dtype=torch.float16).transpose(1, 2))]
 
 
-def latent() -> list[tuple[str, torch.Tensor]]:
+def latent() -> list[tuple[str, Any]]:
     return [("layer0", torch.zeros(BLOCKS, 1, 16, 72, dtype=torch.bfloat16))]
 
 
-def fill(tensors: list[tuple[str, torch.Tensor]], seed: int) -> None:
+def fill(tensors: list[tuple[str, Any]], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _, tensor in tensors:
         values = torch.randint(0, 100, tensor.shape, generator=generator)
@@ -82,7 +83,7 @@ class Arena:
 
 
 @pytest.mark.parametrize("make", [head_major, block_major, padded_pages, permuted, latent])
-def test_blocks_come_back_as_they_were_and_nothing_else_changes(make) -> None:
+def test_blocks_come_back_as_they_were_and_nothing_else_changes(make: Any) -> None:
     tensors = make()
     fill(tensors, seed=1)
     originals = [tensor.clone() for _, tensor in tensors]
@@ -107,7 +108,7 @@ def test_layers_that_share_bytes_are_copied_once() -> None:
 
 
 def test_the_fingerprint_tells_engines_apart() -> None:
-    def fingerprint(tensors, engine="e", block_tokens=16, chunk_tokens=32) -> str:
+    def fingerprint(tensors: Any, engine: Any = "e", block_tokens: int = 16, chunk_tokens: int = 32) -> str:
         group = describe_group(tensors, engine=engine, block_tokens=block_tokens, num_blocks=BLOCKS)
         return group.layout(chunk_tokens).fingerprint
 
@@ -134,7 +135,7 @@ def test_the_fingerprint_tells_engines_apart() -> None:
         (torch.zeros(BLOCKS, 4, device="meta"), "lies on meta"),
     ],
 )
-def test_what_is_not_understood_is_refused_with_a_sentence(tensor, words: str) -> None:
+def test_what_is_not_understood_is_refused_with_a_sentence(tensor: Any, words: str) -> None:
     with pytest.raises(LayoutRefused, match=words):
         describe_group([("layer0", tensor)], engine="e", block_tokens=16, num_blocks=BLOCKS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from typing import Any
 
 import pytest
 
@@ -23,19 +24,19 @@ from unit.device.gpu_layouts import (  # noqa: E402
     heads_first,
     layers_in_the_block,
 )
-from unit.integration.vllm.workers import gpu_of  # noqa: E402
+from unit.integration.engine.workers import gpu_of  # noqa: E402
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("make", SHAPES)
-def test_blocks_come_back_as_they_were(make, pinned: bool, fake_cuda: FakeCuda) -> None:
+def test_blocks_come_back_as_they_were(make: Any, pinned: bool, fake_cuda: FakeCuda) -> None:
     layers = make()
     group = describe(layers)
     check_round_trip(layers, group, gpu_of(fake_cuda, layers[0][1], [group]), pinned=pinned)
 
 
 @pytest.mark.parametrize("make", SHAPES)
-def test_engines_with_more_blocks_share_objects(make) -> None:
+def test_engines_with_more_blocks_share_objects(make: Any) -> None:
     prints = {describe(make(blocks), blocks).layout(2 * BLOCK_TOKENS).fingerprint for blocks in (BLOCKS, 2 * BLOCKS)}
     assert len(prints) == 1
 
@@ -62,7 +63,7 @@ def test_layouts_that_order_bytes_otherwise_do_not_share_objects() -> None:
         (torch.zeros(1, 4, BLOCK_TOKENS, 8).expand(BLOCKS, 4, BLOCK_TOKENS, 8), BLOCKS, "overlap"),
     ],
 )
-def test_what_is_not_understood_is_refused(tensor: torch.Tensor, blocks: int, words: str) -> None:
+def test_what_is_not_understood_is_refused(tensor: Any, blocks: int, words: str) -> None:
     with pytest.raises(LayoutRefused, match=words):
         describe([("layer0", tensor)], blocks)
 
@@ -87,7 +88,7 @@ def test_without_a_driver_the_sentence_says_so() -> None:
         Gpu([describe(heads_first())], 0, library="libno-such-driver.so.1")
 
 
-def test_memory_is_pinned_as_it_comes(fake_cuda: FakeCuda, monkeypatch) -> None:
+def test_memory_is_pinned_as_it_comes(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache.device.cuda._PIECE_BYTES", 1 << 20)
     monkeypatch.setattr("lmcache.device.cuda._LOOK_SECONDS", 0.001)
     memory = mmap.mmap(-1, 5 << 20)
@@ -102,7 +103,7 @@ def test_memory_is_pinned_as_it_comes(fake_cuda: FakeCuda, monkeypatch) -> None:
     assert fake_cuda.calls("cuMemHostRegister_v2") == fake_cuda.calls("cuMemHostUnregister") == 6
 
 
-def test_memory_that_cannot_be_pinned_is_said_once(fake_cuda: FakeCuda, caplog) -> None:
+def test_memory_that_cannot_be_pinned_is_said_once(fake_cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
     memory = mmap.mmap(-1, 1 << 20)
     device = _native.CudaDevice(fake_cuda.path, 0)
     fake_cuda.fail("cuMemHostRegister_v2", times=1000)

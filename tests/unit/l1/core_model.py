@@ -1,4 +1,4 @@
-"""A dictionary model of the L1 core. It is told what the core answered and asserts that the core was allowed to.
+"""A dictionary model of the L1 core. It gets what the core answered and asserts that the core was allowed to.
 
 It knows nothing of the allocator's order: which slots are handed out, and with mixed sizes who is evicted for them, is
 the core's choice within rules: no two objects share memory, only unleased residents go, none goes without need, and
@@ -10,8 +10,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmcache._native import NO_SLOT, L1Core
+from unit.l1.results import values
 
 UNIT = 4096
 FIRST_OFFSET = 2 * UNIT
@@ -150,9 +152,9 @@ class Model:
         keys: set[Key] = set()
         start = 0
         while True:
-            digests, positions, hashes, _, start = self.core.list_objects(start, 7)
-            for i, (position,) in enumerate(struct.iter_unpack("<I", positions)):
-                keys.add((digests[32 * position : 32 * position + 32], hashes[32 * i : 32 * i + 32]))
+            page = self.core.list_objects(start, 7)
+            keys.update((listed.namespace_digest, listed.chunk_hash) for listed in page)
+            start = page.next_start
             if start == 0:
                 return keys
 
@@ -168,8 +170,16 @@ class Model:
     ) -> None:
         """`wanted`: [namespace][chunk], 0 where no slot is asked for."""
         flags = bytes(flag for row in wanted for flag in row)
-        reservation, packed, without_room = self.core.reserve(
-            owner, b"".join(namespaces), self.salts[namespaces[0]], pack_u64(sizes), b"".join(hashes), deadline, flags
+        reservation, packed, without_room = values(
+            self.core.reserve(
+                owner,
+                b"".join(namespaces),
+                self.salts[namespaces[0]],
+                pack_u64(sizes),
+                b"".join(hashes),
+                deadline,
+                wanted=flags,
+            )
         )
         slots = rows_of(packed, len(namespaces))
         with_room = len(hashes) - without_room
@@ -219,7 +229,7 @@ class Model:
         hashes: Sequence[bytes],
         wanted: Sequence[Sequence[int]],
     ) -> list[Stored]:
-        """Takes over what the core evicted, in the order of last use."""
+        """Forgets what the core evicted, in the order of last use."""
         count = self.core.stats()["evicted_objects"] - self.evicted
         self.evicted += count
         if count == 0:
@@ -274,10 +284,12 @@ class Model:
         self, reservation: int, written: list[list[int]] | None, lease_owner: int, deadline: float, is_temporary: bool
     ) -> None:
         flags = b"" if written is None else bytes(flag for row in written for flag in row)
-        count, lease, packed = self.core.commit(reservation, flags, lease_owner, deadline, is_temporary)
+        count, lease, packed = values(
+            self.core.commit(reservation, flags, lease_owner=lease_owner, deadline=deadline, temporary=is_temporary)
+        )
         claim = self.reservations.get(reservation)
         if claim is None or claim.is_quarantined:
-            assert (count, lease, packed) == (0, 0, b"")
+            assert (count, lease, packed) == (0, 0, [])
             return
         del self.reservations[reservation]
         records = []
@@ -296,7 +308,7 @@ class Model:
                 published.append(stored)
                 records.append((row, chunk, stored.offset, stored.size_bytes))
         assert count == len(records)
-        assert list(struct.iter_unpack("<4Q", packed)) == records
+        assert packed == records
         assert (lease != 0) == bool(lease_owner and published)
         in_order = self._last_chunk_first(claim, published)
         for stored in in_order:
@@ -322,7 +334,7 @@ class Model:
 
     def touch(self, namespaces: Sequence[bytes], hashes: Sequence[bytes], tails: Sequence[int]) -> None:
         chunks = self.prefix([ns for ns, tail in zip(namespaces, tails, strict=True) if not tail], hashes)
-        assert self.core.touch(b"".join(namespaces), b"".join(hashes), pack_u32(tails)) == chunks
+        assert self.core.touch(b"".join(namespaces), b"".join(hashes), tails=pack_u32(tails)) == chunks
         for chunk in reversed(range(chunks)):
             for namespace in reversed(namespaces):
                 stored = self.resident((namespace, hashes[chunk]))
@@ -339,8 +351,15 @@ class Model:
         is_use: bool = True,
     ) -> None:
         chunks = self.usable_prefix(namespaces, hashes, tails)
-        lease, count, packed = self.core.acquire(
-            owner, b"".join(namespaces), b"".join(hashes), deadline, is_use, pack_u32(tails) if any(tails) else b""
+        lease, count, packed = values(
+            self.core.acquire(
+                owner,
+                b"".join(namespaces),
+                b"".join(hashes),
+                deadline,
+                is_use=is_use,
+                tails=pack_u32(tails) if any(tails) else b"",
+            )
         )
         assert (count, lease != 0) == (chunks, chunks > 0)
         needed = self.needed(namespaces, hashes[:chunks], tails)
@@ -365,18 +384,30 @@ class Model:
         for stored in ended.objects:
             self.let_go(stored, ended.is_use)
 
-    def make_permanent(self, keys: Sequence[Key]) -> None:
-        changed = 0
-        for key in keys:
-            stored = self.resident(key)
-            if stored is not None and stored.is_temporary:
-                stored.is_temporary = False
-                changed += 1
-        assert self.core.make_permanent(b"".join(key[0] for key in keys), b"".join(key[1] for key in keys)) == changed
+    def acquire_each(self, owner: int, keys: Sequence[Key], deadline: float) -> None:
+        stored = [self.resident(key) for key in keys]
+        lease, count, packed = values(
+            self.core.acquire_each(owner, b"".join(key[0] for key in keys), b"".join(key[1] for key in keys), deadline)
+        )
+        expected = [NO_SLOT if resident is None else resident.offset for resident in stored]
+        assert [value for (value,) in struct.iter_unpack("<Q", packed)] == expected
+        objects = [resident for resident in stored if resident is not None]
+        assert (count, lease != 0) == (len(objects), bool(objects))
+        flags = self.core.resident_each(b"".join(key[0] for key in keys), b"".join(key[1] for key in keys))
+        assert flags == bytes(resident is not None for resident in stored)
+        if lease:
+            for resident in objects:
+                resident.readers += 1
+            assert lease not in self.leases
+            self.leases[lease] = Lease(owner, deadline, objects, False)
 
     # ---- owners and time ---------------------------------------------------------------------------------------------
     def renew(self, owner: int, deadline: float) -> None:
-        claims = [claim for claim in [*self.leases.values(), *self.reservations.values()] if claim.owner == owner]
+        claims: list[Any] = [
+            claim
+            for claim in [*self.leases.values(), *self.reservations.values()]
+            if claim.owner == owner  # type: ignore[attr-defined]
+        ]
         active = [claim for claim in claims if not getattr(claim, "is_quarantined", False)]
         assert self.core.renew(owner, deadline) == len(active)
         for claim in active:
@@ -387,7 +418,7 @@ class Model:
         reservations = [
             claim for claim in self.reservations.values() if claim.deadline <= now and not claim.is_quarantined
         ]
-        assert self.core.expire(now) == (len(leases), len(reservations))
+        assert values(self.core.expire(now)) == (len(leases), len(reservations))
         for number in leases:
             self.end_lease(number)
         for claim in reservations:
@@ -399,7 +430,7 @@ class Model:
     def drop_owner(self, owner: int) -> None:
         leases = [number for number, lease in sorted(self.leases.items()) if lease.owner == owner]
         reservations = [number for number, claim in self.reservations.items() if claim.owner == owner]
-        assert self.core.drop_owner(owner) == (len(leases), len(reservations))
+        assert values(self.core.drop_owner(owner)) == (len(leases), len(reservations))
         for number in leases:
             self.end_lease(number)
         for number in reservations:
@@ -408,7 +439,7 @@ class Model:
 
     # ---- upkeep ------------------------------------------------------------------------------------------------------
     def evict(self, target_bytes: int) -> None:
-        count, freed_bytes = self.core.evict(target_bytes)
+        count, freed_bytes = values(self.core.evict(target_bytes))
         listed = self.listed()
         gone = [stored for stored in self.order if stored.key not in listed]
         assert (count, freed_bytes) == (len(gone), sum(stored.size_bytes for stored in gone))
@@ -433,7 +464,7 @@ class Model:
 
     def clear(self) -> None:
         gone = list(self.order)
-        assert self.core.clear() == (len(gone), sum(stored.size_bytes for stored in gone))
+        assert values(self.core.clear()) == (len(gone), sum(stored.size_bytes for stored in gone))
         for stored in gone:
             self.drop(stored)
         for key, stored in list(self.found.items()):

@@ -9,6 +9,8 @@ import struct
 import pytest
 
 from lmcache._native import L1Core
+from seeds import SEED
+from unit.l1.results import values
 
 UNIT = 4096
 FOREVER = 1e18
@@ -32,23 +34,24 @@ class Tier:
 
     def store(self, names: str, salt: str = "") -> int:
         """A prompt of these chunks; how many of them got no room."""
-        reservation, _, without_room = self.core.reserve(
-            1, self.namespace(salt), salt, struct.pack("<Q", UNIT), self.hashes(names), FOREVER
+        reservation, _, without_room = values(
+            self.core.reserve(1, self.namespace(salt), salt, struct.pack("<Q", UNIT), self.hashes(names), FOREVER)
         )
         self.core.commit(reservation, b"")
         return without_room
 
     def read(self, names: str, salt: str = "", *, is_use: bool = True) -> int:
-        lease, chunks, _ = self.core.acquire(1, self.namespace(salt), self.hashes(names), FOREVER, is_use)
+        lease, chunks, _ = values(
+            self.core.acquire(1, self.namespace(salt), self.hashes(names), FOREVER, is_use=is_use)
+        )
         self.core.release(lease)
         return chunks
 
     def hold(self, names: str, salt: str = "", *, is_use: bool = True) -> int:
-        return self.core.acquire(1, self.namespace(salt), self.hashes(names), FOREVER, is_use)[0]
+        return self.core.acquire(1, self.namespace(salt), self.hashes(names), FOREVER, is_use=is_use).lease
 
     def resident(self) -> str:
-        _, _, hashes, _, _ = self.core.list_objects(0, 1000)
-        return "".join(sorted(self.names[hashes[at : at + 32]] for at in range(0, len(hashes), 32)))
+        return "".join(sorted(self.names[listed.chunk_hash] for listed in self.core.list_objects(0, 1000)))
 
     def evicted(self, count: int = 1) -> str:
         """The names that go when so many must."""
@@ -138,11 +141,11 @@ def test_what_a_salt_has_beyond_its_limit_passes_through() -> None:
     tier = Tier("IsolatedLRU", 8)
     assert tier.store("ab") == 0
     assert tier.read("ab") == 2  # until the next cycle
-    assert tier.core.enforce_limits() == (2, 2 * UNIT)
+    assert values(tier.core.enforce_limits()) == (2, 2 * UNIT)
     tier.core.set_limit("", 2 * UNIT)
     assert tier.store("abc") == 0
     assert tier.core.stats()["above_limits_bytes"] == UNIT
-    assert tier.core.enforce_limits() == (1, UNIT)
+    assert values(tier.core.enforce_limits()) == (1, UNIT)
     assert tier.resident() == "ab"
     assert tier.core.stats()["above_limits_bytes"] == 0
 
@@ -153,17 +156,17 @@ def test_what_is_new_has_a_cycle_to_be_copied_elsewhere() -> None:
     tier.store("ab")
     tier.store("cd", "x")
     tier.store("ef", "x")
-    assert tier.core.enforce_limits(spare_new=True) == (0, 0)
+    assert values(tier.core.enforce_limits(spare_new=True)) == (0, 0)
     tier.store("g")
-    assert tier.core.enforce_limits(spare_new=True) == (4, 4 * UNIT)
+    assert values(tier.core.enforce_limits(spare_new=True)) == (4, 4 * UNIT)
     tier.store("ij")
     tier.read("g")
     tier.core.enforce_limits(spare_new=True)
     assert tier.resident() == "efgij"  # what is older in order of use and new holds the others up, for one cycle
-    assert tier.core.enforce_limits(spare_new=True) == (3, 3 * UNIT)
+    assert values(tier.core.enforce_limits(spare_new=True)) == (3, 3 * UNIT)
     assert tier.resident() == "ef"
     tier.store("h")
-    assert tier.core.enforce_limits() == (1, UNIT)
+    assert values(tier.core.enforce_limits()) == (1, UNIT)
     tier.core.check()
 
 
@@ -187,7 +190,7 @@ def test_what_is_beyond_a_limit_goes_first_and_costs_nobody_within_one() -> None
     assert tier.resident() == "4adepqrs"
     tier.core.release(lease)
     assert tier.store("f", "x") == 0
-    assert tier.core.enforce_limits() == (1, UNIT)
+    assert values(tier.core.enforce_limits()) == (1, UNIT)
     tier.core.check()
 
 
@@ -197,8 +200,8 @@ def test_a_limit_is_not_undercut_by_what_is_beyond_another() -> None:
     tier.core.set_limit("x", 4 * UNIT)
     tier.store("abcdefgh", "x")
     tier.core.remove(tier.namespace("x") * 2, tier.hashes("be"))  # holes, too small ones
-    reservation, _, without_room = tier.core.reserve(
-        1, tier.namespace("guest"), "guest", struct.pack("<Q", 4 * UNIT), tier.hashes("1"), FOREVER
+    reservation, _, without_room = values(
+        tier.core.reserve(1, tier.namespace("guest"), "guest", struct.pack("<Q", 4 * UNIT), tier.hashes("1"), FOREVER)
     )
     assert dict(tier.core.salt_usage())["x"] >= 4 * UNIT
     assert (reservation != 0) == (without_room == 0)
@@ -220,7 +223,7 @@ def test_isolated_lru_evicts_within_the_salt() -> None:
     assert tier.store("e", "x") == 0
 
 
-def test_who_goes_beyond_a_limit_is_told_once() -> None:
+def test_who_goes_beyond_a_limit_is_reported_once() -> None:
     tier = Tier("IsolatedLRU", 8)
     tier.core.set_limit("x", 2 * UNIT)
     tier.store("ab", "x")
@@ -228,7 +231,7 @@ def test_who_goes_beyond_a_limit_is_told_once() -> None:
     tier.store("c", "x")
     tier.store("1", "guest")
     tier.store("2", "guest")
-    assert sorted(tier.core.take_overuses()) == [("guest", 0), ("x", 2 * UNIT)]
+    assert sorted(map(values, tier.core.take_overuses())) == [("guest", 0), ("x", 2 * UNIT)]
     tier.store("d", "x")
     tier.store("3", "guest")
     assert tier.core.take_overuses() == []
@@ -240,7 +243,7 @@ def test_who_goes_beyond_a_limit_is_told_once() -> None:
     tier.core.set_limit("y", 8 * UNIT)
     tier.store("stuvwxyz", "y")
     assert tier.store("4", "late") == 1  # it got no room at all
-    assert tier.core.take_overuses() == [("late", 0)]
+    assert [values(overuse) for overuse in tier.core.take_overuses()] == [("late", 0)]
     tier.core.check()
 
 
@@ -250,11 +253,11 @@ def test_a_lower_limit_takes_effect() -> None:
     tier.store("abcd", "x")
     lease = tier.hold("abc", "x")
     tier.core.set_limit("x", 1 * UNIT)
-    assert tier.core.enforce_limits() == (1, UNIT)
+    assert values(tier.core.enforce_limits()) == (1, UNIT)
     tier.core.release(lease)
-    assert tier.core.enforce_limits() == (2, 2 * UNIT)
+    assert values(tier.core.enforce_limits()) == (2, 2 * UNIT)
     assert tier.resident() == "a"
-    assert tier.core.enforce_limits() == (0, 0)
+    assert values(tier.core.enforce_limits()) == (0, 0)
 
 
 def test_limits_that_promise_more_than_there_is_share_it() -> None:
@@ -273,9 +276,7 @@ def test_limits_that_promise_more_than_there_is_share_it() -> None:
 @pytest.mark.parametrize("policy", ["LRU", "IsolatedLRU", "S3FIFO"])
 def test_no_chunk_outlives_its_prefix(policy: str) -> None:
     """Prompts that branch anywhere, used and stored as a server does: a chunk without its prefix is of no use."""
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     tier = Tier(policy, 60)
     tier.core.set_limit("", 60 * UNIT)
     namespace = tier.namespace("")
@@ -289,7 +290,7 @@ def test_no_chunk_outlives_its_prefix(policy: str) -> None:
             prompt = next(names)
         prompts.append(prompt)
         parents.update(zip(prompt[1:], prompt, strict=False))
-        lease, _, _ = tier.core.acquire(1, namespace, tier.hashes(prompt), FOREVER)
+        lease = tier.core.acquire(1, namespace, tier.hashes(prompt), FOREVER).lease
         tier.store(prompt)
         tier.core.release(lease)
         tier.core.touch(namespace, tier.hashes(prompt))

@@ -9,8 +9,8 @@ import pytest
 
 from lmcache._native import L1Core
 from lmcache.core.limits import GIB
+from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import LMCacheError
-from lmcache.eviction.limits import SaltLimits
 from lmcache.l1 import quota_file
 from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
@@ -90,7 +90,7 @@ def test_a_change_that_cannot_be_written_is_none(tmp_path: Path) -> None:
     (tmp_path / "quotas.json.new").mkdir()  # root may write anywhere else
     for change in (lambda: held.put("a", 2 * UNIT), lambda: held.put("b", UNIT), lambda: held.delete("a")):
         with pytest.raises(LMCacheError, match="The quota was not changed"):
-            change()
+            change()  # type: ignore[no-untyped-call]
     assert {quota.cache_salt: quota.limit_bytes for quota in held.all()} == limits(path) == {"a": UNIT}
 
 

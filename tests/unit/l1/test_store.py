@@ -11,24 +11,27 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from lmcache import _native
-from lmcache._native import L1Core
-from lmcache.clock import ManualClock
-from lmcache.core.key import Namespace
+from lmcache._native import L1Core, Reserved
+from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import GIB, MIB
 from lmcache.errors import ResourceError, ServerUnavailable
 from lmcache.l1 import growth
 from lmcache.l1.store import L1Store
-from lmcache.memory.room import Machine
-from lmcache.memory.shared_memory import SharedMemory
+from lmcache.memory.engine_memory import EngineMemory
+from lmcache.memory.server_memory import ServerMemory
 from lmcache.telemetry.metrics import Metrics
+from lmcache.testing.frames import batch_of
+from manual_clock import ManualClock
 from polling import until
+from support.small_machine import machine_with
 
-TOKEN = bytes(16)
+EPOCH = bytes(16)
 FOREVER = 1e18
 DEADLINE_SECONDS = 20.0
 NAMESPACE = Namespace("model", 2, 0, 0, "00" * 16, "tenant")
@@ -48,32 +51,24 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "L1_HEADROOM_BYTES", 4 * MIB)
 
 
-def reserve(store: L1Store, count: int, size_bytes: int, first: int = 0) -> tuple[int, bytes, int]:
-    hashes = b"".join(hashlib.sha256(str(first + i).encode()).digest() for i in range(count))
-    return store.core.reserve(1, NAMESPACE.digest, NAMESPACE.cache_salt, struct.pack("<Q", size_bytes), hashes, FOREVER)
+def reserve(store: L1Store, count: int, size_bytes: int, first: int = 0) -> Reserved:
+    keys = [ObjectKey(NAMESPACE, hashlib.sha256(str(first + i).encode()).digest()) for i in range(count)]
+    return store.reserve(1, batch_of(keys, size_bytes), FOREVER)
 
 
 def put(store: L1Store, count: int, size_bytes: int, first: int = 0) -> int:
     """Stores `count` objects and returns how many found no room."""
-    reservation, _, without_room = reserve(store, count, size_bytes, first)
-    store.core.commit(reservation, b"")
-    return without_room
+    reserved = reserve(store, count, size_bytes, first)
+    store.core.commit(reserved.reservation)
+    return reserved.chunks_without_room
 
 
 def committed(store: L1Store) -> int:
     return store.core.stats()["committed_bytes"]
 
 
-def starve(store: L1Store, folder: Path, available_mib: int) -> None:
-    """Makes the machine tell that it has so much memory left beside the margin."""
-    (folder / "self").mkdir(parents=True, exist_ok=True)
-    (folder / "self/cgroup").write_text("")
-    (folder / "meminfo").write_text(f"MemAvailable: {(256 + available_mib) * 1024} kB\n")
-    store.memory._machine = Machine(folder, folder)
-
-
 def test_a_large_lazy_l1_is_ready_at_once_and_fills_in_the_background(name: str) -> None:
-    store = L1Store.open(name, 4 * GIB, TOKEN, policy="LRU", init_bytes=256 * MIB)
+    store = L1Store.open(name, 4 * GIB, EPOCH, policy="LRU", init_bytes=256 * MIB)
     try:
         assert committed(store) < GIB
         until(lambda: committed(store) >= GIB)  # the headroom beyond what is used
@@ -84,7 +79,7 @@ def test_a_large_lazy_l1_is_ready_at_once_and_fills_in_the_background(name: str)
 
 @pytest.mark.usefixtures("small_steps")
 def test_the_background_stays_ahead_of_use(name: str) -> None:
-    store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", init_bytes=2 * MIB)
+    store = L1Store.open(name, 32 * MIB, EPOCH, policy="LRU", init_bytes=2 * MIB)
     try:
         until(lambda: committed(store) == 4 * MIB)
         put(store, 3, MIB)
@@ -99,11 +94,11 @@ def test_the_background_stays_ahead_of_use(name: str) -> None:
 
 @pytest.mark.usefixtures("small_steps")
 def test_a_reservation_grows_l1_rather_than_evict(name: str) -> None:
-    store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", init_bytes=2 * MIB)
+    store = L1Store.open(name, 32 * MIB, EPOCH, policy="LRU", init_bytes=2 * MIB)
     try:
-        assert isinstance(store.core, growth.GrowingCore)
+        assert store.growth is not None
         until(lambda: committed(store) == 4 * MIB)
-        store.core.stop()  # no background: only what reservations do themselves
+        store.growth.stop()  # no background: only what reservations do themselves
         assert put(store, 10, MIB) == 0
         assert committed(store) == 10 * MIB
         assert put(store, 8, MIB, first=100) == 0
@@ -122,12 +117,13 @@ def test_when_the_machine_has_no_more_l1_evicts_and_asks_again_later(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()
-    store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", init_bytes=4 * MIB, clock=clock)
+    machine = machine_with(tmp_path, 1000)
+    store = L1Store.open(name, 32 * MIB, EPOCH, policy="LRU", init_bytes=4 * MIB, clock=clock, probe=machine)
     try:
-        assert isinstance(store.core, growth.GrowingCore)
+        assert store.growth is not None
         until(lambda: committed(store) == 4 * MIB)
-        store.core.stop()
-        starve(store, tmp_path, 1)
+        store.growth.stop()
+        machine_with(tmp_path, 1)
         with caplog.at_level(logging.WARNING, logger="lmcache.l1"):
             assert put(store, 4, MIB) == 0
             assert put(store, 4, MIB, first=100) == 0
@@ -139,7 +135,7 @@ def test_when_the_machine_has_no_more_l1_evicts_and_asks_again_later(
             clock.advance(60)
             put(store, 4, MIB, first=300)
         assert len(caplog.records) == 1
-        starve(store, tmp_path, 1000)
+        machine_with(tmp_path, 1000)
         put(store, 4, MIB, first=400)
         assert committed(store) == 4 * MIB
         clock.advance(60)
@@ -150,7 +146,7 @@ def test_when_the_machine_has_no_more_l1_evicts_and_asks_again_later(
 
 
 def test_an_eager_l1_has_all_its_memory_before_it_opens(name: str) -> None:
-    store = L1Store.open(name, 16 * MIB, TOKEN, policy="noop")
+    store = L1Store.open(name, 16 * MIB, EPOCH, policy="noop")
     try:
         assert committed(store) == 16 * MIB
         assert os.stat(store.memory.path).st_blocks * 512 == 16 * MIB + 4096
@@ -161,15 +157,15 @@ def test_an_eager_l1_has_all_its_memory_before_it_opens(name: str) -> None:
 
 def test_what_cannot_be_had_leaves_nothing_behind(name: str) -> None:
     with pytest.raises(ResourceError, match="L1 needs"):
-        L1Store.open(name, 1 << 44, TOKEN, policy="LRU", init_bytes=MIB)
+        L1Store.open(name, 1 << 44, EPOCH, policy="LRU", init_bytes=MIB)
     with pytest.raises(ValueError, match="policy"):
-        L1Store.open(name, 16 * MIB, TOKEN, policy="guess", init_bytes=MIB)
+        L1Store.open(name, 16 * MIB, EPOCH, policy="guess", init_bytes=MIB)
 
 
 def test_slots_lie_aligned_behind_the_header(name: str) -> None:
-    store = L1Store.open(name, 16 * MIB, TOKEN, policy="LRU", align_bytes=65536, init_bytes=16 * MIB)
+    store = L1Store.open(name, 16 * MIB, EPOCH, policy="LRU", align_bytes=65536, init_bytes=16 * MIB)
     try:
-        _, slots, _ = reserve(store, 2, store.frame_bytes(100_000))
+        slots = reserve(store, 2, store.frame_bytes(100_000)).slots
         assert struct.unpack("<2Q", slots) == (65536, 65536 + 131072)
         assert store.address_of(65536) == store.memory.address + 65536
         store.memory.view(65536, 131072 * 2)[:] = bytes([1]) * (131072 * 2)
@@ -182,7 +178,7 @@ def test_slots_lie_aligned_behind_the_header(name: str) -> None:
     [(1, 4096, 8192), (4096, 4096, 8192), (4097, 4096, 12288), (2 * MIB, 4096, 2 * MIB + 4096), (5, 65536, 65536)],
 )
 def test_frame_bytes(name: str, payload_bytes: int, align_bytes: int, expected: int) -> None:
-    store = L1Store.open(name, MIB, TOKEN, policy="LRU", align_bytes=align_bytes, init_bytes=MIB)
+    store = L1Store.open(name, MIB, EPOCH, policy="LRU", align_bytes=align_bytes, init_bytes=MIB)
     try:
         assert store.frame_bytes(payload_bytes) == expected
     finally:
@@ -191,25 +187,28 @@ def test_frame_bytes(name: str, payload_bytes: int, align_bytes: int, expected: 
 
 def test_metrics_follow_the_core(name: str) -> None:
     metrics = Metrics()
-    store = L1Store.open(name, 4 * MIB, TOKEN, policy="LRU", init_bytes=4 * MIB, metrics=metrics)
+    store = L1Store.open(name, 4 * MIB, EPOCH, policy="LRU", init_bytes=4 * MIB, metrics=metrics.l1)
     try:
         put(store, 4, MIB)
         put(store, 2, MIB, first=10)
         reserve(store, 1, 5 * MIB, first=20)
         store.stats()
         store.stats()
-        assert metrics.l1_usage_ratio._value.get() == 1.0
-        assert metrics.l1_memory_usage_bytes._value.get() == 4 * MIB
-        assert metrics.l1_evicted._value.get() == 2
-        assert metrics.l1_allocation_failure._value.get() == 1
+        expected = {
+            "l1_usage_ratio": 1.0,
+            "l1_memory_usage_bytes": 4 * MIB,
+            "l1_evicted_chunks_total": 2,
+            "l1_allocation_failure_chunks_total": 1,
+        }
+        assert {name: metrics.registry.get_sample_value(f"lmcache_mp_{name}") for name in expected} == expected
     finally:
         store.close()
 
 
 def test_idle_means_that_nobody_holds_anything(name: str) -> None:
-    store = L1Store.open(name, 4 * MIB, TOKEN, policy="LRU", init_bytes=4 * MIB)
+    store = L1Store.open(name, 4 * MIB, EPOCH, policy="LRU", init_bytes=4 * MIB)
     try:
-        reservation, _, _ = reserve(store, 1, MIB)
+        reservation = reserve(store, 1, MIB).reservation
         with pytest.raises(AssertionError, match="'reservations': 1, 'staged': 1"):
             store.check_idle()
         store.core.commit(reservation, b"", lease_owner=2, deadline=FOREVER)
@@ -222,9 +221,9 @@ def test_idle_means_that_nobody_holds_anything(name: str) -> None:
 
 
 def test_engines_can_map_ahead_what_the_server_has_filled(name: str) -> None:
-    store = L1Store.open(name, 16 * MIB, TOKEN, policy="LRU")
+    store = L1Store.open(name, 16 * MIB, EPOCH, policy="LRU")
     try:
-        engine = type(store.memory).attach(store.memory.path, store.memory.size_bytes, TOKEN)
+        engine = EngineMemory.attach(store.memory.path, store.memory.size_bytes, EPOCH)
         assert engine.prefault_present(2) == store.memory.size_bytes
         assert engine.prefault_present(2) == 0
         engine.close()
@@ -245,8 +244,8 @@ def mapped_kib(address: int, kind: str = "Rss") -> int:
 
 @pytest.mark.usefixtures("small_steps")
 def test_mapping_ahead_follows_growth(name: str) -> None:
-    store = L1Store.open(name, 32 * MIB, TOKEN, policy="LRU", align_bytes=65536, init_bytes=2 * MIB)
-    engine = type(store.memory).attach(store.memory.path, store.memory.size_bytes, TOKEN)
+    store = L1Store.open(name, 32 * MIB, EPOCH, policy="LRU", align_bytes=65536, init_bytes=2 * MIB)
+    engine = EngineMemory.attach(store.memory.path, store.memory.size_bytes, EPOCH)
     try:
         engine.map_ahead()
         until(lambda: mapped_kib(engine.address) >= 4 * 1024)
@@ -262,7 +261,7 @@ def test_mapping_ahead_follows_growth(name: str) -> None:
 def test_steps_of_any_size_leave_no_small_pages(name: str) -> None:
     """Where the kernel makes large pages of shared memory at all. They are made with the memory, not out of small ones,
     which takes ten times as long."""
-    memory = SharedMemory.create(name, 16 * MIB, TOKEN)
+    memory = ServerMemory.create(name, 16 * MIB, EPOCH)
     try:
         memory.grow(4 * MIB)
         if mapped_kib(memory.address, "ShmemPmdMapped") != 4 * 1024:
@@ -270,7 +269,7 @@ def test_steps_of_any_size_leave_no_small_pages(name: str) -> None:
         memory.grow(9 * MIB)
         memory.grow(memory.size_bytes)
         assert mapped_kib(memory.address, "ShmemPmdMapped") == 16 * 1024
-        engine = SharedMemory.attach(memory.path, memory.size_bytes, TOKEN)
+        engine = EngineMemory.attach(memory.path, memory.size_bytes, EPOCH)
         engine.prefault_present(1)
         assert mapped_kib(engine.address, "ShmemPmdMapped") == 16 * 1024
         engine.close()
@@ -278,8 +277,8 @@ def test_steps_of_any_size_leave_no_small_pages(name: str) -> None:
         memory.close()
 
 
-def test_small_pages_of_a_former_server_become_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SharedMemory.create(name, 16 * MIB, TOKEN)
+def test_small_pages_of_a_previous_server_become_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = ServerMemory.create(name, 16 * MIB, EPOCH)
     try:
         with monkeypatch.context() as without:
             without.setattr(_native, "take_large_pages", lambda *_: None)
@@ -296,11 +295,11 @@ def test_small_pages_of_a_former_server_become_large(name: str, monkeypatch: pyt
 def test_engines_leave_small_pages_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """New pages would be charged to them."""
     monkeypatch.setattr(_native, "take_large_pages", lambda *_: None)
-    memory = SharedMemory.create(name, 16 * MIB, TOKEN)
+    memory = ServerMemory.create(name, 16 * MIB, EPOCH)
     try:
         memory.grow(memory.size_bytes)
         _native.prefault(memory.address, memory.size_bytes, 1)
-        engine = SharedMemory.attach(memory.path, memory.size_bytes, TOKEN)
+        engine = EngineMemory.attach(memory.path, memory.size_bytes, EPOCH)
         assert engine.prefault_present(1) == memory.size_bytes
         assert mapped_kib(engine.address, "ShmemPmdMapped") == 0
         engine.close()
@@ -309,12 +308,12 @@ def test_engines_leave_small_pages_as_they_are(name: str, monkeypatch: pytest.Mo
 
 
 def test_mapping_ahead_makes_no_memory(name: str) -> None:
-    store = L1Store.open(name, 2 * GIB, TOKEN, policy="LRU", init_bytes=MIB)
+    store = L1Store.open(name, 2 * GIB, EPOCH, policy="LRU", init_bytes=MIB)
     try:
-        assert isinstance(store.core, growth.GrowingCore)
-        store.core.stop()
+        assert store.growth is not None
+        store.growth.stop()
         before = os.stat(store.memory.path).st_blocks
-        engine = type(store.memory).attach(store.memory.path, store.memory.size_bytes, TOKEN)
+        engine = EngineMemory.attach(store.memory.path, store.memory.size_bytes, EPOCH)
         assert engine.prefault_present(1) < 2 * GIB
         assert os.stat(store.memory.path).st_blocks == before
         engine.close()
@@ -328,18 +327,18 @@ def test_ages_of_sampled_objects_are_metrics(rate: float) -> None:
     core.set_committed(4 * 4096)
     core.set_age_sample_rate(rate)
     metrics = Metrics()
-    store = L1Store(cast(SharedMemory, None), core, metrics)
+    store = L1Store(cast(ServerMemory, None), core, metrics.l1)
     namespace = bytes(32)
 
     def put(number: int) -> bytes:
         chunk_hash = bytes([number]) * 32
-        core.commit(core.reserve(1, namespace, "", (4096).to_bytes(8, "little"), chunk_hash, 1e18)[0], b"")
+        core.commit(core.reserve(1, namespace, "", (4096).to_bytes(8, "little"), chunk_hash, 1e18).reservation)
         return chunk_hash
 
     for number in range(4):
         chunk_hash = put(number)
     for is_use in (True, False, True):
-        core.release(core.acquire(1, namespace, chunk_hash, 1e18, is_use)[0])
+        core.release(core.acquire(1, namespace, chunk_hash, 1e18, is_use=is_use).lease)
     core.touch(namespace, chunk_hash)
     for number in range(4, 7):
         put(number)
@@ -367,18 +366,18 @@ def test_a_sample_is_about_as_large_as_asked_for() -> None:
     core.set_age_sample_rate(0.1)
     namespace = bytes(32)
     hashes = os.urandom(32 * 20_000)
-    core.commit(core.reserve(1, namespace, "", (4096).to_bytes(8, "little"), hashes, 1e18)[0], b"")
+    core.commit(core.reserve(1, namespace, "", (4096).to_bytes(8, "little"), hashes, 1e18).reservation)
     core.evict(20_000 * 4096)
-    lifetimes, idle, gaps = core.take_ages()
-    assert 1500 < len(lifetimes) == len(idle) < 2500
-    assert gaps == []
+    ages = core.take_ages()
+    assert 1500 < len(ages.lifetimes) == len(ages.idle_before_eviction) < 2500
+    assert ages.reuse_gaps == []
     with pytest.raises(ValueError, match="from 0 to 1"):
         core.set_age_sample_rate(1.5)
 
 
 def test_a_closed_l1_gives_its_memory_back_and_its_addresses_stay(name: str) -> None:
     """A thread that outlives L1 finds zeros, writes where nobody reads, and gets no signal."""
-    store = L1Store.open(name, 8 * MIB, TOKEN, policy="LRU")
+    store = L1Store.open(name, 8 * MIB, EPOCH, policy="LRU")
     address, view = store.address_of(4096), store.memory.view(4096, 4096)
     store.close()
     del view
@@ -390,7 +389,7 @@ def test_a_closed_l1_gives_its_memory_back_and_its_addresses_stay(name: str) -> 
 
 
 def test_memory_in_use_keeps_its_bytes(name: str) -> None:
-    store = L1Store.open(name, 8 * MIB, TOKEN, policy="LRU")
+    store = L1Store.open(name, 8 * MIB, EPOCH, policy="LRU")
     address = store.address_of(4096)
     ctypes.memset(address, 7, 4096)
     store.close(in_use=True)
@@ -402,38 +401,43 @@ def test_a_start_can_be_ended_while_memory_is_taken(name: str) -> None:
     class Enough(Exception):
         pass
 
-    def go_on() -> None:
+    def checkpoint() -> None:
         if os.path.exists(f"/dev/shm/{name}"):
             raise Enough
 
     with pytest.raises(Enough):
-        L1Store.open(name, 64 * MIB, TOKEN, policy="LRU", go_on=go_on)
+        L1Store.open(name, 64 * MIB, EPOCH, policy="LRU", checkpoint=checkpoint)
     assert not os.path.exists(f"/dev/shm/{name}")
 
 
-def test_growth_that_is_told_to_stop_before_it_sleeps_does_not_sleep(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growth_that_is_stopped_before_it_sleeps_does_not_sleep(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "L1_HEADROOM_BYTES", 0)
+    woken, stops = threading.Event(), threading.Event()
 
     class Late(threading.Event):
-        """`stop` comes just before the event is cleared."""
+        """Once `woken`, `stop` comes just before the event is cleared."""
+
+        def set(self) -> None:
+            super().set()
+            if is_stopping:
+                stops.set()
 
         def clear(self) -> None:
-            assert isinstance(store.core, growth.GrowingCore)
-            store.core._is_stopping = True
-            self.set()
+            if self.is_set():
+                woken.set()
+                stops.wait(DEADLINE_SECONDS)
             super().clear()
 
-    store = L1Store.open(name, 64 * MIB, TOKEN, policy="LRU", init_bytes=MIB)
+    is_stopping = False
+    monkeypatch.setattr(growth, "threading", SimpleNamespace(Event=Late, Thread=threading.Thread))
+    store = L1Store.open(name, 64 * MIB, EPOCH, policy="LRU", init_bytes=MIB)
     try:
-        assert isinstance(store.core, growth.GrowingCore)
+        assert store.growth is not None
         until(lambda: store.stats()["committed_bytes"] == MIB)
-        store.core._wake, former = Late(), store.core._wake
-        former.set()
-        grower = store.core._grower
-        assert grower is not None
-        grower.join(growth._RETRY_SECONDS / 2)
-        assert not grower.is_alive()
+        store.growth.note_left(-1)
+        assert woken.wait(DEADLINE_SECONDS)
+        is_stopping = True
+        store.growth.stop()
+        assert all(thread.name != "l1-grower" for thread in threading.enumerate())
     finally:
         store.close()

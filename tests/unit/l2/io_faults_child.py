@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from lmcache.l2.adapter import Adapter
-from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.testing.contract_run import RecordingInventory
 from lmcache.testing.frames import FrameMemory, keys
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from lmcache.clock import ManualClock
+from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.accounting import Ledger
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import FrameMemory, keys
+from manual_clock import ManualClock
+
+Opened = TypeVar("Opened", bound="OneServer")
+
+
+def eviction_order(ledger: Ledger) -> list[ObjectKey]:
+    """Everything that may go now, the first to go first. It stays."""
+    victims = ledger.victims(1 << 50, 1 << 20).keys
+    ledger.not_evicted(victims)
+    return victims
 
 
 class OneServer:
@@ -20,12 +31,12 @@ class OneServer:
     def __init__(self, spec: dict[str, Any], clock: ManualClock | None = None) -> None:
         self.clock = clock or ManualClock()
         self.metrics = Metrics()
-        self.runner = Runner(build(parse_adapter(spec, 0)), self.metrics, self.clock)
+        self.runner = Runner(build(parse_adapter(spec, 0)), self.metrics.l2, self.clock)
         self.memory = FrameMemory(64)
 
-    async def __aenter__(self) -> OneServer:
+    async def __aenter__(self: Opened) -> Opened:
         await self.runner.open()
-        await asyncio.wait_for(self.runner._inventory_complete.wait(), 20)
+        assert await self.runner.wait_for_inventory(20)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -133,7 +133,7 @@ def test_a_store_that_fails_leaves_no_folder(tmp_path: Path) -> None:
             assert await server.store_keys([key]) == [StoreOutcome.FAILED]
             (tmp_path / digest / name[:2] / f"{name}.data").rmdir()
             assert await server.store_keys([key]) == [StoreOutcome.STORED]
-            assert await server.runner._adapter.delete([key]) == [True]
+            assert await server.runner.adapter.delete([key]) == [True]
             assert folders_of_objects(tmp_path) == []
 
     run(test)
@@ -171,9 +171,10 @@ def test_two_servers_take_folders_away_from_each_other(
             key = key._replace(chunk_hash=b"\x11" + key.chunk_hash[1:])
             stored = await server.runner.store([key], [memory.fill(0, key)], lambda: None)
             assert stored == [StoreOutcome.STORED]
-            assert await server.runner._adapter.load([key], target.buffers) == [LoadOutcome.LOADED]
+            assert await server.runner.adapter.load([key], target.buffers) == [LoadOutcome.LOADED]
             assert target.holds(0, key)
-            assert (await server.runner._delete([key]))[0] == 1
+            assert await server.runner.adapter.delete([key]) == [True]
+            server.runner.lost([key])
 
     async def test() -> None:
         async with Server(tmp_path, **settings) as server:

@@ -6,20 +6,20 @@ import asyncio
 import os
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from lmcache.clock import ManualClock
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import AdapterError, ConfigError, LMCacheError, ResourceError
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.adapters.plugin import PluginAdapter
-from lmcache.l2.registry import build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import FrameMemory, keys
+from manual_clock import ManualClock
 
 CLIENT = str(Path(__file__).parents[2] / "contract" / "native_client.py")
 NATIVE = {"type": "native_plugin", "module_path": CLIENT, "class_name": "DeletingClient"}
@@ -27,6 +27,8 @@ NATIVE = {"type": "native_plugin", "module_path": CLIENT, "class_name": "Deletin
 MODULE = textwrap.dedent(
     """
     from dataclasses import dataclass
+    from typing import Annotated, Literal
+    import msgspec
     from lmcache.l2.adapters.mock import MockAdapter
     from lmcache.l2.adapter import Capacity
     from lmcache.errors import AdapterError
@@ -40,6 +42,10 @@ MODULE = textwrap.dedent(
         @classmethod
         def from_dict(cls, values):
             return cls(values["speed"], "from_dict")
+
+    class StructSettings(msgspec.Struct):
+        speed: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+        label: Literal["slow", "fast"] = "slow"
 
     class Configured(MockAdapter):
         def __init__(self, config):
@@ -59,6 +65,13 @@ MODULE = textwrap.dedent(
             return None
         async def delete(self, keys, *, corrupt=False):
             raise KeyError("oops")
+
+    class Bounded(Plain):
+        def __init__(self, **capacity):
+            super().__init__()
+            self.capacity = Capacity(**capacity)
+        def overhead_bytes(self):
+            return 4096 * 0.5
 
     class NeverOpens(Plain):
         async def open(self, inventory):
@@ -85,7 +98,7 @@ def spec(tmp_path: Path) -> dict[str, Any]:
 
 def opened(spec: dict[str, Any]) -> Runner:
     async def test() -> Runner:
-        runner = Runner(build(parse_adapter(spec, 0)), Metrics(), ManualClock())
+        runner = Runner(build(parse_adapter(spec, 0)), Metrics().l2, ManualClock())
         await runner.open()
         await runner.close(10)
         return runner
@@ -99,11 +112,26 @@ def test_parameters_reach_the_class(spec: dict[str, Any]) -> None:
         assert isinstance(adapter, PluginAdapter)
         return adapter.inner
 
-    assert inner(adapter_params={"speed": 5})._bytes_per_second == 5
+    assert inner(adapter_params={"speed": 5}).bytes_per_second == 5
     configured = inner(class_name="Configured", config_class_name="Settings", adapter_params={"speed": 7})
     assert configured.config.speed == 7 and configured.config.label == ""
     configured = inner(class_name="Configured", config_class_name="DictSettings", adapter_params={"speed": 7})
     assert configured.config.label == "from_dict"
+    configured = inner(class_name="Configured", config_class_name="StructSettings", adapter_params={"speed": 7})
+    assert (configured.config.speed, configured.config.label) == (7.0, "slow")
+
+
+def test_a_struct_refuses_its_keys_as_the_adapters_of_this_package_do(spec: dict[str, Any]) -> None:
+    parameters = {"speed": 0, "lable": "x", "label": "fas"}
+    configured = {"class_name": "Configured", "config_class_name": "StructSettings", "adapter_params": parameters}
+    with pytest.raises(ConfigError) as caught:
+        build(parse_adapter({**spec, **configured}, 0))
+    where = '--l2-adapter 1 (plugin), "adapter_params"'
+    assert list(caught.value.problems) == [
+        f'{where}: unknown key "lable" (did you mean label?); allowed are label, speed.',
+        f'{where}: "speed" must be a number above 0 and up to 1000000000; got 0.',
+        f"{where}: \"label\" must be one of slow, fast (did you mean fast?); got 'fas'.",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +170,7 @@ def test_a_backend_that_is_not_there_is_a_resource_error(spec: dict[str, Any]) -
 
 def test_a_sloppy_plugin_fails_alone(spec: dict[str, Any]) -> None:
     async def test() -> None:
-        runner = Runner(build(parse_adapter({**spec, "class_name": "Sloppy"}, 0)), Metrics(), ManualClock())
+        runner = Runner(build(parse_adapter({**spec, "class_name": "Sloppy"}, 0)), Metrics().l2, ManualClock())
         await runner.open()
         wanted, memory = keys(2), FrameMemory(2)
         assert await runner.store(wanted, memory.buffers, lambda: None) == [StoreOutcome.FAILED] * 2
@@ -154,16 +182,16 @@ def test_a_sloppy_plugin_fails_alone(spec: dict[str, Any]) -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("size", [True, False, -4096])
+@pytest.mark.parametrize("size", [True, False, -4096, 1 << 70])
 def test_a_probe_that_does_not_give_sizes_finds_nothing(spec: dict[str, Any], size: int) -> None:
     async def test() -> None:
-        runner = Runner(build(parse_adapter({**spec, "class_name": "Plain"}, 0)), Metrics(), ManualClock())
+        runner = Runner(build(parse_adapter({**spec, "class_name": "Plain"}, 0)), Metrics().l2, ManualClock())
         await runner.open()
 
         async def probe(wanted: list[Any]) -> list[int]:
             return [size] * len(wanted)
 
-        inner: Any = runner._adapter
+        inner: Any = runner.adapter
         inner.inner.probe = probe
         assert await runner.probe(keys(2)) == [False, False]
         assert runner.ledger.used_bytes == 0
@@ -177,6 +205,27 @@ def test_a_configured_capacity_bounds_what_has_none(spec: dict[str, Any]) -> Non
     assert runner.ledger.capacity.limit_bytes == 2 << 30
 
 
+def test_a_capacity_computed_as_a_float_is_whole_bytes(spec: dict[str, Any]) -> None:
+    async def test() -> None:
+        parameters = {"limit_bytes": 0.5 * 2**30, "unit_bytes": 512.0}
+        bounded = {**spec, "class_name": "Bounded", "adapter_params": parameters}
+        runner = Runner(build(parse_adapter(bounded, 0)), Metrics().l2, ManualClock())
+        await runner.open()
+        assert runner.ledger.capacity.limit_bytes == 1 << 29
+        assert await runner.store(keys(2), FrameMemory(2).buffers, lambda: None) == [StoreOutcome.STORED] * 2
+        assert runner.ledger.held_bytes == 2 * FrameMemory(1).slot_bytes + 2048
+        await runner.close(10)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("capacity", [{"unit_bytes": 0}, {"limit_bytes": -1}, {"folder_bytes": None}])
+def test_a_capacity_of_no_size_is_refused_in_one_sentence(spec: dict[str, Any], capacity: dict[str, Any]) -> None:
+    (name, size), *_ = capacity.items()
+    with pytest.raises(ResourceError, match=rf"adapter 1.*: capacity\.{name} must be at least \d bytes, got {size}$"):
+        opened({**spec, "class_name": "Bounded", "adapter_params": capacity})
+
+
 @pytest.mark.parametrize("more", [{"persist_enabled": False}, {"eviction": {"eviction_policy": "LRU"}}])
 def test_what_cannot_delete_cannot_evict(more: dict[str, Any]) -> None:
     spec = {**NATIVE, "class_name": "Client", "adapter_params": {"space": "x"}, "max_capacity_gb": 1, **more}
@@ -187,11 +236,11 @@ def test_what_cannot_delete_cannot_evict(more: dict[str, Any]) -> None:
 def test_a_native_plugin_that_fails_says_why_and_goes_on(tmp_path: Path) -> None:
     async def test() -> None:
         adapter: Any = build(parse_adapter({**NATIVE, "adapter_params": {"space": str(tmp_path)}}, 0)).adapter
-        runner = Runner(build(parse_adapter({**NATIVE, "adapter_params": {"space": str(tmp_path)}}, 0)), Metrics(),
+        runner = Runner(build(parse_adapter({**NATIVE, "adapter_params": {"space": str(tmp_path)}}, 0)), Metrics().l2,
                         ManualClock())  # fmt: skip
         await runner.open()
-        adapter = runner._adapter
-        client: Any = adapter._client  # type: ignore[attr-defined]
+        adapter = runner.adapter
+        client: Any = adapter.client
         wanted, memory = keys(3), FrameMemory(3)
         buffers = [memory.fill(slot, key) for slot, key in enumerate(wanted)]
         client.fails = {"set"}
@@ -236,14 +285,14 @@ class LateNative:
 
     def __init__(self, space: Path) -> None:
         spec = {**NATIVE, "class_name": "LateClient", "adapter_params": {"space": str(space)}}
-        self.runner = Runner(build(parse_adapter(spec, 0)), Metrics(), ManualClock())
-        self.adapter: Any = self.runner._adapter
+        self.runner = Runner(build(parse_adapter(spec, 0)), Metrics().l2, ManualClock())
+        self.adapter: Any = self.runner.adapter
         self.memory = FrameMemory(2)
         self.given_back = 0
 
     async def open_with_objects(self) -> None:
         await self.runner.open()
-        self.client = self.adapter._client
+        self.client = self.adapter.client
         buffers = [self.memory.fill(slot, key) for slot, key in enumerate(keys(2))]
         assert await self.runner.store(keys(2), buffers, lambda: None) == [StoreOutcome.STORED] * 2
         self.clean()
@@ -255,14 +304,14 @@ class LateNative:
     async def load_late(self) -> None:
         """The client has taken the buffers, its drain breaks, and the load runs into its deadline."""
         self.client.gate.clear()
-        self.runner.config = replace(self.runner.config, timeout_seconds=0.3)
+        self.runner.context.config = replace(self.runner.context.config, timeout_seconds=0.3)
         loading = asyncio.get_running_loop().create_task(self.load())
         await eventually(lambda: self.client.at_the_gate)
         self.client.breaks = 1
         os.eventfd_write(self.client.event_fd(), 1)
         assert await loading == [LoadOutcome.FAILED] * 2
         assert self.client.breaks == 0
-        self.runner.config = replace(self.runner.config, timeout_seconds=30)
+        self.runner.context.config = replace(self.runner.context.config, timeout_seconds=30)
 
     async def load(self) -> list[LoadOutcome]:
         def released() -> None:
@@ -287,7 +336,7 @@ def test_what_a_native_plugin_still_writes_into_is_not_given_back(tmp_path: Path
         assert late.is_written  # it has reported: nothing is written any more
         await eventually(lambda: late.runner.status()["abandoned"] == 0)
         late.clean()
-        late.runner._loads.ok()
+        late.runner.layers.loads.breaker.resume()
         assert await late.load() == [LoadOutcome.LOADED] * 2 and late.given_back == 2
         assert await late.runner.close(10)
 
@@ -316,15 +365,15 @@ def test_a_drain_that_breaks_is_said_once_and_tried_again(tmp_path: Path, caplog
         late = LateNative(tmp_path)
         await late.open_with_objects()
         late.client.breaks = 1 << 60
-        late.runner.config = replace(late.runner.config, timeout_seconds=0.1)
+        late.runner.context.config = replace(late.runner.context.config, timeout_seconds=0.1)
         assert await late.runner.probe(keys(1, seed=9)) == [False]  # it was lent nothing: it fails at once
         tried = late.client.drains
         await eventually(lambda: late.client.drains >= tried + 2)
         assert await late.load() == [LoadOutcome.FAILED] * 2
         late.client.breaks = 0
         await eventually(lambda: late.given_back)
-        late.runner._loads.ok()
-        late.runner.config = replace(late.runner.config, timeout_seconds=30)
+        late.runner.layers.loads.breaker.resume()
+        late.runner.context.config = replace(late.runner.context.config, timeout_seconds=30)
         assert await late.load() == [LoadOutcome.LOADED] * 2
         assert await late.runner.close(10)
 
@@ -352,13 +401,13 @@ def test_a_report_that_is_malformed_concerns_its_batch_alone(tmp_path: Path, rep
             report(reported[0]) if callable(report) else report,
             *([reported] if report == "nonsense" or not isinstance(report(1)[0], int) else []),
         ]
-        late.runner.config = replace(late.runner.config, timeout_seconds=0.2)
+        late.runner.context.config = replace(late.runner.context.config, timeout_seconds=0.2)
         outcomes = await late.load()
         assert outcomes in ([LoadOutcome.FAILED] * 2, [LoadOutcome.LOADED] * 2)
         await eventually(lambda: late.given_back)
         late.client.mangle = None
-        late.runner._loads.ok()
-        late.runner.config = replace(late.runner.config, timeout_seconds=30)
+        late.runner.layers.loads.breaker.resume()
+        late.runner.context.config = replace(late.runner.context.config, timeout_seconds=30)
         assert await late.load() == [LoadOutcome.LOADED] * 2
         assert await late.runner.close(10)
 
@@ -371,13 +420,12 @@ def test_numbers_given_twice_end_with_the_client(tmp_path: Path) -> None:
     async def test() -> None:
         late = LateNative(tmp_path)
         await late.open_with_objects()
-        late.client._submit = lambda act, names, others: (
-            type(late.client)._submit(late.client, act, names, others) and 5
-        )
-        late.runner.config = replace(late.runner.config, timeout_seconds=0.2)
-        loads = [late.adapter._submit("get", keys(1), late.memory.buffers[:1]) for _ in range(2)]
+        submit_get = late.client.submit_batch_get
+        late.client.submit_batch_get = lambda names, buffers: submit_get(names, buffers) and 1000
+        previous = late.client.submitted
+        loads = [late.adapter.load(keys(1), late.memory.buffers[:1]) for _ in range(2)]
         tasks = [asyncio.get_running_loop().create_task(load) for load in loads]
-        await eventually(lambda: late.client._number == 3 and late.client._batches.empty() and not late.client._done)
+        await eventually(lambda: late.client.submitted == late.client.reported == previous + 4)  # exists, get of each
         await eventually(lambda: late.memory.holds(0, keys(1)[0]))
         assert not any(task.done() for task in tasks)
         assert await late.runner.close(10)

@@ -9,6 +9,7 @@ import random
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,10 @@ from lmcache import _native
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError, ResourceError
+from lmcache.l2.adapter_types import check, parse_adapter
 from lmcache.l2.adapters import raw_device, raw_format
-from lmcache.l2.registry import check, parse_adapter
 from lmcache.testing.frames import FrameMemory, keys, namespace
-from lmcache.testing.raw_devices import META_BYTES, SLOT_BYTES, RawServer, build_raw_block, make_device
+from support.raw_devices import META_BYTES, SLOT_BYTES, RawServer, build_raw_block, make_device
 
 STORED, FULL, ALREADY_THERE = StoreOutcome.STORED, StoreOutcome.FULL, StoreOutcome.ALREADY_THERE
 LOADED, MISSING, CORRUPT = LoadOutcome.LOADED, LoadOutcome.MISSING, LoadOutcome.CORRUPT
@@ -102,7 +103,8 @@ def test_the_documented_commands_are_accepted() -> None:
         },
     ):
         spec = {"type": "raw_block", "device_path": "/dev/nvme0n1", "slot_bytes": 1048576, **extra}
-        assert parse_adapter(spec, 0).settings["meta_checkpoint_interval_sec"] == 60
+        config: Any = parse_adapter(spec, 0)
+        assert config.meta_checkpoint_interval_sec == 60
 
 
 @pytest.mark.parametrize(
@@ -369,10 +371,10 @@ def test_damaged_slots_are_misses(device: Path, place: str) -> None:
         elif place == "foreign slot":
             overwrite(device, slot_offset(2), content[slot_offset(3) : slot_offset(4)])
         else:
-            former = content[slot_offset(2) : slot_offset(2) + 4096]
+            previous = content[slot_offset(2) : slot_offset(2) + 4096]
             async with RawServer(device) as server:
                 # A start erases what free slots hold; while that has hold of the slot, the object goes into another.
-                while (header := device.read_bytes()[slot_offset(2) :][:4096]) == former or not any(header):
+                while (header := device.read_bytes()[slot_offset(2) :][:4096]) == previous or not any(header):
                     await server.adapter.delete([keys(8)[2]])
                     await server.store([keys(8)[2]])
             overwrite(device, slot_offset(2), content[slot_offset(2) : slot_offset(3)])
@@ -525,10 +527,10 @@ def test_namespaces_without_objects_make_room_for_others(device: Path) -> None:
                 await server.adapter.delete([key])
                 assert await server.load([key]) == [MISSING]
             assert await server.store(keys(1, of=namespace(salt="last"))) == [STORED]
-            index = server.adapter._index
+            index = server.adapter.index
             assert index is not None
             index.core.check()
-            assert len(index._spaces.names) == 2
+            assert len(index.spaces.names) == 2
         async with RawServer(device) as server:
             # The table names both, so no header had to be looked at.
             assert server.adapter.status()["scanned_slots"] == 0
@@ -557,8 +559,8 @@ def test_a_number_that_names_another_namespace_never_gives_its_objects(device: P
                 else:
                     await server.adapter.delete([key])
                     there.discard(key)
-                assert server.adapter._index is not None
-                server.adapter._index.core.check()
+                assert server.adapter.index is not None
+                server.adapter.index.core.check()
             await server.adapter.close()
 
     run(go)
@@ -571,10 +573,10 @@ def test_a_number_given_to_another_while_fewer_slots_were_used(tmp_path: Path, s
     device = make_device(tmp_path / "device", 150)
 
     async def go() -> None:
-        former, later = keys(150, of=namespace(salt="former")), keys(150, of=namespace(salt="later"))
+        previous, later = keys(150, of=namespace(salt="previous")), keys(150, of=namespace(salt="later"))
         async with RawServer(device) as server:
-            assert await server.store(former) == [STORED] * 150
-            await server.adapter.delete(former[72:80])
+            assert await server.store(previous) == [STORED] * 150
+            await server.adapter.delete(previous[72:80])
         async with RawServer(device, capacity_bytes=META_BYTES + slots * SLOT_BYTES) as server:
             await server.adapter.delete(list(server.inventory.objects))
             assert await server.store([later[120]]) == [STORED]

@@ -19,7 +19,8 @@ import pytest
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.testing.frames import keys, namespace
-from lmcache.testing.raw_devices import RawServer, make_device
+from seeds import SEED
+from support.raw_devices import RawServer, make_device
 
 STEPS = int(os.environ.get("LMCACHE_RAW_STEPS", "300"))
 KILLS = int(os.environ.get("LMCACHE_RAW_KILLS", "3"))
@@ -37,9 +38,8 @@ async def check_copy(device: Path, must: set[ObjectKey], may: set[ObjectKey]) ->
         assert set(await server.load(claimed)) <= {LoadOutcome.LOADED}
 
 
-@pytest.mark.parametrize("seed", [int(os.environ.get("LMCACHE_RAW_SEED", "1")), 2])
+@pytest.mark.parametrize("seed", [SEED, SEED + 1])
 def test_copies_at_random_moments(tmp_path: Path, seed: int) -> None:
-    print(f"LMCACHE_RAW_SEED={seed} LMCACHE_RAW_STEPS={STEPS}")
     device = make_device(tmp_path / "device", SLOTS)
 
     async def test() -> None:
@@ -71,8 +71,8 @@ def test_copies_at_random_moments(tmp_path: Path, seed: int) -> None:
                     await deletion
                     model -= set(some)
                 elif act < 0.95:
-                    for key, outcome in zip(some, await server.load(some), strict=True):
-                        assert outcome is (LoadOutcome.LOADED if key in model else LoadOutcome.MISSING)
+                    for key, loaded in zip(some, await server.load(some), strict=True):
+                        assert loaded is (LoadOutcome.LOADED if key in model else LoadOutcome.MISSING)
                 elif act < 0.97:
                     await server.adapter.clear()
                     model.clear()
@@ -93,7 +93,7 @@ import asyncio, sys
 from pathlib import Path
 from lmcache.core.outcome import StoreOutcome
 from lmcache.testing.frames import keys
-from lmcache.testing.raw_devices import RawServer
+from support.raw_devices import RawServer
 
 async def main(path, engine):
     async with RawServer(Path(path), io_engine=engine) as server:
@@ -124,7 +124,10 @@ def test_killed_writers(tmp_path: Path, engine: str) -> None:
     for number in range(KILLS):
         device = make_device(tmp_path / f"device{number}", 40)
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(device), engine], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WRITER, str(device), engine],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         try:
             assert writer.stdout is not None
@@ -136,5 +139,5 @@ def test_killed_writers(tmp_path: Path, engine: str) -> None:
             last = int(rest[-1]) if rest else last
         finally:
             writer.kill()
-            writer.wait()
+            writer.communicate()
         asyncio.run(asyncio.wait_for(check(device, last), 60))

@@ -11,7 +11,7 @@ import pytest
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.l2.adapters.raw_format import Geometry
 from lmcache.testing.frames import keys
-from lmcache.testing.raw_devices import META_BYTES, SLOT_BYTES, RawServer, make_device
+from support.raw_devices import META_BYTES, SLOT_BYTES, RawServer, make_device
 
 DELETED = slice(2, 5)
 

@@ -12,7 +12,7 @@ import pytest
 
 from lmcache.l2.adapters import raw_table
 from lmcache.l2.adapters.raw_table import OrderedPages
-from lmcache.l2.completions import Results
+from lmcache.l2.completions import IoResults
 from lmcache.l2.native_device import NativeDevice
 
 
@@ -23,12 +23,13 @@ class FakeDevice:
         self.written: list[list[tuple[int, bytes]]] = []
         self.errors = list(errors)
 
-    async def write(self, offsets: Sequence[int], buffers: Sequence[memoryview]) -> Results:
+    async def write(self, offsets: Sequence[int], buffers: Sequence[memoryview]) -> IoResults:
         await asyncio.sleep(0)
         error = self.errors.pop(0) if self.errors else 0
         if not error:
             self.written.append([(offset, bytes(buffer)) for offset, buffer in zip(offsets, buffers, strict=True)])
-        return memoryview(array("q", [0] * len(offsets))), memoryview(array("i", [error] * len(offsets)))
+        count = len(offsets)
+        return IoResults(memoryview(array("q", [0] * count)), memoryview(array("i", [error] * count)))
 
 
 def pages_on(device: FakeDevice) -> OrderedPages:
@@ -41,7 +42,7 @@ def test_pages_are_written_in_order_and_then_said() -> None:
         pages = pages_on(device)
         said: list[int] = []
         for number in range(5):
-            last = pages.put([(number, bytes([number]) * 4096)], lambda number=number: said.append(number))  # type: ignore[misc]
+            last = pages.put([(number, bytes([number]) * 4096)], lambda number=number: said.append(number))
         assert await last and said == list(range(5))
         assert [step[0][0] for step in device.written] == list(range(5))
         many = [(number, bytes(4096)) for number in range(600)]

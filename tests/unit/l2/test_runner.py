@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 
-from lmcache.clock import ManualClock
 from lmcache.core import limits
 from lmcache.core.limits import GIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import AdapterError, CapacityError, ResourceError
-from lmcache.l2.registry import ConfiguredAdapter, build, parse_adapter
+from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
+from lmcache.l2.layers import eviction
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from lmcache.testing.faults import FaultyAdapter
 from lmcache.testing.frames import FrameMemory, keys
+from manual_clock import ManualClock
+from support.faults import FaultyAdapter
+from unit.l2.support import eviction_order
 
 SHORT_SECONDS = 0.05
 
@@ -31,7 +34,7 @@ class Bench:
         self.clock = ManualClock()
         self.metrics = Metrics()
         self.adapter = FaultyAdapter(configured.adapter)
-        self.runner = Runner(ConfiguredAdapter(configured.config, self.adapter), self.metrics, self.clock)
+        self.runner = Runner(ConfiguredAdapter(configured.config, self.adapter), self.metrics.l2, self.clock)
         self.released = 0
         self.memory = FrameMemory(8)
 
@@ -40,7 +43,7 @@ class Bench:
 
     def be_impatient(self) -> None:
         """From now on: what a test needs before it may take its time."""
-        self.runner.config = replace(self.runner.config, timeout_seconds=SHORT_SECONDS)
+        self.runner.context.config = replace(self.runner.context.config, timeout_seconds=SHORT_SECONDS)
 
     async def store(self, count: int = 8, seed: int = 0) -> list[StoreOutcome]:
         wanted = keys(count, seed)
@@ -134,19 +137,19 @@ def test_a_failing_backend_is_left_alone_and_tried_again(caplog: pytest.LogCaptu
         for _ in range(limits.L2_BREAKER_FAILURES + 20):
             assert await bench.load() == [LoadOutcome.FAILED] * 8
         assert bench.adapter.calls["load"] == limits.L2_BREAKER_FAILURES
-        assert bench.sample("l2_breaker_open", l2_name="mock_0") == 0  # shown with the next change
+        assert bench.sample("l2_breaker_open", l2_name="mock_0") == 1
         assert (await bench.runner.probe(keys(8))) == [True] * 8  # known, without asking
         bench.clock.advance(limits.L2_BREAKER_OPEN_SECONDS)
         await bench.load()  # begins a trial, which fails: open for twice as long
-        await asyncio.gather(*bench.runner._trials)
+        await asyncio.gather(*bench.runner.layers.loads.breaker.trials)
         bench.clock.advance(limits.L2_BREAKER_OPEN_SECONDS)
         await bench.load()
-        assert not bench.runner._trials
+        assert not bench.runner.layers.loads.breaker.trials
         assert bench.adapter.calls["load"] == limits.L2_BREAKER_FAILURES + 1
         bench.adapter.raises = None
         bench.clock.advance(limits.L2_BREAKER_OPEN_SECONDS)
         assert await bench.load() == [LoadOutcome.FAILED] * 8  # nobody waits for the trial
-        await asyncio.gather(*bench.runner._trials)
+        await asyncio.gather(*bench.runner.layers.loads.breaker.trials)
         assert await bench.load() == [LoadOutcome.LOADED] * 8
         assert await bench.load() == [LoadOutcome.LOADED] * 8
         said = [
@@ -188,7 +191,7 @@ def test_the_capacity_is_never_exceeded() -> None:
         assert await bench.store(8, seed=1) == [StoreOutcome.STORED] * 8
         assert await bench.store(8, seed=2) == [StoreOutcome.STORED] * 2 + [StoreOutcome.FULL] * 6
         assert await bench.store(8, seed=1) == [StoreOutcome.ALREADY_THERE] * 8
-        assert len(bench.adapter.inner.objects) == 10  # type: ignore[attr-defined]
+        assert len(bench.adapter.inner.objects) == 10
         await bench.runner.clear()
         bench.clock.advance(limits.L2_BREAKER_OPEN_SECONDS)
         assert await bench.store(8, seed=3) == [StoreOutcome.STORED] * 8
@@ -209,8 +212,8 @@ def test_a_store_that_nobody_waits_for_any_more_is_counted_when_it_ends() -> Non
         bench.adapter.gate.clear()
         bench.be_impatient()
         assert await bench.store(6, seed=1) == [StoreOutcome.FAILED] * 6
-        assert bench.runner.ledger.reserved_bytes == 6 * bench.memory.slot_bytes
-        bench.runner.config = replace(bench.runner.config, timeout_seconds=30)
+        assert bench.runner.ledger.stats().reserved_bytes == 6 * bench.memory.slot_bytes
+        bench.runner.context.config = replace(bench.runner.context.config, timeout_seconds=30)
         bench.adapter.gate.set()
         bench.clock.advance(limits.L2_BREAKER_OPEN_SECONDS)
         outcomes = await bench.store(6, seed=2)
@@ -218,7 +221,7 @@ def test_a_store_that_nobody_waits_for_any_more_is_counted_when_it_ends() -> Non
         assert await bench.runner.drain(5)
         await asyncio.sleep(0)
         assert bench.runner.ledger.used_bytes == 10 * bench.memory.slot_bytes
-        assert len(bench.adapter.inner.objects) == 10  # type: ignore[attr-defined]
+        assert len(bench.adapter.inner.objects) == 10
 
     run(test, **capacity_gb(10))
 
@@ -230,11 +233,89 @@ def test_what_is_being_read_is_no_victim() -> None:
         bench.adapter.gate.clear()
         bench.be_impatient()
         assert await bench.load(4, seed=1) == [LoadOutcome.FAILED] * 4  # it goes on in the background
-        assert bench.runner.ledger.victims(1 << 30) == keys(4, 2)[::-1]
+        assert eviction_order(bench.runner.ledger) == keys(4, 2)[::-1]
         bench.adapter.gate.set()
         assert await bench.runner.drain(5)
         await asyncio.sleep(0)
-        assert len(bench.runner.ledger.victims(1 << 30)) == 8
+        assert len(eviction_order(bench.runner.ledger)) == 8
+
+    run(test, **capacity_gb(10), **LRU)
+
+
+def test_what_is_being_evicted_is_stored_anew() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.store(4)
+        bench.adapter.stalls = {"delete"}
+        bench.adapter.gate.clear()
+        evicting = asyncio.create_task(bench.runner.layers.eviction.evict(1 << 30))
+        while not bench.adapter.stalled:
+            await asyncio.sleep(0)
+        assert await bench.load(4) == [LoadOutcome.LOADED] * 4, "until it is gone it is served"
+        storing = asyncio.create_task(bench.store(4))
+        await asyncio.sleep(0)
+        bench.adapter.gate.set()
+        assert (await evicting).objects == 4
+        assert await storing == [StoreOutcome.STORED] * 4
+        assert await bench.load(4) == [LoadOutcome.LOADED] * 4
+
+    run(test, **capacity_gb(10), **LRU)
+
+
+def test_a_store_waits_for_the_deletion_of_its_objects_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "DELETE_SLICE_OBJECTS", 4)
+
+    async def test(bench: Bench) -> None:
+        await bench.store(4, seed=1)
+        await bench.store(4, seed=2)
+        bench.adapter.stalls = {"delete"}
+        bench.adapter.gate.clear()
+        evicting = asyncio.create_task(bench.runner.layers.eviction.evict(8 * bench.memory.slot_bytes))
+        while not bench.adapter.stalled:
+            await asyncio.sleep(0)
+        storing = asyncio.create_task(bench.store(4, seed=1))
+        await asyncio.sleep(0)
+        bench.adapter.gate.set()
+        bench.adapter.gate.clear()
+        assert await asyncio.wait_for(storing, 5) == [StoreOutcome.STORED] * 4
+        assert not evicting.done(), "another four are still being deleted"
+        bench.adapter.gate.set()
+        assert (await evicting).objects == 8
+
+    run(test, **capacity_gb(20), **LRU)
+
+
+def test_no_victims_are_chosen_in_vain_for_a_suspended_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "DELETE_SLICE_OBJECTS", 1)
+
+    async def test(bench: Bench) -> None:
+        await bench.store(8)
+        victims = Mock(wraps=bench.runner.ledger.victims)
+        monkeypatch.setattr(bench.runner.ledger, "victims", victims)
+        bench.adapter.raises = AdapterError("unplugged")
+        for calls in (limits.L2_BREAKER_FAILURES, limits.L2_BREAKER_FAILURES + 1):
+            assert await bench.runner.layers.eviction.evict(1 << 30) == (0, 0)
+            assert victims.call_count == calls
+        assert bench.adapter.calls["delete"] == limits.L2_BREAKER_FAILURES
+        bench.adapter.raises = None
+        bench.clock.advance(limits.L2_BREAKER_OPEN_SECONDS)
+        assert (await bench.runner.layers.eviction.evict(1 << 30)).objects == 8
+
+    run(test, **capacity_gb(10), **LRU)
+
+
+def test_what_a_scan_found_before_it_was_cleared_is_gone() -> None:
+    async def test(bench: Bench) -> None:
+        clear = bench.adapter.inner.clear
+
+        async def clear_during_a_scan() -> tuple[int, int]:
+            bench.runner.found([(key, bench.memory.slot_bytes) for key in keys(6)])  # two are of another server
+            return await clear()
+
+        bench.adapter.inner.clear = clear_during_a_scan
+        await bench.store(4)
+        assert await bench.runner.clear() == (4, 4 * bench.memory.slot_bytes)
+        assert bench.runner.ledger.known(keys(6)) == [False] * 6
+        assert await bench.store(4) == [StoreOutcome.STORED] * 4
 
     run(test, **capacity_gb(10), **LRU)
 
@@ -254,12 +335,12 @@ def test_room_is_made_when_asked() -> None:
 def test_the_watermark() -> None:
     async def test(bench: Bench) -> None:
         await bench.store(8, seed=1)
-        assert await bench.runner.evict_above_watermark() == (0, 0)
+        assert await bench.runner.layers.eviction.evict_above_watermark() == (0, 0)
         await bench.store(4, seed=2)
-        objects, freed_bytes = await bench.runner.evict_above_watermark()
+        objects, freed_bytes = await bench.runner.layers.eviction.evict_above_watermark()
         assert (objects, freed_bytes) == (3, 3 * bench.memory.slot_bytes)
         assert await bench.runner.probe(keys(8, 1)) == [True] * 5 + [False] * 3
-        assert await bench.runner.evict_above_watermark() == (0, 0)
+        assert await bench.runner.layers.eviction.evict_above_watermark() == (0, 0)
 
     run(test, **capacity_gb(20), **LRU)
 
@@ -274,9 +355,26 @@ def test_a_medium_smaller_than_the_capacity_makes_room_too() -> None:
             bench.adapter.store_outcome = None
             return await delete(*arguments, **options)
 
-        bench.adapter.inner.delete = delete_and_have_room  # type: ignore[method-assign]
+        bench.adapter.inner.delete = delete_and_have_room
         assert await bench.store(2, seed=2) == [StoreOutcome.STORED] * 2
         assert not bench.runner.status()["full"]
+
+    run(test, **capacity_gb(100), **LRU)
+
+
+def test_what_found_no_room_is_full_also_when_it_cannot_be_tried_again() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.store(8, seed=1)
+        bench.adapter.store_outcome = StoreOutcome.FULL
+        delete = bench.adapter.inner.delete
+
+        async def delete_and_break(*arguments: Any, **options: Any) -> list[bool]:
+            bench.adapter.raises = AdapterError("no connection")
+            return await delete(*arguments, **options)
+
+        bench.adapter.inner.delete = delete_and_break
+        assert await bench.store(2, seed=2) == [StoreOutcome.FULL] * 2
+        assert bench.runner.status()["full"] and bench.sample("l2_full_total", l2_name="mock_0") == 2
 
     run(test, **capacity_gb(100), **LRU)
 
@@ -284,19 +382,19 @@ def test_a_medium_smaller_than_the_capacity_makes_room_too() -> None:
 def test_bounded_stores_wait_for_the_inventory() -> None:
     async def whole() -> None:
         bench = Bench(**capacity_gb(10))
-        told: list[Runner] = []
+        opened: list[Runner] = []
 
         async def open_silently(inventory: Any) -> None:
-            told.append(inventory)
+            opened.append(inventory)
 
-        bench.adapter.inner.open = open_silently  # type: ignore[method-assign]
+        bench.adapter.inner.open = open_silently
         await bench.runner.open()
         patient = bench.runner.config
         bench.be_impatient()
         assert await bench.store() == [StoreOutcome.FAILED] * 8
         assert bench.adapter.calls["store"] == 0
-        bench.runner.config = patient
-        asyncio.get_running_loop().call_later(0.01, told[0].complete)
+        bench.runner.context.config = patient
+        asyncio.get_running_loop().call_later(0.01, opened[0].complete)
         assert await bench.store() == [StoreOutcome.STORED] * 8
 
     asyncio.run(whole())
@@ -309,7 +407,7 @@ def test_a_backend_that_does_not_open_is_refused() -> None:
         async def hang(inventory: Any) -> None:
             await asyncio.Event().wait()
 
-        bench.adapter.inner.open = hang  # type: ignore[method-assign]
+        bench.adapter.inner.open = hang
         with pytest.raises(ResourceError, match=r"--l2-adapter 1 \(mock\): the backend did not answer within 0.05 s"):
             await bench.runner.open()
 
@@ -336,8 +434,18 @@ def test_objects_that_are_not_to_persist_go_at_the_end() -> None:
         await bench.runner.open()
         await bench.store()
         assert await bench.runner.drain(1) and await bench.runner.close(5)
-        assert bench.adapter.inner.objects == {}  # type: ignore[attr-defined]
+        assert bench.adapter.inner.objects == {}
         assert await bench.store() == [StoreOutcome.FAILED] * 8  # drained
+
+    asyncio.run(whole())
+
+
+def test_an_empty_backend_is_not_asked_to_delete_nothing() -> None:
+    async def whole() -> None:
+        bench = Bench(persist_enabled=False)
+        await bench.runner.open()
+        assert await bench.runner.drain(1) and await bench.runner.close(5)
+        assert bench.adapter.calls["delete"] == 0
 
     asyncio.run(whole())
 
@@ -353,7 +461,7 @@ def test_what_cannot_be_deleted_in_time_at_the_end_is_said(caplog: pytest.LogCap
             await never.wait()
             return [True] * len(wanted)
 
-        bench.adapter.delete = delete  # type: ignore[method-assign]
+        bench.adapter.delete = delete
         assert await bench.runner.drain(1)
         loop = asyncio.get_running_loop()
         started = loop.time()

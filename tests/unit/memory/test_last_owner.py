@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache.memory.inheritance import LAST_OWNER_WORD_OFFSET, Inheritance
-from lmcache.memory.shared_memory import SharedMemory
+from lmcache.memory.engine_memory import EngineMemory
+from lmcache.memory.restart_compatibility import LAST_OWNER_WORD_OFFSET, RestartCompatibility
+from lmcache.memory.server_memory import ServerMemory
 
 CAPACITY = 1 << 20
-HEIR = Inheritance(CAPACITY, 4096, 256, "blake3", bytes(32))
-SIZE = HEIR.first_offset + CAPACITY
+COMPATIBILITY = RestartCompatibility(CAPACITY, 4096, 256, "blake3", bytes(32))
+SIZE = COMPATIBILITY.first_offset + CAPACITY
 
 
 @pytest.fixture
@@ -23,11 +24,11 @@ def name() -> Iterator[str]:
         os.unlink(f"/dev/shm/{name}")
 
 
-def leave(name: str, last_owner: int | None = None) -> SharedMemory:
+def leave(name: str, last_owner: int | None = None) -> EngineMemory:
     """A server that gave out three numbers; the engine with the last one, which outlives it."""
-    server = SharedMemory.create(name, SIZE, bytes(16), heir=HEIR)
+    server = ServerMemory.create(name, SIZE, bytes(16), compatibility=COMPATIBILITY)
     server.grow(SIZE)
-    engine = SharedMemory.attach(server.path, SIZE, bytes(16))
+    engine = EngineMemory.attach(server.path, SIZE, bytes(16))
     numbers = [server.new_owner() for _ in range(3)]
     engine.lock_owner(numbers[0])
     engine.lock_owner(numbers[-1])
@@ -40,7 +41,7 @@ def leave(name: str, last_owner: int | None = None) -> SharedMemory:
 @pytest.mark.parametrize("word", [0, 1, 2, 3])
 def test_a_word_that_is_too_small_gives_nobody_the_number_of_a_living_process(name: str, word: int) -> None:
     engine = leave(name, word)
-    server = SharedMemory.take_over(name, SIZE, b"2" * 16, HEIR)
+    server = ServerMemory.recover(name, SIZE, b"2" * 16, COMPATIBILITY)
     assert server is not None
     try:
         owner = server.new_owner()
@@ -56,9 +57,9 @@ def test_numbers_that_would_run_out_are_not_gone_on_with(
 ) -> None:
     """Locks have 2^32 bytes: engines could not register any more."""
     engine = leave(name, word)
-    assert SharedMemory.take_over(name, SIZE, b"2" * 16, HEIR) is None
+    assert ServerMemory.recover(name, SIZE, b"2" * 16, COMPATIBILITY) is None
     assert "its last owner number is damaged" in caplog.text
-    server = SharedMemory.create(name, SIZE, b"2" * 16, heir=HEIR)
+    server = ServerMemory.create(name, SIZE, b"2" * 16, compatibility=COMPATIBILITY)
     try:
         assert server.new_owner() == 1 and not server.owner_alive(1)
     finally:

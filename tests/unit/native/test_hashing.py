@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import array
+from typing import Any
 
 import blake3
 import pytest
@@ -43,12 +44,13 @@ def test_chunk_hashes_follow_the_formula(tokens: list[int], chunk_tokens: int, p
 
 
 def test_what_is_refused() -> None:
-    for arguments, part in [
+    refused: list[tuple[tuple[Any, ...], str]] = [
         ((bytes(15), 4, bytes(32)), "tokens must hold a whole number"),
         ((bytes(16), 0, bytes(32)), "chunk_tokens"),
         ((bytes(16), 4, bytes(31)), "parent must be 32 bytes"),
         ((bytes(16), 4, bytes(32), bytes(31)), "extras"),
         ((bytes(16), 4, bytes(32), bytes(64)), "extras"),
-    ]:
+    ]
+    for arguments, part in refused:
         with pytest.raises(ValueError, match=part):
             _native.hash_chunks(*arguments)

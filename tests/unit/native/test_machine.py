@@ -17,7 +17,7 @@ def test_constants_agree_with_the_python_ones() -> None:
 
 def test_features_are_those_the_kernel_reports() -> None:
     features = _native.cpu_features()
-    assert set(features) == {"avx2", "avx512f", "vpclmulqdq", "sse42", "neon", "arm_crc32"}
+    assert set(features) == {"avx2", "avx512f", "avx512bw", "vpclmulqdq", "sse42", "neon", "arm_crc32"}
     flags = set()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("flags", "Features")):
@@ -26,6 +26,7 @@ def test_features_are_those_the_kernel_reports() -> None:
     flag_of = {
         "avx2": "avx2",
         "avx512f": "avx512f",
+        "avx512bw": "avx512bw",
         "vpclmulqdq": "vpclmulqdq",
         "sse42": "sse4_2",
         "neon": "asimd",

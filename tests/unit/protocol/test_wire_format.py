@@ -51,37 +51,37 @@ def golden() -> dict[str, str]:
     return dict(json.loads(GOLDEN.read_text()))
 
 
-def test_every_message_has_an_example():
+def test_every_message_has_an_example() -> None:
     used = {message_type.__name__ for pair in m.METHODS.values() for message_type in pair}
     assert used == set(EXAMPLES) == set(golden()) - {"error sentence", "call id 258"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_messages_are_encoded_as_ever(name):
+def test_messages_are_encoded_as_ever(name: str) -> None:
     assert wire.encode_payload(EXAMPLES[name]).hex() == golden()[name]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_messages_are_decoded_as_ever(name):
+def test_messages_are_decoded_as_ever(name: str) -> None:
     example = EXAMPLES[name]
     assert wire.decoder_of(type(example)).decode(bytes.fromhex(golden()[name])) == example
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_fields_of_a_later_version_are_ignored(name):
+def test_fields_of_a_later_version_are_ignored(name: str) -> None:
     example = EXAMPLES[name]
     fields = msgspec.msgpack.decode(wire.encode_payload(example))
     longer = msgspec.msgpack.encode([*fields, "something new"])
     assert wire.decoder_of(type(example)).decode(longer) == example
 
 
-def test_fields_with_defaults_may_be_missing():
+def test_fields_with_defaults_may_be_missing() -> None:
     fields = msgspec.msgpack.decode(wire.encode_payload(EXAMPLES["RegisterWorker"]))
     decoded = wire.decoder_of(m.RegisterWorker).decode(msgspec.msgpack.encode(fields[:5]))
     assert (decoded.stores, decoded.heartbeat_interval_seconds) == (True, 10.0)
 
 
-def test_call_ids_and_sentences():
+def test_call_ids_and_sentences() -> None:
     assert wire.pack_call_id(258).hex() == golden()["call id 258"]
     assert wire.unpack_call_id(wire.pack_call_id(2**64 - 1)) == 2**64 - 1
     assert wire.encode_sentence("Register first.").hex() == golden()["error sentence"]
@@ -90,7 +90,7 @@ def test_call_ids_and_sentences():
     assert wire.decode_sentence(b"\xa2\xff\xff") == "the server gave no reason"
 
 
-def test_error_codes_are_ascii_and_short():
+def test_error_codes_are_ascii_and_short() -> None:
     for code in m.ErrorCode:
         assert code.value.encode("ascii") != wire.STATUS_OK
         assert len(code.value) <= 32

@@ -5,30 +5,36 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache.clock import ManualClock
+from lmcache._native import Committed
 from lmcache.core.chunking import ChunkHasher
-from lmcache.core.key import Namespace
+from lmcache.core.key_batch import KeyBatch
 from lmcache.l1.store import L1Store
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
+from lmcache.service.context import ServiceContext, ServiceSettings
+from lmcache.service.instances import SCHEDULER_SIDE, InstanceRegistry
 from lmcache.service.liveness import LivenessService
 from lmcache.service.lookup import LookupService
-from lmcache.service.registry import Registry
-from lmcache.service.transfer import TransferService
-from lmcache.telemetry.bus import EventBus
+from lmcache.service.owners import Owners
+from lmcache.service.session_table import SessionTable
+from lmcache.service.socket_copies import SocketCopies
+from lmcache.service.socket_frames import SocketFrameService
+from lmcache.service.stores import StoreService
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
 from lmcache.transport.deferred import Deferred
 from lmcache.transport.timers import Timer
+from manual_clock import ManualClock
 
 CHUNK_TOKENS = 4
 PAYLOAD_BYTES = 4096
 FRAME_BYTES = 8192
 LAYOUT = "ab" * 16
+SERVER_EPOCH = b"b" * 16
 LEASE_TTL = 300.0
 RESERVATION_TTL = 600.0
 NO_SLOT = 2**64 - 1
@@ -66,7 +72,7 @@ class Storage:
 
     asked: list[tuple[PrefetchRequest, Callable[[PrefetchResult], None]]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
-    commits: list[tuple[bytes, bytes]] = field(default_factory=list)
+    commits: list[tuple[KeyBatch, Committed]] = field(default_factory=list)
     fault: Exception | None = None
 
     def prefetch(self, request: PrefetchRequest, on_done: Callable[[PrefetchResult], None]) -> Callable[[], None]:
@@ -76,13 +82,13 @@ class Storage:
         self.asked.append((request, on_done))
         return lambda: self.cancelled.append(number)
 
-    def objects_committed(self, namespaces: Sequence[Namespace], hashes: bytes, records: bytes) -> None:
-        self.commits.append((records, hashes))
+    def objects_committed(self, keys: KeyBatch, committed: Committed) -> None:
+        self.commits.append((keys, committed))
 
 
 @dataclass
 class Locks:
-    """Which owners' processes live."""
+    """Which owners' processes run."""
 
     alive: set[int] = field(default_factory=set)
 
@@ -90,29 +96,54 @@ class Locks:
         return owner in self.alive
 
 
+class CopyThread:
+    """The copying thread: runs when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+        self.closed = False
+
+    def submit(self, work: Callable[[], None]) -> None:
+        if self.closed:
+            raise RuntimeError("closed")
+        self.waiting.append(work)
+
+
 class Service:
-    def __init__(self, l1: L1Store, clock: ManualClock, metrics: Metrics, *, with_l2: bool) -> None:
+    def __init__(self, l1: L1Store, clock: ManualClock, metrics: Metrics, *, with_l2: bool, events: Any = None) -> None:
         self.l1 = l1
         self.clock = clock
         self.metrics = metrics
         self.loop = Loop(clock)
         self.storage = Storage()
         self.locks = Locks()
-        self.registry = Registry(l1, self.locks, metrics, clock, CHUNK_TOKENS)
         self.hasher = ChunkHasher("blake3", CHUNK_TOKENS)
-        storage = self.storage if with_l2 else None
-        self.events = EventBus([], 10, metrics)
-        self.lookups = LookupService(
-            self.registry, l1, self.hasher, storage, self.loop, self.events, metrics, clock, LEASE_TTL
+        context = ServiceContext(
+            settings=ServiceSettings(SERVER_EPOCH, LEASE_TTL, RESERVATION_TTL, has_l2=with_l2),
+            l1=l1,
+            locks=self.locks,  # type: ignore[arg-type]
+            hasher=self.hasher,
+            loop=self.loop,  # type: ignore[arg-type]
+            storage=self.storage,  # type: ignore[arg-type]
+            events=events,
+            metrics=metrics.service,
+            clock=clock,
         )
-        self.transfer = TransferService(self.registry, l1, storage, metrics, clock, RESERVATION_TTL)
-        self.liveness = LivenessService(self.registry, l1, self.locks, clock, LEASE_TTL, RESERVATION_TTL)
+        self.copy_thread = CopyThread()
+        self.copies = SocketCopies(context.loop, self.copy_thread)  # type: ignore[arg-type]
+        self.registry = InstanceRegistry(context)
+        self.sessions = SessionTable(l1.core, self.hasher, metrics.service)
+        self.owners = Owners(context, self.copies)
+        self.lookups = LookupService(context, self.registry, self.sessions)
+        self.stores = StoreService(context, self.registry)
+        self.socket_frames = SocketFrameService(context, self.registry, self.copies)
+        self.liveness = LivenessService(context, self.registry, self.sessions, self.owners)
 
     # ---- what an engine does -----------------------------------------------------------------------------------------
     def register(
-        self, instance: str = "engine", *, ranks: int = 1, groups: int = 1, layout: str = LAYOUT, tails=()
+        self, instance: str = "engine", *, ranks: int = 1, groups: int = 1, layout: str = LAYOUT, tails: Any = ()
     ) -> int:
-        """The scheduler side and one worker a rank, whose processes live; the scheduler's owner."""
+        """The scheduler side and one worker a rank, whose processes run; the scheduler's owner."""
         message = m.RegisterInstance(instance, "model", ranks, groups, 10.0, tail_tokens=list(tails))
         owner = self.liveness.register_instance(message).owner
         self.locks.alive.add(owner)
@@ -127,10 +158,10 @@ class Service:
         return owner
 
     def reserve(self, tokens: bytes, *, instance: str = "engine", worker: int = 0, salt: str = "") -> m.ReserveReply:
-        return self.transfer.reserve(m.Reserve(instance, worker, salt, self.hashes(tokens)))
+        return self.stores.reserve(m.Reserve(instance, worker, salt, self.hashes(tokens)))
 
     def commit(self, reservation: int, written: bytes = b"", *, instance: str = "engine", worker: int = 0) -> int:
-        return self.transfer.commit(m.Commit(instance, worker, reservation, written)).committed
+        return self.stores.commit(m.Commit(instance, worker, reservation, written)).committed
 
     def store(self, tokens: bytes, *, instance: str = "engine", workers: int = 1, salt: str = "") -> None:
         for worker in range(workers):
@@ -156,7 +187,9 @@ class Service:
         assert isinstance(reply, m.LookupReply)
         return reply
 
-    def append(self, request: str, tokens: bytes, first: int = 0, extras=(), *, instance: str = "engine") -> bytes:
+    def append(
+        self, request: str, tokens: bytes, first: int = 0, extras: Any = (), *, instance: str = "engine"
+    ) -> bytes:
         """The hashes that are new."""
         return self.lookups.append(m.Append(instance, request, "", first, tokens, b"", list(extras))).hashes
 
@@ -170,6 +203,11 @@ class Service:
     def hashes(self, tokens: bytes, identity: bytes = b"") -> bytes:
         return self.hasher.extend(self.hasher.root(identity), tokens)
 
+    def timers(self) -> list[Timer]:
+        """Those that wait, without the sweep's."""
+        waiting = [timer for timer in self.loop.timers if timer.action is not None]
+        return [timer for timer in waiting if getattr(timer.action, "__self__", None) is not self.liveness]
+
     def stat(self, name: str) -> int:
         return self.l1.core.stats()[name]
 
@@ -177,24 +215,32 @@ class Service:
         return self.metrics.registry.get_sample_value("lmcache_mp_" + name, labels) or 0.0
 
 
+def has_answer(deferred: object) -> bool:
+    assert isinstance(deferred, Deferred)
+    answers: list[object] = []
+    deferred.bind(answers.append)
+    return bool(answers)
+
+
 @contextlib.contextmanager
-def a_service(*, with_l2: bool = False, capacity_bytes: int = 64 * FRAME_BYTES) -> Iterator[Service]:
-    """Whatever the test did: at its end every party leaves, and nothing may be held any more."""
+def a_service(
+    *, with_l2: bool = False, capacity_bytes: int = 64 * FRAME_BYTES, events: Any = None
+) -> Iterator[Service]:
+    """Whatever the test did: at its end every engine leaves, and nothing may be held any more."""
     clock, metrics = ManualClock(), Metrics()
     l1 = L1Store.open(
-        f"lmcache-unit-service-{os.getpid()}", capacity_bytes, bytes(16), policy="LRU", metrics=metrics, clock=clock
+        f"lmcache-unit-service-{os.getpid()}", capacity_bytes, bytes(16), policy="LRU", metrics=metrics.l1, clock=clock
     )
     try:
-        service = Service(l1, clock, metrics, with_l2=with_l2)
+        service = Service(l1, clock, metrics, with_l2=with_l2, events=events)
         yield service
-        service.lookups.check()
+        service.sessions.check()
         for instance in list(service.registry.instances.values()):
-            service.registry.remove_scheduler(instance, said_so=True)
-            for worker in list(instance.workers):
-                service.registry.remove_worker(instance, worker, said_so=True)
+            for worker in [*instance.workers, SCHEDULER_SIDE]:
+                service.liveness.unregister(m.Unregister(instance.instance_id, worker))
         service.locks.alive.clear()
-        service.registry.drop_retired()
-        assert service.lookups.session_bytes == 0
+        service.owners.release_quarantine()
+        assert service.sessions.size_bytes == 0
         l1.check_idle()
     finally:
         l1.close()

@@ -70,18 +70,18 @@ def test_l2_is_asked_behind_the_hit_with_the_tails() -> None:
         store(service, tokens, [1, 1, 1, 1, 0, 0])
         service.ask("r", tokens)
         ((request, _),) = service.storage.asked
-        assert list(request.tail_chunks) == [0, 2]
-        assert (len(request.l1_hashes), len(request.hashes)) == (32, 32)  # the third chunk has the last token
+        assert request.keys.namespaces.tail_chunks == (0, 2)
+        assert (request.first_chunk, request.keys.chunks) == (1, 2)  # the third chunk has the last token
 
 
 def test_slots_are_handed_out_where_they_are_wanted() -> None:
     with a_service() as service:
         service.register(groups=2, tails=[0, 1])
         hashes = service.hashes(chunks(1, 2))
-        reply = service.transfer.reserve(m.Reserve("engine", 0, "", hashes, bytes([1, 1, 0, 1])))
+        reply = service.stores.reserve(m.Reserve("engine", 0, "", hashes, bytes([1, 1, 0, 1])))
         assert [slot == NO_SLOT for slot in slots(reply.slots)] == [False, False, True, False]
         with pytest.raises(RemoteError, match="one byte for each"):
-            service.transfer.reserve(m.Reserve("engine", 0, "", hashes, bytes([1, 1])))
+            service.stores.reserve(m.Reserve("engine", 0, "", hashes, bytes([1, 1])))
 
 
 @pytest.mark.parametrize("tails", [[0], [0, -1], [0, 1, 2], [0, 1 << 40]])

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from lmcache.core import limits
@@ -11,57 +13,57 @@ HASHER = ChunkHasher("blake3", 4)
 TOKENS = list(range(100, 119))  # four full chunks and three more
 
 
-def extend(chain, first_token, tokens, extras):
+def extend(chain: Any, first_token: int, tokens: Any, extras: Any) -> Any:
     """The first chunk whose hash is new."""
     growth = chain.plan(first_token, tokens, extras)
     chain.grow(growth)
-    assert (chain.chunks, chain.tokens, chain.size_bytes) == (growth.chunks, growth.tokens, growth.size_bytes)
+    assert (chain.chunks, chain.token_count, chain.size_bytes) == (growth.chunks, growth.token_count, growth.size_bytes)
     return growth.first_chunk
 
 
-def chain_of(tokens, identity=b""):
+def chain_of(tokens: Any, identity: Any = b"") -> Any:
     chain = TokenChain(HASHER, "", identity)
     extend(chain, 0, pack_tokens(tokens), [])
     return chain
 
 
-def whole(tokens, identity=b"", extras=None):
+def whole(tokens: Any, identity: Any = b"", extras: Any = None) -> Any:
     return HASHER.extend(HASHER.root(identity), pack_tokens(tokens), extras or {})
 
 
 @pytest.mark.parametrize("cuts", [[19], [1] * 19, [4, 4, 4, 4, 3], [3, 5, 1, 10], [17, 2], [0, 19, 0]])
-def test_tokens_may_come_in_any_pieces(cuts):
+def test_tokens_may_come_in_any_pieces(cuts: Any) -> None:
     chain = TokenChain(HASHER, "", b"lora")
     position = 0
     for count in cuts:
         chunks_before = chain.chunks
         assert extend(chain, position, pack_tokens(TOKENS[position : position + count]), []) == chunks_before
         position += count
-    assert (chain.tokens, chain.chunks) == (19, 4)
+    assert (chain.token_count, chain.chunks) == (19, 4)
     assert bytes(chain.hashes) == whole(TOKENS, b"lora")
 
 
 @pytest.mark.parametrize("back_to", [4, 8, 12, 16, 17, 18, 19])
-def test_going_back_replaces_what_was_behind(back_to):
+def test_going_back_replaces_what_was_behind(back_to: Any) -> None:
     chain = chain_of(TOKENS)
     later = [7, 7, 7, 7, 7, 7]
     first_chunk = extend(chain, back_to, pack_tokens(later), [])
     assert first_chunk == back_to // 4
     assert bytes(chain.hashes) == whole(TOKENS[:back_to] + later)
-    assert chain.tokens == back_to + 6
+    assert chain.token_count == back_to + 6
 
 
 @pytest.mark.parametrize("position", [1, 5, 15, 20, 1000, -1, -4])
-def test_a_position_that_cannot_be_continued_is_refused(position):
+def test_a_position_that_cannot_be_continued_is_refused(position: int) -> None:
     chain = chain_of(TOKENS)
     with pytest.raises(RemoteError) as refusal:
         extend(chain, position, pack_tokens([1]), [])
     assert refusal.value.code == "unknown_session"
     assert bytes(chain.hashes) == whole(TOKENS)
-    assert chain.tokens == 19
+    assert chain.token_count == 19
 
 
-def test_identity_and_extras_change_the_hashes_from_their_chunk_on():
+def test_identity_and_extras_change_the_hashes_from_their_chunk_on() -> None:
     image = bytes(range(32))
     chain = TokenChain(HASHER, "", b"")
     extend(chain, 0, pack_tokens(TOKENS[:6]), [(1, image)])
@@ -72,7 +74,7 @@ def test_identity_and_extras_change_the_hashes_from_their_chunk_on():
     assert chain_of(TOKENS, b"lora").hashes[:32] != whole(TOKENS)[:32]
 
 
-def test_an_extra_may_be_repeated_but_not_come_late_or_change():
+def test_an_extra_may_be_repeated_but_not_come_late_or_change() -> None:
     image = bytes(range(32))
     chain = TokenChain(HASHER, "", b"")
     extend(chain, 0, pack_tokens(TOKENS[:10]), [(1, image)])
@@ -82,7 +84,7 @@ def test_an_extra_may_be_repeated_but_not_come_late_or_change():
             extend(chain, 10, b"", [late])
 
 
-def test_the_extra_of_a_chunk_that_is_cut_short_stays():
+def test_the_extra_of_a_chunk_that_is_cut_short_stays() -> None:
     image = bytes(range(32))
     chain = TokenChain(HASHER, "", b"")
     extend(chain, 0, pack_tokens(TOKENS[:6]), [(1, image), (4, image)])
@@ -93,18 +95,18 @@ def test_the_extra_of_a_chunk_that_is_cut_short_stays():
 
 
 @pytest.mark.parametrize("extra", [(-1, bytes(32)), (0, bytes(31)), (0, b"")])
-def test_a_wrong_extra_is_refused(extra):
+def test_a_wrong_extra_is_refused(extra: Any) -> None:
     with pytest.raises(RemoteError) as refusal:
         extend(TokenChain(HASHER, "", b""), 0, b"", [extra])
     assert refusal.value.code == "bad_request"
 
 
-def test_half_a_token_is_refused():
+def test_half_a_token_is_refused() -> None:
     with pytest.raises(RemoteError, match="not whole uint32"):
         extend(TokenChain(HASHER, "", b""), 0, b"12345", [])
 
 
-def test_limits(monkeypatch):
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_TOKENS_PER_SESSION", 20)
     monkeypatch.setattr(limits, "MAX_EXTRAS_PER_SESSION", 2)
     chain = chain_of(TOKENS)
@@ -121,7 +123,7 @@ def test_limits(monkeypatch):
     assert refusal.value.code == "too_large"
 
 
-def test_salt_and_identity_stay():
+def test_salt_and_identity_stay() -> None:
     chain = TokenChain(HASHER, "salt", b"lora")
     assert chain.continues(Append("i", "r", "salt", 4, b"", b"lora"))
     assert not chain.continues(Append("i", "r", "other", 0, b"", b""))

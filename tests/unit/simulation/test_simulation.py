@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def lookup(names: str, *, salt: str = "", size: int = CHUNK, seconds: float = 0.
     return Lookup(seconds, "m", salt, 256, b"".join(name.encode().rjust(32) for name in names), size)
 
 
-def hits(trace: list[Lookup], policy: str, chunks: int, **options: int) -> int:
+def hits(trace: list[Lookup], policy: str, chunks: int, **options: Any) -> int:
     return replay(trace, policy, chunks * CHUNK, **options).hit_chunks
 
 
@@ -55,8 +56,8 @@ def test_the_same_seed_makes_the_same_trace() -> None:
     assert generate(workload, 7) == generate(workload, 7) != generate(workload, 8)
     trace = generate(workload, 7)
     assert len(trace) == 200
-    assert [one.seconds for one in trace] == sorted(one.seconds for one in trace)
-    scans = sum(one.chunks >= workload.scan_chunks[0] for one in trace)
+    assert [lookup.seconds for lookup in trace] == sorted(lookup.seconds for lookup in trace)
+    scans = sum(lookup.chunks >= workload.scan_chunks[0] for lookup in trace)
     assert 5 <= scans <= 45
 
 
@@ -113,7 +114,7 @@ def test_the_plot_is_a_drawing() -> None:
     svg = draw("a < b", {"LRU": [(GIB, 0.1), (4 * GIB, 0.3)], "S3FIFO": [(GIB, 0.2), (4 * GIB, 0.4)]}, 0.5)
     root = ElementTree.fromstring(svg)
     assert root.tag.endswith("svg")
-    assert len([one for one in root.iter() if one.tag.endswith("polyline")]) == 2
+    assert len([element for element in root.iter() if element.tag.endswith("polyline")]) == 2
     ElementTree.fromstring(draw("one point", {"LRU": [(1, 0.0)]}, 0.0))
 
 

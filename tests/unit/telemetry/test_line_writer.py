@@ -44,7 +44,7 @@ def test_nobody_waits_for_a_reader_and_what_was_too_much_is_counted(pipe: tuple[
     os.set_blocking(pipe[1], blocking)
     writer = LineWriter(pipe[1], max_lines=10)
     writer.write("x" * 10_000 + "\n")
-    until(lambda: not writer._lines)  # it is being written, which the pipe has no room for
+    until(lambda: not len(writer))  # it is being written, which the pipe has no room for
     for number in range(15):
         writer.write(f"{number}\n")
     assert not writer.drain(0.0)

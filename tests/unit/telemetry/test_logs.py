@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import pytest
 
 from lmcache.errors import ConfigError
 from lmcache.telemetry import logs
+from lmcache.telemetry.line_writer import LineWriter
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_level_from_environment() -> None:
         logs.level_from({"LMCACHE_LOG_LEVEL": "loud"})
 
 
-def test_errors_are_counted_with_their_exception_and_only_until_told(stream: io.StringIO) -> None:
+def test_errors_are_counted_with_their_exception_and_only_until_stopped(stream: io.StringIO) -> None:
     counted: list[str] = []
     logger = logging.getLogger("lmcache.x")
     stop = logs.count_faults(counted.append)
@@ -76,3 +78,15 @@ def test_errors_are_counted_with_their_exception_and_only_until_told(stream: io.
     stop()
     logger.error("a defect", exc_info=fault)
     assert counted == ["lmcache.x"]
+
+
+def test_lines_go_through_a_writer_that_is_empty(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts its lines, so an empty one is false; stderr itself would make the server wait for its reader."""
+    monkeypatch.setattr("sys.stderr", stream)
+    reader, writer = os.pipe()
+    logs.configure_logs("INFO", stream=LineWriter(writer))
+    logging.getLogger("lmcache").info("through the pipe")
+    assert b"through the pipe" in os.read(reader, 4096)
+    assert stream.getvalue() == ""
+    os.close(reader)
+    os.close(writer)

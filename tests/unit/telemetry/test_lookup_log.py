@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lmcache.clock import ManualClock
 from lmcache.errors import ResourceError
+from lmcache.telemetry import lookup_log
 from lmcache.telemetry.events import LookupEvent
 from lmcache.telemetry.lookup_log import LookupHashLog
+from manual_clock import ManualClock
 
 
 def event(request_id: str = "r1", chunks: int = 2) -> LookupEvent:
@@ -96,24 +99,31 @@ def test_a_folder_that_cannot_be_made_is_refused_at_start(tmp_path: Path) -> Non
         make_log(tmp_path / "file" / "below", ManualClock())
 
 
+class FullDisk:
+    """The module `os` of one whose disk is full."""
+
+    is_full = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        return os.write(fd, data)
+
+
 def test_a_full_disk_is_said_once_and_writing_resumes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ManualClock()
     log = make_log(tmp_path, clock)
-    full = {"on": True}
-    real_write = log._write
-
-    def write(lines: bytes) -> None:
-        if full["on"]:
-            raise OSError(28, "No space left on device")
-        real_write(lines)
-
-    monkeypatch.setattr(log, "_write", write)
+    disk = FullDisk()
+    monkeypatch.setattr(lookup_log, "os", disk)
     with caplog.at_level("INFO", logger="lmcache.telemetry"):
         log.handle([event("lost")])
         log.handle([event("lost")])
-        full["on"] = False
+        disk.is_full = False
         clock.advance(1)
         log.handle([event("kept")])
     log.close()

@@ -12,6 +12,7 @@ l1_allocation_failure_chunks_total l1_read_failure_chunks_total lookups_total lo
 lookup_hit_tokens_total lookup_hit_l1_tokens_total lookup_hit_l2_tokens_total l2_store_submitted_requests_total
 l2_store_completed_requests_total l2_load_completed_requests_total l2_prefetch_lookup_requests_total
 l2_prefetch_load_submitted_requests_total l2_prefetch_load_completed_chunks_total l2_prefetch_failure_chunks_total
+l2_serde_raw_bytes_total l2_serde_stored_bytes_total l2_serde_unreadable_total
 l2_evicted_objects_total l2_usage_bytes l2_store_throughput_GB_per_second_count l2_load_throughput_GB_per_second_count
 num_inflight_l2_stores num_inflight_l2_loads num_submitted_stores_total num_finished_stores_total
 num_submitted_retrieves_total num_finished_retrieves_total timeouts_total event_bus_queue_depth
@@ -25,7 +26,8 @@ l2_store_unstored policy_faults_total
 
 def touch_everything(metrics: Metrics) -> None:
     """A labelled metric has no sample before its first use."""
-    for metric in vars(metrics).values():
+    groups = [metrics.faults, metrics.service, metrics.rpc, metrics.l1, metrics.quotas, metrics.l2, metrics.events]
+    for metric in [metric for group in groups for metric in vars(group).values()]:
         names = getattr(metric, "_labelnames", None)
         if names:
             metric.labels(*["x"] * len(names))
@@ -55,8 +57,8 @@ def test_the_instance_is_named_as_opentelemetry_does() -> None:
 def test_labels_from_requests_are_bounded_and_nothing_is_lost() -> None:
     metrics = Metrics()
     for number in range(MAX_LABEL_SETS + 500):
-        metrics.lookups.labels(model_name="m", cache_salt=f"salt-{number}").inc()
-    metrics.lookups.labels("m", "salt-0").inc()  # a known pair keeps its series
+        metrics.service.lookups.labels(model_name="m", cache_salt=f"salt-{number}").inc()
+    metrics.service.lookups.labels("m", "salt-0").inc()  # a known pair keeps its series
     lines = [line for line in metrics.exposition().decode().splitlines() if line.startswith("lmcache_mp_lookups_total")]
     assert len(lines) == MAX_LABEL_SETS + 1
     assert 'lmcache_mp_lookups_total{cache_salt="salt-0",model_name="m"} 2.0' in lines
@@ -66,14 +68,14 @@ def test_labels_from_requests_are_bounded_and_nothing_is_lost() -> None:
 def test_disabled_metrics_work_and_expose_nothing() -> None:
     metrics = Metrics(enabled=False)
     touch_everything(metrics)
-    metrics.lookup_hit.labels("m", "").inc(3)
+    metrics.service.lookup_hit.labels("m", "").inc(3)
     assert metrics.exposition() == b""
 
 
 def test_figures_that_are_read_are_fresh_at_every_scrape() -> None:
     metrics = Metrics()
     used = {"bytes": 1.0}
-    forget = metrics.on_scrape(lambda: metrics.l1_memory_usage_bytes.set(used["bytes"]))
+    forget = metrics.on_scrape(lambda: metrics.l1.l1_memory_usage_bytes.set(used["bytes"]))
     assert samples(metrics)["lmcache_mp_l1_memory_usage_bytes"] == 1
     used["bytes"] = 2.0
     assert samples(metrics)["lmcache_mp_l1_memory_usage_bytes"] == 2

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,14 +29,14 @@ SECONDS = 30.0
 
 
 @pytest.fixture
-def process(tmp_path: Path):
+def process(tmp_path: Path) -> Iterator[tuple[ManagedProcess, int]]:
     port = free_port()
     with ManagedProcess([sys.executable, "-c", PROGRAM, LOOPBACK, str(port)], tmp_path / "log") as process:
         until(lambda: "last words" in process.log())
         yield process, port
 
 
-def test_the_end_of_a_process_ends_the_wait_for_its_answer(process) -> None:
+def test_the_end_of_a_process_ends_the_wait_for_its_answer(process: Any) -> None:
     asked, port = process
     threading.Timer(0.5, os.kill, (asked.pid, signal.SIGKILL)).start()
     began = time.monotonic()
@@ -42,7 +45,7 @@ def test_the_end_of_a_process_ends_the_wait_for_its_answer(process) -> None:
     assert time.monotonic() - began < SECONDS / 2
 
 
-def test_a_process_that_has_ended_is_not_asked(process) -> None:
+def test_a_process_that_has_ended_is_not_asked(process: Any) -> None:
     asked, port = process
     os.kill(asked.pid, signal.SIGKILL)
     until(lambda: not asked.alive())
@@ -50,7 +53,7 @@ def test_a_process_that_has_ended_is_not_asked(process) -> None:
         asked.ask(port, "GET", "/", timeout_seconds=SECONDS)
 
 
-def test_a_process_that_does_not_answer_is_waited_for(process) -> None:
+def test_a_process_that_does_not_answer_is_waited_for(process: Any) -> None:
     asked, port = process
     with pytest.raises(TimeoutError):
         asked.ask(port, "GET", "/", timeout_seconds=0.5)
@@ -73,7 +76,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
     def log_message(self, *arguments): pass
-print("the last words of the engine", flush=True)
+print("worker", worker, "the last words of the engine", flush=True)
 http.server.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 """
 
@@ -90,7 +93,7 @@ class Engine(VllmEngine):
 def test_the_end_of_a_worker_ends_the_wait_for_the_engine(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         engine.wait_ready()
-        (worker,) = engine._parts
+        worker = int(re.findall(r"worker (\d+)", engine.log())[0])
         engine.check_alive()
         threading.Timer(0.5, os.kill, (worker, signal.SIGKILL)).start()
         with pytest.raises(ProcessEnded, match=rf"vLLM has lost VLLM::Worker \({worker}\):\n.*the last words"):

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 from lmcache.testing.processes import ManagedProcess
-from lmcache.testing.stand_stills import StandStills
 from polling import until
+from support.stand_stills import StandStills
 
 PROGRAM = """
 import sys, time
-from lmcache.testing.stand_stills import StandStills
+from support.stand_stills import StandStills
 began, noted = time.monotonic(), StandStills()
 print("runs", flush=True)
 while noted.seconds_since(began) < float(sys.argv[1]):
@@ -38,5 +38,5 @@ def test_a_process_notes_that_it_stood_still(tmp_path: Path) -> None:
 def test_gaps_count_from_the_moment_that_is_asked_for() -> None:
     noted = StandStills()
     noted.close()
-    noted._gaps.extend([(10.0, 0.5), (20.0, 2.0), (30.0, 0.25)])
+    noted.gaps.extend([(10.0, 0.5), (20.0, 2.0), (30.0, 0.25)])
     assert [noted.seconds_since(began) for began in (5.0, 20.0, 25.0, 40.0)] == [2.75, 2.25, 0.25, 0]

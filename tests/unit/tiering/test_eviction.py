@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmcache.core.limits import GIB
 from polling import until
-from unit.tiering.support import FRAME_BYTES, MOCK, faulty, keys, rig
+from unit.tiering.support import FRAME_BYTES, MOCK, faulty, keys, open_rig
 
 EVICTING = {
     **MOCK,
@@ -16,24 +16,24 @@ EVICTING = {
 def test_an_adapter_that_deletes_slowly_holds_up_neither_l1_nor_others() -> None:
     (first, slow), (second, fast) = faulty(EVICTING), faulty(EVICTING, 1)
     slow.stalls = {"delete"}
-    with rig([first, second], slots=100, eviction_watermark=0.5) as it:
-        it.storage.call_soon(slow.gate.clear)
-        it.put(keys(40, seed=1))
+    with open_rig([first, second], slots=100, eviction_watermark=0.5) as rig:
+        rig.storage.call_soon(slow.gate.clear)
+        rig.put(keys(40, seed=1))
         until(lambda: slow.stalled == 1)
-        it.put(keys(25, seed=2), tell=False)  # L1 alone
-        until(lambda: it.l1.core.stats()["used_bytes"] <= 50 * FRAME_BYTES)
+        rig.put(keys(25, seed=2), tell=False)  # L1 alone
+        until(lambda: rig.l1.core.stats()["used_bytes"] <= 50 * FRAME_BYTES)
         assert slow.stalled == 1
-        until(lambda: len(fast.inner.objects) < 30)  # type: ignore[attr-defined]
-        it.storage.call_soon(slow.gate.set)
-        until(lambda: len(slow.inner.objects) < 30)  # type: ignore[attr-defined]
+        until(lambda: len(fast.inner.objects) < 30)
+        rig.storage.call_soon(slow.gate.set)
+        until(lambda: len(slow.inner.objects) < 30)
 
 
 def test_a_server_stops_while_an_adapter_deletes() -> None:
     configured, slow = faulty(EVICTING)
     slow.stalls = {"delete"}
-    with rig([configured], slots=100) as it:
-        it.storage.call_soon(slow.gate.clear)
-        it.put(keys(40))
+    with open_rig([configured], slots=100) as rig:
+        rig.storage.call_soon(slow.gate.clear)
+        rig.put(keys(40))
         until(lambda: slow.stalled == 1)
-        assert not it.storage.stop(0.1)
-        it.storage.stop(0)
+        assert not rig.storage.stop(0.1)
+        rig.storage.stop(0)

@@ -23,7 +23,7 @@ from lmcache.tiering.policies import (
     register_store_policy,
 )
 from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
-from unit.tiering.support import Rig, faulty, keys, namespace, rig
+from unit.tiering.support import Rig, faulty, keys, namespace, open_rig
 
 GUIDE = Path(__file__).parents[3] / "docs" / "how-to" / "write-a-policy.md"
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
@@ -63,32 +63,32 @@ def install(folder: Path, entry_points: str, package: str = "tenant-policies") -
     (info / "entry_points.txt").write_text(entry_points)
 
 
-def stored_and_forgotten(it: Rig, wanted: Sequence[ObjectKey]) -> None:
-    it.put(wanted)
-    assert it.storage.responsive(20) and it.storage.flush(20)
-    it.storage.clear("l1")
+def stored_and_forgotten(rig: Rig, wanted: Sequence[ObjectKey]) -> None:
+    rig.put(wanted)
+    assert rig.storage.responsive(20) and rig.storage.flush(20)
+    rig.storage.clear("l1")
 
 
 # ---- the guide -------------------------------------------------------------------------------------------------------
 def use_the_example(store_policy: str, prefetch_policy: str) -> None:
     (first, one), (second, two) = faulty(), faulty(index=1)
-    with rig([first, second], store_policy=store_policy, prefetch_policy=prefetch_policy) as it:
+    with open_rig([first, second], store_policy=store_policy, prefetch_policy=prefetch_policy) as rig:
         private, public = keys(20, of=namespace(salt="bank")), keys(20)
         for wanted in (private, public):
-            stored_and_forgotten(it, wanted)
-        assert set(one.inner.objects) == {*private, *public}  # type: ignore[attr-defined]
-        assert set(two.inner.objects) == set(public)  # type: ignore[attr-defined]
+            stored_and_forgotten(rig, wanted)
+        assert set(one.inner.objects) == {*private, *public}
+        assert set(two.inner.objects) == set(public)
         for number in range(4):
-            result = it.fetch(public)
-            assert result.chunks == 20 and it.holds(result, public)
-            it.l1.core.release(result.lease)
-            assert it.resident(public) == 20  # retained
-            it.storage.clear("l1")
+            result = rig.fetch(public)
+            assert result.chunks == 20 and rig.holds(result, public)
+            rig.l1.core.release(result.lease)
+            assert rig.resident(public) == 20  # retained
+            rig.storage.clear("l1")
             assert (one.calls["load"], two.calls["load"]) == ((number + 2) // 2, (number + 1) // 2)
-        result = it.fetch(private)
-        assert result.chunks == 20 and it.holds(result, private)
-        assert it.sample("policy_faults_total", policy="store") == 0
-        assert it.sample("policy_faults_total", policy="prefetch") == 0
+        result = rig.fetch(private)
+        assert result.chunks == 20 and rig.holds(result, private)
+        assert rig.sample("policy_faults_total", policy="store") == 0
+        assert rig.sample("policy_faults_total", policy="prefetch") == 0
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_name_belongs_to_one_class() -> None:
 
 # ---- faulty ones -----------------------------------------------------------------------------------------------------
 class Answers:
-    """Policies that answer whatever they are told to."""
+    """Policies that give a preset answer."""
 
     drops_from_l1 = retains = False
     answer: Any = None
@@ -223,10 +223,10 @@ def raising_mutely(count: int) -> Any:
 
 def answering(answer: Any) -> str:
     """The name of a policy that answers so."""
-    kind = type("Told", (Answers,), {"answer": staticmethod(answer) if callable(answer) else answer})
+    kind = type("Preset", (Answers,), {"answer": staticmethod(answer) if callable(answer) else answer})
     for names in (policies.STORE_POLICIES, policies.PREFETCH_POLICIES):
-        names["told"] = kind  # type: ignore[index]
-    return "told"
+        names["preset"] = kind
+    return "preset"
 
 
 @pytest.mark.parametrize(
@@ -247,28 +247,28 @@ def answering(answer: Any) -> str:
 )
 def test_a_faulty_store_policy_is_replaced_by_the_default(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
     (first, one), (second, two) = faulty(), faulty(index=1)
-    with rig([first, second], store_policy=answering(answer)) as it:
+    with open_rig([first, second], store_policy=answering(answer)) as rig:
         for seed in range(3):
-            it.put(keys(20, seed))
-            assert it.storage.responsive(20)
-        assert it.storage.flush(20)
-        assert len(one.inner.objects) == len(two.inner.objects) == 60  # type: ignore[attr-defined]
-        assert it.sample("policy_faults_total", policy="store") == 3
-    assert sum("The store policy Told failed" in record.message for record in caplog.records) == 1
+            rig.put(keys(20, seed))
+            assert rig.storage.responsive(20)
+        assert rig.storage.flush(20)
+        assert len(one.inner.objects) == len(two.inner.objects) == 60
+        assert rig.sample("policy_faults_total", policy="store") == 3
+    assert sum("The store policy Preset failed" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("answer", [raising, raising_mutely, None, [0, 2], [0, 0], [True, "x"], {0: 1}, "01"])
 def test_a_faulty_prefetch_policy_is_replaced_by_the_default(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
     (first, one), (second, two) = faulty(), faulty(index=1)
-    with rig([first, second], prefetch_policy=answering(answer)) as it:
-        stored_and_forgotten(it, keys(20))
+    with open_rig([first, second], prefetch_policy=answering(answer)) as rig:
+        stored_and_forgotten(rig, keys(20))
         for _ in range(3):
-            result = it.fetch(keys(20))
-            assert result.chunks == 20 and it.holds(result, keys(20))
-            it.l1.core.release(result.lease)
+            result = rig.fetch(keys(20))
+            assert result.chunks == 20 and rig.holds(result, keys(20))
+            rig.l1.core.release(result.lease)
         assert (one.calls["load"], two.calls["load"]) == (3, 0)
-        assert it.sample("policy_faults_total", policy="prefetch") == 3
-    assert sum("The prefetch policy Told failed" in record.message for record in caplog.records) == 1
+        assert rig.sample("policy_faults_total", policy="prefetch") == 3
+    assert sum("The prefetch policy Preset failed" in record.message for record in caplog.records) == 1
 
 
 class Consumes(Answers):
@@ -287,14 +287,14 @@ class Consumes(Answers):
 
 def test_a_policy_cannot_change_what_it_is_asked_about(caplog: pytest.LogCaptureFixture) -> None:
     for names in (policies.STORE_POLICIES, policies.PREFETCH_POLICIES):
-        names["consumes"] = Consumes  # type: ignore[index]
+        names["consumes"] = Consumes
     (first, one), (second, two) = faulty(), faulty(index=1)
-    with rig([first, second], store_policy="consumes", prefetch_policy="consumes") as it:
-        stored_and_forgotten(it, keys(20))
-        assert len(one.inner.objects) == len(two.inner.objects) == 20  # type: ignore[attr-defined]
-        result = it.fetch(keys(20))
-        assert result.chunks == 20 and it.holds(result, keys(20))
-        it.l1.core.release(result.lease)
+    with open_rig([first, second], store_policy="consumes", prefetch_policy="consumes") as rig:
+        stored_and_forgotten(rig, keys(20))
+        assert len(one.inner.objects) == len(two.inner.objects) == 20
+        result = rig.fetch(keys(20))
+        assert result.chunks == 20 and rig.holds(result, keys(20))
+        rig.l1.core.release(result.lease)
     assert not [record for record in caplog.records if "Storage loop" in record.message]
 
 
@@ -308,22 +308,22 @@ def test_a_policy_that_fails_now_and_then_decides_the_rest() -> None:
             raise RuntimeError("once")
         return [(1,)] * count
 
-    with rig([first, second], store_policy=answering(answer)) as it:
+    with open_rig([first, second], store_policy=answering(answer)) as rig:
         for seed in range(3):
-            it.put(keys(20, seed))
-            assert it.storage.responsive(20)
-        assert it.storage.flush(20)
-        assert set(one.inner.objects) == set(keys(20, 1))  # type: ignore[attr-defined]
-        assert len(two.inner.objects) == 60  # type: ignore[attr-defined]
+            rig.put(keys(20, seed))
+            assert rig.storage.responsive(20)
+        assert rig.storage.flush(20)
+        assert set(one.inner.objects) == set(keys(20, 1))
+        assert len(two.inner.objects) == 60
     assert calls == [20, 20, 20]  # a commit at a time
 
 
 def test_objects_without_an_adapter_stay_in_l1_alone() -> None:
     configured, adapter = faulty()
     name = answering(lambda count: [()] * count)
-    policies.STORE_POLICIES[name].drops_from_l1 = True  # type: ignore[misc]
-    with rig([configured], store_policy=name) as it:
-        it.put(keys(20))
-        assert it.storage.flush(20) and it.storage.responsive(20)
-        assert it.resident(keys(20)) == 20 and adapter.calls["store"] == 0
-        assert it.storage.status()["store"]["unstored_objects"] == 0
+    policies.STORE_POLICIES[name].drops_from_l1 = True
+    with open_rig([configured], store_policy=name) as rig:
+        rig.put(keys(20))
+        assert rig.storage.flush(20) and rig.storage.responsive(20)
+        assert rig.resident(keys(20)) == 20 and adapter.calls["store"] == 0
+        assert rig.storage.status()["store"]["unstored_objects"] == 0

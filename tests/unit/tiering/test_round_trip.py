@@ -9,34 +9,35 @@ import pytest
 
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import MissReason
-from lmcache.l2.registry import build, parse_adapter
+from lmcache.l2.adapter_types import build, parse_adapter
 from polling import until
-from unit.tiering.support import MOCK, faulty, keys, namespace, rig
+from unit.l2.support import eviction_order
+from unit.tiering.support import MOCK, faulty, keys, namespace, open_rig
 
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_what_left_l1_comes_back_from_disk(tmp_path: Path, direct: bool) -> None:
     wanted = keys(300)
     spec = {"type": "fs_native", "base_path": str(tmp_path), "use_odirect": direct}
-    with rig([build(parse_adapter(spec, 0))]) as it:
-        assert it.put(wanted) == 300
-        assert it.storage.flush(20)
-        assert it.storage.clear("l1")[0] == 300
-        result = it.fetch(wanted)
+    with open_rig([build(parse_adapter(spec, 0))]) as rig:
+        assert rig.put(wanted) == 300
+        assert rig.storage.flush(20)
+        assert rig.storage.clear("l1")[0] == 300
+        result = rig.fetch(wanted)
         assert (result.chunks, result.miss_reason) == (300, None)
-        assert it.holds(result, wanted)
+        assert rig.holds(result, wanted)
         # Not retained: gone with its last lease.
-        assert it.resident(wanted) == 300
-        it.l1.core.release(result.lease)
-        assert it.resident(wanted) == 0
-        assert it.sample("l2_prefetch_load_completed_chunks_total") == 300
-    with rig([build(parse_adapter(spec, 0))], prefetch_policy="retain") as it:  # another server, the same folder
-        result = it.fetch(wanted)
-        assert result.chunks == 300 and it.holds(result, wanted)
-        it.l1.core.release(result.lease)
-        assert it.resident(wanted) == 300
-        assert it.storage.clear("all")[0] == 600
-        assert it.fetch(wanted).miss_reason is MissReason.NOT_STORED
+        assert rig.resident(wanted) == 300
+        rig.l1.core.release(result.lease)
+        assert rig.resident(wanted) == 0
+        assert rig.sample("l2_prefetch_load_completed_chunks_total") == 300
+    with open_rig([build(parse_adapter(spec, 0))], prefetch_policy="retain") as rig:  # another server, the same folder
+        result = rig.fetch(wanted)
+        assert result.chunks == 300 and rig.holds(result, wanted)
+        rig.l1.core.release(result.lease)
+        assert rig.resident(wanted) == 300
+        assert rig.storage.clear("all")[0] == 600
+        assert rig.fetch(wanted).miss_reason is MissReason.NOT_STORED
     assert not list(tmp_path.rglob("*.data")) and not list(tmp_path.rglob("*.tmp"))
 
 
@@ -44,116 +45,116 @@ def test_no_prefix_is_due_to_leave_l2_before_its_suffix(tmp_path: Path) -> None:
     wanted = keys(300)  # several batches
     eviction = {"eviction_policy": "LRU"}
     spec = {"type": "fs_native", "base_path": str(tmp_path), "max_capacity_gb": 1, "eviction": eviction}
-    with rig([build(parse_adapter(spec, 0))]) as it:
-        it.put(wanted)
-        assert it.storage.flush(20)
-        ledger = it.storage._runners[0].ledger
+    with open_rig([build(parse_adapter(spec, 0))]) as rig:
+        rig.put(wanted)
+        assert rig.storage.flush(20)
+        ledger = rig.storage.runners[0].ledger
         for in_l1 in (0, 40):  # the second time L1 still has a part
-            it.storage.clear("l1")
+            rig.storage.clear("l1")
             if in_l1:
-                it.put(wanted[:in_l1], tell=False)
-            result = it.fetch(wanted[in_l1:], in_l1=wanted[:in_l1])
+                rig.put(wanted[:in_l1], tell=False)
+            result = rig.fetch(wanted[in_l1:], in_l1=wanted[:in_l1])
             assert result.chunks == 300 - in_l1
-            it.l1.core.release(result.lease)
+            rig.l1.core.release(result.lease)
             noted = threading.Event()  # use is noted after the answer
-            it.storage.call_soon(noted.set)
+            rig.storage.call_soon(noted.set)
             assert noted.wait(20)
-            assert ledger.victims(ledger.used_bytes) == wanted[::-1]
+            assert eviction_order(ledger) == wanted[::-1]
 
 
 def test_the_prefix_ends_at_the_first_chunk_that_is_nowhere() -> None:
     wanted = keys(100)
-    with rig([faulty()[0]]) as it:
-        it.put(wanted[:40] + wanted[41:])
-        assert it.storage.flush(20)
-        it.storage.clear("l1")
-        result = it.fetch(wanted)
+    with open_rig([faulty()[0]]) as rig:
+        rig.put(wanted[:40] + wanted[41:])
+        assert rig.storage.flush(20)
+        rig.storage.clear("l1")
+        result = rig.fetch(wanted)
         assert (result.chunks, result.miss_reason) == (40, MissReason.NOT_STORED)
-        assert it.holds(result, wanted)
+        assert rig.holds(result, wanted)
 
 
 def test_a_chunk_is_there_when_every_namespace_has_it() -> None:
     ranks = [namespace(rank=rank) for rank in range(3)]
     wanted = keys(50)
-    with rig([faulty()[0]]) as it:
+    with open_rig([faulty()[0]]) as rig:
         for rank, length in zip(ranks, (50, 45, 48), strict=True):
-            it.put([ObjectKey(rank, key.chunk_hash) for key in wanted[:length]])
-        assert it.storage.flush(20)
-        it.storage.clear("l1")
-        result = it.fetch(wanted, namespaces=ranks)
+            rig.put([ObjectKey(rank, key.chunk_hash) for key in wanted[:length]])
+        assert rig.storage.flush(20)
+        rig.storage.clear("l1")
+        result = rig.fetch(wanted, namespaces=ranks)
         assert (result.chunks, result.miss_reason) == (45, MissReason.NOT_STORED)
-        assert it.holds(result, wanted, ranks)
+        assert rig.holds(result, wanted, ranks)
 
 
 def test_what_l1_still_has_is_not_loaded_again() -> None:
     """A hole in L1: the middle was evicted."""
     wanted = keys(60)
-    with rig([faulty()[0]]) as it:
-        it.put(wanted[:20] + wanted[40:], tell=False)
-        it.put(wanted[20:40])
-        assert it.storage.flush(20)
+    with open_rig([faulty()[0]]) as rig:
+        rig.put(wanted[:20] + wanted[40:], tell=False)
+        rig.put(wanted[20:40])
+        assert rig.storage.flush(20)
         digests = wanted[0].namespace.digest * 20
-        assert it.l1.core.remove(digests, b"".join(key.chunk_hash for key in wanted[20:40])) == 20
-        result = it.fetch(wanted)
-        assert result.chunks == 60 and it.holds(result, wanted)
-        assert it.sample("l2_prefetch_load_completed_chunks_total") == 20
+        assert rig.l1.core.remove(digests, b"".join(key.chunk_hash for key in wanted[20:40])) == 20
+        result = rig.fetch(wanted)
+        assert result.chunks == 60 and rig.holds(result, wanted)
+        assert rig.sample("l2_prefetch_load_completed_chunks_total") == 20
 
 
 def test_adapters_are_asked_in_order_and_each_for_what_the_others_lack() -> None:
     wanted = keys(30)
     (first, one), (second, two) = faulty(), faulty(index=1)
-    with rig([first, second]) as it:
-        it.put(wanted)
-        assert it.storage.flush(20)
-        it.storage.clear("l1")
-        assert it.fetch(wanted).chunks == 30
+    with open_rig([first, second]) as rig:
+        rig.put(wanted)
+        assert rig.storage.flush(20)
+        rig.storage.clear("l1")
+        assert rig.fetch(wanted).chunks == 30
         assert (one.calls["load"], two.calls["load"]) == (1, 0)
-        it.l1.core.drop_owner(7)
+        rig.l1.core.drop_owner(7)
         for key in wanted[10:]:
-            del one.inner.objects[key]  # type: ignore[attr-defined]  # the backend lost them and nobody knows
-        result = it.fetch(wanted)
-        assert result.chunks == 30 and it.holds(result, wanted)
+            del one.inner.objects[key]  # the backend lost them and nobody knows
+        result = rig.fetch(wanted)
+        assert result.chunks == 30 and rig.holds(result, wanted)
         assert (one.calls["load"], two.calls["load"]) == (2, 1)
 
 
 def test_requests_for_the_same_objects_share_one_load() -> None:
     wanted = keys(20)
     configured, adapter = faulty()
-    with rig([configured]) as it:
-        it.put(wanted)
-        assert it.storage.flush(20)
-        it.storage.clear("l1")
+    with open_rig([configured]) as rig:
+        rig.put(wanted)
+        assert rig.storage.flush(20)
+        rig.storage.clear("l1")
         adapter.gate.clear()
-        answers = [it.begin_fetch(wanted)[0] for _ in range(5)]
-        until(lambda: it.storage.status()["prefetch"]["in_flight"] == 5)
-        it.storage.call_soon(adapter.gate.set)
+        answers = [rig.begin_fetch(wanted)[0] for _ in range(5)]
+        until(lambda: rig.storage.status()["prefetch"]["in_flight"] == 5)
+        rig.storage.call_soon(adapter.gate.set)
         results = [answer.get(timeout=20) for answer in answers]
         assert [result.chunks for result in results] == [20] * 5
-        assert all(it.holds(result, wanted) for result in results)
+        assert all(rig.holds(result, wanted) for result in results)
         assert adapter.calls["load"] == 1
         for result in results[1:]:
-            it.l1.core.release(result.lease)
-        assert it.resident(wanted) == 20
-        it.l1.core.release(results[0].lease)
-        assert it.resident(wanted) == 0
+            rig.l1.core.release(result.lease)
+        assert rig.resident(wanted) == 20
+        rig.l1.core.release(results[0].lease)
+        assert rig.resident(wanted) == 0
 
 
 def test_many_threads_at_once() -> None:
-    with rig([build(parse_adapter(MOCK, 0))], slots=4096) as it:
+    with open_rig([build(parse_adapter(MOCK, 0))], slots=4096) as rig:
 
         def client(seed: int) -> None:
             for round_ in range(10):
                 wanted = keys(24, seed=100 * seed + round_ % 3)
-                it.put(wanted)
-                result = it.fetch(wanted)
-                assert it.holds(result, wanted)
-                it.l1.core.release(result.lease)
+                rig.put(wanted)
+                result = rig.fetch(wanted)
+                assert rig.holds(result, wanted)
+                rig.l1.core.release(result.lease)
 
         threads = [threading.Thread(target=client, args=(seed % 3,)) for seed in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert it.storage.flush(20)
-        until(it.idle)
-        assert it.storage.responsive(5)
+        assert rig.storage.flush(20)
+        until(rig.idle)
+        assert rig.storage.responsive(5)

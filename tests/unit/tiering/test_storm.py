@@ -13,30 +13,30 @@ import pytest
 
 from lmcache.core.limits import GIB
 from lmcache.core.outcome import StoreOutcome
-from lmcache.l2.registry import build as build_adapter
-from lmcache.l2.registry import parse_adapter
+from lmcache.l2.adapter_types import build as build_adapter
+from lmcache.l2.adapter_types import parse_adapter
 from polling import until
-from unit.tiering.support import FRAME_BYTES, Rig, faulty, keys, rig
+from unit.tiering.support import FRAME_BYTES, Rig, faulty, keys, open_rig
 
 PROMPTS = 24
 SECONDS = 2.0
 
 
-def client(it: Rig, seed: int, deadline: float, hits: list[int], wrong: list[str]) -> None:
+def client(rig: Rig, seed: int, deadline: float, hits: list[int], wrong: list[str]) -> None:
     dice = random.Random(seed)
     while time.monotonic() < deadline:
         prompt = keys(dice.randrange(8, 60), seed=dice.randrange(PROMPTS))
         if dice.random() < 0.5:
-            it.put(prompt)
+            rig.put(prompt)
             continue
-        answers, cancel = it.begin_fetch(prompt, deadline_seconds=dice.choice([0.002, 0.05, 20.0]))
+        answers, cancel = rig.begin_fetch(prompt, deadline_seconds=dice.choice([0.002, 0.05, 20.0]))
         if dice.random() < 0.1:
             cancel()
         result = answers.get(timeout=30)
         hits.append(result.chunks)
-        if not it.holds(result, prompt):
+        if not rig.holds(result, prompt):
             wrong.append(f"client {seed}: {result}")
-        it.l1.core.release(result.lease)
+        rig.l1.core.release(result.lease)
 
 
 @pytest.mark.parametrize("policies", [("default", "default"), ("default", "retain"), ("skip_l1", "default")])
@@ -52,18 +52,18 @@ def test_storm(tmp_path: Path, policies: tuple[str, str]) -> None:
     }
     second, shaky = faulty(index=1)
     first = build_adapter(parse_adapter(capped, 0))
-    with rig(
+    with open_rig(
         [first, second],
         slots=400,
         store_policy=policies[0],
         prefetch_policy=policies[1],
         prefetch_max_in_flight=3,
         eviction_watermark=0.7,
-    ) as it:
+    ) as rig:
         deadline = time.monotonic() + SECONDS
         hits: list[int] = []
         wrong: list[str] = []
-        threads = [threading.Thread(target=client, args=(it, seed + i, deadline, hits, wrong)) for i in range(4)]
+        threads = [threading.Thread(target=client, args=(rig, seed + i, deadline, hits, wrong)) for i in range(4)]
         for thread in threads:
             thread.start()
         while time.monotonic() < deadline:
@@ -80,9 +80,9 @@ def test_storm(tmp_path: Path, policies: tuple[str, str]) -> None:
                     for path in dice.sample(files, min(3, len(files))):
                         flip(path, dice.randrange(FRAME_BYTES))
                 case 1:
-                    it.storage.call_soon(shaky.gate.clear)
+                    rig.storage.call_soon(shaky.gate.clear)
                 case 2:
-                    it.storage.call_soon(shaky.gate.set)
+                    rig.storage.call_soon(shaky.gate.set)
                 case 3:
                     shaky.store_outcome = dice.choice([None, StoreOutcome.FULL, StoreOutcome.FAILED])
                 case 4:
@@ -90,16 +90,16 @@ def test_storm(tmp_path: Path, policies: tuple[str, str]) -> None:
                 case 5:
                     shaky.raises = dice.choice([None, None, OSError("fault")])
         shaky.raises = None
-        it.storage.call_soon(shaky.gate.set)
+        rig.storage.call_soon(shaky.gate.set)
         for thread in threads:
             thread.join(60)
         assert not wrong
         assert sum(hits) > 0
-        assert it.storage.flush(30)
-        until(it.idle)
+        assert rig.storage.flush(30)
+        until(rig.idle)
         assert int(subprocess.run(["du", "-s", "-B1", tmp_path], stdout=subprocess.PIPE).stdout.split()[0]) <= 6 << 20
-        it.storage.clear("all")
-        assert it.l1.core.stats()["objects"] == 0
+        rig.storage.clear("all")
+        assert rig.l1.core.stats()["objects"] == 0
 
 
 def flip(path: Path, at: int) -> None:

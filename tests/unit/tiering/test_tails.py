@@ -3,61 +3,60 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 
-from lmcache._native import NO_SLOT
-from lmcache.core.key import ObjectKey
+from lmcache._native import usable_prefix
+from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.outcome import MissReason
-from lmcache.tiering.tails import is_needed, longest_whole
-from unit.tiering.support import faulty, keys, namespace, rig
+from unit.tiering.support import faulty, keys, namespace, open_rig
 
 WHOLE, STATE = namespace(), namespace("states")
 
 
-def of(name, chunks):
+def of(name: Namespace, chunks: Any) -> Any:
     return [ObjectKey(name, key.chunk_hash) for key in chunks]
 
 
 def test_only_what_a_hit_needs_is_loaded() -> None:
     wanted = keys(60)
-    with rig([faulty()[0]]) as it:
-        it.put(of(WHOLE, wanted))
-        it.put(of(STATE, [wanted[10], wanted[39], wanted[40], wanted[50]]))
-        it.storage.flush(20)
-        it.storage.clear("l1")
-        result = it.fetch(wanted, namespaces=(WHOLE, STATE), tails=(0, 2))
+    with open_rig([faulty()[0]]) as rig:
+        rig.put(of(WHOLE, wanted))
+        rig.put(of(STATE, [wanted[10], wanted[39], wanted[40], wanted[50]]))
+        rig.storage.flush(20)
+        rig.storage.clear("l1")
+        result = rig.fetch(wanted, namespaces=(WHOLE, STATE), tails=(0, 2))
         assert (result.chunks, result.miss_reason) == (41, MissReason.NOT_STORED)
-        assert it.holds(result, wanted, (WHOLE, STATE))
-        states = array("Q", result.offsets)[41:]
-        assert [chunk for chunk, slot in enumerate(states) if slot != NO_SLOT] == [39, 40]
-        assert it.sample("l2_prefetch_load_completed_chunks_total") == 41 + 2
-        it.l1.core.release(result.lease)
+        assert rig.holds(result, wanted, (WHOLE, STATE))
+        assert [chunk for namespace, chunk in result.slots.places() if namespace == 1] == [39, 40]
+        assert rig.sample("l2_prefetch_load_completed_chunks_total") == 41 + 2
+        rig.l1.core.release(result.lease)
 
 
 def test_a_state_in_l2_goes_with_attention_in_l1() -> None:
     wanted = keys(20)
-    with rig([faulty()[0]]) as it:
-        it.put(of(STATE, [wanted[4], wanted[14]]))
-        it.storage.flush(20)
-        it.storage.clear("l1")
-        it.put(of(WHOLE, wanted), tell=False)
-        result = it.fetch(wanted[5:], namespaces=(WHOLE, STATE), tails=(0, 1), in_l1=wanted[:5])
+    with open_rig([faulty()[0]]) as rig:
+        rig.put(of(STATE, [wanted[4], wanted[14]]))
+        rig.storage.flush(20)
+        rig.storage.clear("l1")
+        rig.put(of(WHOLE, wanted), tell=False)
+        result = rig.fetch(wanted[5:], namespaces=(WHOLE, STATE), tails=(0, 1), in_l1=wanted[:5])
         assert result.chunks == 10
-        assert it.holds(result, wanted[5:], (WHOLE, STATE))
-        assert it.sample("l2_prefetch_load_completed_chunks_total") == 1
-        it.l1.core.release(result.lease)
+        assert rig.holds(result, wanted[5:], (WHOLE, STATE))
+        assert rig.sample("l2_prefetch_load_completed_chunks_total") == 1
+        rig.l1.core.release(result.lease)
 
 
 def test_without_a_state_nothing_is_loaded() -> None:
     wanted = keys(20)
-    with rig([faulty()[0]]) as it:
-        it.put(of(WHOLE, wanted))
-        it.storage.flush(20)
-        it.storage.clear("l1")
-        result = it.fetch(wanted, namespaces=(WHOLE, STATE), tails=(0, 1))
+    with open_rig([faulty()[0]]) as rig:
+        rig.put(of(WHOLE, wanted))
+        rig.storage.flush(20)
+        rig.storage.clear("l1")
+        result = rig.fetch(wanted, namespaces=(WHOLE, STATE), tails=(0, 1))
         assert (result.chunks, result.lease, result.miss_reason) == (0, 0, MissReason.NOT_STORED)
-        assert it.sample("l2_prefetch_load_completed_chunks_total") == 0
+        assert rig.sample("l2_prefetch_load_completed_chunks_total") == 0
 
 
 @pytest.mark.parametrize(
@@ -73,10 +72,5 @@ def test_without_a_state_nothing_is_loaded() -> None:
     ],
 )
 def test_the_longest_usable_prefix(whole: str, window: str, tail: int, longest: int) -> None:
-    there = [[one == "1", two == "1"] for one, two in zip(whole, window, strict=True)]
-    assert longest_whole(there, (0, tail)) == longest
-
-
-def test_what_a_prefix_needs_of_a_tail() -> None:
-    assert [is_needed(chunk, 4, 2) for chunk in range(4)] == [False, False, True, True]
-    assert all(is_needed(chunk, 4, 0) for chunk in range(4))
+    present = bytes(flag == "1" for row in zip(whole, window, strict=True) for flag in row)
+    assert usable_prefix(present, array("I", [0, tail])) == longest

@@ -10,10 +10,11 @@ import msgspec
 import zmq
 
 from lmcache.errors import RemoteError
-from lmcache.telemetry.metrics import Metrics
-from lmcache.transport.client import Connection
+from lmcache.telemetry.metrics import RpcMetrics
+from lmcache.transport.connection import Connection
 from lmcache.transport.deferred import Deferred
-from lmcache.transport.server import Method, RpcLimits, RpcServer
+from lmcache.transport.peers import RpcLimits
+from lmcache.transport.rpc_server import Method, RpcServer
 
 
 class Text(msgspec.Struct, array_like=True):
@@ -51,7 +52,7 @@ class Oddities:
 
 
 @contextlib.contextmanager
-def serving(oddities: Oddities, metrics: Metrics | None = None, **limits: int) -> Iterator[RpcServer]:
+def serving(oddities: Oddities, metrics: RpcMetrics | None = None, **limits: int) -> Iterator[RpcServer]:
     server = RpcServer("localhost", 0, metrics, RpcLimits(**limits))
     server.start(oddities.methods())
     try:

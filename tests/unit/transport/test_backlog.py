@@ -1,7 +1,7 @@
 from lmcache.transport.backlog import Backlog
 
 
-def test_who_holds_some_for_longest_is_surplus():
+def test_who_holds_some_for_longest_is_surplus() -> None:
     backlog: Backlog[str] = Backlog(100)
     backlog.set("first", 10)
     backlog.set("second", 60)

@@ -4,14 +4,14 @@ import time
 import pytest
 import zmq
 
-from lmcache.clock import ManualClock
 from lmcache.core import limits
 from lmcache.errors import ProtocolError, ServerUnavailable
-from lmcache.transport.client import Connection
+from lmcache.transport.connection import Connection
+from manual_clock import ManualClock
 from unit.transport.support import Oddities, Text, connected, echo, serving
 
 
-def test_many_threads_share_a_connection():
+def test_many_threads_share_a_connection() -> None:
     oddities = Oddities()
     with serving(oddities) as server, connected(server) as connection:
         held = [connection.submit("later", Text(str(number)), Text, 20.0) for number in range(8)]
@@ -41,7 +41,7 @@ def test_many_threads_share_a_connection():
         assert wrong == []
 
 
-def test_a_waiter_is_woken_when_another_thread_reads_its_answer():
+def test_a_waiter_is_woken_when_another_thread_reads_its_answer() -> None:
     oddities = Oddities()
     with serving(oddities) as server, connected(server) as connection:
         slow = connection.submit("later", Text(), Text, 20.0)
@@ -58,7 +58,7 @@ def test_a_waiter_is_woken_when_another_thread_reads_its_answer():
         assert woken.is_set()
 
 
-def test_wait_ends_at_its_own_bound_and_done_never_waits():
+def test_wait_ends_at_its_own_bound_and_done_never_waits() -> None:
     with serving(Oddities()) as server, connected(server) as connection:
         call = connection.submit("later", Text(), Text, 20.0)
         assert not call.done()
@@ -68,7 +68,7 @@ def test_wait_ends_at_its_own_bound_and_done_never_waits():
         assert not call.settled
 
 
-def test_a_call_ends_at_its_deadline_and_its_late_answer_is_ignored():
+def test_a_call_ends_at_its_deadline_and_its_late_answer_is_ignored() -> None:
     oddities = Oddities()
     troubles: list[Exception] = []
     with serving(oddities) as server:
@@ -85,7 +85,7 @@ def test_a_call_ends_at_its_deadline_and_its_late_answer_is_ignored():
         context.destroy(linger=0)
 
 
-def test_calls_in_flight_are_limited_and_expired_ones_make_room(monkeypatch):
+def test_calls_in_flight_are_limited_and_expired_ones_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_CALLS_IN_FLIGHT_PER_CLIENT", 3)
     clock = ManualClock()
     with serving(Oddities()) as server:
@@ -101,7 +101,7 @@ def test_calls_in_flight_are_limited_and_expired_ones_make_room(monkeypatch):
         context.destroy(linger=0)
 
 
-def test_a_cancelled_call_wakes_who_waits_for_it():
+def test_a_cancelled_call_wakes_who_waits_for_it() -> None:
     with serving(Oddities()) as server, connected(server) as connection:
         call = connection.submit("later", Text(), Text, 20.0)
         waiter = threading.Thread(target=call.wait, args=(20.0,))
@@ -113,7 +113,7 @@ def test_a_cancelled_call_wakes_who_waits_for_it():
             call.result()
 
 
-def test_when_the_server_goes_every_call_fails_at_once():
+def test_when_the_server_goes_every_call_fails_at_once() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -138,7 +138,7 @@ def test_when_the_server_goes_every_call_fails_at_once():
     context.destroy(linger=0)
 
 
-def test_a_waiting_call_fails_at_once_when_the_connection_is_declared_broken():
+def test_a_waiting_call_fails_at_once_when_the_connection_is_closed() -> None:
     with serving(Oddities()) as server, connected(server) as connection:
         call = connection.submit("later", Text(), Text, 20.0)
         failed: list[str] = []
@@ -152,13 +152,13 @@ def test_a_waiting_call_fails_at_once_when_the_connection_is_declared_broken():
         waiters = [threading.Thread(target=wait)]
         for thread in waiters:
             thread.start()
-        connection.fail("for a reason")
+        connection.close()
         for thread in waiters:
             thread.join(5.0)
-        assert failed == ["for a reason"]
+        assert failed == [f"The connection to {connection.endpoint} was closed."]
 
 
-def test_nobody_listening_is_found_out_at_once():
+def test_nobody_listening_is_found_out_at_once() -> None:
     with serving(Oddities()) as server:
         endpoint = server.endpoint
     context = zmq.Context()
@@ -172,16 +172,16 @@ def test_nobody_listening_is_found_out_at_once():
     context.destroy(linger=0)
 
 
-def test_a_message_beyond_the_limit_is_not_sent(monkeypatch):
+def test_a_message_beyond_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Oddities()) as server, connected(server) as connection:
         monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 1000)
         with pytest.raises(ProtocolError, match="beyond 1000 bytes"):
             echo(connection, "x" * 1000)
 
 
-def test_an_answer_of_another_shape_is_a_protocol_error():
+def test_an_answer_of_another_shape_is_a_protocol_error() -> None:
     class Number(Text, array_like=True):
-        text: int = 0  # type: ignore[assignment]
+        text: int = 0
 
     with serving(Oddities()) as server, connected(server) as connection:
         call = connection.submit("echo", Text("word"), Number, 5.0)

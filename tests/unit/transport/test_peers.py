@@ -16,9 +16,10 @@ import pytest
 from lmcache.errors import RemoteError
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import peers
-from lmcache.transport.bulk import Bulk
+from lmcache.transport.deferred import Bulk
 from lmcache.transport.peer import Peer
-from lmcache.transport.server import RpcLimits, RpcServer
+from lmcache.transport.peers import RpcLimits
+from lmcache.transport.rpc_server import RpcServer
 from polling import until
 from unit.transport.support import Oddities, Text, connected, echo, serving
 
@@ -29,7 +30,7 @@ KIB = 1024
 
 @contextlib.contextmanager
 def serving_at(path: Path, **limits: int) -> Iterator[RpcServer]:
-    server = RpcServer(f"ipc://{path}", 0, Metrics(), RpcLimits(**limits))
+    server = RpcServer(f"ipc://{path}", 0, Metrics().rpc, RpcLimits(**limits))
     server.start(Oddities().methods())
     try:
         yield server
@@ -70,10 +71,10 @@ def counted(metrics: Metrics, code: str) -> float:
     return metrics.registry.get_sample_value("lmcache_mp_protocol_errors_total", {"code": code}) or 0.0
 
 
-def test_the_oldest_unfinished_message_goes_when_all_are_too_large():
+def test_the_oldest_unfinished_message_goes_when_all_are_too_large() -> None:
     metrics = Metrics()
     with (
-        serving(Oddities(), metrics, unfinished_bytes=300 * KIB) as server,
+        serving(Oddities(), metrics.rpc, unfinished_bytes=300 * KIB) as server,
         connected(server) as honest,
         raw_connection(server) as first,
         raw_connection(server) as second,
@@ -86,7 +87,7 @@ def test_the_oldest_unfinished_message_goes_when_all_are_too_large():
         assert counted(metrics, "closed") >= 1
 
 
-def test_a_slow_message_arrives_whole():
+def test_a_slow_message_arrives_whole() -> None:
     text = "x" * 200 * KIB
     with serving(Oddities(), unfinished_bytes=300 * KIB) as server, raw_connection(server) as raw:
         message = call(b"echo", text)
@@ -98,9 +99,9 @@ def test_a_slow_message_arrives_whole():
             got += raw.recv(1 << 16)
 
 
-def test_connections_are_limited():
+def test_connections_are_limited() -> None:
     metrics = Metrics()
-    with serving(Oddities(), metrics, connections=2) as server, connected(server) as honest:
+    with serving(Oddities(), metrics.rpc, connections=2) as server, connected(server) as honest:
         with raw_connection(server), raw_connection(server, b"") as beyond:
             assert hung_up(beyond)
             assert echo(honest, "served") == "served"
@@ -121,7 +122,7 @@ def answers(server: RpcServer) -> bool:
     return False
 
 
-def test_many_engines_wait_for_a_server_that_has_not_begun(tmp_path):
+def test_many_engines_wait_for_a_server_that_has_not_begun(tmp_path: Path) -> None:
     server = RpcServer(f"ipc://{tmp_path}/socket", 0)
     with contextlib.ExitStack() as many:
         many.callback(server.stop)
@@ -131,7 +132,7 @@ def test_many_engines_wait_for_a_server_that_has_not_begun(tmp_path):
             raw.connect(f"{tmp_path}/socket")  # BlockingIOError where too many wait
 
 
-def test_a_handshake_that_does_not_come_ends_the_connection(monkeypatch):
+def test_a_handshake_that_does_not_come_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_HANDSHAKE_SECONDS", 0.05)
     with serving(Oddities()) as server, connected(server) as honest:
         for beginning in (b"", GREETING[:5], GREETING, GREETING + READY[:9]):
@@ -143,7 +144,9 @@ def test_a_handshake_that_does_not_come_ends_the_connection(monkeypatch):
         assert echo(honest, "still here") == "still here"
 
 
-def test_who_takes_no_answers_is_not_listened_to_and_goes_on_when_it_takes_them(monkeypatch):
+def test_who_takes_no_answers_is_not_listened_to_and_goes_on_when_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It does not lose the connection: it only waits for itself."""
     monkeypatch.setattr(peers, "_ENOUGH_UNSENT_BYTES", 64 * KIB)
     calls, answer_bytes = 60, 1 << 20
@@ -159,10 +162,10 @@ def test_who_takes_no_answers_is_not_listened_to_and_goes_on_when_it_takes_them(
             taken += len(data)
 
 
-def test_answers_that_nobody_takes_end_the_connection():
+def test_answers_that_nobody_takes_end_the_connection() -> None:
     metrics, oddities = Metrics(), Oddities()
     with (
-        serving(oddities, metrics, unsent_bytes_per_connection=20 << 20) as server,
+        serving(oddities, metrics.rpc, unsent_bytes_per_connection=20 << 20) as server,
         connected(server) as honest,
         raw_connection(server) as raw,
     ):
@@ -175,10 +178,10 @@ def test_answers_that_nobody_takes_end_the_connection():
         assert echo(honest, "served") == "served"
 
 
-def test_all_answers_that_nobody_takes_are_limited_together():
+def test_all_answers_that_nobody_takes_are_limited_together() -> None:
     metrics, oddities = Metrics(), Oddities()
     with (
-        serving(oddities, metrics, unsent_bytes=30 << 20) as server,
+        serving(oddities, metrics.rpc, unsent_bytes=30 << 20) as server,
         connected(server) as honest,
         raw_connection(server) as first,
         raw_connection(server) as second,
@@ -195,7 +198,7 @@ def test_all_answers_that_nobody_takes_are_limited_together():
         assert hung_up(first)
 
 
-def test_deferred_calls_of_one_connection_are_limited():
+def test_deferred_calls_of_one_connection_are_limited() -> None:
     """A call beyond the limit is refused before it begins: nothing goes on for which nobody waits."""
     oddities = Oddities()
     with (
@@ -214,7 +217,7 @@ def test_deferred_calls_of_one_connection_are_limited():
         assert not beside.done()
 
 
-def test_answers_that_wait_take_the_memory_that_is_counted():
+def test_answers_that_wait_take_the_memory_that_is_counted() -> None:
     """However small they are."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -246,7 +249,7 @@ def test_answers_that_wait_take_the_memory_that_is_counted():
         assert numbers == list(range(60_000))
 
 
-def test_who_takes_no_answers_and_shuts_its_socket_is_let_go(tmp_path):
+def test_who_takes_no_answers_and_shuts_its_socket_is_let_go(tmp_path: Path) -> None:
     """The kernel reports the end of a Unix socket's peer for as long as that is watched."""
     path = tmp_path / "socket"
     with serving_at(path, connections=1) as server, socket.socket(socket.AF_UNIX) as raw:
@@ -271,7 +274,9 @@ def test_who_takes_no_answers_and_shuts_its_socket_is_let_go(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a", "\0", "\0ab"])
-def test_a_client_may_have_a_name_of_any_length(tmp_path, monkeypatch, caplog, name):
+def test_a_client_may_have_a_name_of_any_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     with serving_at(tmp_path / "socket"), socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(10.0)
@@ -282,43 +287,45 @@ def test_a_client_may_have_a_name_of_any_length(tmp_path, monkeypatch, caplog, n
     assert "fault" not in caplog.text
 
 
-def test_what_a_peer_sent_goes_with_it_though_a_call_of_it_waits():
+def test_what_a_peer_sent_goes_with_it_though_a_call_of_it_waits() -> None:
     """A deferred call keeps its peer; what had arrived of the next message would be held, and counted by nobody."""
     oddities = Oddities()
     with serving(oddities) as server, connected(server) as honest:
-        before = resident_bytes()
+        before = bytes_of_large_frames()
         for number in range(8):
             with raw_connection(server) as raw:
                 raw.sendall(call(b"later", "") + call(b"echo", "x" * (16 << 20))[: 15 << 20])
                 until(lambda number=number: len(oddities.deferred) == number + 1)
         assert echo(honest, "x") == "x"
-        until(lambda: resident_bytes() - before < 40 << 20)
+        until(lambda: bytes_of_large_frames() - before < 40 << 20)
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def bytes_of_large_frames() -> int:
+    """What the server maps for them; what malloc keeps of the client's own strings is not counted."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssShmem:")[1].split()[0]) << 10
 
 
-def test_who_announces_more_than_there_is_memory_for_goes_alone(caplog):
+def test_who_announces_more_than_there_is_memory_for_goes_alone(caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics()
     begun = call(b"echo", "x" * (18 << 20))[: 70 * KIB]
-    with serving(Oddities(), metrics) as server, connected(server) as honest, contextlib.ExitStack() as many:
+    with serving(Oddities(), metrics.rpc) as server, connected(server) as honest, contextlib.ExitStack() as many:
         assert echo(honest, "x") == "x"
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        former = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + (64 << 20), former[1]))
+        previous = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (64 << 20), previous[1]))
         try:
             raws = [many.enter_context(raw_connection(server, GREETING + READY + begun)) for _ in range(6)]
             until(lambda: counted(metrics, "closed") >= 3)
             assert echo(honest, "x") == "x"
         finally:
-            resource.setrlimit(resource.RLIMIT_AS, former)
+            resource.setrlimit(resource.RLIMIT_AS, previous)
         assert hung_up(raws[-1])
     assert "fault" not in caplog.text
     assert "no memory for a frame of" in caplog.text
 
 
-def test_a_busy_peer_is_not_the_one_that_waits_longest():
+def test_a_busy_peer_is_not_the_one_that_waits_longest() -> None:
     """It is always in the midst of some message, and yet ends each."""
     with (
         serving(Oddities(), unfinished_bytes=500 * KIB) as server,
@@ -348,4 +355,4 @@ def taken(raw: socket.socket, size_bytes: int) -> None:
 
 
 def unfinished(server: RpcServer) -> int:
-    return server._peers._unfinished.size_bytes
+    return server.peers.unfinished.size_bytes

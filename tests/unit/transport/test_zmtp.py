@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
-from hypothesis import given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache.core.limits import MIB
 from lmcache.errors import ProtocolError
 from lmcache.transport.zmtp import MAX_FRAMES, NO_MESSAGE, READY, RECEIVE_BYTES, MessageReader, frame_head
 
-SEED = 20240229
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL" + bytes(48)
 CLIENT_READY = b"\4\x29\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
 MESSAGE_BYTES = 4 * MIB
@@ -52,7 +52,7 @@ def established() -> MessageReader:
     return reader
 
 
-def test_messages_of_all_sizes():
+def test_messages_of_all_sizes() -> None:
     messages = [
         [b"call id", b"method", bytes([number]) * size]
         for number, size in enumerate((0, 1, 255, 256, RECEIVE_BYTES, RECEIVE_BYTES + 1, MIB, 2 * MIB, 3 * MIB, 1))
@@ -63,19 +63,19 @@ def test_messages_of_all_sizes():
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, MAX_FRAMES])
-def test_a_message_of_another_number_of_frames_is_empty(count):
+def test_a_message_of_another_number_of_frames_is_empty(count: int) -> None:
     reader = established()
     call = [b"a", b"b", b"c"]
     assert receive(reader, encoded(*[b"x"] * count) + encoded(*call)) == [[], call]
 
 
-def test_heartbeats_are_answered_between_the_frames_of_a_message():
+def test_heartbeats_are_answered_between_the_frames_of_a_message() -> None:
     reader = established()
     assert receive(reader, b"\1\1a" + b"\4\x0a\4PING\0\x64ctx" + b"\1\1b\0\1c") == [[b"a", b"b", b"c"]]
     assert reader.replies == [b"\4\x08\4PONGctx"]
 
 
-def test_a_command_counts_as_a_message():
+def test_a_command_counts_as_a_message() -> None:
     """Else a peer that sends thousands of them at once makes everybody wait for one turn."""
     reader = established()
     reader.feed(b"\4\7\4PING\0\0" * 100 + encoded(b"a", b"b", b"c"))
@@ -104,12 +104,12 @@ def test_a_command_counts_as_a_message():
         (GREETING + CLIENT_READY + b"\1\0" * (MAX_FRAMES + 1), "more than 64 frames"),
     ],
 )
-def test_what_ends_a_connection(blast, reason):
+def test_what_ends_a_connection(blast: Any, reason: str) -> None:
     with pytest.raises(ProtocolError, match=reason):
         receive(MessageReader(MESSAGE_BYTES), blast)
 
 
-def test_an_announced_size_takes_no_memory():
+def test_an_announced_size_takes_no_memory() -> None:
     reader = established()
     assert receive(reader, b"\3" + struct.pack(">Q", MESSAGE_BYTES) + b"some") == []
     assert reader.unfinished_bytes == 4
@@ -118,10 +118,9 @@ def test_an_announced_size_takes_no_memory():
 FRAMES = st.lists(st.binary(max_size=300), min_size=1, max_size=5)
 
 
-@seed(SEED)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(messages=st.lists(FRAMES, max_size=8), cuts=st.lists(st.integers(1, 700), max_size=30))
-def test_pieces_do_not_matter(messages, cuts):
+def test_pieces_do_not_matter(messages: Any, cuts: Any) -> None:
     stream = GREETING + CLIENT_READY + b"".join(encoded(*frames) for frames in messages)
     reader, got = MessageReader(MESSAGE_BYTES), []
     for cut in cuts:
@@ -132,14 +131,13 @@ def test_pieces_do_not_matter(messages, cuts):
     assert reader.unfinished_bytes == 0
 
 
-@seed(SEED)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     messages=st.lists(FRAMES, max_size=4),
     damage=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=6),
     from_start=st.booleans(),
 )
-def test_damaged_streams_end_the_connection_or_are_read(messages, damage, from_start):
+def test_damaged_streams_end_the_connection_or_are_read(messages: Any, damage: Any, from_start: Any) -> None:
     stream = bytearray(GREETING + CLIENT_READY + b"".join(encoded(*frames) for frames in messages))
     intact = 0 if from_start else len(GREETING + CLIENT_READY)
     for at, value in damage:

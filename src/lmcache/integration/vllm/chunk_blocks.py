@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lmcache.integration.engine.connector_metadata import GroupLoad
 from lmcache.integration.vllm.groups import CacheGroup
-from lmcache.integration.vllm.orders import GroupLoad
 
 NOT_WRITTEN = -1
 
@@ -70,6 +70,12 @@ def group_load(
         first_chunk += skipped
         del blocks[: skipped * per_chunk]
     return GroupLoad(first_chunk, blocks.tobytes())
+
+
+def is_all_or_nothing(groups: Sequence[CacheGroup]) -> bool:
+    """Whether a load of which a block failed is of no use. Only where one group keeps every block does the engine go on
+    from those before: several groups have to agree, and what is before a window or a state was not loaded."""
+    return len(groups) > 1 or any(group.tail_tokens for group in groups)
 
 
 def restores_states(groups: Sequence[CacheGroup], loads: Sequence[GroupLoad]) -> bool:

@@ -28,23 +28,24 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache.client.client import Client
+from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
 from lmcache.device.cpu import PagedGroup, describe_group
 from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.errors import LayoutRefused, LMCacheError
-from lmcache.integration.vllm.frame_names import WorkerIdentity
+from lmcache.integration.engine.connector_metadata import ConnectorMetadata, WorkerReport
+from lmcache.integration.engine.frame_names import WorkerIdentity
+from lmcache.integration.engine.worker_side import WorkerSide
 from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
 from lmcache.integration.vllm.identity import engine_identity, model_identity, names_media
-from lmcache.integration.vllm.orders import StepOrders, WorkerReport
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.integration.vllm.settings import SHORT_START_SECONDS, ConnectorSettings
 from lmcache.integration.vllm.utils import mla_enabled
-from lmcache.integration.vllm.worker_side import WorkerSide
 from lmcache.protocol.messages import RegisterInstance
 from lmcache.telemetry.logs import ROOT_LOGGER, configure_logs, level_from
 
 log = logging.getLogger("lmcache.vllm")
 
-KVConnectorMetadata.register(StepOrders)
+KVConnectorMetadata.register(ConnectorMetadata)
 KVConnectorWorkerMetadata.register(WorkerReport)
 
 # The only workers of their engines, by engine, whose scheduler may live in this process too.
@@ -58,9 +59,9 @@ def _contained(fallback: Any) -> Callable[[Method], Method]:
 
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
-        def call(self: LMCacheMPConnector, *arguments: Any, **named: Any) -> Any:
+        def call(self: LMCacheMPConnector, *arguments: Any, **keywords: Any) -> Any:
             try:
-                return method(self, *arguments, **named)
+                return method(self, *arguments, **keywords)
             except Exception:
                 log.exception("LMCache failed in %s; the engine goes on without it", method.__name__)
                 return fallback() if callable(fallback) else fallback
@@ -73,12 +74,20 @@ def _contained(fallback: Any) -> Callable[[Method], Method]:
 class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Best effort: a store that is lost is a later miss, so `requires_kv_delivery` is False."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        role: KVConnectorRole,
+        kv_cache_config: Any,
+        environment: EngineEnvironment = ENGINE_SYSTEM,
+    ) -> None:
+        """vLLM passes the first three; a simulation decides by the last what happens when."""
         super().__init__(vllm_config, role, kv_cache_config)
+        self._environment = environment
         if not logging.getLogger(ROOT_LOGGER).handlers:  # vLLM sets up its own loggers only
             configure_logs(level_from(os.environ))
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self.scheduler_side: SchedulerSide | None = None
+        self.worker_side: WorkerSide | None = None
         self._groups: tuple[CacheGroup, ...] = ()
         self._settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
         try:
@@ -89,7 +98,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 raise LayoutRefused("This model keeps a recurrent state, which is restored on CPU engines only so far.")
             self._groups = groups
         except LayoutRefused as refusal:
-            if role == KVConnectorRole.SCHEDULER:  # every worker comes to the same: said once
+            if role == KVConnectorRole.SCHEDULER:  # every worker comes to the same: logged once
                 log.error("This engine runs uncached: %s", refusal)
             return
         if role == KVConnectorRole.SCHEDULER:
@@ -104,11 +113,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # A block that cannot be loaded is computed, never a failed request. vLLM reads this after building us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         parallel = self._vllm_config.parallel_config
-        client = Client(
-            self._settings.url,
-            heartbeat_interval_seconds=self._settings.heartbeat_interval_seconds,
-            transfer=self._settings.transfer_mode,
-        )
+        client = self._settings.client(environment=self._environment)
         client.declare(
             RegisterInstance(
                 self._instance_id,
@@ -124,7 +129,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         role = self._kv_transfer_config
         if not role.is_kv_consumer or not role.is_kv_producer:
             log.info("kv_role is %s: this engine only %s", role.kv_role, "loads" if role.is_kv_consumer else "stores")
-        self._scheduler = SchedulerSide(
+        self.scheduler_side = SchedulerSide(
             client,
             instance_id=self._instance_id,
             groups=self._groups,
@@ -137,7 +142,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             media_have_names=self._media_have_names(),
             # Without a process of its own an engine runs no step once its requests have ended.
             await_stores=parallel.world_size > 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING,
-            worker_here=lambda: _lone_workers.get(self._instance_id),
+            local_worker=lambda: _lone_workers.get(self._instance_id),
+            environment=self._environment,
         )
 
     def _saves_decode(self) -> bool:
@@ -176,18 +182,11 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             stores=parallel.rank % self._workers_per_kv_rank == 0,
         )
 
-        def make_client(meet: Callable[[Client], None]) -> Client:
-            return Client(
-                self._settings.url,
-                heartbeat_interval_seconds=self._settings.heartbeat_interval_seconds,
-                transfer=self._settings.transfer_mode,
-                on_new_incarnation=meet,
-            )
-
-        self._worker = WorkerSide(make_client, identity, groups, gpu)
+        make_client = functools.partial(self._settings.client, environment=self._environment)
+        self.worker_side = WorkerSide(make_client, identity, groups, gpu, self._environment)
         if parallel.world_size == 1:
-            _lone_workers[self._instance_id] = self._worker
-        self._await_server(self._worker.client)
+            _lone_workers[self._instance_id] = self.worker_side
+        self._await_server(self.worker_side.client)
 
     def _describe(self, kv_caches: dict[str, Any]) -> list[PagedGroup]:
         layers = self._vllm_config.compilation_config.static_forward_context
@@ -242,10 +241,10 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- the scheduler's calls ---------------------------------------------------------------------------------------
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is None:
+        if self.scheduler_side is None:
             return
         pool = kv_cache_manager.block_pool
-        self._scheduler.bind(pool, kv_cache_manager.get_block_ids)
+        self.scheduler_side.bind(pool, kv_cache_manager.get_block_ids)
         reset_pool = pool.reset_prefix_cache
 
         def reset_without_pins() -> bool:  # vLLM asks no connector before it looks whether a block is in use
@@ -256,36 +255,36 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_contained(None)
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.on_new_request(request)
+        if self.scheduler_side is not None:
+            self.scheduler_side.on_new_request(request)
 
     @_contained((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._scheduler is None:
+        if self.scheduler_side is None:
             return 0, False
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        return self.scheduler_side.matched_tokens(request, num_computed_tokens)
 
-    # Not contained: once vLLM has been told of a load, it has to be ordered.
+    # Not contained: once vLLM counts on a load, it has to be ordered.
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.after_allocation(request, blocks.get_block_ids(), num_external_tokens)
+        if self.scheduler_side is not None:
+            self.scheduler_side.after_allocation(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        if self._scheduler is None or num_external_tokens == 0:
+        if self.scheduler_side is None or num_external_tokens == 0:
             return {}
-        from_disk = min(num_external_tokens, self._scheduler.tokens_not_in_l1(request.request_id))
+        from_disk = min(num_external_tokens, self.scheduler_side.tokens_not_in_l1(request.request_id))
         split = {CacheHitSource.HOST: num_external_tokens - from_disk, CacheHitSource.DISK: from_disk}
         return {source: tokens for source, tokens in split.items() if tokens}
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        if self._scheduler is None:
-            return StepOrders()
-        return self._scheduler.step_orders(scheduler_output)
+    def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
+        if self.scheduler_side is None:
+            return ConnectorMetadata()
+        return self.scheduler_side.step_metadata(scheduler_output)
 
     @_contained(None)
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.step_ended(connector_output)
+        if self.scheduler_side is not None:
+            self.scheduler_side.step_ended(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -295,32 +294,32 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are never kept by request: those that a store still reads are pinned one by one."""
-        if self._scheduler is not None:
-            self._scheduler.request_finished(request, block_ids)
+        if self.scheduler_side is not None:
+            self.scheduler_side.request_finished(request, block_ids)
         return False, None
 
     @_contained(None)
     def _await_pins(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.await_pins()
+        if self.scheduler_side is not None:
+            self.scheduler_side.await_pins()
 
     @_contained(False)
     def reset_cache(self) -> bool:
-        """Called with `reset_prefix_cache(reset_connector=True)`, by which vLLM is told that its weights changed."""
-        return self._scheduler.reset() if self._scheduler is not None else True
+        """Called with `reset_prefix_cache(reset_connector=True)`, which says that vLLM's weights changed."""
+        return self.scheduler_side.reset() if self.scheduler_side is not None else True
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.pins_end_soon
+        return self.scheduler_side is not None and self.scheduler_side.pins_end_soon
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_pins
+        return self.scheduler_side is not None and self.scheduler_side.has_pins
 
     # ---- the worker's calls ------------------------------------------------------------------------------------------
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None:
+        if self.worker_side is not None:
             # One of vLLM's runners says what runs in the context of the pass, the other in arguments, after the pass.
             idle_step = not kwargs and getattr(forward_context, "attn_metadata", None) is None
-            self._worker.start_loads(self._orders(), idle_step=idle_step)
+            self.worker_side.start_loads(self._step_metadata(), idle_step=idle_step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -329,13 +328,13 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
-            self._worker.start_stores(self._orders())
+        if self.worker_side is not None:
+            self.worker_side.start_stores(self._step_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._worker is None:
+        if self.worker_side is None:
             return KVConnectorTransferResults()
-        ended = self._worker.ended_loads()
+        ended = self.worker_side.ended_loads()
         self._failed_blocks = ended.failed_blocks
         return KVConnectorTransferResults(finished_recving=ended.requests, failed_recving=ended.failed_requests)
 
@@ -344,18 +343,18 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return failed
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        return self._worker.report() if self._worker is not None else None
+        return self.worker_side.report() if self.worker_side is not None else None
 
     _failed_blocks: set[int] = set()
 
-    def _orders(self) -> StepOrders:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
-        return orders
+    def _step_metadata(self) -> ConnectorMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, ConnectorMetadata)
+        return metadata
 
     # ---- both --------------------------------------------------------------------------------------------------------
     def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
+        if self.scheduler_side is not None:
+            self.scheduler_side.close()
+        if self.worker_side is not None:
+            self.worker_side.close()

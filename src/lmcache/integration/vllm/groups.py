@@ -132,15 +132,22 @@ def refuse_settings(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting, 1) > 1:
-            raise LayoutRefused(f"{setting} above 1 splits the KV of a block between workers, which is not supported.")
+            raise LayoutRefused(
+                f"{setting} above 1 splits the KV of a block between workers, which is not supported; set it to 1."
+            )
     if str(getattr(parallel, "distributed_executor_backend", "")) == "external_launcher" and parallel.world_size > 1:
         raise LayoutRefused(
             "The executor external_launcher has a scheduler for each worker; use the executor mp or ray."
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise LayoutRefused("calculate_kv_scales makes KV bytes depend on the first prompt that the engine served.")
+        raise LayoutRefused(
+            "calculate_kv_scales makes KV bytes depend on the first prompt that the engine served; leave it out."
+        )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        raise LayoutRefused("Sleep mode takes KV memory away from under copies, which is not supported.")
+        raise LayoutRefused(
+            "Sleep mode takes KV memory away from under copies, which is not supported; start vLLM without "
+            "--enable-sleep-mode."
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _EXACT_SPECULATION:
         raise LayoutRefused(

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from lmcache.client.content_extras import ContentSpan
 from lmcache.integration.vllm.weights import weights_identity
 
 # What an engine makes of an image depends on these too; vLLM's name of the image does not.
@@ -89,7 +90,7 @@ def _processors(folder: Path) -> str:
 
 def names_media(vllm_config: Any) -> bool:
     """Whether vLLM names images, audio ... by what they are. With both of its caches off it counts them instead, from
-    the start of each process on: the same name is then another image in another life, or in another engine."""
+    the start of each process on: the same name is then another image after a restart, or in another engine."""
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     return media is None or media.mm_processor_cache_gb > 0 or bool(vllm_config.cache_config.enable_prefix_caching)
 
@@ -103,21 +104,13 @@ def request_identity(request: Any, adapter_content: str = "", generation: bytes 
     return msgspec.msgpack.encode(adapter + weights) if adapter or weights else b""
 
 
-def content_extras(features: Sequence[Any], chunk_tokens: int, first_token: int = 0) -> list[tuple[int, bytes]]:
-    """(chunk, 32 bytes) for the chunks that hold placeholders of images, audio ...: what they stand for, and where.
-
-    From the chunk on that `first_token` is in: of that one, what lies before the token too.
-    """
-    touching: dict[int, list[tuple[str, int]]] = {}
-    for feature in features:
-        first, length = feature.mm_position.offset, feature.mm_position.length
-        first_chunk = max(first, first_token) // chunk_tokens
-        for chunk in range(first_chunk, (first + max(length, 1) - 1) // chunk_tokens + 1):
-            touching.setdefault(chunk, []).append((feature.identifier, first - chunk * chunk_tokens))
-    return [
-        (chunk, hashlib.sha256(msgspec.msgpack.encode(sorted(contents, key=lambda content: content[1]))).digest())
-        for chunk, contents in sorted(touching.items())
-    ]
+def content_spans(features: Sequence[Any]) -> tuple[ContentSpan, ...]:
+    """What vLLM's multimodal features say of a request's images, audio ..."""
+    if not features:
+        return ()
+    return tuple(
+        ContentSpan(feature.identifier, feature.mm_position.offset, feature.mm_position.length) for feature in features
+    )
 
 
 def is_cacheable(request: Any, *, media_have_names: bool = True) -> bool:

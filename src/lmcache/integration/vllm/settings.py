@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client.client import Client
+from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
+from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.core.address import connect_endpoint, socket_path
+from lmcache.core.limits import MAX_HEARTBEAT_SECONDS, MIN_HEARTBEAT_SECONDS
 from lmcache.errors import ConfigError
 
 log = logging.getLogger("lmcache.vllm")
@@ -21,21 +25,52 @@ _TRANSFER = "lmcache.mp.transfer_mode"
 _SAVE_DECODE = "lmcache.mp.save_decode_cache"
 _LOAD_OR_RECOMPUTE = "lmcache.mp.load_or_recompute"
 SHORT_START_SECONDS = 3.0
+DEFAULT_HEARTBEAT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class ConnectorSettings:
-    """`mq_timeout_seconds` is None unless it was written down: then start-up insists on the server, and fails past it.
+    """The keys `lmcache.*` of `kv_connector_extra_config`, checked. docs/how-to/connect_vllm.md lists them.
 
-    Otherwise start-up waits `SHORT_START_SECONDS` for a server and goes on without one until it appears.
+    Shapes and units: one value a key; times are seconds. `mq_timeout_seconds` is None unless it was given: then a start
+    waits so long for the server, and fails without. Otherwise it waits `SHORT_START_SECONDS`, and the engine runs
+    uncached until a server is there.
+
+    Errors: ConfigError from `read` names the key and what it may be. A key that is not known is a warning, with the
+    nearest known name.
+
+    Example:
+
+    >>> from lmcache.integration.vllm.settings import ConnectorSettings
+    >>> settings = ConnectorSettings.read({"lmcache.mp.host": "tcp://10.0.0.7", "lmcache.mp.port": 5556})
+    >>> settings.url, settings.heartbeat_interval_seconds
+    ('tcp://10.0.0.7:5556', 10.0)
+    >>> ConnectorSettings.read({"lmcache.mp.heartbeat_interval": 0})
+    Traceback (most recent call last):
+    ...
+    lmcache.errors.ConfigError: lmcache.mp.heartbeat_interval is 0; it must be from 0.05 to 3600 seconds.
     """
 
     url: str = "tcp://127.0.0.1:5555"
     mq_timeout_seconds: float | None = None
-    heartbeat_interval_seconds: float = 10.0
+    heartbeat_interval_seconds: float = DEFAULT_HEARTBEAT_SECONDS
     transfer_mode: WantedTransfer = WantedTransfer.AUTO
     save_decode_cache: bool = False
     load_or_recompute: bool = True
+
+    def client(
+        self,
+        on_new_server: Callable[[Client], None] | None = None,
+        environment: EngineEnvironment = ENGINE_SYSTEM,
+    ) -> Client:
+        """A client with these settings, not started."""
+        return Client(
+            self.url,
+            environment=environment,
+            heartbeat_interval_seconds=self.heartbeat_interval_seconds,
+            transfer=self.transfer_mode,
+            on_new_server=on_new_server,
+        )
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -54,7 +89,7 @@ class ConnectorSettings:
         return cls(
             url=_url(extra),
             mq_timeout_seconds=_seconds(extra, _TIMEOUT) if _TIMEOUT in extra else None,
-            heartbeat_interval_seconds=_seconds(extra, _HEARTBEAT) if _HEARTBEAT in extra else 10.0,
+            heartbeat_interval_seconds=_heartbeat_seconds(extra),
             transfer_mode=transfer_mode,
             save_decode_cache=_flag(extra, _SAVE_DECODE, default=False),
             load_or_recompute=_flag(extra, _LOAD_OR_RECOMPUTE, default=True),
@@ -74,13 +109,27 @@ def _url(extra: Mapping[str, Any]) -> str:
 
 
 def _seconds(extra: Mapping[str, Any], key: str) -> float:
-    try:
-        seconds = float(extra[key])
-    except (TypeError, ValueError):
-        seconds = 0.0
-    if not seconds > 0:
+    seconds = _number(extra[key])
+    if not 0 < seconds < math.inf:
         raise ConfigError(f"{key} is {extra[key]!r}; it must be a number of seconds above 0.")
     return seconds
+
+
+def _heartbeat_seconds(extra: Mapping[str, Any]) -> float:
+    seconds = _number(extra.get(_HEARTBEAT, DEFAULT_HEARTBEAT_SECONDS))
+    if not MIN_HEARTBEAT_SECONDS <= seconds <= MAX_HEARTBEAT_SECONDS:
+        raise ConfigError(
+            f"{_HEARTBEAT} is {extra[_HEARTBEAT]!r}; it must be from {MIN_HEARTBEAT_SECONDS:g} to "
+            f"{MAX_HEARTBEAT_SECONDS:g} seconds."
+        )
+    return seconds
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _flag(extra: Mapping[str, Any], key: str, *, default: bool) -> bool:

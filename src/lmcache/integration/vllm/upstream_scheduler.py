@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache.client.client import Client
-from lmcache.clock import Clock, SystemClock
+from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
+from lmcache.client.lookup_client import LookupClient, Progress, RequestSession
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
 from lmcache.errors import ConfigError, LMCacheError
-from lmcache.integration.vllm.engine_process import instance_name, scheduler_process_id
-from lmcache.integration.vllm.lookup import Asker, Progress, Question
-from lmcache.integration.vllm.scheduler_side import STEP_WAIT_SECONDS
+from lmcache.integration.vllm.hit_lookups import STEP_WAIT_SECONDS
+from lmcache.integration.vllm.instance_id import instance_name, scheduler_process_id
 from lmcache.integration.vllm.upstream_types import ParallelStrategy
 from lmcache.protocol.messages import HelloReply, RegisterInstance
 from lmcache.protocol.tokens import pack_tokens
@@ -52,11 +52,10 @@ class LMCacheMPSchedulerAdapter:
         parallel_strategy: ParallelStrategy,
         mq_timeout: float = 300.0,
         heartbeat_interval: float = 10.0,
-        clock: Clock | None = None,
+        environment: EngineEnvironment = ENGINE_SYSTEM,
     ) -> None:
         """`context` (a ZMQ context) is not used: the client has its own. ConnectionError without a server."""
-        self._clock = clock or SystemClock()
-        client = Client(server_url, heartbeat_interval_seconds=heartbeat_interval)
+        client = Client(server_url, environment=environment, heartbeat_interval_seconds=heartbeat_interval)
         pid = scheduler_process_id(in_scheduler=True, executor="", workers=parallel_strategy.actual_world_size)
         instance_id = instance_name(pid)
         client.declare(
@@ -66,25 +65,25 @@ class LMCacheMPSchedulerAdapter:
             )
         )
         hello = connect(client, mq_timeout)
-        self._start(Asker(client, instance_id, self._clock), hello, vllm_block_size)
+        self._start(LookupClient(client, instance_id, environment), hello, vllm_block_size)
 
-    def _start(self, asker: Asker, hello: HelloReply, block_tokens: int) -> None:
-        self._asker = asker
+    def _start(self, lookups: LookupClient, hello: HelloReply, block_tokens: int) -> None:
+        self._lookups = lookups
         self._chunk_tokens = hello.chunk_tokens
         self._chunk_blocks = chunk_blocks(hello, block_tokens)
-        self._questions: dict[str, Question] = {}
+        self.sessions: dict[str, RequestSession] = {}
         self._hits: dict[str, int] = {}  # tokens, of the lookups that are answered and not yet cleaned up
 
     def num_blocks_per_chunk(self) -> int:
-        """Fixed for the life of the engine: a later server with other chunks is not used."""
+        """Fixed until the engine ends: a later server with other chunks is not used."""
         return self._chunk_blocks
 
     # ---- lookups -----------------------------------------------------------------------------------------------------
     def maybe_submit_lookup_request(self, request_id: str, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """Asks, unless the question is on its way or answered."""
-        if request_id in self._hits or request_id in self._questions:
+        """Sends the lookup, unless it is under way or answered."""
+        if request_id in self._hits or request_id in self.sessions:
             return
-        hello = self._asker.client.hello
+        hello = self._lookups.client.hello
         if (
             hello is None
             or hello.chunk_tokens != self._chunk_tokens
@@ -93,9 +92,9 @@ class LMCacheMPSchedulerAdapter:
         ):
             self._hits[request_id] = 0
             return
-        question = Question(request_id, cache_salt, b"", pack_tokens(token_ids))
-        if self._asker.ask(question):
-            self._questions[request_id] = question
+        session = RequestSession(request_id, cache_salt, b"", pack_tokens(token_ids))
+        if self._lookups.lookup(session):
+            self.sessions[request_id] = session
         else:
             self._hits[request_id] = 0
 
@@ -104,16 +103,19 @@ class LMCacheMPSchedulerAdapter:
         hit_tokens = self._hits.get(request_id)
         if hit_tokens is not None:
             return hit_tokens
-        question = self._questions.get(request_id)
-        if question is None:
+        session = self.sessions.get(request_id)
+        if session is None:
             return 0
-        progress = self._asker.settle(question, STEP_WAIT_SECONDS)
-        if progress is Progress.WAITING:
+        progress = self._lookups.take_answer(session, STEP_WAIT_SECONDS)
+        if progress is Progress.WAITING and self._lookups.server_answers(session):
             return None
-        reply = question.reply
-        hit_tokens = reply.chunks * self._chunk_tokens if progress is Progress.ANSWERED and reply is not None else 0
-        self._hits[request_id] = min(hit_tokens, len(question.tokens) // 4)
-        return self._hits[request_id]
+        hit_tokens = 0
+        if progress is Progress.ANSWERED and session.answer is not None:
+            hit_tokens = min(session.answer.chunks * self._chunk_tokens, session.token_count)
+        elif progress is Progress.WAITING:
+            log.warning("The LMCache server does not answer: request %s goes on uncached", request_id)
+        self._hits[request_id] = hit_tokens
+        return hit_tokens
 
     def cleanup_lookup_result(self, request_id: str) -> None:
         """The engine has allocated by the answer. What is leased stays so until the request ends.
@@ -123,20 +125,20 @@ class LMCacheMPSchedulerAdapter:
 
     def free_lookup_locks(self, token_ids: Sequence[int], start: int, end: int, request_id: str) -> None:
         """The engine will not load these tokens. One lease covers a whole hit: it is given back when all are named."""
-        question = self._questions.get(request_id)
-        reply = question.reply if question is not None else None
-        if question is not None and reply is not None and start == 0 and end >= reply.chunks * self._chunk_tokens:
-            self._asker.give_back(question)
+        session = self.sessions.get(request_id)
+        answer = session.answer if session is not None else None
+        if session is not None and answer is not None and start == 0 and end >= answer.chunks * self._chunk_tokens:
+            self._lookups.give_back(session)
 
     def end_session(self, request_id: str) -> None:
         """The request is over: the server forgets its tokens and every lease."""
         self._hits.pop(request_id, None)
-        question = self._questions.pop(request_id, None)
-        if question is not None:
-            self._asker.end(question)
+        session = self.sessions.pop(request_id, None)
+        if session is not None:
+            self._lookups.end(session)
 
     def report_block_allocations(self, records: Sequence[Any]) -> None:
         """For observers of the engine's own memory, which this server has none of: nothing is kept."""
 
     def shutdown(self) -> None:
-        self._asker.close()
+        self._lookups.close()

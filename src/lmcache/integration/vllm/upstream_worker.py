@@ -10,51 +10,53 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
-from lmcache.client.client import Client
-from lmcache.clock import SystemClock
+from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
+from lmcache.client.lookup_client import LookupClient, Progress, RequestSession
 from lmcache.core.chunking import ChunkHasher
-from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.key_batch import ChunkHashes
 from lmcache.device.cpu import PagedGroup, describe_group
 from lmcache.device.cuda import Gpu, describe_gpu_group
-from lmcache.errors import LayoutRefused, LMCacheError
+from lmcache.errors import LayoutRefused, LMCacheError, ServerUnavailable, StaleServer
+from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder, StoreOrder
+from lmcache.integration.engine.frame_names import WorkerIdentity
+from lmcache.integration.engine.worker_side import WorkerSide
 from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN
-from lmcache.integration.vllm.engine_process import instance_name, scheduler_process_id
-from lmcache.integration.vllm.frame_names import WorkerIdentity
 from lmcache.integration.vllm.groups import refuse_settings
 from lmcache.integration.vllm.identity import engine_identity, model_identity
-from lmcache.integration.vllm.notices import Notices
-from lmcache.integration.vllm.orders import GroupLoad, LoadOrder, StepOrders, StoreOrder
+from lmcache.integration.vllm.instance_id import instance_name, scheduler_process_id
 from lmcache.integration.vllm.settings import ConnectorSettings
 from lmcache.integration.vllm.upstream_scheduler import chunk_blocks, connect
 from lmcache.integration.vllm.upstream_types import LoadStoreOp, ParallelStrategy
-from lmcache.integration.vllm.worker_side import WorkerSide
-from lmcache.protocol.messages import EndSession, HelloReply, Lookup, LookupReply, Release
+from lmcache.protocol.messages import HelloReply
 from lmcache.protocol.tokens import pack_tokens
-from lmcache.transport.client import Pending
+from lmcache.telemetry.log_limiter import LogLimiter
 
 log = logging.getLogger("lmcache.vllm")
 
 LOOKUP_SECONDS = 5.0  # L1 has what the scheduler's lookup leased; nothing is loaded from L2 for this
 
 
-@dataclass
-class _Asked:
-    """A load that waits for its slots."""
+@dataclass(frozen=True)
+class _Load:
+    """Of one request. The session is this worker's own: its lookup tells the slots, which this interface has no way to
+    pass from the scheduler's."""
 
     op: LoadStoreOp
-    cache_salt: str
+    session: RequestSession
+    lease: int = 0
+
+
+class _Serving(NamedTuple):
+    """What an operation goes to."""
+
+    worker: WorkerSide
+    lookups: LookupClient
+    hasher: ChunkHasher
     hello: HelloReply
-    session: str
-    pending: Pending[LookupReply]
-
-
-@dataclass(frozen=True)
-class _Loading:
-    session: str
-    lease: int
 
 
 class LMCacheMPWorkerAdapter:
@@ -71,8 +73,10 @@ class LMCacheMPWorkerAdapter:
         mq_timeout: float = 300.0,
         heartbeat_interval: float = 10.0,
         engine_config: Callable[[], Any] | None = None,
+        environment: EngineEnvironment = ENGINE_SYSTEM,
     ) -> None:
         """`engine_config` gives vLLM's configuration, which this interface does not pass: vLLM sets it meanwhile."""
+        self._environment = environment
         self._url = server_url
         self._model_name = model_name
         self._block_tokens = vllm_block_size
@@ -80,18 +84,18 @@ class LMCacheMPWorkerAdapter:
         self._timeout_seconds = mq_timeout
         self._heartbeat_seconds = heartbeat_interval
         self._config = (engine_config or _current_config)()
-        self._worker: WorkerSide | None = None
+        self.worker_side: WorkerSide | None = None
         self._hasher: ChunkHasher | None = None
-        self._notices: Notices | None = None
-        self._asked: dict[str, _Asked] = {}
-        self._loading: dict[str, _Loading] = {}
-        # Loads with frames that were not what their keys say. The server removes what nobody leases, so it is told when
-        # the scheduler's lease has ended with the request.
-        self._spoilt: dict[str, tuple[_Loading, frozenset[int]]] = {}
+        self._lookups: LookupClient | None = None
+        self._looking_up: dict[str, _Load] = {}
+        self._loading: dict[str, _Load] = {}
+        # Loads with frames that were not what their keys say. The server removes what nobody leases, so it is notified
+        # when the scheduler's lease has ended with the request.
+        self._unreadable: dict[str, tuple[_Load, frozenset[int]]] = {}
         self._aborted: set[str] = set()  # requests that ended before their load
         self._ended: set[str] = set()  # loads that are to be reported
         self._failed_blocks: set[int] = set()
-        self._policy_said = False
+        self._policy_warnings = LogLimiter()
 
     @property
     def use_mla(self) -> bool:
@@ -127,24 +131,20 @@ class LMCacheMPWorkerAdapter:
             strategy.kv_worker_id,
             stores=not strategy.use_mla or self.is_first_rank_of_pp_group,
         )
-        transfer = ConnectorSettings.read(self._config.kv_transfer_config.kv_connector_extra_config).transfer_mode
-
-        def make_client(meet: Callable[[Client], None]) -> Client:
-            return Client(
-                self._url,
-                heartbeat_interval_seconds=self._heartbeat_seconds,
-                transfer=transfer,
-                on_new_incarnation=meet,
-            )
-
-        self._serve(WorkerSide(make_client, self._identity, [group], gpu))
+        settings = replace(
+            ConnectorSettings.read(self._config.kv_transfer_config.kv_connector_extra_config),
+            url=self._url,
+            heartbeat_interval_seconds=self._heartbeat_seconds,
+        )
+        make_client = partial(settings.client, environment=self._environment)
+        self._serve(WorkerSide(make_client, self._identity, [group], gpu, self._environment))
 
     def _serve(self, worker: WorkerSide) -> None:
         hello = connect(worker.client, self._timeout_seconds)
         chunk_blocks(hello, self._block_tokens)
         self._hasher = ChunkHasher(hello.hash_algorithm, hello.chunk_tokens)
-        self._notices = Notices(worker.client, SystemClock())
-        self._worker = worker
+        self._lookups = LookupClient(worker.client, self._identity.instance_id, self._environment)
+        self.worker_side = worker
 
     def _describe(self, kv_caches: dict[str, Any]) -> PagedGroup:
         config = self._config
@@ -167,6 +167,12 @@ class LMCacheMPWorkerAdapter:
         names = tuple(sorted(kv_caches))
         first = kv_caches[names[0]]
         layers = config.compilation_config.static_forward_context
+        if all(_is_local(layers.get(name)) for name in names):
+            raise LayoutRefused(
+                "Every layer of this model attends to a window only, so the engine gives earlier blocks to other "
+                "requests, and vLLM's own connector class does not tell which: unset LMCACHE_USE_UPSTREAM_MP to use "
+                "LMCache's own."
+            )
         describe = describe_gpu_group if first.is_cuda else describe_group
         return describe(
             [(name, kv_caches[name]) for name in names],
@@ -185,7 +191,7 @@ class LMCacheMPWorkerAdapter:
         salts = cache_salts or [""] * len(ops)
         for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
             try:
-                self._asked[request_id] = self._ask(request_id, op, salt)
+                self._looking_up[request_id] = self._look_up(request_id, op, salt)
             except LMCacheError as error:
                 log.warning("A load for request %s is not possible: %s", request_id, error)
                 self._fail(request_id, op)
@@ -193,52 +199,59 @@ class LMCacheMPWorkerAdapter:
                 log.exception("A load for request %s failed", request_id)
                 self._fail(request_id, op)
 
-    def _ask(self, request_id: str, op: LoadStoreOp, salt: str) -> _Asked:
-        """A lookup of this worker's own tells it the slots: this interface has no way to pass the scheduler's."""
-        worker, _, hello = self._serving(op)
-        session = f"{request_id}#{self._identity.worker_id}"
-        message = Lookup(
-            *(self._identity.instance_id, session, salt, 0, pack_tokens(op.token_ids[: op.end])), deadline_seconds=0.0
+    def _look_up(self, request_id: str, op: LoadStoreOp, salt: str) -> _Load:
+        serving = self._serving(op)
+        session = RequestSession(
+            f"{request_id}#{self._identity.worker_id}", salt, b"", pack_tokens(op.token_ids[: op.end])
         )
-        return _Asked(op, salt, hello, session, worker.client.submit("lookup", message, LOOKUP_SECONDS))
+        if not serving.lookups.lookup(session, deadline_seconds=0.0, grace_seconds=LOOKUP_SECONDS):
+            raise ServerUnavailable("the server does not answer")
+        return _Load(op, session)
 
-    def _start_answered_loads(self) -> None:
-        for request_id, asked in list(self._asked.items()):
-            if not asked.pending.done():
+    def _start_answered_loads(self, lookups: LookupClient) -> None:
+        for request_id, load in list(self._looking_up.items()):
+            progress = lookups.take_answer(load.session)
+            if progress is Progress.WAITING:
                 continue
-            del self._asked[request_id]
+            del self._looking_up[request_id]
             try:
-                self._start_load(request_id, asked)
+                self._start_load(request_id, load)
             except LMCacheError as error:
                 log.warning("A load for request %s is not possible: %s", request_id, error)
-                self._end_session(_Loading(asked.session, 0))
-                self._fail(request_id, asked.op)
+                lookups.end(load.session)
+                self._fail(request_id, load.op)
 
-    def _start_load(self, request_id: str, asked: _Asked) -> None:
-        reply, op = asked.pending.result(), asked.op
-        worker, hasher, hello = self._serving(op)
-        if hello is not asked.hello:
-            raise LayoutRefused("its server is gone")
-        hit_chunks = op.end // hasher.chunk_tokens
+    def _start_load(self, request_id: str, load: _Load) -> None:
+        op, answer = load.op, load.session.answer
+        serving = self._serving(op)
+        if answer is None or load.session.server is not serving.hello:
+            raise StaleServer("its server is gone, or did not answer")
+        hit_chunks = op.end // serving.hasher.chunk_tokens
         ranks = self._identity.kv_ranks
-        if reply.chunks != hit_chunks or len(reply.slots) != 8 * ranks * hit_chunks:
-            raise LayoutRefused(f"L1 has {reply.chunks} of its {hit_chunks} chunks (any more)")
+        if answer.chunks != hit_chunks or len(answer.slots) != 8 * ranks * hit_chunks:
+            raise LayoutRefused(f"L1 has {answer.chunks} of its {hit_chunks} chunks (any more)")
         blocks = array("q", op.block_ids)
         for index in range(op.skip_first_n_tokens // self._block_tokens):
             blocks[index] = NOT_WRITTEN
-        load = GroupLoad(op.start // hasher.chunk_tokens, blocks.tobytes())
+        group = GroupLoad(op.start // serving.hasher.chunk_tokens, blocks.tobytes())
         order = LoadOrder(
-            *(request_id, hello.boot_token, asked.cache_salt, hit_chunks, reply.hashes, reply.slots, (load,)),
-            reply.lease,
+            request_id,
+            serving.hello.server_epoch,
+            load.session.cache_salt,
+            hit_chunks,
+            answer.hashes,
+            answer.slots,
+            (group,),
+            answer.lease,
         )
-        self._loading[request_id] = _Loading(asked.session, reply.lease)
-        worker.start_loads(StepOrders(loads=[order]), idle_step=False)
+        self._loading[request_id] = replace(load, lease=answer.lease)
+        serving.worker.start_loads(ConnectorMetadata(loads=[order]), idle_step=False)
 
     def _fail(self, request_id: str, op: LoadStoreOp) -> None:
         skipped = op.skip_first_n_tokens // self._block_tokens
         self._failed_blocks.update(op.block_ids[skipped:])
         self._ended.add(request_id)
-        self._say_policy()
+        self._check_policy()
 
     # ---- stores ------------------------------------------------------------------------------------------------------
     def batched_submit_store_requests(
@@ -250,11 +263,13 @@ class LMCacheMPWorkerAdapter:
         salts = cache_salts or [""] * len(ops)
         for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
             try:
-                worker, hasher, hello = self._serving(op)
-                hashes = hasher.extend(hasher.root(b""), pack_tokens(op.token_ids[: op.end]))
-                hashes = hashes[op.start // hasher.chunk_tokens * CHUNK_HASH_BYTES :]
-                order = StoreOrder(0, hello.boot_token, salt, hashes, (array("q", op.block_ids).tobytes(),))
-                worker.start_stores(StepOrders(stores=[order]))
+                serving = self._serving(op)
+                hasher = serving.hasher
+                hashes = ChunkHashes(hasher.extend(hasher.root(b""), pack_tokens(op.token_ids[: op.end])))
+                stored = hashes[op.start // hasher.chunk_tokens :].packed
+                blocks = array("q", op.block_ids).tobytes()
+                order = StoreOrder(0, serving.hello.server_epoch, salt, stored, (blocks,))
+                serving.worker.start_stores(ConnectorMetadata(stores=[order]))
             except LMCacheError as error:
                 log.debug("Request %s is not stored: %s", request_id, error)
             except Exception:  # the root of one store
@@ -266,77 +281,78 @@ class LMCacheMPWorkerAdapter:
 
         The engine gives a finished request's blocks back when it is named in either, and knows it no more from then on:
         one that was aborted while it loads is named when the load has ended, and only then."""
-        if self._worker is not None:
-            self._end_loads(self._worker, finished_req_ids)
+        if self.worker_side is not None and self._lookups is not None:
+            self._end_loads(self.worker_side, self._lookups, finished_req_ids)
         ended, self._ended = self._ended, set()
-        loading = self._asked.keys() | self._loading.keys()
+        loading = self._looking_up.keys() | self._loading.keys()
         return (finished_req_ids - loading - ended) or None, ended or None
 
-    def _end_loads(self, worker: WorkerSide, finished_req_ids: set[str]) -> None:
-        self._start_answered_loads()
+    def _end_loads(self, worker: WorkerSide, lookups: LookupClient, finished_req_ids: set[str]) -> None:
+        self._start_answered_loads(lookups)
         worker.await_stores_read()
         loads = worker.ended_loads()
         report = worker.report()
         unreadable = report.unreadable if report is not None else {}
         self._failed_blocks |= loads.failed_blocks
         if loads.failed_blocks:
-            self._say_policy()
-        self._aborted |= finished_req_ids & (self._asked.keys() | self._loading.keys())
+            self._check_policy()
+        self._aborted |= finished_req_ids & (self._looking_up.keys() | self._loading.keys())
         for request_id in loads.requests:
             load = self._loading.pop(request_id)
             if request_id in unreadable:
-                self._spoilt[request_id] = load, unreadable[request_id]
+                self._unreadable[request_id] = load, unreadable[request_id]
             else:
-                self._end_session(load)
+                lookups.end(load.session)
         self._ended |= loads.requests
         over = finished_req_ids | (self._aborted & self._ended)
         self._aborted -= self._ended
-        for request_id in over & self._spoilt.keys():
+        for request_id in over & self._unreadable.keys():
+            load, chunks = self._unreadable.pop(request_id)
+            server = load.session.last_server
             # The scheduler says this too, on a connection of its own: it has to come before what follows.
-            self._end_session(_Loading(request_id, 0))
-            self._end_session(*self._spoilt.pop(request_id))
+            lookups.end(RequestSession(request_id, "", b"", b"", last_server=server, unconfirmed=True))
+            lookups.release(load.lease, server, chunks)
+            lookups.end(load.session)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def shutdown(self) -> None:
-        worker, self._worker = self._worker, None
-        if self._notices is not None:
-            self._notices.close()
+        worker, self.worker_side = self.worker_side, None
         if worker is not None:
             worker.close()
+        if self._lookups is not None:
+            self._lookups.close()
 
     # ---- parts -------------------------------------------------------------------------------------------------------
-    def _serving(self, op: LoadStoreOp) -> tuple[WorkerSide, ChunkHasher, HelloReply]:
-        """Who serves it. LayoutRefused when nobody does, or the operation is not whole chunks of this server."""
-        worker, hasher = self._worker, self._hasher
+    def _serving(self, op: LoadStoreOp) -> _Serving:
+        """LMCacheError when nobody serves it, or the operation is not whole chunks of this server."""
+        worker, lookups, hasher = self.worker_side, self._lookups, self._hasher
         hello = worker.client.hello if worker is not None else None
-        if worker is None or hasher is None or hello is None:
-            raise LayoutRefused("this engine runs uncached")
+        if worker is None or lookups is None or hasher is None or hello is None:
+            raise ServerUnavailable("this engine runs uncached")
         if (hello.chunk_tokens, hello.hash_algorithm) != (hasher.chunk_tokens, hasher.algorithm):
-            raise LayoutRefused("the server has other chunks than the one that this engine started with")
+            raise StaleServer("the server has other chunks than the one that this engine started with")
         whole = not (op.start % hasher.chunk_tokens or op.end % hasher.chunk_tokens)
         if not whole or op.end > len(op.token_ids) or len(op) * self._block_tokens != op.end - op.start:
             raise LayoutRefused("it does not cover whole chunks")
-        return worker, hasher, hello
+        return _Serving(worker, lookups, hasher, hello)
 
-    def _end_session(self, load: _Loading, unreadable: frozenset[int] = frozenset()) -> None:
-        assert self._notices is not None
-        instance_id = self._identity.instance_id
-        if unreadable:
-            self._notices.send("release", Release(instance_id, load.lease, sorted(unreadable)))
-        self._notices.send("end_session", EndSession(instance_id, load.session), twice=load.lease == 0)
-
-    def _say_policy(self) -> None:
+    def _check_policy(self) -> None:
         policy = getattr(getattr(self._config, "kv_transfer_config", None), "kv_load_failure_policy", "recompute")
-        if policy != "recompute" and not self._policy_said:
-            self._policy_said = True
+        if policy != "recompute" and self._policy_warnings.due():
             log.warning(
                 "A load failed and kv_load_failure_policy is %r: vLLM fails the request. Set it to recompute in "
                 "--kv-transfer-config.",
                 policy,
             )
+
+
+def _is_local(layer: Any) -> bool:
+    """Whether it attends to near tokens only. Beside other layers that does not matter: with this interface the engine
+    then keeps all blocks."""
+    return any(getattr(layer, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
 
 
 def _current_config() -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lmcache.core.rounding import div_ceil
 from lmcache.errors import LayoutRefused
 
 # Formats of which every loader reads files of the model's folder as they are. Which of them it picks depends on the
@@ -45,7 +46,10 @@ def _refuse_source(model: Any, load: Any) -> None:
     load_format, source = load.load_format, _source(model)
     if load_format == _MADE_UP_FORMAT:
         if model.quantization is not None:
-            raise LayoutRefused("Made-up weights (load_format dummy) of a quantized model are not the same twice.")
+            raise LayoutRefused(
+                "Made-up weights (load_format dummy) of a quantized model are not the same twice; load real weights, "
+                "or leave the quantization out."
+            )
         return
     if load_format not in _FOLDER_FORMATS:
         raise LayoutRefused(
@@ -54,7 +58,10 @@ def _refuse_source(model: Any, load: Any) -> None:
         )
     for name in _OTHER_REPOSITORIES:
         if getattr(model.hf_config, name, None):
-            raise LayoutRefused(f"This model loads weights of another repository ({name}), which may change.")
+            raise LayoutRefused(
+                f"This model loads weights of another repository ({name}), which may change and which nothing pins; "
+                "use a model whose weights are all in its own folder or repository."
+            )
     if not Path(source).is_dir() and not _commit(model):
         raise LayoutRefused(
             f"It is not known which weights {source} has: it is neither a local folder nor a commit of the Hugging "
@@ -142,7 +149,7 @@ def _sampled_offsets(file: BinaryIO, path: Path, size_bytes: int, pages: int) ->
     yield from (size_bytes * page // count for page in range(count))
     if path.suffix == ".safetensors":
         tensors = _tensors(file, size_bytes)
-        step = -(-len(tensors) // pages) if tensors else 1
+        step = div_ceil(len(tensors), pages) if tensors else 1
         # Not where a tensor begins: the first rows of an embedding are those of tokens that training seldom sees.
         yield from (max(start, (start + end - _PAGE_BYTES) // 2) for start, end in tensors[::step])
 

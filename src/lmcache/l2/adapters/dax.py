@@ -9,45 +9,72 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from array import array
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from lmcache import _native
+from lmcache.clock import wall_ns
 from lmcache.core.frame import parse_header
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES, GIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.errors import ConfigError
+from lmcache.environment import SYSTEM, Environment
 from lmcache.l2.adapter import Capacity, Inventory
+from lmcache.l2.adapter_config import LOOKUPS_READ_NOTHING, AdapterConfig, Gigabytes, NonEmpty, Threads
 from lmcache.l2.adapters import dax_device
 from lmcache.l2.adapters import dax_format as layout
 from lmcache.l2.adapters.dax_device import MappedDevice, refuse_foreign
 from lmcache.l2.background import in_thread, spawn
-from lmcache.l2.config import MAX_GB, AdapterConfig
-from lmcache.l2.keys import LOOKUPS_READ_NOTHING, Key, number, text, whole, without_effect
+from lmcache.l2.completions import words
 from lmcache.l2.native_mapping import NativeMapping
 from lmcache.telemetry.logs import level_of
 
 log = logging.getLogger("lmcache.l2")
 
-KEYS = (
-    Key("device_path", text),
-    Key("max_dax_size_gb", number(0, MAX_GB, above=True)),
-    Key("slot_bytes", whole(1, 4 * GIB)),
-    Key("num_store_workers", whole(1, 1024), 1),
-    Key("num_lookup_workers", whole(1, 1024), 1),
-    Key("num_load_workers", whole(1, 1024), min(4, os.cpu_count() or 1)),
-)
-
 ENTRIES_AT_ONCE = 65_536
 INVENTORY_SLICE = 4096
 
 
+class DaxConfig(AdapterConfig, frozen=True, kw_only=True):
+    """Slots of one size in mapped storage (a DAX device, or a file on tmpfs or hugetlbfs), for one server alone."""
+
+    bounds_itself = True
+
+    device_path: Annotated[str, NonEmpty, Meta(description="DAX device, or file on tmpfs or hugetlbfs")]
+    max_dax_size_gb: Annotated[Gigabytes, Meta(description="how much of it is mapped; 1 GB is 2^30 bytes")]
+    slot_bytes: Annotated[int, Meta(ge=1, le=4 * GIB, description="the largest payload that a slot takes")]
+    num_store_workers: Annotated[Threads, Meta(description="threads that write")] = 1
+    num_lookup_workers: Annotated[Threads, Meta(description=f"no effect: {LOOKUPS_READ_NOTHING}")] = 1
+    num_load_workers: Annotated[
+        Threads, Meta(description="threads that read", extra={"default": "4, or one a processor where there are fewer"})
+    ] = min(4, os.cpu_count() or 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if layout.Geometry.of(self.size_bytes, self.slot_bytes).slots < 1:
+            raise ValueError(
+                f'"max_dax_size_gb" of {self.max_dax_size_gb:g} has no room for a slot of '
+                f'"slot_bytes" {self.slot_bytes}; raise the one or lower the other.'
+            )
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.max_dax_size_gb * GIB)
+
+    @property
+    def device(self) -> str:
+        return self.device_path
+
+    def idle_keys(self) -> dict[str, str]:
+        return {"num_lookup_workers": LOOKUPS_READ_NOTHING}
+
+
 class Held:
-    """An object. Its slot is free again when it is gone and nobody reads it any more."""
+    """An object. Its slot is free again when it is gone and has no readers."""
 
     __slots__ = ("frame_bytes", "gone", "readers", "slot")
 
@@ -63,26 +90,17 @@ def _name(key: ObjectKey) -> bytes:
 
 
 class DaxAdapter:
-    def __init__(self, config: AdapterConfig) -> None:
-        settings = config.settings
+    def __init__(self, config: DaxConfig, environment: Environment = SYSTEM) -> None:
         self._name = config.name
-        self._where = config.where
-        self._path: str = settings["device_path"]
-        self._size_bytes = int(settings["max_dax_size_gb"] * GIB)
-        self._slot_bytes: int = settings["slot_bytes"]
-        self._store_threads: int = settings["num_store_workers"]
-        self._load_threads: int = settings["num_load_workers"]
-        if layout.Geometry.of(self._size_bytes, self._slot_bytes).slots < 1:
-            raise ConfigError(
-                f'{config.where}: "max_dax_size_gb" of {settings["max_dax_size_gb"]:g} has no room for a slot of '
-                f'"slot_bytes" {self._slot_bytes}; raise the one or lower the other.'
-            )
+        self._environment = environment
+        self._config = config
+        self._path = config.device_path
         self.capacity = Capacity()
         self._objects: dict[bytes, Held] = {}
         self._free: list[int] = []
         self._lost_slots = 0
         self._recovered = asyncio.Event()
-        self._recovery: asyncio.Task[None] | None = None
+        self.recovery: asyncio.Task[None] | None = None  # reads the directory, then touches the pages
         self._device: MappedDevice | None = None
 
     def overhead_bytes(self) -> int:
@@ -96,10 +114,10 @@ class DaxAdapter:
         }
 
     async def open(self, inventory: Inventory) -> None:
-        device = await in_thread("l2-open", MappedDevice, self._where, self._path, self._size_bytes)
+        device = await in_thread("l2-open", MappedDevice, self._config.where, self._path, self._config.size_bytes)
         self._device = device
-        self._writes = self._mapping(device, self._store_threads)
-        self._reads = self._mapping(device, self._load_threads)
+        self._writes = self._mapping(device, self._config.num_store_workers)
+        self._reads = self._mapping(device, self._config.num_load_workers)
         try:
             await self._find_superblock(device)
         except BaseException:
@@ -107,17 +125,17 @@ class DaxAdapter:
             raise
         stride = self._geometry.stride
         self.capacity = Capacity(self._geometry.slots * stride, stride, largest_object_bytes=stride)
-        self._recovery = spawn(self._recover(inventory), f"{self._name}-recover")
+        self.recovery = spawn(self._recover(inventory), f"{self._name}-recover")
 
     def _mapping(self, device: MappedDevice, threads: int) -> NativeMapping:
         return NativeMapping(device.address, device.size_bytes, threads=threads, flush=device.persistent)
 
     async def _find_superblock(self, device: MappedDevice) -> None:
-        """Goes on with what is there if it has the same geometry, else begins anew."""
+        """Uses the cache on the device if it has the same geometry, else starts a new one."""
         block = memoryview(bytearray(layout.SUPERBLOCK_BYTES))
         await self._reads.read([0], [block])
-        refuse_foreign(self._where, self._path, bytes(block))
-        self._geometry = layout.Geometry.of(device.size_bytes, self._slot_bytes)
+        refuse_foreign(self._config.where, self._path, bytes(block))
+        self._geometry = layout.Geometry.of(device.size_bytes, self._config.slot_bytes)
         found = layout.read_superblock(bytes(block))
         if found is not None and found[1] == self._geometry:
             self._id = found[0]
@@ -131,7 +149,7 @@ class DaxAdapter:
                 found[1].stride,
             )
         # A new id makes every older entry invalid.
-        self._id = os.urandom(16)
+        self._id = self._environment.random_bytes(layout.DEVICE_ID_BYTES)
         await self._writes.write_records([0], layout.superblock(self._id, self._geometry), layout.SUPERBLOCK_BYTES)
 
     async def _prefault(self) -> None:
@@ -146,8 +164,8 @@ class DaxAdapter:
         device, self._device = self._device, None
         if device is None:
             return
-        if self._recovery is not None:
-            await self._recovery
+        if self.recovery is not None:
+            await self.recovery
         await self._writes.close()
         await self._reads.close()
         await in_thread("l2-close", device.close)
@@ -169,15 +187,16 @@ class DaxAdapter:
                 outcomes[index] = StoreOutcome.FULL
         if not taken:
             return outcomes
-        now = time.time_ns()
+        slots = [slot for _, slot in taken]
+        sizes = [buffers[index].nbytes for index, _ in taken]
+        entries = _native.make_dax_entries(
+            self._id, words(slots), b"".join([names[index] for index, _ in taken]), words(sizes), self._now_ns()
+        )
         written = await self._writes.write(
-            [self._geometry.slot_place(slot) for _, slot in taken],
+            self._geometry.slot_places(slots),
             [buffers[index] for index, _ in taken],
-            [self._geometry.entry_place(slot) for _, slot in taken],
-            b"".join(
-                layout.entry(self._id, slot, names[index], buffers[index].nbytes, now - index * 1000)
-                for index, slot in taken
-            ),
+            [self._geometry.entry_place(slot) for slot in slots],
+            entries,
             layout.ENTRY_BYTES,
         )
         twice: list[int] = []
@@ -185,7 +204,7 @@ class DaxAdapter:
             if not copied:
                 continue
             name = names[index]
-            if name in self._objects:  # another call was faster
+            if name in self._objects:  # stored by a concurrent call
                 outcomes[index] = StoreOutcome.ALREADY_THERE
                 twice.append(slot)
             else:
@@ -259,7 +278,7 @@ class DaxAdapter:
         for held in removed:
             held.readers += 1  # until its entry is erased
             held.gone = True
-        await self._erase([held.slot for held in reversed(removed)])  # suffixes first: what a kill leaves is a prefix
+        await self._erase([held.slot for held in reversed(removed)])  # suffixes first, so that a kill leaves a prefix
         for held in removed:
             self._done_reading(held)
         return removed
@@ -275,15 +294,17 @@ class DaxAdapter:
             await self._writes.write_records(places, bytes(len(slots) * layout.ENTRY_BYTES), layout.ENTRY_BYTES)
 
     def _mark_used(self, slots: Sequence[int]) -> None:
-        """In prefix order. Nobody waits for it; what comes too late marks a free or another slot, which does no
-        harm."""
-        now = time.time_ns()
+        """In prefix order, without waiting. A late write marks a free slot or another object, which is harmless."""
+        now = self._now_ns()
         if slots:
             self._writes.write_records(
                 self._geometry.used_places(slots),
                 array("Q", range(now, now - 1000 * len(slots), -1000)).tobytes(),
                 layout.USED_BYTES,
             )
+
+    def _now_ns(self) -> int:
+        return wall_ns(self._environment.clock)
 
     def _lose_slot(self, slot: int) -> None:
         self._lost_slots += 1
@@ -309,10 +330,8 @@ class DaxAdapter:
                 part[:] = bytes(len(part))
                 unreadable.update(range(first, first + len(part) // layout.ENTRY_BYTES))
         self._lost_slots += len(unreadable)
-        packed_slots, names, packed_sizes, packed_free = await in_thread(
-            "l2-recover", _native.read_dax_directory, self._id, 0, entries, self._geometry.stride
-        )
-        slots, sizes = memoryview(packed_slots).cast("I"), memoryview(packed_sizes).cast("Q")
+        directory = await in_thread("l2-recover", _native.read_dax_directory, self._id, entries, self._geometry.stride)
+        slots, names, sizes = directory.slots, directory.names, directory.frame_bytes
         namespaces = await self._identify(slots, names)
 
         def index() -> tuple[dict[bytes, Held], list[tuple[ObjectKey, int]], list[int]]:
@@ -331,15 +350,15 @@ class DaxAdapter:
 
         self._objects, known, useless = await in_thread("l2-recover", index)
         await self._erase(useless)
-        free = [slot for slot in memoryview(packed_free).cast("I") if slot not in unreadable]
+        free = [slot for slot in directory.free if slot not in unreadable]
         self._free = (useless + free)[::-1]
         for start in range(0, len(known), INVENTORY_SLICE):
             inventory.found(known[start : start + INVENTORY_SLICE])
             await asyncio.sleep(0)
 
     async def _identify(self, slots: memoryview, names: bytes) -> dict[bytes, Namespace]:
-        """The directory has the digests of namespaces; the namespaces themselves are in the headers of their frames.
-        Any frame may tell: after a power failure those that were stored last may have no header."""
+        """Reads the namespaces, of which the directory has the digests, from the headers of frames. All frames of one
+        are tried: after a power failure the youngest may have no header."""
         namespaces: dict[bytes, Namespace] = {}
         for at, slot in zip(range(0, len(names), 64), slots, strict=True):
             digest = names[at : at + 32]
@@ -358,12 +377,7 @@ class DaxAdapter:
             return None
 
 
-def check(config: AdapterConfig) -> list[str]:
-    """As `AdapterType.check`. What a DAX device holds is seen when it is mapped."""
-    settings = config.settings
-    dax_device.check(config.where, settings["device_path"], int(settings["max_dax_size_gb"] * GIB))
-    return without_effect(config.where, settings, KEYS, {"num_lookup_workers": LOOKUPS_READ_NOTHING})
-
-
-def build(config: AdapterConfig) -> DaxAdapter:
-    return DaxAdapter(config)
+def check(config: DaxConfig) -> list[str]:
+    """As `AdapterType.check`. The content of a DAX device is only checked when it is mapped."""
+    dax_device.check(config.where, config.device_path, config.size_bytes)
+    return []

@@ -1,4 +1,4 @@
-"""A DAX device, or a file that stands in for one, mapped into memory. Everything here blocks."""
+"""Maps a DAX device, or a file that stands in for one, into memory. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ PREFAULT_SLICE_BYTES = 1 << 28
 def refuse_foreign(where: str, path: str, start: bytes) -> None:
     """`start`: the first bytes of the device or file."""
     if any(start) and read_superblock(start.ljust(SUPERBLOCK_BYTES, b"\x00")) is None:
-        raise ConfigError(
+        raise ResourceError(
             f"{where}: {path} holds something that is not this cache's; to give it to the cache anyway, zero its first "
             f"{SUPERBLOCK_BYTES} bytes."
         )
 
 
 def _attribute(info: os.stat_result, name: str) -> Path:
-    """What the kernel says about a device."""
+    """The sysfs file with this attribute of a device."""
     return Path(f"/sys/dev/char/{os.major(info.st_rdev)}:{os.minor(info.st_rdev)}/{name}")
 
 
 @dataclass(frozen=True)
 class _Medium:
-    """What is at the path, open for reading and writing."""
+    """The device or file, open for reading and writing."""
 
     fd: int
     is_device: bool
-    unit_bytes: int  # what the size of a mapping must be a multiple of
-    size_bytes: int  # what can be mapped of what is wanted
+    unit_bytes: int  # the size of a mapping must be a multiple of it
+    size_bytes: int  # of the mapping
 
 
 def _look(where: str, path: str, wanted_bytes: int, fd: int, *, lock: bool) -> _Medium:
@@ -48,7 +48,7 @@ def _look(where: str, path: str, wanted_bytes: int, fd: int, *, lock: bool) -> _
     info = os.fstat(fd)
     is_device = stat.S_ISCHR(info.st_mode) and _attribute(info, "subsystem").resolve().name == "dax"
     if not is_device and not stat.S_ISREG(info.st_mode):
-        raise ConfigError(f'{where}: "device_path" {path} is neither a DAX device nor a file; name one of these.')
+        raise _wrong_kind(where, path)
     if lock:
         _lock(where, path, fd)
     if not is_device:
@@ -59,14 +59,20 @@ def _look(where: str, path: str, wanted_bytes: int, fd: int, *, lock: bool) -> _
     return medium
 
 
+def _wrong_kind(where: str, path: str) -> ConfigError:
+    return ConfigError(f'{where}: "device_path" {path} is neither a DAX device nor a file; name one of these.')
+
+
 def _open(where: str, path: str) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise ConfigError(
+        raise ResourceError(
             f'{where}: "device_path" {path} does not exist; for a file that stands in for a device create an empty one '
             "first."
         ) from None
+    except IsADirectoryError:
+        raise _wrong_kind(where, path) from None
     except OSError as error:
         raise ResourceError(
             f"{where}: cannot open {path}: {error.strerror}; see that this user may read and write it."
@@ -90,7 +96,7 @@ def _unit_bytes(info: os.stat_result, is_device: bool) -> int:
 
 
 def _refuse_too_small(where: str, path: str, wanted_bytes: int, medium: _Medium, info: os.stat_result) -> None:
-    """A page without anything behind it would be a SIGBUS later; here it is an error."""
+    """A page without storage behind it would be a SIGBUS later."""
     if medium.is_device:
         size = _attribute(info, "size")
         device_bytes = int(size.read_text()) if size.exists() else medium.size_bytes
@@ -102,7 +108,7 @@ def _refuse_too_small(where: str, path: str, wanted_bytes: int, medium: _Medium,
     missing_bytes = medium.size_bytes - info.st_blocks * 512
     volume = os.fstatvfs(medium.fd)
     free_bytes = volume.f_bavail * volume.f_frsize
-    # An attempt would fill the volume for everybody. Without any block a volume has no limit of its own.
+    # An attempt would fill the volume for everybody. A volume of 0 blocks has no limit of its own.
     if volume.f_blocks and missing_bytes > free_bytes:
         raise ResourceError(
             f'{where}: "max_dax_size_gb" asks for {wanted_bytes} bytes, of which {path} lacks {missing_bytes}, and its '
@@ -118,7 +124,7 @@ def _unmappable(where: str, path: str, wanted_bytes: int, error: OSError) -> Res
 
 
 def check(where: str, path: str, wanted_bytes: int) -> None:
-    """Refuses what a `MappedDevice` would refuse, without a lock: another server may hold it."""
+    """Refuses what `MappedDevice` would, without taking the lock, as another server may hold it."""
     fd = _open(where, path)
     try:
         _look(where, path, wanted_bytes, fd, lock=False)
@@ -129,7 +135,7 @@ def check(where: str, path: str, wanted_bytes: int) -> None:
 
 
 class MappedDevice:
-    """Locked for as long as it is open. ConfigError or ResourceError: it cannot be used; the sentence says why."""
+    """A mapped device, locked until it is closed. ConfigError or ResourceError: a sentence with the remedy."""
 
     def __init__(self, where: str, path: str, wanted_bytes: int) -> None:
         self._fd = _open(where, path)
@@ -148,7 +154,7 @@ class MappedDevice:
         self.address = _native.buffer_address(self._mapping)
 
     def prefault(self, begin: int) -> int:
-        """Maps the pages of a slice, so that the first copies need not; where the next slice begins."""
+        """Faults in the pages of the slice at `begin`, so that copies do not; where the next slice begins."""
         size_bytes = min(PREFAULT_SLICE_BYTES, self.size_bytes - begin)
         _native.prefault(self.address + begin, size_bytes, 1, large_pages=True)
         return begin + size_bytes
@@ -161,7 +167,7 @@ class MappedDevice:
             self._fd = -1
 
     def _map(self, align_bytes: int) -> tuple[memoryview, bool]:
-        """Persistent: what has left the processor's caches is on the medium. For files that is what MAP_SYNC is for."""
+        """(mapping, whether data that was flushed from the processor's caches is on the medium: MAP_SYNC for files)."""
         try:
             return map_shared(self._fd, self.size_bytes, align_bytes, MAP_SHARED_VALIDATE | MAP_SYNC), True
         except OSError:

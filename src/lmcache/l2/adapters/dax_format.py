@@ -1,4 +1,5 @@
-"""What lies on a DAX device (docs/formats/dax.md): a superblock, a directory of slots, the slots."""
+"""What lies on a DAX device (docs/formats/dax.md): a superblock, a directory of slots, the slots. Entries of the
+directory are made and read natively (native/include/lmcache/dax_directory.h)."""
 
 from __future__ import annotations
 
@@ -9,19 +10,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lmcache.core.limits import FRAME_ALIGN_BYTES, FRAME_HEADER_BYTES
+from lmcache.core.rounding import round_up
 
 MAGIC = b"LMCDAX\x00\x01"
 SUPERBLOCK_BYTES = 4096
+DEVICE_ID_BYTES = 16
 ENTRY_BYTES = 128
 USED_OFFSET = 80  # of the time of the last use in an entry: the one field that changes while the entry is valid
 USED_BYTES = 8
 
 _SUPERBLOCK = struct.Struct("<8s16sQQ")  # magic, device id, slot stride, slots; then the checksum
 _CHECKSUM = struct.Struct("<I")
-_ENTRY = struct.Struct("<64sQI4xQ40x")  # name, frame bytes, checksum, used
-_CHECKED = struct.Struct("<64sQ16sQ")  # name, frame bytes, device id, slot
-
-assert _ENTRY.size == ENTRY_BYTES
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,14 @@ class Geometry:
     @classmethod
     def of(cls, size_bytes: int, slot_bytes: int) -> Geometry:
         """As many slots as fit, each for a frame whose payload has `slot_bytes`."""
-        stride = -(-slot_bytes // FRAME_ALIGN_BYTES) * FRAME_ALIGN_BYTES + FRAME_HEADER_BYTES
+        stride = round_up(slot_bytes, FRAME_ALIGN_BYTES) + FRAME_HEADER_BYTES
         usable_bytes = size_bytes - SUPERBLOCK_BYTES - (FRAME_ALIGN_BYTES - 1)
         return cls(stride, max(0, usable_bytes // (stride + ENTRY_BYTES)))
 
     @cached_property
     def first_slot(self) -> int:
         directory_bytes = self.slots * ENTRY_BYTES
-        return SUPERBLOCK_BYTES + -(-directory_bytes // FRAME_ALIGN_BYTES) * FRAME_ALIGN_BYTES
+        return SUPERBLOCK_BYTES + round_up(directory_bytes, FRAME_ALIGN_BYTES)
 
     def slot_place(self, slot: int) -> int:
         return self.first_slot + slot * self.stride
@@ -70,10 +69,3 @@ def read_superblock(block: bytes) -> tuple[bytes, Geometry] | None:
     if magic != MAGIC or checksum != zlib.crc32(fields):
         return None
     return device_id, Geometry(stride, slots)
-
-
-def entry(device_id: bytes, slot: int, name: bytes, frame_bytes: int, used: int) -> bytes:
-    """`name`: namespace digest and chunk hash. `used` in nanoseconds. The checksum covers device and slot too: an entry
-    of another device, of an earlier life with another geometry, or in the wrong place is none."""
-    checksum = zlib.crc32(_CHECKED.pack(name, frame_bytes, device_id, slot))
-    return _ENTRY.pack(name, frame_bytes, checksum, used)

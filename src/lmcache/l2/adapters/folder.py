@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from lmcache import _native
-from lmcache.core.frame import parse_header
-from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, UnnamedNamespace
 from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_QUARANTINE_BYTES, MAX_QUARANTINE_FILES
+from lmcache.l2.adapters.remote_names import identify_namespace
 
 OWN_FOLDER = ".lmcache"
 QUARANTINE = "quarantine"
@@ -30,12 +27,12 @@ _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY = re.compile(r"(?:\.[0-9a-f]{64}\.)?([0-9a-f]{16})\.[0-9]+\.tmp")
 _OBJECT_FOLDER = re.compile(r"/[0-9a-f]{64}/[0-9a-f]{2}")
-_SCAN_THREADS = 2  # more are no faster where names are cached, and lookups go on meanwhile
+_SCAN_THREADS = 2  # more are no faster with cached names, and lookups need the processor
 _FOLDERS_AT_ONCE = 64
 
 
 def make(base: str, relative: str) -> Path:
-    """Makes folders of ours below the base folder, each with our mode."""
+    """Makes the folders of `relative` below the base folder, each with FOLDER_MODE."""
     path = Path(base)
     for part in Path(relative).parts:
         path /= part
@@ -48,29 +45,15 @@ def object_folder(digest_hex: str, hash_hex: str) -> str:
     return f"{digest_hex}/{hash_hex[:2]}"
 
 
-def folders_of(key: ObjectKey) -> tuple[bytes, bytes]:
-    """What names the folder of an object, and the one above it, without making their names."""
-    digest = key.namespace.digest
-    return digest + key.chunk_hash[:1], digest
-
-
 def object_path(base: str, digest_hex: str, hash_hex: str) -> str:
     return f"{base}/{digest_hex}/{hash_hex[:2]}/{hash_hex}.data"
-
-
-@dataclass
-class FoundNamespace:
-    """`namespace` is None when no file in it has a readable header."""
-
-    digest_hex: str
-    namespace: Namespace | None = None
 
 
 @dataclass
 class Contents:
     """What a scan found. Objects are columns of one length: object i has the 32 bytes of `hashes` from 32 i on."""
 
-    namespaces: list[FoundNamespace] = field(default_factory=list)
+    namespaces: list[Namespace] = field(default_factory=list)
     hashes: bytearray = field(default_factory=bytearray)
     used_ns: array[int] = field(default_factory=lambda: array("q"))  # since 1970
     sizes: array[int] = field(default_factory=lambda: array("Q"))  # bytes
@@ -84,29 +67,36 @@ class Contents:
 
 
 def scan(base: str, relative_tmp_dir: str, stop: Callable[[], bool]) -> Contents:
-    """Everything with a name of ours. Other files are left alone and not counted. `stop` ends it early."""
+    """Everything with a name of this format. Other files are left alone and not counted. `stop` ends it early."""
     contents = Contents()
     for own in {OWN_FOLDER, relative_tmp_dir or OWN_FOLDER}:
         _list_temporary(Path(base, own), contents)
     for digest_hex in _folders(base, _NAMESPACE, contents.faults):
         path, faults = f"{base}/{digest_hex}", list[OSError]()
         fan_outs = [f"{path}/{name}" for name in _folders(path, _FAN_OUT, faults)]
-        contents.faults += [fault for fault in faults if not isinstance(fault, FileNotFoundError)]  # by another server
+        contents.faults += [
+            fault for fault in faults if not isinstance(fault, FileNotFoundError)
+        ]  # removed by another server
         if not fan_outs:
             contents.empty.append(path)
             continue
-        found, first = FoundNamespace(digest_hex), len(contents.sizes)
-        contents.namespaces.append(found)
+        first = len(contents.sizes)
+        contents.namespaces.append(UnnamedNamespace.of(bytes.fromhex(digest_hex)))
         for start in range(0, len(fan_outs), _FOLDERS_AT_ONCE):
             if stop():
                 return contents
             _list_objects(fan_outs[start : start + _FOLDERS_AT_ONCE], contents)
-        found.namespace = _identify(base, digest_hex, contents, first, stop)
+        namespace = _identify(base, digest_hex, contents, first, stop)
+        if namespace is not None:
+            contents.namespaces[-1] = namespace
+        else:  # after a power failure, or of a later version: nobody asks for its objects, so they go first
+            for index in range(first, len(contents.sizes)):
+                contents.used_ns[index] = 0
     return contents
 
 
 def remove_temporary(base: str, paths: Sequence[str]) -> None:
-    """Files on their way that nobody goes on with, and the folders of objects that they were the last in."""
+    """Removes abandoned temporary files, and the object folders that are empty then."""
     folders = {os.path.dirname(path) for path in paths}
     for path in paths:
         try:
@@ -117,20 +107,20 @@ def remove_temporary(base: str, paths: Sequence[str]) -> None:
 
 
 def remove_empty(base: str, folders: Iterable[str]) -> None:
-    """Removes folders of objects, or of namespaces, in which there is nothing, and what that leaves empty below the
-    base. Another server that is about to store there makes them again (native/src/file_folders.h)."""
+    """Removes empty folders of objects or namespaces, and parents below the base that this empties. A server that is
+    about to store there makes them again (native/src/file_folders.h)."""
     for path in folders:
         try:
             while path != base:
                 os.rmdir(path)
                 path = os.path.dirname(path)
         except OSError:
-            pass  # something is in it, or it may not be removed: it stays
+            pass  # not empty, or not removable
 
 
 def stamps(base: str) -> dict[str, int]:
-    """When something was last added to or removed from each folder of objects, in nanoseconds. What cannot be looked
-    into is left out."""
+    """The modification time of each object folder in nanoseconds: when a file was last added or removed. Folders that
+    cannot be read are left out."""
     found = {}
     for digest_hex in _folders(base, _NAMESPACE, []):
         for name in _folders(f"{base}/{digest_hex}", _FAN_OUT, []):
@@ -142,7 +132,7 @@ def stamps(base: str) -> dict[str, int]:
 
 
 def _folders(path: str, pattern: re.Pattern[str], faults: list[OSError]) -> list[str]:
-    """The names of what is a folder in it, sorted."""
+    """The matching names of its folders, sorted."""
     try:
         with os.scandir(path) as entries:
             return sorted(
@@ -155,16 +145,16 @@ def _folders(path: str, pattern: re.Pattern[str], faults: list[OSError]) -> list
 
 def _list_objects(paths: Sequence[str], contents: Contents) -> None:
     """Of the namespace that was added last."""
-    hashes, used_ns, sizes, temporary, empty, unreadable = _native.scan_folders(paths, _SCAN_THREADS)
-    contents.empty += empty
-    contents.hashes += hashes
-    contents.used_ns.frombytes(used_ns)
-    contents.sizes.frombytes(sizes)
+    found = _native.scan_folders(paths, _SCAN_THREADS)
+    contents.empty += found.empty
+    contents.hashes += found.hashes
+    contents.used_ns.frombytes(found.used_ns)
+    contents.sizes.frombytes(found.sizes)
     added = len(contents.sizes) - len(contents.owners)
     contents.owners.extend([len(contents.namespaces) - 1] * added)
-    for path in temporary:
+    for path in found.temporary:
         _note_temporary(path, contents)
-    contents.faults += [OSError(error, os.strerror(error), path) for path, error in unreadable]
+    contents.faults += [OSError(error, os.strerror(error), path) for path, error in found.unreadable]
 
 
 def _list_temporary(path: Path, contents: Contents) -> None:
@@ -185,32 +175,32 @@ def _note_temporary(path: str, contents: Contents) -> None:
 
 
 def _identify(base: str, digest_hex: str, contents: Contents, first: int, stop: Callable[[], bool]) -> Namespace | None:
-    """A folder has the digest of its namespace for a name; the namespace itself is in every header. Its objects are
-    those from `first` on. Any of them may tell: after a power failure those that were stored last may have no
-    header."""
+    """Reads the namespace, of which the folder's name has the digest, from the header of an object; its objects are
+    those from `first` on. All are tried: after a power failure the youngest may have no header."""
     for index in range(first, len(contents.sizes)):
         if stop():
             return None
         try:
             with open(object_path(base, digest_hex, contents.hash_of(index).hex()), "rb", buffering=0) as file:
-                namespace = Namespace.decode(parse_header(file.read(FRAME_HEADER_BYTES)).namespace)
-        except (OSError, ValueError, msgspec.MsgspecError):
+                namespace = identify_namespace(file.read(FRAME_HEADER_BYTES), bytes.fromhex(digest_hex))
+        except OSError:
             continue
-        if namespace.digest.hex() == digest_hex:
+        if namespace is not None:
             return namespace
     return None
 
 
 def base_bytes(base: str) -> int:
-    """What the base folder itself takes; it grows with the number of namespaces."""
+    """Disk space of the base folder itself, which grows with the number of namespaces."""
     return max(FOLDER_BYTES, os.stat(base).st_blocks * 512)
 
 
-def quarantine(base: str, digest_hex: str, hash_hex: str) -> bool:
-    """Moves an object aside, or deletes it where that fails. True when it no longer has its name."""
+def quarantine(base: str, digest_hex: str, hash_hex: str, now_ns: int) -> bool:
+    """Moves an object to the quarantine folder, or deletes it where that fails. True if it no longer has its name.
+    `now_ns`, since 1970, tells it from an earlier one with the same name there."""
     source = object_path(base, digest_hex, hash_hex)
     try:
-        os.rename(source, make(base, QUARANTINE) / f"{digest_hex[:16]}_{hash_hex}_{time.time_ns()}.data")
+        os.rename(source, make(base, QUARANTINE) / f"{digest_hex[:16]}_{hash_hex}_{now_ns}.data")
         trim_quarantine(base)
     except FileNotFoundError:
         pass  # another server was faster
@@ -225,7 +215,7 @@ def quarantine(base: str, digest_hex: str, hash_hex: str) -> bool:
 
 
 def trim_quarantine(base: str) -> int:
-    """Keeps the youngest within the limits of count and size; what remains, in bytes on disk."""
+    """Deletes the oldest files beyond the limits of count and size; the bytes on disk that remain."""
     folder = Path(base, QUARANTINE)
     kept: list[tuple[float, int, str]] = []
     try:

@@ -14,14 +14,18 @@ from array import array
 from collections.abc import Sequence
 
 from lmcache import _native
+from lmcache.clock import wall_ns
 from lmcache.core.folders import refuse_unwritable
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_ALIGN_BYTES
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.errors import ConfigError, ResourceError
-from lmcache.l2.adapter import Capacity, Inventory
+from lmcache.environment import SYSTEM, Environment
+from lmcache.errors import ResourceError
+from lmcache.l2.adapter import Capacity, Inventory, ObjectColumns
 from lmcache.l2.adapters import folder
-from lmcache.l2.adapters.engine_trial import (
+from lmcache.l2.adapters.folder_config import FolderSettings, IoEngine
+from lmcache.l2.adapters.folder_lease import FolderLease
+from lmcache.l2.adapters.io_engine_probe import (
     SMALLEST_CAPACITY_BYTES,
     TRIAL_BYTES,
     TRIAL_SECONDS,
@@ -29,29 +33,17 @@ from lmcache.l2.adapters.engine_trial import (
     trial_paths,
     try_engines,
 )
-from lmcache.l2.adapters.writers import Writer
 from lmcache.l2.background import in_thread, spawn
-from lmcache.l2.completions import Results
-from lmcache.l2.config import AdapterConfig
-from lmcache.l2.keys import Key, choice, switch, text, text_or_empty, whole
 from lmcache.l2.native_device import usable_queue_depth
-from lmcache.l2.native_files import NativeFiles
+from lmcache.l2.native_files import FileMover, NativeFiles
+from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.logs import level_of
 
 log = logging.getLogger("lmcache.l2")
 
-KEYS = (
-    Key("base_path", text),
-    Key("num_workers", whole(1, 1024), 4),
-    Key("relative_tmp_dir", text_or_empty, ""),
-    Key("use_odirect", switch, False),
-    Key("read_ahead_size", whole(1, 1 << 40), None),
-    Key("io_engine", choice(("auto", "posix", "io_uring")), "auto"),
-)
-
 WATCH_SECONDS = 30.0
-WATCH_MAX_SECONDS = 300.0  # below writers.SILENT_SECONDS: watching is also how others know that this server lives
-SCAN_SHARE = 50  # a scan is followed by this many times its duration without one
+WATCH_MAX_SECONDS = 300.0  # below folder_lease.SILENT_SECONDS: each round renews the folder lease
+SCAN_SHARE = 50  # the pause after a scan, in multiples of its duration
 MAX_UNREMOVABLE = 65_536
 INVENTORY_SLICE = 4096
 UNLINK_SLICE = 4096
@@ -59,46 +51,43 @@ TAILS_RETRIED = 3
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _GONE = (0, errno.ENOENT, errno.ENOTDIR)
-_THERE = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
+_PRESENT = (StoreOutcome.STORED, StoreOutcome.ALREADY_THERE)
 _FOREIGN = {errno.EINVAL, errno.ELOOP, errno.EISDIR}
 
 
 class FsNativeAdapter:
+    """`fs` and `fs_native`; `nixl_store_dynamic` has other parts move the files."""
+
     verifies = True
 
-    def __init__(self, config: AdapterConfig) -> None:
-        settings = config.settings
-        self.capacity = Capacity(config.capacity_bytes)
+    def __init__(self, config: FolderSettings, environment: Environment = SYSTEM) -> None:
+        self.capacity = Capacity(config.limit_bytes)
+        self._environment = environment
         self._name = config.name
-        self._where = config.where
-        self._base = os.path.abspath(settings["base_path"])
-        self._tmp = _checked_tmp(settings["relative_tmp_dir"], config.where)
-        self._threads: int = settings["num_workers"]
-        self._use_odirect: bool = settings["use_odirect"]
-        self._read_ahead_bytes: int = settings["read_ahead_size"] or 0
-        self._engine: str = settings.get("io_engine", "posix")
-        limit_bytes = config.capacity_bytes
+        self._config = config
+        self._base = config.folder
+        self._tmp = config.tmp_folder
+        self._engine: IoEngine = config.engine
+        limit_bytes = config.limit_bytes
         if self._engine == "auto" and limit_bytes is not None and limit_bytes < SMALLEST_CAPACITY_BYTES:
             self._engine = "posix"
-        self._queue_depth = usable_queue_depth(self._engine, self._threads, config.name)
+        self._queue_depth = usable_queue_depth(self._engine, config.threads, config.name)
         self._stamps: dict[str, int] = {}
         self._base_bytes = folder.FOLDER_BYTES
         self._quarantined_bytes = 0
-        self._nameless_bytes = 0  # files of namespaces that nobody can name, and their folders
-        self._unremovable: set[ObjectKey] = set()  # corrupt, and the folder does not let them go
-        self._said: set[int] = set()
+        self._unremovable: set[ObjectKey] = set()  # corrupt, and neither moved nor deleted
+        self._fault_limiter = LogLimiter()
         self._sequence = 0
         self._shared = False
         self._stopping = False
-        self._said_buffered = False
+        self._fallback_limiter = LogLimiter()
         self._watcher: asyncio.Task[None] | None = None
         self._trial: asyncio.Task[Trial | None] | None = None
 
     def overhead_bytes(self) -> int:
         fixed = 5  # temporary files, .lmcache, its writers, this writer's file, quarantine
         trial_bytes = TRIAL_BYTES if self._engine == "auto" and self.capacity.limit_bytes is not None else 0
-        other_bytes = self._quarantined_bytes + self._nameless_bytes + trial_bytes
-        return self._base_bytes + fixed * folder.FOLDER_BYTES + other_bytes
+        return self._base_bytes + fixed * folder.FOLDER_BYTES + self._quarantined_bytes + trial_bytes
 
     def status(self) -> dict[str, int]:
         if not self._watcher:
@@ -111,43 +100,49 @@ class FsNativeAdapter:
 
     async def open(self, inventory: Inventory) -> None:
         try:
-            self._writer = await in_thread("l2-open", self._prepare)
+            self._folder_lease = await in_thread("l2-open", self._prepare)
         except OSError as error:
-            raise _unwritable(self._where, self._base, error) from None
+            raise _unwritable(self._config, error) from None
         self.capacity = Capacity(
             self.capacity.limit_bytes,
-            self._writer.unit_bytes(),
+            self._folder_lease.unit_bytes(),
             folder.ENTRY_BYTES,
             folder_bytes=folder.FOLDER_BYTES + folder.ENTRY_BYTES,
-            folders_of=folder.folders_of,
         )
         if self._engine == "auto":
             await self._choose_engine()
-        # Lookups and loads have threads of their own: an engine waits for them, and nobody waits for stores.
-        self._writes = self._files()
-        self._reads = self._files()
+        # Lookups and loads have threads of their own, so that they never queue behind stores.
+        self._writes, self._reads = self._make_files()
         self._inventory = inventory
         self._watcher = spawn(self._watch(), f"{self._name}-watch")
 
     async def _choose_engine(self) -> None:
-        """Does not wait longer than TRIAL_SECONDS."""
+        """Waits at most TRIAL_SECONDS; a trial that is not done by then is ended by `_end_trial`."""
         loop = asyncio.get_running_loop()
         self._trial = loop.create_task(
-            in_thread("l2-trial", try_engines, self._trial_paths, self._threads, self._use_odirect)
+            in_thread(
+                "l2-trial",
+                try_engines,
+                self._trial_paths,
+                self._config.threads,
+                self._config.use_odirect,
+                self._environment,
+            )
         )
         done, _ = await asyncio.wait({self._trial}, timeout=TRIAL_SECONDS)
         trial = self._trial.result() if done else None
-        self._queue_depth = self._threads if trial is not None and trial.prefers_ring else 0
+        self._queue_depth = self._config.threads if trial is not None and trial.prefers_ring else 0
         measured = "no trial within its time, or io_uring is refused"
         if trial is not None:
-            threads, ring = (" ".join(f"{seconds * 1e3:.1f}" for seconds in it) for it in (trial.threads, trial.ring))
+            rounds = (trial.threads, trial.ring)
+            threads, ring = (" ".join(f"{seconds * 1e3:.1f}" for seconds in engine) for engine in rounds)
             measured = f"trial: threads {threads} ms, io_uring {ring} ms"
         log.info(
             "%s: %s the files (%s)", self._name, "io_uring moves" if self._queue_depth else "threads move", measured
         )
 
     async def _end_trial(self) -> None:
-        """A late one is waited for: what it still writes must go, too."""
+        """Waits for a late trial before its files are deleted, as it may still write some."""
         if self._trial is not None:
             await asyncio.wait({self._trial})
             self._trial = None
@@ -155,76 +150,80 @@ class FsNativeAdapter:
 
     @property
     def _trial_paths(self) -> list[str]:
-        return trial_paths(f"{self._base}/{folder.OWN_FOLDER}", self._writer.id)
+        return trial_paths(f"{self._base}/{folder.OWN_FOLDER}", self._folder_lease.id)
 
-    def _files(self) -> NativeFiles:
+    def _make_files(self) -> tuple[FileMover, FileMover]:
+        """For stores and deletes, for loads and lookups."""
+        return self._native_files(), self._native_files()
+
+    def _native_files(self) -> NativeFiles:
         return NativeFiles(
-            self._threads,
-            use_odirect=self._use_odirect,
+            self._config.threads,
+            use_odirect=self._config.use_odirect,
             block_bytes=FRAME_ALIGN_BYTES,
-            read_ahead_bytes=self._read_ahead_bytes,
+            read_ahead_bytes=self._config.read_ahead_size or 0,
             queue_depth=self._queue_depth,
         )
 
-    def _prepare(self) -> Writer:
+    def _prepare(self) -> FolderLease:
         os.makedirs(self._base, mode=folder.FOLDER_MODE, exist_ok=True)
         temporary = folder.make(self._base, self._tmp)
-        writer = Writer(self._base)
+        lease = FolderLease(self._base, self._environment.random_bytes)
         try:
-            # Both folders must take files, and be one file system: publishing is a rename.
-            trial = os.path.join(temporary, f"{writer.id}.0.tmp")
+            # Both folders must be writable and on one file system: publishing is a rename.
+            trial = os.path.join(temporary, f"{lease.id}.0.tmp")
             os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660))
-            target = os.path.join(self._base, folder.OWN_FOLDER, f"{writer.id}.trial")
+            target = os.path.join(self._base, folder.OWN_FOLDER, f"{lease.id}.trial")
             try:
                 os.rename(trial, target)
             except OSError:
                 os.unlink(trial)
                 raise
             os.unlink(target)
-            # Without the right to list it, nothing could be recovered or evicted.
+            # Recovery and eviction need the right to list it.
             os.listdir(self._base)
         except OSError:
-            writer.close()
+            lease.close()
             raise
-        return writer
+        return lease
 
     # ---- objects -----------------------------------------------------------------------------------------------------
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         outcomes = [StoreOutcome.FAILED] * len(keys)
-        todo = list(range(len(keys)))
+        pending = list(range(len(keys)))
         if self._shared:
             sizes = await self.probe(keys)
-            there = [index for index in todo if sizes[index] == buffers[index].nbytes]
-            for index in there:
-                outcomes[index] = StoreOutcome.ALREADY_THERE
-            todo = [index for index in todo if outcomes[index] is StoreOutcome.FAILED]
+            for index in pending:
+                if sizes[index] == buffers[index].nbytes:
+                    outcomes[index] = StoreOutcome.ALREADY_THERE
+            pending = [index for index in pending if outcomes[index] is StoreOutcome.FAILED]
         paths = [self._path(key) for key in keys]
         for _ in range(1 + TAILS_RETRIED):
-            if not todo:
+            if not pending:
                 break
             written, errors = await self._writes.write(
-                [paths[index] for index in todo],
-                [self._temporary(paths[index]) for index in todo],
-                [buffers[index] for index in todo],
+                [paths[index] for index in pending],
+                [self._temporary(paths[index]) for index in pending],
+                [buffers[index] for index in pending],
             )
             self._note_fallbacks()
             stored = sum(1 for result in written if result >= 0)
-            for index in todo[:stored]:
+            for index in pending[:stored]:
                 outcomes[index] = StoreOutcome.STORED
-            if stored == len(todo):
-                self._said.clear()
+            if stored == len(pending):
+                self._fault_limiter.reset()
                 break
             fault = next((error for error in errors if error not in (0, errno.ECANCELED)), errno.EIO)
             if fault in _NO_ROOM:
-                for index in todo[stored:]:
+                for index in pending[stored:]:
                     outcomes[index] = StoreOutcome.FULL
                 break
-            self._say(fault, "write", paths[todo[stored]])
-            # What follows the one that failed was not written, so that no batch leaves a hole unasked.
-            todo = todo[stored + 1 :]
-        if todo or StoreOutcome.FAILED in outcomes:
+            self._say(fault, "write", paths[pending[stored]])
+            # The objects after the failed one were not written; they are tried again without it.
+            pending = pending[stored + 1 :]
+        if pending or StoreOutcome.FAILED in outcomes:
             await self._remove_empty(
-                [path for path, outcome in zip(paths, outcomes, strict=True) if outcome not in _THERE]
+                [path for path, outcome in zip(paths, outcomes, strict=True) if outcome not in _PRESENT]
             )
         return outcomes
 
@@ -253,8 +252,8 @@ class FsNativeAdapter:
         sizes, errors = await self._reads.stat([self._path(key) for key in keys])
         found: list[int | None] = []
         for key, size, error in zip(keys, sizes, errors, strict=True):
-            there = error == 0 and key not in self._unremovable
-            found.append(size if there else None)
+            is_present = error == 0 and key not in self._unremovable
+            found.append(size if is_present else None)
             if error not in (0, errno.ENOENT, errno.ENOTDIR) and error not in _FOREIGN:
                 self._say(error, "look up", self._path(key))
         return found
@@ -269,7 +268,7 @@ class FsNativeAdapter:
 
     async def clear(self) -> tuple[int, int]:
         contents = await in_thread("l2-clear", folder.scan, self._base, self._tmp, self._is_stopping)
-        digests = [namespace.digest_hex for namespace in contents.namespaces]
+        digests = [namespace.digest.hex() for namespace in contents.namespaces]
         paths = [
             folder.object_path(self._base, digests[owner], contents.hash_of(index).hex())
             for index, owner in enumerate(contents.owners)
@@ -277,9 +276,7 @@ class FsNativeAdapter:
         errors = await self._unlink(paths)
         await self._remove_empty(paths)
         await in_thread("l2-clear", folder.remove_empty, self._base, contents.empty)
-        left = [index for index, error in enumerate(errors) if error not in _GONE]
         self._quarantined_bytes = await in_thread("l2-clear", self._quarantined)
-        self._nameless_bytes = self._nameless(contents, left)
         objects = sum(error == 0 for error in errors)
         size_bytes = sum(size for size, error in zip(contents.sizes, errors, strict=True) if error == 0)
         return objects, size_bytes
@@ -294,7 +291,7 @@ class FsNativeAdapter:
         await self._end_trial()
         await self._writes.close()
         await self._reads.close()
-        await in_thread("l2-close", self._writer.close)
+        await in_thread("l2-close", self._folder_lease.close)
 
     # ---- names -------------------------------------------------------------------------------------------------------
     def _path(self, key: ObjectKey) -> str:
@@ -302,7 +299,7 @@ class FsNativeAdapter:
 
     def _temporary(self, path: str) -> str:
         self._sequence += 1
-        name = f"{self._writer.id}.{self._sequence}.tmp"
+        name = f"{self._folder_lease.id}.{self._sequence}.tmp"
         if self._tmp:
             return f"{self._base}/{self._tmp}/{name}"
         parent, _, file = path.rpartition("/")
@@ -311,13 +308,11 @@ class FsNativeAdapter:
     # ---- faults ------------------------------------------------------------------------------------------------------
     def _say(self, error: int, act: str, path: str) -> None:
         """One line for each kind of fault until a store succeeds again."""
-        if error not in self._said:
-            self._said.add(error)
+        if self._fault_limiter.due(error):
             log.warning("%s: cannot %s %s: %s (errno %d)", self._name, act, path, os.strerror(error), error)
 
     def _note_fallbacks(self) -> None:
-        if not self._said_buffered and self.buffered_fallbacks:
-            self._said_buffered = True
+        if self.buffered_fallbacks and self._fallback_limiter.due():
             log.warning(
                 "%s: O_DIRECT is not possible for some operations in %s; these go through the page cache. "
                 "Sizes or addresses do not fit the file system: see --chunk-size and --l1-align-bytes.",
@@ -328,7 +323,8 @@ class FsNativeAdapter:
     async def _quarantine(self, keys: Sequence[ObjectKey]) -> list[bool]:
         def move() -> tuple[list[bool], int]:
             names = [(key.namespace.digest.hex(), key.chunk_hash.hex()) for key in keys]
-            return [folder.quarantine(self._base, *name) for name in names], self._quarantined()
+            now_ns = wall_ns(self._environment.clock)
+            return [folder.quarantine(self._base, *name, now_ns) for name in names], self._quarantined()
 
         gone, self._quarantined_bytes = await in_thread("l2-quarantine", move)
         await self._remove_empty([self._path(key) for key in keys])
@@ -347,12 +343,11 @@ class FsNativeAdapter:
     async def _unlink(self, paths: Sequence[str]) -> array[int]:
         errors = array("i")
         for start in range(0, len(paths), UNLINK_SLICE):
-            results: Results = await self._writes.unlink(paths[start : start + UNLINK_SLICE])
-            errors.extend(results[1])
+            errors.extend((await self._writes.unlink(paths[start : start + UNLINK_SLICE])).errors)
         return errors
 
     async def _remove_empty(self, paths: Sequence[str]) -> None:
-        """The folders of these files, where nothing is left in them."""
+        """Removes the folders of these files where they are empty."""
         folders = list({os.path.dirname(path) for path in paths})
         for start in range(0, len(folders), UNLINK_SLICE):
             await self._writes.remove_empty(folders[start : start + UNLINK_SLICE])
@@ -362,7 +357,7 @@ class FsNativeAdapter:
         return self._stopping
 
     async def _watch(self) -> None:
-        """Scans once, then again as long as other servers write here too; alone, looks for what somebody removed."""
+        """Scans once, and again while other servers write here; alone, only looks for removed files."""
         await self._end_trial()
         scan_seconds = await self._scan_or_say()
         self._inventory.complete()
@@ -370,7 +365,7 @@ class FsNativeAdapter:
             await asyncio.sleep(min(max(WATCH_SECONDS, SCAN_SHARE * scan_seconds), WATCH_MAX_SECONDS))
             before = self._shared
             try:
-                self._shared = bool(await in_thread("l2-watch", self._writer.others))
+                self._shared = bool(await in_thread("l2-watch", self._folder_lease.others))
             except OSError as error:
                 self._say(error.errno or errno.EIO, "search", self._base)
             if self._shared or before:
@@ -379,7 +374,7 @@ class FsNativeAdapter:
                 await self._notice_deletions()
 
     async def _scan_or_say(self) -> float:
-        """How long it took."""
+        """Seconds that the scan took."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -389,45 +384,27 @@ class FsNativeAdapter:
         return loop.time() - started
 
     async def _scan(self) -> None:
-        known = self._inventory.known()
+        scan = self._inventory.begin_scan()
         contents, order, quarantined, others = await in_thread("l2-scan", self._search)
         self._shared = bool(others)
         for fault in contents.faults[:1]:
             log.warning("%s: %d folders could not be searched, the first: %s", self._name, len(contents.faults), fault)
-        owners = [namespace.namespace for namespace in contents.namespaces]
         self._quarantined_bytes = quarantined
-        self._nameless_bytes = self._nameless(contents, range(len(contents.sizes)))
-        seen: set[ObjectKey] = set()
         for start in range(0, len(order), INVENTORY_SLICE):
-            objects = []
-            for index in order[start : start + INVENTORY_SLICE]:
-                owner = owners[contents.owners[index]]
-                if owner is not None:
-                    objects.append((ObjectKey(owner, contents.hash_of(index)), contents.sizes[index]))
-            self._inventory.found(objects)
-            if known:
-                seen.update(key for key, _ in objects)
+            rows = order[start : start + INVENTORY_SLICE]
+            columns = (contents.namespaces, contents.owners, contents.hashes, contents.sizes, rows)
+            self._inventory.found(ObjectColumns(*columns))
             await asyncio.sleep(0)
-        await self._report_lost(known, seen)
-
-    def _nameless(self, contents: folder.Contents, indices: Sequence[int]) -> int:
-        """What those of the objects are charged, with their folders, that no key can be told of."""
-        nameless = {position for position, found in enumerate(contents.namespaces) if found.namespace is None}
-        if not nameless:
-            return 0
-        found = [index for index in indices if contents.owners[index] in nameless]
-        owners = {contents.owners[index] for index in found}
-        fan_outs = {(contents.owners[index], contents.hash_of(index)[0]) for index in found}
-        return sum(self.capacity.charge(contents.sizes[index]) for index in found) + self.capacity.folder_bytes * (
-            len(owners) + len(fan_outs)
-        )
+        for keys in self._inventory.known(unseen_by=scan):
+            await self._report_lost(keys)
+            await asyncio.sleep(0)
 
     def _search(self) -> tuple[folder.Contents, array[int], int, set[str]]:
-        """What is there, in which order it was used, the bytes in quarantine, other live writers."""
+        """The contents, their order (youngest first), bytes in quarantine, ids of other live writers."""
         contents = folder.scan(self._base, self._tmp, self._is_stopping)
-        # In this order: a writer that lives now may have written what the scan saw, a dead one will write no more.
-        others = self._writer.others()
-        live = {self._writer.id, *others}
+        # After the scan: the temporary files that it saw of a writer that is dead by now have no use.
+        others = self._folder_lease.others()
+        live = {self._folder_lease.id, *others}
         folder.remove_temporary(self._base, [path for path, writer in contents.temporary if writer not in live])
         folder.remove_empty(self._base, contents.empty)
         self._base_bytes = folder.base_bytes(self._base)
@@ -435,15 +412,15 @@ class FsNativeAdapter:
         return contents, order, folder.trim_quarantine(self._base), others
 
     async def _notice_deletions(self) -> None:
-        """Looks for known files in the folders that changed since the last time, or that are not there."""
+        """Reports known objects that are missing in folders that changed since the last time, or are gone."""
         stamps, self._base_bytes = await in_thread("l2-watch", self._look)
         same = {name for name, stamp in stamps.items() if self._stamps.get(name) == stamp}
         has_changed = not stamps or stamps != self._stamps
         self._stamps = stamps
-        known = self._inventory.known() if has_changed else []
-        for start in range(0, len(known), INVENTORY_SLICE):
-            part = known[start : start + INVENTORY_SLICE]
-            await self._report_lost([key for key in part if self._folder_of(key) not in same], set())
+        if not has_changed:
+            return
+        for keys in self._inventory.known():
+            await self._report_lost([key for key in keys if self._folder_of(key) not in same])
             await asyncio.sleep(0)
 
     def _look(self) -> tuple[dict[str, int], int]:
@@ -455,47 +432,28 @@ class FsNativeAdapter:
     def _folder_of(self, key: ObjectKey) -> str:
         return folder.object_folder(key.namespace.digest.hex(), key.chunk_hash.hex())
 
-    async def _report_lost(self, known: Sequence[ObjectKey], found: set[ObjectKey]) -> None:
-        missing = [key for key in known if key not in found]
-        for start in range(0, len(missing), INVENTORY_SLICE):
-            part = missing[start : start + INVENTORY_SLICE]  # asked again: it may have been stored during the scan
-            sizes = await self.probe(part)
-            self._inventory.lost([key for key, size in zip(part, sizes, strict=True) if size is None])
+    async def _report_lost(self, keys: Sequence[ObjectKey]) -> None:
+        """Those that are not there. They are looked up once more: one may have been stored during a scan."""
+        if keys:
+            sizes = await self.probe(keys)
+            self._inventory.lost([key for key, size in zip(keys, sizes, strict=True) if size is None])
 
 
-def _checked_tmp(relative: str, where: str) -> str:
-    """Inside the folder and not where objects or our own files are."""
-    normal = os.path.normpath(relative) if relative else ""
-    parts = normal.split(os.sep)
-    reserved = {folder.OWN_FOLDER, folder.QUARANTINE}
-    if os.path.isabs(normal) or ".." in parts or parts[0] in reserved or len(parts) > 2:
-        raise ConfigError(
-            f'{where}: "relative_tmp_dir" must name a folder inside base_path, at most two deep, other than '
-            f"{' and '.join(sorted(reserved))}; got {relative!r}."
-        )
-    return "" if normal == "." else normal
-
-
-def _unwritable(where: str, base: str, error: OSError) -> ResourceError:
+def _unwritable(config: FolderSettings, error: OSError) -> ResourceError:
+    where, base, key = config.where, config.folder, config.folder_key
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return ResourceError(f"{where}: {error.filename or base} is not a folder; choose another base_path.")
+        return ResourceError(f"{where}: {error.filename or base} is not a folder; choose another {key}.")
     return ResourceError(
         f"{where}: cannot write to the folder {base}: {error.strerror or error}; "
-        "make it writable for this user or choose another base_path."
+        f"make it writable for this user or choose another {key}."
     )
 
 
-def check(config: AdapterConfig) -> list[str]:
+def check(config: FolderSettings) -> list[str]:
     """As `AdapterType.check`."""
-    base = os.path.abspath(config.settings["base_path"])
     try:
-        refuse_unwritable(base)
-        for part in (_checked_tmp(config.settings["relative_tmp_dir"], config.where), folder.OWN_FOLDER):
-            refuse_unwritable(os.path.join(base, part))
+        for part in ("", config.tmp_folder, folder.OWN_FOLDER):
+            refuse_unwritable(os.path.join(config.folder, part))
     except OSError as error:
-        raise _unwritable(config.where, base, error) from None
+        raise _unwritable(config, error) from None
     return []
-
-
-def build(config: AdapterConfig) -> FsNativeAdapter:
-    return FsNativeAdapter(config)

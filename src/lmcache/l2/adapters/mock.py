@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Annotated
+
+from msgspec import Meta
 
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import GIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.l2.adapter import Capacity, Inventory
-from lmcache.l2.config import MAX_GB, AdapterConfig
-from lmcache.l2.keys import Key, number
-
-KEYS = (
-    Key("max_size_gb", number(0, MAX_GB, above=True)),
-    Key("mock_bandwidth_gb", number(0, MAX_GB, above=True)),
-)
+from lmcache.l2.adapter import Adapter, Capacity
+from lmcache.l2.adapter_config import AdapterConfig, Gigabytes
 
 
-class MockAdapter:
+class MockConfig(AdapterConfig, frozen=True, kw_only=True):
+    """Memory behind a link of a given bandwidth, for trying things out."""
+
+    bounds_itself = True
+
+    max_size_gb: Annotated[Gigabytes, Meta(description="bytes that objects may take, in GB of 2^30")]
+    mock_bandwidth_gb: Annotated[Gigabytes, Meta(description="bandwidth of the link, in GB of 2^30 bytes a second")]
+
+    @property
+    def limit_bytes(self) -> int:
+        return int(min(self.max_size_gb, self.max_capacity_gb or self.max_size_gb) * GIB)
+
+
+class MockAdapter(Adapter):
+    capacity = Capacity()
+
     def __init__(self, capacity: Capacity, bytes_per_second: float) -> None:
         self.capacity = capacity
         self.objects: dict[ObjectKey, bytes] = {}
-        self._bytes_per_second = bytes_per_second
+        self.bytes_per_second = bytes_per_second
         self._link_free_at = 0.0
-
-    def overhead_bytes(self) -> int:
-        return 0
-
-    def status(self) -> dict[str, int]:
-        return {}
-
-    async def open(self, inventory: Inventory) -> None:
-        inventory.complete()
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         await self._transfer(sum(buffer.nbytes for buffer in buffers))
@@ -76,10 +79,9 @@ class MockAdapter:
     async def _transfer(self, size_bytes: int) -> None:
         """Waits until the link, which carries one transfer after the other, has carried this one."""
         now = asyncio.get_running_loop().time()
-        self._link_free_at = max(now, self._link_free_at) + size_bytes / self._bytes_per_second
+        self._link_free_at = max(now, self._link_free_at) + size_bytes / self.bytes_per_second
         await asyncio.sleep(self._link_free_at - now)
 
 
-def build(config: AdapterConfig) -> MockAdapter:
-    bytes_per_second = config.settings["mock_bandwidth_gb"] * GIB
-    return MockAdapter(Capacity(config.capacity_bytes), bytes_per_second)
+def build(config: MockConfig) -> MockAdapter:
+    return MockAdapter(Capacity(config.limit_bytes), config.mock_bandwidth_gb * GIB)

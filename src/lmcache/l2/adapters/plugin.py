@@ -7,46 +7,76 @@ of that adapter and nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import AdapterError, ConfigError, LMCacheError, ResourceError
-from lmcache.l2.adapter import Adapter, Capacity, Inventory
-from lmcache.l2.adapters import outside
-from lmcache.l2.config import AdapterConfig
-from lmcache.l2.keys import Key, mapping, text, text_or_empty
+from lmcache.l2.adapter import Adapter, Capacity, Inventory, RegistersMemory
+from lmcache.l2.adapter_config import AdapterConfig, NonEmpty
+from lmcache.l2.adapters import plugin_loader
 
 T = TypeVar("T")
 
-KEYS = (
-    Key("module_path", text),
-    Key("class_name", text),
-    Key("adapter_params", mapping, {}),
-    Key("config_class_name", text_or_empty, ""),
-)
-
 GUIDE = "docs/how-to/write-an-adapter.md"
+MAX_SIZE_BYTES = (1 << 63) - 1
 METHODS = ("open", "store", "load", "probe", "delete", "clear", "close")
 
 
+class OutsideConfig(AdapterConfig, frozen=True, kw_only=True):
+    """What names a class that somebody else wrote."""
+
+    module_path: Annotated[str, NonEmpty, Meta(description="module as in `import`, or the path of a .py file")]
+    class_name: Annotated[str, NonEmpty, Meta(description="the adapter's class in it")]
+    adapter_params: Annotated[
+        dict[str, Any], Meta(description="what the class is made with: keyword arguments, or its configuration class")
+    ] = {}
+
+
+class PluginConfig(OutsideConfig, frozen=True, kw_only=True):
+    """An adapter class of your own in Python, as docs/how-to/write-an-adapter.md describes."""
+
+    bounds_itself = True
+
+    config_class_name: Annotated[
+        str, Meta(description="class in the same module that adapter_params are read into")
+    ] = ""
+
+
 class PluginAdapter:
-    def __init__(self, inner: Adapter, config: AdapterConfig) -> None:
+    def __init__(self, inner: Adapter, config: PluginConfig) -> None:
         self.inner = inner
         self._name = config.name
         self._where = config.where
 
     @property
     def capacity(self) -> Capacity:
-        return getattr(self.inner, "capacity", Capacity())
+        """Sizes that the plugin computed as floats are whole bytes here. ResourceError for what is no size."""
+        given = getattr(self.inner, "capacity", Capacity())
+        sizes = {field.name: getattr(given, field.name) for field in fields(Capacity)}
+        for name, size in sizes.items():
+            least = 1 if name == "unit_bytes" else 0
+            if size is None and name in ("limit_bytes", "largest_object_bytes", "limit_objects"):
+                continue
+            if not isinstance(size, int | float) or not least <= size <= MAX_SIZE_BYTES:
+                raise ResourceError(f"{self._where}: capacity.{name} must be at least {least} bytes, got {size!r}")
+            sizes[name] = int(size)
+        return Capacity(**sizes)
 
     def overhead_bytes(self) -> int:
         overhead_bytes = getattr(self.inner, "overhead_bytes", None)
-        return overhead_bytes() if overhead_bytes else 0
+        return max(0, int(overhead_bytes())) if overhead_bytes else 0
 
     def status(self) -> dict[str, int]:
         status = getattr(self.inner, "status", None)
         return dict(status()) if status else {}
+
+    def lend_memory(self, address: int, size_bytes: int) -> None:
+        if isinstance(self.inner, RegistersMemory):
+            self.inner.lend_memory(address, size_bytes)
 
     async def open(self, inventory: Inventory) -> None:
         try:
@@ -67,7 +97,8 @@ class PluginAdapter:
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         sizes = self._checked("probe", await self.inner.probe(keys), len(keys), int, type(None))
         for size in sizes:
-            if size is not None and (isinstance(size, bool) or size < 0):  # True would be an object of one byte
+            # True would be an object of one byte.
+            if size is not None and (isinstance(size, bool) or not 0 <= size <= MAX_SIZE_BYTES):
                 raise AdapterError(f"{self._name}: probe() must return bytes or None for each key, got {size!r}")
         return sizes
 
@@ -89,11 +120,10 @@ class PluginAdapter:
         return list(results)
 
 
-def build(config: AdapterConfig) -> PluginAdapter:
-    settings = config.settings
-    module = outside.import_module(f'{config.where}: "module_path"', settings["module_path"])
-    adapter = outside.construct(
-        config.where, module, settings["class_name"], settings["adapter_params"], settings["config_class_name"]
+def build(config: PluginConfig) -> PluginAdapter:
+    module = plugin_loader.import_module(f'{config.where}: "module_path"', config.module_path)
+    adapter = plugin_loader.construct(
+        config.where, module, config.class_name, config.adapter_params, config.config_class_name
     )
-    outside.need_methods(config.where, adapter, METHODS, GUIDE)
+    plugin_loader.need_methods(config.where, adapter, METHODS, GUIDE)
     return PluginAdapter(adapter, config)

@@ -1,4 +1,4 @@
-"""Opening a raw device for one server alone, and never over something that is not a cache of ours."""
+"""Opens a raw device for one server alone, and never over foreign content."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import mmap
 import os
 import stat
 import struct
-import time
 from dataclasses import dataclass, replace
 
+from lmcache.clock import Clock
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapters.raw_format import (
     MIN_PAGE_BYTES,
@@ -25,10 +25,10 @@ RELEASE_SECONDS = 5.0
 _RELEASE_POLL_SECONDS = 0.02
 
 FORMAT_STEP_BYTES = 1 << 20
-SEARCHED_BYTES = 1 << 20  # at both ends of a device, for what others wrote
+SEARCHED_BYTES = 1 << 20  # at both ends of a device, for foreign content
 _BLKSSZGET = 0x1268
 
-# Name, offset and content of what may be there, for the sentence only: anything but zeros is refused.
+# Name, offset and magic of foreign content, for the message only: anything but zeros is refused.
 SIGNATURES = (
     ("a damaged cache", 0, SUPERBLOCK_MAGIC),
     ("a GPT partition table", 512, b"EFI PART"),
@@ -56,7 +56,7 @@ class RawDevice:
     direct: bool
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Both multiples of the block size. Shorter at the end."""
+        """Offset and size are multiples of the block size. The result is shorter at the end of the device."""
         with mmap.mmap(-1, max(size_bytes, 1)) as memory:
             done = 0
             view = memoryview(memory)
@@ -88,19 +88,19 @@ class RawDevice:
         os.fdatasync(self.fd)
 
     def close(self) -> None:
-        """Gives up the lock too. Idempotent."""
+        """Releases the lock, too. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def superblock(self, page_bytes: int) -> Superblock | None:
-        """The valid copy with the highest sequence. UnknownVersion: of a later version."""
+        """The valid copy with the highest sequence, if any. UnknownVersion: it is of a later version."""
         copies = [self.read(0, MIN_PAGE_BYTES), self.read(page_bytes, MIN_PAGE_BYTES)]
         found = [copy for copy in map(decode_superblock, copies) if copy is not None]
         return max(found, key=lambda copy: copy.sequence, default=None)
 
     def content(self) -> str:
-        """What somebody else has written, "" for nothing."""
+        """The kind of foreign content, "" for an empty device."""
         size = self.size_bytes // MIN_PAGE_BYTES * MIN_PAGE_BYTES
         head = self.read(0, min(size, SEARCHED_BYTES))
         for name, offset, magic in SIGNATURES:
@@ -118,21 +118,21 @@ class _Busy(ResourceError):
 
 
 def look_at(path: str, where: str, *, direct: bool, block_align: int) -> RawDevice:
-    """For reading only, and without a lock: another server may hold it. Refuses as `open_device` does otherwise."""
+    """Opens for reading, without a lock, as another server may hold it. Otherwise refuses what `open_device` does."""
     return _open_now(path, where, direct=direct, block_align=block_align, only_look=True)
 
 
-def open_device(path: str, where: str, *, direct: bool, block_align: int) -> RawDevice:
-    """ConfigError or ResourceError: one sentence that says what to change. Waits a little for a device that is in use:
-    the I/O of a killed server, and with io_uring its lock, outlive its process for a moment."""
-    deadline = time.monotonic() + RELEASE_SECONDS
+def open_device(path: str, where: str, *, direct: bool, block_align: int, clock: Clock) -> RawDevice:
+    """ConfigError or ResourceError: a sentence with the remedy. Waits up to RELEASE_SECONDS for a device in use: the
+    I/O of a killed server, and with io_uring its lock, outlive its process for a moment."""
+    deadline = clock.monotonic() + RELEASE_SECONDS
     while True:
         try:
             return _open_now(path, where, direct=direct, block_align=block_align)
         except _Busy:
-            if time.monotonic() >= deadline:
+            if clock.monotonic() >= deadline:
                 raise
-            time.sleep(_RELEASE_POLL_SECONDS)
+            clock.sleep(_RELEASE_POLL_SECONDS)
 
 
 def _open_now(path: str, where: str, *, direct: bool, block_align: int, only_look: bool = False) -> RawDevice:
@@ -201,17 +201,17 @@ def _open(path: str, flags: int, direct: bool) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class Claim:
-    """How to go on with a device."""
+    """How a device is to be used."""
 
     superblock: Superblock
     is_new: bool = False  # must be formatted with it
-    forgets: bool = False  # the objects of before do not count
-    note: str = ""  # a sentence for the operator where something is given up
+    forgets: bool = False  # its previous objects are dropped
+    note: str = ""  # a warning for the operator where content is given up
 
 
 def claim(device: RawDevice, wanted: Superblock, where: str, *, reformat: bool) -> Claim:
-    """An empty device is new, and with `reformat` any other that is not a cache of this configuration. ResourceError
-    else. Changes nothing."""
+    """A device is new if it is empty or, with `reformat`, if it holds anything but a cache of this configuration;
+    without `reformat` that is a ResourceError. Changes nothing."""
     try:
         found = device.superblock(wanted.geometry.page_bytes)
     except UnknownVersion as error:
@@ -233,8 +233,8 @@ def claim(device: RawDevice, wanted: Superblock, where: str, *, reformat: bool) 
 
 
 def format_device(device: RawDevice, superblock: Superblock, used_bytes: int) -> None:
-    """`used_bytes`: of the metadata that this capacity needs, from the start. The superblock goes last: interrupted,
-    the device is empty or what it was. OSError."""
+    """`used_bytes`: the metadata that this capacity needs, from the start of the device. The superblock is written
+    last: after an interruption the device is empty or unchanged. OSError."""
     blank = bytes(FORMAT_STEP_BYTES)
     for start in range(0, used_bytes, FORMAT_STEP_BYTES):
         device.write(start, blank[: min(FORMAT_STEP_BYTES, used_bytes - start)])
@@ -246,7 +246,7 @@ def format_device(device: RawDevice, superblock: Superblock, used_bytes: int) ->
 
 
 def write_superblock(device: RawDevice, superblock: Superblock) -> None:
-    """One copy after the other, so that one is always whole."""
+    """Writes and flushes one copy after the other, so that one is always valid."""
     encoded = superblock.encode()
     for copy in reversed(range(SUPERBLOCKS)):
         device.write(copy * len(encoded), encoded)

@@ -1,32 +1,28 @@
-"""What lies on a raw device besides the slots (docs/formats/raw_block.md): pure values and their bytes."""
+"""Superblock, geometry and namespace pages of a raw device (docs/formats/raw_block.md): pure values and their bytes."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from lmcache import _native
 from lmcache.core.key import MAX_NAMESPACE_BYTES
+from lmcache.core.rounding import div_ceil
 
 SUPERBLOCK_MAGIC = b"LMCRAW01"
 NAMESPACE_MAGIC = b"LMCNSPC1"
-TABLE_MAGIC = b"LMCTABL1"
 VERSION = 1
 MIN_PAGE_BYTES = 4096
 SUPERBLOCKS = 2
 MAX_NAMESPACE_PAGES = 1024
 CHECKSUM_BYTES = 16
-UNIT_BYTES = 4096  # of frame sizes in the table
+DEVICE_ID_BYTES = 16
+ENTRY_BYTES = 56  # of a slot in the table, whose pages the native index reads and writes
 UNNAMED = 0xFFFF_FFFF  # namespace number of an entry whose namespace is in the slot header only
 
 _SUPERBLOCK = struct.Struct("<8sII16sQQQQQ8sIIQQ")
 _PAGE_HEADER = struct.Struct("<8sQ16s16s16x")  # magic, number, device, checksum
-_ENTRY = struct.Struct("<32sIIQQ")
-ENTRY_BYTES = _ENTRY.size
 PAGE_HEADER_BYTES = _PAGE_HEADER.size
-NO_ENTRY = bytes(ENTRY_BYTES)
 _CHECKSUM_AT = 32
 
 
@@ -55,24 +51,21 @@ class Geometry:
 
     @property
     def max_slots(self) -> int:
-        """That the table has room for."""
+        """As many as the table has entries for."""
         return (self.meta_total_bytes - self.table_offset) // self.page_bytes * self.entries_per_page
 
     def meta_bytes_for(self, slots: int) -> int:
         """The smallest meta_total_bytes whose table has room for that many slots, generously."""
-        return (SUPERBLOCKS + MAX_NAMESPACE_PAGES + -(-slots // self.entries_per_page)) * self.page_bytes
+        return (SUPERBLOCKS + MAX_NAMESPACE_PAGES + div_ceil(slots, self.entries_per_page)) * self.page_bytes
 
     def slots_in(self, device_bytes: int) -> int:
         return max(0, (device_bytes - self.meta_total_bytes) // self.slot_bytes)
 
     def table_pages(self, slots: int) -> int:
-        return -(-slots // self.entries_per_page)
+        return div_ceil(slots, self.entries_per_page)
 
     def slot_offset(self, slot: int) -> int:
         return self.meta_total_bytes + slot * self.slot_bytes
-
-    def page_of(self, slot: int) -> int:
-        return slot // self.entries_per_page
 
     def table_page_offset(self, page: int) -> int:
         return self.table_offset + page * self.page_bytes
@@ -133,37 +126,6 @@ def decode_superblock(block: bytes) -> Superblock | None:
     if version != VERSION:
         raise UnknownVersion(str(version))
     return Superblock(device, sequence, Geometry(slot, page, meta, namespaces), header, magic, meta_version, first)
-
-
-class Entry(NamedTuple):
-    """One slot in the table. `size_bytes` 0: free."""
-
-    chunk_hash: bytes
-    namespace: int
-    size_bytes: int
-    generation: int
-    used_at: int  # microseconds since 1970
-
-
-def encode_table_page(number: int, device: bytes, entries: bytes | bytearray, page_bytes: int) -> bytes:
-    return _sealed(TABLE_MAGIC, number, device, bytes(entries).ljust(page_bytes - PAGE_HEADER_BYTES, b"\0"))
-
-
-def decode_table_page(page: bytes, number: int, device: bytes) -> bytes | None:
-    """The packed entries; None where the page is damaged or of another device. A page of zeros was never written."""
-    return _opened(TABLE_MAGIC, page, number, device) if page.strip(b"\0") else page[PAGE_HEADER_BYTES:]
-
-
-def pack_entry(entry: Entry) -> bytes:
-    return _ENTRY.pack(
-        entry.chunk_hash, entry.namespace, entry.size_bytes // UNIT_BYTES, entry.generation, entry.used_at
-    )
-
-
-def unpack_entries(entries: bytes) -> Iterator[tuple[bytes, int, int, int, int]]:
-    """(chunk hash, namespace number, size in units, generation, used at) of every slot of a page, in a hurry."""
-    usable = len(entries) // ENTRY_BYTES * ENTRY_BYTES
-    return _ENTRY.iter_unpack(memoryview(entries)[:usable])
 
 
 def encode_namespace(number: int, device: bytes, namespace: bytes, page_bytes: int) -> bytes:

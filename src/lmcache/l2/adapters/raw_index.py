@@ -1,35 +1,35 @@
-"""What is where on a raw device: natively in memory (native/include/lmcache/raw_index.h), and written through to the
-table on the device.
+"""The index of a raw device: native, in memory (native/include/lmcache/raw_index.h), and written through to the table
+on the device.
 
-Invariant: a slot is given out only when the table on the device calls it free. What the table claims was written before
-the claim, so after a crash a claimed slot holds what is claimed.
+Invariant: a slot is reused only after the table on the device says that it is free. An object is written before the
+table claims its slot, so after a crash a claimed slot holds the object that the table names.
 """
 
 from __future__ import annotations
 
 import errno
-import time
 from array import array
 from collections.abc import Iterable, Sequence
 
 from lmcache import _native
+from lmcache.clock import Clock, wall_ns
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.l2.adapters import raw_format
 from lmcache.l2.adapters.raw_format import UNNAMED, Superblock
 from lmcache.l2.adapters.raw_table import OrderedPages
 from lmcache.l2.native_device import NativeDevice
 
-WAIT_SECONDS = 1.0  # at most, for slots that deletions give back
+WAIT_SECONDS = 1.0  # at most, for slots of deleted objects whose pages are being written
 ERASED_AT_ONCE = 64
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Spaces:
-    """Namespaces as the small integers of the native index. Those of them that have a number are on the device, too.
+    """Namespaces as the small integers (ids) of the native index. Those that have a page on the device have its number.
 
-    Both are given to others once a namespace has no objects: then no page that was given to the table names them, and a
-    page that does goes to the device later."""
+    Id and number are reused once a namespace has no objects: no page of the table that was submitted names them then,
+    and pages that name them again are written later."""
 
     def __init__(self, core: _native.RawIndex, namespace_pages: int) -> None:
         self._core = core
@@ -39,15 +39,12 @@ class Spaces:
         self._by_number = array("I", [UNNAMED]) * namespace_pages
         self._free: list[int] = []
 
-    def found(self, number: int, namespace: Namespace) -> None:
-        """On the device, at that number."""
-        self._by_number[number] = self._number_of_id(namespace, number)
+    def recover(self, number: int, namespace: Namespace) -> None:
+        """Its page on the device has that number."""
+        self._by_number[number] = self.intern(namespace, number)
 
-    def seen(self, namespace: Namespace) -> int:
-        """In the header of a slot."""
-        return self._number_of_id(namespace, UNNAMED)
-
-    def _number_of_id(self, namespace: Namespace, number: int) -> int:
+    def intern(self, namespace: Namespace, number: int = UNNAMED) -> int:
+        """Its id."""
         space = self._ids.get(namespace)
         if space is None:
             space = self._ids[namespace] = self._core.intern(namespace.digest, number)
@@ -58,21 +55,21 @@ class Spaces:
     def by_number(self) -> memoryview:
         return memoryview(self._by_number)
 
-    def recovered(self) -> None:
-        """All objects are there."""
+    def finish_recovery(self) -> None:
+        """All objects are in the index."""
         self._forget_unused()
         self._free = [number for number, space in enumerate(self._by_number) if space not in self.names]
         self._free.reverse()
 
     def _forget_unused(self) -> None:
-        for space in memoryview(self._core.take_unused_spaces()).cast("I"):
+        for space in self._core.take_unused_spaces():
             del self._ids[self.names.pop(space)]
             number = self._number_of.pop(space)
             if number != UNNAMED:
                 self._free.append(number)
 
     def pack(self, keys: Sequence[ObjectKey]) -> tuple[memoryview, bytes]:
-        """For the native index. Of keys whose namespace is unknown nothing is there."""
+        """Ids (u32) and hashes for the native index. No key of an unknown namespace is stored."""
         spaces, last, space = array("I"), None, UNNAMED
         for namespace, _ in keys:
             if namespace is not last:
@@ -80,8 +77,8 @@ class Spaces:
             spaces.append(space)
         return memoryview(spaces), b"".join([chunk_hash for _, chunk_hash in keys])
 
-    def enter(self, keys: Iterable[ObjectKey]) -> list[tuple[int, Namespace]]:
-        """They are going to be stored: what has to go to the device before, as far as there are numbers left."""
+    def intern_for_store(self, keys: Iterable[ObjectKey]) -> list[tuple[int, Namespace]]:
+        """Numbers and namespaces whose pages must go to the device before these keys, as far as there are numbers."""
         self._forget_unused()
         new: list[tuple[int, Namespace]] = []
         last = None
@@ -89,7 +86,7 @@ class Spaces:
             if namespace is last:
                 continue
             last = namespace
-            space = self._number_of_id(namespace, UNNAMED)
+            space = self.intern(namespace)
             if self._number_of[space] == UNNAMED and self._free:
                 number = self._number_of[space] = self._free.pop()
                 self._core.set_number(space, number)
@@ -98,23 +95,25 @@ class Spaces:
 
 
 class SlotIndex:
-    """Belongs to one loop. `core` and `spaces` as recovery leaves them."""
+    """For one loop. `core` and `spaces` come from recovery (raw_recovery.py)."""
 
-    def __init__(self, superblock: Superblock, core: _native.RawIndex, spaces: Spaces, pages: OrderedPages) -> None:
+    def __init__(
+        self, superblock: Superblock, core: _native.RawIndex, spaces: Spaces, pages: OrderedPages, clock: Clock
+    ) -> None:
         self.superblock = superblock
         self.core = core
-        self._spaces = spaces
+        self.spaces = spaces
         self._geometry = superblock.geometry
         self._pages = pages
+        self._clock = clock
         self._zeros = memoryview(bytearray(2 * raw_format.MIN_PAGE_BYTES))
         start = _native.buffer_address(self._zeros)
         self._zeros_at = start + -start % raw_format.MIN_PAGE_BYTES
 
     def describe(self, slots: memoryview) -> list[tuple[ObjectKey, int]]:
-        """Keys and sizes of what slots (u32) hold, without those that hold nothing any more."""
-        packed_spaces, hashes, packed_sizes = self.core.describe(slots)
-        spaces, sizes = memoryview(packed_spaces).cast("I"), memoryview(packed_sizes).cast("Q")
-        names, new = self._spaces.names, tuple.__new__
+        """Keys and sizes of the objects in slots (u32); slots that hold none any more are left out."""
+        spaces, hashes, sizes = self.core.describe(slots)
+        names, new = self.spaces.names, tuple.__new__
         return [
             (new(ObjectKey, (names[space], hashes[at : at + 32])), size)
             for space, at, size in zip(spaces, range(0, len(hashes), 32), sizes, strict=True)
@@ -122,12 +121,12 @@ class SlotIndex:
         ]
 
     def sizes(self, keys: Sequence[ObjectKey]) -> memoryview:
-        """u64 bytes, 0 where nothing is there."""
-        return memoryview(self.core.sizes_of(*self._spaces.pack(keys))).cast("Q")
+        """u64 bytes of each object, 0 for keys that are not stored."""
+        return self.core.sizes_of(*self.spaces.pack(keys))
 
     # ---- storing -----------------------------------------------------------------------------------------------------
     async def wait_for_slots(self, count: int) -> None:
-        """A moment for slots that are on their way back, if there are not that many."""
+        """Waits a moment for slots of deleted objects when fewer are free."""
         if count > self.core.free_slots:
             await self._pages.settled(WAIT_SECONDS)
 
@@ -135,18 +134,18 @@ class SlotIndex:
         self, device: NativeDevice, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], heads: int
     ) -> tuple[bytes, int]:
         """Codes of raw_index.h, and the errno of a failure. `heads`: address of 4096 bytes a key. Returns when the
-        table on the device tells of them, or could not be written."""
-        for number, namespace in self._spaces.enter(keys):
+        table on the device names the objects, or could not be written."""
+        for number, namespace in self.spaces.intern_for_store(keys):
             page = raw_format.encode_namespace(
                 number, self.superblock.device, namespace.encode(), self._geometry.page_bytes
             )
             self._pages.put([(self._geometry.namespace_page_offset(number), page)])
-        batch, submitted = self.core.begin_store(device.io, *self._spaces.pack(keys), list(buffers), heads)
-        _, errors = await device.ended(submitted, buffers)
-        codes, dirty = self.core.end_store(batch, errors, _now())
-        # One page after the other: killed in between, what is there is a prefix.
+        batch, submitted = self.core.begin_store(device.io, *self.spaces.pack(keys), list(buffers), heads)
+        _, errors = await device.wait(submitted, buffers)
+        codes, dirty = self.core.end_store(batch, errors, self._now_us())
+        # One page after the other: a kill in between leaves a prefix.
         tried = None
-        for page_number in memoryview(dirty).cast("I"):
+        for page_number in dirty:
             tried = self._pages.put([self._page(page_number)])
         if tried is not None:
             await tried
@@ -156,57 +155,56 @@ class SlotIndex:
     async def load(
         self, device: NativeDevice, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
     ) -> tuple[bytes, int]:
-        """Codes of raw_index.h and an errno, if any. What is corrupt is removed."""
-        batch, submitted = self.core.begin_load(device.io, *self._spaces.pack(keys), list(buffers))
-        results, errors = await device.ended(submitted, buffers)
-        codes, corrupt = self.core.end_load(batch, results, errors, _now())
+        """Codes of raw_index.h and an errno, if any. Corrupt objects are removed."""
+        batch, submitted = self.core.begin_load(device.io, *self.spaces.pack(keys), list(buffers))
+        results, errors = await device.wait(submitted, buffers)
+        codes, corrupt = self.core.end_load(batch, results, errors, self._now_us())
         if corrupt:
-            await self.remove([keys[position] for position in memoryview(corrupt).cast("I")])
+            await self.remove([keys[position] for position in corrupt])
         return codes, max(errors, default=0)
 
     # ---- deleting ----------------------------------------------------------------------------------------------------
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
-        """Unknown keys are ignored. Returns when the table on the device says so, or could not be written."""
-        gone = self.core.remove(*self._spaces.pack(keys))
+        """Unknown keys are ignored. Returns when the table on the device is written, or could not be."""
+        gone = self.core.remove(*self.spaces.pack(keys))
         if gone:
-            pages = memoryview(self.core.pages_of(gone)).cast("I")
-            await self._pages.put([self._page(page) for page in pages], lambda: self.core.leave(gone))
+            pages = [self._page(page) for page in self.core.pages_of(gone)]
+            await self._pages.put(pages, lambda: self.core.release_slots(gone))
 
     async def clear(self) -> tuple[int, int]:
-        """(objects, bytes). What is being written now does not count either."""
+        """(objects, bytes). Stores under way end as failed."""
         counted = self.core.objects, self.core.object_bytes
         self.superblock = self.superblock.following(self.core.next_generation)
         slots = self.core.remove_all()
         *first, last = superblock_pages(self.superblock)
         for page in first:
             self._pages.put([page], flush=True)
-        await self._pages.put([last], lambda: self.core.leave(slots), flush=True)
+        await self._pages.put([last], lambda: self.core.release_slots(slots), flush=True)
         return counted
 
-    async def erase_left(self, device: NativeDevice) -> None:
-        """Headers of former objects: where a page of the table is damaged later, they do not come back by them."""
+    async def erase_stale_headers(self, device: NativeDevice) -> None:
+        """Erases headers of deleted objects, by which they would come back if a page of the table were damaged."""
         first = 0
         while True:
             slots, submitted = self.core.begin_erase(device.io, first, ERASED_AT_ONCE, self._zeros_at)
             if not slots:
                 return
-            _, errors = await device.ended(submitted, self._zeros)
+            _, errors = await device.wait(submitted, self._zeros)
             self.core.end_erase(slots, errors)
-            first = memoryview(slots).cast("I")[-1] + 1
+            first = slots[-1] + 1
 
-    def write_touched(self) -> None:
-        """What may wait: recency, erased headers and what a scan found."""
-        pages = memoryview(self.core.touched_pages()).cast("I")
+    def write_dirty_pages(self) -> None:
+        """Pages that could wait: recency, erased headers, slots recovered from their headers."""
+        pages = self.core.dirty_pages()
         if pages:
             self._pages.put([self._page(page) for page in pages])
+
+    def _now_us(self) -> int:
+        return wall_ns(self._clock) // 1000
 
     def _page(self, number: int) -> tuple[int, bytes]:
         """(offset on the device, content) as of now."""
         return self._geometry.table_page_offset(number), self.core.page_image(number)
-
-
-def _now() -> int:
-    return time.time_ns() // 1000
 
 
 def superblock_pages(superblock: Superblock) -> list[tuple[int, bytes]]:

@@ -1,4 +1,4 @@
-"""What a raw device holds when it is opened: from its table, and from slot headers where the table is damaged."""
+"""Recovers the index of a raw device from its table, and from slot headers where the table is damaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmcache.l2.native_device import NativeDevice
 
 READ_BYTES = 1 << 20
 HEADERS_AT_ONCE = 256
-# Generations of the life before that never reached the table are below this distance.
+# More than the generations of the previous run that never reached the table.
 GENERATION_GAP = 1 << 20
 
 
@@ -34,7 +34,7 @@ class Recovered:
 def read_table(
     device: RawDevice, superblock: Superblock, slots: int, frame_limit_bytes: int, *, forget: bool
 ) -> Recovered:
-    """Blocks; for a thread. `forget`: nothing of what is there counts. OSError. `finish` must follow."""
+    """Blocks; for a thread. `forget`: recover no objects. OSError. `finish` must follow."""
     geometry = superblock.geometry
     core = _native.RawIndex(
         slots,
@@ -56,19 +56,20 @@ def read_table(
             page = block[index * page_bytes : (index + 1) * page_bytes]
             encoded = raw_format.decode_namespace(page, first + index, superblock.device)
             if encoded is not None and not forget:
-                spaces.found(first + index, Namespace.decode(encoded))
+                spaces.recover(first + index, Namespace.decode(encoded))
     pages = geometry.table_pages(slots)
     for first in range(0, pages, at_once):
         block = _read_pages(device, geometry.table_page_offset(first), min(at_once, pages - first), page_bytes)
-        core.take_pages(first, block, spaces.by_number(), forget)
-    _give_up_rest(device, geometry, pages)
+        core.load_pages(first, block, spaces.by_number(), forget)
+    _erase_unused_pages(device, geometry, pages)
     return Recovered(core, spaces, memoryview(b"").cast("I"))
 
 
-def _give_up_rest(device: RawDevice, geometry: Geometry, pages: int) -> None:
-    """What the table tells of slots that are not in use any more. Nobody here knows which namespaces and generations it
-    names; were there more slots again, it would name those of others. From the back, so that the next start goes on
-    with it where this one is interrupted: pages are first written in ascending order."""
+def _erase_unused_pages(device: RawDevice, geometry: Geometry, pages: int) -> None:
+    """Erases pages of the table for slots that a smaller configuration no longer has. The namespaces and generations
+    that they name are unknown here; if the device had more slots again, they would name those of others. Goes
+    backwards, so that the next start continues where this one is interrupted: pages are first written in ascending
+    order."""
     at_once = max(1, READ_BYTES // geometry.page_bytes)
     end = geometry.table_pages(geometry.max_slots)
     written = []
@@ -86,14 +87,14 @@ def _give_up_rest(device: RawDevice, geometry: Geometry, pages: int) -> None:
 
 
 def finish(recovered: Recovered) -> None:
-    """After what slot headers told. Blocks; for a thread."""
+    """After `scan`. Blocks; for a thread."""
     recovered.core.finish_recovery(GENERATION_GAP)
-    recovered.youngest_first = memoryview(recovered.core.youngest_first()).cast("I")
-    recovered.spaces.recovered()
+    recovered.youngest_first = recovered.core.youngest_first()
+    recovered.spaces.finish_recovery()
 
 
 def _read_pages(device: RawDevice, offset: int, count: int, page_bytes: int) -> bytes:
-    """A page that cannot be read comes as one that does not verify."""
+    """A page that cannot be read is returned as one that does not verify."""
     try:
         block = device.read(offset, count * page_bytes)
     except OSError:
@@ -101,26 +102,26 @@ def _read_pages(device: RawDevice, offset: int, count: int, page_bytes: int) -> 
     return block.ljust(count * page_bytes, b"\xff")
 
 
-async def scan(device: NativeDevice, superblock: Superblock, recovered: Recovered, unread: memoryview) -> None:
-    """What the headers of slots (u32) tell. Those that could not be read tell nothing."""
+async def scan(device: NativeDevice, superblock: Superblock, recovered: Recovered, slots: memoryview) -> None:
+    """Adds the objects that the headers of slots (u32) describe, as far as they can be read."""
     memory = mmap.mmap(-1, HEADERS_AT_ONCE * FRAME_HEADER_BYTES)
     view = memoryview(memory)
-    for start in range(0, len(unread), HEADERS_AT_ONCE):
-        part = unread[start : start + HEADERS_AT_ONCE]
+    for start in range(0, len(slots), HEADERS_AT_ONCE):
+        part = slots[start : start + HEADERS_AT_ONCE]
         submitted = recovered.core.read_headers(device.io, part, _native.buffer_address(view))
-        moved, errors = await device.ended(submitted, view)
+        moved, errors = await device.wait(submitted, view)
         for index, (slot, size, error) in enumerate(zip(part, moved, errors, strict=True)):
             if error == 0 and size == FRAME_HEADER_BYTES:
                 at = index * FRAME_HEADER_BYTES
-                _take_in(recovered, superblock, slot, view[at : at + FRAME_HEADER_BYTES])
+                _add(recovered, superblock, slot, view[at : at + FRAME_HEADER_BYTES])
 
 
-def _take_in(recovered: Recovered, superblock: Superblock, slot: int, header: memoryview) -> None:
+def _add(recovered: Recovered, superblock: Superblock, slot: int, header: memoryview) -> None:
     try:
-        device, found, generation, encoded, chunk_hash, payload_bytes = _native.slot_header_parse(header)
-        namespace = Namespace.decode(encoded)
+        found = _native.slot_header_parse(header)
+        namespace = Namespace.decode(found.namespace)
     except (ValueError, msgspec.MsgspecError):
         return
-    if (device, found) == (superblock.device, slot):
-        space = recovered.spaces.seen(namespace)
-        recovered.core.add(slot, space, chunk_hash, frame_bytes(payload_bytes), generation)
+    if (found.device, found.slot) == (superblock.device, slot):
+        space = recovered.spaces.intern(namespace)
+        recovered.core.add(slot, space, found.chunk_hash, frame_bytes(found.payload_bytes), found.generation)

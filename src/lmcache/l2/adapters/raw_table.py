@@ -57,8 +57,8 @@ class OrderedPages:
         *,
         flush: bool = False,
     ) -> asyncio.Future[bool]:
-        """`written` is called once, when they are on the device. With `flush` they are then on the medium, too, and so
-        is everything before them. The future tells whether the first attempt did it."""
+        """`written` is called once, when the pages are on the device; with `flush`, when they and everything before
+        them are on the medium. The future: whether the first attempt succeeded."""
         step = _Step(pages, written, flush)
         self._steps.append(step)
         self._idle.clear()
@@ -66,7 +66,7 @@ class OrderedPages:
         return step.tried
 
     async def settled(self, seconds: float) -> bool:
-        """Whether everything given so far is written, after at most that long."""
+        """Waits at most that long; whether everything submitted so far is written."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except asyncio.TimeoutError:

@@ -1,19 +1,19 @@
-"""A server that answers when told to, and the few objects of vLLM that the connector touches."""
+"""A server that answers when the test says so, and the few objects of vLLM that the connector touches."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from lmcache.clock import ManualClock
 from lmcache.errors import ServerUnavailable
 from lmcache.protocol.messages import HelloReply, LookupReply
+from manual_clock import ManualClock
 
 
-def hello(boot: bytes = b"boot-one-boot-on", chunk_tokens: int = 256) -> HelloReply:
-    return HelloReply(1, "0", boot, chunk_tokens, "blake3", ["shm"], "/dev/shm/x", 1 << 20, 300.0, 600.0)
+def hello(server_epoch: bytes = b"epoch-one-epoch-", chunk_tokens: int = 256) -> HelloReply:
+    return HelloReply(1, "0", server_epoch, chunk_tokens, "blake3", ["shm"], "/dev/shm/x", 1 << 20, 300.0, 600.0)
 
 
 class FakePending:
@@ -52,8 +52,8 @@ class FakeClient:
         self.answers: dict[str, Callable[[Any], Any]] = {}
 
     @property
-    def boot_token(self) -> bytes:
-        return self.hello.boot_token if self.hello is not None else b""
+    def server_epoch(self) -> bytes:
+        return self.hello.server_epoch if self.hello is not None else b""
 
     def submit(self, method: str, message: Any, timeout_seconds: float) -> FakePending:
         if self.hello is None:
@@ -80,7 +80,9 @@ class FakeClient:
         self.hello = None
 
 
-def answer(chunks_hit: int, prompt_tokens: int, *, lease: int = 7, ranks: int = 1, groups: int = 1, chunk: int = 256):
+def answer(
+    chunks_hit: int, prompt_tokens: int, *, lease: int = 7, ranks: int = 1, groups: int = 1, chunk: int = 256
+) -> Any:
     full = prompt_tokens // chunk
     return LookupReply(
         chunks_hit,
@@ -126,13 +128,15 @@ def request(request_id: str, prompt_tokens: int, **fields: Any) -> Any:
         "mm_features": [],
         "resumable": False,
         "skip_reading_prefix_cache": False,
+        "num_prompt_tokens": prompt_tokens,
+        "arrival_time": 0.0,
     }
     return SimpleNamespace(**{**values, **fields})
 
 
 def step(
-    new: list[tuple[str, int, int]] = (),
-    running: list[tuple[str, int, int]] = (),
+    new: Sequence[tuple[str, int, int]] = (),
+    running: Sequence[tuple[str, int, int]] = (),
     states: dict[str, list[tuple[int, int, int]]] | None = None,
 ) -> Any:
     """Each: (request id, tokens computed before the step, tokens scheduled in it). `states` that this step
@@ -148,7 +152,9 @@ def step(
     )
 
 
-def output(*, report: Any = None, received=frozenset(), failed=frozenset(), invalid=frozenset()):
+def output(
+    *, report: Any = None, received: Any = frozenset(), failed: Any = frozenset(), invalid: Any = frozenset()
+) -> Any:
     return SimpleNamespace(
         kv_connector_worker_meta=report,
         finished_recving=set(received),

@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from lmcache.integration.engine.connector_metadata import ConnectorMetadata
 from lmcache.integration.vllm.connector import LMCacheMPConnector
-from lmcache.integration.vllm.orders import StepOrders
+
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,7 @@ from lmcache.integration.vllm.orders import StepOrders
 def test_a_step_is_idle_only_without_a_forward_pass(metadata: Any, arguments: dict[str, Any], idle: bool) -> None:
     seen: list[bool] = []
     connector = LMCacheMPConnector.__new__(LMCacheMPConnector)
-    connector._worker = SimpleNamespace(start_loads=lambda orders, *, idle_step: seen.append(idle_step))  # type: ignore[assignment]
-    connector._connector_metadata = StepOrders()
+    connector.worker_side = SimpleNamespace(start_loads=lambda orders, *, idle_step: seen.append(idle_step))
+    connector.bind_connector_metadata(ConnectorMetadata())
     connector.start_load_kv(SimpleNamespace(attn_metadata=metadata), **arguments)
     assert seen == [idle]

@@ -12,7 +12,7 @@ from lmcache.integration.vllm.groups import cacheable_groups
 
 
 def spec(kind: str, **fields: Any) -> Any:
-    """An object of a class of that name, by which vLLM's specs are told apart."""
+    """An object of a class of that name, by which vLLM's specs are distinguished."""
     return type(kind, (SimpleNamespace,), {})(**{"block_size": 16, **fields})
 
 

@@ -89,7 +89,7 @@ def test_media_that_the_engine_only_counts_are_not_cached(cache_gb: float, prefi
     assert is_cacheable(with_image, media_have_names=named) is named
 
 
-def test_a_request_is_told_apart_by_adapter_its_content_and_the_generation_of_the_weights() -> None:
+def test_a_request_is_distinguished_by_adapter_its_content_and_the_generation_of_the_weights() -> None:
     plain = SimpleNamespace(lora_request=None)
     assert request_identity(plain) == b""
     style = SimpleNamespace(lora_request=SimpleNamespace(lora_name="style", lora_path="/style"))

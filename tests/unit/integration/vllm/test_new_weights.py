@@ -1,4 +1,4 @@
-"""A reset of the engine's caches: KV of former weights is neither found nor stored under the name of the new ones."""
+"""A reset of the engine's caches: KV of previous weights is neither found nor stored under the name of the new ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lmcache.integration.vllm.orders import WorkerReport
+from lmcache.integration.engine.connector_metadata import WorkerReport
 from lmcache.integration.vllm.scheduler_side import STORES_END_SECONDS
 from unit.integration.vllm.fakes import answer, output, request, step
 from unit.integration.vllm.test_scheduler_side import Engine
@@ -45,7 +45,7 @@ def computed(engine: Engine, name: str, tokens: int = 600, **fields: Any) -> Any
     engine.pool.touch([engine.pool.blocks[block] for block in blocks])
     engine.tables[name] = (blocks,)
     engine.side.after_allocation(one, (blocks,), 0)
-    return one, engine.side.step_orders(step(new=[(name, 0, tokens)]))
+    return one, engine.side.step_metadata(step(new=[(name, 0, tokens)]))
 
 
 def free(engine: Engine, name: str) -> None:
@@ -71,7 +71,7 @@ def test_each_reset_gives_all_later_requests_a_name_that_nobody_else_has(tmp_pat
     assert len(set(names)) == 4
 
 
-def test_a_hit_of_former_weights_that_waits_to_be_loaded_is_given_back_and_asked_for_anew() -> None:
+def test_a_hit_of_previous_weights_that_waits_to_be_loaded_is_given_back_and_asked_for_anew() -> None:
     engine = engine_of()
     engine.side.on_new_request(one := request("a", 600))
     engine.settle(answer(2, 600))
@@ -108,7 +108,7 @@ def test_a_request_that_was_preempted_for_the_reset_is_stored_under_the_new_name
     engine.settle(renamed)
     assert engine.side.matched_tokens(one, 0) == (0, False)
     engine.side.after_allocation(one, engine.tables["a"], 0)
-    (store,) = engine.side.step_orders(step(new=[("a", 0, 600)])).stores
+    (store,) = engine.side.step_metadata(step(new=[("a", 0, 600)])).stores
     assert store.hashes == b"n" * 64
 
 
@@ -128,7 +128,7 @@ def test_while_blocks_of_before_are_in_use_nothing_is_asked_or_stored(decoded: b
     one.num_computed_tokens = short.num_computed_tokens = 1199
     engine.tables["a"], engine.tables["short"] = (list(range(1, 11)),), (list(range(20, 30)),)
     for _ in range(2):
-        orders = engine.side.step_orders(step(running=[("a", 600, 599), ("short", 200, 999)]))
+        orders = engine.side.step_metadata(step(running=[("a", 600, 599), ("short", 200, 999)]))
         assert not orders.stores
         engine.side.step_ended(output())
     engine.side.on_new_request(two := request("b", 600))
@@ -163,7 +163,7 @@ class Worker:
 
 def test_pins_end_without_a_step_where_the_worker_is_in_the_same_process() -> None:
     worker: list[Worker] = []
-    engine = engine_of(worker_here=lambda: worker[0] if worker else None)
+    engine = engine_of(local_worker=lambda: worker[0] if worker else None)
     one, orders = computed(engine, "a")
     engine.side.request_finished(one, engine.tables["a"])
     free(engine, "a")
@@ -176,10 +176,10 @@ def test_pins_end_without_a_step_where_the_worker_is_in_the_same_process() -> No
 
 
 def test_a_store_that_does_not_end_holds_a_reset_up_for_a_bounded_time() -> None:
-    engine = engine_of(worker_here=lambda: worker)
+    engine = engine_of(local_worker=lambda: worker)  # type: ignore[has-type]
     _, orders = computed(engine, "a")
     worker = Worker(engine, [orders.stores[0].job])
-    worker.report = lambda: None  # type: ignore[method-assign]
+    worker.report = lambda: None
     before = engine.clock.now_seconds
     engine.side.await_pins()
     assert engine.side.has_pins
@@ -207,7 +207,7 @@ def test_what_an_adapter_computed_after_its_files_were_changed_is_not_stored(tmp
     (tmp_path / "adapter_model.safetensors").write_bytes(b"other")
     one.num_tokens, one.num_computed_tokens, one.all_token_ids = 1200, 1199, [1] * 1200
     engine.tables["a"] = (list(range(1, 11)),)
-    assert not engine.side.step_orders(step(running=[("a", 600, 599)])).stores
+    assert not engine.side.step_metadata(step(running=[("a", 600, 599)])).stores
     engine.side.step_ended(output(report=WorkerReport(Counter({orders.stores[0].job: 1}))))
     engine.side.request_finished(one, engine.tables["a"])
     assert not engine.side.has_pins
@@ -225,10 +225,10 @@ def test_what_an_adapter_computes_after_another_one_took_its_number_is_not_store
     assert engine.side.matched_tokens(one, 0) == (0, False)
     engine.tables["a"] = (list(range(1, 6)),)
     engine.side.after_allocation(one, engine.tables["a"], 0)
-    (store,) = engine.side.step_orders(step(new=[("a", 0, 300)])).stores
+    (store,) = engine.side.step_metadata(step(new=[("a", 0, 300)])).stores
     assert len(store.hashes) == 32
     engine.side.on_new_request(request("b", 600, lora_request=later))
-    assert not engine.side.step_orders(step(running=[("a", 300, 300)])).stores
+    assert not engine.side.step_metadata(step(running=[("a", 300, 300)])).stores
 
 
 def test_a_request_named_by_what_an_adapter_was_stays_unstored_when_another_names_it_anew(tmp_path: Path) -> None:
@@ -241,4 +241,4 @@ def test_a_request_named_by_what_an_adapter_was_stays_unstored_when_another_name
     engine.side.after_allocation(one, engine.tables["a"], 0)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"other")
     engine.side.on_new_request(request("b", 600, lora_request=lora))
-    assert not engine.side.step_orders(step(new=[("a", 0, 600)])).stores
+    assert not engine.side.step_metadata(step(new=[("a", 0, 600)])).stores

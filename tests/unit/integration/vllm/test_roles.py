@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
-from lmcache.clock import ManualClock
+from lmcache.client.engine_environment import EngineEnvironment
+from lmcache.integration.engine.connector_metadata import WorkerReport
 from lmcache.integration.vllm.groups import CacheGroup
-from lmcache.integration.vllm.orders import WorkerReport
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.protocol.messages import AppendReply
+from manual_clock import ManualClock
 from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, output, request, step
 
 CHUNK = 256
@@ -28,8 +29,8 @@ class Engine:
             groups=(CacheGroup(128, ("layer0",)),),
             ranks=1,
             workers=1,
-            clock=clock,
-            **role,
+            environment=EngineEnvironment(clock),
+            **role,  # type: ignore[arg-type]
         )
         self.side.bind(self.pool, lambda name: (list(range(1, 21)),))
 
@@ -41,9 +42,9 @@ def test_a_producer_stores_and_never_looks_up() -> None:
     assert [name for name, _, _ in engine.client.sent] == ["append"]
     assert engine.side.matched_tokens(prompt, 0) == (0, False)
     engine.side.after_allocation(prompt, ([],), 0)
-    assert engine.side.step_orders(step(new=[("a", 0, 300)])).stores == []  # not named yet
+    assert engine.side.step_metadata(step(new=[("a", 0, 300)])).stores == []  # not named yet
     engine.client.pendings("append")[0].outcome = AppendReply(0, bytes([1]) * 32 + bytes([2]) * 32)
-    (order,) = engine.side.step_orders(step(running=[("a", 300, 300)])).stores
+    (order,) = engine.side.step_metadata(step(running=[("a", 300, 300)])).stores
     assert array("q", order.blocks[0]).tolist() == [1, 2, 3, 4]
     assert order.hashes == bytes([1]) * 32 + bytes([2]) * 32
     engine.side.step_ended(output(report=WorkerReport(Counter([order.job]))))
@@ -59,11 +60,11 @@ def test_a_producer_also_stores_what_decoding_fills() -> None:
     engine.side.on_new_request(prompt)
     engine.side.after_allocation(prompt, ([],), 0)
     engine.client.pendings("append")[0].outcome = AppendReply(0, bytes([1]) * 32)
-    assert len(engine.side.step_orders(step(new=[("a", 0, 300)])).stores) == 1
+    assert len(engine.side.step_metadata(step(new=[("a", 0, 300)])).stores) == 1
     prompt.num_tokens = 512
-    engine.side.step_orders(step(running=[("a", 511, 1)]))
+    engine.side.step_metadata(step(running=[("a", 511, 1)]))
     engine.client.pendings("append")[1].outcome = AppendReply(1, bytes([2]) * 32)
-    (order,) = engine.side.step_orders(step(running=[("a", 512, 1)])).stores
+    (order,) = engine.side.step_metadata(step(running=[("a", 512, 1)])).stores
     assert (array("q", order.blocks[0]).tolist(), order.hashes) == ([3, 4], bytes([2]) * 32)
 
 
@@ -75,12 +76,12 @@ def test_a_consumer_loads_and_stores_nothing(save_decode: bool) -> None:
     engine.client.pendings("lookup")[0].outcome = answer(1, 600)
     assert engine.side.matched_tokens(prompt, 0) == (256, True)
     engine.side.after_allocation(prompt, (list(range(1, 6)),), 256)
-    (load,) = engine.side.step_orders(step()).loads
+    (load,) = engine.side.step_metadata(step()).loads
     assert load.hit_chunks == 1
     # A chunk that is not what its key says is computed, and still not stored.
     report = WorkerReport(unreadable={"a": frozenset({0})})
     engine.side.step_ended(output(report=report, received={"a"}, invalid={1}))
-    orders = engine.side.step_orders(step(new=[("a", 0, 600)]))
+    orders = engine.side.step_metadata(step(new=[("a", 0, 600)]))
     prompt.num_tokens = 700
     assert (orders.loads, orders.stores, engine.pool.pinned()) == ([], [], set())
     engine.side.request_finished(prompt, (list(range(1, 6)),))
@@ -96,4 +97,4 @@ def test_requests_of_a_consumer_do_not_wait_for_each_other() -> None:
         engine.client.pendings("lookup")[-1].outcome = answer(0, 600)
         assert engine.side.matched_tokens(asked, 0) == (0, False)
         engine.side.after_allocation(asked, ([],), 0)
-        engine.side.step_orders(step(new=[(name, 0, 100)]))
+        engine.side.step_metadata(step(new=[(name, 0, 100)]))

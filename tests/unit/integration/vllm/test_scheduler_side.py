@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lmcache.clock import ManualClock
+from lmcache.client.engine_environment import EngineEnvironment
+from lmcache.client.server_probe import ANSWER_SECONDS, LONGEST_LOOK_SECONDS, QUIET_SECONDS
+from lmcache.environment import SYSTEM
 from lmcache.errors import RemoteError, ServerUnavailable
+from lmcache.integration.engine.connector_metadata import LoadOrder, StoreOrder, WorkerReport
 from lmcache.integration.vllm.groups import CacheGroup
-from lmcache.integration.vllm.orders import LoadOrder, StoreOrder, WorkerReport
-from lmcache.integration.vllm.pulse import ANSWER_SECONDS, LONGEST_LOOK_SECONDS, QUIET_SECONDS
-from lmcache.integration.vllm.scheduler_side import STEP_WAIT_SECONDS, SchedulerSide
+from lmcache.integration.vllm.hit_lookups import STEP_WAIT_SECONDS
+from lmcache.integration.vllm.scheduler_side import SchedulerSide
+from manual_clock import ManualClock
 from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, output, request, step
 
 FULL = CacheGroup(128, ("layer0",))
@@ -26,14 +27,16 @@ STATE = CacheGroup(128, ("layer2",), tail_tokens=1, state="gdn")
 class Engine:
     """The scheduler side with everything around it."""
 
-    def __init__(self, groups=(FULL,), ranks: int = 1, workers: int = 1, blocks: int = 400, **options: Any) -> None:
+    def __init__(
+        self, groups=(FULL,), ranks=1, workers=1, blocks=400, random_bytes=SYSTEM.random_bytes, **options: Any
+    ) -> None:
         self.clock = ManualClock()
+        environment = EngineEnvironment(self.clock, random_bytes)
         self.client = FakeClient(self.clock)
         self.pool = FakeBlockPool(blocks)
         self.tables: dict[str, tuple[list[int], ...]] = {}
-        self.side = SchedulerSide(
-            self.client, instance_id="i", groups=groups, ranks=ranks, workers=workers, clock=self.clock, **options
-        )
+        engine = {"instance_id": "i", "groups": groups, "ranks": ranks, "workers": workers}
+        self.side = SchedulerSide(self.client, **engine, environment=environment, **options)
         self.side.bind(self.pool, lambda request_id: self.tables[request_id])
 
     def settle(self, reply, index: int = -1) -> None:
@@ -70,7 +73,7 @@ def test_a_server_whose_chunks_do_not_fit_the_blocks_is_asked_nothing() -> None:
     engine.side.on_new_request(one := request("a", 600))
     assert engine.side.matched_tokens(one, 0) == (0, False)
     engine.side.after_allocation(one, ([1, 2, 3, 4, 5],), 0)
-    assert engine.side.step_orders(step(new=[("a", 0, 600)])).stores == []
+    assert engine.side.step_metadata(step(new=[("a", 0, 600)])).stores == []
     assert engine.client.sent == []
 
 
@@ -79,7 +82,7 @@ def test_chunks_that_are_not_whole_blocks_ask_and_store_nothing() -> None:
     engine.side.on_new_request(one := request("a", 1300))
     assert engine.side.matched_tokens(one, 0) == (0, False)
     engine.tables["a"] = ([1] * 11, [2, 3, 4])
-    assert engine.side.step_orders(step(new=[("a", 0, 1300)])).stores == []
+    assert engine.side.step_metadata(step(new=[("a", 0, 1300)])).stores == []
     assert engine.client.sent == []
     engine.client.hello = None  # a request that comes while the server is away, and a server that comes back so
     engine.side.on_new_request(two := request("b", 1300))
@@ -96,7 +99,7 @@ def test_a_step_waits_only_its_budget_and_asks_again_later() -> None:
     assert engine.side.matched_tokens(one, 0) == (None, False)
     assert engine.side.matched_tokens(two, 0) == (None, False)
     assert engine.clock.now_seconds - before == pytest.approx(STEP_WAIT_SECONDS)
-    engine.side.step_orders(step())
+    engine.side.step_metadata(step())
     engine.settle(answer(2, 600))
     assert engine.side.matched_tokens(two, 0) == (512, True)
 
@@ -104,7 +107,7 @@ def test_a_step_waits_only_its_budget_and_asks_again_later() -> None:
 def test_a_busy_engine_does_not_wait_for_an_old_question() -> None:
     engine = Engine()
     engine.side.on_new_request(one := request("a", 600))
-    engine.side.step_orders(step(new=[("other", 0, 10)]))
+    engine.side.step_metadata(step(new=[("other", 0, 10)]))
     engine.clock.advance(0.1)
     before = engine.clock.now_seconds
     assert engine.side.matched_tokens(one, 0) == (None, False)
@@ -118,13 +121,13 @@ def test_a_hit_is_loaded_into_its_blocks_and_the_lease_kept_until_the_copy_ended
     assert engine.side.matched_tokens(one, 0) == (512, True)
     assert engine.side.matched_tokens(one, 0) == (512, True)  # asked again while blocks are short
     engine.side.after_allocation(one, ([5, 6, 7, 8],), 512)
-    orders = engine.side.step_orders(step())
+    orders = engine.side.step_metadata(step())
     (load,) = orders.loads
     assert isinstance(load, LoadOrder)
-    assert (load.request_id, load.hit_chunks, load.boot_token) == ("a", 2, hello().boot_token)
+    assert (load.request_id, load.hit_chunks, load.server_epoch) == ("a", 2, hello().server_epoch)
     assert load.groups[0].first_chunk == 0
     assert blocks_of(load.groups[0].blocks) == [5, 6, 7, 8]
-    assert engine.side.step_orders(step()).loads == []
+    assert engine.side.step_metadata(step()).loads == []
     assert engine.side.tokens_not_in_l1("a") == 0
     assert engine.leases_given_back() == []
     engine.side.step_ended(output(received={"a"}))
@@ -145,7 +148,7 @@ def test_what_the_engine_holds_already_is_verified_but_not_written(computed, exp
     engine.settle(answer(2, 600))
     assert engine.side.matched_tokens(one, computed) == (512 - computed, True)
     engine.side.after_allocation(one, ([5, 6, 7, 8],), 512 - computed)
-    (load,) = engine.side.step_orders(step()).loads
+    (load,) = engine.side.step_metadata(step()).loads
     assert load.groups[0].first_chunk == expected_first
     assert blocks_of(load.groups[0].blocks) == expected_blocks
 
@@ -179,13 +182,13 @@ def test_chunks_are_stored_once_as_they_become_full() -> None:
     def stored(orders) -> list[tuple[list[int], bytes]]:
         return [(blocks_of(order.blocks[0]), order.hashes) for order in orders.stores]
 
-    assert stored(engine.side.step_orders(step(new=[("a", 256, 200)]))) == []
-    assert stored(engine.side.step_orders(step(running=[("a", 456, 400)]))) == [
+    assert stored(engine.side.step_metadata(step(new=[("a", 256, 200)]))) == []
+    assert stored(engine.side.step_metadata(step(running=[("a", 456, 400)]))) == [
         (table[2:6], bytes([1]) * 32 + bytes([2]) * 32)
     ]
-    assert stored(engine.side.step_orders(step(running=[("a", 856, 244)]))) == [(table[6:8], bytes([3]) * 32)]
-    assert stored(engine.side.step_orders(step(running=[("a", 1100, 1)]))) == []
-    assert stored(engine.side.step_orders(step(running=[("a", 1101, 400)]))) == []  # decoded tokens are not stored
+    assert stored(engine.side.step_metadata(step(running=[("a", 856, 244)]))) == [(table[6:8], bytes([3]) * 32)]
+    assert stored(engine.side.step_metadata(step(running=[("a", 1100, 1)]))) == []
+    assert stored(engine.side.step_metadata(step(running=[("a", 1101, 400)]))) == []  # decoded tokens are not stored
 
 
 def test_what_only_the_engine_holds_is_stored_too() -> None:
@@ -196,7 +199,7 @@ def test_what_only_the_engine_holds_is_stored_too() -> None:
     assert engine.side.matched_tokens(one, 512) == (0, False)
     engine.side.after_allocation(one, ([1, 2, 3, 4, 5],), 0)
     engine.tables["a"] = ([1, 2, 3, 4, 5],)
-    (order,) = engine.side.step_orders(step(new=[("a", 512, 88)])).stores
+    (order,) = engine.side.step_metadata(step(new=[("a", 512, 88)])).stores
     assert blocks_of(order.blocks[0]) == [1, 2, 3, 4]
 
 
@@ -206,7 +209,7 @@ def test_source_blocks_stay_pinned_until_every_worker_has_read_them() -> None:
     engine.settle(answer(0, 512))
     engine.side.matched_tokens(one, 0)
     engine.tables["a"] = ([3, 4, 5, 6],)
-    (order,) = engine.side.step_orders(step(new=[("a", 0, 512)])).stores
+    (order,) = engine.side.step_metadata(step(new=[("a", 0, 512)])).stores
     assert isinstance(order, StoreOrder)
     assert engine.pool.pinned() == {3, 4, 5, 6}
     assert engine.side.has_pins and engine.side.pins_end_soon
@@ -228,16 +231,16 @@ def test_stores_never_pin_most_of_the_engine_and_the_rest_waits() -> None:
         engine.settle(answer(0, 512))
         engine.side.matched_tokens(one, 0)
         engine.tables[name] = (table,)
-    orders = engine.side.step_orders(step(new=[("a", 0, 512), ("b", 0, 512)]))
+    orders = engine.side.step_metadata(step(new=[("a", 0, 512), ("b", 0, 512)]))
     assert [blocks_of(order.blocks[0]) for order in orders.stores] == [[1, 2, 3, 4], [5, 6]]
     assert engine.pool.pinned() == {1, 2, 3, 4, 5, 6}
     decoding = step(running=[("a", 512, 1), ("b", 512, 1)])
-    assert engine.side.step_orders(decoding).stores == []
+    assert engine.side.step_metadata(decoding).stores == []
     engine.side.step_ended(output(report=WorkerReport(Counter([orders.stores[0].job]))))
-    (rest,) = engine.side.step_orders(decoding).stores
+    (rest,) = engine.side.step_metadata(decoding).stores
     assert blocks_of(rest.blocks[0]) == [7, 8]
     assert rest.hashes == bytes([1]) * 32
-    assert engine.side.step_orders(decoding).stores == []
+    assert engine.side.step_metadata(decoding).stores == []
     assert engine.pool.pinned() == {5, 6, 7, 8}
 
 
@@ -247,7 +250,7 @@ def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
     engine.settle(answer(2, 600))
     engine.side.matched_tokens(one, 0)
     engine.side.after_allocation(one, ([5, 6, 7, 8],), 512)
-    engine.side.step_orders(step())
+    engine.side.step_metadata(step())
     engine.side.step_ended(output(received={"a"}, invalid={5, 6}))
     assert engine.leases_given_back() == [7]
     assert engine.side.matched_tokens(one, 0) == (0, False)
@@ -273,11 +276,11 @@ def test_what_replaces_an_unreadable_chunk_is_stored() -> None:
     engine.settle(answer(3, 800))
     engine.side.matched_tokens(one, 0)
     engine.side.after_allocation(one, ([1, 2, 3, 4, 5, 6],), 768)
-    engine.side.step_orders(step())
+    engine.side.step_metadata(step())
     report = WorkerReport(unreadable={"a": frozenset({1})})
     engine.side.step_ended(output(report=report, received={"a"}, invalid={3, 4}))
     engine.tables["a"] = ([1, 2, 3, 4, 5, 6, 7],)
-    (order,) = engine.side.step_orders(step(new=[("a", 256, 544)])).stores
+    (order,) = engine.side.step_metadata(step(new=[("a", 256, 544)])).stores
     assert blocks_of(order.blocks[0]) == [3, 4, 5, 6]
 
 
@@ -287,10 +290,10 @@ def test_nothing_is_kept_of_a_request_that_left_during_a_load_that_failed() -> N
     engine.settle(answer(3, 800))
     engine.side.matched_tokens(one, 0)
     engine.side.after_allocation(one, ([1, 2, 3, 4, 5, 6],), 768)
-    engine.side.step_orders(step())
+    engine.side.step_metadata(step())
     engine.side.request_finished(request("a", 600), ((),))
     engine.side.step_ended(output(report=WorkerReport(unreadable={"a": frozenset({1})}), received={"a"}))
-    assert not engine.side._requests and not engine.side._storing
+    engine.side.check_idle()
 
 
 def test_other_requests_failures_are_not_ours() -> None:
@@ -310,7 +313,7 @@ def test_a_preempted_request_is_asked_for_again_without_its_tokens() -> None:
     engine.side.matched_tokens(one, 0)
     engine.side.after_allocation(one, ([1, 2, 3, 4, 5],), 0)
     engine.tables["a"] = ([1, 2, 3, 4, 5],)
-    assert len(engine.side.step_orders(step(new=[("a", 0, 600)])).stores) == 1
+    assert len(engine.side.step_metadata(step(new=[("a", 0, 600)])).stores) == 1
     assert engine.side.matched_tokens(one, 0) == (None, False)
     again = engine.client.messages("lookup")[1]
     assert (again.first_token, again.tokens) == (600, b"")
@@ -319,7 +322,7 @@ def test_a_preempted_request_is_asked_for_again_without_its_tokens() -> None:
     engine.side.after_allocation(one, ([11, 12, 13, 14],), 512)
     engine.side.step_ended(output(received={"a"}))
     engine.tables["a"] = ([11, 12, 13, 14, 15],)
-    assert engine.side.step_orders(step(running=[("a", 512, 88)])).stores == []  # nothing is stored twice
+    assert engine.side.step_metadata(step(running=[("a", 512, 88)])).stores == []  # nothing is stored twice
     assert engine.leases_given_back() == [9]
 
 
@@ -329,7 +332,7 @@ def test_an_abort_during_a_load_keeps_session_and_lease_until_the_copy_ended() -
     engine.settle(answer(2, 600))
     engine.side.matched_tokens(one, 0)
     engine.side.after_allocation(one, ([5, 6, 7, 8],), 512)
-    engine.side.step_orders(step())
+    engine.side.step_metadata(step())
     engine.side.request_finished(request("a", 600), ((),))
     assert engine.client.messages("end_session") == []
     engine.side.step_ended(output(received={"a"}))
@@ -354,7 +357,7 @@ def test_without_a_server_nothing_is_asked_waited_for_or_stored() -> None:
     before = engine.clock.now_seconds
     assert engine.side.matched_tokens(one, 0) == (0, False)
     engine.tables["a"] = ([1, 2, 3, 4, 5],)
-    assert engine.side.step_orders(step(new=[("a", 0, 600)])).stores == []
+    assert engine.side.step_metadata(step(new=[("a", 0, 600)])).stores == []
     engine.side.request_finished(request("a", 600), ((),))
     assert engine.clock.now_seconds == before
     assert engine.client.sent == []
@@ -364,34 +367,34 @@ def test_a_server_that_appears_before_scheduling_is_used() -> None:
     engine = Engine()
     engine.client.hello = None
     engine.side.on_new_request(one := request("a", 600))
-    engine.client.hello = hello(b"boot-two-boot-tw")
+    engine.client.hello = hello(b"epoch-two-epoch-")
     assert engine.side.matched_tokens(one, 0) == (None, False)
     engine.settle(answer(2, 600))
     assert engine.side.matched_tokens(one, 0) == (512, True)
 
 
-def test_a_lease_of_a_former_server_life_is_not_given_back_to_the_next_which_numbers_alike() -> None:
+def test_a_lease_of_a_previous_server_is_not_given_back_to_the_next_which_numbers_alike() -> None:
     engine = Engine()
     for name in ("a", "b"):
         engine.side.on_new_request(one := request(name, 600))
         engine.settle(answer(2, 600))
         assert engine.side.matched_tokens(one, 0) == (512, True)
         engine.side.after_allocation(one, ([5, 6, 7, 8, 9],), 512)
-        engine.side.step_orders(step())
+        engine.side.step_metadata(step())
         if name == "a":
-            engine.client.hello = hello(b"boot-two-boot-tw")
+            engine.client.hello = hello(b"epoch-two-epoch-")
     engine.side.step_ended(output(received={"a"}, report=WorkerReport(unreadable={"a": frozenset({0})})))
     assert engine.leases_given_back() == []
     engine.side.step_ended(output(received={"b"}))
     assert engine.leases_given_back() == [7]
 
 
-def test_an_answer_of_a_former_server_life_is_not_used() -> None:
+def test_an_answer_of_a_previous_server_is_not_used() -> None:
     engine = Engine()
     engine.side.on_new_request(one := request("a", 600))
     engine.settle(answer(2, 600))
     assert engine.side.matched_tokens(one, 0) == (512, True)
-    engine.client.hello = hello(b"boot-two-boot-tw", chunk_tokens=512)
+    engine.client.hello = hello(b"epoch-two-epoch-", chunk_tokens=512)
     assert engine.side.matched_tokens(one, 0) == (None, False)
     again = engine.client.messages("lookup")[1]
     assert again.first_token == 0 and len(again.tokens) == 600 * 4
@@ -404,7 +407,7 @@ def test_a_server_that_does_not_answer_costs_a_bounded_time_once() -> None:
     engine.side.on_new_request(one := request("a", 600))
     started = engine.clock.now_seconds
     while engine.side.matched_tokens(one, 0) == (None, False):
-        engine.side.step_orders(step())
+        engine.side.step_metadata(step())
         engine.clock.advance(0.001)
         assert engine.clock.now_seconds - started < 2.0
     assert engine.clock.now_seconds - started >= QUIET_SECONDS + ANSWER_SECONDS
@@ -425,7 +428,7 @@ def test_an_engine_that_stood_still_does_not_take_the_server_for_dead() -> None:
     engine = Engine()
     engine.side.on_new_request(one := request("a", 600))
     engine.clock.advance(QUIET_SECONDS)
-    assert engine.side.matched_tokens(one, 0) == (None, False)  # asks for a sign of life
+    assert engine.side.matched_tokens(one, 0) == (None, False)  # asks whether the server answers
     engine.clock.advance(20 * LONGEST_LOOK_SECONDS)
     assert engine.side.matched_tokens(one, 0) == (None, False)
     looks = 1
@@ -457,7 +460,7 @@ def test_a_slow_lookup_of_a_live_server_is_waited_for() -> None:
     started = engine.clock.now_seconds
     while engine.clock.now_seconds - started < 5.0:
         assert engine.side.matched_tokens(one, 0) == (None, False)
-        engine.side.step_orders(step())
+        engine.side.step_metadata(step())
         engine.clock.advance(0.01)
     engine.settle(answer(2, 600))
     assert engine.side.matched_tokens(one, 0) == (512, True)
@@ -468,12 +471,12 @@ def test_hashes_of_a_late_answer_are_stored_by_and_its_lease_given_back() -> Non
     engine = Engine()
     engine.side.on_new_request(one := request("a", 600))
     while engine.side.matched_tokens(one, 0) == (None, False):
-        engine.side.step_orders(step())
+        engine.side.step_metadata(step())
         engine.clock.advance(0.01)
     engine.tables["a"] = ([1, 2, 3, 4, 5],)
-    assert engine.side.step_orders(step(new=[("a", 0, 300)])).stores == []
+    assert engine.side.step_metadata(step(new=[("a", 0, 300)])).stores == []
     engine.settle(answer(1, 600))
-    (order,) = engine.side.step_orders(step(running=[("a", 300, 300)])).stores
+    (order,) = engine.side.step_metadata(step(running=[("a", 300, 300)])).stores
     assert len(order.hashes) == 64
     assert engine.leases_given_back() == [7]
 
@@ -502,7 +505,7 @@ def test_groups_with_a_window_load_only_the_blocks_that_the_engine_keeps() -> No
     engine.settle(answer(4, 1100, groups=2))
     assert engine.side.matched_tokens(one, 0) == (1024, True)
     engine.side.after_allocation(one, ([1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 9, 10, 11]), 1024)
-    (load,) = engine.side.step_orders(step()).loads
+    (load,) = engine.side.step_metadata(step()).loads
     full, window = load.groups
     assert (full.first_chunk, blocks_of(full.blocks)) == (0, [1, 2, 3, 4, 5, 6, 7, 8])
     assert (window.first_chunk, blocks_of(window.blocks)) == (2, [-1, 9, 10, 11])
@@ -516,7 +519,7 @@ def test_of_a_window_that_the_engine_found_in_its_own_cache_what_is_whole_is_sto
     engine.settle(answer(0, 512, groups=2))
     engine.side.matched_tokens(one, 256)
     engine.tables["a"] = ([1, 2, 3, 4], [0, 7, 5, 6])
-    (order,) = engine.side.step_orders(step(new=[("a", 256, 256)])).stores
+    (order,) = engine.side.step_metadata(step(new=[("a", 256, 256)])).stores
     assert order.wanted == bytes([1, 1, 0, 1])
     assert [blocks_of(group) for group in order.blocks] == [[1, 2, 3, 4], [0, 7, 5, 6]]
     assert engine.pool.pinned() == {1, 2, 3, 4, 5, 6, 7}
@@ -528,7 +531,7 @@ def test_chunks_without_the_blocks_that_every_hit_needs_are_not_stored() -> None
     engine.settle(answer(0, 512, groups=2))
     engine.side.matched_tokens(one, 256)
     engine.tables["a"] = ([0, 2, 3, 4], [1, 7, 5, 6])
-    assert engine.side.step_orders(step(new=[("a", 256, 256)])).stores == []
+    assert engine.side.step_metadata(step(new=[("a", 256, 256)])).stores == []
     assert engine.pool.pinned() == set()
 
 
@@ -548,7 +551,7 @@ def test_a_state_is_stored_where_the_engine_keeps_one_and_nowhere_else() -> None
     # The table of a state group is not to be trusted: block 9 may hold a state in the middle of its tokens.
     engine.tables["a"] = ([1, 2, 3, 4, 5, 6, 7, 8, 10], [0, 0, 0, 9, 0, 11])
     states = {"a": [(1, 11, 768), (1, 12, 700)], "b": [(1, 13, 512)]}
-    (order,) = engine.side.step_orders(step(new=[("a", 0, 768)], states=states)).stores
+    (order,) = engine.side.step_metadata(step(new=[("a", 0, 768)], states=states)).stores
     assert [blocks_of(group) for group in order.blocks] == [[1, 2, 3, 4, 5, 6], [0, 0, 11]]
     assert order.wanted == bytes([1, 1, 1, 0, 0, 1])
     assert engine.pool.pinned() == {1, 2, 3, 4, 5, 6, 11}
@@ -560,9 +563,23 @@ def test_of_a_state_only_the_one_at_the_end_of_the_hit_is_loaded() -> None:
     engine.settle(answer(2, 600, groups=2))
     assert engine.side.matched_tokens(one, 128) == (384, True)
     engine.side.after_allocation(one, ([1, 2, 3, 4], [0, 0, 0, 9]), 384)
-    (load,) = engine.side.step_orders(step()).loads
+    (load,) = engine.side.step_metadata(step()).loads
     assert [(group.first_chunk, blocks_of(group.blocks)) for group in load.groups] == [(0, [-1, 2, 3, 4]), (1, [9])]
-    assert load.boot_token == hello().boot_token
+    assert load.server_epoch == hello().server_epoch
+
+
+@pytest.mark.parametrize(
+    ("groups", "all_or_nothing"),
+    [((FULL,), False), ((WINDOW,), True), ((STATE,), True), ((FULL, FULL), True), ((FULL, WINDOW), True)],
+)
+def test_only_one_group_of_every_block_is_of_use_in_part(groups: Any, all_or_nothing: bool) -> None:
+    engine = Engine(groups=groups)
+    engine.side.on_new_request(one := request("a", 600))
+    engine.settle(answer(2, 600, groups=len(groups)))
+    assert engine.side.matched_tokens(one, 0) == (512, True)
+    engine.side.after_allocation(one, tuple([1, 2, 3, 4] for _ in groups), 512)
+    (load,) = engine.side.step_metadata(step()).loads
+    assert load.all_or_nothing is all_or_nothing
 
 
 def test_without_a_block_for_the_state_attention_is_not_loaded_either() -> None:
@@ -571,30 +588,7 @@ def test_without_a_block_for_the_state_attention_is_not_loaded_either() -> None:
     engine.settle(answer(2, 600, groups=2))
     assert engine.side.matched_tokens(one, 0) == (512, True)
     engine.side.after_allocation(one, ([1, 2, 3, 4], [0, 0, 0, 0]), 512)
-    (load,) = engine.side.step_orders(step()).loads
-    assert load.boot_token == b""  # no worker knows such a server, so all of them report that the load failed
-
-
-def test_media_and_adapters_enter_the_question(tmp_path: Path) -> None:
-    engine = Engine()
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
-    image = SimpleNamespace(identifier="image-1", mm_position=SimpleNamespace(offset=200, length=100))
-    lora = SimpleNamespace(lora_name="l", lora_path=str(tmp_path), lora_int_id=1)
-    engine.side.on_new_request(request("a", 600, mm_features=[image], lora_request=lora))
-    engine.side.on_new_request(request("b", 600, mm_features=[image]))
-    moved = SimpleNamespace(identifier="image-1", mm_position=SimpleNamespace(offset=201, length=100))
-    engine.side.on_new_request(request("c", 600, mm_features=[moved]))
-    a, b, c = engine.client.messages("lookup")
-    assert a.identity and not b.identity
-    assert [chunk for chunk, _ in b.extras] == [0, 1]
-    assert a.extras == b.extras
-    assert dict(b.extras)[0] != dict(c.extras)[0]
-
-
-def test_a_request_with_media_that_have_no_names_is_not_asked_for() -> None:
-    engine = Engine(media_have_names=False)
-    image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=200, length=100))
-    engine.side.on_new_request(one := request("a", 600, mm_features=[image]))
-    assert engine.side.matched_tokens(one, 0) == (0, False)
-    engine.side.on_new_request(request("b", 600))
-    assert [message.request_id for message in engine.client.messages("lookup")] == ["b"]
+    metadata = engine.side.step_metadata(step())
+    assert not metadata.loads
+    (load,) = metadata.impossible_loads  # all workers report that it failed
+    assert load.request_id == "a"

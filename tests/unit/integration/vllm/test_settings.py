@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.client.transfer import WantedTransfer
+from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.errors import ConfigError
 from lmcache.integration.vllm.settings import ConnectorSettings
 
@@ -47,7 +47,12 @@ def test_the_transfer_mode_is_taken(mode: str) -> None:
         ("lmcache.mp.port", True, "a port from 1 to 65535"),
         ("lmcache.mp.port", 80.5, "a port from 1 to 65535"),
         ("lmcache.mp.host", None, "it must be text"),
-        ("lmcache.mp.heartbeat_interval", 0, "seconds above 0"),
+        ("lmcache.mp.heartbeat_interval", 0, "from 0.05 to 3600 seconds"),
+        ("lmcache.mp.heartbeat_interval", 0.01, "from 0.05 to 3600 seconds"),
+        ("lmcache.mp.heartbeat_interval", 7200, "from 0.05 to 3600 seconds"),
+        ("lmcache.mp.heartbeat_interval", "nan", "from 0.05 to 3600 seconds"),
+        ("lmcache.mp.heartbeat_interval", None, "from 0.05 to 3600 seconds"),
+        ("lmcache.mp.mq_timeout", "inf", "seconds above 0"),
         ("lmcache.mp.mq_timeout", "soon", "seconds above 0"),
     ],
 )

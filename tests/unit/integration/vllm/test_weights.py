@@ -46,6 +46,7 @@ def write_tensors(path: Path, tensors: Mapping[str, bytes]) -> None:
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + b"".join(tensors.values()))
 
 
+@pytest.mark.engine
 def test_every_load_format_of_vllm_is_either_known_or_refused_with_its_name(tmp_path: Path) -> None:
     loader = pytest.importorskip("vllm.model_executor.model_loader")
     formats = set(get_args(loader.LoadFormats)) | {"a_plugin_of_somebody"}
@@ -91,7 +92,7 @@ def test_a_draft_whose_weights_are_not_known_is_refused_too(tmp_path: Path) -> N
     both.speculative_config = SimpleNamespace(method="draft_model", model="team/draft", draft_model_config=draft)
     with pytest.raises(LayoutRefused, match="team/draft"):
         refuse_unknown_weights(both)
-    draft.hf_config._commit_hash = COMMIT
+    draft.hf_config = SimpleNamespace(_commit_hash=COMMIT)
     refuse_unknown_weights(both)
     assert "draft" in weights_identity(both)
 

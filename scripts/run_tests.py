@@ -1,0 +1,87 @@
+"""`make test`: suites side by side, in two lanes of one suite after the other, with a table of results at the end.
+
+Tests with engines and servers mostly wait for one process that starts, so the second lane, at a lower priority, has a
+core to itself. A suite that fails does not end the others. What a suite prints goes to build/logs; of one that fails
+the end is shown.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from results import Outcome, exit_code, table
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / "build" / "logs"
+SHOWN_LINES = 200  # of a suite that failed
+ENVIRONMENT = {"LMCACHE_TEST_SERVICES_REQUIRED": "1"}  # tests/services: what is missing is a failure
+PYTEST = (sys.executable, "-m", "pytest", "-m", "not slow")
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    command: tuple[str, ...]
+    niceness: int = 0
+
+
+LANES = (
+    (
+        Suite("engines", (*PYTEST, "tests/e2e", "tests/gpu")),
+        Suite("processes", (*PYTEST, "tests/process", "tests/faults")),
+    ),
+    (
+        Suite("C++", ("make", "--no-print-directory", "native-test"), niceness=5),
+        Suite("units", (*PYTEST, "tests/unit", "tests/contract", "tests/simulation", "tests/services"), niceness=5),
+    ),
+)
+
+
+def run_suite(suite: Suite) -> tuple[bool, str]:
+    """(whether it passed, what it printed)."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    path = LOGS / f"{suite.name}.log"
+    command = ["nice", "-n", str(suite.niceness), *suite.command]
+    with path.open("wb") as log:
+        environment = {**os.environ, **ENVIRONMENT}
+        done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    passed = done.returncode == 0
+    return passed, path.read_text(errors="replace")
+
+
+def run_lanes(lanes: Sequence[Sequence[Suite]], run: Callable[[Suite], tuple[bool, str]] = run_suite) -> list[Outcome]:
+    outcomes = {suite.name: Outcome(suite.name) for lane in lanes for suite in lane}
+
+    def run_lane(lane: Sequence[Suite]) -> None:
+        for suite in lane:
+            print(f"==== {suite.name}: started, prints to {LOGS.relative_to(ROOT)}/{suite.name}.log", flush=True)
+            began = time.monotonic()
+            passed, output = run(suite)
+            result, seconds = "passed" if passed else "failed", time.monotonic() - began
+            outcomes[suite.name] = Outcome(suite.name, result, seconds)
+            end = output.rstrip().splitlines()[-(1 if passed else SHOWN_LINES) :]
+            print("\n".join([f"==== {suite.name}: {result} after {seconds:.0f} s", *end]), flush=True)
+
+    threads = [threading.Thread(target=run_lane, args=(lane,)) for lane in lanes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return list(outcomes.values())
+
+
+def main() -> int:
+    outcomes = run_lanes(LANES)
+    print(table(outcomes))
+    return exit_code(outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""One request's session at the server: lookups, appends, leases and its end. Waits only as long as it is asked to."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from lmcache.client.content_extras import ContentSpan, content_extras
+from lmcache.client.engine_environment import EngineEnvironment
+from lmcache.client.release_outbox import ReleaseOutbox
+from lmcache.client.server_probe import ServerProbe
+from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.key_batch import NO_HASHES, ChunkHashes
+from lmcache.errors import LMCacheError
+from lmcache.protocol.messages import Append, AppendReply, EndSession, HelloReply, Lookup, LookupReply, Release
+
+if TYPE_CHECKING:
+    from lmcache.client.client import Client
+    from lmcache.transport.connection import Pending
+
+log = logging.getLogger("lmcache.client")
+
+ReplyT = TypeVar("ReplyT", LookupReply, AppendReply)
+
+LOOKUP_SECONDS = 30.0
+APPEND_SECONDS = 2.0  # blocks may be pinned meanwhile
+_GRACE_SECONDS = 1.0
+TOKEN_BYTES = 4
+
+_Unsent = tuple[str, str, str, int, bytes, bytes, list[tuple[int, bytes]]]
+
+
+class Progress(enum.Enum):
+    WAITING = "waiting"
+    ANSWERED = "answered"
+    FAILED = "failed"
+
+
+@dataclass
+class RequestSession:
+    """A request as the server knows it. Belongs to one thread."""
+
+    request_id: str
+    cache_salt: str
+    identity: bytes
+    tokens: bytes  # u32: the prompt, and of what was decoded as much as somebody asked for
+    contents: Sequence[ContentSpan] = ()  # images, audio ... inside these tokens
+    last_server: HelloReply | None = None  # the last one that got tokens of this request
+    sent_tokens: int | None = None  # how many of the tokens that server has; None: not known
+    unconfirmed: bool = False  # some call may have arrived or not
+    lookup: Pending[LookupReply] | None = None  # under way
+    looked_up_at: float = 0.0  # when the last lookup was sent
+    append: Pending[AppendReply] | None = None  # under way
+    answer: LookupReply | None = None  # its lease is held
+    hashes: ChunkHashes = NO_HASHES  # of the leading chunks, as far as they are known
+
+    @property
+    def server(self) -> HelloReply | None:
+        """The server that holds the session, and by whose chunks `answer` and `hashes` count."""
+        return self.last_server if self.sent_tokens is not None else None
+
+    @property
+    def token_count(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+
+class LookupClient:
+    """Sends the calls of sessions and takes their answers. For one thread."""
+
+    def __init__(self, client: Client, instance_id: str, environment: EngineEnvironment) -> None:
+        self.client = client
+        self.instance_id = instance_id
+        self.suspended = False  # nothing is asked
+        self._clock = environment.clock
+        self._probe = ServerProbe(client, environment.clock)
+        self._outbox = ReleaseOutbox(client, environment)
+
+    # ---- lookups -----------------------------------------------------------------------------------------------------
+    def lookup(
+        self,
+        session: RequestSession,
+        *,
+        recompute: bool = False,
+        deadline_seconds: float = LOOKUP_SECONDS,
+        grace_seconds: float = _GRACE_SECONDS,
+    ) -> bool:
+        """Sends the lookup, with the tokens unless this server has them. False: no server to ask.
+
+        `recompute`: what L1 does not have is computed. `deadline_seconds`: what L2 gets to bring it into L1; the server
+        keeps it itself, and `grace_seconds` are for its answer to travel.
+        """
+        hello = self._server_to_ask()
+        if hello is None:
+            return False
+        message = Lookup(*self._unsent(session, hello), deadline_seconds, recompute)
+        try:
+            pending = self.client.submit("lookup", message, deadline_seconds + grace_seconds)
+        except LMCacheError as error:
+            log.debug("No lookup for request %s: %s", session.request_id, error)
+            return False
+        if not self._note_sent(session, hello):
+            return False
+        session.lookup, session.append, session.looked_up_at = pending, None, self._clock.monotonic()
+        session.answer, session.hashes = None, NO_HASHES
+        return True
+
+    def take_answer(self, session: RequestSession, wait_seconds: float = 0.0) -> Progress:
+        """The answer of the lookup that is under way, if it is there or comes within `wait_seconds`."""
+        pending = session.lookup
+        if pending is None:
+            return Progress.ANSWERED if session.answer is not None else Progress.FAILED
+        if not _is_there(pending, wait_seconds):
+            return Progress.WAITING
+        session.lookup = None
+        reply = _reply(session, pending, "The lookup of request %s failed: %s")
+        if reply is None:
+            return Progress.FAILED
+        self._probe.heard()
+        if session.server is not self.client.hello or len(reply.hashes) % CHUNK_HASH_BYTES:
+            session.sent_tokens = None  # leased by a server that is no more, or no answer to a lookup
+            return Progress.FAILED
+        session.hashes, session.answer = ChunkHashes(reply.hashes), reply
+        return Progress.ANSWERED
+
+    def server_answers(self, session: RequestSession) -> bool:
+        """Whether the answer of the lookup that is under way is worth waiting for: the server still answers at all."""
+        return session.lookup is None or self._probe.check(session.looked_up_at)
+
+    # ---- appends -----------------------------------------------------------------------------------------------------
+    def append(self, session: RequestSession) -> bool:
+        """Sends the tokens that the session lacks, to learn the hashes of the chunks they fill. False: cannot be."""
+        hello = self._server_to_ask()
+        if hello is None or (session.last_server is not None and session.server is not hello):
+            return False
+        message = Append(*self._unsent(session, hello))
+        try:
+            pending = self.client.submit("append", message, APPEND_SECONDS)
+        except LMCacheError as error:
+            log.debug("Nothing more of request %s is stored: %s", session.request_id, error)
+            return False
+        if not self._note_sent(session, hello):
+            return False
+        session.append = pending
+        return True
+
+    def take_hashes(self, session: RequestSession, wait_seconds: float = 0.0) -> Progress:
+        """The hashes of the append that is under way, if they are there or come within `wait_seconds`."""
+        pending = session.append
+        if pending is None:
+            return Progress.ANSWERED
+        if not _is_there(pending, wait_seconds):
+            return Progress.WAITING
+        session.append = None
+        reply = _reply(session, pending, "Nothing more of request %s is stored: %s")
+        if reply is None:
+            return Progress.FAILED
+        known = session.hashes[: reply.first_chunk]
+        fits = len(known) == reply.first_chunk and not len(reply.hashes) % CHUNK_HASH_BYTES
+        if session.server is not self.client.hello or not fits:
+            return Progress.FAILED
+        session.hashes = ChunkHashes(known.packed + reply.hashes)
+        return Progress.ANSWERED
+
+    # ---- the end of leases and sessions ------------------------------------------------------------------------------
+    def give_back(self, session: RequestSession, *, recomputed: bool = False) -> None:
+        """Releases the lease of the answer that is held, if any. `recomputed`: computing is expected to be faster."""
+        answer, session.answer = session.answer, None
+        if answer is not None and answer.lease:
+            self.release(answer.lease, session.server, recomputed=recomputed)
+
+    def release(
+        self,
+        lease: int,
+        server: HelloReply | None,
+        unreadable_chunks: Iterable[int] = (),
+        *,
+        recomputed: bool = False,
+    ) -> None:
+        """`server`: the one that leased. The next one gives the same numbers to other leases."""
+        if server is self.client.hello:
+            self._outbox.send("release", Release(self.instance_id, lease, sorted(unreadable_chunks), recomputed))
+
+    def end(self, session: RequestSession) -> None:
+        """The request is over: the server forgets its tokens and every lease."""
+        session.answer = None
+        if session.last_server is not None and session.last_server is self.client.hello:
+            message = EndSession(self.instance_id, session.request_id)
+            self._outbox.send("end_session", message, twice=_is_unconfirmed(session))
+
+    def renamed(self, session: RequestSession, identity: bytes) -> RequestSession:
+        """The same request under another name, not asked yet. What its session holds goes with the next lookup, or
+        with the end of the request."""
+        self.give_back(session)
+        return replace(
+            session,
+            identity=identity,
+            sent_tokens=None,
+            unconfirmed=_is_unconfirmed(session),
+            lookup=None,
+            append=None,
+            hashes=NO_HASHES,
+        )
+
+    def close(self) -> None:
+        self._outbox.close()
+        self.client.close()
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+    def _server_to_ask(self) -> HelloReply | None:
+        return None if self._probe.silent or self.suspended else self.client.hello
+
+    def _unsent(self, session: RequestSession, hello: HelloReply) -> _Unsent:
+        """What `Lookup` and `Append` begin with: the request, and what its session at this server lacks."""
+        first_token = (session.sent_tokens or 0) if session.server is hello else 0
+        return (
+            self.instance_id,
+            session.request_id,
+            session.cache_salt,
+            first_token,
+            session.tokens[TOKEN_BYTES * first_token :],
+            session.identity,
+            content_extras(session.contents, hello.chunk_tokens, first_token),
+        )
+
+    def _note_sent(self, session: RequestSession, hello: HelloReply) -> bool:
+        """False when another server was met in between: which of them was asked is unknown, and it is to forget it."""
+        session.last_server = self.client.hello
+        if session.last_server is hello:
+            session.sent_tokens = session.token_count
+            return True
+        session.sent_tokens = None
+        self.end(session)
+        return False
+
+
+def _is_there(pending: Pending[LookupReply] | Pending[AppendReply], wait_seconds: float) -> bool:
+    return pending.wait(wait_seconds) if wait_seconds > 0 else pending.done()
+
+
+def _reply(session: RequestSession, pending: Pending[ReplyT], failure: str) -> ReplyT | None:
+    """None for a call that failed, which is logged."""
+    try:
+        return pending.result()
+    except LMCacheError as error:
+        log.debug(failure, session.request_id, error)
+        session.sent_tokens = None  # whether the session got the tokens is unknown: a next call sends them again
+        session.unconfirmed = True
+        return None
+
+
+def _is_unconfirmed(session: RequestSession) -> bool:
+    return session.unconfirmed or session.lookup is not None or session.append is not None

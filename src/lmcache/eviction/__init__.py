@@ -1,1 +1,0 @@
-"""Eviction policies: pure orders over keys, without threads, clocks or I/O."""

@@ -1,0 +1,59 @@
+"""The namespaces of one worker's frames, by cache salt."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache import _native
+from lmcache.core.key import Namespace
+from lmcache.core.layout import KVLayout
+
+_MAX_SALTS_KEPT = 256
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    instance_id: str
+    worker_id: int
+    model_name: str
+    kv_ranks: int
+    kv_rank: int
+    stores: bool
+
+
+@dataclass(frozen=True)
+class FrameName:
+    """Of one object group: the namespace's digest, and a header that lacks hash and checksums."""
+
+    digest: bytes
+    template: bytes
+
+
+class FrameNames:
+    """Thread-safe."""
+
+    def __init__(self, identity: WorkerIdentity, layouts: Sequence[KVLayout]) -> None:
+        self._identity = identity
+        self._layouts = tuple(layouts)
+        self._lock = threading.Lock()
+        self._names: OrderedDict[str, tuple[FrameName, ...]] = OrderedDict()
+
+    def of(self, salt: str) -> tuple[FrameName, ...]:
+        """One per object group."""
+        names = self._names.get(salt)
+        if names is None:
+            names = tuple(self._name(group, layout, salt) for group, layout in enumerate(self._layouts))
+            with self._lock:
+                self._names[salt] = names
+                if len(self._names) > _MAX_SALTS_KEPT:
+                    self._names.popitem(last=False)
+        return names
+
+    def _name(self, group: int, layout: KVLayout, salt: str) -> FrameName:
+        identity = self._identity
+        namespace = Namespace(identity.model_name, identity.kv_ranks, identity.kv_rank, group, layout.fingerprint, salt)
+        template = _native.frame_template(namespace.encode(), namespace.digest, layout.payload_bytes)
+        return FrameName(namespace.digest, template)

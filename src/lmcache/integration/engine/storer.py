@@ -1,0 +1,275 @@
+"""Stores in the background: slots from the server, the copy, the commit. The forward pass never waits for any of it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache import _native
+from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
+from lmcache.core.key_batch import ChunkHashes
+from lmcache.errors import LMCacheError, ResourceError, ServerUnavailable, StaleServer
+from lmcache.integration.engine.connector_metadata import StoreOrder
+from lmcache.integration.engine.frame_names import WorkerIdentity
+from lmcache.integration.engine.transfer_backend import TransferBackend, TransferJob
+from lmcache.protocol.messages import Commit, Reserve, ReserveReply
+
+if TYPE_CHECKING:
+    from lmcache.client.client import Client
+    from lmcache.transport.connection import Pending
+
+log = logging.getLogger("lmcache.engine")
+
+RESERVE_SECONDS = 1.0  # source blocks are pinned meanwhile
+COMMIT_SECONDS = 5.0
+_LATE_SECONDS = 60.0
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Unsettled:
+    """A reservation whose end is still to be sent to the server, and the epoch of that server."""
+
+    server_epoch: bytes
+    written: bytes
+    reservation: int = 0
+    pending: Pending[ReserveReply] | None = None  # the answer that names the reservation is still to come
+
+
+class Storer:
+    """One thread. An order has ended when its source blocks are no longer read, whatever became of it, and is settled
+    when the server knows its end, or is gone."""
+
+    def __init__(
+        self,
+        client: Client,
+        identity: WorkerIdentity,
+        backend: Callable[[], TransferBackend | None],
+        register_again: Callable[[], None],
+        environment: EngineEnvironment = ENGINE_SYSTEM,
+    ) -> None:
+        """`register_again` makes the server drop whatever this worker has reserved and does not know of."""
+        self._clock = environment.clock
+        self._client = client
+        self._identity = identity
+        self._backend = backend
+        self._register_again = register_again
+        self._orders: queue.SimpleQueue[tuple[StoreOrder, _native.CudaFence | None] | None] = environment.queue()
+        self._changed = environment.condition()
+        self._ended: Counter[int] = Counter()
+        self._settled: Counter[int] = Counter()
+        self._running = 0
+        self._closing = False
+        self._unsettled: list[_Unsettled] = []
+        self._settle_at = 0.0  # not before, because orders wait meanwhile
+        self._thread = environment.thread(target=self._run, name="lmcache-store", daemon=True)
+        self._thread.start()
+
+    def drop(self, order: StoreOrder) -> None:
+        """An order that is not to be stored, or cannot be, is over too."""
+        self._end(order.job, accepted=False)
+        self._settle(order.job)
+
+    def submit(self, order: StoreOrder, computed: _native.CudaFence | None) -> None:
+        """The order's blocks are not read before `computed`."""
+        if not self._identity.stores or self._closing:
+            self.drop(order)
+            return
+        with self._changed:
+            self._running += 1
+        self._orders.put((order, computed))
+
+    @property
+    def busy(self) -> bool:
+        return self._running > 0
+
+    def take_ended(self) -> tuple[Counter[int], Counter[int]]:
+        """(orders that have ended, orders that are settled), each named once."""
+        with self._changed:
+            ended, self._ended = self._ended, Counter()
+            settled, self._settled = self._settled, Counter()
+        return ended, settled
+
+    def wait_ended(self, seconds: float) -> None:
+        """Until some order has ended, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended, seconds)
+
+    def wait_idle(self, seconds: float) -> None:
+        """Until every order has ended, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, seconds)
+
+    def check_idle(self) -> None:
+        """AssertionError if a store is under way, or its end is still to be sent to the server."""
+        held = {"stores": self._running, "unsettled": len(self._unsettled)}
+        assert not any(held.values()), f"The storer is not idle: {held}"
+
+    def close(self, drain_seconds: float) -> None:
+        """Ends what is queued as far as time allows. Idempotent."""
+        self._closing = True
+        self._orders.put(None)
+        self._thread.join(drain_seconds)
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        while True:
+            try:
+                queued = self._orders.get(timeout=_RETRY_SECONDS if self._unsettled else None)
+            except queue.Empty:
+                queued = None
+            if queued is not None:
+                _guarded(functools.partial(self._store, *queued))
+            elif self._closing:
+                return
+            is_due = self._clock.monotonic() >= self._settle_at  # also where orders never cease
+            if self._unsettled and is_due and not self._closing:
+                _guarded(self._settle_all)
+
+    def _store(self, order: StoreOrder, computed: _native.CudaFence | None) -> None:
+        try:
+            try:
+                if computed is not None:
+                    _await(computed)  # here, so that no copier's thread is held, nor a slot, while the engine computes
+                reserved = self._reserve_and_copy(order)
+            finally:
+                self._end(order.job)
+            if reserved is not None:
+                self._commit(reserved)
+        finally:
+            self._settle(order.job)
+
+    def _reserve_and_copy(self, order: StoreOrder) -> _Unsettled | None:
+        """Returns when the source blocks are no longer read; what is to be committed then."""
+        backend = self._backend()
+        if backend is None or backend.server_epoch != order.server_epoch:
+            raise StaleServer("the server that it was meant for is gone")
+        identity = self._identity
+        message = Reserve(identity.instance_id, identity.worker_id, order.cache_salt, order.hashes, order.wanted)
+        pending = self._client.submit("reserve", message, _LATE_SECONDS)
+        nothing = bytes(len(order.blocks) * len(ChunkHashes(order.hashes)))
+        asked_epoch = self._client.server_epoch
+        if asked_epoch != order.server_epoch:  # it came in between, and may hand out slots that nobody fills
+            self._put_off(_Unsettled(asked_epoch, nothing, pending=pending))
+            raise StaleServer("the server that it was meant for is gone")
+        if not pending.wait(RESERVE_SECONDS):
+            self._put_off(_Unsettled(order.server_epoch, nothing, pending=pending))
+            raise ServerUnavailable("no slots were handed out in time")
+        try:
+            reply = pending.result()
+        except ServerUnavailable:
+            self._put_off(_Unsettled(order.server_epoch, nothing, pending=pending))
+            raise
+        if reply.reservation == 0:
+            return None
+        if order.wanted:
+            reply.slots = _only_wanted(reply.slots, order.wanted)
+        try:
+            jobs = backend.submit_store(order, reply)
+            written = b"".join(_result(job) for job in jobs)
+        except LMCacheError as error:
+            log.debug("Nothing was copied into %d reserved chunks: %s", len(nothing), error)
+            written = nothing
+        except Exception:
+            log.exception("A copy into L1 failed")
+            written = nothing
+        return _Unsettled(order.server_epoch, written, reply.reservation)
+
+    def _commit(self, unsettled: _Unsettled) -> bool:
+        """False when the commit has to be repeated."""
+        if unsettled.server_epoch != self._client.server_epoch:
+            return True
+        identity = self._identity
+        message = Commit(identity.instance_id, identity.worker_id, unsettled.reservation, unsettled.written)
+        try:
+            self._client.call("commit", message, COMMIT_SECONDS)
+        except ServerUnavailable:
+            self._put_off(unsettled)
+            return False
+        return True
+
+    def _put_off(self, unsettled: _Unsettled) -> None:
+        self._unsettled.append(unsettled)
+        self._settle_at = self._clock.monotonic() + _RETRY_SECONDS
+
+    def _settle_all(self) -> None:
+        """Repeats the commits that got no answer, and ends reservations whose own answer was late. Those of a previous
+        server epoch are dropped."""
+        unsettled, self._unsettled = deque(self._unsettled), []
+        try:
+            while unsettled and self._settle_reservation(unsettled.popleft()):
+                pass
+        finally:  # where one failed the rest waits: each may take seconds, and orders wait behind them
+            self._unsettled += unsettled
+
+    def _settle_reservation(self, unsettled: _Unsettled) -> bool:
+        """False when the server did not answer."""
+        if unsettled.server_epoch != self._client.server_epoch:
+            return True
+        if unsettled.pending is None:
+            return self._commit(unsettled)
+        if not unsettled.pending.done():
+            self._put_off(unsettled)
+        else:
+            self._give_back(unsettled.pending, unsettled.written)
+        return True
+
+    def _give_back(self, pending: Pending[ReserveReply], nothing: bytes) -> None:
+        """Slots that were handed out too late."""
+        server_epoch = self._client.server_epoch
+        try:
+            reply = pending.result()
+        except ServerUnavailable:
+            # The answer is lost, the slots perhaps not. No copy of this worker runs now: this thread makes them all.
+            self._register_again()
+            return
+        except LMCacheError:
+            return
+        if reply.reservation:
+            self._commit(_Unsettled(server_epoch, nothing, reply.reservation))
+
+    def _end(self, job: int, *, accepted: bool = True) -> None:
+        with self._changed:
+            self._ended[job] += 1
+            self._running -= accepted
+            self._changed.notify_all()
+
+    def _settle(self, job: int) -> None:
+        with self._changed:
+            self._settled[job] += 1
+            self._changed.notify_all()
+
+
+def _guarded(action: Callable[[], None]) -> None:
+    """The root of one order, or of one look at what is unsettled."""
+    try:
+        action()
+    except LMCacheError as error:
+        log.debug("A store was given up: %s", error)
+    except Exception:
+        log.exception("A store failed")
+
+
+def _await(computed: _native.CudaFence) -> None:
+    try:
+        computed.wait()
+    except RuntimeError as error:
+        raise ResourceError(f"The GPU does not answer: {error}.") from error
+
+
+def _only_wanted(slots: bytes, wanted: bytes) -> bytes:
+    """A server of an earlier version hands out slots for what is not wanted; nothing may be written there."""
+    pairs = zip(array("Q", slots), wanted, strict=True)
+    return array("Q", [slot if is_wanted else _native.NO_SLOT for slot, is_wanted in pairs]).tobytes()
+
+
+def _result(job: TransferJob) -> bytes:
+    while (result := job.wait(1.0)) is None:
+        pass
+    return result

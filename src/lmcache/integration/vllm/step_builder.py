@@ -1,0 +1,186 @@
+"""Builds the orders of a step for the workers: which hits to load, which chunks to store, and by which blocks."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from lmcache.integration.engine.connector_metadata import ConnectorMetadata, LoadOrder, StoreOrder
+from lmcache.integration.engine.latency_model import Tier
+from lmcache.integration.engine.request_state import RequestState
+from lmcache.integration.vllm.chunk_blocks import (
+    NOT_WRITTEN,
+    States,
+    blocks_to_store,
+    group_load,
+    is_all_or_nothing,
+    restores_states,
+)
+from lmcache.integration.vllm.decode_store import DecodeStore
+from lmcache.integration.vllm.hit_lookups import HitLookups
+from lmcache.integration.vllm.tracked_request import ActiveLoad, SchedulerParts, TrackedRequest
+
+log = logging.getLogger("lmcache.vllm")
+
+BlockTable = Callable[[str], Sequence[Sequence[int]]]
+
+
+class StepBuilder:
+    """Belongs to the scheduler's thread."""
+
+    def __init__(
+        self, parts: SchedulerParts, hits: HitLookups, decoded: DecodeStore | None, *, await_stores: bool
+    ) -> None:
+        """`await_stores`: a step ends when its stores have read their blocks."""
+        self._parts = parts
+        self._hits = hits
+        self._decoded = decoded
+        self._await_stores = await_stores
+        self._block_table: BlockTable = lambda request_id: ()
+        self._metadata = self._new_metadata()  # of the step that is being scheduled
+
+    def bind(self, block_table: BlockTable) -> None:
+        """`block_table(request id)` gives the block ids of each group."""
+        self._block_table = block_table
+
+    def _new_metadata(self) -> ConnectorMetadata:
+        return ConnectorMetadata(await_stores=self._await_stores)
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+    def order_load(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """The engine waits for the last `external_tokens` tokens of the hit whose answer is held."""
+        session, answer = tracked.session, tracked.session.answer
+        assert answer is not None and session.server is not None
+        chunk_tokens = session.server.chunk_tokens
+        start_token = answer.chunks * chunk_tokens - external_tokens
+        null = self._parts.pins.null_block_id
+        loads = tuple(
+            group_load(group, ids, start_token, answer.chunks, chunk_tokens, null)
+            for group, ids in zip(self._parts.groups, block_ids, strict=True)
+        )
+        tracked.move(RequestState.LOADING)
+        order = LoadOrder(
+            session.request_id,
+            session.server.server_epoch,
+            session.cache_salt,
+            answer.chunks,
+            answer.hashes,
+            answer.slots,
+            loads,
+            answer.lease,
+            is_all_or_nothing(self._parts.groups),
+        )
+        if restores_states(self._parts.groups, loads):
+            self._metadata.loads.append(order)
+        else:
+            log.warning("A load for request %s is not possible: no block for a recurrent state", tracked.request_id)
+            self._metadata.impossible_loads.append(order)
+        blocks = frozenset(block for load in loads for block in array("q", load.blocks) if block != NOT_WRITTEN)
+        tracked.load = ActiveLoad(session.server, answer, external_tokens, blocks, self._parts.clock.monotonic())
+        session.answer = None
+
+    def load_ended(self, tracked: TrackedRequest) -> None:
+        """All workers have reported."""
+        load, tracked.load = tracked.load, None
+        assert load is not None
+        parts = self._parts
+        if tracked.state is RequestState.LOADING and not (load.failed or load.unreadable_chunks):
+            parts.note_load(Tier.L1, load.tokens, parts.clock.monotonic() - load.began_at)
+        parts.lookups.release(load.answer.lease, load.server, load.unreadable_chunks)
+        if tracked.state is RequestState.ENDING:
+            parts.forget(tracked)
+            return
+        tracked.move(RequestState.RECOMPUTING if load.failed else RequestState.IDLE)
+        if load.unreadable_chunks:  # the server drops those; what is computed in their place is stored
+            parts.store_from(tracked, min(load.unreadable_chunks))
+
+    # ---- stores ------------------------------------------------------------------------------------------------------
+    def build(self, scheduler_output: Any) -> ConnectorMetadata:
+        metadata, self._metadata = self._metadata, self._new_metadata()
+        if self._decoded is not None:
+            metadata.stores += self._decoded.next_orders(idle=scheduler_output.total_num_scheduled_tokens == 0)
+        if not self._parts.storing:
+            return metadata
+        offered = scheduler_output.kv_connector_block_state
+        offers = offered.boundary_state_offloads if offered is not None else {}
+        for request_id, computed_tokens in _computed_after_step(scheduler_output):
+            tracked = self._parts.storing.get(request_id)
+            if tracked is None:
+                continue
+            states = {(group, tokens): block for group, block, tokens in offers.get(request_id, ())}
+            try:
+                order = self._store_order(tracked, computed_tokens, states)
+            except Exception:  # the root of one request's store: it must not cost the engine its step
+                log.exception("Request %s is not stored", request_id)
+                self._parts.storing.pop(request_id, None)
+                self._parts.prefixes.on_ended(request_id)
+                continue
+            self._parts.prefixes.on_step(request_id, computed_tokens, tracked.stored_chunks)
+            if order is not None:
+                metadata.stores.append(order)
+        return metadata
+
+    def _store_order(self, tracked: TrackedRequest, computed_tokens: int, states: States) -> StoreOrder | None:
+        """The chunks that this step completes, with their blocks pinned."""
+        pins, session = self._parts.pins, tracked.session
+        if tracked.state is RequestState.LATE:
+            self._hits.take_late_answer(tracked)
+        elif session.append is not None and not session.hashes:
+            self._parts.lookups.take_hashes(session)
+        # Of what is decoded only known tokens count: drafts may be rejected, placeholders stand for nothing yet.
+        known_tokens = tracked.prompt_tokens
+        if self._decoded is not None:
+            known_tokens = tracked.request.num_tokens
+            self._decoded.learn(tracked, tracked.request, min(computed_tokens, known_tokens))
+        server = session.server
+        if not session.hashes or server is None or server is not self._parts.lookups.client.hello:
+            return None
+        chunk_tokens = server.chunk_tokens
+        first = tracked.stored_chunks
+        end = min(computed_tokens, known_tokens) // chunk_tokens
+        end = min(end, len(session.hashes))
+        if end > first:  # what has no room now may have it in a later step
+            blocks_per_chunk = sum(group.blocks_in(chunk_tokens) for group in self._parts.groups)
+            end = first + pins.room((end - first) * blocks_per_chunk) // blocks_per_chunk
+        if self._decoded is None and end >= known_tokens // chunk_tokens:
+            del self._parts.storing[tracked.request_id]
+        if end <= first or not self._parts.computed_as_named(tracked):
+            return None
+        tracked.stored_chunks = end
+        block_ids = self._block_table(tracked.request_id)
+        chunks = range(first, end)
+        stored = blocks_to_store(self._parts.groups, block_ids, chunks, chunk_tokens, pins.null_block_id, states)
+        if stored is None:
+            return None
+        job = pins.pin(stored.blocks)
+        if job is None:
+            return None
+        self._parts.prefixes.on_store_ordered(tracked.request_id, job, first)
+        hashes = session.hashes[first:end].packed
+        packed = tuple(group.tobytes() for group in stored.blocks)
+        return StoreOrder(job, server.server_epoch, session.cache_salt, hashes, packed, stored.wanted)
+
+    # ---- the end of a request ----------------------------------------------------------------------------------------
+    def keep_decoded(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]]) -> None:
+        """Pins what the request has decoded and nobody has stored. The last token was sampled from the KV of those
+        before it and has none of its own."""
+        request, hello = tracked.request, self._parts.lookups.client.hello
+        if self._decoded is None or hello is None:
+            return
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if tokens // hello.chunk_tokens <= tracked.stored_chunks or not self._parts.computed_as_named(tracked):
+            return
+        blocks_per_chunk = [hello.chunk_tokens // group.block_tokens for group in self._parts.groups]
+        self._decoded.keep(tracked, tokens, list(zip(blocks_per_chunk, block_ids, strict=True)))
+
+
+def _computed_after_step(scheduler_output: Any) -> Iterator[tuple[str, int]]:
+    """(request id, tokens whose KV the engine holds once this step has run) of every scheduled request."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    for new in scheduler_output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, computed_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, computed_tokens + scheduled[request_id]

@@ -1,0 +1,134 @@
+"""What the scheduler side keeps of each request, and the parts that its lookups and its building of steps share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache.client.lookup_client import LookupClient, RequestSession
+from lmcache.clock import Clock
+from lmcache.core.limits import MAX_TOKENS_PER_SESSION
+from lmcache.integration.engine.inflight_prefixes import InflightPrefixes
+from lmcache.integration.engine.latency_model import LatencyModel, Tier
+from lmcache.integration.engine.request_state import RequestState, RequestStateMachine
+from lmcache.integration.vllm.block_pins import BlockPins
+from lmcache.integration.vllm.groups import CacheGroup
+from lmcache.integration.vllm.identity import content_spans
+from lmcache.integration.vllm.lora_adapters import LoadedAdapter, LoraAdapters
+from lmcache.protocol.messages import HelloReply, LookupReply
+from lmcache.protocol.tokens import pack_tokens
+
+
+@dataclass
+class ActiveLoad:
+    """A hit that workers copy into the engine's blocks. Its lease is kept until all of them have reported."""
+
+    server: HelloReply
+    answer: LookupReply
+    tokens: int
+    blocks: frozenset[int]  # that are written
+    began_at: float
+    failed: bool = False
+    unreadable_chunks: set[int] = field(default_factory=set)  # that were not what their keys say
+
+
+class TrackedRequest(RequestStateMachine):
+    """One request of the engine, from `on_new_request` until it has ended and its load has."""
+
+    def __init__(self, request: Any, session: RequestSession, adapter: LoadedAdapter | None) -> None:
+        super().__init__(session.request_id)
+        self.request = request
+        self.session = session
+        self.adapter = adapter  # that the session's identity names
+        self.prompt_tokens = session.token_count
+        self.stored_chunks = 0  # stored, being stored, or not to be stored
+        self.worth_loading: bool | None = None  # the answer that is held; None: not decided
+        self.load: ActiveLoad | None = None
+        self._compared: tuple[Any, ...] = ()  # the state of the engine's request when its tokens were last compared
+
+    def take_tokens(self, request: Any) -> None:
+        """Adds what has been decoded so far, or put in by a streaming session, to the tokens that the server gets."""
+        session = self.session
+        known = session.token_count
+        if known < request.num_tokens <= MAX_TOKENS_PER_SESSION:
+            session.tokens += pack_tokens(list(request.all_token_ids[known:]))
+            session.contents = content_spans(request.mm_features)
+
+    def tokens_were_replaced(self, request: Any) -> bool:
+        """Whether tokens that the server has, or will get, are no longer the request's. Further input of a streaming
+        session may replace what was decoded; vLLM 0.32 replaces computed tokens only when the session stops while it is
+        preempted.
+
+        All tokens are compared once after each step that the request was in and each input that it got, because
+        nothing else changes them."""
+        if not request.resumable:
+            return False
+        version = (request.num_tokens, request.num_prompt_tokens, request.arrival_time, self.session.token_count)
+        if version == self._compared:
+            return False
+        known = self.session.token_count
+        if pack_tokens(list(request.all_token_ids[:known])) != self.session.tokens:
+            return True
+        self._compared = version
+        return False
+
+    def was_scheduled(self) -> None:
+        self._compared = ()
+
+
+@dataclass
+class SchedulerParts:
+    """What the parts of one scheduler side share. `latency` None: every hit is loaded."""
+
+    lookups: LookupClient
+    pins: BlockPins
+    prefixes: InflightPrefixes
+    latency: LatencyModel | None
+    clock: Clock
+    groups: Sequence[CacheGroup]
+    ranks: int  # that hold distinct KV
+    loads: bool  # hits are used
+    stores: bool  # what is computed is stored
+    adapters: LoraAdapters = field(default_factory=LoraAdapters)
+    requests: dict[str, TrackedRequest] = field(default_factory=dict)
+    storing: dict[str, TrackedRequest] = field(default_factory=dict)  # that have, or may get, chunks to store
+
+    def __post_init__(self) -> None:
+        self._block_tokens = math.lcm(*(group.block_tokens for group in self.groups))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one request at most: then waiting is its own time, and nothing else distorts a measure."""
+        return len(self.requests) <= 1
+
+    def worth_loading(self, tier: Tier, tokens: int) -> bool:
+        """While others run, a load is waited for beside their work, which computing would take time from."""
+        return self.latency is None or not self.is_alone or self.latency.worth_loading(tier, tokens)
+
+    def note_load(self, tier: Tier, tokens: int, seconds: float) -> None:
+        if self.latency is not None and self.is_alone and tokens > 0:
+            self.latency.loaded(tier, tokens, seconds)
+
+    def fits(self, hello: HelloReply) -> bool:
+        """Whether the server's chunks are whole blocks. Where they are not the workers take no orders, and log why."""
+        return hello.chunk_tokens % self._block_tokens == 0
+
+    def store_from(self, tracked: TrackedRequest, chunk: int) -> None:
+        if self.stores:
+            tracked.stored_chunks = chunk
+            self.storing[tracked.request_id] = tracked
+
+    def computed_as_named(self, tracked: TrackedRequest) -> bool:
+        """Whether the engine had what the request was named by, as far as its LoRA adapter goes."""
+        lora, adapter = tracked.request.lora_request, tracked.adapter
+        return lora is None or (adapter is not None and self.adapters.unchanged(lora, adapter))
+
+    def forget(self, tracked: TrackedRequest) -> None:
+        """The request is over: the server forgets its session, and every lease."""
+        tracked.move(RequestState.ENDED)
+        del self.requests[tracked.request_id]
+        self.storing.pop(tracked.request_id, None)
+        self.prefixes.on_ended(tracked.request_id)
+        self.lookups.end(tracked.session)

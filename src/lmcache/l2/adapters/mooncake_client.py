@@ -1,0 +1,251 @@
+"""Mooncake's client: its start, its end, and calls of it on threads.
+
+What is not said of it, and what follows from it here:
+- `setup` and `close` hold the GIL while they wait for the services. So these are asked first whether they are there.
+- A call of a client that is not set up, or closed, ends the process. So no call is begun outside of a life, and a life
+  does not end before its calls.
+- A transfer that its call gave up after a minute goes on, and writes into memory that has been given back. Only the end
+  of the client ends it. So a call that failed that late returns when the client has been replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+from lmcache.errors import AdapterError, ResourceError
+from lmcache.l2.adapters.mooncake_config import MooncakeConfig
+from lmcache.l2.background import in_thread
+from lmcache.l2.call_threads import CallThreads
+
+T = TypeVar("T")
+
+INSTALL = "`pip install 'lmcache[mooncake]'`"
+CONTROL_THREADS = 2  # lookups never wait behind a frame
+CONNECT_SECONDS = 5.0
+SETUP_SECONDS = 15.0
+SETUP_TRIES = "2"  # 20 by itself, some seconds each, in which no other thread runs
+LATE_SECONDS = 50.0  # Mooncake gives a transfer up after 60
+RDMA_DEVICES = "/sys/class/infiniband"
+
+NO_SPACE = -200
+TOO_SMALL = -600
+NOT_READY = -703
+MISSING = -704
+EXISTS = -705
+TRANSFER_FAILED = -800
+
+
+class Range(NamedTuple):
+    """Of memory."""
+
+    address: int
+    size_bytes: int
+
+    def holds(self, address: int, size_bytes: int) -> bool:
+        return self.address <= address and address + size_bytes <= self.address + self.size_bytes
+
+
+class Store(Protocol):
+    """What is used of `mooncake.store.MooncakeDistributedStore`. Codes below 0 are faults."""
+
+    def setup(self, _keys: dict[str, str], /) -> int: ...
+    def register_buffer(self, _address: int, _size: int, /) -> int: ...
+    def unregister_buffer(self, _address: int, /) -> int: ...
+    def batch_put_from(self, _names: list[str], _addresses: list[int], _sizes: list[int], /) -> list[int]: ...
+    def batch_get_into(self, _names: list[str], _addresses: list[int], _sizes: list[int], /) -> list[int]: ...
+    def batch_is_exist(self, _names: list[str], /) -> list[int]: ...
+    def batch_get_replica_desc(self, _names: list[str], /) -> dict[str, list[Any]]: ...
+    def batch_remove(self, _names: list[str], _by_force: bool, /) -> list[int]: ...
+    def remove_by_regex(self, _pattern: str, _by_force: bool, /) -> int: ...
+    def close(self) -> int: ...
+
+
+def load_package(where: str) -> Callable[[], Store]:
+    """What makes a client. ResourceError where the package is missing or cannot be loaded."""
+    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", SETUP_TRIES)
+    try:
+        module = importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise ResourceError(
+            f'{where}: the package "mooncake-transfer-engine-non-cuda" cannot be loaded ({error}); '
+            f"install it with {INSTALL}."
+        ) from None
+    return cast("Callable[[], Store]", module.MooncakeDistributedStore)
+
+
+def refuse_missing_devices(config: MooncakeConfig) -> None:
+    """ResourceError: Mooncake itself would go on by TCP."""
+    if config.protocol == "rdma" and not (os.path.isdir(RDMA_DEVICES) and os.listdir(RDMA_DEVICES)):
+        raise ResourceError(
+            f'{config.where}: "protocol" "rdma" needs an RDMA device, and {RDMA_DEVICES} has none; '
+            'install its driver, or use "tcp".'
+        )
+
+
+class MooncakeClient:
+    """`region`: L1, registered once. Construct on the loop that uses it. `late_seconds`: from when on a transfer that
+    failed may still run."""
+
+    def __init__(
+        self,
+        config: MooncakeConfig,
+        region: Range | None,
+        make_store: Callable[[], Store],
+        late_seconds: float = LATE_SECONDS,
+    ) -> None:
+        self._config = config
+        self._region = region
+        self._make_store = make_store
+        self._late_seconds = late_seconds
+        self._store: Store | None = None
+        self._transfers = CallThreads(f"{config.name}-transfer", config.num_workers)
+        self._control = CallThreads(f"{config.name}-control", CONTROL_THREADS)
+        self._running = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._changing = asyncio.Lock()
+        self.replaced = 0
+
+    async def open(self) -> None:
+        """ResourceError where the store cannot be used."""
+        await in_thread("l2-open", self._refuse_unreachable)
+        await self._connect()
+
+    async def control(self, call: Callable[[Store], T]) -> T:
+        """A call that moves no object. AdapterError where there is no client."""
+        return await self._run(self._control, call)
+
+    async def transfer(
+        self, call: Callable[[Store], list[int]], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """A call that moves objects from or to memory. When it returns, also when it is cancelled, nothing uses that
+        memory any more."""
+        return await _to_its_end(self._transfer(call, addresses, sizes))
+
+    async def _transfer(
+        self, call: Callable[[Store], list[int]], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        loop = asyncio.get_running_loop()
+        outside: list[tuple[int, int]] = []
+        if self._config.protocol == "rdma":
+            places = zip(addresses, sizes, strict=True)
+            outside = [place for place in places if self._region is None or not self._region.holds(*place)]
+        started = loop.time()
+        codes = await self._run(self._transfers, partial(_registered, outside, call))
+        if any(code == TRANSFER_FAILED for code in codes) and loop.time() - started >= self._late_seconds:
+            await self._replace()
+        return codes
+
+    async def close(self) -> None:
+        """Waits for everything that was begun. Idempotent."""
+        await self._transfers.close()
+        await self._control.close()
+        await self._disconnect()
+
+    # ---- lives -------------------------------------------------------------------------------------------------------
+    async def _run(self, threads: CallThreads, call: Callable[[Store], T]) -> T:
+        async with self._changing:
+            if self._store is None:
+                await self._reconnect()
+            store = self._store
+            assert store is not None
+            self._running += 1
+            self._is_idle.clear()
+        try:
+            return await threads.run(lambda: call(store))
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._is_idle.set()
+
+    async def _replace(self) -> None:
+        async with self._changing:
+            await self._is_idle.wait()
+            await self._disconnect()
+            self.replaced += 1
+
+    async def _reconnect(self) -> None:
+        try:
+            await self.open()
+        except ResourceError as error:
+            raise AdapterError(str(error), retryable=True) from None
+
+    async def _connect(self) -> None:
+        is_late = threading.Event()
+        task = asyncio.ensure_future(in_thread("l2-open", self._set_up, is_late))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=SETUP_SECONDS)
+        except asyncio.CancelledError:
+            is_late.set()
+            raise
+        if not done:
+            is_late.set()
+            raise ResourceError(f"{self._config.where}: Mooncake's client was not ready within {SETUP_SECONDS:g} s.")
+        self._store = task.result()
+
+    def _set_up(self, is_late: threading.Event) -> Store:
+        where, store = self._config.where, self._make_store()
+        if store.setup(self._config.setup_keys):
+            raise ResourceError(
+                f"{where}: Mooncake's client refuses these keys or found no store; its lines above say why."
+            )
+        if not is_late.is_set() and (self._region is None or not store.register_buffer(*self._region)):
+            return store
+        store.close()
+        raise ResourceError(f"{where}: Mooncake's client cannot use L1 as memory; its lines above say why.")
+
+    async def _disconnect(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            await in_thread("l2-close", _end, store, self._region)
+
+    def _refuse_unreachable(self) -> None:
+        for key, address in self._config.services.items():
+            try:
+                socket.create_connection(address, CONNECT_SECONDS).close()
+            except OSError as error:
+                raise ResourceError(
+                    f"{self._config.where}: nothing answers at {key} {address[0]}:{address[1]} ({error}); start it, or "
+                    f"correct {key}."
+                ) from None
+
+
+async def _to_its_end(call: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.ensure_future(call)
+    was_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            was_cancelled = True
+    if was_cancelled:
+        task.exception()  # seen
+        raise asyncio.CancelledError
+    return task.result()
+
+
+def _registered(places: Sequence[tuple[int, int]], call: Callable[[Store], list[int]], store: Store) -> list[int]:
+    """The call, with memory registered for it alone."""
+    registered: list[int] = []
+    try:
+        for address, size_bytes in places:
+            if store.register_buffer(address, size_bytes):
+                raise AdapterError("Mooncake does not register the memory of a transfer")
+            registered.append(address)
+        return call(store)
+    finally:
+        for address in registered:
+            store.unregister_buffer(address)
+
+
+def _end(store: Store, region: Range | None) -> None:
+    if region is not None:
+        store.unregister_buffer(region.address)
+    store.close()

@@ -1,0 +1,91 @@
+"""What a search of Redis found, in columns, and the names of its namespaces."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from lmcache import _native
+from lmcache.clock import Clock, wall_ns
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey, UnnamedNamespace
+from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.l2.adapter import ObjectColumns
+from lmcache.l2.adapters.remote_names import RemoteNames, identify_namespace
+from lmcache.l2.native_resp import NativeResp, Page
+
+MAX_TRIES = 64  # objects of a namespace that are asked for its name
+MANIFEST_BYTES = 64
+_MAGIC = b"LMCPARTS"
+_WRITE_ID = slice(32, 48)
+
+
+class Objects:
+    """In the order in which they were found. An object may be found twice."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.digests: dict[bytes, int] = {}  # of namespaces, and their positions
+        self.first: list[list[bytes]] = []  # of each namespace the first hashes, at most MAX_TRIES
+        self.positions = array("I")
+        self.hashes = bytearray()
+        self.sizes = array("Q")
+        self.used_ns = array("q")
+
+    def add(self, page: Page) -> None:
+        now_ns = wall_ns(self._clock)
+        keys, half = page.keys, CHUNK_HASH_BYTES
+        for start in range(0, len(keys), 2 * half):
+            digest, chunk_hash = keys[start : start + half], keys[start + half : start + 2 * half]
+            position = self.digests.setdefault(digest, len(self.first))
+            if position == len(self.first):
+                self.first.append([])
+            if len(self.first[position]) < MAX_TRIES:
+                self.first[position].append(chunk_hash)
+            self.positions.append(position)
+            self.hashes += chunk_hash
+        self.sizes.extend(page.sizes)
+        self.used_ns.extend([now_ns - seconds * 10**9 for seconds in page.idle_seconds])
+
+    def youngest_first(self, namespaces: Sequence[Namespace], slice_objects: int) -> Iterator[ObjectColumns]:
+        """Objects of namespaces that nobody can name go first, so they are told last."""
+        unnamed = {index for index, namespace in enumerate(namespaces) if isinstance(namespace, UnnamedNamespace)}
+        if unnamed:
+            for row, position in enumerate(self.positions):
+                if position in unnamed:
+                    self.used_ns[row] = 0
+        order = array("I", _native.youngest_first(memoryview(self.used_ns)))
+        for start in range(0, len(order), slice_objects):
+            rows = order[start : start + slice_objects]
+            yield ObjectColumns(namespaces, self.positions, self.hashes, self.sizes, rows)
+
+
+async def namespaces_of(objects: Objects, client: NativeResp, prefix: str) -> list[Namespace]:
+    """By their positions."""
+    names = RemoteNames(prefix)
+    found: list[Namespace] = []
+    for digest, hashes in zip(objects.digests, objects.first, strict=True):
+        unnamed: Namespace = UnnamedNamespace.of(digest)
+        found.append(unnamed)
+        for chunk_hash in hashes:
+            beginning = await _beginning(client, names, ObjectKey(unnamed, chunk_hash))
+            namespace = identify_namespace(beginning, digest)
+            if namespace is not None:
+                found[-1] = namespace
+                break
+    return found
+
+
+async def _beginning(client: NativeResp, names: RemoteNames, key: ObjectKey) -> bytes:
+    """The first bytes of a frame; those of its first part, where it is stored in parts."""
+    (name,) = names.names([key])
+    beginning = await _get_range(client, name)
+    if len(beginning) != MANIFEST_BYTES or not beginning.startswith(_MAGIC):
+        return beginning
+    parts = f"{names.prefix}/v1-parts/{key.namespace.digest.hex()}/{key.chunk_hash.hex()}"
+    return await _get_range(client, f"{parts}/{beginning[_WRITE_ID].hex()}/0")
+
+
+async def _get_range(client: NativeResp, name: str) -> bytes:
+    """b"" where there is none."""
+    answer = await client.command([b"GETRANGE", name.encode(), b"0", str(FRAME_HEADER_BYTES - 1).encode()])
+    return answer.reply if isinstance(answer.reply, bytes) else b""

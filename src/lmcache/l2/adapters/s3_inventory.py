@@ -1,0 +1,80 @@
+"""What the listing of a bucket tells: objects as columns, their namespaces, their age."""
+
+from __future__ import annotations
+
+import mmap
+from array import array
+from collections.abc import Iterator, Sequence
+
+from lmcache import _native
+from lmcache.core.key import Namespace, UnnamedNamespace
+from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.l2.adapter import ObjectColumns
+from lmcache.l2.adapters.remote_names import RemoteNames, identify_namespace
+from lmcache.l2.adapters.s3_xml import Listed
+
+SLICE_OBJECTS = 4096
+TRIALS = 4  # objects of a namespace whose headers are read before its name is given up
+AT_ONCE = 64  # namespaces
+
+
+class BucketContents:
+    """Objects of names in this scheme; others are neither read nor counted."""
+
+    def __init__(self, names: RemoteNames) -> None:
+        self._names = names
+        self._namespaces: list[Namespace] = []
+        self._position: dict[bytes, int] = {}  # of a digest in `_namespaces`
+        self._positions = array("I")
+        self._hashes = bytearray()
+        self._sizes = array("Q")
+        self._used_ns = array("q")
+        self._untold: dict[bytes, list[bytes]] = {}  # digests of unnamed namespaces, and objects to read them from
+
+    def add(self, listed: Sequence[Listed]) -> None:
+        parse = self._names.parse
+        for name, size_bytes, modified_ns in listed:
+            if (parsed := parse(name)) is None:
+                continue
+            digest, chunk_hash = parsed
+            position = self._position.get(digest)
+            if position is None:
+                position = self._position[digest] = len(self._namespaces)
+                self._namespaces.append(UnnamedNamespace.of(digest))
+                self._untold[digest] = []
+            trials = self._untold[digest]
+            if len(trials) < TRIALS and size_bytes > FRAME_HEADER_BYTES:
+                trials.append(chunk_hash)
+            self._positions.append(position)
+            self._hashes += chunk_hash
+            self._sizes.append(size_bytes)
+            self._used_ns.append(modified_ns)
+
+    def candidates(self) -> list[str]:
+        """Names of objects whose headers `identify` wants next; none when there is nothing left to try."""
+        some = [digest for digest, trials in self._untold.items() if trials][:AT_ONCE]
+        return [f"{self._names.folder(digest)}{self._untold[digest].pop().hex()}" for digest in some]
+
+    def identify(self, name: str, header: memoryview) -> None:
+        parsed = self._names.parse(name)
+        assert parsed is not None, "it was made by candidates()"
+        digest = parsed[0]
+        if (namespace := identify_namespace(header, digest)) is not None:
+            self._namespaces[self._position[digest]] = namespace
+            del self._untold[digest]
+
+    @staticmethod
+    def header_buffer() -> memoryview:
+        return memoryview(mmap.mmap(-1, FRAME_HEADER_BYTES))
+
+    def youngest_first(self) -> Iterator[ObjectColumns]:
+        """In slices. Of unnamed namespaces nobody asks for objects, so that these are the oldest."""
+        unnamed = {self._position[digest] for digest in self._untold}
+        if unnamed:
+            for index, position in enumerate(self._positions):
+                if position in unnamed:
+                    self._used_ns[index] = 0
+        order = array("I", _native.youngest_first(memoryview(self._used_ns)))
+        for start in range(0, len(order), SLICE_OBJECTS):
+            rows = order[start : start + SLICE_OBJECTS]
+            yield ObjectColumns(self._namespaces, self._positions, self._hashes, self._sizes, rows)

@@ -1,0 +1,72 @@
+"""Blocking calls of a library on a few threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from lmcache.errors import AdapterError
+from lmcache.l2.background import in_thread
+
+T = TypeVar("T")
+
+
+class CallThreads:
+    """Construct on the loop that uses it. Threads are daemons: one that hangs in a call does not keep the process from
+    ending."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"{name}-{at}", daemon=True) for at in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Ends when the call has ended and never before that, also when it is cancelled: until then what `call` was
+        lent is in use."""
+        if not self._threads:
+            raise AdapterError("the adapter is closed")
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._jobs.put(partial(self._call, call, future))
+        was_cancelled = False
+        while not future.done():
+            try:
+                await asyncio.wait({future})
+            except asyncio.CancelledError:
+                was_cancelled = True
+        if was_cancelled:
+            future.exception()  # seen
+            raise asyncio.CancelledError
+        return future.result()
+
+    async def close(self) -> None:
+        """Waits for everything that was begun. Idempotent."""
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._jobs.put(None)
+        if threads:
+            await in_thread("l2-close", _join, threads)
+
+    def _call(self, call: Callable[[], T], future: asyncio.Future[T]) -> None:
+        try:
+            settle = partial(future.set_result, call())
+        except BaseException as error:  # the awaiting side handles it
+            settle = partial(future.set_exception, error)
+        try:
+            self._loop.call_soon_threadsafe(settle)
+        except RuntimeError:
+            pass  # the loop has been closed: nothing waits for the result
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,181 @@
+"""The methods that engines can call, and the parts of the service behind them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from lmcache import __version__
+from lmcache.errors import LMCacheError, RemoteError
+from lmcache.protocol.messages import (
+    METHODS,
+    OLDEST_SUPPORTED_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    Clear,
+    ClearReply,
+    Empty,
+    ErrorCode,
+    Hello,
+    HelloReply,
+    Message,
+    Ping,
+    PingReply,
+    TransferMode,
+)
+from lmcache.service.context import ServiceContext
+from lmcache.service.instances import InstanceRegistry
+from lmcache.service.liveness import LivenessService
+from lmcache.service.lookup import LookupService
+from lmcache.service.owners import Owners
+from lmcache.service.session_table import SessionTable
+from lmcache.service.socket_copies import SocketCopies
+from lmcache.service.socket_frames import SocketFrameService
+from lmcache.service.stores import StoreService
+from lmcache.tiering.storage_loop import TIERS
+from lmcache.transport.deferred import Deferred
+from lmcache.transport.rpc_server import Method
+
+log = logging.getLogger("lmcache.service")
+
+TRANSFER_MODES = [mode.value for mode in TransferMode]
+_MAY_DEFER = ("lookup", "commit", "write", "read", "clear")
+_MAX_CLEARS_WAITING = 4
+_STORAGE_SILENT_SECONDS = 5.0
+_TURN_SECONDS = 1.0  # what the message loop gets to end what it is doing
+
+
+class CacheService:
+    """Builds the parts of the service. `start` begins to serve calls on the message loop."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._loop = context.loop
+        self._storage = context.storage
+        self._clock = context.clock
+        # One thread: a copy is faster than the network, and the order of a frame's parts is kept.
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="lmcache-payload")
+        copies = SocketCopies(self._loop, self._copying)
+        self._registry = InstanceRegistry(context)
+        self._sessions = SessionTable(context.l1.core, context.hasher, context.metrics)
+        self._liveness = LivenessService(context, self._registry, self._sessions, Owners(context, copies))
+        self._lookups = LookupService(context, self._registry, self._sessions)
+        self._stores = StoreService(context, self._registry)
+        self._socket_frames = SocketFrameService(context, self._registry, copies)
+        self._storage_probed_at: float | None = None
+        self._clears_waiting = 0
+        self._clearer = ThreadPoolExecutor(1, thread_name_prefix="lmcache-clear")
+
+    def start(self) -> None:
+        self._loop.start(self._methods())
+        self._loop.post(self._liveness.start)
+
+    def close(self) -> None:
+        """Ends copies and sweeps: L1 is unmapped next."""
+        self._liveness.close()
+        self._loop.responsive(_TURN_SECONDS)
+        self._copying.shutdown()  # a copy takes a millisecond
+        self._clearer.shutdown(wait=False, cancel_futures=True)
+
+    def _methods(self) -> dict[str, Method]:
+        handlers: dict[str, Callable[[Any], Message | Deferred]] = {
+            "hello": self._hello,
+            "ping": self._ping,
+            "noop": lambda message: Empty(),
+            "register_instance": self._liveness.register_instance,
+            "register_worker": self._liveness.register_worker,
+            "unregister": self._liveness.unregister,
+            "lookup": self._lookups.lookup,
+            "append": self._lookups.append,
+            "release": self._lookups.release,
+            "end_session": self._lookups.end_session,
+            "reserve": self._stores.reserve,
+            "commit": self._stores.commit,
+            "write": self._socket_frames.write,
+            "read": self._socket_frames.read,
+            "clear": self._clear,
+        }
+        assert handlers.keys() == METHODS.keys()
+        return {
+            name: Method(METHODS[name][0], handler, may_defer=name in _MAY_DEFER) for name, handler in handlers.items()
+        }
+
+    # ---- connection --------------------------------------------------------------------------------------------------
+    def _hello(self, message: Hello) -> HelloReply:
+        if not OLDEST_SUPPORTED_PROTOCOL_VERSION <= message.protocol_version <= PROTOCOL_VERSION:
+            raise RemoteError(
+                ErrorCode.UNSUPPORTED_VERSION,
+                f"This server ({__version__}) speaks protocol versions {OLDEST_SUPPORTED_PROTOCOL_VERSION} to "
+                f"{PROTOCOL_VERSION}, the client ({message.client_version[:64] or 'unnamed'}) "
+                f"{message.protocol_version}: upgrade the older side.",
+            )
+        settings, hasher, memory = self._context.settings, self._context.hasher, self._context.l1.memory
+        return HelloReply(
+            protocol_version=message.protocol_version,
+            server_version=__version__,
+            server_epoch=settings.server_epoch,
+            chunk_tokens=hasher.chunk_tokens,
+            hash_algorithm=hasher.algorithm,
+            transfer_modes=TRANSFER_MODES,
+            shm_path=memory.path,
+            shm_bytes=memory.size_bytes,
+            lease_ttl_seconds=settings.lease_ttl_seconds,
+            reservation_ttl_seconds=settings.reservation_ttl_seconds,
+        )
+
+    def _ping(self, message: Ping) -> PingReply:
+        registered = bool(message.instance_id) and self._liveness.beat(message)
+        return PingReply(self._context.settings.server_epoch, registered, self._storage_answers())
+
+    def _storage_answers(self) -> bool:
+        """Probes the storage loop without waiting for it: False once a probe has stayed unanswered for a while."""
+        now = self._clock.monotonic()
+        if self._storage_probed_at is None:
+            self._storage_probed_at = now
+            self._storage.call_soon(lambda: self._loop.post(self._storage_answered))
+        return now - self._storage_probed_at < _STORAGE_SILENT_SECONDS
+
+    def _storage_answered(self) -> None:
+        self._storage_probed_at = None
+
+    # ---- administration ----------------------------------------------------------------------------------------------
+    def _clear(self, message: Clear) -> Deferred:
+        if message.tier not in TIERS:
+            raise RemoteError(ErrorCode.BAD_REQUEST, f"The tier must be one of {', '.join(TIERS)}.")
+        if self._clears_waiting >= _MAX_CLEARS_WAITING:
+            raise RemoteError(ErrorCode.TOO_MANY, "Other clears are still running; try again later.")
+        deferred = Deferred()
+
+        def done() -> None:
+            self._clears_waiting -= 1
+
+        def clear() -> None:  # on a thread of its own: L2 may take long
+            try:
+                deferred.answer(ClearReply(*self._storage.clear(message.tier)))
+            except LMCacheError as error:
+                deferred.answer(RemoteError(ErrorCode.INTERNAL, str(error)))
+            except Exception:
+                log.exception("Clearing %s failed", message.tier)
+                deferred.answer(
+                    RemoteError(ErrorCode.INTERNAL, f"Clearing {message.tier} failed; see the server's log.")
+                )
+            finally:
+                self._loop.post(done)
+
+        self._clears_waiting += 1
+        self._clearer.submit(clear)
+        return deferred
+
+    def snapshot(self) -> dict[str, Any]:
+        """Figures for operators, as JSON values. On the message loop's thread only."""
+        instances = self._registry.instances.values()
+        return {
+            "sessions": sum(len(instance.sessions) for instance in instances),
+            "session_bytes": self._sessions.size_bytes,
+            "leases": sum(len(instance.leases) for instance in instances),
+            "reservations": sum(
+                len(worker.reservations) for instance in instances for worker in instance.workers.values()
+            ),
+            "instances": [instance.figures() for instance in instances],
+        }

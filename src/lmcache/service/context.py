@@ -1,0 +1,35 @@
+"""What the parts of the service share, and what they use of the rest of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmcache.clock import Clock
+from lmcache.core.chunking import ChunkHasher
+from lmcache.l1.store import L1Store
+from lmcache.memory.server_memory import ServerMemory
+from lmcache.telemetry.event_bus import EventBus
+from lmcache.telemetry.metrics import ServiceMetrics
+from lmcache.tiering.storage_loop import StorageLoop
+from lmcache.transport.rpc_server import RpcServer
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    server_epoch: bytes
+    lease_ttl_seconds: float
+    reservation_ttl_seconds: float
+    has_l2: bool  # False: L1 alone decides lookups
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    settings: ServiceSettings
+    l1: L1Store
+    locks: ServerMemory  # tell which owners live
+    hasher: ChunkHasher
+    loop: RpcServer
+    storage: StorageLoop
+    events: EventBus | None
+    metrics: ServiceMetrics
+    clock: Clock

@@ -1,0 +1,68 @@
+"""Carries items from the threads where they come up to a thread that has time for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class BatchQueue(Generic[T]):
+    """Invariant: `put` never waits for what handles the items. When `limit` items wait, a new one is dropped."""
+
+    def __init__(self, handle: Callable[[list[T], int], object], limit: int, thread_name: str) -> None:
+        """`handle` runs on the queue's thread. It gets all that wait, in order, and how many were dropped since the
+        batch before. It must not raise."""
+        self._handle = handle
+        self._limit = limit
+        self._items: list[T] = []
+        self._dropped = 0
+        self._handling = False
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: T) -> bool:
+        """False when it was dropped. Any thread."""
+        with self._changed:
+            if len(self._items) >= self._limit:
+                self._dropped += 1
+                return False
+            self._items.append(item)
+            self._changed.notify_all()
+        return True
+
+    def drain(self, seconds: float) -> bool:
+        """Waits until all that was put before is handled; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._items or self._handling), seconds)
+
+    def stop(self, seconds: float) -> None:
+        """Handles what waits and ends the thread, or gives up after that time. Idempotent."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._stopping)
+                if not self._items:
+                    return
+                items, self._items = self._items, []
+                dropped, self._dropped = self._dropped, 0
+                self._handling = True
+            self._handle(items, dropped)
+            with self._changed:
+                self._handling = False
+                self._changed.notify_all()

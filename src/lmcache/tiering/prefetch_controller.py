@@ -1,0 +1,104 @@
+"""Admits prefetches: how many run at once, until when, and until whoever asked needs no answer any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from lmcache.core import limits
+from lmcache.core.key import ObjectKey
+from lmcache.core.outcome import MissReason
+from lmcache.tiering.checked_policies import CheckedPrefetchPolicy
+from lmcache.tiering.context import TieringContext
+from lmcache.tiering.l2_loads import L2Loader
+from lmcache.tiering.prefetch import Prefetch, PrefetchRequest, PrefetchResult
+
+log = logging.getLogger("lmcache.tiering")
+
+
+class PrefetchController:
+    """Belongs to the storage loop."""
+
+    def __init__(
+        self, context: TieringContext, loader: L2Loader, policy: CheckedPrefetchPolicy, *, max_in_flight: int
+    ) -> None:
+        self._context = context
+        self._runners = context.runners
+        self._metrics = context.metrics
+        self._loader = loader
+        self._policy = policy
+        self._running = asyncio.Semaphore(max_in_flight)
+        self.waiting = 0
+        self.in_flight = 0
+
+    async def run(self, request: PrefetchRequest, cancelled: asyncio.Event) -> PrefetchResult:
+        """Never raises for a fault of L2. After `cancelled`, nothing stays leased."""
+        width = len(request.keys.namespaces)
+        chunks = request.keys.chunks - request.first_chunk
+        if not chunks or not self._runners:
+            return PrefetchResult(MissReason.NOT_STORED if chunks else None)
+        log.debug(
+            "Prefetch request submitted: %d total keys, %d L1 prefix hits, %d remaining for L2",
+            request.keys.objects,
+            request.first_chunk * width,
+            chunks * width,
+        )
+        self._metrics.l2_prefetch_lookup.inc()
+        if self.waiting >= limits.MAX_PREFETCHES_WAITING:
+            return PrefetchResult(MissReason.L2_DEADLINE)
+        runners = [self._runners[index] for index in self._policy.order(request.keys.namespaces.namespaces)]
+        prefetch = Prefetch(request, self._context, self._loader, runners)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.deadline_seconds
+        work = loop.create_task(self._run(prefetch))
+        stop = loop.create_task(cancelled.wait())
+        try:
+            await asyncio.wait({work, stop}, timeout=request.deadline_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                prefetch.reason = MissReason.L2_DEADLINE
+                if loop.time() >= deadline:
+                    self._metrics.timeouts.inc()
+            elif work.exception() is not None:
+                log.error("A prefetch failed", exc_info=work.exception())
+                prefetch.reason = MissReason.L2_FAILED
+            return PrefetchResult() if cancelled.is_set() else prefetch.lease()
+        finally:
+            stop.cancel()
+            work.cancel()
+            await asyncio.gather(stop, work, return_exceptions=True)
+            prefetch.give_back()
+
+    async def _run(self, prefetch: Prefetch) -> None:
+        self.waiting += 1
+        try:
+            await self._running.acquire()
+        finally:
+            self.waiting -= 1
+        self.in_flight += 1
+        try:
+            await prefetch.run()
+        finally:
+            self.in_flight -= 1
+            self._running.release()
+
+    def note_use(self, request: PrefetchRequest, chunks: int) -> None:
+        """The answer gave that many chunks. Loads touch what they load, batch by batch, and L1's part of a prompt is
+        not loaded at all; so that no prefix leaves L2 before its suffix, the whole prompt is touched once more."""
+        if not chunks:
+            return
+        batch = request.keys[: request.first_chunk + chunks]
+        needed_from = [
+            batch.namespaces.first_needed(position, batch.chunks) for position in range(len(batch.namespaces))
+        ]
+        keys = [
+            ObjectKey(namespace, chunk_hash)
+            for chunk, chunk_hash in enumerate(batch.hashes)
+            for namespace, needed in zip(batch.namespaces.namespaces, needed_from, strict=True)
+            if chunk >= needed
+        ]
+        for runner in self._runners:
+            runner.touch(keys)
+
+    def check_idle(self) -> None:
+        """AssertionError unless no request is under way."""
+        assert not self.waiting and not self.in_flight, f"{self.waiting} prefetches wait, {self.in_flight} run"

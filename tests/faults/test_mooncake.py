@@ -1,0 +1,232 @@
+"""`mooncake_store` when the master or a machine that holds objects fails: exact bytes or a miss, and it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache.core.key import ObjectKey
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.errors import AdapterError, ConfigError, ResourceError
+from lmcache.l2.adapter import Adapter
+from lmcache.l2.adapter_types import build, check, parse_adapter
+from lmcache.l2.adapters import mooncake_client
+from lmcache.l2.adapters.mooncake import MooncakeAdapter
+from lmcache.l2.adapters.mooncake_config import MooncakeConfig
+from lmcache.l2.adapters.remote_names import RemoteNames
+from lmcache.testing.contract_run import RecordingInventory
+from lmcache.testing.frames import FrameMemory, keys
+from lmcache.testing.processes import LOOPBACK, free_port
+from services import mooncake
+from services.mooncake import Master, Peer
+
+LOADED, MISSING = LoadOutcome.LOADED, LoadOutcome.MISSING
+STORED = StoreOutcome.STORED
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    with Master(tmp_path) as master:
+        master.wait_ready()
+        yield master
+
+
+def adapter_of(spec: dict[str, Any]) -> Adapter:
+    return build(parse_adapter({"type": "mooncake_store", **spec}, 0)).adapter
+
+
+async def stored(adapter: Adapter, wanted: Sequence[ObjectKey], payload_bytes: int = 12_288) -> list[StoreOutcome]:
+    memory = FrameMemory(len(wanted), payload_bytes)
+    try:
+        return await adapter.store(wanted, [memory.fill(slot, key) for slot, key in enumerate(wanted)])
+    except AdapterError:
+        return [StoreOutcome.FAILED] * len(wanted)
+
+
+async def loaded(adapter: Adapter, wanted: Sequence[ObjectKey]) -> list[LoadOutcome]:
+    """LOADED only where every byte is right."""
+    memory = FrameMemory(len(wanted))
+    try:
+        outcomes = await adapter.load(wanted, memory.buffers)
+    except AdapterError:
+        return [LoadOutcome.FAILED] * len(wanted)
+    assert all(memory.holds(slot, wanted[slot]) for slot, outcome in enumerate(outcomes) if outcome is LOADED)
+    return outcomes
+
+
+async def eventually(act: Callable[[], Any], wanted: object, seconds: float = 40.0) -> None:
+    end = asyncio.get_running_loop().time() + seconds
+    while (seen := await act()) != wanted:
+        assert asyncio.get_running_loop().time() < end, seen
+        await asyncio.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def opened(adapter: Adapter) -> Any:
+    try:
+        await adapter.open(RecordingInventory())
+        yield adapter
+    finally:
+        await adapter.close()
+
+
+def test_two_servers_share_what_a_third_machine_holds(master: Master, tmp_path: Path) -> None:
+    async def test() -> None:
+        spec, wanted = mooncake.setup_keys(master, 0), keys(8)
+        async with opened(adapter_of(spec)) as first, opened(adapter_of(spec)) as second:
+            assert await stored(first, wanted) == [STORED] * 8
+            assert await stored(second, wanted) == [StoreOutcome.ALREADY_THERE] * 8
+            assert await loaded(second, wanted) == [LOADED] * 8
+            assert await second.delete(wanted[4:]) == [True] * 4
+            assert await loaded(first, wanted) == [LOADED] * 4 + [MISSING] * 4
+
+    with Peer(tmp_path, master) as peer:
+        peer.wait_ready()
+        asyncio.run(test())
+
+
+def test_a_master_that_is_gone_costs_misses_until_it_is_back(master: Master, tmp_path: Path) -> None:
+    async def test() -> None:
+        wanted = keys(4)
+        async with opened(adapter_of(mooncake.setup_keys(master))) as adapter:
+            assert await stored(adapter, wanted) == [STORED] * 4
+            master.kill()
+            assert LOADED not in await loaded(adapter, wanted)
+            with pytest.raises(AdapterError, match="the master does not answer"):
+                await adapter.probe(wanted)
+            assert STORED not in await stored(adapter, keys(1, seed=5))
+            with master.restarted() as again:
+                again.wait_ready()
+                others = keys(2, seed=9)  # the names of the first ones are lost with the master
+                await eventually(lambda: stored(adapter, others), [STORED] * 2)
+                assert await loaded(adapter, others) == [LOADED] * 2
+                assert await loaded(adapter, wanted) == [MISSING] * 4
+
+    asyncio.run(test())
+
+
+def test_a_machine_that_dies_costs_its_objects(master: Master, tmp_path: Path) -> None:
+    async def test(first: Peer) -> None:
+        wanted = keys(4)
+        async with opened(adapter_of(mooncake.setup_keys(master, 0))) as adapter:
+            assert await stored(adapter, wanted) == [STORED] * 4
+            first.kill()
+            assert LOADED not in await loaded(adapter, wanted)
+            await eventually(lambda: loaded(adapter, wanted), [MISSING] * 4)
+            (tmp_path / "second").mkdir()
+            with Peer(tmp_path / "second", master) as second:
+                second.wait_ready()
+                await eventually(lambda: stored(adapter, wanted), [STORED] * 4)
+                assert await loaded(adapter, wanted) == [LOADED] * 4
+
+    with Peer(tmp_path, master) as peer:
+        peer.wait_ready()
+        asyncio.run(test(peer))
+
+
+def test_a_store_without_room_is_full(master: Master) -> None:
+    async def test() -> None:
+        async with opened(adapter_of(mooncake.setup_keys(master))) as adapter:
+            outcomes = await stored(adapter, keys(24), 4 << 20)
+            assert outcomes[0] is STORED and set(outcomes[16:]) == {StoreOutcome.FULL}
+
+    asyncio.run(test())
+
+
+def test_objects_of_another_size_are_never_taken_for_whole(master: Master) -> None:
+    """What somebody else wrote under our names."""
+
+    async def test() -> None:
+        truncated, oversized, good = keys(3)
+        names = RemoteNames().names([truncated, oversized, good])
+        memory = FrameMemory(1)
+        frame = bytes(memory.fill(0, truncated))
+        async with opened(adapter_of(mooncake.setup_keys(master))) as adapter:
+            from mooncake.store import MooncakeDistributedStore
+
+            other = MooncakeDistributedStore()
+            assert other.setup(mooncake.setup_keys(master)) == 0
+            try:
+                assert other.put(names[0], frame[:8192]) == 0
+                assert other.put(names[1], frame + frame) == 0
+                assert await stored(adapter, [good]) == [STORED]
+                target = FrameMemory(3)
+                outcomes = await adapter.load([truncated, oversized, good], target.buffers)
+                assert outcomes == [LoadOutcome.CORRUPT, LoadOutcome.CORRUPT, LOADED] and target.holds(2, good)
+                assert await adapter.probe([truncated, oversized]) == [None, None]
+                assert other.put(names[0], frame[:8192]) == 0
+                assert await stored(adapter, [truncated]) == [STORED]  # in the place of what is no frame
+                assert await loaded(adapter, [truncated]) == [LOADED]
+            finally:
+                other.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("key", ["master_server_addr", "metadata_server"])
+def test_a_service_that_is_not_there_is_one_sentence(master: Master, key: str) -> None:
+    address = f"{LOOPBACK}:{free_port()}"
+    spec = {
+        **mooncake.setup_keys(master),
+        key: address if key == "master_server_addr" else f"http://{address}/metadata",
+    }
+    adapter = adapter_of(spec)
+    with pytest.raises(ResourceError, match=f"nothing answers at {key} {address}"):
+        asyncio.run(adapter.open(RecordingInventory()))
+    asyncio.run(adapter.close())
+
+
+def test_rdma_without_memory_or_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"local_hostname": "a", "metadata_server": "P2PHANDSHAKE", "master_server_addr": "b:1", "protocol": "rdma"}
+    with pytest.raises(ConfigError, match="needs L1 as one range of memory"):
+        asyncio.run(adapter_of(spec).open(RecordingInventory()))
+    monkeypatch.setattr(mooncake_client, "RDMA_DEVICES", "/nowhere")
+    with pytest.raises(ResourceError, match="needs an RDMA device"):
+        check(parse_adapter({"type": "mooncake_store", **spec}, 0))
+
+
+# ---- what reality shows only after a minute --------------------------------------------------------------------------
+class StuckStore:
+    """A client whose transfers fail after a while and go on in memory until it is closed, as Mooncake's do."""
+
+    closed = 0
+
+    def setup(self, config: dict[str, str]) -> int:
+        return 0
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [0] * len(names)
+
+    def batch_get_into(self, names: list[str], *_: object) -> list[int]:
+        return [mooncake_client.TRANSFER_FAILED] * len(names)
+
+    def batch_put_from(self, names: list[str], *_: object) -> list[int]:
+        return [mooncake_client.TRANSFER_FAILED] * len(names)
+
+    def close(self) -> int:
+        type(self).closed += 1
+        return 0
+
+
+@pytest.mark.parametrize("late_seconds", [0.0, 50.0])
+def test_a_transfer_that_may_still_run_is_ended_before_its_memory_is_given_back(
+    master: Master, late_seconds: float
+) -> None:
+    async def test() -> None:
+        config = parse_adapter({"type": "mooncake_store", **mooncake.setup_keys(master)}, 0)
+        assert isinstance(config, MooncakeConfig)
+        StuckStore.closed = 0
+        make: Any = StuckStore
+        async with opened(MooncakeAdapter(config, make, late_seconds)) as adapter:
+            assert await loaded(adapter, keys(2)) == [LoadOutcome.FAILED] * 2
+            assert StuckStore.closed == (1 if late_seconds == 0 else 0)
+            assert await stored(adapter, keys(2)) == [StoreOutcome.FAILED] * 2
+            assert StuckStore.closed == (2 if late_seconds == 0 else 0)
+            assert adapter.status() == {"clients_replaced": 2 if late_seconds == 0 else 0}
+
+    asyncio.run(test())

@@ -1,0 +1,61 @@
+"""`resp` on a network that loses packets, swallows all of them or resets connections: exact bytes or misses, within the
+timeout, and as before once the network is well."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+from faults.test_resp import LOADED, STORED, alive, at, refusal
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.testing.frames import keys
+from lmcache.testing.processes import LOOPBACK
+from services.network import Network, in_own_network
+from services.redis import Valkey
+
+TIMEOUT_SECONDS = 2.0
+WITHIN_SECONDS = 4 * TIMEOUT_SECONDS  # a retry on a new connection, and a machine that is busy
+
+
+def test_lost_packets_black_holes_and_resets(tmp_path: Path) -> None:
+    async def course(network: Network, server: Valkey) -> None:
+        loop = asyncio.get_running_loop()
+        async with alive(at(server, timeout_seconds=TIMEOUT_SECONDS, num_workers=2)) as life:
+            wanted = keys(8)
+            assert await life.store(wanted, 300_000) == [STORED] * 8
+            for seed, share in enumerate((0.5, 1.0), start=1):
+                network.lose(server.port, share)
+                began = loop.time()
+                assert set(await life.load(wanted, 300_000)) <= {LOADED, LoadOutcome.FAILED}
+                assert set(await life.store(keys(8, seed=seed), 300_000)) <= {STORED, StoreOutcome.FAILED}
+                assert loop.time() - began < 2 * WITHIN_SECONDS
+                network.well()
+                await life.eventually(lambda: life.load(wanted, 300_000), [LOADED] * 8)
+            network.reset(server.port)
+            began = loop.time()
+            assert await life.load(wanted, 300_000) == [LoadOutcome.FAILED] * 8
+            assert loop.time() - began < WITHIN_SECONDS
+            network.well()
+            await life.eventually(lambda: life.load(wanted, 300_000), [LOADED] * 8)
+            await life.eventually(lambda: life.store(keys(2, seed=9)), [STORED] * 2)
+
+    def test(network: Network) -> None:
+        with Valkey(tmp_path) as server:
+            server.wait_ready()
+            asyncio.run(asyncio.wait_for(course(network, server), 100))
+
+    in_own_network(test)
+
+
+def test_a_server_that_cannot_be_reached_is_said_in_time() -> None:
+    """The queue of a listener that accepts nobody is full: what comes next gets no answer."""
+    with socket.create_server((LOOPBACK, 0), backlog=0) as listener:
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(listener.getsockname())
+        refused = refusal({"host": LOOPBACK, "port": listener.getsockname()[1], "timeout_seconds": 1})
+        assert "does not answer in time" in str(refused)
+        for each in waiting:
+            each.close()

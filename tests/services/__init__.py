@@ -1,0 +1,34 @@
+"""Real services for tests, a file each. `scripts/install_services.py` installs them into the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+FOLDER = Path(sys.prefix) / "services"
+REQUIRED = "LMCACHE_TEST_SERVICES_REQUIRED"  # set by `make test` and `make nightly`: what is missing is a failure then
+
+
+def missing(part: str) -> NoReturn:
+    """Ends the test: the part is not installed, or cannot run here."""
+    sentence = f"{part} is not installed; `python scripts/install_services.py` does it."
+    if os.environ.get(REQUIRED):
+        pytest.fail(sentence)
+    pytest.skip(sentence)
+
+
+def program(path: Path, part: str) -> Path:
+    """The path of a service's program, which must be there."""
+    if not os.access(path, os.X_OK):
+        missing(part)
+    return path
+
+
+def debian_environment() -> dict[str, str]:
+    """What a program of an unpacked Debian package needs to find its libraries."""
+    libraries = FOLDER / "debian" / "usr" / "lib"
+    return {"LD_LIBRARY_PATH": f"{libraries / 'x86_64-linux-gnu'}:{libraries}"}

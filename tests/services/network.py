@@ -1,0 +1,75 @@
+"""A network of a test's own, with a loopback alone, on which packets can be lost or refused.
+
+def test(network: Network) -> None: ...
+in_own_network(test)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services import FOLDER, debian_environment, program
+
+NFT = FOLDER / "debian" / "usr" / "sbin" / "nft"
+CLONE_NEWNET = 0x40000000
+
+
+class Network:
+    """Of the thread that made it, and of the processes and threads that this one starts."""
+
+    def __init__(self) -> None:
+        self._nft = Path(shutil.which("nft") or program(NFT, "nft"))
+        libc = ctypes.CDLL(None, use_errno=True)
+        if os.geteuid() != 0 or libc.unshare(CLONE_NEWNET) != 0:
+            pytest.skip("needs the right to make a network namespace")
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        self._rules("add table inet test", "add chain inet test faults { type filter hook input priority 0; }")
+
+    def well(self) -> None:
+        """Every packet arrives."""
+        self._rules("flush chain inet test faults")
+
+    def lose(self, port: int, share: float = 1.0) -> None:
+        """That share of the packets to and from a TCP port, by chance."""
+        chance = f"numgen random mod 100 < {round(share * 100)} drop" if share < 1 else "drop"
+        self._set(port, chance)
+
+    def reset(self, port: int) -> None:
+        """Every packet to and from a TCP port is answered with a reset."""
+        self._set(port, "reject with tcp reset")
+
+    def _set(self, port: int, verdict: str) -> None:
+        self.well()
+        self._rules(*(f"add rule inet test faults tcp {side} {port} {verdict}" for side in ("dport", "sport")))
+
+    def _rules(self, *rules: str) -> None:
+        environment = {**os.environ, **debian_environment()}
+        done = subprocess.run([self._nft, "; ".join(rules)], env=environment, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"this kernel refuses a packet filter: {done.stderr.strip()}")
+
+
+def in_own_network(test: Callable[[Network], None]) -> None:
+    """Runs it in a thread that has a network of its own; what it raises is raised here."""
+    raised: list[Any] = []
+
+    def run() -> None:
+        try:
+            test(Network())
+        except BaseException as error:  # the root of a thread: a skip is one, too
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="own-network")
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]

@@ -1,0 +1,1 @@
+"""What several folders of tests share: models, devices, adapters that fail, an engine that is simulated."""

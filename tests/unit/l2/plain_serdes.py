@@ -1,0 +1,35 @@
+"""A serde written in Python, for tests."""
+
+from __future__ import annotations
+
+from lmcache.core.key import ObjectKey
+
+
+class Scrambled:
+    """Every byte turned over, the chunk's hash in front."""
+
+    fails = False
+
+    def __init__(self, name: str = "scrambled", lossy: bool = False) -> None:
+        self.name = name
+        self.lossy = lossy
+
+    def max_encoded_bytes(self, source_bytes: int) -> int:
+        return source_bytes + 32
+
+    def encode(self, source: memoryview, destination: memoryview, key: ObjectKey) -> int:
+        if self.fails:
+            raise RuntimeError("out of order")
+        destination[:32] = key.chunk_hash
+        destination[32 : 32 + source.nbytes] = bytes(source).translate(_TURNED)
+        return 32 + source.nbytes
+
+    def decode(self, source: memoryview, destination: memoryview, key: ObjectKey) -> None:
+        if self.fails:
+            raise RuntimeError("out of order")
+        if source[:32] != key.chunk_hash or source.nbytes != 32 + destination.nbytes:
+            raise ValueError("not of this key")
+        destination[:] = bytes(source[32:]).translate(_TURNED)
+
+
+_TURNED = bytes(255 - value for value in range(256))

@@ -1,0 +1,26 @@
+"""`make test`: every folder of tests is in a lane, and a suite that fails ends neither its lane nor the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from run_tests import LANES, Suite, run_lanes
+
+TESTS = Path(__file__).parents[2]
+
+
+def test_every_folder_of_tests_is_in_one_lane() -> None:
+    folders = {f"tests/{file.relative_to(TESTS).parts[0]}" for file in TESTS.rglob("test_*.py")}
+    named = [word for lane in LANES for suite in lane for word in suite.command if word.startswith("tests/")]
+    assert sorted(named) == sorted(folders)
+
+
+def test_a_suite_that_fails_ends_no_other_one(capsys: pytest.CaptureFixture[str]) -> None:
+    lanes = [[Suite("a", ()), Suite("b", ())], [Suite("c", ())]]
+    outcomes = run_lanes(lanes, lambda suite: (suite.name != "a", f"first line of {suite.name}\nlast line"))
+    results = {outcome.suite: outcome.result for outcome in outcomes}
+    assert results == {"a": "failed", "b": "passed", "c": "passed"}
+    printed = capsys.readouterr().out
+    assert "first line of a" in printed and "first line of b" not in printed

@@ -1,0 +1,106 @@
+"""What a restart finds in L1 reaches the adapters that do not have it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from lmcache.core.key import ObjectKey
+from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.l1.store import L1Store
+from lmcache.l2.adapter_types import ConfiguredAdapter
+from lmcache.memory.restart_compatibility import RestartCompatibility
+from lmcache.telemetry.metrics import Metrics
+from lmcache.tiering.storage_loop import StorageLoop
+from polling import until
+from support.faults import FaultyAdapter
+from unit.tiering.support import FRAME_BYTES, Rig, faulty, keys, namespace, storage_settings
+
+SLOTS = 1024
+COMPATIBILITY = RestartCompatibility(SLOTS * FRAME_BYTES, 4096, 256, "blake3", bytes(32))
+
+
+@contextmanager
+def open_again(
+    name: str, adapters: Sequence[ConfiguredAdapter], *, l1_policy: str = "LRU", store_policy: str = "default"
+) -> Iterator[Rig]:
+    """One server after another on the same memory."""
+    metrics = Metrics()
+    l1 = L1Store.open(
+        name,
+        COMPATIBILITY.capacity_bytes,
+        os.urandom(16),
+        policy=l1_policy,
+        init_bytes=COMPATIBILITY.capacity_bytes,
+        compatibility=COMPATIBILITY,
+    )
+    storage = StorageLoop(l1, list(adapters), storage_settings(store_policy), metrics=metrics.l2)
+    try:
+        storage.start()
+        yield Rig(l1, storage, metrics)
+        assert storage.stop(10)
+        l1.check_idle()
+    finally:
+        storage.stop(0)
+        l1.close()
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"lmcache-test-catch-up-{os.getpid()}-{os.urandom(4).hex()}"
+    yield name
+    os.unlink(f"/dev/shm/{name}")
+
+
+def held(adapter: FaultyAdapter) -> set[ObjectKey]:
+    return set(adapter.inner.objects)
+
+
+def test_every_adapter_gets_what_it_lacks_and_nothing_twice(name: str) -> None:
+    wanted = keys(600)
+    (first, one), (second, two) = faulty(), faulty(index=1)
+    with open_again(name, [first]) as rig:
+        rig.put(wanted[:200])
+        assert rig.storage.flush(20)
+        rig.put(wanted[200:], tell=False)  # killed before it was stored
+    stores = one.calls["store"]
+    (first, again) = (ConfiguredAdapter(first.config, one), one)
+    with open_again(name, [first, second]) as rig:
+        until(lambda: held(again) >= set(wanted) and held(two) >= set(wanted))
+        assert rig.resident(wanted) == 600
+        assert rig.sample("l2_store_dropped_total", reason="evicted") == 0
+    assert again.calls["store"] - stores <= 10  # 400 objects in batches of 64, those it had in none
+
+
+def test_what_is_corrupt_is_not_stored(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = keys(20)
+    with open_again(name, []) as rig:
+        rig.put(wanted)
+        offset = rig.l1.memory.size_bytes - COMPATIBILITY.capacity_bytes + 7 * FRAME_BYTES + FRAME_HEADER_BYTES + 9
+        rig.l1.memory.view(offset, 1)[0] ^= 1
+    configured, adapter = faulty()
+    with caplog.at_level(logging.WARNING), open_again(name, [configured]) as rig:
+        until(lambda: len(held(adapter)) == 19)
+        assert wanted[7] not in held(adapter)
+        assert rig.resident(wanted) == 7
+        assert rig.sample("corrupt_frames_total", tier="l1") == 1
+    assert sum("1 objects of the former server are corrupt" in record.message for record in caplog.records) == 1
+
+
+def test_skip_l1_empties_what_it_found(name: str) -> None:
+    """Without eviction, what a restart found would otherwise stay for ever."""
+    of = namespace(salt="tenant")
+    configured, adapter = faulty()
+    with open_again(name, [], l1_policy="noop") as rig:
+        rig.put(keys(SLOTS // 2))
+        rig.put(keys(SLOTS // 2, of=of))
+        assert rig.l1.core.stats()["free_bytes"] == 0
+    with open_again(name, [configured], l1_policy="noop", store_policy="skip_l1") as rig:
+        until(lambda: rig.l1.core.stats()["objects"] == 0)
+        assert held(adapter) == {*keys(SLOTS // 2), *keys(SLOTS // 2, of=of)}
+        assert rig.put(keys(30, seed=5)) == 30
+        until(lambda: rig.l1.core.stats()["objects"] == 0)
