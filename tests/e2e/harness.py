@@ -22,7 +22,7 @@ PACKAGE_PARENT = Path(lmcache.__file__).parents[1]  # of the package under test,
 TESTS = Path(__file__).parents[1]
 PROBE = "e2e.worker_probe.KVProbe"
 CHUNK_TOKENS = 256
-_SURE_TOKENS = 8
+_SURE_LEAD = 0.5  # nats; roundings of bfloat16 logits were seen to turn 0.06
 _STAND_STILLS = 3  # that a check survives
 
 
@@ -38,9 +38,18 @@ def until(
 
 
 def sure(answer: Completion) -> tuple[int, ...]:
-    """Its first tokens. Some processors compute a step of many tokens in other roundings than a step of few, whatever
-    loads the KV; sooner or later that decides between two tokens that are almost as likely."""
-    return answer.token_ids[:_SURE_TOKENS]
+    """Its tokens before the first that another token came close to; needs `logprobs=2`. Steps of other sizes are
+    computed in other roundings, whatever loads the KV; that decides between two tokens that are almost as likely."""
+    assert len(answer.leads) == len(answer.token_ids)
+    undecided = (place for place, lead in enumerate(answer.leads) if lead < _SURE_LEAD)
+    return answer.token_ids[: next(undecided, len(answer.token_ids))]
+
+
+def begin_surely_alike(answers: Sequence[Completion], cold: Sequence[Completion]) -> bool:
+    """Whether each answer begins with the tokens that its cold one is sure of."""
+    certain = [sure(answer) for answer in cold]
+    assert any(certain), "no cold answer is sure of its first token: take other prompts"
+    return [answer.token_ids[: len(known)] for answer, known in zip(answers, certain, strict=True)] == certain
 
 
 def whole_chunks(tokens: int) -> int:
