@@ -61,7 +61,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
 
 def run_pytest(run: Run, extra: Sequence[str]) -> int:
     command = [sys.executable, "-m", "pytest", *run.arguments, *extra]
-    environment = {"LMCACHE_TEST_SEED": SEED, "LMCACHE_TEST_SERVICES_REQUIRED": "1", **run.environment}
+    environment = {"LMCACHE_TEST_SEED": SEED, "TEST_SERVICES_REQUIRED": "1", **run.environment}
     settings = [f"{name}={value}" for name, value in environment.items()]
     print("$", *settings, *command[1:], flush=True)
     code = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode

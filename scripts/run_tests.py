@@ -21,7 +21,7 @@ from results import Outcome, exit_code, table
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "logs"
 SHOWN_LINES = 200  # of a suite that failed
-ENVIRONMENT = {"LMCACHE_TEST_SERVICES_REQUIRED": "1"}  # tests/services: what is missing is a failure
+ENVIRONMENT = {"TEST_SERVICES_REQUIRED": "1"}  # tests/services: what is missing is a failure
 PYTEST = (sys.executable, "-m", "pytest", "-m", "not slow")
 
 

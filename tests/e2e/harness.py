@@ -22,7 +22,6 @@ PACKAGE_PARENT = Path(lmcache.__file__).parents[1]  # of the package under test,
 TESTS = Path(__file__).parents[1]
 PROBE = "e2e.worker_probe.KVProbe"
 CHUNK_TOKENS = 256
-_SURE_LEAD = 0.5  # nats; roundings of bfloat16 logits were seen to turn 0.06
 _STAND_STILLS = 3  # that a check survives
 
 
@@ -35,21 +34,6 @@ def until(
         assert time.monotonic() < deadline, f"not so within {seconds} s {tell()}"
         time.sleep(every)
     return value
-
-
-def sure(answer: Completion) -> tuple[int, ...]:
-    """Its tokens before the first that another token came close to; needs `logprobs=2`. Steps of other sizes are
-    computed in other roundings, whatever loads the KV; that decides between two tokens that are almost as likely."""
-    assert len(answer.leads) == len(answer.token_ids)
-    undecided = (place for place, lead in enumerate(answer.leads) if lead < _SURE_LEAD)
-    return answer.token_ids[: next(undecided, len(answer.token_ids))]
-
-
-def begin_surely_alike(answers: Sequence[Completion], cold: Sequence[Completion]) -> bool:
-    """Whether each answer begins with the tokens that its cold one is sure of."""
-    certain = [sure(answer) for answer in cold]
-    assert any(certain), "no cold answer is sure of its first token: take other prompts"
-    return [answer.token_ids[: len(known)] for answer, known in zip(answers, certain, strict=True)] == certain
 
 
 def whole_chunks(tokens: int) -> int:
@@ -82,13 +66,16 @@ class Stack:
         ranks: int = 1,
         workers: int | None = None,
         networked: bool = False,
+        dtype: str = "float32",
         **engine: Any,
     ) -> None:
         """`ranks` of the engine that each store a part of a chunk; `workers`, where several hold the same. `networked`:
-        engine and server have a `network` between them that the test can cut."""
+        engine and server have a `network` between them that the test can cut. `dtype`: a step's size decides how its
+        sums are rounded, whatever loads the KV; in bfloat16 that turns tokens of which two are almost as likely."""
         self.model = model
         self.folder = folder
         self._l2_folder = folder / "l2" if l2 else None
+        self._dtype = dtype
         self._engine_flags = list(engine_flags)
         self._server_flags = list(server_flags)
         self._l1_size_gb = l1_size_gb
@@ -134,7 +121,7 @@ class Stack:
             model,
             self.folder,
             cache_port=self.network.port if self.network is not None else self.server.port,
-            extra=["--worker-extension-cls", PROBE, *flags],
+            extra=["--worker-extension-cls", PROBE, "--dtype", self._dtype, *flags],
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",
                 "PYTHONPATH": f"{PACKAGE_PARENT}:{TESTS}",

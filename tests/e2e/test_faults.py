@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from e2e.harness import Stack, begin_surely_alike, leave_early, until, whole_chunks
+from e2e.harness import Stack, leave_early, until, whole_chunks
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import sample_tokens
 
@@ -173,12 +173,11 @@ def test_requests_that_leave_at_any_moment_leave_nothing_behind(stack: Stack) ->
 
 def test_tenants_do_not_see_each_other(stack: Stack) -> None:
     prompt = sample_tokens(2048, seed=400)
-    cold = stack.engine.complete(prompt, cache_salt="tenant one", logprobs=2)
+    cold = stack.engine.complete(prompt, cache_salt="tenant one")
     until(lambda: stack.engine.complete(prompt, cache_salt="tenant one").cached_tokens == 2048)
     assert stack.engine.complete(prompt, cache_salt="tenant two").cached_tokens == 0
     assert stack.engine.complete(prompt).cached_tokens == 0
-    first, second = (stack.engine.complete(prompt, cache_salt="tenant one") for _ in range(2))
-    assert first.token_ids == second.token_ids and begin_surely_alike([first], [cold])
+    assert stack.engine.complete(prompt, cache_salt="tenant one").token_ids == cold.token_ids
     stack.wait_clean()
 
 

@@ -137,6 +137,7 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
         prefix_caching=shape.prefix_caching,
         ranks=shape.ranks,
         workers=shape.workers,
+        dtype="bfloat16",
     )
     if shape.refusal:
         check_uncached(stack, shape)

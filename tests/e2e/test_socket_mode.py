@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import Stack, begin_surely_alike, whole_chunks
+from e2e.harness import Stack, whole_chunks
 from lmcache.testing.tiny_models import sample_tokens
 
 pytestmark = pytest.mark.engine
@@ -18,13 +18,12 @@ def test_tokens_and_bytes_are_those_of_the_cold_run(llama: Path, start_stack: Ca
     lengths = [700, 8192]
     stack.rpc("kv_watch")
     prompts = [sample_tokens(length, seed=length) for length in lengths]
-    cold = [stack.engine.complete(prompt, max_tokens=24, logprobs=2) for prompt in prompts]
+    cold = [stack.engine.complete(prompt, max_tokens=24) for prompt in prompts]
     assert [answer.cached_tokens for answer in cold] == [0, 0]
     stack.wait_stored(sum(length // 256 for length in lengths))
-    warm, again = ([stack.engine.complete(prompt, max_tokens=24, logprobs=2) for prompt in prompts] for _ in range(2))
+    warm = [stack.engine.complete(prompt, max_tokens=24) for prompt in prompts]
     print("time to first token, ms:", [round(1e3 * answer.time_to_first_token_seconds) for answer in (*cold, *warm)])
-    assert [answer.token_ids for answer in warm] == [answer.token_ids for answer in again]
-    assert begin_surely_alike(warm, cold)
+    assert [answer.token_ids for answer in warm] == [answer.token_ids for answer in cold]
     assert [answer.cached_tokens for answer in warm] == [whole_chunks(length) for length in lengths]
     [seen] = stack.rpc("kv_seen")
     assert len(seen["loaded"]) == sum(length // 256 for length in lengths)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import Stack, begin_surely_alike, whole_chunks
+from e2e.harness import Stack, whole_chunks
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import sample_tokens
 
@@ -32,7 +32,7 @@ class Bytes:
 
 
 def ask_all(stack: Stack, lengths: list[int]) -> list[Completion]:
-    return [stack.engine.complete(sample_tokens(length, seed=length), max_tokens=24, logprobs=2) for length in lengths]
+    return [stack.engine.complete(sample_tokens(length, seed=length), max_tokens=24) for length in lengths]
 
 
 def test_every_tier_gives_what_was_computed(llama: Path, start_stack: Callable[..., Stack]) -> None:
@@ -44,13 +44,9 @@ def test_every_tier_gives_what_was_computed(llama: Path, start_stack: Callable[.
     cold = ask_all(stack, lengths)
     assert [answer.cached_tokens for answer in cold] == [0] * len(lengths)
 
-    loaded: list[tuple[int, ...]] = []  # the answers of the first hits: steps of the same tokens round alike
-
     def same_again(where: str) -> None:
         warm = ask_all(stack, lengths)
-        loaded[:] = loaded or [answer.token_ids for answer in warm]
-        assert [answer.token_ids for answer in warm] == loaded, where
-        assert begin_surely_alike(warm, cold), where
+        assert [answer.token_ids for answer in warm] == [answer.token_ids for answer in cold], where
         assert [answer.cached_tokens for answer in warm] == [whole_chunks(length) for length in lengths], where
         bytes_seen.check(stack)
         stack.wait_clean()

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 FOLDER = Path(sys.prefix) / "services"
-REQUIRED = "LMCACHE_TEST_SERVICES_REQUIRED"  # set by `make test` and `make nightly`: what is missing is a failure then
+REQUIRED = "TEST_SERVICES_REQUIRED"  # set by `make test` and `make nightly`: what is missing is a failure then
 
 
 def missing(part: str) -> NoReturn:

@@ -271,7 +271,6 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     logprobs: tuple[float, ...] = ()  # of the chosen tokens, where `logprobs` was asked for
-    leads: tuple[float, ...] = ()  # of the likeliest tokens' logprobs over the next ones', where two were asked for
 
 
 class VllmEngine(ManagedProcess):
@@ -361,7 +360,6 @@ class VllmEngine(ManagedProcess):
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # else tokens of the same text share a place among `logprobs`
             **parameters,
         }
         payload = json.dumps(body)
@@ -370,7 +368,6 @@ class VllmEngine(ManagedProcess):
         texts: list[str] = []
         token_ids: list[int] = []
         logprobs: list[float] = []
-        leads: list[float] = []
         usage: dict[str, Any] = {}
         with self.connection(self.port, timeout_seconds) as connection:
             headers = {"Content-Type": "application/json"}
@@ -386,10 +383,7 @@ class VllmEngine(ManagedProcess):
                         first = time.perf_counter()
                     texts.append(choice.get("text", ""))
                     token_ids += choice.get("token_ids") or ()
-                    found = choice.get("logprobs") or {}
-                    logprobs += found.get("token_logprobs") or ()
-                    likeliest = [sorted(top.values(), reverse=True) for top in found.get("top_logprobs") or ()]
-                    leads += [top[0] - top[1] for top in likeliest if len(top) > 1]
+                    logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or ()
                 if event.get("error"):
                     raise RuntimeError(f"vLLM ended the stream with {event['error']}")
                 usage = event.get("usage") or usage
@@ -403,7 +397,6 @@ class VllmEngine(ManagedProcess):
             prompt_tokens=int(usage.get("prompt_tokens", 0)),
             cached_tokens=int(details.get("cached_tokens") or 0),
             logprobs=tuple(logprobs),
-            leads=tuple(leads),
         )
 
 
