@@ -13,7 +13,7 @@ from typing import Any
 
 import lmcache
 from lmcache import _native
-from lmcache.testing.processes import LOOPBACK, CacheServer, Completion, VllmEngine
+from lmcache.testing.processes import LOOPBACK, CacheServer, VllmEngine
 from support.network import Network
 from support.stand_stills import StandStills
 
