@@ -79,9 +79,9 @@ def measure(name: str, payload: bytes, runs: int) -> list[Result]:
 def main() -> int:
     parser = command_line(__doc__, runs=20)
     parser.add_argument("--kv", type=Path, help="raw bfloat16 KV of a model")
-    parser.add_argument("--mib", type=int, default=4, help="size of an object (default: %(default)s)")
+    parser.add_argument("--mib", type=float, default=4, help="size of an object (default: %(default)s)")
     arguments = parser.parse_args()
-    size_bytes = arguments.mib * MIB
+    size_bytes = int(arguments.mib * MIB)
     results = measure("random normal", gaussian(size_bytes), arguments.runs)
     if arguments.kv is not None:
         results += measure(arguments.kv.name, arguments.kv.read_bytes()[:size_bytes], arguments.runs)

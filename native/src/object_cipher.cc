@@ -5,14 +5,17 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <string>
 #include <string_view>
+#include <unordered_map>
 
 namespace lmcache {
 namespace {
 
-constexpr std::uint32_t kSealVersion = 1;
+constexpr std::uint32_t kSealVersion = 2;
 constexpr std::size_t kHashBytes = 32, kSaltBytes = 32, kNonceBytes = 12, kTagBytes = 16;
 constexpr std::size_t kMaxAesKeyBytes = 32;
+constexpr std::size_t kMaxNamespaceKeys = 1024;                      // of a master key, at once
 constexpr std::size_t kUpdateBytes = std::size_t{1} << 30;           // OpenSSL counts in int
 constexpr int kSetNonceBytes = 0x9, kGetTag = 0x10, kSetTag = 0x11;  // EVP_CTRL_AEAD_...
 
@@ -61,21 +64,42 @@ std::vector<std::byte> info_of(std::string_view label, std::span<const std::byte
     return info;
 }
 
+// Keys of namespaces, derived once: that takes about as long as to encrypt 16 KiB. Thread-safe.
+class NamespaceKeys {
+public:
+    using Key = Secret<kHashBytes>;
+
+    void find_or_derive(const MasterKey& master, std::span<const std::byte> name_space, Key& key)
+        LMCACHE_EXCLUDES(mutex_) {
+        const std::string_view name(reinterpret_cast<const char*>(name_space.data()), name_space.size());
+        {
+            const MutexLock lock(mutex_);
+            if (const auto known = keys_.find(name); known != keys_.end()) {
+                key.bytes = known->second.bytes;
+                return;
+            }
+        }
+        hkdf_sha256({}, master.bytes, info_of("lmcache aesgcm 2 namespace", name_space), key.bytes);
+        const MutexLock lock(mutex_);
+        if (keys_.size() >= kMaxNamespaceKeys) keys_.clear();
+        keys_[std::string(name)].bytes = key.bytes;
+    }
+
+private:
+    struct NameHash : std::hash<std::string_view> {
+        using is_transparent = void;
+    };
+
+    Mutex mutex_;
+    std::unordered_map<std::string, Key, NameHash, std::equal_to<>> keys_ LMCACHE_GUARDED_BY(mutex_);
+};
+
 struct ObjectKey {
     Secret<kMaxAesKeyBytes + kNonceBytes> secret;
     std::size_t key_bytes = 0;
     const unsigned char* key() const { return raw(secret.bytes); }
     const unsigned char* nonce() const { return raw(secret.bytes) + key_bytes; }
 };
-
-void derive(const MasterKey& master, const CipherObject& object, const Seal& seal, ObjectKey& derived) {
-    Secret<kHashBytes> of_namespace;
-    hkdf_sha256({}, master.bytes, info_of("lmcache aesgcm 1 namespace", object.name_space), of_namespace.bytes);
-    derived.key_bytes = seal.aes_bits / 8;
-    hkdf_sha256(std::as_bytes(std::span(seal.salt)), of_namespace.bytes,
-                info_of("lmcache aesgcm 1 object", std::as_bytes(std::span(&seal.aes_bits, 1))),
-                std::span(derived.secret.bytes).first(derived.key_bytes + kNonceBytes));
-}
 
 // What is authenticated besides the payload. Lengths stand before what has no fixed one.
 std::vector<std::byte> authenticated_data(const CipherObject& object, const Seal& seal) {
@@ -156,21 +180,44 @@ MasterKey::~MasterKey() { ::explicit_bzero(bytes.data(), bytes.size()); }
 struct ObjectCipher::NamedKey {
     MasterKey key;
     std::array<std::byte, kKeyIdBytes> id;
+    std::unique_ptr<NamespaceKeys> of_namespaces = std::make_unique<NamespaceKeys>();
+
+    // The random bits alone would do. The name and the earlier parameters, with the checksum of the payload, go in as
+    // well: copies of one machine, restored from a snapshot, may draw the same bits, and must not use one key and nonce
+    // for two objects.
+    void derive(const CipherObject& object, const Seal& seal, ObjectKey& derived) const {
+        NamespaceKeys::Key of_namespace;
+        of_namespaces->find_or_derive(key, object.name_space, of_namespace);
+        std::vector<std::byte> context;
+        append(context, std::as_bytes(std::span(&seal.aes_bits, 1)));
+        append(context, std::as_bytes(std::span(seal.salt)));
+        append(context, object.chunk_hash);
+        append(context, object.earlier_parameters);
+        derived.key_bytes = seal.aes_bits / 8;
+        hkdf_expand_sha256(of_namespace.bytes, info_of("lmcache aesgcm 2 object", context),
+                           std::span(derived.secret.bytes).first(derived.key_bytes + kNonceBytes));
+    }
 };
 
 void hkdf_sha256(std::span<const std::byte> salt, std::span<const std::byte> key, std::span<const std::byte> info,
                  std::span<std::byte> derived) {
-    if (derived.size() > 255 * kHashBytes) throw CryptoError("HKDF gives at most 8160 bytes");
     static constexpr std::byte kNoSalt[kHashBytes] = {};
-    Secret<kHashBytes> extracted, block;
+    Secret<kHashBytes> extracted;
     hmac(salt.empty() ? std::span<const std::byte>(kNoSalt) : salt, key, extracted.bytes);
+    hkdf_expand_sha256(extracted.bytes, info, derived);
+}
+
+void hkdf_expand_sha256(std::span<const std::byte, 32> key, std::span<const std::byte> info,
+                        std::span<std::byte> derived) {
+    if (derived.size() > 255 * kHashBytes) throw CryptoError("HKDF gives at most 8160 bytes");
+    Secret<kHashBytes> block;
     std::vector<std::byte> input;
     input.reserve(kHashBytes + info.size() + 1);
     std::size_t done = 0;
     for (std::uint8_t counter = 1; done < derived.size(); ++counter) {
         append(input, info);
         input.push_back(std::byte{counter});
-        hmac(extracted.bytes, input, block.bytes);
+        hmac(key, input, block.bytes);
         const std::size_t size = std::min(kHashBytes, derived.size() - done);
         std::memcpy(derived.data() + done, block.bytes.data(), size);
         done += size;
@@ -208,7 +255,7 @@ std::shared_ptr<const ObjectCipher::Keys> ObjectCipher::named(std::vector<Master
     if (keys.empty() || keys.size() > kMaxMasterKeys) throw std::invalid_argument("there must be 1 to 16 master keys");
     auto all = std::make_shared<Keys>();
     all->reserve(keys.size());
-    for (const MasterKey& key : keys) all->push_back({key, master_key_id(key)});
+    for (const MasterKey& key : keys) all->push_back({.key = key, .id = master_key_id(key)});
     return all;
 }
 
@@ -232,7 +279,7 @@ void ObjectCipher::seal(std::span<const std::byte> plain, std::span<std::byte> s
     std::memcpy(made.key_id, keys->front().id.data(), kKeyIdBytes);
     random_(std::as_writable_bytes(std::span(made.salt)));
     ObjectKey key;
-    derive(keys->front().key, object, made, key);
+    keys->front().derive(object, made, key);
     Pass pass(key, true);
     pass.authenticate(authenticated_data(object, made));
     pass.convert(plain, sealed.data());
@@ -260,7 +307,7 @@ OpenFault ObjectCipher::open(std::span<const std::byte> sealed, std::span<std::b
         *keys, [&](const NamedKey& key) { return std::memcmp(key.id.data(), given.key_id, kKeyIdBytes) == 0; });
     if (known == keys->end()) return refuse(OpenFault::kUnknownKey);
     ObjectKey key;
-    derive(known->key, object, given, key);
+    known->derive(object, given, key);
     Pass pass(key, false);
     pass.authenticate(authenticated_data(object, given));
     pass.convert(sealed, plain.data());

@@ -79,12 +79,12 @@ TEST_CASE(hkdf_is_that_of_rfc_5869) {
 TEST_CASE(what_is_sealed_is_what_the_format_says) {
     const Bytes plain = counted(100, 0, 7);
     const char* const expected[] = {
-        "7eb9a089322d18892a2c6cbda99f5b252184b84a047129a863e68a6e04832a0c9d9b61ef7aaa8a83470d38b30c88783721e8a5c9"
-        "eef4db6b248c874ad96a5af2377e5db492e25c69187d21207c7c71b58447a7d2fa20b3ba1c72f483f92c1c974cb06737"
-        "8073fb52a627cbb9082be438224eb271",
-        "6a779fabd490bccb0c3483840518becaee498bb1c7f69a94a6f76694e9b5948ec5a66c65dbaf0e290a3695cee51f127d8c0c8e87"
-        "181b53cbe6b04dd209b3ba6abdbab667cb8564034c32c406503b8edebaf05c055125fc03f46683456e1e620abf80856d"
-        "4cef145b23794c4b6cb9ca39be164e8f"};
+        "b97ac437dee3f3bc1cd10453b3ea6ed61cefbcebff6a8384ac47cf5888b4face9e851f92cb5d29124a4ee3cc249c3ef5"
+        "c49608a1f95ac6fc22f8251b3e50f5042cf2ba5466b524f27b4ce60a436b5d290e7187559e45aa8912b6f791c3cec161"
+        "7a897cf40a6d32210445185c9254e964e3b38b56",
+        "8a9ea9b42458333d78d1e0be05d9d0a92dd8b4e9c02a9d4e34aa66a4d0b5e8f3f58112d01a62108f4afad29e6e8908ff"
+        "df935e23163b63a7954c90e2dfc53f3512ea570320324d07b00552ba7716cb8b8f9435f66d6a503a31f8cfa8e06c5e3b"
+        "f62b8decde3f0472e5c73a5d79631953dfe0b3f6"};
     for (const unsigned bits : {128U, 256U}) {
         const Sealed made = sealed_by(ObjectCipher({master(0)}, bits, no_random), plain);
         CHECK(hex(made.sealed) + hex(std::span(made.seal).last(16)) == expected[bits / 256]);
@@ -164,9 +164,11 @@ TEST_CASE(old_and_new_keys_open_side_by_side) {
     const auto other_id = master_key_id(master(0));
     std::ranges::copy(other_id, relabelled.seal.begin() + 8);
     CHECK(opened(ObjectCipher({master(50), master(0)}, 256), relabelled, plain) == OpenFault::kForged);
-    Sealed later = young;  // version 2 of the format
-    later.seal[0] = std::byte{2};
-    CHECK(opened(cipher, later, plain) == OpenFault::kUnknownKey);
+    for (const int version : {0, 1, 3}) {  // of the format
+        Sealed other = young;
+        other.seal[0] = static_cast<std::byte>(version);
+        CHECK(opened(cipher, other, plain) == OpenFault::kUnknownKey);
+    }
 }
 
 TEST_CASE(no_two_seals_share_key_and_nonce) {
@@ -179,14 +181,46 @@ TEST_CASE(no_two_seals_share_key_and_nonce) {
         streams.insert(made.sealed);
     }
     CHECK(salts.size() == 4096 && streams.size() == 4096);
-    // One draw of random bits twice: other namespaces and key sizes still have other key streams.
+}
+
+TEST_CASE(one_draw_of_random_bits_twice_still_gives_other_objects_other_key_streams) {
     const ObjectCipher stuck({master(0)}, 256, no_random), small({master(0)}, 128, no_random);
-    Bytes first(64), second(64), third(64);
-    std::array<std::byte, kSealBytes> seal;
-    stuck.seal(plain, first, object(), seal);
-    stuck.seal(plain, second, object(counted(40, 101)), seal);
-    small.seal(plain, third, object(), seal);
-    CHECK(first != second && first != third && second != third);
+    const Bytes plain(64);  // the sealed bytes are the key stream
+    const Bytes other_namespace = counted(40, 101), other_hash(32, std::byte{8}), other_parameters(7, std::byte{'e'});
+    Bytes moved_hash = kHash;  // the same bytes, divided elsewhere
+    moved_hash.back() = kEarlier.front();
+    std::set<Bytes> streams;
+    for (const ObjectCipher* const cipher : {&stuck, &small}) {
+        for (const CipherObject& named : {object(), object(other_namespace), object(kNamespace, other_hash),
+                                          object(kNamespace, kHash, other_parameters), object(kNamespace, kHash, {}),
+                                          object(kNamespace, moved_hash)}) {
+            Bytes sealed(64);
+            std::array<std::byte, kSealBytes> seal;
+            cipher->seal(plain, sealed, named, seal);
+            streams.insert(sealed);
+        }
+    }
+    CHECK(streams.size() == 12);
+}
+
+TEST_CASE(more_namespaces_than_are_kept_open_all_the_same) {
+    const ObjectCipher cipher({master(0)}, 256);
+    const Bytes plain = counted(32, 1);
+    std::vector<Sealed> all;
+    const auto named = [](std::size_t i) {
+        Bytes name = kNamespace;
+        std::memcpy(name.data(), &i, sizeof i);
+        return name;
+    };
+    for (std::size_t i = 0; i < 3000; ++i) {
+        Sealed made{Bytes(plain.size()), {}};
+        cipher.seal(plain, made.sealed, object(named(i)), made.seal);
+        all.push_back(made);
+    }
+    for (std::size_t i = 0; i < all.size(); i += 7) {
+        CHECK(opened(cipher, all[i], plain, object(named(i))) == OpenFault::kNone);
+        CHECK(opened(cipher, all[i], plain, object(named(i + 1))) == OpenFault::kForged);
+    }
 }
 
 TEST_CASE(a_seal_without_random_bits_is_refused) {

@@ -1,7 +1,7 @@
 // Encrypts objects by AES in Galois/counter mode, each with a key and a nonce of its own (docs/formats/aesgcm.md).
 //
 // Invariant: a caller chooses neither key nor nonce. Both are derived from 256 bits that are drawn for each call of
-// seal(), so that no two objects share them (docs/decisions/encryption.md).
+// seal() and from what is sealed, so that no two objects share them (docs/decisions/encryption.md).
 #pragma once
 
 #include <array>
@@ -42,6 +42,10 @@ enum class OpenFault : std::uint8_t { kNone, kForged, kUnknownKey };
 // HKDF with SHA-256 (RFC 5869); at most 8,160 bytes. Throws CryptoError.
 void hkdf_sha256(std::span<const std::byte> salt, std::span<const std::byte> key, std::span<const std::byte> info,
                  std::span<std::byte> derived);
+
+// The second half of that: `key` is uniform already. Throws CryptoError.
+void hkdf_expand_sha256(std::span<const std::byte, 32> key, std::span<const std::byte> info,
+                        std::span<std::byte> derived);
 
 // Names a master key without telling anything of it. Throws CryptoError.
 std::array<std::byte, kKeyIdBytes> master_key_id(const MasterKey& key);
