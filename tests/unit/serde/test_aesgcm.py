@@ -13,7 +13,7 @@ import pytest
 from lmcache import _native
 from lmcache.core.frame import parse_header
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.errors import ConfigError, LMCacheError
+from lmcache.errors import AdapterError, ConfigError, LMCacheError
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.serde.aesgcm import AesGcmConfig, KeyFile, build_aesgcm
 from lmcache.testing.frames import keys, namespace
@@ -69,6 +69,30 @@ def test_objects_of_another_key_are_misses_and_stay_for_who_has_it(tmp_path: Pat
         async with Bench(serde(key_file(tmp_path, NEW, OLD))) as both:
             both.adapter.inner.objects = held
             assert await both.load([*wanted, *others]) == [LOADED] * 6
+
+    asyncio.run(test())
+
+
+def test_an_object_of_a_key_that_is_gone_is_replaced_when_it_is_stored_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        wanted, others = keys(3), keys(2, seed=9)
+        async with Bench(serde(key_file(tmp_path, OLD))) as old:
+            await old.store([*wanted, *others])
+            held = old.stored
+        async with Bench(serde(key_file(tmp_path, NEW))) as new:
+            new.adapter.inner.objects = held
+            assert await new.runner.probe(wanted) == [True] * 3
+            assert await new.load(wanted) == [MISSING] * 3
+            new.adapter.raises = AdapterError("out of order")
+            assert await new.store(wanted) == [StoreOutcome.FAILED] * 3
+            new.adapter.raises = None
+            assert await new.store(wanted) == [StoreOutcome.STORED] * 3
+            assert await new.load(wanted) == [LOADED] * 3
+            assert new.runner.ledger.used_bytes == sum(len(held[key]) for key in new.runner.stored_keys(wanted))
+            assert await new.store(wanted) == [StoreOutcome.ALREADY_THERE] * 3
+        async with Bench(serde(key_file(tmp_path, OLD))) as again:  # and what nobody stored anew is left alone
+            again.adapter.inner.objects = held
+            assert await again.load([*wanted, *others]) == [MISSING] * 3 + [LOADED] * 2
 
     asyncio.run(test())
 

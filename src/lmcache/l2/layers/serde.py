@@ -8,6 +8,9 @@ Invariants:
 - An adapter reads and writes memory of this layer only, which is used again when the adapter has really ended.
 - The caller's memory is touched until its `Operation.lent` has been given back, and never afterwards.
 - A loaded object is what a verified frame says that it was before it was encoded, or it is not LOADED.
+
+What cannot be read, for lack of its key, stays for who can. A store of the same object replaces it: else its name would
+be taken until eviction, which lookups put off.
 """
 
 from __future__ import annotations
@@ -93,6 +96,7 @@ class SerdeLayer:
         self._native: _native.SerdeQueue | None = None
         self._refreshing: asyncio.Future[None] | None = None
         self._refresh_from = 0.0
+        self._unreadable: dict[ObjectKey, None] = {}  # the longest known first
         self._stored = lru_cache(_NAMESPACES_KEPT)(partial(_stored_namespace, chain.name))
         self._templates = lru_cache(_NAMESPACES_KEPT)(partial(_templates, chain.name))
         self._largest_bytes = lru_cache(_NAMESPACES_KEPT)(chain.native.max_frame_bytes)
@@ -124,7 +128,12 @@ class SerdeLayer:
             coded = await self._run(True, batch.keys, batch.buffers, views.parts, (operation, inner))
             if coded is None or self.is_draining:
                 return outcomes
-            whole = [index for index, fault in enumerate(coded.faults) if not fault]
+            in_the_way = await self._remove_unreadable(batch.keys)
+            whole = [
+                index
+                for index, (key, fault) in enumerate(zip(batch.keys, coded.faults, strict=True))
+                if not fault and key not in in_the_way
+            ]
             encoded = Batch(
                 [batch.keys[index] for index in whole],
                 [views.parts[index][: coded.sizes_bytes[index]] for index in whole],
@@ -158,9 +167,12 @@ class SerdeLayer:
         return outcomes
 
     async def _settle(self, keys: Sequence[ObjectKey], faults: bytes) -> None:
-        """Counts what cannot be read, and has the adapter move aside what is corrupt."""
-        if unreadable := faults.count(_UNREADABLE):
-            self._context.metrics.l2_serde_unreadable.labels(self._context.name).inc(unreadable)
+        """Counts and remembers what cannot be read, and has the adapter move aside what is corrupt."""
+        if unreadable := [key for key, fault in zip(keys, faults, strict=True) if fault == _UNREADABLE]:
+            self._context.metrics.l2_serde_unreadable.labels(self._context.name).inc(len(unreadable))
+            self._unreadable.update(dict.fromkeys(unreadable))
+            while len(self._unreadable) > limits.MAX_L2_UNREADABLE_OBJECTS:
+                del self._unreadable[next(iter(self._unreadable))]
         corrupt = [key for key, fault in zip(keys, faults, strict=True) if fault == _CORRUPT]
         if corrupt:
             delete = partial(self._context.adapter.delete, corrupt, corrupt=True)
@@ -168,6 +180,21 @@ class SerdeLayer:
                 await self._deletes.run(delete, self._context.operation(forced=True))
             except AdapterError:
                 pass  # they stay there, and are found corrupt again
+
+    async def _remove_unreadable(self, keys: Sequence[ObjectKey]) -> set[ObjectKey]:
+        """Deletes what these are to replace. Returns what is still there: most adapters keep what they have."""
+        unreadable = [key for key in keys if key in self._unreadable]
+        if not unreadable:
+            return set()
+        try:
+            delete = partial(self._context.adapter.delete, unreadable)
+            gone = await self._deletes.run(delete, self._context.operation())
+        except AdapterError:
+            return set(unreadable)
+        for key, is_gone in zip(unreadable, gone, strict=True):
+            if is_gone:
+                self._unreadable.pop(key, None)
+        return {key for key in unreadable if key in self._unreadable}
 
     # ---- memory and threads ------------------------------------------------------------------------------------------
     async def _lend(self, batch: Batch, operation: Operation) -> Lent | None:
