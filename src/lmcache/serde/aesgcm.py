@@ -25,6 +25,7 @@ KEY_BYTES = 32
 MAX_KEYS = 16
 MAX_FILE_BYTES = 4096
 _HEX_KEY = re.compile(rb"[0-9A-Fa-f]{64}")
+_TEXT = re.compile(rb"[\x20-\x7e]*")
 
 
 class AesGcmConfig(SerdeConfig, frozen=True, kw_only=True):
@@ -47,16 +48,22 @@ class AesGcmConfig(SerdeConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if bool(self.master_key_path) == bool(self.master_key_env):
             raise ValueError('give "master_key_path" or "master_key_env": one of them says where the master key is.')
+        for name in ("master_key_path", "master_key_env"):
+            if _HEX_KEY.fullmatch(getattr(self, name).encode(errors="replace")):
+                raise ValueError(
+                    f'"{name}" must say where the master key is, and holds one itself, which others may have seen now: '
+                    "write a new key to a file, and give its path."
+                )
 
 
 def read_keys(content: bytes, source: str) -> list[bytes]:
     """ConfigError names `source`, and nothing of its content."""
-    if len(content) == KEY_BYTES:
+    if len(content) == KEY_BYTES and not _TEXT.fullmatch(content):  # text is a password, or the half of a key in hex
         return [content]
     lines = content.split()
     if not 1 <= len(lines) <= MAX_KEYS or not all(_HEX_KEY.fullmatch(line) for line in lines):
         raise ConfigError(
-            f"{source} must hold a master key of 32 bytes, or 1 to {MAX_KEYS} lines of 64 hex digits; "
+            f"{source} must hold a master key of 32 random bytes, or 1 to {MAX_KEYS} lines of 64 hex digits; "
             "`openssl rand -hex 32` makes one."
         )
     return [bytes.fromhex(line.decode()) for line in lines]

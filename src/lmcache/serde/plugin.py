@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -89,7 +90,9 @@ def _key(namespace: bytes, chunk_hash: bytes) -> ObjectKey:
     return ObjectKey(_namespace(namespace), chunk_hash)
 
 
-def build_plugin(config: PluginSerdeConfig, where: str) -> Stage:
+def build_plugin(config: PluginSerdeConfig, where: str, reserved: Collection[str] = ()) -> Stage:
+    """`reserved`: names of other types. Objects are told apart by these names: what another server made of its objects
+    by such a type would be found corrupt, and moved aside."""
     serde = _made(config, where)
     if missing := [name for name in METHODS if not callable(getattr(serde, name, None))]:
         raise ConfigError(f"{where}: what {config.factory} makes lacks {', '.join(missing)}; see {GUIDE}.")
@@ -98,6 +101,11 @@ def build_plugin(config: PluginSerdeConfig, where: str) -> Stage:
         raise ConfigError(
             f'{where}: what {config.factory} makes has the "name" {name!r}, which must be up to '
             f"{MAX_NAME_CHARACTERS} lower-case letters, digits, dots, dashes and underscores."
+        )
+    if name in reserved:
+        raise ConfigError(
+            f'{where}: what {config.factory} makes has the "name" {name!r}, which is that of another serde type; '
+            "choose one of its own."
         )
     return Stage(name, _native.python_stage(GuardedSerde(serde)), lossy=bool(getattr(serde, "lossy", False)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from lmcache.config import struct_settings, unbuilt
@@ -33,11 +34,12 @@ class SerdeType(Generic[C]):
     build: Callable[[C, str], Stage]
 
 
+_NATIVE_NAMES = ("zstd", "exponent", "aesgcm")
 TYPES: dict[str, SerdeType[Any]] = {
     "zstd": SerdeType(ZstdConfig, build_zstd),
     "exponent": SerdeType(ExponentConfig, build_exponent),
     "aesgcm": SerdeType(AesGcmConfig, build_aesgcm),
-    "plugin": SerdeType(PluginSerdeConfig, build_plugin),
+    "plugin": SerdeType(PluginSerdeConfig, partial(build_plugin, reserved=(*_NATIVE_NAMES, *unbuilt.SERDES))),
 }
 
 

@@ -369,6 +369,8 @@ def test_raw_objects_and_encoded_ones_live_beside_each_other_at_once(tmp_path: P
         ({"type": "plugin", "factory": "json:nothing"}, "gave no serde (AttributeError"),
         ({"type": "plugin", "factory": "json:dumps", "params": {"obj": 1}}, "lacks max_encoded_bytes, decode"),
         ({**SCRAMBLED, "params": {"name": "With Spaces"}}, "has the \"name\" 'With Spaces'"),
+        ({**SCRAMBLED, "params": {"name": "zstd"}}, "has the \"name\" 'zstd', which is that of another serde type"),
+        ({**SCRAMBLED, "params": {"name": "fp8"}}, "has the \"name\" 'fp8', which is that of another serde type"),
         ([{**SCRAMBLED, "params": {"name": "a" * 20}}, {**SCRAMBLED, "params": {"name": "b" * 20}}], "41 characters"),
         ("zstd", 'must be an object such as {"type": "zstd"}, or a list of them'),
     ],

@@ -142,13 +142,18 @@ def test_a_key_file_that_becomes_unusable_is_said_once_and_its_keys_stay(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", OLD.encode()[:-1], b"\0" * 31, b"\0" * 33, f"{OLD}\n".encode() * 17, b"a" * 5000]
+    "content",
+    [
+        *(b"", OLD.encode()[:-1], b"\0" * 31, b"\0" * 33, f"{OLD}\n".encode() * 17, b"a" * 5000),
+        OLD.encode()[:32],  # half a key, without the end of its line
+        b"correct horse battery staple 123",
+    ],
 )
 def test_a_file_without_a_master_key_is_refused_and_not_shown(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_bytes(content)
     path.chmod(0o400)
-    with pytest.raises(ConfigError, match="must hold a master key of 32 bytes") as refusal:
+    with pytest.raises(ConfigError, match="must hold a master key of 32 random bytes") as refusal:
         build(parse_adapter({**MOCK, "serde": serde(path)}, 0))
     assert str(refusal.value).startswith("--l2-adapter 1 (mock)") and OLD[6:20] not in str(refusal.value)
 
@@ -182,12 +187,14 @@ def test_a_raw_key_and_its_hex_digits_are_one_key(tmp_path: Path) -> None:
         ({"master_key_path": "a", "aes_bits": 192}, '"aes_bits"'),
         ({"master_key_path": "a", "key_provider": "kms"}, '"key_provider"'),
         ({"master_key": OLD}, '"master_key"'),
+        ({"master_key_path": OLD}, '"master_key_path" must say where the master key is, and holds one itself'),
+        ({"master_key_env": OLD.upper()}, '"master_key_env" must say where the master key is, and holds one itself'),
     ],
 )
 def test_keys_that_cannot_be_are_refused_in_a_sentence(given: dict[str, Any], said: str) -> None:
     with pytest.raises(LMCacheError) as refusal:
         build(parse_adapter({**MOCK, "serde": {"type": "aesgcm", **given}}, 0))
-    assert said in str(refusal.value) and OLD not in str(refusal.value)
+    assert said in str(refusal.value) and OLD not in str(refusal.value).lower()
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o640, 0o666])
