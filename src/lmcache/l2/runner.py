@@ -7,6 +7,7 @@ raises. Deadlines, retries, limits and capacity are layers between this and the 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import mmap
 import random
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from lmcache.clock import Clock
+from lmcache.core import limits
 from lmcache.core.key import Namespace, ObjectKey, accepted_lossy_serde, stored_serde
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.core.salt_limits import SaltLimits
@@ -27,6 +29,7 @@ from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.layers.context import AdapterContext
 from lmcache.l2.layers.operation import Batch, Operation, SharedRelease
 from lmcache.l2.layers.stack import LayerStack
+from lmcache.serde.base import MAX_NAME_CHARACTERS
 from lmcache.telemetry.logs import level_of
 from lmcache.telemetry.metrics import L2Metrics
 
@@ -143,14 +146,17 @@ class Runner:
         self._note_serdes(objects.namespaces if isinstance(objects, ObjectColumns) else {key[0] for key, _ in objects})
 
     def _note_serdes(self, namespaces: Iterable[Namespace]) -> None:
+        if len(self._other_serdes) >= limits.MAX_SERDES_NAMED:
+            return
         own = self._serde.chain.name if self._serde else ""
-        others = {stored_serde(namespace) for namespace in namespaces} - {own} - self._other_serdes
-        self._other_serdes |= others
+        found = {stored_serde(namespace) for namespace in namespaces} - {own} - self._other_serdes
+        others = sorted(found)[: limits.MAX_SERDES_NAMED - len(self._other_serdes)]
+        self._other_serdes.update(others)
         for other in others:
             log.info(
-                '%s: has objects that were stored with the serde "%s", and the serde here is "%s": they are not read, '
+                '%s: has objects that were stored with the serde %s, and the serde here is "%s": they are not read, '
                 "and leave as eviction finds them unused",
-                *(self.name, other, own),
+                *(self.name, json.dumps(other[:MAX_NAME_CHARACTERS]), own),  # others can write there what they like
             )
 
     def begin_scan(self) -> int:

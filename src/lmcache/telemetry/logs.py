@@ -32,8 +32,13 @@ class _Formatter(logging.Formatter):
         if record.exc_info and not logging.getLogger(ROOT_LOGGER).isEnabledFor(logging.DEBUG):
             fault = record.exc_info[1]
             record = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None})
-            return f"{super().format(record)} ({type(fault).__name__}: {fault})".replace("\n", " ")
-        return super().format(record)
+            return _one_line(f"{super().format(record)} ({type(fault).__name__}: {fault})")
+        return super().format(record) if record.exc_info else _one_line(super().format(record))
+
+
+def _one_line(text: str) -> str:
+    """Names come from engines and backends: none may look like a line of its own."""
+    return text.replace("\n", " ").replace("\r", " ")
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable before Python 3.11

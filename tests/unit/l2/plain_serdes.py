@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from lmcache.core.key import ObjectKey
 
 
@@ -9,17 +11,21 @@ class Scrambled:
     """Every byte turned over, the chunk's hash in front."""
 
     fails = False
+    gate: threading.Event | None = None
 
-    def __init__(self, name: str = "scrambled", lossy: bool = False) -> None:
+    def __init__(self, name: str = "scrambled", lossy: bool = False, more_bytes: int = 32) -> None:
         self.name = name
         self.lossy = lossy
+        self._more_bytes = more_bytes
 
     def max_encoded_bytes(self, source_bytes: int) -> int:
-        return source_bytes + 32
+        return source_bytes + self._more_bytes
 
     def encode(self, source: memoryview, destination: memoryview, key: ObjectKey) -> int:
         if self.fails:
             raise RuntimeError("out of order")
+        if self.gate is not None:
+            assert self.gate.wait(60)
         destination[:32] = key.chunk_hash
         destination[32 : 32 + source.nbytes] = bytes(source).translate(_TURNED)
         return 32 + source.nbytes

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import struct
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from lmcache.core.frame import parse_header, verify_frames
 from lmcache.core.key import ObjectKey, stored_serde
-from lmcache.core.limits import FRAME_HEADER_BYTES, GIB, MIB
+from lmcache.core.limits import FRAME_HEADER_BYTES, GIB, MAX_SERDES_NAMED, MIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
@@ -262,6 +263,54 @@ def test_a_plugin_that_fails_stores_nothing_and_gives_misses(monkeypatch: pytest
     run(test, SCRAMBLED)
 
 
+@pytest.mark.parametrize("more_bytes", [-1_000_000, 2**50, 2**63 - 100_000, 2**64 - 60_000, 2**70])
+def test_a_plugin_that_wants_absurd_memory_stores_nothing(more_bytes: int) -> None:
+    async def test(bench: Bench) -> None:
+        assert await bench.store(keys(2)) == [StoreOutcome.FAILED] * 2
+        assert await bench.load(keys(2)) == [LoadOutcome.FAILED] * 2
+        assert bench.released == 2 and not bench.stored
+
+    run(test, {**SCRAMBLED, "params": {"more_bytes": more_bytes}})
+
+
+def test_a_serde_that_does_not_end_in_time_is_said_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(Scrambled, "gate", gate)
+
+    async def test(bench: Bench) -> None:
+        bench.be_impatient()
+        for seed in (1, 2):
+            assert await bench.store(keys(2, seed=seed)) == [StoreOutcome.FAILED] * 2
+        assert bench.released == 0, "it may still read"
+        assert bench.metrics.registry.get_sample_value("lmcache_mp_timeouts_total") == 2
+        gate.set()
+        assert await bench.runner.drain(10)
+        assert bench.released == 2 and not bench.stored
+
+    run(test, SCRAMBLED)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["mock_0: 2 objects were not encoded within the deadline (serde scrambled)"]
+
+
+def test_names_of_serdes_that_others_wrote_into_a_backend_make_few_log_lines_and_no_own_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def whole() -> None:
+        async with Bench(None) as bench:
+            for number in range(40):
+                forged = replace(namespace(), layout=f"{namespace().layout}+{number}\nERROR forged {'x' * 100}")
+                bench.runner.found([(key, 4096) for key in keys(1, of=forged)])
+
+    asyncio.run(whole())
+    said = [record.getMessage() for record in caplog.records if "stored with the serde" in record.getMessage()]
+    assert len(said) == MAX_SERDES_NAMED
+    assert not any("\n" in sentence or "xxxxxxxxxxxxxxxxxxxx" in sentence for sentence in said)
+
+
 def test_a_lossy_serde_and_the_namespaces_that_accept_it_are_apart_from_all_others() -> None:
     exact = keys(3)
     accepting = keys(3, of=replace(namespace(), layout=namespace().layout + "~scrambled"))
@@ -400,6 +449,8 @@ def test_the_memory_of_a_pool_is_bounded_used_again_and_given_in_order() -> None
         assert again is not None and len(again) == 6 * MIB
         for memory in (small, again):
             pool.give_back(memory)
+        assert pool.lent_bytes == 0
+        assert await pool.take(2**60, now) is None and await pool.take(2**70, now) is None
         assert pool.lent_bytes == 0
 
     asyncio.run(test())

@@ -32,6 +32,12 @@ def test_a_line_is_time_level_message(stream: io.StringIO) -> None:
     )
 
 
+def test_what_others_named_makes_no_line_of_its_own(stream: io.StringIO) -> None:
+    logs.configure_logs("INFO", stream=stream)
+    logging.getLogger("lmcache.x").info("model %s", "m\n[2026-01-01 00:00:00,000] LMCache INFO: forged\r\n")
+    assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("LMCache INFO: forged  \n")
+
+
 def test_a_stack_is_only_for_debug(stream: io.StringIO) -> None:
     logger = logging.getLogger("lmcache.x")
 

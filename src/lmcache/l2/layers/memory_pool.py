@@ -20,17 +20,17 @@ class MemoryPool:
         self._limit_bytes = limit_bytes
         self._kept: list[mmap.mmap] = []
         self._kept_bytes = 0
-        self._waiting: deque[tuple[int, asyncio.Future[mmap.mmap]]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[mmap.mmap | None]]] = deque()
         self.lent_bytes = 0
 
     async def take(self, size_bytes: int, deadline: float) -> mmap.mmap | None:
         """Page-aligned, at least that much; `give_back` follows. None when the deadline, in the loop's time, came
-        first."""
+        first, or the machine has not so much."""
         size_bytes = round_up(max(size_bytes, 1), MIB)
         if not self._waiting and self._has_room(size_bytes):
             return self._lend(size_bytes)
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[mmap.mmap] = loop.create_future()
+        turn: asyncio.Future[mmap.mmap | None] = loop.create_future()
         entry = (size_bytes, turn)
         self._waiting.append(entry)
         try:
@@ -50,10 +50,11 @@ class MemoryPool:
         self._trim(0)
         self._serve()
 
-    def _leave(self, entry: tuple[int, asyncio.Future[mmap.mmap]]) -> None:
+    def _leave(self, entry: tuple[int, asyncio.Future[mmap.mmap | None]]) -> None:
         _, turn = entry
         if turn.done():
-            self.give_back(turn.result())
+            if memory := turn.result():
+                self.give_back(memory)
             return
         self._waiting.remove(entry)
         self._serve()  # those behind it may need less
@@ -66,7 +67,7 @@ class MemoryPool:
     def _has_room(self, size_bytes: int) -> bool:
         return not self.lent_bytes or self.lent_bytes + size_bytes <= self._limit_bytes
 
-    def _lend(self, size_bytes: int) -> mmap.mmap:
+    def _lend(self, size_bytes: int) -> mmap.mmap | None:
         # One that is much larger would take the place of others.
         fitting = [memory for memory in self._kept if size_bytes <= len(memory) <= 2 * size_bytes]
         fitting = [memory for memory in fitting if self._has_room(len(memory))]
@@ -76,7 +77,10 @@ class MemoryPool:
             self._kept_bytes -= len(memory)
         else:
             self._trim(size_bytes)
-            memory = mmap.mmap(-1, size_bytes)
+            try:
+                memory = mmap.mmap(-1, size_bytes)
+            except (OSError, OverflowError):
+                return None
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self.lent_bytes += len(memory)

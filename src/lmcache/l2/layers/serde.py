@@ -16,6 +16,7 @@ be taken until eviction, which lookups put off.
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
 from array import array
@@ -39,10 +40,14 @@ from lmcache.l2.layers.context import AdapterContext
 from lmcache.l2.layers.memory_pool import MemoryPool
 from lmcache.l2.layers.operation import Batch, Operation, SharedRelease
 from lmcache.serde.base import Chain
+from lmcache.telemetry.log_limiter import LogLimiter
+
+log = logging.getLogger("lmcache.l2")
 
 LoadBatch: TypeAlias = Callable[[Batch, Operation], Awaitable[list[LoadOutcome]]]
 
 _NAMESPACES_KEPT = 256
+_LOG_SECONDS = 60.0  # between two lines of a kind
 _REFRESH_SECONDS = 5.0  # between two looks at settings that may change
 _MAGIC_BYTES = 8  # at the beginning of a frame
 _CORRUPT, _UNREADABLE = 1, 2  # SerdeFault
@@ -96,6 +101,7 @@ class SerdeLayer:
         self._native: _native.SerdeQueue | None = None
         self._refreshing: asyncio.Future[None] | None = None
         self._refresh_from = 0.0
+        self._log_limiter = LogLimiter(_LOG_SECONDS, context.clock)
         self._unreadable: dict[ObjectKey, None] = {}  # the longest known first
         self._stored = lru_cache(_NAMESPACES_KEPT)(partial(_stored_namespace, chain.name))
         self._templates = lru_cache(_NAMESPACES_KEPT)(partial(_templates, chain.name))
@@ -128,6 +134,8 @@ class SerdeLayer:
             coded = await self._run(True, batch.keys, batch.buffers, views.parts, (operation, inner))
             if coded is None or self.is_draining:
                 return outcomes
+            if failed := len(batch) - coded.faults.count(0):
+                self._warn("%d of %d objects could not be encoded and are not stored", failed, len(batch))
             in_the_way = await self._remove_unreadable(batch.keys)
             whole = [
                 index
@@ -198,13 +206,15 @@ class SerdeLayer:
 
     # ---- memory and threads ------------------------------------------------------------------------------------------
     async def _lend(self, batch: Batch, operation: Operation) -> Lent | None:
-        """None when the deadline came first, or a serde from outside does not say how much it needs."""
+        """None when the deadline came first, there is no memory, or a serde from outside does not say how much it
+        needs."""
         try:
             sizes_bytes = [self._largest_bytes(buffer.nbytes) for buffer in batch.buffers]
         except RuntimeError:
             return None
         memory = await self._memory.take(sum(sizes_bytes), operation.deadline)
         if memory is None:
+            self._warn("there were no %d bytes of memory for encoded objects within the deadline", sum(sizes_bytes))
             return None
         ends = list(accumulate(sizes_bytes))
         view = memoryview(memory)
@@ -262,4 +272,12 @@ class SerdeLayer:
             coding.add_done_callback(lambda _, lent=user.lent: lent.done())  # type: ignore[misc]
         deadline = users[0].deadline
         done, _ = await asyncio.wait({coding}, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+        if not done:
+            self._context.metrics.timeouts.inc()
+            self._warn("%d objects were not %s within the deadline", len(keys), "encoded" if encodes else "decoded")
         return coding.result() if done else None
+
+    def _warn(self, sentence: str, *values: object) -> None:
+        """A line of each kind once a minute at most."""
+        if self._log_limiter.due(sentence):
+            log.warning("%s: %s (serde %s)", self._context.name, sentence % values, self.chain.name)
