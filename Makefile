@@ -27,7 +27,7 @@ unit: native ## the tests that need no engine and start no server, on the source
 one: ## tests by path or by a part of their name, Python and C++ alike: make one T=a_full_disk
 	@$(PY) scripts/one.py "$(T)"
 
-lint: $(STAMPS)/tools $(STAMPS)/package ## formatting, lint, types, layers, dead names, file sizes, locking
+lint: $(STAMPS)/tools src/lmcache/_native.pyi ## formatting, lint, types, layers, dead names, file sizes, locking
 	$(PY) -m ruff format --check $(PYTHON_SOURCES)
 	$(PY) -m ruff check $(PYTHON_SOURCES)
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h')
@@ -37,15 +37,19 @@ lint: $(STAMPS)/tools $(STAMPS)/package ## formatting, lint, types, layers, dead
 	$(PY) scripts/check_file_sizes.py
 	$(PY) scripts/check_thread_safety.py
 
+# The stub of the extension, for mypy; `make native` makes a newer one.
+src/lmcache/_native.pyi: $(STAMPS)/package
+	cp $(VENV)/lib/python3*/site-packages/lmcache/_native.pyi $@
+
 format: $(STAMPS)/tools ## rewrites sources in the house format
 	$(PY) -m ruff format $(PYTHON_SOURCES)
 	$(PY) -m ruff check --fix-only --quiet $(PYTHON_SOURCES)
 	$(VENV)/bin/clang-format -i $$(git ls-files '*.cc' '*.h')
 
-native: ## the extension, built in place for work on the sources (src/lmcache/_native*.so)
+native: ## the extension and its stub, built in place for work on the sources (src/lmcache/_native*)
 	cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE=$(abspath $(PY)) > /dev/null
 	cmake --build build/dev
-	cp --remove-destination build/dev/_native*.so src/lmcache/
+	cp --remove-destination build/dev/_native*.so build/dev/_native.pyi src/lmcache/
 
 native-test: ## C++ tests: plain, with ASan and UBSan, with TSan
 	@for kind in plain address,undefined thread; do \
@@ -81,7 +85,7 @@ bench: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/services ## the measurements
 	$(PY) benchmarks/run.py
 
 clean: ## removes builds and the environment
-	rm -rf build $(VENV) src/lmcache/_native*.so
+	rm -rf build $(VENV) src/lmcache/_native*
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)

@@ -7,6 +7,8 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -15,11 +17,14 @@
 namespace {
 
 using lmcache::Ledger;
-using lmcache::LedgerChange;
 using lmcache::LedgerHold;
 using lmcache::LedgerKeys;
 using lmcache::LedgerPage;
 using lmcache::LedgerStats;
+
+using ObjectKeys = Annotated<"collections.abc.Sequence[lmcache.core.key.ObjectKey]">;
+using Namespaces = Annotated<"collections.abc.Sequence[lmcache.core.key.Namespace]">;
+using Sizes = std::vector<std::uint64_t>;
 
 std::span<const std::uint8_t> bytes_of(nb::handle object, std::size_t size, const char* name) {
     char* data = nullptr;
@@ -89,8 +94,8 @@ private:
 };
 
 // From a sequence of ObjectKey.
-LedgerKeys keys_of(nb::handle sequence, const Ledger* added_to = nullptr) {
-    const Items items(sequence, "keys must be a sequence of ObjectKey");
+LedgerKeys keys_of(const ObjectKeys& sequence, const Ledger* added_to = nullptr) {
+    const Items items(sequence.object, "keys must be a sequence of ObjectKey");
     KeysBuilder builder(added_to);
     LedgerKeys& keys = builder.keys;
     keys.positions.reserve(items.size());
@@ -107,33 +112,33 @@ LedgerKeys keys_of(nb::handle sequence, const Ledger* added_to = nullptr) {
     return std::move(builder.keys);
 }
 
-std::vector<std::uint64_t> sizes_of(nb::handle sequence) {
-    const Items items(sequence, "sizes must be a sequence of integers");
-    std::vector<std::uint64_t> sizes;
-    sizes.reserve(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i) sizes.push_back(nb::cast<std::uint64_t>(items[i]));
-    return sizes;
-}
+// Objects as columns.
+struct Columns {
+    const Packed<std::uint32_t, "positions">& positions;  // of each namespace
+    const Packed<std::uint8_t, "hashes">& hashes;
+    const Packed<std::uint64_t, "sizes_bytes">& sizes_bytes;
+};
 
 // Rows of columns, in that order.
-LedgerKeys keys_of_rows(const Ledger& added_to, nb::handle namespaces, const PackedView<std::uint32_t>& positions,
-                        const PackedView<std::uint8_t>& hashes, std::span<const std::uint32_t> rows,
-                        const PackedView<std::uint64_t>& column, std::vector<std::uint64_t>& sizes) {
+LedgerKeys keys_of_rows(const Ledger& added_to, const Namespaces& namespaces, const Columns& columns,
+                        const Packed<std::uint32_t, "rows">& rows, Sizes& sizes) {
     constexpr std::uint32_t kNotLookedAt = ~std::uint32_t{0};
-    const Items items(namespaces, "namespaces must be a sequence");
+    const Items items(namespaces.object, "namespaces must be a sequence");
+    const auto& [positions, hashes, sizes_bytes] = columns;
     KeysBuilder builder(&added_to);
     std::vector<std::uint32_t> places(items.size(), kNotLookedAt);
-    if (hashes.size() != positions.size() * lmcache::kChunkHashBytes || column.size() != positions.size())
+    if (hashes.size() != positions.size() * lmcache::kChunkHashBytes || sizes_bytes.size() != positions.size())
         throw std::invalid_argument("columns must have one length");
-    for (const std::uint32_t row : rows) {
-        if (row >= positions.size() || positions.data()[row] >= places.size())
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+        const std::uint32_t row = rows[i];
+        if (row >= positions.size() || positions[row] >= places.size())
             throw std::invalid_argument("a row or a position is out of range");
-        std::uint32_t& place = places[positions.data()[row]];
-        if (place == kNotLookedAt) place = builder.position_of(items[positions.data()[row]]);
+        std::uint32_t& place = places[positions[row]];
+        if (place == kNotLookedAt) place = builder.position_of(items[positions[row]]);
         builder.keys.positions.push_back(place);
         const std::uint8_t* hash = hashes.data() + std::size_t{row} * lmcache::kChunkHashBytes;
         builder.keys.hashes.insert(builder.keys.hashes.end(), hash, hash + lmcache::kChunkHashBytes);
-        sizes.push_back(column.data()[row]);
+        sizes.push_back(sizes_bytes[row]);
     }
     return std::move(builder.keys);
 }
@@ -147,30 +152,38 @@ auto without_gil_if_long(std::size_t keys, Call&& call) {
     return call();
 }
 
+// A method of the ledger with keys alone, as a function of objects.
+template <auto kMethod>
+auto with_keys() {
+    return [](Ledger& self, const ObjectKeys& objects) {
+        const LedgerKeys keys = keys_of(objects);
+        return without_gil_if_long(keys.size(), [&] { return (self.*kMethod)(keys); });
+    };
+}
+
 void bind_values(nb::module_& m) {
-    nb::class_<LedgerHold>(m, "LedgerHold");
-    nb::class_<LedgerChange>(m, "LedgerChange")
-        .def_ro("objects", &LedgerChange::objects)
-        .def_ro("bytes", &LedgerChange::bytes);
-    nb::class_<LedgerPage>(m, "LedgerPage")
+    nb::class_<LedgerHold>(m, "LedgerHold", "What one reader holds.");
+    nb::class_<LedgerPage>(m, "LedgerPage",
+                           "Some objects. `namespaces` are encoded; the rest are columns of one length.")
         .def("__len__", [](const LedgerPage& self) { return self.positions.size(); })
         .def_prop_ro("namespaces",
                      [](const LedgerPage& self) {
-                         nb::list encoded;
-                         for (const std::string& name : self.namespaces)
-                             encoded.append(nb::bytes(name.data(), name.size()));
+                         std::vector<AsBytes<std::string_view>> encoded;
+                         for (const std::string& name : self.namespaces) encoded.push_back({name});
                          return encoded;
                      })
-        .def_prop_ro("positions", [](const LedgerPage& self) { return packed(self.positions); })
-        .def_prop_ro("hashes", [](const LedgerPage& self) { return packed(self.hashes); })
-        .def_prop_ro("charges_bytes", [](const LedgerPage& self) { return packed(self.charges_bytes); })
-        .def_ro("next_start", &LedgerPage::next_start);
+        .def_prop_ro("positions", as_bytes(&LedgerPage::positions),
+                     "u32 each: where the object's namespace is in `namespaces`.")
+        .def_prop_ro("hashes", as_bytes(&LedgerPage::hashes), "32 bytes each.")
+        .def_prop_ro("charges_bytes", as_bytes(&LedgerPage::charges_bytes), "u64 each.")
+        .def_ro("next_start", &LedgerPage::next_start, "Where the next page starts; 0 after the last one.");
     nb::class_<LedgerStats>(m, "LedgerStats")
         .def_ro("objects", &LedgerStats::objects)
         .def_ro("used_bytes", &LedgerStats::used_bytes)
         .def_ro("reserved_bytes", &LedgerStats::reserved_bytes)
         .def_ro("folders", &LedgerStats::folders)
-        .def_ro("leaving_objects", &LedgerStats::leaving_objects)
+        .def_ro("leaving_objects", &LedgerStats::leaving_objects,
+                "Victims whose deletion has not ended; among `objects`.")
         .def_ro("read_objects", &LedgerStats::read_objects)
         .def_ro("namespaces", &LedgerStats::namespaces)
         .def_ro("memory_bytes", &LedgerStats::memory_bytes);
@@ -179,95 +192,59 @@ void bind_values(nb::module_& m) {
 void bind_contents(nb::class_<Ledger>& ledger) {
     ledger.def(
         "known",
-        [](const Ledger& self, nb::handle objects) {
+        [](const Ledger& self, const ObjectKeys& objects) {
             const LedgerKeys keys = keys_of(objects);
-            return packed(without_gil_if_long(keys.size(), [&] { return self.known(keys); }));
+            return AsBytes{without_gil_if_long(keys.size(), [&] { return self.known(keys); })};
         },
-        nb::arg("keys"));
+        nb::arg("keys"), "A byte each: 0 unknown, 1 known, 2 leaving.");
     ledger.def(
         "stored",
-        [](Ledger& self, nb::handle objects, nb::handle sizes) {
+        [](Ledger& self, const ObjectKeys& objects, const Sizes& sizes_bytes) {
             const LedgerKeys keys = keys_of(objects, &self);
-            const auto sizes_bytes = sizes_of(sizes);
             return without_gil_if_long(keys.size(), [&] { return self.stored(keys, sizes_bytes); });
         },
-        nb::arg("keys"), nb::arg("sizes_bytes"));
+        nb::arg("keys"), nb::arg("sizes_bytes"),
+        "Known from now on, and the youngest: the bytes that they are charged.");
     ledger.def(
         "found",
-        [](Ledger& self, nb::handle objects, nb::handle sizes) {
+        [](Ledger& self, const ObjectKeys& objects, const Sizes& sizes_bytes) {
             const LedgerKeys keys = keys_of(objects, &self);
-            const auto sizes_bytes = sizes_of(sizes);
-            return without_gil_if_long(keys.size(), [&] { return self.found(keys, sizes_bytes); });
+            without_gil_if_long(keys.size(), [&] { self.found(keys, sizes_bytes); });
         },
-        nb::arg("keys"), nb::arg("sizes_bytes"));
+        nb::arg("keys"), nb::arg("sizes_bytes"),
+        "Youngest first, and older than all that is known; what is known already is left as it is.");
     ledger.def(
         "found_rows",
-        [](Ledger& self, nb::handle namespaces, nb::handle positions, nb::handle hashes, nb::handle sizes,
-           nb::handle rows) {
-            const PackedView<std::uint32_t> positions_view(positions, "positions");
-            const PackedView<std::uint8_t> hashes_view(hashes, "hashes");
-            const PackedView<std::uint64_t> sizes_view(sizes, "sizes_bytes");
-            const PackedView<std::uint32_t> rows_view(rows, "rows");
-            std::vector<std::uint64_t> sizes_bytes;
-            const LedgerKeys keys = keys_of_rows(self, namespaces, positions_view, hashes_view,
-                                                 {rows_view.data(), rows_view.size()}, sizes_view, sizes_bytes);
-            return without_gil_if_long(keys.size(), [&] { return self.found(keys, sizes_bytes); });
+        [](Ledger& self, const Namespaces& namespaces, const Packed<std::uint32_t, "positions">& positions,
+           const Packed<std::uint8_t, "hashes">& hashes, const Packed<std::uint64_t, "sizes_bytes">& sizes_bytes,
+           const Packed<std::uint32_t, "rows">& rows) {
+            Sizes sizes;
+            const LedgerKeys keys = keys_of_rows(self, namespaces, {positions, hashes, sizes_bytes}, rows, sizes);
+            without_gil_if_long(keys.size(), [&] { self.found(keys, sizes); });
         },
-        nb::arg("namespaces"), nb::arg("positions"), nb::arg("hashes"), nb::arg("sizes_bytes"), nb::arg("rows"));
+        nb::arg("namespaces"), nb::arg("positions"), nb::arg("hashes"), nb::arg("sizes_bytes"), nb::arg("rows"),
+        "`found` of the rows (u32), in that order, of columns (u32, 32 bytes and u64 an object).");
+    ledger.def("touch", with_keys<&Ledger::touch>(), nb::arg("keys"), "They were used: how many are known.");
+    ledger.def("lost", with_keys<&Ledger::lost>(), nb::arg("keys"), "They are gone without having been evicted.");
+    ledger.def("begin_scan", &Ledger::begin_scan,
+               "The number of a scan: objects that are stored or found from now on have been seen by it.");
     ledger.def(
-        "touch",
-        [](Ledger& self, nb::handle objects) {
-            const LedgerKeys keys = keys_of(objects);
-            return without_gil_if_long(keys.size(), [&] { return self.touch(keys); });
-        },
-        nb::arg("keys"));
-    ledger.def(
-        "lost",
-        [](Ledger& self, nb::handle objects) {
-            const LedgerKeys keys = keys_of(objects);
-            return without_gil_if_long(keys.size(), [&] { return self.lost(keys); });
-        },
-        nb::arg("keys"));
-    ledger.def("begin_scan", &Ledger::begin_scan);
-    ledger.def(
-        "list",
-        [](const Ledger& self, std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by) {
-            const nb::gil_scoped_release released;
-            return self.list(start, most, unseen_by);
-        },
-        nb::arg("start"), nb::arg("most"), nb::arg("unseen_by") = nb::none());
+        "list", &Ledger::list, nb::arg("start"), nb::arg("most"), nb::arg("unseen_by") = nb::none(), ReleaseGil(),
+        "A page of at most `most` known objects, maybe empty, from `start` on, which is 0 at first. Objects stored "
+        "meanwhile may be missed. `unseen_by`: only those that this scan, one of the last 255, has not seen.");
 }
 
 void bind_eviction(nb::class_<Ledger>& ledger) {
-    ledger.def(
-        "victims",
-        [](Ledger& self, std::uint64_t wanted_bytes, std::size_t most) {
-            const nb::gil_scoped_release released;
-            return self.victims(wanted_bytes, most);
-        },
-        nb::arg("wanted_bytes"), nb::arg("most"));
-    ledger.def(
-        "evicted",
-        [](Ledger& self, nb::handle objects) {
-            const LedgerKeys keys = keys_of(objects);
-            return without_gil_if_long(keys.size(), [&] { return self.evicted(keys); });
-        },
-        nb::arg("keys"));
-    ledger.def(
-        "not_evicted",
-        [](Ledger& self, nb::handle objects) {
-            const LedgerKeys keys = keys_of(objects);
-            without_gil_if_long(keys.size(), [&] { self.not_evicted(keys); });
-        },
-        nb::arg("keys"));
-    ledger.def(
-        "hold",
-        [](Ledger& self, nb::handle objects) {
-            const LedgerKeys keys = keys_of(objects);
-            return without_gil_if_long(keys.size(), [&] { return self.hold(keys); });
-        },
-        nb::arg("keys"));
-    ledger.def("let_go", &Ledger::let_go, nb::arg("hold"));
+    ledger.def("victims", &Ledger::victims, nb::arg("wanted_bytes"), nb::arg("most"), ReleaseGil(),
+               "Who goes next until they have `wanted_bytes`, at most so many. They are leaving until `evicted` or "
+               "`not_evicted`: charged, to be loaded, and no victims.");
+    ledger.def("evicted", with_keys<&Ledger::evicted>(), nb::arg("keys"),
+               "What has gone of them: its bytes. Those that are not leaving are left as they are.");
+    ledger.def("not_evicted", with_keys<&Ledger::not_evicted>(), nb::arg("keys"),
+               "Those that are leaving stay, in their former places.");
+    ledger.def("hold", with_keys<&Ledger::hold>(), nb::arg("keys"),
+               "Those that are known are no victims until `let_go`.");
+    ledger.def("let_go", &Ledger::let_go, nb::arg("hold"), "Idempotent.");
 }
 
 void bind_capacity(nb::class_<Ledger>& ledger) {
@@ -278,43 +255,50 @@ void bind_capacity(nb::class_<Ledger>& ledger) {
             self.set_capacity({limit_bytes, unit_bytes, object_overhead_bytes, folder_bytes});
         },
         nb::kw_only(), nb::arg("limit_bytes").none(), nb::arg("unit_bytes"), nb::arg("object_overhead_bytes"),
-        nb::arg("folder_bytes"));
+        nb::arg("folder_bytes"),
+        "An object is charged its size rounded up to a unit, plus the overhead; what is known already keeps its "
+        "charge. `folder_bytes` of each folder: one a namespace, and in it one for each first byte of a hash; 0 where "
+        "there are none.");
     ledger.def(
         "set_limit",
         [](Ledger& self, const std::string& salt, std::uint64_t limit_bytes) { self.set_limit(salt, limit_bytes); },
-        nb::arg("salt"), nb::arg("limit_bytes"));
+        nb::arg("salt"), nb::arg("limit_bytes"),
+        "Under IsolatedLRU: in which ratio the salts share. 0: no limit; such a salt gives first.");
     ledger.def(
         "lacking",
-        [](const Ledger& self, nb::handle objects, std::uint64_t charge_bytes, std::uint64_t other_bytes) {
+        [](const Ledger& self, const ObjectKeys& objects, std::uint64_t charge_bytes, std::uint64_t other_bytes) {
             return self.lacking(keys_of(objects), charge_bytes, other_bytes);
         },
-        nb::arg("keys"), nb::arg("charge_bytes"), nb::arg("other_bytes"));
+        nb::arg("keys"), nb::arg("charge_bytes"), nb::arg("other_bytes"),
+        "Bytes that must go before these keys may be stored, beside `other_bytes` of the backend.");
     ledger.def(
         "reserve",
-        [](Ledger& self, nb::handle objects, std::uint64_t charge_bytes) {
+        [](Ledger& self, const ObjectKeys& objects, std::uint64_t charge_bytes) {
             self.reserve(keys_of(objects, &self), charge_bytes);
         },
         nb::arg("keys"), nb::arg("charge_bytes"));
     ledger.def(
         "give_back",
-        [](Ledger& self, nb::handle objects, std::uint64_t charge_bytes) {
+        [](Ledger& self, const ObjectKeys& objects, std::uint64_t charge_bytes) {
             self.give_back(keys_of(objects), charge_bytes);
         },
-        nb::arg("keys"), nb::arg("charge_bytes"));
+        nb::arg("keys"), nb::arg("charge_bytes"), "Keys that were reserved for.");
 }
 
 }  // namespace
 
 void bind_ledger(nb::module_& m) {
     bind_values(m);
-    nb::class_<Ledger> ledger(m, "Ledger");
+    nb::class_<Ledger> ledger(m, "Ledger",
+                              "What an adapter holds and in which order it may go. Keys are in prefix order. "
+                              "Thread-safe. What a call costs depends on its keys, not on how many objects are known.");
     ledger.def(
         "__init__",
         [](Ledger* self, const std::string& policy) { new (self) Ledger(lmcache::eviction_policy_named(policy)); },
-        nb::arg("policy"));
+        nb::arg("policy"), "\"LRU\", \"IsolatedLRU\", \"S3FIFO\" or \"noop\".");
     bind_contents(ledger);
     bind_eviction(ledger);
     bind_capacity(ledger);
     ledger.def("stats", &Ledger::stats);
-    ledger.def("check", &Ledger::check, nb::call_guard<nb::gil_scoped_release>());
+    ledger.def("check", &Ledger::check, ReleaseGil(), "RuntimeError that names the broken invariant. O(objects).");
 }

@@ -23,6 +23,11 @@ void translate(const std::exception_ptr& fault, void*) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    m.doc() =
+        "The native core. Every batch call takes packed little-endian buffers (bytes, bytearray, memoryview) and "
+        "releases the GIL.\n\n"
+        "u32/i64/u64 are the element types inside such a buffer; `hashes` is n x 32 bytes. `NO_SLOT` marks an absent "
+        "offset. Bad arguments raise ValueError with a sentence. Methods are thread-safe unless they say otherwise.";
     nb::register_exception_translator(translate);
     // An engine that is killed or exits with daemon threads leaves objects behind; that is no fault worth pages of
     // output.

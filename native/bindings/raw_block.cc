@@ -1,6 +1,4 @@
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <cstring>
 
@@ -17,25 +15,27 @@ using lmcache::SlotPlace;
 using lmcache::SlotVerdict;
 using lmcache::Transfer;
 
-using Words = PackedView<std::uint64_t>;
+using Offsets = Packed<std::uint64_t, "offsets">;
+using Addresses = Packed<std::uint64_t, "addresses">;
+using Sizes = Packed<std::uint64_t, "sizes">;
+using Heads = Packed<std::uint64_t, "heads">;
 
-std::vector<Transfer> transfers(nb::handle offsets, nb::handle addresses, nb::handle sizes, nb::handle heads) {
-    const Words at(offsets, "offsets"), memory(addresses, "addresses"), bytes(sizes, "sizes"), head(heads, "heads");
-    const std::size_t count = at.size();
-    if (memory.size() != count || bytes.size() != count || (head.size() != 0 && head.size() != count))
+std::vector<Transfer> transfers(const Offsets& offsets, const Addresses& addresses, const Sizes& sizes,
+                                const Heads& heads) {
+    const std::size_t count = offsets.size();
+    if (addresses.size() != count || sizes.size() != count || (heads.size() != 0 && heads.size() != count))
         throw std::invalid_argument("offsets, addresses, sizes and heads must have the same length");
     std::vector<Transfer> result(count);
     for (std::size_t i = 0; i < count; ++i)
-        result[i] = {at.data()[i], memory.data()[i], bytes.data()[i], head.size() != 0 ? head.data()[i] : 0};
+        result[i] = {offsets[i], addresses[i], sizes[i], heads.size() != 0 ? heads[i] : 0};
     return result;
 }
 
-}  // namespace
-
-void bind_raw_block(nb::module_& m) {
-    m.def("io_uring_refusal", &lmcache::io_uring_refusal);
-    nb::class_<DeviceIO> io(m, "DeviceIO");
-    bind_completions(io);
+void bind_device_io(nb::module_& m) {
+    nb::class_<DeviceIO> io(
+        m, "DeviceIO",
+        "Ranges of one open file or block device, moved by threads (`queue_depth` 0) or by io_uring with at most "
+        "`queue_depth` transfers under way. `fd` stays the caller's. OSError where io_uring is refused.");
     io.def(
           "__init__",
           [](DeviceIO* self, int fd, unsigned threads, unsigned queue_depth, std::size_t align_bytes,
@@ -46,22 +46,27 @@ void bind_raw_block(nb::module_& m) {
           nb::arg("copy_always") = false)
         .def(
             "submit_write",
-            [](DeviceIO& self, nb::handle offsets, nb::handle addresses, nb::handle sizes, nb::handle heads) {
-                auto all = transfers(offsets, addresses, sizes, heads);
-                nb::gil_scoped_release released;
-                return self.submit_write(std::move(all));
-            },
-            nb::arg("offsets"), nb::arg("addresses"), nb::arg("sizes"), nb::arg("heads"))
+            [](DeviceIO& self, const Offsets& offsets, const Addresses& addresses, const Sizes& sizes,
+               const Heads& heads) { return self.submit_write(transfers(offsets, addresses, sizes, heads)); },
+            nb::arg("offsets"), nb::arg("addresses"), nb::arg("sizes"), nb::arg("heads"), ReleaseGil(),
+            "u64 each. `heads`: empty, or the address of 4096 bytes that take the place of the first 4096 (0: none).")
         .def(
             "submit_read",
-            [](DeviceIO& self, nb::handle offsets, nb::handle addresses, nb::handle sizes) {
-                auto all = transfers(offsets, addresses, sizes, nb::bytes("", 0));
-                nb::gil_scoped_release released;
-                return self.submit_read(std::move(all));
+            [](DeviceIO& self, const Offsets& offsets, const Addresses& addresses, const Sizes& sizes) {
+                return self.submit_read(transfers(offsets, addresses, sizes, {}));
             },
-            nb::arg("offsets"), nb::arg("addresses"), nb::arg("sizes"))
-        .def("submit_sync", &DeviceIO::submit_sync, nb::call_guard<nb::gil_scoped_release>())
-        .def("copied", &DeviceIO::copied);
+            nb::arg("offsets"), nb::arg("addresses"), nb::arg("sizes"), ReleaseGil())
+        .def("submit_sync", &DeviceIO::submit_sync, ReleaseGil(), "fdatasync.")
+        .def("copied", &DeviceIO::copied, "Transfers that did not fit O_DIRECT and went through memory of their own.");
+    bind_completions(io, "As FileIO.drain; values are bytes moved. A read ends early at the end of the file.");
+}
+
+}  // namespace
+
+void bind_raw_block(nb::module_& m) {
+    m.def("io_uring_refusal", &lmcache::io_uring_refusal,
+          "0 where this process may use io_uring, else the errno that says why not.");
+    bind_device_io(m);
     struct SlotHeader {
         SlotPlace place;
         lmcache::FrameHeader frame;
@@ -73,23 +78,23 @@ void bind_raw_block(nb::module_& m) {
         .def_prop_ro("generation", [](const SlotHeader& self) { return self.place.generation; })
         .def_prop_ro(
             "namespace",
-            [](const SlotHeader& self) { return nb::bytes(self.frame.name_space, self.frame.namespace_bytes); })
+            [](const SlotHeader& self) { return nb::bytes(self.frame.name_space, self.frame.namespace_bytes); },
+            "Encoded.")
         .def_prop_ro(
             "chunk_hash",
             [](const SlotHeader& self) { return nb::bytes(self.frame.chunk_hash, sizeof self.frame.chunk_hash); })
         .def_prop_ro("payload_bytes", [](const SlotHeader& self) { return self.frame.payload_bytes; });
     m.def(
         "slot_header_parse",
-        [](nb::handle header) {
-            const PackedView<std::byte> view(header, "header");
-            if (view.size() < lmcache::kFrameHeaderBytes) throw std::invalid_argument("a slot header has 4096 bytes");
+        [](const Packed<std::byte, "header">& header) {
+            if (header.size() < lmcache::kFrameHeaderBytes) throw std::invalid_argument("a slot header has 4096 bytes");
             SlotHeader parsed;
-            std::memcpy(&parsed.frame, view.data(), sizeof parsed.frame);
+            std::memcpy(&parsed.frame, header.data(), sizeof parsed.frame);
             if (const SlotVerdict verdict = lmcache::slot_header_parse(parsed.frame, parsed.place);
                 verdict.fault != lmcache::SlotFault::kNone)
                 throw std::invalid_argument(std::string("not a slot header: wrong ") +
                                             lmcache::slot_fault_name(verdict));
             return parsed;
         },
-        nb::arg("header"));
+        nb::arg("header"), "ValueError where these bytes are not the header of a slot.");
 }

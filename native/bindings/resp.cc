@@ -1,8 +1,5 @@
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <optional>
@@ -33,18 +30,34 @@ static nb::object reply_object(const RespReply& reply) {
     return items;
 }
 
-static nb::object detail_of(const RespResults& results) {
-    if (results.reply) return reply_object(*results.reply);
-    if (!results.page) return nb::none();
-    const RespPage& page = *results.page;
-    return nb::make_tuple(page.cursor, packed(page.keys), typed(page.sizes), typed(page.idle_seconds));
+// What Python gets of the results beside their numbers: a page, a reply or None.
+struct RespDetail {
+    std::optional<RespPage> page;
+    std::optional<RespReply> reply;
+};
+
+static nb::object detail_object(const RespDetail& detail) {
+    if (detail.reply) return reply_object(*detail.reply);
+    if (!detail.page) return nb::none();
+    const RespPage& page = *detail.page;
+    return nb::cast(std::tuple(page.cursor, AsBytes{std::span(page.keys)}, AsNumbers{std::span(page.sizes)},
+                               AsNumbers{std::span(page.idle_seconds)}));
 }
 
-static nb::tuple completion(std::uint64_t job, const RespResults& results) {
-    return nb::make_tuple(job, typed(results.values), typed(results.errors), detail_of(results));
+static auto completion(std::uint64_t job, RespResults&& results) {
+    return std::tuple(job, AsNumbers{std::move(results.values)}, AsNumbers{std::move(results.errors)},
+                      RespDetail{std::move(results.page), std::move(results.reply)});
 }
 
 }  // namespace lmcache
+
+template <>
+struct nanobind::detail::type_caster<lmcache::RespDetail> {
+    NB_TYPE_CASTER(lmcache::RespDetail, const_name("typing.Any"))
+    static handle from_cpp(const lmcache::RespDetail& detail, rv_policy, cleanup_list*) {
+        return lmcache::detail_object(detail).release();
+    }
+};
 
 namespace {
 
@@ -52,15 +65,14 @@ using lmcache::RespAddress;
 using lmcache::RespClient;
 using lmcache::RespClientOptions;
 
-std::vector<std::byte> key_bytes(nb::handle keys) {
-    const PackedView<std::byte> view(keys, "keys");
-    return {view.data(), view.data() + view.size()};
-}
+using Keys = Packed<std::byte, "keys">;
+using Arguments = Annotated<"list[bytes]">;
 
-std::vector<std::string> texts(const nb::list& arguments) {
+std::vector<std::string> texts(const Arguments& arguments) {
     std::vector<std::string> found;
-    for (const nb::handle argument : arguments) {
-        const PackedView<char> view(argument, "an argument");
+    for (const nb::handle argument : nb::cast<nb::list>(arguments.object)) {
+        Packed<char, "an argument"> view;
+        view.hold(argument);
         found.emplace_back(view.data(), view.size());
     }
     return found;
@@ -70,44 +82,40 @@ void bind_submissions(nb::class_<RespClient>& client) {
     client
         .def(
             "submit_store",
-            [](RespClient& self, nb::handle keys, const nb::list& buffers) {
-                Ranges ranges(buffers);
-                auto names = key_bytes(keys);
-                nb::gil_scoped_release released;
-                return self.submit_store(std::move(names), std::move(ranges.addresses), std::move(ranges.sizes));
+            [](RespClient& self, const Keys& keys, Ranges buffers) {
+                return self.submit_store(keys, std::move(buffers.addresses), std::move(buffers.sizes));
             },
-            nb::arg("keys"), nb::arg("buffers"))
+            nb::arg("keys"), nb::arg("buffers"), ReleaseGil())
         .def(
             "submit_load",
-            [](RespClient& self, nb::handle keys, const nb::list& buffers) {
-                Ranges ranges(buffers);
-                auto names = key_bytes(keys);
-                nb::gil_scoped_release released;
-                return self.submit_load(std::move(names), std::move(ranges.addresses), std::move(ranges.sizes));
+            [](RespClient& self, const Keys& keys, Ranges buffers) {
+                return self.submit_load(keys, std::move(buffers.addresses), std::move(buffers.sizes));
             },
-            nb::arg("keys"), nb::arg("buffers"))
+            nb::arg("keys"), nb::arg("buffers"), ReleaseGil(), "EBADMSG for what is not the whole frame of its key.")
         .def(
-            "submit_sizes", [](RespClient& self, nb::handle keys) { return self.submit_sizes(key_bytes(keys)); },
-            nb::arg("keys"))
+            "submit_sizes", [](RespClient& self, const Keys& keys) { return self.submit_sizes(keys); }, nb::arg("keys"))
         .def(
-            "submit_delete", [](RespClient& self, nb::handle keys) { return self.submit_delete(key_bytes(keys)); },
-            nb::arg("keys"))
-        .def("submit_scan", &RespClient::submit_scan, nb::arg("node"), nb::arg("cursor"))
+            "submit_delete", [](RespClient& self, const Keys& keys) { return self.submit_delete(keys); },
+            nb::arg("keys"), "Values: 1 where there was one, else 0.")
+        .def("submit_scan", &RespClient::submit_scan, nb::arg("node"), nb::arg("cursor"),
+             "Detail: (next cursor, keys, u64 sizes, u64 idle seconds).")
         .def("submit_sweep_parts", &RespClient::submit_sweep_parts, nb::arg("node"), nb::arg("cursor"))
         .def(
             "submit_command",
-            [](RespClient& self, const nb::list& arguments, std::optional<std::uint32_t> node) {
+            [](RespClient& self, const Arguments& arguments, std::optional<std::uint32_t> node) {
                 return self.submit_command(texts(arguments), node);
             },
-            nb::arg("arguments"), nb::arg("node") = nb::none());
+            nb::arg("arguments"), nb::arg("node") = nb::none(),
+            "Detail: the reply; texts are bytes, an error of the server is a str.");
 }
 
 }  // namespace
 
 void bind_resp(nb::module_& m) {
-    nb::class_<RespClient> client(m, "RespClient");
-    bind_completions(client);
-    bind_submissions(client);
+    nb::class_<RespClient> client(
+        m, "RespClient",
+        "Frames to and from Redis or Valkey (RESP2) on native threads, with a connection each to each server. `keys`: "
+        "64 bytes an object, the digest of its namespace and its chunk hash. Submissions return a job number.");
     client
         .def(
             "__init__",
@@ -126,7 +134,8 @@ void bind_resp(nb::module_& m) {
             },
             nb::kw_only(), nb::arg("threads"), nb::arg("prefix"), nb::arg("username"), nb::arg("password"),
             nb::arg("database"), nb::arg("no_touch"), nb::arg("timeout_seconds"), nb::arg("max_value_bytes"),
-            nb::arg("tls"), nb::arg("tls_ca"), nb::arg("tls_cert"), nb::arg("tls_key"), nb::arg("tls_server_name"))
+            nb::arg("tls"), nb::arg("tls_ca"), nb::arg("tls_cert"), nb::arg("tls_key"), nb::arg("tls_server_name"),
+            "Does not connect. RuntimeError where TLS cannot be had. `no_touch`: what is read does not count as a use.")
         .def(
             "assign_nodes",
             [](RespClient& self, const std::vector<std::pair<std::string, std::uint16_t>>& addresses,
@@ -137,20 +146,22 @@ void bind_resp(nb::module_& m) {
                 for (const auto& [first, last, node] : slots) ranges.push_back({first, last, node});
                 return self.nodes().assign(nodes, ranges);
             },
-            nb::arg("addresses"), nb::arg("slots"))
+            nb::arg("addresses"), nb::arg("slots"),
+            "A host that begins with \"/\" is the path of a Unix socket. `slots`: first and last (included) of a "
+            "cluster, and the position of their server; [] where the first server has everything.")
         .def(
             "wait",
-            [](RespClient& self, std::uint64_t job, double timeout_seconds) -> nb::object {
-                std::optional<lmcache::RespResults> results;
-                {
-                    nb::gil_scoped_release released;
-                    results = self.wait(job, timeout_seconds);
-                }
-                if (!results) return nb::none();
-                return completion(job, *results);
+            [](RespClient& self, std::uint64_t job, double timeout_seconds) {
+                using Completion = decltype(completion(job, lmcache::RespResults()));
+                auto results = self.wait(job, timeout_seconds);
+                return results ? std::optional<Completion>(completion(job, std::move(*results))) : std::nullopt;
             },
-            nb::arg("job"), nb::arg("timeout_seconds"))
+            nb::arg("job"), nb::arg("timeout_seconds"), ReleaseGil(), "One job; None when it still runs.")
         .def("last_error", &RespClient::last_error)
         .def("changes", &RespClient::changes)
         .def("connections", &RespClient::connections);
+    bind_submissions(client);
+    bind_completions(client,
+                     "Jobs that have ended: (job, i64 value per object, i32 errno per object, detail). Value: bytes "
+                     "moved or held, -1 with errno on failure.");
 }

@@ -1,6 +1,5 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <memory>
@@ -21,16 +20,15 @@ using lmcache::SerdeStage;
 
 // Beside its results, where bind_completions finds it.
 namespace lmcache {
-inline nb::tuple completion(std::uint64_t job, const SerdeResults& results) {
-    return nb::make_tuple(job, typed(results.frame_bytes), packed(results.faults));
+static auto completion(std::uint64_t job, SerdeResults&& results) {
+    return std::tuple(job, AsNumbers{std::move(results.frame_bytes)}, AsBytes{std::move(results.faults)});
 }
 }  // namespace lmcache
 
 namespace {
 
-std::span<const std::byte> span_of(const nb::bytes& bytes) {
-    return {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()};
-}
+using Source = Packed<std::byte, "source">;
+using Destination = Packed<std::byte, "destination", Access::kWrite>;
 
 nb::bytes bytes_of(std::span<const std::byte> bytes) { return nb::bytes(bytes.data(), bytes.size()); }
 
@@ -171,65 +169,55 @@ SerdeObject object_without_key() {
     return {{}, std::span(kNothing), std::span(kNothing), {}};
 }
 
-nb::object encode_stage(const Stage& self, nb::handle source, nb::handle destination) {
-    const PackedView<std::byte> from(source, "source"), to(destination, "destination", true);
+std::optional<std::tuple<std::size_t, AsBytes<std::vector<std::byte>>>> encode(const Stage& self, const Source& source,
+                                                                               const Destination& destination) {
+    if (destination.size() < self.stage->max_encoded_bytes(source.size()))
+        throw std::invalid_argument("destination must have max_encoded_bytes of the source");
     std::vector<std::byte> parameters;
-    std::optional<std::size_t> written;
-    {
-        const nb::gil_scoped_release released;
-        if (to.size() < self.stage->max_encoded_bytes(from.size()))
-            throw std::invalid_argument("destination must have max_encoded_bytes of the source");
-        written = self.stage->encode({from.data(), from.size()}, {const_cast<std::byte*>(to.data()), to.size()},
-                                     object_without_key(), parameters);
-    }
-    if (!written) return nb::none();
-    return nb::make_tuple(*written, packed(parameters));
+    const auto written = self.stage->encode(source, destination, object_without_key(), parameters);
+    if (!written) return std::nullopt;
+    return std::tuple(*written, AsBytes{std::move(parameters)});
 }
 
-const char* decode_stage(const Stage& self, nb::handle source, nb::handle destination, const nb::bytes& parameters) {
-    const PackedView<std::byte> from(source, "source"), to(destination, "destination", true);
-    const nb::gil_scoped_release released;
-    return lmcache::serde_fault_name(self.stage->decode({from.data(), from.size()},
-                                                        {const_cast<std::byte*>(to.data()), to.size()},
-                                                        object_without_key(), span_of(parameters)));
+const char* decode(const Stage& self, const Source& source, const Destination& destination,
+                   const Packed<std::byte, "parameters">& parameters) {
+    return lmcache::serde_fault_name(self.stage->decode(source, destination, object_without_key(), parameters));
 }
 
-std::uint64_t submit(PythonSerdeQueue& self, bool encodes, const nb::list& sources, const nb::list& destinations,
-                     nb::handle hashes, nb::handle templates, nb::handle positions) {
+std::uint64_t submit(PythonSerdeQueue& self, bool encodes, Ranges sources, Ranges destinations,
+                     const Packed<std::byte, "hashes">& hashes,
+                     const Packed<lmcache::SerdeTemplates, "templates">& templates,
+                     const Packed<std::uint32_t, "positions">& positions) {
     auto job = std::make_shared<SerdeJob>();
     job->encodes = encodes;
-    Ranges from(sources), to(destinations);
-    job->sources = std::move(from.addresses);
-    job->source_bytes = std::move(from.sizes);
-    job->destinations = std::move(to.addresses);
-    job->destination_bytes = std::move(to.sizes);
-    const PackedView<std::byte> hash_view(hashes, "hashes");
-    job->chunk_hashes.assign(hash_view.data(), hash_view.data() + hash_view.size());
-    const PackedView<std::uint32_t> position_view(positions, "positions");
-    job->positions.assign(position_view.data(), position_view.data() + position_view.size());
-    const PackedView<lmcache::SerdeTemplates> template_view(templates, "templates");
-    for (std::size_t i = 0; i < template_view.size(); ++i) {
-        const auto pair = std::as_bytes(std::span(template_view.data() + i, 1));
+    job->sources = std::move(sources.addresses);
+    job->source_bytes = std::move(sources.sizes);
+    job->destinations = std::move(destinations.addresses);
+    job->destination_bytes = std::move(destinations.sizes);
+    job->chunk_hashes = hashes;
+    job->positions = positions;
+    for (std::size_t i = 0; i < templates.size(); ++i) {
+        const auto pair = std::as_bytes(std::span(&templates[i], 1));
         job->templates.push_back({lmcache::frame_template_from_bytes(pair.first(sizeof(lmcache::FrameHeader))),
                                   lmcache::frame_template_from_bytes(pair.last(sizeof(lmcache::FrameHeader)))});
     }
-    const nb::gil_scoped_release released;
     return self.submit(std::move(job));
 }
 
-}  // namespace
-
-void bind_serde(nb::module_& m) {
-    nb::class_<Stage>(m, "SerdeStage")
+void bind_stages(nb::module_& m) {
+    nb::class_<Stage>(
+        m, "SerdeStage",
+        "Turns a payload into another one and back (docs/formats/serde.md). Thread-safe, without the GIL.")
         .def(
             "max_encoded_bytes",
-            [](const Stage& self, std::size_t source_bytes) {
-                const nb::gil_scoped_release released;
-                return self.stage->max_encoded_bytes(source_bytes);
-            },
-            nb::arg("source_bytes"))
-        .def("encode", encode_stage, nb::arg("source"), nb::arg("destination"))
-        .def("decode", decode_stage, nb::arg("source"), nb::arg("destination"), nb::arg("parameters"));
+            [](const Stage& self, std::size_t source_bytes) { return self.stage->max_encoded_bytes(source_bytes); },
+            nb::arg("source_bytes"), ReleaseGil())
+        .def("encode", encode, nb::arg("source"), nb::arg("destination"), ReleaseGil(),
+             "Bytes written, and parameters for `decode`; None: there is nothing to gain. Without a key: for tests and "
+             "benchmarks.")
+        .def("decode", decode, nb::arg("source"), nb::arg("destination"), nb::arg("parameters"), ReleaseGil(),
+             "Fills `destination`, which has the size of what was encoded. \"\", \"corrupt\", \"unreadable\" or "
+             "\"failed\".");
     m.def(
         "exponent_stage",
         [](double smallest_saving, const std::string& path) {
@@ -238,34 +226,43 @@ void bind_serde(nb::module_& m) {
             if (kernels == nullptr) throw std::invalid_argument("path must be one that this CPU can run");
             return Stage{lmcache::make_exponent_stage(smallest_saving, *kernels)};
         },
-        nb::arg("smallest_saving"), nb::arg("path") = "");
+        nb::arg("smallest_saving"), nb::arg("path") = "",
+        "`path`: \"portable\", \"avx2\", \"avx512\" or \"\" for the best.");
     bind_cipher(m);
-    m.def("zstd_refusal", &lmcache::zstd_refusal);
+    m.def("zstd_refusal", &lmcache::zstd_refusal, "Why libzstd.so.1 cannot be used; \"\" where it can be.");
     m.def(
         "zstd_stage",
         [](int level, double smallest_saving) { return Stage{lmcache::make_zstd_stage(level, smallest_saving)}; },
-        nb::arg("level"), nb::arg("smallest_saving"));
+        nb::arg("level"), nb::arg("smallest_saving"), "RuntimeError where `zstd_refusal` says why.");
     m.def(
         "python_stage", [](nb::object stage) { return Stage{std::make_shared<PythonStage>(std::move(stage))}; },
-        nb::arg("stage"));
+        nb::arg("stage"),
+        "Calls `max_encoded_bytes(source_bytes) -> int`, `encode(source, destination, namespace, chunk_hash) -> "
+        "int|None` and `decode(source, destination, namespace, chunk_hash) -> bool`, with memoryviews that end with "
+        "the call.");
+}
+
+}  // namespace
+
+void bind_serde(nb::module_& m) {
+    bind_stages(m);
     nb::class_<Chain>(m, "SerdeChain")
         .def(
             "__init__",
-            [](Chain* self, const std::string& name, const nb::list& stages) {
+            [](Chain* self, std::string name, const std::vector<Stage>& stages) {
                 std::vector<std::shared_ptr<const SerdeStage>> all;
-                for (const nb::handle stage : stages) all.push_back(nb::cast<const Stage&>(stage).stage);
-                new (self) Chain{std::make_shared<SerdeChain>(name, std::move(all))};
+                for (const Stage& stage : stages) all.push_back(stage.stage);
+                new (self) Chain{std::make_shared<SerdeChain>(std::move(name), std::move(all))};
             },
             nb::arg("name"), nb::arg("stages"))
         .def(
             "max_frame_bytes",
             [](const Chain& self, std::uint64_t served_frame_bytes) {
-                const nb::gil_scoped_release released;
                 return self.chain->max_frame_bytes(served_frame_bytes);
             },
-            nb::arg("served_frame_bytes"));
-    nb::class_<PythonSerdeQueue> queue(m, "SerdeQueue");
-    bind_completions(queue);
+            nb::arg("served_frame_bytes"), ReleaseGil(), "Memory that it takes to encode a frame of that size.");
+    nb::class_<PythonSerdeQueue> queue(m, "SerdeQueue",
+                                       "Encodes and decodes whole frames on threads of its own, of low priority.");
     queue
         .def(
             "__init__",
@@ -274,5 +271,11 @@ void bind_serde(nb::module_& m) {
             },
             nb::arg("chain"), nb::arg("threads"))
         .def("submit", submit, nb::arg("encodes"), nb::arg("sources"), nb::arg("destinations"), nb::arg("hashes"),
-             nb::arg("templates"), nb::arg("positions"));
+             nb::arg("templates"), nb::arg("positions"), ReleaseGil(),
+             "Returns a job number. `templates` are those of a served and its stored namespace, in turn, without a "
+             "payload size; `positions` (u32) says which belongs to each frame. Memory must stay until the job is "
+             "drained.");
+    bind_completions(queue,
+                     "(job, bytes of each frame written (u64) or 0, fault of each: 0 none, 1 corrupt, 2 unreadable, "
+                     "3 failed)");
 }

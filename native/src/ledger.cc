@@ -197,11 +197,11 @@ void Ledger::leave(std::uint32_t index) {
 
 // ---- what the backend holds -----------------------------------------------------------------------------------------
 
-LedgerChange Ledger::stored(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes) {
+std::uint64_t Ledger::stored(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes) {
     const MutexLock lock(mutex_);
     const std::vector<std::uint64_t> charges_bytes = charges(keys, sizes_bytes);
     const References references(*this, keys);
-    LedgerChange change;
+    std::uint64_t bytes = 0;
     sweep(keys, references.numbers(), true, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
         std::uint32_t index = find(key_hash, number, keys.hash(key));
         if (index == kNoObject) index = add(number, keys.hash(key), key_hash);
@@ -218,17 +218,15 @@ LedgerChange Ledger::stored(const LedgerKeys& keys, std::span<const std::uint64_
             }
         });
         order_.to_newest(index);
-        change.objects += state == ObjectState::kDetached;
-        change.bytes += charges_bytes[key];
+        bytes += charges_bytes[key];
     });
-    return change;
+    return bytes;
 }
 
-LedgerChange Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes) {
+void Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes) {
     const MutexLock lock(mutex_);
     const std::vector<std::uint64_t> charges_bytes = charges(keys, sizes_bytes);
     const References references(*this, keys);
-    LedgerChange change;
     sweep(keys, references.numbers(), false, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
         std::uint32_t index = find(key_hash, number, keys.hash(key));
         if (index != kNoObject && objects_[index].state != ObjectState::kDetached) {
@@ -238,10 +236,7 @@ LedgerChange Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t
         if (index == kNoObject) index = add(number, keys.hash(key), key_hash);
         begin_counting(index, charges_bytes[key]);
         become_resident(index, [&] { order_.enter_oldest(index); });
-        ++change.objects;
-        change.bytes += charges_bytes[key];
     });
-    return change;
 }
 
 std::size_t Ledger::touch(const LedgerKeys& keys) {
@@ -256,12 +251,9 @@ std::size_t Ledger::touch(const LedgerKeys& keys) {
     return touched;
 }
 
-LedgerChange Ledger::lost(const LedgerKeys& keys) {
+void Ledger::lost(const LedgerKeys& keys) {
     const MutexLock lock(mutex_);
-    LedgerChange change;
     for_each_known(keys, false, [&](std::size_t, std::uint32_t index, std::uint64_t key_hash) {
-        ++change.objects;
-        change.bytes += objects_[index].charge();
         if (objects_[index].state == ObjectState::kLeaving) {
             --leaving_;
         } else {
@@ -269,7 +261,6 @@ LedgerChange Ledger::lost(const LedgerKeys& keys) {
         }
         drop(index, key_hash);
     });
-    return change;
 }
 
 class Ledger::PageBuilder {
@@ -312,18 +303,17 @@ LedgerPage Ledger::victims(std::uint64_t wanted_bytes, std::size_t most) {
     return builder.page();
 }
 
-LedgerChange Ledger::evicted(const LedgerKeys& keys) {
+std::uint64_t Ledger::evicted(const LedgerKeys& keys) {
     const MutexLock lock(mutex_);
-    LedgerChange change;
+    std::uint64_t bytes = 0;
     for_each_known(keys, false, [&](std::size_t, std::uint32_t index, std::uint64_t key_hash) {
         if (objects_[index].state != ObjectState::kLeaving) return;
-        ++change.objects;
-        change.bytes += objects_[index].charge();
+        bytes += objects_[index].charge();
         --leaving_;
         order_.evicted(index, key_hash);
         drop(index, key_hash);
     });
-    return change;
+    return bytes;
 }
 
 void Ledger::not_evicted(const LedgerKeys& keys) {

@@ -15,31 +15,19 @@ using namespace lmcache;
 
 namespace {
 
-constexpr double kPatience = 90.0;  // seconds; only ever reached by a bug
 constexpr std::size_t kBlockBytes = 8192;
-constexpr std::size_t kPayload = kLayers * kBlocksPerChunk * kBlockBytes;
-constexpr std::size_t kFrame = kFrameHeaderBytes + kPayload;
 constexpr std::size_t kTrialBytes = 256 << 10;
-constexpr std::size_t kArena = kSlots * kFrame;
-
-using Results = PagedCopier::Results;
 
 std::shared_ptr<CudaDevice> open_device() { return CudaDevice::open(LMCACHE_FAKE_CUDA, 0); }
 
 enum class Pinned { kAll, kNothing, kInPieces };
 
-// An arena, two layers of device memory that interleave, and copiers over both: one by the fake driver, one by the CPU.
-struct Fixture {
-    std::byte* const arena = static_cast<std::byte*>(std::aligned_alloc(4096, kArena));
-    std::vector<std::byte> kv = std::vector<std::byte>(kLayers * kNumBlocks * kBlockBytes);
-    FrameHeader header = frame_template({}, kDigest, kPayload, "", {});
+// Two layers of device memory that interleave, and the copier by the fake driver.
+struct Fixture : CopierFixture<kBlockBytes> {
     std::shared_ptr<CudaDevice> device;
-    std::unique_ptr<PagedCopier> copier;
-    std::size_t group = 0;
 
     explicit Fixture(Pinned pinned = Pinned::kAll, std::size_t threads = 3) {
         fake_cuda_map_device(kv.data(), kv.size());
-        std::memset(arena, 0, kArena);
         fill(1);
         device = open_device();
         if (pinned == Pinned::kAll) device->register_memory(address(arena), kArena);
@@ -50,7 +38,7 @@ struct Fixture {
         auto methods = std::make_shared<const CudaCopyMethods>(device, kBlockBytes, kTrialBytes);
         copier = std::make_unique<PagedCopier>(address(arena), kArena, threads,
                                                std::make_unique<CudaMover>(std::move(methods), threads));
-        group = copier->add_group(segments(), kBlocksPerChunk, kNumBlocks);
+        group = add_group(*copier);
     }
     Fixture(const Fixture&) = delete;
     Fixture& operator=(const Fixture&) = delete;
@@ -60,52 +48,27 @@ struct Fixture {
         device->unregister_memory(address(arena), kArena);
         device.reset();
         fake_cuda_unmap_device(kv.data());
-        std::free(arena);
     }
 
-    static std::uintptr_t address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
-    void fill(unsigned seed) {
-        for (std::size_t i = 0; i < kv.size(); ++i) kv[i] = static_cast<std::byte>((i + seed) * 7 + i / 4099 + seed);
-    }
-    std::vector<Segment> segments() const {
-        std::vector<Segment> layers;
-        for (std::size_t layer = 0; layer < kLayers; ++layer)
-            layers.push_back({address(kv.data()) + layer * kBlockBytes, kLayers * kBlockBytes, kBlockBytes, {}});
-        return layers;
-    }
-    static std::vector<std::uint64_t> slots(std::size_t first, std::size_t count) {
-        return slots_from(first, count, kFrame);
-    }
-    PagedCopier::JobId submit_store(std::size_t first, std::size_t count) {
-        return copier->submit_store(group, slots(first, count), blocks_from(first, count), hashes_from(first, count),
-                                    as_bytes(header));
-    }
-    PagedCopier::JobId submit_load(std::size_t first, std::size_t count, std::shared_ptr<CudaFence> fence = nullptr) {
-        return copier->submit_load(group, slots(first, count), blocks_from(first, count), hashes_from(first, count),
-                                   kDigest, std::move(fence));
-    }
-    Results store(std::size_t first, std::size_t count) { return *copier->wait(submit_store(first, count), kPatience); }
-    Results load(std::size_t first, std::size_t count) { return *copier->wait(submit_load(first, count), kPatience); }
-    FrameFault verdict(std::size_t slot) const {
-        const auto hash = hashes_from(slot, 1);
-        return frame_verify(arena + slot * kFrame, kFrame, std::span<const std::byte, 32>(kDigest),
-                            std::span<const std::byte, 32>(hash));
+    std::size_t add_group(PagedCopier& to) const {
+        return to.add_group(segments(kBlockBytes, kLayers * kBlockBytes), kBlocksPerChunk, kNumBlocks);
     }
     // The frames that the CPU's copier makes of the same blocks.
     std::vector<std::byte> frames_by_cpu() const {
-        auto* const other = static_cast<std::byte*>(std::aligned_alloc(4096, kArena));
-        {
-            PagedCopier by_cpu(address(other), kArena, 1);
-            const std::size_t one = by_cpu.add_group(segments(), kBlocksPerChunk, kNumBlocks);
-            const auto job = by_cpu.submit_store(one, slots(0, kSlots), blocks_from(0, kSlots), hashes_from(0, kSlots),
-                                                 as_bytes(header));
-            CHECK(*by_cpu.wait(job, kPatience) == Results(kSlots, kCopied));
-        }
-        std::vector<std::byte> frames(other, other + kArena);
-        std::free(other);
-        return frames;
+        const Memory other(kArena);
+        PagedCopier by_cpu(other.address(), kArena, 1);
+        const auto job = by_cpu.submit_store(add_group(by_cpu), slots(0, kSlots), blocks_from(0, kSlots),
+                                             hashes_from(0, kSlots), as_bytes(header));
+        CHECK(*by_cpu.wait(job, kPatience) == Results(kSlots, kCopied));
+        by_cpu.close();
+        const auto* const frames = reinterpret_cast<const std::byte*>(other.data);
+        return {frames, frames + kArena};
     }
 };
+
+using Results = Fixture::Results;
+constexpr double kPatience = Fixture::kPatience;
+constexpr std::size_t kFrame = Fixture::kFrame;
 
 void check_clean() {
     if (*fake_cuda_misuse() != 0) std::fprintf(stderr, "misuse: %s\n", fake_cuda_misuse());
@@ -148,7 +111,7 @@ TEST_CASE(frames_are_those_of_the_cpu) {
                 Fixture f(pinned);
                 CHECK(f.store(0, kSlots) == Results(kSlots, kCopied));
                 const std::vector<std::byte> expected = f.frames_by_cpu();
-                CHECK(std::memcmp(f.arena, expected.data(), kArena) == 0);
+                CHECK(std::memcmp(f.arena, expected.data(), expected.size()) == 0);
                 const std::vector<std::byte> original = f.kv;
                 std::fill(f.kv.begin(), f.kv.end(), std::byte{0});
                 CHECK(f.load(0, kSlots) == Results(kSlots, kCopied));

@@ -64,7 +64,7 @@ TEST_CASE(a_whole_batch_that_could_not_be_deleted_keeps_its_order) {
         const LedgerPage second = ledger.victims(~std::uint64_t{0}, kCount);
         CHECK(numbers_of(second) == numbers_of(first));
         CHECK(numbers_of(first).front() == kCount - 1);  // the youngest was reported first
-        CHECK(ledger.evicted(keys_of(second)).bytes == kCount * kObjectBytes);
+        CHECK(ledger.evicted(keys_of(second)) == kCount * kObjectBytes);
         CHECK(ledger.stats().objects == 0 && ledger.stats().namespaces == 0);
         ledger.check();
     }

@@ -13,55 +13,20 @@ using namespace lmcache;
 
 namespace {
 
-constexpr double kPatience = 60.0;  // seconds; only ever reached by a bug
 constexpr std::size_t kBlockBytes = 24576;
-constexpr std::size_t kPayload = kLayers * kBlocksPerChunk * kBlockBytes;
-constexpr std::size_t kFrame = kFrameHeaderBytes + kPayload;
 
-// An arena, two layers of KV memory, and a copier over both.
-struct Fixture {
-    std::vector<std::byte> arena_memory = std::vector<std::byte>(kSlots * kFrame + 4096);
-    std::byte* arena =
-        arena_memory.data() + (4096 - reinterpret_cast<std::uintptr_t>(arena_memory.data()) % 4096) % 4096;
-    std::vector<std::byte> kv = std::vector<std::byte>(kLayers * kNumBlocks * kBlockBytes);
-    FrameHeader header = frame_template({}, kDigest, kPayload, "", {});
-    PagedCopier copier;
-    std::size_t group;
-
-    explicit Fixture(std::size_t threads = 2)
-        : copier(reinterpret_cast<std::uintptr_t>(arena), kSlots * kFrame, threads) {
-        for (std::size_t i = 0; i < kv.size(); ++i) kv[i] = static_cast<std::byte>(i * 7 + i / 4099);
-        std::vector<Segment> segments;
-        for (std::size_t layer = 0; layer < kLayers; ++layer) {
-            segments.push_back({reinterpret_cast<std::uintptr_t>(kv.data()) + layer * kNumBlocks * kBlockBytes,
-                                kBlockBytes,
-                                kBlockBytes,
-                                {}});
-        }
-        group = copier.add_group(segments, kBlocksPerChunk, kNumBlocks);
-        CHECK(copier.payload_bytes(group) == kPayload);
-    }
-
-    static std::vector<std::uint64_t> slots(std::size_t first, std::size_t count) {
-        return slots_from(first, count, kFrame);
-    }
-
-    PagedCopier::Results store(std::size_t first, std::size_t count) {
-        const auto job = copier.submit_store(group, slots(first, count), blocks_from(first, count),
-                                             hashes_from(first, count), as_bytes(header));
-        return *copier.wait(job, kPatience);
-    }
-    PagedCopier::Results load(std::size_t first, std::size_t count) {
-        const auto job = copier.submit_load(group, slots(first, count), blocks_from(first, count),
-                                            hashes_from(first, count), kDigest);
-        return *copier.wait(job, kPatience);
-    }
-    FrameFault verdict(std::size_t slot) const {
-        const auto hash = hashes_from(slot, 1);
-        return frame_verify(arena + slot * kFrame, kFrame, std::span<const std::byte, 32>(kDigest),
-                            std::span<const std::byte, 32>(hash));
+// Each layer has its blocks one after the other.
+struct Fixture : CopierFixture<kBlockBytes> {
+    explicit Fixture(std::size_t threads = 2) {
+        copier = std::make_unique<PagedCopier>(address(arena), kArena, threads);
+        group = copier->add_group(segments(kNumBlocks * kBlockBytes, kBlockBytes), kBlocksPerChunk, kNumBlocks);
+        CHECK(copier->payload_bytes(group) == kPayload);
     }
 };
+
+constexpr double kPatience = Fixture::kPatience;
+constexpr std::size_t kPayload = Fixture::kPayload;
+constexpr std::size_t kFrame = Fixture::kFrame;
 
 const PagedCopier::Results kBothGood{1, 1};
 
@@ -81,11 +46,11 @@ TEST_CASE(slots_may_be_missing) {
     Fixture f;
     auto slots = f.slots(0, 3);
     slots[1] = kNoSlot;
-    auto job = f.copier.submit_store(f.group, slots, blocks_from(0, 3), hashes_from(0, 3), as_bytes(f.header));
-    CHECK((*f.copier.wait(job, kPatience) == PagedCopier::Results{1, 0, 1}));
+    auto job = f.copier->submit_store(f.group, slots, blocks_from(0, 3), hashes_from(0, 3), as_bytes(f.header));
+    CHECK((*f.copier->wait(job, kPatience) == PagedCopier::Results{1, 0, 1}));
     CHECK(f.verdict(1) == FrameFault::kMagic);
-    job = f.copier.submit_load(f.group, slots, blocks_from(0, 3), hashes_from(0, 3), kDigest);
-    CHECK((*f.copier.wait(job, kPatience) == PagedCopier::Results{1, 0, 1}));
+    job = f.copier->submit_load(f.group, slots, blocks_from(0, 3), hashes_from(0, 3), kDigest);
+    CHECK((*f.copier->wait(job, kPatience) == PagedCopier::Results{1, 0, 1}));
 }
 
 TEST_CASE(blocks_may_be_left_out) {
@@ -95,8 +60,8 @@ TEST_CASE(blocks_may_be_left_out) {
     std::fill(f.kv.begin(), f.kv.end(), std::byte{0});
     std::vector<std::int64_t> blocks{kNoBlock, 1, kNoBlock, kNoBlock};
     const auto load = [&] {
-        return *f.copier.wait(f.copier.submit_load(f.group, f.slots(0, 2), blocks, hashes_from(0, 2), kDigest),
-                              kPatience);
+        return *f.copier->wait(f.copier->submit_load(f.group, f.slots(0, 2), blocks, hashes_from(0, 2), kDigest),
+                               kPatience);
     };
     CHECK(load() == kBothGood);
     std::vector<std::byte> expected(f.kv.size());
@@ -123,44 +88,43 @@ TEST_CASE(a_wrong_frame_is_reported_and_the_others_are_not) {
     failing(kFrame + kFrame - 1);         // its last
     CHECK(f.store(0, 3) == PagedCopier::Results(3, 1));
     const std::vector<std::byte> other(32, std::byte{9});
-    auto job = f.copier.submit_load(f.group, f.slots(0, 3), blocks_from(0, 3), hashes_from(0, 3), other);
-    CHECK((*f.copier.wait(job, kPatience) == PagedCopier::Results{0, 0, 0}));
-    job = f.copier.submit_load(f.group, f.slots(0, 3), blocks_from(0, 3), hashes_from(1, 3), kDigest);
-    CHECK((*f.copier.wait(job, kPatience) == PagedCopier::Results{0, 0, 0}));
+    auto job = f.copier->submit_load(f.group, f.slots(0, 3), blocks_from(0, 3), hashes_from(0, 3), other);
+    CHECK((*f.copier->wait(job, kPatience) == PagedCopier::Results{0, 0, 0}));
+    job = f.copier->submit_load(f.group, f.slots(0, 3), blocks_from(0, 3), hashes_from(1, 3), kDigest);
+    CHECK((*f.copier->wait(job, kPatience) == PagedCopier::Results{0, 0, 0}));
 }
 
 TEST_CASE(a_frame_of_another_length_is_refused) {
     Fixture f;
     CHECK(f.store(0, 1) == PagedCopier::Results{1});
     const Segment half{reinterpret_cast<std::uintptr_t>(f.kv.data()), kBlockBytes, kBlockBytes, {}};
-    const std::size_t smaller = f.copier.add_group({half}, kBlocksPerChunk, kNumBlocks);
-    const auto job = f.copier.submit_load(smaller, f.slots(0, 1), blocks_from(0, 1), hashes_from(0, 1), kDigest);
-    CHECK(*f.copier.wait(job, kPatience) == PagedCopier::Results{0});
+    const std::size_t smaller = f.copier->add_group({half}, kBlocksPerChunk, kNumBlocks);
+    const auto job = f.copier->submit_load(smaller, f.slots(0, 1), blocks_from(0, 1), hashes_from(0, 1), kDigest);
+    CHECK(*f.copier->wait(job, kPatience) == PagedCopier::Results{0});
 }
 
 // The slot becomes another object's while its payload is copied: here the copy itself writes over the header.
 TEST_CASE(a_header_that_changes_during_the_copy_is_noticed) {
     Fixture f;
     const Segment inside{reinterpret_cast<std::uintptr_t>(f.arena), 4096, 4096, {}};
-    const std::size_t group = f.copier.add_group({inside}, 1, 4);
+    const std::size_t group = f.copier->add_group({inside}, 1, 4);
     const FrameHeader header = frame_template({}, kDigest, 4096, "", {});
     const std::vector<std::uint64_t> slot{0};
     const auto hash = hashes_from(1, 1);
-    const auto store = f.copier.submit_store(group, slot, std::vector<std::int64_t>{3}, hash, as_bytes(header));
-    CHECK(*f.copier.wait(store, kPatience) == PagedCopier::Results{1});
-    auto load = f.copier.submit_load(group, slot, std::vector<std::int64_t>{2}, hash, kDigest);
-    CHECK(*f.copier.wait(load, kPatience) == PagedCopier::Results{1});
-    load = f.copier.submit_load(group, slot, std::vector<std::int64_t>{0}, hash, kDigest);  // block 0 is the header
-    CHECK(*f.copier.wait(load, kPatience) == PagedCopier::Results{0});
+    const auto store = f.copier->submit_store(group, slot, std::vector<std::int64_t>{3}, hash, as_bytes(header));
+    CHECK(*f.copier->wait(store, kPatience) == PagedCopier::Results{1});
+    auto load = f.copier->submit_load(group, slot, std::vector<std::int64_t>{2}, hash, kDigest);
+    CHECK(*f.copier->wait(load, kPatience) == PagedCopier::Results{1});
+    load = f.copier->submit_load(group, slot, std::vector<std::int64_t>{0}, hash, kDigest);  // block 0 is the header
+    CHECK(*f.copier->wait(load, kPatience) == PagedCopier::Results{0});
 }
 
 TEST_CASE(results_are_given_once) {
     Fixture f;
-    const auto job =
-        f.copier.submit_store(f.group, f.slots(0, 2), blocks_from(0, 2), hashes_from(0, 2), as_bytes(f.header));
-    CHECK(*f.copier.wait(job, kPatience) == kBothGood);
-    for (const auto gone : {job, job + 1}) CHECK(refused([&] { f.copier.wait(gone, 0); }));
-    CHECK(f.copier.wait(f.copier.submit_load(f.group, {}, {}, {}, kDigest), 0)->empty());
+    const auto job = f.submit_store(0, 2);
+    CHECK(*f.copier->wait(job, kPatience) == kBothGood);
+    for (const auto gone : {job, job + 1}) CHECK(refused([&] { f.copier->wait(gone, 0); }));
+    CHECK(f.copier->wait(f.copier->submit_load(f.group, {}, {}, {}, kDigest), 0)->empty());
 }
 
 template <class Call>
@@ -186,10 +150,10 @@ TEST_CASE(wrong_arguments_are_refused) {
     using Blocks = std::vector<std::int64_t>;
     const auto hash = hashes_from(0, 1);
     const auto load = [&](std::size_t group, const Slots& slots, const Blocks& blocks) {
-        return refusal([&] { f.copier.submit_load(group, slots, blocks, hash, kDigest); });
+        return refusal([&] { f.copier->submit_load(group, slots, blocks, hash, kDigest); });
     };
     const auto store = [&](const Blocks& blocks, const FrameHeader& header) {
-        return refusal([&] { f.copier.submit_store(f.group, Slots{0}, blocks, hash, as_bytes(header)); });
+        return refusal([&] { f.copier->submit_store(f.group, Slots{0}, blocks, hash, as_bytes(header)); });
     };
     CHECK(mentions(load(7, {0}, {0, 1}), "group 7"));
     CHECK(mentions(load(f.group, {32}, {0, 1}), "slot 32"));
@@ -201,21 +165,18 @@ TEST_CASE(wrong_arguments_are_refused) {
     CHECK(mentions(store({-1, 0}, f.header), "block id -1"));
     CHECK(mentions(store({0, 1}, frame_template({}, kDigest, kPayload + 1, "", {})), "the template is for"));
     CHECK(mentions(store({0, 1}, FrameHeader{}), "template"));
-    CHECK(mentions(refusal([&] { f.copier.submit_load(f.group, Slots{0}, Blocks{0, 1}, {}, kDigest); }), "hashes"));
-    CHECK(mentions(refusal([&] { f.copier.submit_load(f.group, Slots{0}, Blocks{0, 1}, hash, {}); }), "digest"));
+    CHECK(mentions(refusal([&] { f.copier->submit_load(f.group, Slots{0}, Blocks{0, 1}, {}, kDigest); }), "hashes"));
+    CHECK(mentions(refusal([&] { f.copier->submit_load(f.group, Slots{0}, Blocks{0, 1}, hash, {}); }), "digest"));
 }
 
 TEST_CASE(closing_finishes_what_was_submitted) {
     Fixture f(1);
     std::vector<PagedCopier::JobId> jobs;
-    for (std::size_t i = 0; i < 8; ++i) {
-        jobs.push_back(
-            f.copier.submit_store(f.group, f.slots(i, 1), blocks_from(i, 1), hashes_from(i, 1), as_bytes(f.header)));
-    }
-    f.copier.close();
-    f.copier.close();
-    for (const auto job : jobs) CHECK(*f.copier.wait(job, 0) == PagedCopier::Results{1});
-    CHECK(mentions(refusal([&] { f.copier.submit_load(f.group, {}, {}, {}, kDigest); }), "closed"));
+    for (std::size_t i = 0; i < 8; ++i) jobs.push_back(f.submit_store(i, 1));
+    f.copier->close();
+    f.copier->close();
+    for (const auto job : jobs) CHECK(*f.copier->wait(job, 0) == PagedCopier::Results{1});
+    CHECK(mentions(refusal([&] { f.copier->submit_load(f.group, {}, {}, {}, kDigest); }), "closed"));
 }
 
 TEST_CASE(many_threads_may_use_one_copier) {

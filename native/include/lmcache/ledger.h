@@ -64,11 +64,6 @@ struct LedgerCapacity {
     std::uint64_t folder_bytes = 0;           // 0: there are no folders
 };
 
-struct LedgerChange {
-    std::size_t objects = 0;
-    std::uint64_t bytes = 0;
-};
-
 struct LedgerStats {
     std::uint64_t objects, used_bytes, reserved_bytes, folders, leaving_objects, read_objects, namespaces, memory_bytes;
 };
@@ -94,22 +89,23 @@ public:
     // Whether something refers to that namespace.
     bool knows(const Digest& digest) const;
     std::vector<Known> known(const LedgerKeys& keys) const;
-    // Objects that were just stored; the youngest from now on. `bytes` is what these keys are charged. One that was
-    // leaving is resident again.
-    LedgerChange stored(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes);
+    // Objects that were just stored; the youngest from now on. One that was leaving is resident again. The bytes that
+    // these keys are charged.
+    std::uint64_t stored(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes);
     // Objects that the backend holds, youngest first, all older than whatever is known. Known ones are left as they
-    // are. What is new.
-    LedgerChange found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes);
+    // are.
+    void found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes);
     // They were used by a request. How many are known.
     std::size_t touch(const LedgerKeys& keys);
     // They are gone without having been evicted.
-    LedgerChange lost(const LedgerKeys& keys);
+    void lost(const LedgerKeys& keys);
 
     // Who goes next, until they have `wanted_bytes` or are `most`: leaving from now on, still loadable and charged, and
     // no victims again, until `evicted` or `not_evicted`.
     LedgerPage victims(std::uint64_t wanted_bytes, std::size_t most);
-    // Those of the keys that are leaving have gone, or stay in their previous places.
-    LedgerChange evicted(const LedgerKeys& keys);
+    // Those of the keys that are leaving have gone (the bytes that they were charged), or stay in their previous
+    // places.
+    std::uint64_t evicted(const LedgerKeys& keys);
     void not_evicted(const LedgerKeys& keys);
 
     // Those that are known are no victims until they are let go.

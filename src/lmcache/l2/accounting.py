@@ -34,7 +34,7 @@ class CapacityReservation:
 
     def stored(self, keys: Sequence[ObjectKey], sizes_bytes: Sequence[int]) -> None:
         """Objects of this store that are there now."""
-        charged_bytes = min(self._bytes, self._ledger.stored(keys, sizes_bytes).bytes)
+        charged_bytes = min(self._bytes, self._ledger.stored(keys, sizes_bytes))
         self._bytes -= charged_bytes
         self._ledger.give_back((), charged_bytes)
 
@@ -155,7 +155,7 @@ class Ledger:
 
     def evicted(self, keys: Sequence[ObjectKey]) -> int:
         """Victims that are gone: the bytes that are free now."""
-        return self.native.evicted(keys).bytes
+        return self.native.evicted(keys)
 
     def not_evicted(self, keys: Sequence[ObjectKey]) -> None:
         """Victims that stay, in their previous places."""

@@ -2,7 +2,7 @@
 
 A call is the ZMQ frames [call id: 8 bytes little-endian][method: ascii][payload: msgpack]; its answer is
 [call id][b"ok" or an ErrorCode][payload]. An error's payload is a msgpack string: one sentence.
-`u32`, `u64`, hashes: packed little-endian bytes as in `_native.pyi`. New fields go to the end with a default.
+`u32`, `u64`, hashes: packed little-endian bytes as in `_native`. New fields go to the end with a default.
 """
 
 from __future__ import annotations

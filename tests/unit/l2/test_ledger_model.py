@@ -51,9 +51,9 @@ class Both:
     def store(self) -> None:
         keys = self.some_keys(fresh=4)
         sizes = self.sizes(keys)
-        change = self.ledger.native.stored(keys, sizes)
+        charged_bytes = self.ledger.native.stored(keys, sizes)
         self.model.stored(keys, sizes)
-        assert change.bytes == sum(self.model.records[key].charge for key in keys)
+        assert charged_bytes == sum(self.model.records[key].charge for key in keys)
 
     def find(self) -> None:
         keys = self.some_keys(fresh=2)
