@@ -28,7 +28,7 @@ from manual_clock import ManualClock
 from support.raw_devices import META_BYTES, SLOT_BYTES, make_device
 
 STARTED_SECONDS = 5000.0
-NS = 10**9
+NS, US = 10**9, 10**6  # in a second
 
 
 def environment() -> tuple[Environment, ManualClock]:
@@ -75,14 +75,19 @@ def test_dax_draws_its_id_and_marks_times_of_use(tmp_path: Path) -> None:
     assert used_at == [int((STARTED_SECONDS + 10.0) * NS)]
 
 
-def test_raw_block_draws_its_id(tmp_path: Path) -> None:
+def test_raw_block_draws_its_id_and_marks_times_of_use(tmp_path: Path) -> None:
     device = make_device(tmp_path / "device")
     spec = {"type": "raw_block", "device_path": str(device), "slot_bytes": SLOT_BYTES, "meta_total_bytes": META_BYTES}
     config: RawBlockConfig = config_of(spec)
     surroundings, clock = environment()
     store_and_load(RawBlockAdapter(config, surroundings), clock)
-    superblock = raw_format.decode_superblock(device.read_bytes()[: raw_format.MIN_PAGE_BYTES])
+    content = device.read_bytes()
+    superblock = raw_format.decode_superblock(content[: raw_format.MIN_PAGE_BYTES])
     assert superblock is not None and superblock.device == b"\x07" * 16
+    first_entry = superblock.geometry.table_page_offset(0) + raw_format.PAGE_HEADER_BYTES
+    entries = range(first_entry, first_entry + 8 * raw_format.ENTRY_BYTES, raw_format.ENTRY_BYTES)
+    used_at = [struct.unpack_from("<Q", content, entry + 48)[0] for entry in entries]  # docs/formats/raw_block.md
+    assert [at_us for at_us in used_at if at_us] == [int((STARTED_SECONDS + 10.0) * US)]
 
 
 def test_a_raw_device_in_use_is_waited_for_by_the_clock(tmp_path: Path) -> None:
