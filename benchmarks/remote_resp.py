@@ -77,14 +77,14 @@ class Ours:
     ) -> float:
         turns = asyncio.Semaphore(at_once)
 
-        async def one(start: int) -> None:
+        async def move_from(start: int) -> None:
             async with turns:
                 chosen = slice(start, start + size)
                 outcomes = await move(self._keys[chosen], self._buffers[chosen])
                 assert set(outcomes) == {expected}, outcomes
 
         began = time.perf_counter()
-        await asyncio.gather(*(one(start) for start in range(0, len(self._keys), size)))
+        await asyncio.gather(*(move_from(start) for start in range(0, len(self._keys), size)))
         return len(self._keys) * VALUE_BYTES / (time.perf_counter() - began)
 
 

@@ -213,7 +213,9 @@ class Stack:
         def stored() -> bool:
             self.engine.check_alive()
             status = self.server.status()
-            if in_l2 and any(one["objects"] < objects or one["stores_in_flight"] for one in status["l2"]["adapters"]):
+            if in_l2 and any(
+                adapter["objects"] < objects or adapter["stores_in_flight"] for adapter in status["l2"]["adapters"]
+            ):
                 return False
             return bool(status["l1"]["objects"] >= objects and not status["reservations"])
 

@@ -38,7 +38,9 @@ def cached(stack: Stack, tokens: list[int]) -> Completion:
 
 def uncached_run_seconds(stack: Stack, tokens: int, seed: int) -> float:
     """The slower of two runs that nothing is cached for."""
-    runs = [stack.engine.complete(sample_tokens(tokens, seed=one), max_tokens=4) for one in (1000 + seed, 2000 + seed)]
+    runs = [
+        stack.engine.complete(sample_tokens(tokens, seed=number), max_tokens=4) for number in (1000 + seed, 2000 + seed)
+    ]
     assert all(run.cached_tokens == 0 for run in runs)
     return max(run.total_seconds for run in runs)
 
@@ -77,10 +79,12 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("what", ["itself", "other chunks", "chunks that do not fit"])
-def test_a_server_replaced_at_once_during_a_prefill_is_noticed(stack: Stack, prefill_seconds: float, what: str) -> None:
+@pytest.mark.parametrize("successor", ["itself", "other chunks", "chunks that do not fit"])
+def test_a_server_replaced_at_once_during_a_prefill_is_noticed(
+    stack: Stack, prefill_seconds: float, successor: str
+) -> None:
     """Faster than 100 ms: nobody ever finds the address empty."""
-    chunk = {"other chunks": 512, "chunks that do not fit": 96}.get(what, 256)
+    chunk = {"other chunks": 512, "chunks that do not fit": 96}.get(successor, 256)
     prompt = sample_tokens(PROMPT, seed=chunk)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(stack.engine.complete, prompt, max_tokens=4)
@@ -94,7 +98,7 @@ def test_a_server_replaced_at_once_during_a_prefill_is_noticed(stack: Stack, pre
         stack.replace_server()
         replaced_at, chunk = time.monotonic(), 256
     stack.wait_registered()
-    print(f"{what}: registered {time.monotonic() - replaced_at:.2f} s after the previous server was killed")
+    print(f"{successor}: registered {time.monotonic() - replaced_at:.2f} s after the previous server was killed")
     assert stack.engine.complete(prompt, max_tokens=4).token_ids == survived.token_ids
     until(lambda: stack.engine.complete(prompt).cached_tokens == PROMPT // chunk * chunk)
     stack.wait_clean()
@@ -128,9 +132,9 @@ def test_a_network_that_fails_costs_a_bounded_time(stack: Stack, prefill_seconds
     finally:
         stack.network.mend()
     mended_at = time.monotonic()
-    for one in away:
-        assert (one.token_ids, one.cached_tokens) == (warm.token_ids, 0)
-        assert one.total_seconds < 3 * prefill_seconds + ALLOWED_SECONDS
+    for answer in away:
+        assert (answer.token_ids, answer.cached_tokens) == (warm.token_ids, 0)
+        assert answer.total_seconds < 3 * prefill_seconds + ALLOWED_SECONDS
     until(lambda: stack.engine.complete(prompt).cached_tokens == 2048)
     print(f"{loss}: a hit again {time.monotonic() - mended_at:.2f} s after the network was mended")
     stack.wait_clean()
@@ -149,10 +153,10 @@ def test_a_server_that_hangs_costs_a_bounded_time(stack: Stack, prefill_seconds:
     finally:
         stack.server.resume()
     resumed_at = time.monotonic()
-    for one in answers:
-        assert one.token_ids == warm.token_ids
-        assert one.cached_tokens == 0
-        assert one.total_seconds < 3 * prefill_seconds + ALLOWED_SECONDS
+    for answer in answers:
+        assert answer.token_ids == warm.token_ids
+        assert answer.cached_tokens == 0
+        assert answer.total_seconds < 3 * prefill_seconds + ALLOWED_SECONDS
     until(lambda: stack.engine.complete(prompt).cached_tokens == 2048)
     print(f"a hit again {time.monotonic() - resumed_at:.2f} s after the server went on")
     stack.wait_clean()
@@ -195,9 +199,9 @@ def test_many_hits_at_once(stack: Stack) -> None:
     for thread in threads:
         thread.join()
     assert len(answers) == 8
-    assert all(one.cached_tokens == 2048 for one in answers.values())
+    assert all(answer.cached_tokens == 2048 for answer in answers.values())
     # Batched together, later tokens may round otherwise; the first one comes straight from the loaded KV.
-    assert all(one.token_ids[0] == expected[index % 4][0] for index, one in answers.items())
+    assert all(answer.token_ids[0] == expected[index % 4][0] for index, answer in answers.items())
     stack.wait_clean()
 
 
@@ -208,7 +212,7 @@ def test_a_burst_computes_what_it_shares_once(stack: Stack) -> None:
         asked = [
             pool.submit(stack.engine.complete, [*prefix, *sample_tokens(20, seed=s)], max_tokens=4) for s in range(8)
         ]
-        assert all(len(one.result().token_ids) == 4 for one in asked)
+        assert all(len(future.result().token_ids) == 4 for future in asked)
     computed = stack.engine_metric("vllm:prompt_tokens_by_source_total", "local_compute") - before
     print(f"computed {computed:.0f} tokens for {len(prefix)} common ones")
     assert computed < 3 * len(prefix)
@@ -221,7 +225,7 @@ def test_what_an_engine_killed_while_it_loads_and_stores_held_comes_back(stack: 
     warm = cached(stack, prompt)
     stack.rpc("kv_stall")
     pool = ThreadPoolExecutor(2)
-    lost = [pool.submit(stack.engine.complete, one) for one in (prompt, sample_tokens(2048, seed=701))]
+    lost = [pool.submit(stack.engine.complete, tokens) for tokens in (prompt, sample_tokens(2048, seed=701))]
 
     def held() -> bool:
         status = stack.server.status()
@@ -230,7 +234,7 @@ def test_what_an_engine_killed_while_it_loads_and_stores_held_comes_back(stack: 
     until(held, tell=stack.server.status)
     stack.kill_engine()
     killed_at = time.monotonic()
-    assert all(one.exception(90.0) or len(one.result().token_ids) < 16 for one in lost)
+    assert all(future.exception(90.0) or len(future.result().token_ids) < 16 for future in lost)
     stack.wait_clean()
     print(f"all that the engine held was free {time.monotonic() - killed_at:.2f} s after it was killed")
     stack.engine.wait_ready()

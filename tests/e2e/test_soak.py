@@ -92,7 +92,7 @@ def test_memory_is_flat_and_nothing_stays_held(llama: Path, start_stack: Callabl
         working = [pool.submit(client.work, stopped) for client in clients]
         ends_at = time.monotonic() + SECONDS
         try:
-            while time.monotonic() < ends_at and not any(one.done() for one in working):
+            while time.monotonic() < ends_at and not any(future.done() for future in working):
                 watch.sample()
                 time.sleep(min(5.0, SECONDS / 60))
         finally:

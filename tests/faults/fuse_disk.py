@@ -272,14 +272,14 @@ class Disk:
         listed = b""
         with os.scandir(self._paths[node]) as entries:
             for index, entry in enumerate(sorted(entries, key=lambda each: each.name)):
-                one = fuse.dirent(
+                dirent = fuse.dirent(
                     entry.inode(), index + 1, os.fsencode(entry.name), entry.stat(follow_symlinks=False).st_mode
                 )
                 if index < offset:
                     continue
-                if len(listed) + len(one) > size:
+                if len(listed) + len(dirent) > size:
                     break
-                listed += one
+                listed += dirent
         return listed
 
     def statfs(self, node: int, body: bytes) -> bytes:

@@ -152,15 +152,15 @@ def test_two_prefixes_are_two_caches(valkey: Valkey) -> None:
 
 
 def test_what_another_server_stores_is_found_and_not_sent_again(valkey: Valkey) -> None:
-    async def test(one: Life) -> None:
+    async def test(first: Life) -> None:
         async with alive(at(valkey)) as other:
-            assert await one.store(keys(4)) == [STORED] * 4
+            assert await first.store(keys(4)) == [STORED] * 4
             assert await other.store(keys(5)) == [THERE] * 4 + [STORED]
-            assert await one.load(keys(5)) == [LOADED] * 5
-            await asyncio.gather(*(life.store(keys(8, seed=2)) for life in (one, other)))
-            assert await one.load(keys(8, seed=2)) == [LOADED] * 8
+            assert await first.load(keys(5)) == [LOADED] * 5
+            await asyncio.gather(*(life.store(keys(8, seed=2)) for life in (first, other)))
+            assert await first.load(keys(8, seed=2)) == [LOADED] * 8
             assert await other.adapter.delete(keys(5)) == [True] * 5
-            assert await one.load(keys(5)) == [MISSING] * 5
+            assert await first.load(keys(5)) == [MISSING] * 5
 
     run(at(valkey), test)
 
@@ -467,20 +467,20 @@ def test_a_replica_of_a_cluster_takes_over_and_is_found_without_the_configured_n
 
 
 def test_sentinels_lead_to_the_next_master(tmp_path: Path) -> None:
-    with Redis(tmp_path / "one", password=SECRET) as one, Redis(tmp_path / "two", password=SECRET) as two:
-        one.wait_ready()
-        two.wait_ready()
-        two.call("REPLICAOF", LOOPBACK, one.port)
-        until(lambda: b"master_link_status:up" in two.call("INFO", "replication"))
-        with Sentinel(tmp_path / "sentinel", one) as sentinel:
-            until(lambda: sentinel.master_port() == one.port)
+    with Redis(tmp_path / "one", password=SECRET) as first, Redis(tmp_path / "two", password=SECRET) as second:
+        first.wait_ready()
+        second.wait_ready()
+        second.call("REPLICAOF", LOOPBACK, first.port)
+        until(lambda: b"master_link_status:up" in second.call("INFO", "replication"))
+        with Sentinel(tmp_path / "sentinel", first) as sentinel:
+            until(lambda: sentinel.master_port() == first.port)
             until(lambda: sentinel.call("SENTINEL", "replicas", "kv"))
 
             async def test(life: Life) -> None:
                 wanted = keys(6)
                 assert await life.store(wanted) == [STORED] * 6
-                until(lambda: two.call("DBSIZE") == one.call("DBSIZE"))
-                one.kill()
+                until(lambda: second.call("DBSIZE") == first.call("DBSIZE"))
+                first.kill()
                 await life.eventually(lambda: life.store(keys(2, seed=2)), [STORED] * 2)
                 assert await life.load(wanted) == [LOADED] * 6
 

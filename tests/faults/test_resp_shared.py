@@ -56,17 +56,17 @@ def test_a_capacity_is_kept_by_eviction_and_a_new_server_goes_on_with_it(valkey:
     limit_bytes = round(CAPACITY_GB * 2**30)
 
     async def whole() -> None:
-        one = await open_runner(valkey)
+        first = await open_runner(valkey)
         for seed in range(20):
-            await stored(one, keys(8, seed=seed))
+            await stored(first, keys(8, seed=seed))
             assert valkey.call("DBSIZE") * FRAME_BYTES <= limit_bytes
         target = FrameMemory(8, PAYLOAD_BYTES)
-        assert await one.load(keys(8, seed=19), target.buffers, lambda: None) == [LoadOutcome.LOADED] * 8
+        assert await first.load(keys(8, seed=19), target.buffers, lambda: None) == [LoadOutcome.LOADED] * 8
         assert all(target.holds(slot, key) for slot, key in enumerate(keys(8, seed=19)))
-        assert not any(await one.probe(keys(8, seed=0)))
-        held = one.ledger.held_bytes
-        one.check_idle()
-        assert await one.drain(10) and await one.close(10)
+        assert not any(await first.probe(keys(8, seed=0)))
+        held = first.ledger.held_bytes
+        first.check_idle()
+        assert await first.drain(10) and await first.close(10)
         other = await open_runner(valkey)
         assert other.ledger.held_bytes == held
         for seed in range(20, 30):
@@ -103,20 +103,20 @@ def test_what_one_server_stored_the_other_hits_and_no_secret_is_shown(tmp_path: 
         servers = [stack.enter_context(resp_server(tmp_path, name, valkey, password_file)) for name in ("one", "other")]
         for server in servers:
             server.wait_ready()
-        one, other = (stack.enter_context(SmallEngine(server.port)) for server in servers)
+        first, other = (stack.enter_context(SmallEngine(server.port)) for server in servers)
         for salt in ("a", "b"):
-            assert one.store(one.tokens(1, 2, 3), salt=salt) == 3
+            assert first.store(first.tokens(1, 2, 3), salt=salt) == 3
         until(lambda: in_l2(servers[0], 6))
         found = other.lookup("r", other.tokens(1, 2, 3), salt="a")
         assert found.chunks == 3 and other.read(found, salt="a") and not other.read(found, salt="b")
         other.end("r")
         # Both at once on the same prompt.
-        for engine in (one, other):
+        for engine in (first, other):
             engine.store(engine.tokens(7, 8), salt="a")
         until(lambda: in_l2(servers[0], 8) and in_l2(servers[1], 5))
         for server in servers:
             server.clear("l1")
-        for engine in (one, other):
+        for engine in (first, other):
             found = engine.lookup("s", engine.tokens(7, 8), salt="a")
             assert found.chunks == 2 and engine.read(found, salt="a")
             engine.end("s")

@@ -165,7 +165,7 @@ def test_well_formed_nonsense_for_every_method(server: CacheServer, honest: Smal
         assert sorted(struct.unpack("<Q", call_id)[0] for call_id, _, _ in answers) == list(range(sent))
         faults = [msgspec.msgpack.decode(payload) for _, status, payload in answers if status == b"internal"]
         assert not faults
-        for instance in [one["instance_id"] for one in server.status()["instances"]]:
+        for instance in [shown["instance_id"] for shown in server.status()["instances"]]:
             if instance != honest.instance_id:
                 for worker in range(-1, limits.MAX_WORLD_SIZE):
                     client.send_multipart([bytes(8), b"unregister", msgspec.msgpack.encode([instance, worker])])

@@ -101,18 +101,18 @@ def test_the_path_of_a_live_server_is_refused(path: Path) -> None:
             stores_and_hits(engine, 1)
 
 
-@pytest.mark.parametrize("what", ["file", "link", "circle", "no folder", "too long", "not from the root"])
-def test_a_path_that_cannot_be_had_is_refused_in_one_sentence(path: Path, what: str) -> None:
+@pytest.mark.parametrize("obstacle", ["file", "link", "circle", "no folder", "too long", "not from the root"])
+def test_a_path_that_cannot_be_had_is_refused_in_one_sentence(path: Path, obstacle: str) -> None:
     host, sentence, code = f"ipc://{path}", "because another file is there; choose another --host.", 1
-    if what == "file":
+    if obstacle == "file":
         path.write_text("kept")
-    elif what == "link":
+    elif obstacle == "link":
         path.symlink_to("nowhere")
-    elif what == "circle":
+    elif obstacle == "circle":
         path.symlink_to(path.name)
-    elif what == "no folder":
+    elif obstacle == "no folder":
         host, sentence = f"ipc://{path.parent}/missing/x", "cannot be opened (No such file or directory); create it, or"
-    elif what == "too long":
+    elif obstacle == "too long":
         host, sentence, code = f"ipc:///{'x' * 107}", "the path of a socket has at most 107: choose a shorter one.", 2
     else:
         host, sentence, code = "ipc://x", "from the root on, like ipc:///run/lmcache.sock.", 2
@@ -120,9 +120,9 @@ def test_a_path_that_cannot_be_had_is_refused_in_one_sentence(path: Path, what: 
         ended = lmcache(*command, "--host", host, *REQUIRED)
         assert (ended.returncode, sentence in ended.stderr) == (code, True), ended.stderr
         assert "Traceback" not in ended.stderr
-    if what == "file":
+    if obstacle == "file":
         assert path.read_text() == "kept"
-    assert path.is_symlink() == (what in ("link", "circle"))
+    assert path.is_symlink() == (obstacle in ("link", "circle"))
 
 
 def test_a_socket_of_another_program_is_not_taken(path: Path) -> None:

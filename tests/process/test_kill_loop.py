@@ -188,14 +188,14 @@ class Totals:
     after_restart: int = 0
     bad: list[str] = field(default_factory=list)
 
-    def add(self, found: dict[str, Any], what: str, keeper: Keeper, *, after_restart: bool) -> None:
+    def add(self, found: dict[str, Any], moment: str, keeper: Keeper, *, after_restart: bool) -> None:
         self.stored += found["stored"]
         self.exact += found["exact"]
         self.after_restart += found["exact"] * after_restart
         if found["wrong"] or (keeper.keeps_all and after_restart and found["lost"]):
-            self.bad.append(f"{what}: {found}")
+            self.bad.append(f"{moment}: {found}")
         if after_restart and found["unreadable"]:  # nothing is damaged by a kill
-            self.bad.append(f"{what}: {found}")
+            self.bad.append(f"{moment}: {found}")
 
 
 @pytest.mark.parametrize("keeper", KEEPERS, ids=lambda keeper: keeper.name)

@@ -45,18 +45,18 @@ class StopPlace(Place):
     def server(self, *extra: str, **options: Any) -> CacheServer:
         return super().server(*extra, **{"environment": STACKS, **options})
 
-    def ended(self, server: CacheServer, what: object) -> int:
+    def ended(self, server: CacheServer, course: object) -> int:
         """The exit code of a server that was asked to stop."""
         try:
             code = server.popen.wait(STOP_SECONDS + 10)
         except subprocess.TimeoutExpired:
             os.kill(server.pid, signal.SIGABRT)
             server.popen.wait(10)
-            raise AssertionError(f"{what}: the server hangs\n{server.log()[-6000:]}") from None
+            raise AssertionError(f"{course}: the server hangs\n{server.log()[-6000:]}") from None
         # Ctrl-C before our first instruction is reported in the interpreter's own way.
         traceback = server.log().partition("Traceback")[2]
-        assert not traceback or "KeyboardInterrupt" in traceback, f"{what}\n{server.log()[-6000:]}"
-        assert "Fatal Python error" not in server.log(), f"{what}\n{server.log()[-6000:]}"
+        assert not traceback or "KeyboardInterrupt" in traceback, f"{course}\n{server.log()[-6000:]}"
+        assert "Fatal Python error" not in server.log(), f"{course}\n{server.log()[-6000:]}"
         return code
 
 
@@ -145,8 +145,8 @@ def test_a_stop_at_a_random_moment(number: int, place: StopPlace, tmp_path_facto
     first = source.choice(SIGNALS)
     second = source.choice([None, *SIGNALS])
     between = source.choice([0.0, source.uniform(0, 0.02), source.uniform(0, 0.3)])
-    what = f"seed {seed}: {first.name} after {moment:.3f} s of {'service' if serves else 'start'}, "
-    what += f"{second and second.name} {between:.3f} s later, {extra}"
+    course = f"seed {seed}: {first.name} after {moment:.3f} s of {'service' if serves else 'start'}, "
+    course += f"{second and second.name} {between:.3f} s later, {extra}"
     if persists and number % 2:  # something to go on with, and to catch up with
         with place.server(*extra[:1]) as before:
             before.wait_ready()
@@ -166,14 +166,14 @@ def test_a_stop_at_a_random_moment(number: int, place: StopPlace, tmp_path_facto
         if not was_ready:  # a signal that met the beginning of the interpreter may be lost
             until(lambda: not server.alive() or takes_signals(server.pid))
             server.popen.send_signal(signal.SIGTERM)
-        code = place.ended(server, what)
-    assert not traffic.faults, f"{what}: {traffic.faults}"
+        code = place.ended(server, course)
+    assert not traffic.faults, f"{course}: {traffic.faults}"
     # Two that come at the same moment may change places.
     allowed = {0} if second is None else {0, 128 + first, 128 + second}
     if not was_ready:  # or end it in the interpreter's own way
         allowed |= {-first, -(second or first), 128 + signal.SIGINT, 128 + signal.SIGTERM}
-    assert code in allowed, f"{what}: exit code {code}\n{server.log()[-4000:]}"
-    assert persists or not place.file.exists(), what
+    assert code in allowed, f"{course}: exit code {code}\n{server.log()[-4000:]}"
+    assert persists or not place.file.exists(), course
     if persists and was_ready and code >= 0 and place.file.exists():
         with place.server(*extra) as server:
             server.wait_ready()

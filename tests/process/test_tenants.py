@@ -91,7 +91,7 @@ def test_the_time_of_an_answer_tells_nothing(server: CacheServer, tier: str) -> 
             for kind, tokens in asked if number % 2 else reversed(asked):
                 times[kind] = seconds(tokens, "two")
             pairs.append(times)
-        longer = sum(one > other for one, other in pairs) / QUESTIONS
+        longer = sum(theirs > nobodys for theirs, nobodys in pairs) / QUESTIONS
         print(f"{tier}: another tenant's prompt took longer than nobody's in {100 * longer:.0f} % of {QUESTIONS} pairs")
         assert NO_DIFFERENCE[0] < longer < NO_DIFFERENCE[1]
         # That the times could tell: the tenant's own prompts, from the tier where they are.

@@ -39,13 +39,13 @@ def test_three_servers_are_a_cluster(tmp_path: Path) -> None:
 
 
 def test_sentinel_promotes_a_replica(tmp_path: Path) -> None:
-    with Redis(tmp_path / "one") as one, Redis(tmp_path / "two") as two:
-        one.wait_ready()
-        two.wait_ready()
-        two.call("REPLICAOF", "127.0.0.1", one.port)
-        until(lambda: b"master_link_status:up" in two.call("INFO", "replication"))
-        with Sentinel(tmp_path / "sentinel", one) as sentinel:
-            until(lambda: sentinel.master_port() == one.port)
+    with Redis(tmp_path / "one") as first, Redis(tmp_path / "two") as second:
+        first.wait_ready()
+        second.wait_ready()
+        second.call("REPLICAOF", "127.0.0.1", first.port)
+        until(lambda: b"master_link_status:up" in second.call("INFO", "replication"))
+        with Sentinel(tmp_path / "sentinel", first) as sentinel:
+            until(lambda: sentinel.master_port() == first.port)
             until(lambda: b"slave" in str(sentinel.call("SENTINEL", "replicas", "kv")).encode())
-            one.kill()
-            until(lambda: sentinel.master_port() == two.port)
+            first.kill()
+            until(lambda: sentinel.master_port() == second.port)

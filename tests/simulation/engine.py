@@ -323,7 +323,7 @@ class Engine:
         context = SimpleNamespace(attn_metadata={} if scheduled else None)
         if output.has_sync_kv_loads:
             connector.start_load_kv(context)
-        sampled = [self._forward(rank, one) for one in scheduled]
+        sampled = [self._forward(rank, share) for share in scheduled]
         if not output.has_sync_kv_loads:
             connector.start_load_kv(context)
         connector.wait_for_save()
@@ -336,7 +336,7 @@ class Engine:
             kv_connector_worker_meta=pickle.loads(pickle.dumps(connector.build_connector_worker_meta())),
         )
         connector.clear_connector_metadata()
-        names = [one.request.request_id for one in scheduled]
+        names = [share.request.request_id for share in scheduled]
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -344,31 +344,31 @@ class Engine:
             kv_connector_output=kv_output,
         )
 
-    def _forward(self, rank: int, one: _Scheduled) -> list[int]:
-        end = one.start + one.count
-        request, chain = one.request, self.chains[one.request.request_id]
-        tokens = self._tokens(one)
-        expected = chain.upto(tokens, end, one.features)
-        for group, blocks in enumerate(one.blocks):
+    def _forward(self, rank: int, share: _Scheduled) -> list[int]:
+        end = share.start + share.count
+        request, chain = share.request, self.chains[share.request.request_id]
+        tokens = self._tokens(share)
+        expected = chain.upto(tokens, end, share.features)
+        for group, blocks in enumerate(share.blocks):
             values = expected ^ np.uint64(self._flavour(rank, group))
             table = np.array(blocks, dtype=np.int64)
             is_special = group or self.shape.alone
             if is_special and self.shape.state:
-                self._advance_state(rank, one, table, values)
+                self._advance_state(rank, share, table, values)
                 continue
             positions = np.arange(end)
             where = table[positions // self.shape.block_tokens], positions % self.shape.block_tokens
-            first = self._first_seen(one.start) if is_special else 0
-            there = self.memory[rank][where][first : one.start]
-            wrong = np.nonzero(there != values[first : one.start])[0]
+            first = self._first_seen(share.start) if is_special else 0
+            there = self.memory[rank][where][first : share.start]
+            wrong = np.nonzero(there != values[first : share.start])[0]
             assert not wrong.size, (
-                f"{request.request_id} attends to wrong KV at positions {(wrong + first).tolist()} of {one.start}, "
+                f"{request.request_id} attends to wrong KV at positions {(wrong + first).tolist()} of {share.start}, "
                 f"group {group}, rank {rank}, blocks {blocks}"
             )
-            written = slice(one.start, end)
+            written = slice(share.start, end)
             assert (where[0][written] != 0).all(), "the null block is written"
             self.memory[rank][where[0][written], where[1][written]] = values[written]
-        return [chain.next_token(end)] if one.samples else []
+        return [chain.next_token(end)] if share.samples else []
 
     def _first_seen(self, start: int) -> int:
         """The first position that a token at `start` attends to in the second group."""
@@ -377,23 +377,23 @@ class Engine:
         assert self.shape.window is not None
         return max(0, start - self.shape.window + 1)
 
-    def _advance_state(self, rank: int, one: _Scheduled, table: np.ndarray, values: np.ndarray) -> None:
+    def _advance_state(self, rank: int, share: _Scheduled, table: np.ndarray, values: np.ndarray) -> None:
         """The block that the last step wrote holds the state; where this step ends in another, it goes there."""
-        memory, name = self.memory[rank], one.request.request_id
-        if one.start:
-            block = table[(one.start - 1) // self.shape.block_tokens]
-            assert block != 0, f"{name} has no state at {one.start}"
-            assert (memory[block] == values[one.start - 1]).all(), f"{name} has a wrong state at {one.start}"
-        block = table[(one.start + one.count - 1) // self.shape.block_tokens]
+        memory, name = self.memory[rank], share.request.request_id
+        if share.start:
+            block = table[(share.start - 1) // self.shape.block_tokens]
+            assert block != 0, f"{name} has no state at {share.start}"
+            assert (memory[block] == values[share.start - 1]).all(), f"{name} has a wrong state at {share.start}"
+        block = table[(share.start + share.count - 1) // self.shape.block_tokens]
         assert block != 0, "the null block is written"
-        memory[block] = values[one.start + one.count - 1]
+        memory[block] = values[share.start + share.count - 1]
 
-    def _tokens(self, one: _Scheduled) -> Any:
+    def _tokens(self, share: _Scheduled) -> Any:
         """The tokens as the worker knows them: with those sampled in steps whose result the scheduler has not seen."""
-        tokens = list(one.tokens)
-        chain = self.chains[one.request.request_id]
-        while len(tokens) < one.start + one.count:
-            chain.upto(tokens, len(tokens), one.features)
+        tokens = list(share.tokens)
+        chain = self.chains[share.request.request_id]
+        while len(tokens) < share.start + share.count:
+            chain.upto(tokens, len(tokens), share.features)
             tokens.append(chain.next_token(len(tokens)))
         return tokens
 

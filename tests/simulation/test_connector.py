@@ -145,7 +145,7 @@ class Run:
 
     # ---- what the copier asks ----------------------------------------------------------------------------------------
     def snapshot(self, address: int, blocks: list[int]) -> dict[int, bytes]:
-        memory = next(one for one in self.engine.memory if one.ctypes.data == address)
+        memory = next(array for array in self.engine.memory if array.ctypes.data == address)
         return {block: memory[block].tobytes() for block in blocks}
 
     def before_load(self, blocks: list[int]) -> None:
@@ -326,7 +326,7 @@ class Run:
         self.world.sleep(1.0)
 
     def unanswered(self) -> list[str]:
-        return [one.method for connection in self.network.connections for one in connection.pendings]
+        return [pending.method for connection in self.network.connections for pending in connection.pendings]
 
     def close(self) -> None:
         self.world.close()
@@ -348,7 +348,7 @@ def test_nothing_leaks_hangs_or_lies(name: str, run: int, model_folder: Path, er
         simulation.close()
         print(dict(simulation.did), simulation.engine.steps, "steps", round(simulation.world.now - 1000), "s")
         print(dict(errors.counts))
-    interrupted.update({what: count for what, count in simulation.did.items() if " while " in what})
+    interrupted.update({event: count for event, count in simulation.did.items() if " while " in event})
     assert not errors.faults, errors.faults[0]
     assert simulation.did["finished"] == simulation.named
 

@@ -120,10 +120,10 @@ def _describe_layer(name: str, tensor: torch.Tensor, num_blocks: int, device_typ
 def _refuse_overlap(described: Sequence[tuple[LayerLayout, Segment]], num_blocks: int) -> None:
     """Layers either lie one after another or interleave inside a common block stride; nothing else is understood."""
     ordered = sorted(described, key=lambda pair: pair[1][0])
-    for (first, one), (second, two) in combinations(ordered, 2):
-        gap_bytes = two[0] - one[0]
-        apart = gap_bytes >= (num_blocks - 1) * one[1] + _extent_bytes(one)
-        interleaved = one[1] == two[1] and _extent_bytes(one) <= gap_bytes % one[1] <= one[1] - _extent_bytes(two)
+    for (first, low), (second, high) in combinations(ordered, 2):
+        gap_bytes = high[0] - low[0]
+        apart = gap_bytes >= (num_blocks - 1) * low[1] + _extent_bytes(low)
+        interleaved = low[1] == high[1] and _extent_bytes(low) <= gap_bytes % low[1] <= low[1] - _extent_bytes(high)
         if not apart and not interleaved:
             raise LayoutRefused(f"The KV tensors of {first.name} and {second.name} overlap.")
 

@@ -76,9 +76,9 @@ class GuardedSerde:
             return False
         return True
 
-    def _say(self, what: str) -> None:
-        if self._log_limiter.due(what.partition(" ")[0]):
-            log.warning("The serde %s failed: %s", self._inner.name, what, exc_info=True)
+    def _say(self, action: str) -> None:
+        if self._log_limiter.due(action.partition(" ")[0]):
+            log.warning("The serde %s failed: %s", self._inner.name, action, exc_info=True)
 
 
 @lru_cache(maxsize=256)

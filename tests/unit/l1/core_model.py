@@ -237,7 +237,7 @@ class Model:
         absent = [
             size_bytes
             for namespace, size_bytes, row in zip(namespaces, sizes, wanted, strict=True)
-            for chunk_hash in {one: None for one, flag in zip(hashes, row, strict=True) if flag}
+            for chunk_hash in {wanted_hash: None for wanted_hash, flag in zip(hashes, row, strict=True) if flag}
             if (namespace, chunk_hash) not in self.found
         ]
         needed_bytes = sum(-(-size_bytes // UNIT) * UNIT for size_bytes in absent)

@@ -73,11 +73,11 @@ def resident(l1: L1Store, wanted: Sequence[ObjectKey]) -> list[bool]:
 def test_namespaces_and_their_salts_come_from_the_frames(name: str) -> None:
     of = [Namespace("model", 2, rank, 0, "0a" * 16, salt) for rank in range(2) for salt in ("", "tenant")]
     with closing(open_l1(name, 0)) as previous:
-        for one in of:
-            put(previous, keys(3, of=one))
+        for rank_namespace in of:
+            put(previous, keys(3, of=rank_namespace))
     with closing(open_l1(name, 1)) as l1:
         assert l1.recovered.objects == 12
-        assert all(all(resident(l1, keys(3, of=one))) for one in of)
+        assert all(all(resident(l1, keys(3, of=rank_namespace))) for rank_namespace in of)
         assert sorted(l1.core.salt_usage()) == [("", 6 * FRAME_BYTES), ("tenant", 6 * FRAME_BYTES)]
         l1.check_idle()
 

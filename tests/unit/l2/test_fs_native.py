@@ -204,22 +204,22 @@ def test_servers_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(0.005)
 
     async def test() -> None:
-        async with Server(tmp_path) as one, Server(tmp_path) as two:
-            await one.store(4, seed=1)
-            assert await two.runner.probe(keys(4, 1)) == [True] * 4  # found without a scan
-            assert await two.load(4, seed=1) == [LoadOutcome.LOADED] * 4
-            await one.store(4, seed=2)
-            await until(lambda: two.runner.status()["objects"] == 8)  # found by the scan
-            await two.store(4, seed=9)
-            await until(lambda: one.runner.status()["objects"] == 12)  # it searches, as it knows that it is not alone
-            await two.store(4, seed=3)
+        async with Server(tmp_path) as first, Server(tmp_path) as second:
+            await first.store(4, seed=1)
+            assert await second.runner.probe(keys(4, 1)) == [True] * 4  # found without a scan
+            assert await second.load(4, seed=1) == [LoadOutcome.LOADED] * 4
+            await first.store(4, seed=2)
+            await until(lambda: second.runner.status()["objects"] == 8)  # found by the scan
+            await second.store(4, seed=9)
+            await until(lambda: first.runner.status()["objects"] == 12)  # it searches, as it knows that it is not alone
+            await second.store(4, seed=3)
             files = {path: path.stat().st_ino for path in data_files(tmp_path)}
-            one.runner.lost(keys(4, 3))
-            assert await one.store(4, seed=3) == [StoreOutcome.ALREADY_THERE] * 4
+            first.runner.lost(keys(4, 3))
+            assert await first.store(4, seed=3) == [StoreOutcome.ALREADY_THERE] * 4
             assert {path: path.stat().st_ino for path in data_files(tmp_path)} == files  # not written again
-            await two.runner.clear()
-            assert await one.load(4, seed=1) == [LoadOutcome.MISSING] * 4
-            await until(lambda: one.runner.status()["objects"] == 0)
+            await second.runner.clear()
+            assert await first.load(4, seed=1) == [LoadOutcome.MISSING] * 4
+            await until(lambda: first.runner.status()["objects"] == 0)
 
     run(test)
 

@@ -135,16 +135,16 @@ def test_damaged_objects_are_misses_and_their_slots_are_used_again(s3: SeaweedFS
 
 def test_two_servers_on_one_pool_lose_hits_and_never_bytes(s3: SeaweedFS) -> None:
     async def whole() -> None:
-        one, _ = await opened(s3_pool(s3, "both"))
-        two, _ = await opened(s3_pool(s3, "both"))
+        first, _ = await opened(s3_pool(s3, "both"))
+        second, _ = await opened(s3_pool(s3, "both"))
         mine, theirs = keys(SLOTS), keys(SLOTS, seed=1)
-        assert await store(one, mine) == await store(two, theirs) == [StoreOutcome.STORED] * SLOTS
-        assert await load(one, mine) == [CORRUPT] * SLOTS
-        assert await load(two, theirs) == [LOADED] * SLOTS
-        assert await store(one, mine[:2]) == [StoreOutcome.STORED] * 2
-        assert sorted(outcome.value for outcome in await load(two, theirs)) == ["corrupt"] * 2 + ["loaded"] * 6
-        await one.close()
-        await two.close()
+        assert await store(first, mine) == await store(second, theirs) == [StoreOutcome.STORED] * SLOTS
+        assert await load(first, mine) == [CORRUPT] * SLOTS
+        assert await load(second, theirs) == [LOADED] * SLOTS
+        assert await store(first, mine[:2]) == [StoreOutcome.STORED] * 2
+        assert sorted(outcome.value for outcome in await load(second, theirs)) == ["corrupt"] * 2 + ["loaded"] * 6
+        await first.close()
+        await second.close()
 
     asyncio.run(whole())
 

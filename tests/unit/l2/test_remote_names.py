@@ -33,11 +33,11 @@ def test_other_names_are_not_ours(name: str) -> None:
 
 
 def test_every_part_of_a_key_counts() -> None:
-    one, other = keys(2)
-    names = RemoteNames().names([one, other, ObjectKey(namespace(salt="b"), one.chunk_hash)])
+    first, other = keys(2)
+    names = RemoteNames().names([first, other, ObjectKey(namespace(salt="b"), first.chunk_hash)])
     assert len(set(names)) == 3
     assert [RemoteNames().parse(name) for name in names[:2]] == [
-        (key.namespace.digest, key.chunk_hash) for key in (one, other)
+        (key.namespace.digest, key.chunk_hash) for key in (first, other)
     ]
 
 

@@ -39,12 +39,12 @@ def suspended(rig: Rig, index: int = 0) -> bool:
 
 def test_a_prefix_may_come_from_several() -> None:
     wanted = keys(60)
-    (first, one), (second, two), (third, three) = faulty(), faulty(index=1), faulty(index=2)
+    (first, front), (second, middle), (third, back) = faulty(), faulty(index=1), faulty(index=2)
     with open_rig([first, second, third]) as rig:
         rig.put(wanted)
         assert rig.storage.flush(20)
         rig.storage.clear("l1")
-        for number, adapter in enumerate((one, two, three)):
+        for number, adapter in enumerate((front, middle, back)):
             for chunk, key in enumerate(wanted):
                 if chunk // 5 % 3 != number:
                     del adapter.inner.objects[key]  # nobody knows

@@ -61,10 +61,10 @@ def test_a_file_under_the_name_of_another_key_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_the_next_adapter_helps_out_with_what_was_corrupt() -> None:
-    (first, one), (second, _) = faulty(), faulty(index=1)
+    (first, front), (second, _) = faulty(), faulty(index=1)
     with open_rig([first, second]) as rig:
         stored_and_forgotten(rig)
-        one.flip = 3
+        front.flip = 3
         result = rig.fetch(keys(20))
         assert result.chunks == 20 and rig.holds(result, keys(20))
 
@@ -294,14 +294,14 @@ def test_without_adapters_everything_is_a_miss() -> None:
 
 
 def test_clear_goes_on_behind_an_adapter_that_fails_and_says_so() -> None:
-    (first, one), (second, two) = faulty(), faulty(index=1)
+    (first, front), (second, back) = faulty(), faulty(index=1)
     with open_rig([first, second]) as rig:
         rig.put(keys(20))
         assert rig.storage.flush(20)
-        one.clear_raises = AdapterError("no right to delete")
+        front.clear_raises = AdapterError("no right to delete")
         with pytest.raises(LMCacheError, match="Not everything could be cleared: no right to delete"):
             rig.storage.clear("all")
-        assert (rig.l1.core.stats()["objects"], len(two.inner.objects)) == (0, 0)
+        assert (rig.l1.core.stats()["objects"], len(back.inner.objects)) == (0, 0)
         assert rig.fetch(keys(20)).chunks == 20
 
 

@@ -71,20 +71,20 @@ def stored_and_forgotten(rig: Rig, wanted: Sequence[ObjectKey]) -> None:
 
 # ---- the guide -------------------------------------------------------------------------------------------------------
 def use_the_example(store_policy: str, prefetch_policy: str) -> None:
-    (first, one), (second, two) = faulty(), faulty(index=1)
+    (first, front), (second, back) = faulty(), faulty(index=1)
     with open_rig([first, second], store_policy=store_policy, prefetch_policy=prefetch_policy) as rig:
         private, public = keys(20, of=namespace(salt="bank")), keys(20)
         for wanted in (private, public):
             stored_and_forgotten(rig, wanted)
-        assert set(one.inner.objects) == {*private, *public}
-        assert set(two.inner.objects) == set(public)
+        assert set(front.inner.objects) == {*private, *public}
+        assert set(back.inner.objects) == set(public)
         for number in range(4):
             result = rig.fetch(public)
             assert result.chunks == 20 and rig.holds(result, public)
             rig.l1.core.release(result.lease)
             assert rig.resident(public) == 20  # retained
             rig.storage.clear("l1")
-            assert (one.calls["load"], two.calls["load"]) == ((number + 2) // 2, (number + 1) // 2)
+            assert (front.calls["load"], back.calls["load"]) == ((number + 2) // 2, (number + 1) // 2)
         result = rig.fetch(private)
         assert result.chunks == 20 and rig.holds(result, private)
         assert rig.sample("policy_faults_total", policy="store") == 0
@@ -246,27 +246,27 @@ def answering(answer: Any) -> str:
     ],
 )
 def test_a_faulty_store_policy_is_replaced_by_the_default(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    (first, one), (second, two) = faulty(), faulty(index=1)
+    (first, front), (second, back) = faulty(), faulty(index=1)
     with open_rig([first, second], store_policy=answering(answer)) as rig:
         for seed in range(3):
             rig.put(keys(20, seed))
             assert rig.storage.responsive(20)
         assert rig.storage.flush(20)
-        assert len(one.inner.objects) == len(two.inner.objects) == 60
+        assert len(front.inner.objects) == len(back.inner.objects) == 60
         assert rig.sample("policy_faults_total", policy="store") == 3
     assert sum("The store policy Preset failed" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("answer", [raising, raising_mutely, None, [0, 2], [0, 0], [True, "x"], {0: 1}, "01"])
 def test_a_faulty_prefetch_policy_is_replaced_by_the_default(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    (first, one), (second, two) = faulty(), faulty(index=1)
+    (first, front), (second, back) = faulty(), faulty(index=1)
     with open_rig([first, second], prefetch_policy=answering(answer)) as rig:
         stored_and_forgotten(rig, keys(20))
         for _ in range(3):
             result = rig.fetch(keys(20))
             assert result.chunks == 20 and rig.holds(result, keys(20))
             rig.l1.core.release(result.lease)
-        assert (one.calls["load"], two.calls["load"]) == (3, 0)
+        assert (front.calls["load"], back.calls["load"]) == (3, 0)
         assert rig.sample("policy_faults_total", policy="prefetch") == 3
     assert sum("The prefetch policy Preset failed" in record.message for record in caplog.records) == 1
 
@@ -288,10 +288,10 @@ class Consumes(Answers):
 def test_a_policy_cannot_change_what_it_is_asked_about(caplog: pytest.LogCaptureFixture) -> None:
     for names in (policies.STORE_POLICIES, policies.PREFETCH_POLICIES):
         names["consumes"] = Consumes
-    (first, one), (second, two) = faulty(), faulty(index=1)
+    (first, front), (second, back) = faulty(), faulty(index=1)
     with open_rig([first, second], store_policy="consumes", prefetch_policy="consumes") as rig:
         stored_and_forgotten(rig, keys(20))
-        assert len(one.inner.objects) == len(two.inner.objects) == 20
+        assert len(front.inner.objects) == len(back.inner.objects) == 20
         result = rig.fetch(keys(20))
         assert result.chunks == 20 and rig.holds(result, keys(20))
         rig.l1.core.release(result.lease)
@@ -299,7 +299,7 @@ def test_a_policy_cannot_change_what_it_is_asked_about(caplog: pytest.LogCapture
 
 
 def test_a_policy_that_fails_now_and_then_decides_the_rest() -> None:
-    (first, one), (second, two) = faulty(), faulty(index=1)
+    (first, front), (second, back) = faulty(), faulty(index=1)
     calls: list[int] = []
 
     def answer(count: int) -> Any:
@@ -313,8 +313,8 @@ def test_a_policy_that_fails_now_and_then_decides_the_rest() -> None:
             rig.put(keys(20, seed))
             assert rig.storage.responsive(20)
         assert rig.storage.flush(20)
-        assert set(one.inner.objects) == set(keys(20, 1))
-        assert len(two.inner.objects) == 60
+        assert set(front.inner.objects) == set(keys(20, 1))
+        assert len(back.inner.objects) == 60
     assert calls == [20, 20, 20]  # a commit at a time
 
 

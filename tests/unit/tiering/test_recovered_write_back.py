@@ -62,15 +62,15 @@ def held(adapter: FaultyAdapter) -> set[ObjectKey]:
 
 def test_every_adapter_gets_what_it_lacks_and_nothing_twice(name: str) -> None:
     wanted = keys(600)
-    (first, one), (second, two) = faulty(), faulty(index=1)
+    (first, front), (second, back) = faulty(), faulty(index=1)
     with open_again(name, [first]) as rig:
         rig.put(wanted[:200])
         assert rig.storage.flush(20)
         rig.put(wanted[200:], tell=False)  # killed before it was stored
-    stores = one.calls["store"]
-    (first, again) = (ConfiguredAdapter(first.config, one), one)
+    stores = front.calls["store"]
+    (first, again) = (ConfiguredAdapter(first.config, front), front)
     with open_again(name, [first, second]) as rig:
-        until(lambda: held(again) >= set(wanted) and held(two) >= set(wanted))
+        until(lambda: held(again) >= set(wanted) and held(back) >= set(wanted))
         assert rig.resident(wanted) == 600
         assert rig.sample("l2_store_dropped_total", reason="evicted") == 0
     assert again.calls["store"] - stores <= 10  # 400 objects in batches of 64, those it had in none

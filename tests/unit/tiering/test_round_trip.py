@@ -102,19 +102,19 @@ def test_what_l1_still_has_is_not_loaded_again() -> None:
 
 def test_adapters_are_asked_in_order_and_each_for_what_the_others_lack() -> None:
     wanted = keys(30)
-    (first, one), (second, two) = faulty(), faulty(index=1)
+    (first, front), (second, back) = faulty(), faulty(index=1)
     with open_rig([first, second]) as rig:
         rig.put(wanted)
         assert rig.storage.flush(20)
         rig.storage.clear("l1")
         assert rig.fetch(wanted).chunks == 30
-        assert (one.calls["load"], two.calls["load"]) == (1, 0)
+        assert (front.calls["load"], back.calls["load"]) == (1, 0)
         rig.l1.core.drop_owner(7)
         for key in wanted[10:]:
-            del one.inner.objects[key]  # the backend lost them and nobody knows
+            del front.inner.objects[key]  # the backend lost them and nobody knows
         result = rig.fetch(wanted)
         assert result.chunks == 30 and rig.holds(result, wanted)
-        assert (one.calls["load"], two.calls["load"]) == (2, 1)
+        assert (front.calls["load"], back.calls["load"]) == (2, 1)
 
 
 def test_requests_for_the_same_objects_share_one_load() -> None:

@@ -73,7 +73,7 @@ class Skipping:
 def skipping(slots: int = 256, *, adapters: int = 2, l1_policy: str = "noop", **options: Any) -> Iterator[Skipping]:
     made = [faulty({**MOCK, "timeout_seconds": 20}, index) for index in range(adapters)]
     clock = ManualClock()
-    configured = [one for one, _ in made]
+    configured = [entry for entry, _ in made]
     with open_rig(configured, slots=slots, l1_policy=l1_policy, store_policy="skip_l1", clock=clock, **options) as rig:
         yield Skipping(rig, [adapter for _, adapter in made], clock)
 

@@ -112,21 +112,21 @@ class Alone:
 
     def serve(self, name: str, *, in_l1: int, answer_seconds: float = 0.0, load_seconds: float = 0.0) -> bool:
         """A request for two chunks of which L1 has some and L2 the rest; whether something was loaded."""
-        self.side.on_new_request(one := request(name, 600))
+        self.side.on_new_request(asked := request(name, 600))
         (message,) = self.client.messages("lookup")[-1:]
         hit = in_l1 if message.recompute else 2
         reply = answer(hit, 600)
         reply.chunks_l1 = in_l1
         self.clock.advance(0.0 if message.recompute else answer_seconds)
         self.client.pendings("lookup")[-1].outcome = reply
-        tokens, _ = self.side.matched_tokens(one, 0)
-        assert self.side.matched_tokens(one, 0)[0] == tokens  # the same whenever it is asked
-        self.side.after_allocation(one, ([1, 2, 3, 4],), tokens)  # type: ignore[arg-type]
+        tokens, _ = self.side.matched_tokens(asked, 0)
+        assert self.side.matched_tokens(asked, 0)[0] == tokens  # the same whenever it is asked
+        self.side.after_allocation(asked, ([1, 2, 3, 4],), tokens)  # type: ignore[arg-type]
         if tokens:
             self.side.step_metadata(step())
             self.clock.advance(load_seconds)
             self.side.step_ended(output(received={name}))
-        self.side.request_finished(one, ((),))
+        self.side.request_finished(asked, ((),))
         return bool(tokens)
 
 

@@ -44,7 +44,7 @@ def test_every_state_can_be_reached_and_leads_to_the_end() -> None:
     assert reached == set(RequestState)
     for state in RequestState:
         onward = {state}
-        while more := {wanted for one in onward for wanted in TRANSITIONS[one]} - onward:
+        while more := {wanted for origin in onward for wanted in TRANSITIONS[origin]} - onward:
             onward |= more
         assert RequestState.ENDED in onward
 

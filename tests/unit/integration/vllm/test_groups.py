@@ -31,8 +31,8 @@ def groups(*specs: Any, **fields: Any) -> Any:
     values = {"enable_kv_transfer": True, "host_resident": False, **fields}
     return SimpleNamespace(
         kv_cache_groups=[
-            SimpleNamespace(kv_cache_spec=one, layer_names=[f"layer{index}"], **values)
-            for index, one in enumerate(specs)
+            SimpleNamespace(kv_cache_spec=kv_spec, layer_names=[f"layer{index}"], **values)
+            for index, kv_spec in enumerate(specs)
         ]
     )
 
@@ -56,7 +56,7 @@ MIXED = spec(
 
 
 @pytest.mark.parametrize(
-    ("one", "tail_tokens"),
+    ("kv_spec", "tail_tokens"),
     [
         (spec("FullAttentionSpec"), 0),
         (spec("FullAttentionSpec", sliding_window=512, kv_quant_mode=1), 0),
@@ -67,8 +67,8 @@ MIXED = spec(
         (MIXED, 0),
     ],
 )
-def test_plain_attention_is_cached(one: Any, tail_tokens: int) -> None:
-    (group,) = cacheable_groups(config(), groups(one))
+def test_plain_attention_is_cached(kv_spec: Any, tail_tokens: int) -> None:
+    (group,) = cacheable_groups(config(), groups(kv_spec))
     assert (group.block_tokens, group.layer_names, group.tail_tokens) == (16, ("layer0",), tail_tokens)
     assert not group.is_state
 
@@ -81,7 +81,7 @@ def test_a_state_at_block_boundaries_is_cached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "words"),
+    ("kv_spec", "words"),
     [
         (state_spec(mamba_cache_mode="none"), "--enable-prefix-caching"),
         (state_spec(mamba_cache_mode="all"), "not 'align'"),
@@ -103,9 +103,9 @@ def test_a_state_at_block_boundaries_is_cached() -> None:
         (spec("FullAttentionSpec", kv_quant_mode=2), "keeps scales beside the values"),
     ],
 )
-def test_what_cannot_be_proved_is_refused_with_a_sentence(one: Any, words: str) -> None:
+def test_what_cannot_be_proved_is_refused_with_a_sentence(kv_spec: Any, words: str) -> None:
     with pytest.raises(LayoutRefused, match=words) as refused:
-        cacheable_groups(config(), groups(spec("FullAttentionSpec"), one))
+        cacheable_groups(config(), groups(spec("FullAttentionSpec"), kv_spec))
     assert str(refused.value).endswith(".")
 
 

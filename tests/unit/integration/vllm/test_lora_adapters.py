@@ -118,13 +118,13 @@ def test_what_is_loaded_in_place_from_another_path_takes_the_number_of_the_previ
 def test_of_two_adapters_with_one_number_it_is_not_known_which_the_engine_has(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, two = lora(save(tmp_path / "one", b"one")), lora(save(tmp_path / "two", b"two"))
+    lora_a, lora_b = lora(save(tmp_path / "one", b"one")), lora(save(tmp_path / "two", b"two"))
     adapters = LoraAdapters()
-    first = named(adapters, one)
-    assert adapters.named(two) is None
-    assert adapters.named(two) is None
-    assert adapters.named(one) is None
-    assert not adapters.unchanged(one, first)
+    first = named(adapters, lora_a)
+    assert adapters.named(lora_b) is None
+    assert adapters.named(lora_b) is None
+    assert adapters.named(lora_a) is None
+    assert not adapters.unchanged(lora_a, first)
     (said,) = warnings(caplog)
     assert "number 1" in said
 
@@ -153,37 +153,37 @@ def test_an_adapter_without_a_local_folder_is_not_known(path: str, caplog: pytes
 def test_while_requests_of_two_adapters_with_one_number_run_neither_is_known(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = lora(save(tmp_path / "one", b"one"), load_inplace=True)
-    two = lora(save(tmp_path / "two", b"two"), load_inplace=True)
+    lora_a = lora(save(tmp_path / "one", b"one"), load_inplace=True)
+    lora_b = lora(save(tmp_path / "two", b"two"), load_inplace=True)
     adapters = LoraAdapters()
-    adapters.request_begins("a", one)
-    first = named(adapters, one)
-    adapters.request_begins("b", two)
-    assert adapters.named(two) is None  # any step may load either of them last
-    assert not adapters.unchanged(one, first)
-    adapters.request_begins("c", one)
-    assert adapters.named(one) is None
+    adapters.request_begins("a", lora_a)
+    first = named(adapters, lora_a)
+    adapters.request_begins("b", lora_b)
+    assert adapters.named(lora_b) is None  # any step may load either of them last
+    assert not adapters.unchanged(lora_a, first)
+    adapters.request_begins("c", lora_a)
+    assert adapters.named(lora_a) is None
     (warning,) = warnings(caplog)
     assert "number 1" in warning
     adapters.request_ended("b")
-    adapters.request_begins("d", one)
-    again = named(adapters, one)  # every step reads it
+    adapters.request_begins("d", lora_a)
+    again = named(adapters, lora_a)  # every step reads it
     assert again.content is not None
-    assert not adapters.unchanged(one, first)
+    assert not adapters.unchanged(lora_a, first)
 
 
 def test_after_a_conflict_an_adapter_that_is_not_read_again_stays_unknown(tmp_path: Path) -> None:
-    one = lora(save(tmp_path / "one", b"one"))
-    two = lora(save(tmp_path / "two", b"two"), load_inplace=True)
+    lora_a = lora(save(tmp_path / "one", b"one"))
+    lora_b = lora(save(tmp_path / "two", b"two"), load_inplace=True)
     adapters = LoraAdapters()
-    adapters.request_begins("a", one)
-    named(adapters, one)
-    adapters.request_begins("b", two)
-    assert adapters.named(two) is None
+    adapters.request_begins("a", lora_a)
+    named(adapters, lora_a)
+    adapters.request_begins("b", lora_b)
+    assert adapters.named(lora_b) is None
     adapters.request_ended("a")
     adapters.request_ended("b")
-    assert adapters.named(one) is None  # the engine may have the other one under its number
-    assert named(adapters, two).content is not None
+    assert adapters.named(lora_a) is None  # the engine may have the other one under its number
+    assert named(adapters, lora_b).content is not None
 
 
 def test_requests_that_ended_leave_nothing_behind(folder: Path) -> None:

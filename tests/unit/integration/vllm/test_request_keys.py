@@ -28,7 +28,7 @@ def test_media_and_adapters_enter_the_question(tmp_path: Path) -> None:
 def test_a_request_with_media_that_have_no_names_is_not_asked_for() -> None:
     engine = Engine(media_have_names=False)
     image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=200, length=100))
-    engine.side.on_new_request(one := request("a", 600, mm_features=[image]))
-    assert engine.side.matched_tokens(one, 0) == (0, False)
+    engine.side.on_new_request(asked := request("a", 600, mm_features=[image]))
+    assert engine.side.matched_tokens(asked, 0) == (0, False)
     engine.side.on_new_request(request("b", 600))
     assert [message.request_id for message in engine.client.messages("lookup")] == ["b"]
