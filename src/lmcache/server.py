@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import random
 import resource
 import sys
 import threading
@@ -46,6 +47,7 @@ EXIT_LEFT_BEHIND = 1  # something hangs in a backend or in the kernel
 _REMOVE_SECONDS = 1.0
 _ANNOUNCE_SECONDS = 1.0
 _STATUS_SECONDS = 2.0
+_RNG_SEED_BYTES = 16
 # How long a thread may keep the interpreter: the message loop must not wait 5 ms for the storage loop.
 _THREAD_SWITCH_SECONDS = 0.0005
 _WANTED_FILE_DESCRIPTORS = 65_536
@@ -176,6 +178,7 @@ class Server:
             metrics=self.metrics.l2,
             clock=self._clock,
             salt_limits=salt_limits,
+            rng=random.Random(self._environment.random_bytes(_RNG_SEED_BYTES)),
         )
 
     def _event_bus(self) -> EventBus:

@@ -18,6 +18,7 @@ from lmcache.config.spec import ServerConfig
 from lmcache.core.frame import header_template, verify_frames
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.environment import SYSTEM, Environment
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
@@ -32,13 +33,13 @@ NO_SLOT = 2**64 - 1
 
 
 @contextmanager
-def server_within(**settings: Any) -> Iterator[Server]:
+def server_within(environment: Environment = SYSTEM, **settings: Any) -> Iterator[Server]:
     """A small server inside this process, for tests that reach into it."""
     defaults = {"l1_size_gb": 0.05, "eviction_policy": "LRU", "port": 0, "http_port": free_port(), "prometheus_port": 0}
     config = ServerConfig(host="127.0.0.1", http_host="127.0.0.1", **{**defaults, **settings})
     adapters = [build(parse_adapter(spec, index)) for index, spec in enumerate(config.l2_adapter)]
     policies = select_store_policy(config.l2_store_policy), select_prefetch_policy(config.l2_prefetch_policy)
-    server = Server(Plan(Loaded(config, {}, frozenset()), adapters, *policies, notes=()))
+    server = Server(Plan(Loaded(config, {}, frozenset()), adapters, *policies, notes=()), environment)
     server.start()
     try:
         yield server

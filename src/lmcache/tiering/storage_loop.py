@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -78,7 +79,9 @@ class StorageLoop:
         metrics: L2Metrics,
         clock: Clock | None = None,
         salt_limits: SaltLimits | None = None,
+        rng: random.Random | None = None,
     ) -> None:
+        """`rng` spreads retries, and is used by the loop's thread alone."""
         clock = clock or SystemClock()
         self._l1 = l1
         self._prefetches: set[asyncio.Task[None]] = set()
@@ -94,7 +97,7 @@ class StorageLoop:
         self._drained: bool | None = None  # not asked for yet
         threads = concurrent.futures.ThreadPoolExecutor(settings.verify_threads, thread_name_prefix="verify")
         self._verifier = Verifier(threads)
-        self.runners = [Runner(adapter, metrics, clock, salt_limits) for adapter in adapters]
+        self.runners = [Runner(adapter, metrics, clock, salt_limits, rng) for adapter in adapters]
         described = [AdapterInfo(runner.name, runner.config.type, runner.config.limit_bytes) for runner in self.runners]
         context = TieringContext(l1, self.runners, metrics, clock)
         prefetch = CheckedPrefetchPolicy(settings.prefetch_policy, described, metrics)

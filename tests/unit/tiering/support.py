@@ -158,7 +158,7 @@ def open_rig(
     metrics = Metrics()
     name = f"lmcache-test-l2-{os.getpid()}-{time.monotonic_ns()}"
     l1 = L1Store.open(name, slots * FRAME_BYTES, os.urandom(16), policy=l1_policy, init_bytes=slots * FRAME_BYTES)
-    beside = {name: options.pop(name) for name in ("clock", "salt_limits") if name in options}
+    beside = {name: options.pop(name) for name in ("clock", "salt_limits", "rng") if name in options}
     try:
         storage = StorageLoop(l1, list(adapters), storage_settings(**options), metrics=metrics.l2, **beside)
     except BaseException:

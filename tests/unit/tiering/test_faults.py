@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from pathlib import Path
 
@@ -162,6 +163,17 @@ def test_faults_of_an_adapter_end_as_misses(fault: Exception) -> None:
         assert rig.storage.flush(20)
         assert rig.storage.status()["adapters"][0]["loads_suspended"]
         assert rig.sample("l2_prefetch_failure_chunks_total", reason="l2_failed") >= 20
+
+
+def test_what_spreads_retries_is_drawn_from_what_the_loop_is_given() -> None:
+    source = random.Random(1)
+    configured, adapter = faulty()
+    with open_rig([configured], rng=source) as rig:
+        adapter.raises = AdapterError("away", retryable=True)
+        rig.put(keys(3))
+        assert rig.storage.flush(20)
+    assert adapter.calls["store"] > 1
+    assert source.getstate() != random.Random(1).getstate()
 
 
 def test_l1_without_room_gives_the_prefix_that_fits() -> None:
