@@ -78,8 +78,8 @@ $(NIGHTLY): nightly-%: $(READY)
 
 SOAK ?= 7200
 soak: $(READY) ## mixed traffic for two hours (SOAK=seconds), a quarter of it without vLLM: memory flat, nothing held at the end
-	LMCACHE_SOAK_SECONDS=$$(($(SOAK) / 4)) $(PY) -m pytest -s tests/process/test_soak.py
-	LMCACHE_SOAK_SECONDS=$$(($(SOAK) * 3 / 4)) $(PY) -m pytest -s tests/e2e/test_soak.py
+	TEST_SOAK_SECONDS=$$(($(SOAK) / 4)) $(PY) -m pytest -s tests/process/test_soak.py
+	TEST_SOAK_SECONDS=$$(($(SOAK) * 3 / 4)) $(PY) -m pytest -s tests/e2e/test_soak.py
 
 bench: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/services ## the measurements behind the README, about 15 minutes
 	$(PY) benchmarks/run.py

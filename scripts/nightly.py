@@ -1,7 +1,7 @@
 """Runs the tests that take long, part by part, and reports the result of each. A failed part does not end the others.
 
 Arguments are names of parts (none: all of them); what follows `--` goes to pytest: `nightly.py shapes -- -k mla`.
-Random tests get a new seed in each run; LMCACHE_TEST_SEED repeats one.
+Random tests get a new seed in each run; TEST_SEED repeats one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from results import Outcome, exit_code, table
 
 ROOT = Path(__file__).resolve().parent.parent
-SEED = os.environ.get("LMCACHE_TEST_SEED") or str(int(time.time()))
+SEED = os.environ.get("TEST_SEED") or str(int(time.time()))
 NOTHING_COLLECTED = 5  # pytest's exit code
 
 
@@ -37,23 +37,23 @@ PARTS: dict[str, tuple[Run, ...]] = {
     "engine": (Run(("tests/e2e", *SLOW, f"--ignore={SHAPES}")),),
     "faults": (
         Run(("tests/faults", *SLOW)),
-        Run(("tests/faults/test_power_cut.py",), {"LMCACHE_POWER_CUTS": "200"}),
+        Run(("tests/faults/test_power_cut.py",), {"TEST_POWER_CUTS": "200"}),
     ),
     "kill": (
-        Run(("tests/process/test_kill_loop.py",), {"LMCACHE_KILL_ROUNDS": "200"}),
-        Run((STOPS,), {"LMCACHE_STOP_ROUNDS": "300"}),
+        Run(("tests/process/test_kill_loop.py",), {"TEST_KILL_ROUNDS": "200"}),
+        Run((STOPS,), {"TEST_STOP_ROUNDS": "300"}),
     ),
-    "simulation": (Run(("tests/simulation",), {"LMCACHE_SIMULATION_STEPS": "100000", "LMCACHE_SIMULATED_RUNS": "50"}),),
+    "simulation": (Run(("tests/simulation",), {"TEST_SIMULATION_STEPS": "100000", "TEST_SIMULATED_RUNS": "50"}),),
     "contract": (
         Run(
             ("tests/contract", "-k", "like_a_dictionary"),
             {"LMCACHE_CONTRACT_STEPS": "50000", "LMCACHE_CONTRACT_SEED": SEED},
         ),
     ),
-    "random": (Run(("tests/unit", "-m", "not slow", f"--hypothesis-seed={SEED}"), {"LMCACHE_LEDGER_STEPS": "100000"}),),
+    "random": (Run(("tests/unit", "-m", "not slow", f"--hypothesis-seed={SEED}"), {"TEST_LEDGER_STEPS": "100000"}),),
     "cap": (
-        Run(("tests/process/test_cap.py",), {"LMCACHE_TEST_CAP_STORE_GB": "10"}),
-        Run(("tests/process/test_many_salts.py",), {"LMCACHE_TEST_SALTS": "200000"}),
+        Run(("tests/process/test_cap.py",), {"TEST_CAP_STORE_GB": "10"}),
+        Run(("tests/process/test_many_salts.py",), {"TEST_SALTS": "200000"}),
     ),
     "others": (Run(("tests", *SLOW, *(f"--ignore={path}" for path in ("tests/e2e", "tests/faults", STOPS)))),),
 }
@@ -61,7 +61,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
 
 def run_pytest(run: Run, extra: Sequence[str]) -> int:
     command = [sys.executable, "-m", "pytest", *run.arguments, *extra]
-    environment = {"LMCACHE_TEST_SEED": SEED, "TEST_SERVICES_REQUIRED": "1", **run.environment}
+    environment = {"TEST_SEED": SEED, "TEST_SERVICES_REQUIRED": "1", **run.environment}
     settings = [f"{name}={value}" for name, value in environment.items()]
     print("$", *settings, *command[1:], flush=True)
     code = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode

@@ -17,7 +17,7 @@ hypothesis.settings.load_profile("fixed" if SEED == FIXED_SEED else "random")
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if terminalreporter.stats.get("failed") and SEED != FIXED_SEED:
-        terminalreporter.write_line(f"LMCACHE_TEST_SEED={SEED} repeats this run's random tests.")
+        terminalreporter.write_line(f"TEST_SEED={SEED} repeats this run's random tests.")
 
 
 @pytest.fixture(autouse=True)

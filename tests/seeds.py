@@ -1,6 +1,6 @@
 """The seed of every random test: the same in each `make test`, a new one in `make nightly`, which prints it.
 
-LMCACHE_TEST_SEED repeats a run.
+TEST_SEED repeats a run.
 """
 
 from __future__ import annotations
@@ -8,4 +8,4 @@ from __future__ import annotations
 import os
 
 FIXED_SEED = 1
-SEED = int(os.environ.get("LMCACHE_TEST_SEED", str(FIXED_SEED)))
+SEED = int(os.environ.get("TEST_SEED", str(FIXED_SEED)))

@@ -1,6 +1,6 @@
 """Mixed traffic on a real engine with little room: memory stays flat, and in the end nothing is held for anybody.
 
-LMCACHE_SOAK_SECONDS sets how long (ten minutes unless set; see `make soak`).
+TEST_SOAK_SECONDS sets how long (ten minutes unless set; see `make soak`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from process.memory_watch import MemoryWatch, private_bytes, tree_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-SECONDS = float(os.environ.get("LMCACHE_SOAK_SECONDS", "600"))
+SECONDS = float(os.environ.get("TEST_SOAK_SECONDS", "600"))
 CLIENTS = 6
 TEXTS = 24
 SALTS = (None, None, None, "one", "two")

@@ -1,7 +1,7 @@
 """What a power failure leaves: what was flushed is there, of everything later any part may be there or not, block by
 block and in any order. Nothing of it is wrong, and what was flushed and not deleted since is not lost.
 
-LMCACHE_POWER_CUTS says how many failures are tried, LMCACHE_TEST_SEED from where.
+TEST_POWER_CUTS says how many failures are tried, TEST_SEED from where.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lmcache.l2.native_device import NativeDevice
 from lmcache.testing.frames import keys
 from seeds import SEED
 
-CUTS = int(os.environ.get("LMCACHE_POWER_CUTS", "10"))
+CUTS = int(os.environ.get("TEST_POWER_CUTS", "10"))
 DELETED = COUNT // 2
 SEEDS = range(4)
 
@@ -31,7 +31,7 @@ def test_a_device_after_a_power_failure(
     tmp_path: Path, name: str, block_bytes: int, clears: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block is as it was at some moment between a flush and the next, in which the failure comes."""
-    print(f"LMCACHE_TEST_SEED={SEED} LMCACHE_POWER_CUTS={CUTS}")
+    print(f"TEST_SEED={SEED} TEST_POWER_CUTS={CUTS}")
     chance = random.Random(SEED)
     with BY_NAME[name].at(tmp_path / "medium") as spec:
         device = tmp_path / "medium" / "device"
@@ -81,7 +81,7 @@ def test_a_device_after_a_power_failure(
 @pytest.mark.parametrize("name", ["fs", "fs_native"])
 def test_a_folder_after_a_power_failure(tmp_path: Path, name: str) -> None:
     """A file that was not flushed is there or not, of any length, with zeros where its blocks did not arrive."""
-    print(f"LMCACHE_TEST_SEED={SEED} LMCACHE_POWER_CUTS={CUTS}")
+    print(f"TEST_SEED={SEED} TEST_POWER_CUTS={CUTS}")
     chance = random.Random(SEED)
     for number in range(CUTS):
         cut_a_folder(tmp_path / str(number), BY_NAME[name], chance)

@@ -1,7 +1,7 @@
 """The cap of an adapter, seen from outside: `du` over the folder of a process that stores far more than fits.
 
 The process is stopped while `du` looks, as `du` takes its time: otherwise it would count a file here that has already
-made room for another one there. LMCACHE_TEST_CAP_STORE_GB=10 stores that many GB (10^9 bytes) under each policy.
+made room for another one there. TEST_CAP_STORE_GB=10 stores that many GB (10^9 bytes) under each policy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 CAP_BYTES = 20_000_000
-STORE_BYTES = int(float(os.environ.get("LMCACHE_TEST_CAP_STORE_GB", "0.15")) * 1e9)
+STORE_BYTES = int(float(os.environ.get("TEST_CAP_STORE_GB", "0.15")) * 1e9)
 SECONDS_BETWEEN_LOOKS = 0.02
 FILL_FOLDER = Path(__file__).with_name("fill_folder.py")
 

@@ -1,7 +1,7 @@
 """Random load on a real server that is killed at random moments, round after round: whatever claims to be there
 afterwards has exactly the bytes that were stored for it.
 
-For each thing that keeps objects: LMCACHE_KILL_ROUNDS rounds (15; 200 in `make nightly`), from LMCACHE_TEST_SEED.
+For each thing that keeps objects: TEST_KILL_ROUNDS rounds (15; 200 in `make nightly`), from TEST_SEED.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from process.support import SmallEngine
 from seeds import SEED
 from services import nixl
 
-ROUNDS = int(os.environ.get("LMCACHE_KILL_ROUNDS", "15"))
+ROUNDS = int(os.environ.get("TEST_KILL_ROUNDS", "15"))
 ENGINES = 2
 LONGEST_LOAD_SECONDS = 0.15
 PREFIX_CHUNKS = 64

@@ -22,7 +22,7 @@ from polling import until
 from process.memory_watch import MIB, private_bytes
 from process.support import CALL_SECONDS, unpack_slots
 
-SALTS = int(os.environ.get("LMCACHE_TEST_SALTS", "60000"))
+SALTS = int(os.environ.get("TEST_SALTS", "60000"))
 STORES = 2000  # as many of them store a chunk, too
 WARM_SALTS = 15_000
 GROUPS = 6

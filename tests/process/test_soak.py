@@ -1,6 +1,6 @@
 """Mixed traffic for a while: memory stays flat, and in the end nothing is held for anybody.
 
-LMCACHE_SOAK_SECONDS sets how long (a minute unless set; see `make soak`). One engine maps the memory, one uses the
+TEST_SOAK_SECONDS sets how long (a minute unless set; see `make soak`). One engine maps the memory, one uses the
 socket, and a third is killed and started again all the time.
 """
 
@@ -18,7 +18,7 @@ from lmcache.testing.processes import CacheServer
 from polling import until
 from process.memory_watch import MemoryWatch, private_bytes
 
-SECONDS = float(os.environ.get("LMCACHE_SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("TEST_SOAK_SECONDS", "60"))
 L1_GB = 0.008  # 250 of the 480 objects of a salt, of which there are three
 L2 = {"type": "fs_native", "max_capacity_gb": 0.02, "eviction": {"eviction_policy": "LRU"}}
 LIFE_SECONDS = 5.0

@@ -1,6 +1,6 @@
 """A server that is asked to stop at any moment, once or twice: it ends in time, with the right code, and nothing stays.
 
-LMCACHE_STOP_ROUNDS and LMCACHE_TEST_SEED: how many random moments, and which.
+TEST_STOP_ROUNDS and TEST_SEED: how many random moments, and which.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from process.places import Place
 from process.support import SmallEngine, server_within
 from seeds import SEED
 
-ROUNDS = int(os.environ.get("LMCACHE_STOP_ROUNDS", "16"))
+ROUNDS = int(os.environ.get("TEST_STOP_ROUNDS", "16"))
 LAST_MOMENT_SECONDS = 2.0
 CAUGHT_UP_GB = 1.25
 HANGUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # and so in every child: under nohup

@@ -2,7 +2,7 @@
 
 Time, threads, sockets and the moment of a copy belong to the simulation; everything else is the product.
 
-LMCACHE_SIMULATED_RUNS sets how many runs each shape gets, LMCACHE_TEST_SEED the first seed. A failure prints its
+TEST_SIMULATED_RUNS sets how many runs each shape gets, TEST_SEED the first seed. A failure prints its
 seed. The scheduler is vLLM's own, so what it does with blocks is not guessed.
 """
 
@@ -31,7 +31,7 @@ from simulation.world import World
 
 pytestmark = pytest.mark.engine
 
-RUNS = int(os.environ.get("LMCACHE_SIMULATED_RUNS", "1"))
+RUNS = int(os.environ.get("TEST_SIMULATED_RUNS", "1"))
 REQUESTS = 200
 IMAGE_TOKENS = 20
 L1_BYTES = 160 * 8192

@@ -2,7 +2,7 @@
 from a printed seed and against a dictionary: a hit has exactly the bytes that were stored for its key, and at the end
 nothing is held, whatever happened.
 
-LMCACHE_SIMULATION_STEPS steps for each setting (2,000); LMCACHE_TEST_SEED repeats a run.
+TEST_SIMULATION_STEPS steps for each setting (2,000); TEST_SEED repeats a run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lmcache.tiering.write_back import WriteBack
 from seeds import SEED
 from support.simulator import NO_FAULTS, Faults, InlineExecutor, SimulatedLoop, SimulatedMedium
 
-STEPS = int(os.environ.get("LMCACHE_SIMULATION_STEPS", "2000"))
+STEPS = int(os.environ.get("TEST_SIMULATION_STEPS", "2000"))
 
 PAYLOAD_BYTES = 4096
 FRAME_BYTES = 8192

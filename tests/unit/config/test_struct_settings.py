@@ -24,7 +24,7 @@ class Store(msgspec.Struct, kw_only=True):
     host: Annotated[str, Meta(min_length=1, description="where it is")]
     port: Annotated[int, Meta(ge=1, le=65_535)] = 6379
     password: Annotated[str, Meta(max_length=64)] = msgspec.field(
-        default_factory=lambda: os.environ.get("LMCACHE_TEST_PASSWORD", "")
+        default_factory=lambda: os.environ.get("TEST_PASSWORD", "")
     )
     mode: Literal["single", "cluster"] = "single"
     tls: Tls | None = None
@@ -49,7 +49,7 @@ def refusals(**given: Any) -> list[str]:
 
 
 def test_what_is_given_is_typed_and_the_rest_is_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMCACHE_TEST_PASSWORD", "from outside")
+    monkeypatch.setenv("TEST_PASSWORD", "from outside")
     store = parsed(host="h", tls={"ca_file": "/ca"}, ratio=1)
     assert (store.port, store.mode, store.ratio, store.number) == (6379, "single", 1.0, 7)
     assert store.tls == Tls("/ca") and store.password == "from outside"

@@ -1,4 +1,4 @@
-"""Random calls of a ledger beside a model of its rules: LMCACHE_LEDGER_STEPS of them for each policy."""
+"""Random calls of a ledger beside a model of its rules: TEST_LEDGER_STEPS of them for each policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmcache.l2.adapter import Capacity
 from seeds import SEED
 from unit.l2.ledger_model import FOLDER_BYTES, OVERHEAD_BYTES, UNIT_BYTES, LedgerModel, Record
 
-STEPS = int(os.environ.get("LMCACHE_LEDGER_STEPS", "1500"))
+STEPS = int(os.environ.get("TEST_LEDGER_STEPS", "1500"))
 ROOM_BYTES = 100_000
 SALTS = ("", "a", "b", "c")
 NAMESPACES = [Namespace(f"model-{model}", 1, 0, 0, "0" * 32, salt) for salt in SALTS for model in range(2)]

@@ -1,7 +1,7 @@
 """raw_block after a crash: what was confirmed is there, what was deleted is gone, and nothing is wrong.
 
-A copy of the device while a server works on it is what a kill at that moment leaves. LMCACHE_RAW_STEPS and
-LMCACHE_RAW_KILLS make the runs longer.
+A copy of the device while a server works on it is what a kill at that moment leaves. TEST_RAW_STEPS and
+TEST_RAW_KILLS make the runs longer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lmcache.testing.frames import keys, namespace
 from seeds import SEED
 from support.raw_devices import RawServer, make_device
 
-STEPS = int(os.environ.get("LMCACHE_RAW_STEPS", "300"))
-KILLS = int(os.environ.get("LMCACHE_RAW_KILLS", "3"))
+STEPS = int(os.environ.get("TEST_RAW_STEPS", "300"))
+KILLS = int(os.environ.get("TEST_RAW_KILLS", "3"))
 SLOTS = 40
 
 

@@ -54,3 +54,14 @@ def test_a_part_is_run_alone_and_its_result_is_the_exit_code() -> None:
     assert re.search(r"contract .*\| failed\nrandom .*\| failed", broken.stdout)
     unknown = ended("contrakt")
     assert unknown.returncode == 2 and unknown.stderr.startswith("There is no part 'contrakt'; the parts are shapes,")
+
+
+def test_what_tests_read_has_no_name_of_a_server_s_option() -> None:
+    """A server warns of variables that are named like its options and are none; it has the environment of its test."""
+    read = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in ("tests", "scripts")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in re.findall(r"environ(?:\.get\(|\[)\"(LMCACHE_\w+)", path.read_text())
+    ]
+    assert not read
