@@ -19,7 +19,9 @@ class CallThreads:
     """Construct on the loop that uses it. Threads are daemons: one that hangs in a call does not keep the process from
     ending."""
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, at_end: Callable[[], None] | None = None) -> None:
+        """`at_end` is called on each thread, as its last call."""
+        self._at_end = at_end
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{at}", daemon=True) for at in range(threads)]
@@ -65,6 +67,8 @@ class CallThreads:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+        if self._at_end is not None:
+            self._at_end()
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:

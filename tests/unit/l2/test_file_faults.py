@@ -1,4 +1,4 @@
-"""fs_native on disks that fail: faults of single calls (a preloaded shim), read-only remounts, files that somebody
+"""fs_native, and what shares its folders, on disks that fail: faults of single calls (a preloaded shim), read-only remounts, files that somebody
 removed, changed, swapped."""
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lmcache.core.limits import L2_BREAKER_MAX_OPEN_SECONDS
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.l2.adapters import fs_native
 from lmcache.testing.frames import FrameMemory, keys
+from services import nixl
 from unit.l2.support import OneServer, run
 
 HERE = Path(__file__).parent
@@ -104,7 +105,11 @@ def test_a_disk_that_lies_about_writes(faulty_disk: dict[str, Any]) -> None:
 # ---- folders that change under a server ------------------------------------------------------------------------------
 class Server(OneServer):
     def __init__(self, base: Path, kind: str = "fs_native", **settings: Any) -> None:
-        super().__init__({"type": kind, "base_path": str(base), **settings})
+        place: dict[str, Any] = {"base_path": str(base)}
+        if kind == "nixl_store_dynamic":
+            nixl.need()
+            place = {"backend": "POSIX", "backend_params": {"file_path": str(base), "use_direct_io": "false"}}
+        super().__init__({"type": kind, **place, **settings})
 
     async def verified_load(self, seed: int = 0) -> tuple[list[LoadOutcome], list[str]]:
         """Outcomes, and what is wrong with each frame."""
@@ -134,7 +139,7 @@ def own_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @as_root
-@pytest.mark.parametrize("kind", ["fs", "fs_native"])
+@pytest.mark.parametrize("kind", ["fs", "fs_native", "nixl_store_dynamic"])
 def test_a_disk_that_becomes_read_only_is_read_on(own_disk: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with Server(own_disk, kind) as server:

@@ -35,9 +35,9 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
         yield server
 
 
-def s3_pool(server: SeaweedFS, prefix: str, **params: str) -> dict[str, Any]:
+def s3_pool(server: SeaweedFS, prefix: str, slots: int = SLOTS, **params: str) -> dict[str, Any]:
     given = {**nixl.s3_params(server, "cache"), "object_prefix": prefix, **params}
-    return {"type": "nixl_store", "backend": "OBJ", "pool_size": SLOTS, "backend_params": given}
+    return {"type": "nixl_store", "backend": "OBJ", "pool_size": slots, "backend_params": given}
 
 
 def azure_pool(connection_string: str, container: str) -> dict[str, Any]:
@@ -145,6 +145,28 @@ def test_two_servers_on_one_pool_lose_hits_and_never_bytes(s3: SeaweedFS) -> Non
         assert sorted(outcome.value for outcome in await load(second, theirs)) == ["corrupt"] * 2 + ["loaded"] * 6
         await first.close()
         await second.close()
+
+    asyncio.run(whole())
+
+
+def test_a_pool_may_become_larger_and_smaller(s3: SeaweedFS) -> None:
+    """Its directory has more pages then, or longer ones than the objects that are there."""
+
+    async def life(slots: int, seed: int) -> list[ObjectKey]:
+        """What it found."""
+        adapter, inventory = await opened(s3_pool(s3, "sizes", slots))
+        assert await load(adapter, inventory.order) == [LOADED] * len(inventory.order)
+        await store(adapter, keys(2, seed))
+        await adapter.close()
+        return sorted(inventory.order)
+
+    async def whole() -> None:
+        first, second, third = keys(2), keys(2, seed=1), keys(2, seed=2)
+        assert await life(8, 0) == []
+        assert await life(40, 1) == sorted(first)
+        assert await life(1100, 2) == sorted([*first, *second])
+        assert await life(8, 3) == sorted([*first, *second, *third])
+        assert await life(1100, 4) == sorted([*first, *second, *third, *keys(2, seed=3)])
 
     asyncio.run(whole())
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import resource
-import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from lmcache.l2.adapters.nixl_files import FILE_MODE, ranges_of, read_frames, wr
 
 FOLDER = "nixl_pool_v1"
 DIRECTORY = "directory"
+LOCK_ATTEMPTS = 8
 SPARE_DESCRIPTORS = 256  # that the rest of a server needs at least
 
 _SLOT = re.compile(r"slot-([0-9]{8})")
@@ -54,15 +56,7 @@ class FilePool:
 
     def _open(self) -> None:
         refuse_too_few_descriptors(self._config, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        os.makedirs(self._folder, mode=FOLDER_MODE, exist_ok=True)
-        self._directory = os.open(self._folder / DIRECTORY, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        try:
-            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResourceError(
-                f"{self._config.where}: another server uses the pool in {self._folder}; "
-                "give each a file_path of its own."
-            ) from None
+        self._lock()
         for path in self._folder.iterdir():  # of a larger pool
             match = _SLOT.fullmatch(path.name)
             if match is not None and int(match[1]) >= self.slots:
@@ -70,16 +64,54 @@ class FilePool:
         for slot in range(self.slots):
             self.files.append(self._open_slot(self._folder / f"slot-{slot:08}"))
 
+    def _lock(self) -> None:
+        """Opens the directory. Another server may remove it at its end while this one begins."""
+        for _ in range(LOCK_ATTEMPTS):
+            os.makedirs(self._folder, mode=FOLDER_MODE, exist_ok=True)
+            try:
+                self._directory = self._open_file(self._folder / DIRECTORY, os.O_RDWR)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                break
+            if os.fstat(self._directory).st_nlink:
+                return
+            os.close(self._directory)
+            self._directory = -1
+        raise ResourceError(
+            f"{self._config.where}: another server uses the pool in {self._folder}; give each a file_path of its own."
+        )
+
     def _open_slot(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         if self._config.use_odirect:
             try:
-                return os.open(path, flags | os.O_DIRECT, FILE_MODE)
+                return self._open_file(path, os.O_RDWR | os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # a file system without O_DIRECT
                     raise
                 self.buffered_fallbacks += 1
-        return os.open(path, flags, FILE_MODE)
+        return self._open_file(path, os.O_RDWR)
+
+    def _open_file(self, path: Path, flags: int) -> int:
+        """Makes it where it is missing. What somebody else put there is left alone, and nothing waits for it."""
+        try:
+            fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise self._foreign(path) from None
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise self._foreign(path)
+        os.set_blocking(fd, True)
+        return fd
+
+    def _foreign(self, path: Path) -> ResourceError:
+        return ResourceError(
+            f"{self._config.where}: {path} is no file of a pool; remove it or choose another file_path."
+        )
 
     def read_directory(self, agent: Agent) -> memoryview:
         """Entries beyond the pool are cut off. A file that is no directory of a pool, or a damaged one, starts anew."""
@@ -126,9 +158,10 @@ class FilePool:
             write_all(self._directory, entry, self._geometry.entry_place(slot))
 
     def mark_used(self, agent: Agent, slots: Sequence[int], used_ns: int) -> None:
-        for at, slot in enumerate(slots):
-            used = (used_ns - 1000 * at).to_bytes(8, "little")
-            write_all(self._directory, used, self._geometry.used_place(slot))
+        with contextlib.suppress(OSError):  # the disk may be full or read-only by now: what it has is still read
+            for at, slot in enumerate(slots):
+                used = (used_ns - 1000 * at).to_bytes(8, "little")
+                write_all(self._directory, used, self._geometry.used_place(slot))
 
     def flush(self, agent: Agent) -> None:
         return
@@ -140,8 +173,17 @@ class FilePool:
             os.close(fd)
         if directory >= 0:
             if remove:
-                shutil.rmtree(self._folder, ignore_errors=True)
+                self._remove()
             os.close(directory)
+
+    def _remove(self) -> None:
+        """The directory after the slots: from then on another server may make its own."""
+        with contextlib.suppress(OSError):
+            for path in self._folder.iterdir():
+                if _SLOT.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+            (self._folder / DIRECTORY).unlink(missing_ok=True)
+            self._folder.rmdir()
 
 
 def unusable_folder(config: NixlStoreConfig, error: OSError) -> ResourceError:

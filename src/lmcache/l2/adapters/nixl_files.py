@@ -145,13 +145,15 @@ class NixlFiles:
         return IoResults(memoryview(values), memoryview(errors))
 
     def _open_frame(self, at: int, path: str, buffer: memoryview, used_ns: int) -> OpenFrame:
-        fd = self._open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        # O_NONBLOCK: somebody's FIFO under this name must not hang the thread.
+        fd = self._open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)
             size_bytes = min(status.st_size, buffer.nbytes)
             if not stat.S_ISREG(status.st_mode) or size_bytes <= FRAME_HEADER_BYTES or size_bytes % FRAME_ALIGN_BYTES:
                 raise OSError(errno.EBADMSG, "no frame")
-            with contextlib.suppress(PermissionError):  # a file of another user
+            os.set_blocking(fd, True)
+            with contextlib.suppress(OSError):  # a file of another user, or a disk that is read-only by now
                 os.utime(fd, ns=(used_ns, status.st_mtime_ns))
         except OSError:
             os.close(fd)

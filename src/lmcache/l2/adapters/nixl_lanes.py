@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import queue
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import TypeVar
 
 from lmcache.errors import AdapterError, ResourceError
 from lmcache.l2.adapters.nixl_agent import Agent, AgentSettings
-from lmcache.l2.background import in_thread
+from lmcache.l2.call_threads import CallThreads
 
 T = TypeVar("T")
 
 READ_LANES = 2  # while the transfer of one agent ends, another's has begun
 WRITE_LANES = 1
 
-Job = Callable[[Callable[[], Agent]], None]  # gets what gives the agent of the thread
-
 
 class Lanes:
-    """Construct on the loop that uses it. Threads are daemons: one that hangs in a backend does not keep the process
-    from ending."""
+    """Construct on the loop that uses it."""
 
     def __init__(self, name: str, settings: AgentSettings, lanes: int) -> None:
-        self._loop = asyncio.get_running_loop()
         self._settings = settings
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._run, name=f"{name}-{at}", daemon=True) for at in range(lanes)]
-        for thread in self._threads:
-            thread.start()
+        self._own = threading.local()
+        self._threads = CallThreads(name, lanes, at_end=self._close_agent)
 
     async def open(self) -> None:
         """ResourceError where the backend cannot be used."""
@@ -39,65 +30,28 @@ class Lanes:
 
     async def open_with(self, call: Callable[[Agent], T]) -> T:
         """As `run`, but for ResourceErrors, which pass."""
-        return await self._run_job(call)
+        return await self._threads.run(lambda: call(self._usable_agent()))
 
     async def run(self, call: Callable[[Agent], T]) -> T:
         """Calls it on one of the threads. Ends when the call has ended and never before that, also when it is
         cancelled: until then what `call` was lent is in use. AdapterError where the backend does not open again."""
         try:
-            return await self._run_job(call)
+            return await self.open_with(call)
         except ResourceError as error:
             raise AdapterError(str(error), retryable=True) from None
 
     async def close(self) -> None:
         """Waits for everything that was begun. Idempotent."""
-        threads, self._threads = self._threads, []
-        for _ in threads:
-            self._jobs.put(None)
-        if threads:
-            await in_thread("l2-close", _join, threads)
+        await self._threads.close()
 
-    async def _run_job(self, call: Callable[[Agent], T]) -> T:
-        if not self._threads:
-            raise AdapterError("the adapter is closed")
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(partial(self._call, call, future))
-        was_cancelled = False
-        while not future.done():
-            try:
-                await asyncio.wait({future})
-            except asyncio.CancelledError:
-                was_cancelled = True
-        if was_cancelled:
-            future.exception()  # seen
-            raise asyncio.CancelledError
-        return future.result()
+    # ---- the agent of a thread ---------------------------------------------------------------------------------------
+    def _usable_agent(self) -> Agent:
+        agent: Agent | None = getattr(self._own, "agent", None)
+        if agent is None or not agent.is_open:
+            agent = self._own.agent = Agent(self._settings)
+        return agent
 
-    def _call(self, call: Callable[[Agent], T], future: asyncio.Future[T], agent: Callable[[], Agent]) -> None:
-        try:
-            settle = partial(future.set_result, call(agent()))
-        except BaseException as error:  # the awaiting side handles it
-            settle = partial(future.set_exception, error)
-        try:
-            self._loop.call_soon_threadsafe(settle)
-        except RuntimeError:
-            pass  # the loop has been closed: nothing waits for the result
-
-    def _run(self) -> None:
-        agent: Agent | None = None
-
-        def usable() -> Agent:
-            nonlocal agent
-            if agent is None or not agent.is_open:
-                agent = Agent(self._settings)
-            return agent
-
-        while (job := self._jobs.get()) is not None:
-            job(usable)
+    def _close_agent(self) -> None:
+        agent: Agent | None = getattr(self._own, "agent", None)
         if agent is not None:
             agent.close()
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()

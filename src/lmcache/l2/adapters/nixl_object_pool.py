@@ -34,7 +34,7 @@ class ObjectPool:
         self.buffered_fallbacks = 0
         self._pages: list[memoryview] = []  # as they are in the backend, but for times of use
         self._changed: set[int] = set()  # pages with such times
-        self._lock = threading.Lock()  # of the pages: an older image must not come after a younger one
+        self._lock = threading.Lock()  # of the pages and of what changed
 
     def open(self) -> None:
         self._pages = [
@@ -47,18 +47,17 @@ class ObjectPool:
         except OSError:
             raise self._unreachable("read") from None
         entries = bytearray()
-        with self._lock:
-            for page, content in enumerate(self._pages):
-                if present[page] and not self._move(agent, "READ", page):
-                    raise self._unreachable("read")
-                found = layout.read_superblock(content)
-                if page == 0:
-                    self.id = found[0] if found is not None else self._environment.random_bytes(layout.ID_BYTES)
-                content[: layout.SUPERBLOCK_BYTES] = layout.superblock(self.id, self.slots)
-                count = min(self._geometry.page_slots, self.slots - page * self._geometry.page_slots)
-                entries += content[layout.SUPERBLOCK_BYTES : layout.SUPERBLOCK_BYTES + count * ENTRY_BYTES]
-            if not self._move(agent, "WRITE", 0):
-                raise self._unreachable("write")
+        for page, content in enumerate(self._pages):
+            if present[page] and not self._move(agent, "READ", page, content):
+                raise self._unreachable("read")
+            found = layout.read_superblock(content)
+            if page == 0:
+                self.id = found[0] if found is not None else self._environment.random_bytes(layout.ID_BYTES)
+            content[: layout.SUPERBLOCK_BYTES] = layout.superblock(self.id, self.slots)
+            count = min(self._geometry.page_slots, self.slots - page * self._geometry.page_slots)
+            entries += content[layout.SUPERBLOCK_BYTES : layout.SUPERBLOCK_BYTES + count * ENTRY_BYTES]
+        if not self._move(agent, "WRITE", 0, self._pages[0]):
+            raise self._unreachable("write")
         return memoryview(entries)
 
     def _unreachable(self, act: str) -> ResourceError:
@@ -69,7 +68,9 @@ class ObjectPool:
 
     def read_header(self, agent: Agent, slot: int) -> bytes:
         header = memoryview(mmap.mmap(-1, FRAME_HEADER_BYTES))
-        agent.transfer_objects("READ", ranges_of([header]), [slot])
+        (error,) = self.read(agent, [slot], [header])
+        if error:
+            raise OSError(error, f"NIXL did not read {self.objects[slot]}")
         return bytes(header)
 
     def write(self, agent: Agent, slots: Sequence[int], buffers: Sequence[memoryview]) -> list[int]:
@@ -95,16 +96,22 @@ class ObjectPool:
 
     def record(self, agent: Agent, slots: Sequence[int], entries: bytes) -> None:
         places = [(self._geometry.page_of(slot), self._geometry.entry_place(slot)) for slot in slots]
+        wanted = [entries[at : at + ENTRY_BYTES] for at in range(0, len(entries), ENTRY_BYTES)]
+        before = self._exchange(places, wanted)
+        try:
+            self._write_pages(agent, {page for page, _ in places})
+        except OSError:
+            self._exchange(places, before)
+            raise
+
+    def _exchange(self, places: Sequence[tuple[int, int]], entries: Sequence[bytes]) -> list[bytes]:
+        """What was there before."""
+        before = []
         with self._lock:
-            before = [bytes(self._pages[page][place : place + ENTRY_BYTES]) for page, place in places]
-            for at, (page, place) in enumerate(places):
-                self._pages[page][place : place + ENTRY_BYTES] = entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES]
-            try:
-                self._write_pages(agent, {page for page, _ in places})
-            except OSError:
-                for (page, place), entry in zip(places, before, strict=True):
-                    self._pages[page][place : place + ENTRY_BYTES] = entry
-                raise
+            for (page, place), entry in zip(places, entries, strict=True):
+                before.append(bytes(self._pages[page][place : place + ENTRY_BYTES]))
+                self._pages[page][place : place + ENTRY_BYTES] = entry
+        return before
 
     def mark_used(self, agent: Agent, slots: Sequence[int], used_ns: int) -> None:
         with self._lock:
@@ -115,16 +122,23 @@ class ObjectPool:
 
     def flush(self, agent: Agent) -> None:
         with self._lock:
-            self._write_pages(agent, set(self._changed))
+            changed = set(self._changed)
+        self._write_pages(agent, changed)
 
     def _write_pages(self, agent: Agent, pages: set[int]) -> None:
+        """Copies of them, so that nobody waits for a page while the backend takes it."""
         for page in sorted(pages):
-            if not self._move(agent, "WRITE", page):
+            image = memoryview(mmap.mmap(-1, self._geometry.page_bytes(page)))
+            with self._lock:
+                image[:] = self._pages[page]
+                self._changed.discard(page)
+            if not self._move(agent, "WRITE", page, image):
+                with self._lock:
+                    self._changed.add(page)
                 raise OSError(errno.EIO, f"NIXL did not write {self.objects[self.slots + page]}")
-            self._changed.discard(page)
 
-    def _move(self, agent: Agent, operation: Literal["READ", "WRITE"], page: int) -> bool:
-        (moved,) = agent.transfer_objects(operation, ranges_of([self._pages[page]]), [self.slots + page])
+    def _move(self, agent: Agent, operation: Literal["READ", "WRITE"], page: int, image: memoryview) -> bool:
+        (moved,) = agent.transfer_objects(operation, ranges_of([image]), [self.slots + page])
         return moved
 
     def close(self, *, remove: bool) -> None:

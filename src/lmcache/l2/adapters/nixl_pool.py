@@ -10,8 +10,9 @@ from lmcache.l2.adapters.nixl_agent import Agent
 
 
 class Pool(Protocol):
-    """Everything but `open` and `close` is called on the threads of `Lanes`, with their agents, and blocks. An entry is
-    recorded after its frame and erased before its slot is used again: it never names bytes of another object."""
+    """Everything but `open` and `close` is called on the threads of `Lanes`, with their agents, and blocks; `record` and
+    `flush` always on the same one. An entry is recorded after its frame, and erased before its slot is used again if
+    the backend lets that be."""
 
     @property
     def id(self) -> bytes:
@@ -45,7 +46,7 @@ class Pool(Protocol):
         ...
 
     def read_header(self, agent: Agent, slot: int) -> bytes:
-        """The first 4096 bytes of a slot, or fewer."""
+        """The first 4096 bytes of a slot, or fewer. OSError where they cannot be read; ENOENT: there is none."""
         ...
 
     def write(self, agent: Agent, slots: Sequence[int], buffers: Sequence[memoryview]) -> list[int]:
@@ -61,7 +62,7 @@ class Pool(Protocol):
         ...
 
     def mark_used(self, agent: Agent, slots: Sequence[int], used_ns: int) -> None:
-        """In prefix order, the first the latest. May be lost."""
+        """In prefix order, the first the latest. May be lost: what cannot be written is no fault. Beside other calls."""
         ...
 
     def flush(self, agent: Agent) -> None:

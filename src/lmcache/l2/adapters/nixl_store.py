@@ -38,6 +38,7 @@ from lmcache.telemetry.logs import level_of
 log = logging.getLogger("lmcache.l2")
 
 INVENTORY_SLICE = 4096
+MAX_FAULTS = 8  # of headers at the start, each of which a plugin may try for seconds
 LARGEST_FRAME_BYTES = frame_bytes(MAX_OBJECT_BYTES)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -63,17 +64,21 @@ def _name(key: ObjectKey) -> bytes:
 class NixlStoreAdapter:
     verifies = False
 
-    def __init__(self, config: NixlStoreConfig, environment: Environment = SYSTEM) -> None:
+    def __init__(
+        self, config: NixlStoreConfig, environment: Environment = SYSTEM, pool: Pool | None = None
+    ) -> None:
+        """`pool`: in place of the one that the configuration names."""
         self.capacity = Capacity(config.limit_bytes, FRAME_ALIGN_BYTES, limit_objects=config.pool_size)
         self._config = config
         self._name = config.name
         self._environment = environment
         kind: type[FilePool] | type[ObjectPool] = ObjectPool if config.backend in OBJECT_BACKENDS else FilePool
-        self._pool: Pool = kind(config, environment)
+        self._pool: Pool = pool or kind(config, environment)
         self._region: Range | None = None
         self._lanes: list[Lanes] = []  # the first for stores and what is beside the slots, the last for loads
         self._objects: dict[bytes, PooledObject] = {}
-        self._free: list[int] = []
+        self._free: list[int] = []  # the last one is used first
+        self._unread: set[int] = set()  # free slots with entries of objects whose namespace could not be read
         self._recovered = asyncio.Event()
         self._recovery: asyncio.Task[None] | None = None
         self._log_limiter = LogLimiter()
@@ -160,8 +165,10 @@ class NixlStoreAdapter:
             else:
                 outcomes[at] = StoreOutcome.STORED
                 self._objects[name] = PooledObject(slot, buffers[at].nbytes)
-        if twice:
+        try:
             await self._erase(twice)
+        except AdapterError as error:  # each has the right frame
+            log.debug("%s", error)
         self._free += twice + unused
         return outcomes
 
@@ -212,7 +219,10 @@ class NixlStoreAdapter:
                 outcomes[at] = LoadOutcome.FAILED
                 self._log_once(("read", error), f"cannot read slot {held.slot}: {errno.errorcode.get(error, error)}")
         if useless := [keys[at] for error, (at, _, _) in zip(errors, reading, strict=True) if error in _USELESS]:
-            await self.delete(useless)
+            try:
+                await self.delete(useless)
+            except AdapterError as error:
+                log.debug("%s", error)
         return outcomes
 
     def _read(
@@ -239,6 +249,8 @@ class NixlStoreAdapter:
     async def clear(self) -> tuple[int, int]:
         await self._recovered.wait()
         removed = await self._remove(list(self._objects))
+        await self._erase(list(self._unread & set(self._free)))
+        self._unread.clear()
         return len(removed), sum(held.frame_bytes for held in removed)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
@@ -251,7 +263,8 @@ class NixlStoreAdapter:
             # Suffixes first, so that a kill leaves a prefix.
             await self._erase([held.slot for held in reversed(removed.values())])
         except BaseException:
-            self._objects |= {name: held for name, held in removed.items() if name not in self._objects}
+            for name, held in removed.items():
+                held.is_gone = self._objects.setdefault(name, held) is not held  # stored anew meanwhile
             raise
         else:
             for held in removed.values():
@@ -285,6 +298,8 @@ class NixlStoreAdapter:
             await self._take_over(inventory, entries)
         except Exception as error:  # the root of a task: the pool goes on with what was found
             log.log(level_of(error), "%s: the directory of the pool could not be read", self._name, exc_info=True)
+        used = {held.slot for held in self._objects.values()} | self._unread
+        self._free = [*self._unread, *(slot for slot in reversed(range(self._pool.slots)) if slot not in used)]
         self._recovered.set()
         inventory.complete()
 
@@ -295,37 +310,50 @@ class NixlStoreAdapter:
         names, found = directory.names, []
         for at, slot, size_bytes in zip(range(0, len(names), 64), directory.slots, directory.frame_bytes, strict=True):
             found.append((names[at : at + 64], slot, size_bytes))
-        namespaces = await self._lanes[0].run(partial(self._identify, found))
+        namespaces, is_certain = await self._lanes[0].run(partial(self._identify, found))
         known: list[tuple[ObjectKey, int]] = []
         useless: list[int] = []
         for name, slot, size_bytes in found:
             namespace = namespaces.get(name[:32])
-            if namespace is None or name in self._objects:
+            if namespace is None and not is_certain:
+                self._unread.add(slot)
+            elif namespace is None or name in self._objects:
                 useless.append(slot)
             else:
                 self._objects[name] = PooledObject(slot, size_bytes)
                 known.append((ObjectKey(namespace, name[32:]), size_bytes))
-        await self._erase(useless)
-        self._free = [*reversed(directory.free), *useless]
+        if self._unread:
+            log.warning(
+                "%s: the namespaces of %d objects could not be read; a later start finds those that are not written "
+                "over until then",
+                *(self._name, len(self._unread)),
+            )
         for start in range(0, len(known), INVENTORY_SLICE):
             inventory.found(known[start : start + INVENTORY_SLICE])
             await asyncio.sleep(0)
+        try:
+            await self._erase(useless)
+        except AdapterError as error:  # they are written over
+            log.debug("%s", error)
 
-    def _identify(self, found: Sequence[tuple[bytes, int, int]], agent: Agent) -> dict[bytes, Namespace]:
+    def _identify(self, found: Sequence[tuple[bytes, int, int]], agent: Agent) -> tuple[dict[bytes, Namespace], bool]:
         """Reads the namespaces, of which the directory has the digests, from headers of frames. All frames of one are
-        tried: after a power failure the youngest may have no header. On a thread of the lanes."""
+        tried: after a power failure the youngest may have no header. With it whether what is not known has no header:
+        False where the backend failed. On a thread of the lanes."""
         namespaces: dict[bytes, Namespace] = {}
+        faults = 0
         for name, slot, _ in found:
             digest = name[:32]
-            if digest in namespaces:
+            if digest in namespaces or faults == MAX_FAULTS:
                 continue
             try:
                 namespace = identify_namespace(self._pool.read_header(agent, slot), digest)
-            except OSError:
+            except OSError as error:
+                faults += error.errno != errno.ENOENT
                 continue
             if namespace is not None:
                 namespaces[digest] = namespace
-        return namespaces
+        return namespaces, not faults
 
 
 def check(config: NixlStoreConfig) -> list[str]:
