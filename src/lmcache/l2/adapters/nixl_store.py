@@ -64,9 +64,7 @@ def _name(key: ObjectKey) -> bytes:
 class NixlStoreAdapter:
     verifies = False
 
-    def __init__(
-        self, config: NixlStoreConfig, environment: Environment = SYSTEM, pool: Pool | None = None
-    ) -> None:
+    def __init__(self, config: NixlStoreConfig, environment: Environment = SYSTEM, pool: Pool | None = None) -> None:
         """`pool`: in place of the one that the configuration names."""
         self.capacity = Capacity(config.limit_bytes, FRAME_ALIGN_BYTES, limit_objects=config.pool_size)
         self._config = config
