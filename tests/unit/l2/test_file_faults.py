@@ -1,5 +1,5 @@
-"""fs_native, and what shares its folders, on disks that fail: faults of single calls (a preloaded shim), read-only remounts, files that somebody
-removed, changed, swapped."""
+"""fs_native, and what shares its folders, on disks that fail: faults of single calls (a preloaded shim), read-only
+remounts, files that somebody removed, changed, swapped."""
 
 from __future__ import annotations
 

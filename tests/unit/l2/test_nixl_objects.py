@@ -35,7 +35,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
         yield server
 
 
-def s3_pool(server: SeaweedFS, prefix: str, slots: int = SLOTS, **params: str) -> dict[str, Any]:
+def s3_pool(server: SeaweedFS, prefix: str, slots: int = SLOTS, **params: Any) -> dict[str, Any]:
     given = {**nixl.s3_params(server, "cache"), "object_prefix": prefix, **params}
     return {"type": "nixl_store", "backend": "OBJ", "pool_size": slots, "backend_params": given}
 
@@ -88,7 +88,7 @@ def refusal(specification: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("wrong", [{"secret_key": PLANTED}, {"bucket": "another"}])
 def test_a_wrong_secret_or_bucket_is_one_sentence_at_the_start(
-    s3: SeaweedFS, wrong: dict[str, str], capfd: pytest.CaptureFixture[str]
+    s3: SeaweedFS, wrong: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     sentence = refusal(s3_pool(s3, "wrong", **wrong))
     assert sentence.startswith("--l2-adapter 1 (nixl_store): cannot ") and "credentials are right" in sentence

@@ -214,7 +214,12 @@ def test_what_is_no_file_of_a_pool_is_refused_and_left_alone(tmp_path: Path, nam
     path, victim = tmp_path / "nixl_pool_v1" / name, tmp_path / "precious"
     path.parent.mkdir()
     victim.write_text("precious")
-    {"link": lambda: path.symlink_to(victim), "fifo": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    if kind == "link":
+        path.symlink_to(victim)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
     with pytest.raises(ResourceError) as caught:
         live(tmp_path, lambda adapter, _: store(adapter, keys(1)))
     assert f"{path} is no file of a pool; remove it or choose another file_path." in str(caught.value)
@@ -231,11 +236,13 @@ def test_a_pool_that_does_not_persist_removes_its_own_files_only(tmp_path: Path)
 def test_a_directory_that_its_last_server_just_removed_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, lock, removed = tmp_path / "nixl_pool_v1" / "directory", fcntl.flock, []
+    directory, lock = tmp_path / "nixl_pool_v1" / "directory", fcntl.flock
+    locked: list[int] = []
 
     def remove_and_lock(fd: int, operation: int) -> None:
-        if not removed:
-            removed.append(directory.unlink())
+        if not locked:
+            directory.unlink()
+        locked.append(fd)
         lock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", remove_and_lock)
@@ -246,7 +253,7 @@ def test_a_directory_that_its_last_server_just_removed_is_made_anew(
         assert inventory.order == wanted
         assert await load(adapter, wanted) == [LOADED] * 2
 
-    assert removed
+    assert len(locked) == 2
     live(tmp_path, test)
 
 

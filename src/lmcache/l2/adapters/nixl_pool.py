@@ -10,9 +10,9 @@ from lmcache.l2.adapters.nixl_agent import Agent
 
 
 class Pool(Protocol):
-    """Everything but `open` and `close` is called on the threads of `Lanes`, with their agents, and blocks; `record` and
-    `flush` always on the same one. An entry is recorded after its frame, and erased before its slot is used again if
-    the backend lets that be."""
+    """Everything but `open` and `close` is called on the threads of `Lanes`, with their agents, and blocks; `record`
+    and `flush` always on the same one. An entry is recorded after its frame, and erased before its slot is used again
+    where the backend lets that be."""
 
     @property
     def id(self) -> bytes:
@@ -62,7 +62,8 @@ class Pool(Protocol):
         ...
 
     def mark_used(self, agent: Agent, slots: Sequence[int], used_ns: int) -> None:
-        """In prefix order, the first the latest. May be lost: what cannot be written is no fault. Beside other calls."""
+        """In prefix order, the first the latest. May be lost: where it cannot be written that is no fault. Waits for no
+        other call."""
         ...
 
     def flush(self, agent: Agent) -> None:
