@@ -1,14 +1,18 @@
-"""The adapter contract on Mooncake Store: in memory of this process, and in that of another."""
+"""The adapter contract on Mooncake Store, in memory of another process."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmcache.l2.adapter import Adapter
+from lmcache.l2.adapter_types import parse_adapter
+from lmcache.l2.adapters.mooncake import MooncakeAdapter
+from lmcache.l2.adapters.mooncake_config import MooncakeConfig
 from lmcache.testing.adapter_contract import AdapterContract, build_from
 from services import mooncake
 from services.mooncake import Master, Peer
@@ -28,29 +32,61 @@ def peer(master: Master, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         yield peer
 
 
-class MooncakeContract(AdapterContract):
-    """Each folder is a prefix of its own."""
+class KeptClient:
+    """A real client that outlives the adapters that it is given to: its end takes a second or more, in which no other
+    thread runs."""
 
-    __test__ = False
+    def __init__(self) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._client = MooncakeDistributedStore()
+        self._is_set_up = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def setup(self, setup_keys: dict[str, str]) -> int:
+        code = 0 if self._is_set_up else self._client.setup(setup_keys)
+        self._is_set_up = not code
+        return int(code)
+
+    def close(self) -> int:
+        return 0
+
+    def end(self) -> None:
+        if self._is_set_up:
+            self._client.close()
+
+
+@pytest.fixture(scope="module")
+def kept(peer: Peer) -> Iterator[KeptClient]:
+    assert peer.alive()
+    client = KeptClient()
+    yield client
+    client.end()
+
+
+class TestInAnotherProcess(AdapterContract):
+    """Each folder is a prefix of its own. What is about the end of an adapter or what comes after has clients of its
+    own."""
+
     after_restart = "found"
     keeps_prefix_order = False
     steps = 500
-    segment_bytes = 0
     master: Master
+    kept: KeptClient | None
 
     @pytest.fixture(autouse=True)
-    def _use(self, master: Master) -> None:
-        type(self).master = master
+    def _use(self, request: pytest.FixtureRequest, master: Master, kept: KeptClient) -> None:
+        has_own = any(word in request.node.name for word in ("closing", "restart"))
+        type(self).master, type(self).kept = master, None if has_own else kept
 
     def build(self, folder: Path) -> Adapter:
         prefix = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-        keys = mooncake.setup_keys(self.master, self.segment_bytes)
-        return build_from({"type": "mooncake_store", "prefix": prefix, **keys}, folder)
-
-
-class TestInAnotherProcess(MooncakeContract):
-    __test__ = True
-
-    @pytest.fixture(autouse=True)
-    def _use_peer(self, peer: Peer) -> None:
-        assert peer.alive()
+        spec = {"type": "mooncake_store", "prefix": prefix, **mooncake.setup_keys(self.master, 0)}
+        if self.kept is None:
+            return build_from(spec, folder)
+        config = parse_adapter(spec, 0)
+        assert isinstance(config, MooncakeConfig)
+        kept = self.kept
+        return MooncakeAdapter(config, lambda: kept)

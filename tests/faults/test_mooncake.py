@@ -16,8 +16,6 @@ from lmcache.errors import AdapterError, ConfigError, ResourceError
 from lmcache.l2.adapter import Adapter
 from lmcache.l2.adapter_types import build, check, parse_adapter
 from lmcache.l2.adapters import mooncake_client
-from lmcache.l2.adapters.mooncake import MooncakeAdapter
-from lmcache.l2.adapters.mooncake_config import MooncakeConfig
 from lmcache.l2.adapters.remote_names import RemoteNames
 from lmcache.testing.contract_run import RecordingInventory
 from lmcache.testing.frames import FrameMemory, keys
@@ -188,45 +186,3 @@ def test_rdma_without_memory_or_devices_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mooncake_client, "RDMA_DEVICES", "/nowhere")
     with pytest.raises(ResourceError, match="needs an RDMA device"):
         check(parse_adapter({"type": "mooncake_store", **spec}, 0))
-
-
-# ---- what reality shows only after a minute --------------------------------------------------------------------------
-class StuckStore:
-    """A client whose transfers fail after a while and go on in memory until it is closed, as Mooncake's do."""
-
-    closed = 0
-
-    def setup(self, config: dict[str, str]) -> int:
-        return 0
-
-    def batch_is_exist(self, names: list[str]) -> list[int]:
-        return [0] * len(names)
-
-    def batch_get_into(self, names: list[str], *_: object) -> list[int]:
-        return [mooncake_client.TRANSFER_FAILED] * len(names)
-
-    def batch_put_from(self, names: list[str], *_: object) -> list[int]:
-        return [mooncake_client.TRANSFER_FAILED] * len(names)
-
-    def close(self) -> int:
-        type(self).closed += 1
-        return 0
-
-
-@pytest.mark.parametrize("late_seconds", [0.0, 50.0])
-def test_a_transfer_that_may_still_run_is_ended_before_its_memory_is_given_back(
-    master: Master, late_seconds: float
-) -> None:
-    async def test() -> None:
-        config = parse_adapter({"type": "mooncake_store", **mooncake.setup_keys(master)}, 0)
-        assert isinstance(config, MooncakeConfig)
-        StuckStore.closed = 0
-        make: Any = StuckStore
-        async with opened(MooncakeAdapter(config, make, late_seconds)) as adapter:
-            assert await loaded(adapter, keys(2)) == [LoadOutcome.FAILED] * 2
-            assert StuckStore.closed == (1 if late_seconds == 0 else 0)
-            assert await stored(adapter, keys(2)) == [StoreOutcome.FAILED] * 2
-            assert StuckStore.closed == (2 if late_seconds == 0 else 0)
-            assert adapter.status() == {"clients_replaced": 2 if late_seconds == 0 else 0}
-
-    asyncio.run(test())

@@ -25,6 +25,7 @@ from lmcache.telemetry.log_limiter import LogLimiter
 
 log = logging.getLogger("lmcache.l2")
 
+COUNTED_NAMESPACES = 16  # by a question each when everything is deleted
 MAX_SIZES = 1 << 16  # namespaces whose size of objects is remembered
 
 _STORED = {
@@ -148,17 +149,19 @@ class MooncakeAdapter(Adapter):
         return [code in _GONE for code in codes]
 
     async def clear(self) -> tuple[int, int]:
-        """Mooncake tells how many there were, not how large: each counts as the last one seen in its namespace.
-        That is exact where nothing compresses them; those of namespaces that were not seen here count as nothing."""
+        """Mooncake tells how many there were, not how large: each counts as the last one seen in its namespace, which
+        is exact where nothing compresses them. It looks at all objects for each question, so that only some namespaces
+        are counted by themselves; objects of the others count as their mean, and nothing where none was seen."""
+        sizes_bytes = sorted(self._sizes_bytes.items(), key=lambda item: -item[1])
         objects = size_bytes = 0
-        for digest, object_bytes in list(self._sizes_bytes.items()):
+        for digest, object_bytes in sizes_bytes[:COUNTED_NAMESPACES]:
             count = await self._remove_matching(f"{re.escape(self._names.folder(digest))}[0-9a-f]{{64}}")
             objects += count
             size_bytes += count * object_bytes
+        others = [object_bytes for _, object_bytes in sizes_bytes[COUNTED_NAMESPACES:]]
+        count = await self._remove_matching(f"{re.escape(self._names.root)}[0-9a-f]{{64}}/[0-9a-f]{{64}}")
         self._sizes_bytes.clear()
-        return objects + await self._remove_matching(f"{re.escape(self._names.root)}[0-9a-f]{{64}}/[0-9a-f]{{64}}"), (
-            size_bytes
-        )
+        return objects + count, size_bytes + (count * sum(others) // len(others) if others else 0)
 
     async def _remove_matching(self, pattern: str) -> int:
         count = await self._opened.control(lambda store: store.remove_by_regex(f"^{pattern}$", True))

@@ -16,12 +16,11 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from lmcache.errors import AdapterError, ResourceError
 from lmcache.l2.adapters.mooncake_config import MooncakeConfig
-from lmcache.l2.background import in_thread
+from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.call_threads import CallThreads
 
 T = TypeVar("T")
@@ -107,6 +106,7 @@ class MooncakeClient:
         self._store: Store | None = None
         self._transfers = CallThreads(f"{config.name}-transfer", config.num_workers)
         self._control = CallThreads(f"{config.name}-control", CONTROL_THREADS)
+        self._is_closed = False
         self._running = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -120,7 +120,8 @@ class MooncakeClient:
 
     async def control(self, call: Callable[[Store], T]) -> T:
         """A call that moves no object. AdapterError where there is no client."""
-        return await self._run(self._control, call)
+        _, result = await self._run(self._control, call)
+        return result
 
     async def transfer(
         self, call: Callable[[Store], list[int]], addresses: Sequence[int], sizes: Sequence[int]
@@ -132,25 +133,32 @@ class MooncakeClient:
     async def _transfer(
         self, call: Callable[[Store], list[int]], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        loop = asyncio.get_running_loop()
+        now = asyncio.get_running_loop().time
         outside: list[tuple[int, int]] = []
         if self._config.protocol == "rdma":
             places = zip(addresses, sizes, strict=True)
             outside = [place for place in places if self._region is None or not self._region.holds(*place)]
-        started = loop.time()
-        codes = await self._run(self._transfers, partial(_registered, outside, call))
-        if any(code == TRANSFER_FAILED for code in codes) and loop.time() - started >= self._late_seconds:
-            await self._replace()
+
+        def timed(store: Store) -> tuple[list[int], float]:
+            """With the seconds that it took, without those that it waited for a thread."""
+            started = now()
+            return _registered(outside, call, store), now() - started
+
+        store, (codes, seconds) = await self._run(self._transfers, timed)
+        if seconds >= self._late_seconds and any(code == TRANSFER_FAILED for code in codes):
+            await self._replace(store)
         return codes
 
     async def close(self) -> None:
         """Waits for everything that was begun. Idempotent."""
+        self._is_closed = True
         await self._transfers.close()
         await self._control.close()
         await self._disconnect()
 
     # ---- lives -------------------------------------------------------------------------------------------------------
-    async def _run(self, threads: CallThreads, call: Callable[[Store], T]) -> T:
+    async def _run(self, threads: CallThreads, call: Callable[[Store], T]) -> tuple[Store, T]:
+        """With the client that it was a call of."""
         async with self._changing:
             if self._store is None:
                 await self._reconnect()
@@ -159,19 +167,23 @@ class MooncakeClient:
             self._running += 1
             self._is_idle.clear()
         try:
-            return await threads.run(lambda: call(store))
+            return store, await threads.run(lambda: call(store))
         finally:
             self._running -= 1
             if not self._running:
                 self._is_idle.set()
 
-    async def _replace(self) -> None:
+    async def _replace(self, store: Store) -> None:
+        """When it returns, this client has ended; another one may be there already."""
         async with self._changing:
-            await self._is_idle.wait()
-            await self._disconnect()
-            self.replaced += 1
+            if self._store is store:
+                await self._is_idle.wait()
+                await self._disconnect()
+                self.replaced += 1
 
     async def _reconnect(self) -> None:
+        if self._is_closed:
+            raise AdapterError("the adapter is closed")
         try:
             await self.open()
         except ResourceError as error:
@@ -181,14 +193,19 @@ class MooncakeClient:
         is_late = threading.Event()
         task = asyncio.ensure_future(in_thread("l2-open", self._set_up, is_late))
         try:
-            done, _ = await asyncio.wait({task}, timeout=SETUP_SECONDS)
-        except asyncio.CancelledError:
-            is_late.set()
-            raise
-        if not done:
-            is_late.set()
+            await asyncio.wait({task}, timeout=SETUP_SECONDS)
+        finally:
+            if not task.done():
+                is_late.set()
+                task.add_done_callback(self._end_late)
+        if not task.done():
             raise ResourceError(f"{self._config.where}: Mooncake's client was not ready within {SETUP_SECONDS:g} s.")
         self._store = task.result()
+
+    def _end_late(self, task: asyncio.Task[Store]) -> None:
+        """Of a client for which nobody waits any more."""
+        if not task.cancelled() and task.exception() is None:
+            spawn(in_thread("l2-close", _end, task.result(), self._region), f"{self._config.name}-close")
 
     def _set_up(self, is_late: threading.Event) -> Store:
         where, store = self._config.where, self._make_store()

@@ -1,0 +1,227 @@
+"""The lives of Mooncake's client, with a stand-in for it: what the real one shows only after a minute, or seldom."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lmcache.core.key import ObjectKey
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.errors import AdapterError, ResourceError
+from lmcache.l2.adapter_types import parse_adapter
+from lmcache.l2.adapters import mooncake, mooncake_client
+from lmcache.l2.adapters.mooncake import MooncakeAdapter
+from lmcache.l2.adapters.mooncake_config import MooncakeConfig
+from lmcache.testing.contract_run import RecordingInventory
+from lmcache.testing.frames import FrameMemory, keys, namespace
+from lmcache.testing.processes import LOOPBACK
+
+SECONDS = 20.0
+
+
+class Mooncake:
+    """A store whose transfers fail and go on in memory until the client is closed, as the real ones do after a minute.
+    Each call of a gated kind waits for its gate."""
+
+    def __init__(self) -> None:
+        self.clients: list[Client] = []
+        self.objects: dict[str, int] = {}  # sizes in bytes
+        self.load_gates: list[threading.Event] = []
+        self.register_gate: threading.Event | None = None
+        self.load_seconds = 0.0
+        self.patterns = 0
+
+    def make(self) -> Any:
+        self.clients.append(Client(self))
+        return self.clients[-1]
+
+    @property
+    def open_clients(self) -> int:
+        return sum(client.is_open for client in self.clients)
+
+
+class Client:
+    def __init__(self, service: Mooncake) -> None:
+        self._service = service
+        self.is_open = False
+
+    def setup(self, _: dict[str, str]) -> int:
+        self.is_open = True
+        return 0
+
+    def register_buffer(self, *_: int) -> int:
+        gate = self._service.register_gate
+        assert gate is None or gate.wait(SECONDS)
+        return 0
+
+    def unregister_buffer(self, _: int) -> int:
+        return 0
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        assert self.is_open
+        return [0] * len(names)
+
+    def batch_get_into(self, names: list[str], *_: object) -> list[int]:
+        gates = self._service.load_gates
+        assert not gates or gates.pop(0).wait(SECONDS)
+        time.sleep(self._service.load_seconds)  # as long as the real one lasts
+        assert self.is_open
+        return [mooncake_client.TRANSFER_FAILED] * len(names)
+
+    def batch_put_from(self, names: list[str], _: object, sizes: list[int]) -> list[int]:
+        self._service.objects |= dict(zip(names, sizes, strict=True))
+        return [0] * len(names)
+
+    def remove_by_regex(self, pattern: str, _: bool) -> int:
+        self._service.patterns += 1
+        found = [name for name in self._service.objects if re.search(pattern, name)]
+        for name in found:
+            del self._service.objects[name]
+        return len(found)
+
+    def close(self) -> int:
+        assert self.is_open
+        self.is_open = False
+        return 0
+
+
+@pytest.fixture
+def config() -> Iterator[MooncakeConfig]:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        address = f"{LOOPBACK}:{listener.getsockname()[1]}"
+        spec = {"type": "mooncake_store", "local_hostname": LOOPBACK, "metadata_server": "P2PHANDSHAKE"}
+        config = parse_adapter({**spec, "master_server_addr": address}, 0)
+        assert isinstance(config, MooncakeConfig)
+        yield config
+
+
+def live(adapter: MooncakeAdapter, test: Callable[[], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        await adapter.open(RecordingInventory())
+        try:
+            await test()
+        finally:
+            await adapter.close()
+
+    asyncio.run(asyncio.wait_for(whole(), SECONDS))
+
+
+async def load(adapter: MooncakeAdapter, wanted: list[ObjectKey]) -> list[LoadOutcome]:
+    try:
+        return await adapter.load(wanted, FrameMemory(len(wanted)).buffers)
+    except AdapterError:
+        return [LoadOutcome.FAILED] * len(wanted)
+
+
+@pytest.mark.parametrize("late_seconds", [0.0, 50.0])
+def test_a_transfer_that_may_still_run_is_ended_before_its_memory_is_given_back(
+    config: MooncakeConfig, late_seconds: float
+) -> None:
+    service = Mooncake()
+    adapter = MooncakeAdapter(config, service.make, late_seconds)
+
+    async def test() -> None:
+        assert await load(adapter, keys(2)) == [LoadOutcome.FAILED] * 2
+        assert service.open_clients == (0 if late_seconds == 0 else 1)
+        assert await adapter.probe(keys(2)) == [None] * 2
+        assert service.open_clients == 1
+        assert adapter.status() == {"clients_replaced": 1 if late_seconds == 0 else 0}
+
+    live(adapter, test)
+    assert service.open_clients == 0
+
+
+def test_late_transfers_of_one_client_replace_it_once(config: MooncakeConfig) -> None:
+    """The second one ends while somebody waits for the next client, which has done nothing wrong."""
+    service = Mooncake()
+    first, second = threading.Event(), threading.Event()
+    service.load_gates = [first, second]
+    adapter = MooncakeAdapter(config, service.make, 0.0)
+
+    async def test() -> None:
+        loads = [asyncio.ensure_future(load(adapter, keys(1))) for _ in range(2)]
+        while service.load_gates:
+            await asyncio.sleep(0.001)
+        first.set()
+        done, _ = await asyncio.wait(loads, timeout=0.1)
+        assert not done  # the memory of both is in use until the client has ended
+        probing = asyncio.ensure_future(adapter.probe(keys(1)))
+        await asyncio.sleep(0)
+        second.set()
+        assert await probing == [None]
+        assert await asyncio.gather(*loads) == [[LoadOutcome.FAILED]] * 2
+        assert len(service.clients) == 2 and service.open_clients == 1
+        assert adapter.status() == {"clients_replaced": 1}
+
+    live(adapter, test)
+
+
+def test_waiting_for_a_thread_makes_no_transfer_late(config: MooncakeConfig) -> None:
+    service = Mooncake()
+    service.load_seconds = 0.05
+    count = 8 * config.num_workers
+    adapter = MooncakeAdapter(config, service.make, 0.25)
+
+    async def test() -> None:
+        loads = [load(adapter, keys(1)) for _ in range(count)]
+        assert await asyncio.gather(*loads) == [[LoadOutcome.FAILED]] * count
+        assert adapter.status() == {"clients_replaced": 0}
+
+    live(adapter, test)
+
+
+def test_a_closed_adapter_makes_no_other_client(config: MooncakeConfig) -> None:
+    service = Mooncake()
+    adapter = MooncakeAdapter(config, service.make)
+
+    async def test() -> None:
+        await adapter.close()
+        with pytest.raises(AdapterError, match="closed"):
+            await adapter.probe(keys(1))
+
+    live(adapter, test)
+    assert len(service.clients) == 1 and service.open_clients == 0
+
+
+def test_a_client_that_comes_too_late_is_closed(config: MooncakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_client, "SETUP_SECONDS", 0.05)
+    service, memory = Mooncake(), FrameMemory(1)
+    service.register_gate = threading.Event()
+    adapter = MooncakeAdapter(config, service.make)
+    adapter.lend_memory(memory.address(0), memory.slot_bytes)
+
+    async def test() -> None:
+        with pytest.raises(ResourceError, match="was not ready within"):
+            await adapter.open(RecordingInventory())
+        assert service.open_clients == 1 and service.register_gate is not None
+        service.register_gate.set()
+        while service.open_clients:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(test(), SECONDS))
+
+
+def test_clearing_many_namespaces_asks_few_questions(config: MooncakeConfig) -> None:
+    """Each is a look at every object of the store."""
+    service = Mooncake()
+    adapter = MooncakeAdapter(config, service.make)
+    tenants = [keys(2, of=namespace(salt=f"tenant {at}")) for at in range(10 * mooncake.COUNTED_NAMESPACES)]
+    memory = FrameMemory(2)
+
+    async def test() -> None:
+        for wanted in tenants:
+            frames = [memory.fill(slot, key) for slot, key in enumerate(wanted)]
+            assert await adapter.store(wanted, frames) == [StoreOutcome.STORED] * 2
+        count = 2 * len(tenants)
+        assert await adapter.clear() == (count, count * memory.slot_bytes)
+        assert service.patterns == mooncake.COUNTED_NAMESPACES + 1 and not service.objects
+        assert await adapter.clear() == (0, 0)
+
+    live(adapter, test)
