@@ -14,7 +14,7 @@ from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ResourceError
 from lmcache.l2.adapter import Adapter
 from lmcache.l2.adapter_types import build, parse_adapter
-from lmcache.l2.adapters import s3
+from lmcache.l2.adapters import s3, s3_listing
 from lmcache.l2.adapters.s3_client import PART_BYTES, SINGLE_PUT_BYTES
 from lmcache.testing.adapter_contract import AdapterContract, RecordingInventory, build_from
 from lmcache.testing.frames import FrameMemory, keys
@@ -89,7 +89,8 @@ class TestS3(S3Contract):
         self.run(tmp_path, test)
 
     def test_a_listing_of_several_pages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(s3, "PAGE_OBJECTS", 40)
+        for module in (s3, s3_listing):
+            monkeypatch.setattr(module, "PAGE_OBJECTS", 40)
         wanted = keys(100)
 
         async def fill(adapter: Adapter, _: RecordingInventory) -> None:

@@ -20,6 +20,7 @@ class S3Stub:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.modified = "2026-01-02T03:04:05.678Z"  # every object
         self.requests: list[tuple[str, str]] = []  # method, path
         self.fault: Callable[[Handler], bool] = lambda handler: False
         self._server = ThreadingHTTPServer((LOOPBACK, 0), type("Bound", (Handler,), {"stub": self}))
@@ -82,7 +83,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def serve_get(self) -> None:
         if "list-type" in self.query:
-            self.list(sorted(name for name in self.stub.objects if name.startswith(self.query.get("prefix", ""))))
+            prefix, after = self.query.get("prefix", ""), self.query.get("continuation-token", "")
+            names = sorted(name for name in self.stub.objects if name.startswith(prefix) and name > after)
+            self.list(names, int(self.query["max-keys"]))
             return
         found = self.stub.objects.get(self.name)
         if found is None:
@@ -91,13 +94,18 @@ class Handler(BaseHTTPRequestHandler):
         last = min(int(self.headers["Range"].rpartition("-")[2]), len(found) - 1)
         self.answer(206, found[: last + 1], Content_Range=f"bytes 0-{last}/{len(found)}")
 
-    def list(self, names: list[str]) -> None:
+    def list(self, names: list[str], most: int) -> None:
+        """A name is the token of the page behind it."""
+        more = "<IsTruncated>false</IsTruncated>"
+        if len(names) > most:
+            del names[most:]
+            more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{names[-1]}</NextContinuationToken>"
         rows = "".join(
-            f"<Contents><Key>{escape(name)}</Key><LastModified>2026-01-02T03:04:05.678Z</LastModified>"
+            f"<Contents><Key>{escape(name)}</Key><LastModified>{self.stub.modified}</LastModified>"
             f"<Size>{len(self.stub.objects[name])}</Size></Contents>"
             for name in names
         )
-        self.answer(200, f"{XML}<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode())
+        self.answer(200, f"{XML}<ListBucketResult>{more}{rows}</ListBucketResult>".encode())
 
     def serve_head(self) -> None:
         found = self.stub.objects.get(self.name)

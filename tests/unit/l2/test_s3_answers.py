@@ -5,54 +5,29 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import AdapterError, ConfigError, LMCacheError, ResourceError
 from lmcache.l2.adapter import Adapter
-from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.testing.contract_run import RecordingInventory
 from lmcache.testing.frames import FrameMemory, keys, namespace
+from support.s3_run import SECONDS, run, stored
 from support.s3_stub import Handler, S3Stub
 
 pytest.importorskip("awscrt", reason="awscrt is not installed")
 
-T = TypeVar("T")
 LOADED, MISSING, CORRUPT = LoadOutcome.LOADED, LoadOutcome.MISSING, LoadOutcome.CORRUPT
 STORED, THERE = StoreOutcome.STORED, StoreOutcome.ALREADY_THERE
-SECONDS = 30.0
 
 
 @pytest.fixture
 def stub() -> Iterator[S3Stub]:
     with S3Stub() as stub:
         yield stub
-
-
-def run(
-    stub: S3Stub, test: Callable[[Adapter, RecordingInventory], Awaitable[T]], endpoint: str = "", **more: Any
-) -> T:
-    async def whole() -> T:
-        specification = {
-            "type": "s3",
-            "s3_endpoint": endpoint or stub.endpoint,
-            "s3_region": "r",
-            "s3_num_io_threads": 2,
-        }
-        specification |= {"aws_access_key_id": "AKIAPLANTED", "aws_secret_access_key": "planted-secret", **more}
-        adapter = build(parse_adapter(specification, 0)).adapter
-        inventory = RecordingInventory()
-        try:
-            await adapter.open(inventory)
-            await asyncio.wait_for(inventory.completed.wait(), SECONDS)
-            return await asyncio.wait_for(test(adapter, inventory), SECONDS)
-        finally:
-            await adapter.close()
-
-    return asyncio.run(whole())
 
 
 def refused(stub: S3Stub, **more: Any) -> LMCacheError:
@@ -73,13 +48,6 @@ def of_objects(answer: Callable[[Handler], bool]) -> Callable[[Handler], bool]:
 
 
 # ---- loads -----------------------------------------------------------------------------------------------------------
-async def stored(adapter: Adapter, count: int = 2) -> FrameMemory:
-    memory = FrameMemory(count)
-    wanted = keys(count)
-    assert await adapter.store(wanted, [memory.fill(i, key) for i, key in enumerate(wanted)]) == [STORED] * count
-    return memory
-
-
 async def load_guarded(adapter: Adapter) -> tuple[list[LoadOutcome], bool]:
     """The outcomes of loading two objects, and whether the memory beside the buffers is as it was."""
     target = FrameMemory(5)

@@ -101,6 +101,8 @@ def test_a_host_alone_may_be_either() -> None:
         ({"s3_endpoint": "s3://b"}, "it names 'b'"),
         ({"s3_endpoint": "gs://bucket"}, "it begins with gs://"),
         ({"s3_endpoint": "https://user:word@host/bucket"}, "neither a user nor a query"),
+        ({"s3_endpoint": "https://user:wor/word@host/bucket"}, "neither a user nor a query"),
+        ({"s3_endpoint": "s3://user:wor/word@bucket"}, "neither a user nor a query"),
         ({"s3_endpoint": "https://host/bucket?sig=word"}, "neither a user nor a query"),
         ({"s3_endpoint": "https://host/bucket", "disable_tls": True}, "leave out one of both"),
         ({"s3_endpoint": "host:70000/bucket"}, "a port from 1 to 65535; got 'host:70000'"),
@@ -125,7 +127,7 @@ def test_what_is_wrong_is_refused_in_one_sentence(keys: dict[str, Any], said: st
         config(**keys)
     (sentence,) = caught.value.problems
     assert said in sentence and sentence.startswith("--l2-adapter 1 (s3): ") and sentence.endswith(".")
-    assert "word@" not in sentence and "sig=" not in sentence and "word'" not in sentence
+    assert "word@" not in sentence and "sig=" not in sentence and "word'" not in sentence and "user:" not in sentence
 
 
 def test_keys_without_effect_are_reported() -> None:

@@ -49,7 +49,10 @@ def test_objects_without_a_size_are_left_out(size: str) -> None:
     assert [listed.name for listed in list_page(listing(row("one", size), row("two"))).objects] == ["two"]
 
 
-@pytest.mark.parametrize("time", ["", "yesterday", "2026-99-99T00:00:00Z", "9999-99-04"])
+@pytest.mark.parametrize(
+    "time",
+    ["", "yesterday", "2026-99-99T00:00:00Z", "9999-99-04", "0001-01-01T00:00:00Z", "9999-12-31T23:59:59Z"],
+)
 def test_objects_without_a_time_are_the_oldest(time: str) -> None:
     assert list_page(listing(row("one", time=time))).objects == [Listed("one", 8192, 0)]
 

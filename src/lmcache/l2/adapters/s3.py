@@ -10,11 +10,10 @@ import asyncio
 import base64
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Sequence
-from urllib.parse import quote, urlencode
+from collections.abc import Sequence
 
 from lmcache.core.frame import holds_whole_frame
-from lmcache.core.key import ObjectKey
+from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import AdapterError, ResourceError
 from lmcache.l2.adapter import Adapter, Capacity, Inventory
@@ -23,18 +22,19 @@ from lmcache.l2.adapters.s3_client import S3Session, check_package, open_session
 from lmcache.l2.adapters.s3_config import S3Config, S3Location
 from lmcache.l2.adapters.s3_faults import FULL_CODES, refusal
 from lmcache.l2.adapters.s3_inventory import BucketContents
+from lmcache.l2.adapters.s3_listing import PAGE_OBJECTS, PAGE_TRIES, list_request, pages
 from lmcache.l2.adapters.s3_requests import Download, Fault, Request, Upload
-from lmcache.l2.adapters.s3_xml import ListPage, delete_body, is_list_page, list_page, not_deleted
+from lmcache.l2.adapters.s3_xml import delete_body, is_list_page, list_page, not_deleted
 from lmcache.l2.background import in_thread, spawn
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.logs import level_of
 
 log = logging.getLogger("lmcache.l2")
 
-PAGE_OBJECTS = 1000  # as many as one request lists or deletes
 LOG_SECONDS = 60.0
 OPEN_SECONDS = 10.0  # without an answer until somebody is told why
 RESCAN_SECONDS = 900.0  # of a bucket with a capacity: requests for listings cost money
+RESCAN_FAILED_SECONDS = 60.0  # after a scan that failed: until then the capacity does not know the others' objects
 RESCAN_SHARE = 50  # the pause after a scan, in multiples of its duration
 
 CUT_SHORT = Fault(0, "the answer was cut short")
@@ -54,6 +54,7 @@ class S3Adapter(Adapter):
         self._is_conditional = True  # until the server says that it does not know such requests
         self._deletes_many = True
         self._throttled = 0
+        self._told: dict[bytes, Namespace] = {}  # namespaces of the last scan, by their digests
         self._log_limiter = LogLimiter(LOG_SECONDS)
 
     def status(self) -> dict[str, int]:
@@ -98,7 +99,7 @@ class S3Adapter(Adapter):
     async def _ask(self, location: S3Location, prefix: str) -> Request:
         """Lists one name. ResourceError where no answer comes."""
         assert self._session is not None
-        request = self._list_request(location.bucket_path, prefix, "", 1)
+        request = list_request(location.bucket_path, prefix, "", 1)
         await self._session.run([request], min(OPEN_SECONDS, self._config.timeout_seconds / 2))
         if request.fault is not None and not request.fault.status:
             raise await in_thread("l2-open", refusal, self._config, location, request.fault)
@@ -155,7 +156,7 @@ class S3Adapter(Adapter):
 
     async def clear(self) -> tuple[int, int]:
         objects = size_bytes = 0
-        async for page in self._pages(self._names.root):
+        async for page in pages(self._run, self._location, self._names.root):
             found = [listed for listed in page.objects if self._names.parse(listed.name) is not None]
             kept = await self._delete([listed.name for listed in found])
             gone = [listed for listed in found if listed.name not in kept]
@@ -231,28 +232,6 @@ class S3Adapter(Adapter):
         headers = [("Content-MD5", digest), ("Content-Type", "application/xml")]
         return Request("DeleteObjects", "POST", f"{self._location.bucket_path}?delete=", headers, body)
 
-    def _list_request(self, bucket_path: str, prefix: str, token: str, count: int) -> Request:
-        query = {"list-type": "2", "encoding-type": "url", "max-keys": str(count), "prefix": prefix}
-        if token:
-            query["continuation-token"] = token
-        return Request("ListObjectsV2", "GET", f"{bucket_path}?{urlencode(sorted(query.items()), quote_via=quote)}")
-
-    async def _pages(self, prefix: str) -> AsyncIterator[ListPage]:
-        """AdapterError where a page cannot be had."""
-        token = ""
-        while True:
-            request = self._list_request(self._location.bucket_path, prefix, token, PAGE_OBJECTS)
-            await self._run([request])
-            if request.fault is not None:
-                raise AdapterError(
-                    f"{self._location}: it could not be listed: {request.fault}", retryable=request.fault.retryable
-                )
-            page = await in_thread("l2-list", list_page, request.answer)
-            yield page
-            if not page.next_token or page.next_token == token:
-                return
-            token = page.next_token
-
     # ---- what the bucket holds ---------------------------------------------------------------------------------------
     async def _watch(self) -> None:
         """Lists once, and again where the capacity has to know what other servers store and delete."""
@@ -260,8 +239,12 @@ class S3Adapter(Adapter):
         is_first = True
         while True:
             started = loop.time()
+            least_seconds, share = RESCAN_SECONDS, RESCAN_SHARE
             try:
                 await self._scan()
+            except AdapterError as error:
+                least_seconds, share = RESCAN_FAILED_SECONDS, 1
+                log.warning("%s: %s; what it holds is found when it is asked for", self._name, error)
             except Exception as error:  # the root of a task: the adapter serves without an inventory, by HEAD
                 log.log(level_of(error), "%s: %s could not be listed", self._name, self._location, exc_info=True)
             if is_first:
@@ -269,23 +252,34 @@ class S3Adapter(Adapter):
                 is_first = False
             if self._config.limit_bytes is None:
                 return
-            await asyncio.sleep(max(RESCAN_SECONDS, RESCAN_SHARE * (loop.time() - started)))
+            await asyncio.sleep(max(least_seconds, share * (loop.time() - started)))
 
     async def _scan(self) -> None:
         scan = self._inventory.begin_scan()
-        contents = BucketContents(self._names)
-        async for page in self._pages(self._names.root):
+        contents = BucketContents(self._names, self._told)
+        async for page in pages(self._run, self._location, self._names.root, tries=PAGE_TRIES):
             await in_thread("l2-list", contents.add, page.objects)
         await self._identify(contents)
-        for columns in contents.youngest_first():
+        self._told = contents.told()
+        order = await in_thread("l2-list", contents.youngest_first)
+        for columns in contents.slices(order):
             self._inventory.found(columns)
             await asyncio.sleep(0)
+        try:
+            await self._report_lost(scan)
+        except AdapterError as error:
+            log.warning(
+                "%s: %s; what others deleted is a miss once, or is noticed by the next listing", self._name, error
+            )
+
+    async def _report_lost(self, scan: int) -> None:
         for keys in self._inventory.known(unseen_by=scan):
             # Asked once more: one may have been stored during the scan.
             for start in range(0, len(keys), PAGE_OBJECTS):
                 some = keys[start : start + PAGE_OBJECTS]
                 sizes = await self.probe(some)
                 self._inventory.lost([key for key, size in zip(some, sizes, strict=True) if size is None])
+            await asyncio.sleep(0)
 
     async def _identify(self, contents: BucketContents) -> None:
         """Reads the names of namespaces out of the headers of their objects."""

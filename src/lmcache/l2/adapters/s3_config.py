@@ -171,7 +171,7 @@ def _split_scheme(endpoint: str) -> tuple[str, str]:
         raise ValueError(
             f'"s3_endpoint" must begin with s3://, http://, https:// or a host; it begins with {scheme}://.'
         )
-    if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
+    if not {"@", "?", "#"}.isdisjoint(rest):  # wherever they are: a secret key may have slashes
         raise ValueError(
             '"s3_endpoint" must have neither a user nor a query; credentials are "aws_access_key_id" and '
             '"aws_secret_access_key".'

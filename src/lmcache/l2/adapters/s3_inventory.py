@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lmcache import _native
 from lmcache.core.key import Namespace, UnnamedNamespace
@@ -21,8 +21,10 @@ AT_ONCE = 64  # namespaces
 class BucketContents:
     """Objects of names in this scheme; others are neither read nor counted."""
 
-    def __init__(self, names: RemoteNames) -> None:
+    def __init__(self, names: RemoteNames, told: Mapping[bytes, Namespace] | None = None) -> None:
+        """`told`: namespaces by their digests, of an earlier scan: their objects are not read again."""
         self._names = names
+        self._told = told or {}
         self._namespaces: list[Namespace] = []
         self._position: dict[bytes, int] = {}  # of a digest in `_namespaces`
         self._positions = array("I")
@@ -40,10 +42,12 @@ class BucketContents:
             position = self._position.get(digest)
             if position is None:
                 position = self._position[digest] = len(self._namespaces)
-                self._namespaces.append(UnnamedNamespace.of(digest))
-                self._untold[digest] = []
-            trials = self._untold[digest]
-            if len(trials) < TRIALS and size_bytes > FRAME_HEADER_BYTES:
+                namespace = self._told.get(digest)
+                self._namespaces.append(namespace or UnnamedNamespace.of(digest))
+                if namespace is None:
+                    self._untold[digest] = []
+            trials = self._untold.get(digest)
+            if trials is not None and len(trials) < TRIALS and size_bytes > FRAME_HEADER_BYTES:
                 trials.append(chunk_hash)
             self._positions.append(position)
             self._hashes += chunk_hash
@@ -63,18 +67,29 @@ class BucketContents:
             self._namespaces[self._position[digest]] = namespace
             del self._untold[digest]
 
+    def told(self) -> dict[bytes, Namespace]:
+        """The named ones, by their digests."""
+        return {
+            digest: self._namespaces[position]
+            for digest, position in self._position.items()
+            if digest not in self._untold
+        }
+
     @staticmethod
     def header_buffer() -> memoryview:
         return memoryview(mmap.mmap(-1, FRAME_HEADER_BYTES))
 
-    def youngest_first(self) -> Iterator[ObjectColumns]:
-        """In slices. Of unnamed namespaces nobody asks for objects, so that these are the oldest."""
+    def youngest_first(self) -> array[int]:
+        """The rows. Of unnamed namespaces nobody asks for objects, so that these are the oldest. Takes a second where
+        there are ten million."""
         unnamed = {self._position[digest] for digest in self._untold}
         if unnamed:
             for index, position in enumerate(self._positions):
                 if position in unnamed:
                     self._used_ns[index] = 0
-        order = array("I", _native.youngest_first(memoryview(self._used_ns)))
+        return array("I", _native.youngest_first(memoryview(self._used_ns)))
+
+    def slices(self, order: array[int]) -> Iterator[ObjectColumns]:
         for start in range(0, len(order), SLICE_OBJECTS):
             rows = order[start : start + SLICE_OBJECTS]
             yield ObjectColumns(self._namespaces, self._positions, self._hashes, self._sizes, rows)

@@ -15,6 +15,7 @@ from xml.sax.saxutils import escape
 from lmcache.errors import AdapterError
 
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,12}))?Z?", re.ASCII)
+MAX_TIME_NS = 2**63 - 1  # in the year 2262; what holds times has 64 bits
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
 
@@ -126,4 +127,5 @@ def _ns_of(text: str) -> int:
         seconds = int(datetime.fromisoformat(match[1]).replace(tzinfo=timezone.utc).timestamp())
     except (ValueError, OverflowError):
         return 0
-    return seconds * 1_000_000_000 + int((match[2] or "").ljust(9, "0")[:9])
+    ns = seconds * 1_000_000_000 + int((match[2] or "").ljust(9, "0")[:9])
+    return ns if 0 <= ns <= MAX_TIME_NS else 0  # servers write times that they do not have as the year 1
