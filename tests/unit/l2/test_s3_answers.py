@@ -153,6 +153,26 @@ def test_some_that_fail_do_not_fail_the_others(stub: S3Stub) -> None:
     run(stub, test)
 
 
+def test_an_archived_object_is_deleted(stub: S3Stub) -> None:
+    """By a rule of the bucket: it would fail every load of its prefix, and could not be stored again."""
+
+    async def test(adapter: Adapter, _: RecordingInventory) -> None:
+        memory = await stored(adapter)
+        archived = keys(2)[1].chunk_hash.hex()
+        stub.fault = lambda handler: (
+            handler.command == "GET"
+            and handler.name.endswith(archived)
+            and any(archived in name for name in stub.objects)
+            and handler.refuse(403, "InvalidObjectState")
+        )
+        assert await load_guarded(adapter) == ([LOADED, MISSING], True)
+        assert await adapter.probe(keys(2)) == [memory.slot_bytes, None]
+        stub.fault = lambda handler: False
+        assert await adapter.store(keys(2), memory.buffers) == [THERE, STORED]
+
+    run(stub, test)
+
+
 # ---- stores ----------------------------------------------------------------------------------------------------------
 def test_throttled_requests_are_tried_again_and_counted(stub: S3Stub) -> None:
     async def test(adapter: Adapter, _: RecordingInventory) -> None:
@@ -296,6 +316,7 @@ def test_a_load_that_is_cancelled_leaves_memory_alone(stub: S3Stub) -> None:
             ConfigError,
             "is in the region eu-1; s3_region is 'r'",
         ),
+        (301, "PermanentRedirect", {"x_amz_bucket_region": "eu-1; planted" * 99}, ConfigError, "is not in that region"),
         (400, "AuthorizationHeaderMalformed", {}, ConfigError, "is not in that region"),
         (400, "", {}, ResourceError, "if it speaks TLS only, leave out disable_tls"),
         (418, "Teapot", {}, ResourceError, "answered Teapot (418)"),
@@ -388,6 +409,19 @@ def test_a_host_without_a_bucket_is_asked(stub: S3Stub) -> None:
     stub.fault = lambda handler: handler.path.startswith("/?") and handler.answer(200, body)
     run(stub, test, root)
     assert stub.requests[-1][1].startswith("/lmcache/lmcache/v1/")
+
+
+def test_a_host_that_is_busy_is_not_taken_for_another_kind(stub: S3Stub) -> None:
+    stub.fault = lambda handler: handler.path.startswith("/?") and handler.refuse(503, "SlowDown")
+    assert "answered SlowDown (503)" in str(refused(stub, endpoint=stub.endpoint.removesuffix("/bucket")))
+
+
+def test_a_proxy_that_is_not_there(stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows hosts that this machine does not."""
+    monkeypatch.setenv("HTTP_PROXY", "http://user:planted-word@127.0.0.1:1")
+    assert "by the proxy that HTTP_PROXY names" in str(refused(stub, endpoint="http://nowhere.invalid/bucket"))
+    monkeypatch.setenv("NO_PROXY", "nowhere.invalid")
+    assert "has no address" in str(refused(stub, endpoint="http://nowhere.invalid/bucket"))
 
 
 # ---- what the bucket holds -------------------------------------------------------------------------------------------

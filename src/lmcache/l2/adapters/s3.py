@@ -83,6 +83,8 @@ class S3Adapter(Adapter):
         """Where the bucket is. ConfigError or ResourceError where it cannot be listed."""
         if location.is_virtual is None:
             request = await self._ask(location, "")
+            if request.fault is not None and request.fault.retryable:  # that says nothing about the host
+                raise await in_thread("l2-open", refusal, self._config, location, request.fault)
             is_virtual = request.fault is None and is_list_page(request.answer)
             location = location.resolved(is_virtual=is_virtual)
         request = await self._ask(location, RemoteNames(location.folder + self._config.prefix).root)
@@ -132,12 +134,16 @@ class S3Adapter(Adapter):
         await self._run(requests)
         outcomes = [_loaded(request, buffer) for request, buffer in zip(requests, buffers, strict=True)]
         self._report([request.fault for request in requests], [o is LoadOutcome.FAILED for o in outcomes])
-        if LoadOutcome.CORRUPT in outcomes:
-            corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]
+        useless = [
+            key
+            for key, request, outcome in zip(keys, requests, outcomes, strict=True)
+            if outcome is LoadOutcome.CORRUPT or _is_archived(request.fault)
+        ]
+        if useless:
             try:
-                await self.delete(corrupt, corrupt=True)
+                await self.delete(useless, corrupt=True)
             except AdapterError as error:
-                log.debug("%s: corrupt objects could not be deleted: %s", self._name, error)
+                log.debug("%s: corrupt or archived objects could not be deleted: %s", self._name, error)
         return outcomes
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
@@ -308,6 +314,12 @@ def _is_missing(fault: Fault) -> bool:
     return fault.status == 404 and fault.code != "NoSuchBucket"
 
 
+def _is_archived(fault: Fault | None) -> bool:
+    """Whether a rule of the bucket has moved the object to where it must be restored from for hours: as long as it is
+    there, nobody loads it and nobody stores it anew."""
+    return fault is not None and fault.status == 403 and fault.code == "InvalidObjectState"
+
+
 def _stored(fault: Fault | None) -> StoreOutcome:
     if fault is None:
         return StoreOutcome.STORED
@@ -321,7 +333,7 @@ def _stored(fault: Fault | None) -> StoreOutcome:
 def _loaded(request: Download, buffer: memoryview) -> LoadOutcome:
     fault = request.fault
     if fault is not None:
-        if _is_missing(fault):
+        if _is_missing(fault) or _is_archived(fault):
             return LoadOutcome.MISSING
         # 416: the object is empty.
         return LoadOutcome.CORRUPT if fault.too_long or fault.status == 416 else LoadOutcome.FAILED

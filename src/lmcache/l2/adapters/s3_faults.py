@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from email.utils import parsedate_to_datetime
+from urllib.request import getproxies_environment, proxy_bypass
 
 from lmcache.errors import ConfigError, LMCacheError, ResourceError
 from lmcache.l2.adapters.s3_config import S3Config, S3Location
@@ -20,6 +22,7 @@ _ELSEWHERE = (
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
 )
+_REGION = re.compile(r"[a-z0-9-]{1,64}")
 FULL_CODES = frozenset(("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage"))
 
 
@@ -28,7 +31,9 @@ def refusal(config: S3Config, location: S3Location, fault: Fault) -> LMCacheErro
     if fault.status:
         sentence = _of_answer(config, location, fault)
     else:
-        sentence = _of_connecting(location, config.authorities) or _of_silence(location, fault)
+        proxy = _proxy_variable(location)
+        sentence = "" if proxy else _of_connecting(location, config.authorities)
+        sentence = sentence or _of_silence(location, fault, proxy)
     kind = ConfigError if fault.code in ("NoSuchBucket", *_ELSEWHERE) else ResourceError
     return kind(f"{config.where}: {sentence}")
 
@@ -44,7 +49,7 @@ def _of_answer(config: S3Config, location: S3Location, fault: Fault) -> str:
         return f"the clock of this machine differs from that of {location}{_its_time(fault)}; set it, best by NTP."
     if fault.code in _ELSEWHERE or fault.status in (301, 307):
         region = fault.header("x-amz-bucket-region")
-        actual = f" is in the region {region}" if region else " is not in that region"
+        actual = f" is in the region {region}" if _REGION.fullmatch(region) else " is not in that region"
         return f"the bucket at {location}{actual}; s3_region is {config.s3_region!r}: correct it or s3_endpoint."
     if fault.status == 403:
         return f"the credentials may not use the bucket at {location} ({fault}); they need {_NEEDS}."
@@ -53,11 +58,21 @@ def _of_answer(config: S3Config, location: S3Location, fault: Fault) -> str:
     return f"{location} answered {fault} when it was asked to list the bucket; see whether it is an S3 server."
 
 
-def _of_silence(location: S3Location, fault: Fault) -> str:
+def _of_silence(location: S3Location, fault: Fault, proxy: str) -> str:
     code = fault.code
     if "CREDENTIALS" in code or "AUTH" in code:
         return f"no credentials for {location} were found ({code}); give {_KEYS}."
+    if proxy:
+        return f"{location} cannot be reached by the proxy that {proxy} names ({code}); correct it, or set NO_PROXY."
     return f"{location} cannot be reached ({code}); see whether it is up, or correct s3_endpoint."
+
+
+def _proxy_variable(location: S3Location) -> str:
+    """Of the environment, by whose proxy awscrt asks; "" where it asks itself. Its value may have a password."""
+    scheme = "https" if location.tls else "http"
+    if not getproxies_environment().get(scheme) or proxy_bypass(location.host):
+        return ""
+    return f"{scheme.upper()}_PROXY"
 
 
 def _of_connecting(location: S3Location, authorities: str) -> str:
