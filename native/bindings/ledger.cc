@@ -207,22 +207,23 @@ void bind_contents(nb::class_<Ledger>& ledger) {
         "Known from now on, and the youngest: the bytes that they are charged.");
     ledger.def(
         "found",
-        [](Ledger& self, const ObjectKeys& objects, const Sizes& sizes_bytes) {
+        [](Ledger& self, const ObjectKeys& objects, const Sizes& sizes_bytes, bool newer) {
             const LedgerKeys keys = keys_of(objects, &self);
-            without_gil_if_long(keys.size(), [&] { self.found(keys, sizes_bytes); });
+            without_gil_if_long(keys.size(), [&] { self.found(keys, sizes_bytes, newer); });
         },
-        nb::arg("keys"), nb::arg("sizes_bytes"),
-        "Youngest first, and older than all that is known; what is known already is left as it is.");
+        nb::arg("keys"), nb::arg("sizes_bytes"), nb::arg("newer") = false,
+        "Youngest first, and older than all that is known, or all newer; what is known already is left as it is.");
     ledger.def(
         "found_rows",
         [](Ledger& self, const Namespaces& namespaces, const Packed<std::uint32_t, "positions">& positions,
            const Packed<std::uint8_t, "hashes">& hashes, const Packed<std::uint64_t, "sizes_bytes">& sizes_bytes,
-           const Packed<std::uint32_t, "rows">& rows) {
+           const Packed<std::uint32_t, "rows">& rows, bool newer) {
             Sizes sizes;
             const LedgerKeys keys = keys_of_rows(self, namespaces, {positions, hashes, sizes_bytes}, rows, sizes);
-            without_gil_if_long(keys.size(), [&] { self.found(keys, sizes); });
+            without_gil_if_long(keys.size(), [&] { self.found(keys, sizes, newer); });
         },
         nb::arg("namespaces"), nb::arg("positions"), nb::arg("hashes"), nb::arg("sizes_bytes"), nb::arg("rows"),
+        nb::arg("newer") = false,
         "`found` of the rows (u32), in that order, of columns (u32, 32 bytes and u64 an object).");
     ledger.def("touch", with_keys<&Ledger::touch>(), nb::arg("keys"), "They were used: how many are known.");
     ledger.def("lost", with_keys<&Ledger::lost>(), nb::arg("keys"), "They are gone without having been evicted.");

@@ -223,11 +223,11 @@ std::uint64_t Ledger::stored(const LedgerKeys& keys, std::span<const std::uint64
     return bytes;
 }
 
-void Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes) {
+void Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes, bool newer) {
     const MutexLock lock(mutex_);
     const std::vector<std::uint64_t> charges_bytes = charges(keys, sizes_bytes);
     const References references(*this, keys);
-    sweep(keys, references.numbers(), false, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
+    sweep(keys, references.numbers(), newer, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
         std::uint32_t index = find(key_hash, number, keys.hash(key));
         if (index != kNoObject && objects_[index].state != ObjectState::kDetached) {
             objects_[index].cycle = scan_;
@@ -235,7 +235,12 @@ void Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_
         }
         if (index == kNoObject) index = add(number, keys.hash(key), key_hash);
         begin_counting(index, charges_bytes[key]);
-        become_resident(index, [&] { order_.enter_oldest(index); });
+        if (newer) {
+            become_resident(index, [&] { order_.enter(index, key_hash); });
+            order_.to_newest(index);
+        } else {
+            become_resident(index, [&] { order_.enter_oldest(index); });
+        }
     });
 }
 

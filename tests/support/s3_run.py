@@ -15,6 +15,7 @@ from support.s3_stub import S3Stub
 
 T = TypeVar("T")
 SECONDS = 30.0
+CREDENTIALS = {"aws_access_key_id": "AKIAPLANTED", "aws_secret_access_key": "planted-secret"}
 
 
 def run(
@@ -27,7 +28,7 @@ def run(
             "s3_region": "r",
             "s3_num_io_threads": 2,
         }
-        specification |= {"aws_access_key_id": "AKIAPLANTED", "aws_secret_access_key": "planted-secret", **more}
+        specification |= {**CREDENTIALS, **more}
         adapter = build(parse_adapter(specification, 0)).adapter
         inventory = RecordingInventory()
         try:

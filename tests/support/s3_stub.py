@@ -20,7 +20,8 @@ class S3Stub:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
-        self.modified = "2026-01-02T03:04:05.678Z"  # every object
+        self.now = "2026-01-02T03:04:05.678Z"
+        self.times: dict[str, str] = {}  # when objects were stored
         self.requests: list[tuple[str, str]] = []  # method, path
         self.fault: Callable[[Handler], bool] = lambda handler: False
         self._server = ThreadingHTTPServer((LOOPBACK, 0), type("Bound", (Handler,), {"stub": self}))
@@ -101,7 +102,8 @@ class Handler(BaseHTTPRequestHandler):
             del names[most:]
             more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{names[-1]}</NextContinuationToken>"
         rows = "".join(
-            f"<Contents><Key>{escape(name)}</Key><LastModified>{self.stub.modified}</LastModified>"
+            f"<Contents><Key>{escape(name)}</Key>"
+            f"<LastModified>{self.stub.times.get(name, self.stub.now)}</LastModified>"
             f"<Size>{len(self.stub.objects[name])}</Size></Contents>"
             for name in names
         )
@@ -116,6 +118,7 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(412, "PreconditionFailed")
             return
         self.stub.objects[self.name] = self.received
+        self.stub.times[self.name] = self.stub.now
         self.answer(200)
 
     def serve_delete(self) -> None:

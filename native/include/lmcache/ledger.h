@@ -92,9 +92,9 @@ public:
     // Objects that were just stored; the youngest from now on. One that was leaving is resident again. The bytes that
     // these keys are charged.
     std::uint64_t stored(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes);
-    // Objects that the backend holds, youngest first, all older than whatever is known. Known ones are left as they
-    // are.
-    void found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes);
+    // Objects that the backend holds, youngest first, all older than whatever is known, or all `newer`. Known ones are
+    // left as they are.
+    void found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes, bool newer = false);
     // They were used by a request. How many are known.
     std::size_t touch(const LedgerKeys& keys);
     // They are gone without having been evicted.

@@ -117,8 +117,9 @@ class Ledger:
         """Whether some of them are victims whose deletion has not ended."""
         return 2 in self.native.known(keys)
 
-    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns) -> None:
-        """Objects and their sizes, youngest first, older than all that is known. Known ones are left as they are."""
+    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns, *, newer: bool = False) -> None:
+        """Objects and their sizes, youngest first, older than all that is known, or newer. Known ones are left as they
+        are."""
         if isinstance(objects, ObjectColumns):
             self.native.found_rows(
                 objects.namespaces,
@@ -126,9 +127,10 @@ class Ledger:
                 objects.hashes,
                 memoryview(objects.sizes_bytes),
                 memoryview(objects.rows),
+                newer,
             )
         else:
-            self.native.found([key for key, _ in objects], [size for _, size in objects])
+            self.native.found([key for key, _ in objects], [size for _, size in objects], newer)
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
         """They were used. Unknown ones are ignored."""

@@ -65,9 +65,10 @@ class ObjectColumns:
 class Inventory(Protocol):
     """How an adapter reports what its backend holds beyond what was stored through it."""
 
-    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns) -> None:
+    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns, *, newer: bool = False) -> None:
         """Objects and their sizes in bytes, youngest first, each call older than the one before; some thousand in a
-        call, so that the loop can do other things between two. Known ones are ignored."""
+        call, so that the loop can do other things between two. Known ones are ignored. `newer`: what other servers
+        stored since an earlier search, youngest first within a call, each call newer than the one before."""
         ...
 
     def begin_scan(self) -> int:

@@ -140,9 +140,9 @@ class Runner:
             )
 
     # ---- the inventory that the adapter fills ------------------------------------------------------------------------
-    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns) -> None:
+    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns, *, newer: bool = False) -> None:
         self._take_capacity()
-        self.ledger.found(objects)
+        self.ledger.found(objects, newer=newer)
         self._note_serdes(objects.namespaces if isinstance(objects, ObjectColumns) else {key[0] for key, _ in objects})
 
     def _note_serdes(self, namespaces: Iterable[Namespace]) -> None:

@@ -30,10 +30,10 @@ class RecordingInventory:
         self._seen_by: dict[ObjectKey, int] = {}
         self.completed = asyncio.Event()
 
-    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns) -> None:
+    def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns, *, newer: bool = False) -> None:
+        unknown = [key for key, _ in objects if key not in self.objects]
+        self.order = [*unknown, *self.order] if newer else [*self.order, *unknown]
         for key, size_bytes in objects:
-            if key not in self.objects:
-                self.order.append(key)
             self.objects[key] = size_bytes
             self._seen_by[key] = self._scan
 

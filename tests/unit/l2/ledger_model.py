@@ -76,13 +76,15 @@ class LedgerModel:
             record.state, record.use, record.scan = "resident", self._next_use(), self.scan
             record.charge = -(-size // UNIT_BYTES) * UNIT_BYTES + OVERHEAD_BYTES
 
-    def found(self, keys: Sequence[ObjectKey], sizes: Sequence[int]) -> None:
-        for key, size in zip(keys, sizes, strict=True):
+    def found(self, keys: Sequence[ObjectKey], sizes: Sequence[int], *, newer: bool) -> None:
+        objects = list(zip(keys, sizes, strict=True))
+        for key, size in reversed(objects) if newer else objects:
             record = self.records.setdefault(key, Record(key))
             record.scan = self.scan
             if record.state == "detached":
-                self.oldest_use -= 1
-                record.state, record.use, record.in_main = "resident", self.oldest_use, False
+                self.oldest_use -= not newer
+                use = self._next_use() if newer else self.oldest_use
+                record.state, record.use, record.in_main = "resident", use, False
                 record.charge = -(-size // UNIT_BYTES) * UNIT_BYTES + OVERHEAD_BYTES
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:

@@ -43,8 +43,8 @@ class Letters:
     def store(self, names: str) -> None:
         self.ledger.native.stored(keys(names), [SIZE] * len(names))
 
-    def find(self, names: str) -> None:
-        self.ledger.found([(key, SIZE) for key in keys(names)])
+    def find(self, names: str, *, newer: bool = False) -> None:
+        self.ledger.found([(key, SIZE) for key in keys(names)], newer=newer)
 
     def touch(self, names: str) -> None:
         self.ledger.touch(keys(names))
@@ -71,6 +71,16 @@ def test_suffixes_go_before_prefixes_and_the_found_behind_the_known(policy: str)
     objects.ledger.lost(keys("xx"))
     objects.touch("?")
     assert objects.order() == "zyba"
+    objects.ledger.check()
+
+
+@pytest.mark.parametrize("policy", ["LRU", "IsolatedLRU", "S3FIFO"])
+def test_what_others_stored_meanwhile_is_found_before_the_known(policy: str) -> None:
+    objects = Letters(policy)
+    objects.store("ab")
+    objects.find("xay", newer=True)  # youngest first; a is known and keeps its place
+    objects.find("z", newer=True)
+    assert objects.order() == "bayxz"
     objects.ledger.check()
 
 

@@ -58,8 +58,9 @@ class Both:
     def find(self) -> None:
         keys = self.some_keys(fresh=2)
         sizes = self.sizes(keys)
-        self.ledger.found(list(zip(keys, sizes, strict=True)))
-        self.model.found(keys, sizes)
+        newer = self.rng.random() < 0.5
+        self.ledger.found(list(zip(keys, sizes, strict=True)), newer=newer)
+        self.model.found(keys, sizes, newer=newer)
 
     def touch(self) -> None:
         keys = self.some_keys()

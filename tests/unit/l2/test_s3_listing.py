@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 
 from lmcache import _native
+from lmcache.clock import SystemClock
+from lmcache.core.limits import GIB
 from lmcache.l2.adapter import Adapter
+from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.adapters import s3, s3_inventory, s3_listing
+from lmcache.l2.runner import Runner
+from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.contract_run import RecordingInventory
-from lmcache.testing.frames import keys
-from support.s3_run import run, stored
+from lmcache.testing.frames import FrameMemory, keys
+from support.s3_run import CREDENTIALS, SECONDS, run, stored
 from support.s3_stub import XML, Handler, S3Stub
 
 pytest.importorskip("awscrt", reason="awscrt is not installed")
@@ -58,7 +63,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("time", ["0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999Z"])
 def test_a_time_that_is_none_costs_no_listing(stub: S3Stub, time: str) -> None:
-    stub.modified = time
+    stub.times = dict.fromkeys(stub.objects, time)
     assert run(stub, told) == OBJECTS
 
 
@@ -144,3 +149,31 @@ def test_the_loop_goes_on_while_a_listing_is_sorted(stub: S3Stub, monkeypatch: p
 
     monkeypatch.setattr(s3_inventory, "_native", Watched)
     assert run(stub, told) == OBJECTS and sorters == ["l2-list"]
+
+
+def test_what_another_server_stored_since_the_last_listing_is_no_first_victim(
+    stub: S3Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else servers that share a bucket evict what the others need most."""
+    monkeypatch.setattr(s3, "RESCAN_SECONDS", 0.01)
+    monkeypatch.setattr(s3, "RESCAN_SHARE", 0)
+    slot_bytes = FrameMemory(1).slot_bytes
+    limits = {"max_capacity_gb": 10 * slot_bytes / GIB, "eviction": {"eviction_policy": "LRU"}}
+
+    async def test(other: Adapter, _: RecordingInventory) -> None:
+        spec = {"type": "s3", "s3_endpoint": stub.endpoint, "s3_region": "r", "s3_num_io_threads": 2, **CREDENTIALS}
+        runner = Runner(build(parse_adapter({**spec, **limits}, 0)), Metrics().l2, SystemClock())
+        await runner.open()
+        await until(lambda: len(runner.ledger) == OBJECTS)
+        memory = FrameMemory(10)
+        both = keys(10, seed=5)
+        buffers = [memory.fill(i, key) for i, key in enumerate(both)]
+        stub.now = "2026-01-03T00:00:00Z"
+        await other.store(both[:2], buffers[:2])
+        await until(lambda: len(runner.ledger) == OBJECTS + 2)
+        await runner.store(both[2:6], buffers[2:6], lambda: None)
+        assert await other.probe(both[:6]) == [slot_bytes] * 6
+        assert sum(size is not None for size in await other.probe(keys(OBJECTS))) == OBJECTS - 2
+        assert await runner.drain(SECONDS) and await runner.close(SECONDS)
+
+    run(stub, test)

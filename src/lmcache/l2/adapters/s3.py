@@ -24,7 +24,7 @@ from lmcache.l2.adapters.s3_faults import FULL_CODES, refusal
 from lmcache.l2.adapters.s3_inventory import BucketContents
 from lmcache.l2.adapters.s3_listing import PAGE_OBJECTS, PAGE_TRIES, list_request, pages
 from lmcache.l2.adapters.s3_requests import Download, Fault, Request, Upload
-from lmcache.l2.adapters.s3_xml import delete_body, is_list_page, list_page, not_deleted
+from lmcache.l2.adapters.s3_xml import MAX_TIME_NS, delete_body, is_list_page, list_page, not_deleted
 from lmcache.l2.background import in_thread, spawn
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.logs import level_of
@@ -55,6 +55,7 @@ class S3Adapter(Adapter):
         self._deletes_many = True
         self._throttled = 0
         self._told: dict[bytes, Namespace] = {}  # namespaces of the last scan, by their digests
+        self._listed_until_ns = MAX_TIME_NS  # all that the first scan finds is older than what is stored meanwhile
         self._log_limiter = LogLimiter(LOG_SECONDS)
 
     def status(self) -> dict[str, int]:
@@ -261,6 +262,8 @@ class S3Adapter(Adapter):
             await asyncio.sleep(max(least_seconds, share * (loop.time() - started)))
 
     async def _scan(self) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         scan = self._inventory.begin_scan()
         contents = BucketContents(self._names, self._told)
         async for page in pages(self._run, self._location, self._names.root, tries=PAGE_TRIES):
@@ -268,9 +271,11 @@ class S3Adapter(Adapter):
         await self._identify(contents)
         self._told = contents.told()
         order = await in_thread("l2-list", contents.youngest_first)
-        for columns in contents.slices(order):
-            self._inventory.found(columns)
+        for columns, newer in contents.slices(order, self._listed_until_ns):
+            self._inventory.found(columns, newer=newer)
             await asyncio.sleep(0)
+        # By the server's clock. What was stored behind the back of a scan may be as old as its beginning.
+        self._listed_until_ns = max(0, contents.newest_ns(order) - int((loop.time() - started) * 1e9))
         try:
             await self._report_lost(scan)
         except AdapterError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
 from lmcache import _native
@@ -89,7 +90,17 @@ class BucketContents:
                     self._used_ns[index] = 0
         return array("I", _native.youngest_first(memoryview(self._used_ns)))
 
-    def slices(self, order: array[int]) -> Iterator[ObjectColumns]:
-        for start in range(0, len(order), SLICE_OBJECTS):
-            rows = order[start : start + SLICE_OBJECTS]
-            yield ObjectColumns(self._namespaces, self._positions, self._hashes, self._sizes, rows)
+    def newest_ns(self, order: array[int]) -> int:
+        """When the last of them was stored; 0 where there is none."""
+        return self._used_ns[order[0]] if order else 0
+
+    def slices(self, order: array[int], newer_than_ns: int) -> Iterator[tuple[ObjectColumns, bool]]:
+        """As an inventory wants them: what was stored after that time as `newer`, then the others."""
+        newer = bisect_left(order, -newer_than_ns, key=lambda row: -self._used_ns[row])
+        for start in reversed(range(0, newer, SLICE_OBJECTS)):
+            yield self._columns(order[start : min(start + SLICE_OBJECTS, newer)]), True
+        for start in range(newer, len(order), SLICE_OBJECTS):
+            yield self._columns(order[start : start + SLICE_OBJECTS]), False
+
+    def _columns(self, rows: array[int]) -> ObjectColumns:
+        return ObjectColumns(self._namespaces, self._positions, self._hashes, self._sizes, rows)
