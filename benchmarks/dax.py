@@ -155,7 +155,7 @@ async def lookups_and_recovery(folder: Path, objects: int, rounds: int) -> list[
     completed = asyncio.Event()
 
     class Inventory:
-        def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns) -> None: ...
+        def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns, *, newer: bool = False) -> None: ...
         def begin_scan(self) -> int:
             return 0
 

@@ -36,7 +36,7 @@ LOAD_BATCH, LOADS_AT_ONCE = 4, 8
 class _Quiet:
     """An inventory that nobody reads."""
 
-    def found(self, objects: object) -> None: ...
+    def found(self, objects: object, *, newer: bool = False) -> None: ...
     def begin_scan(self) -> int:
         return 0
 

@@ -19,7 +19,9 @@ from lmcache.l2.adapters.s3_xml import error_code
 
 Headers: TypeAlias = Sequence[tuple[str, str]]
 
-MAX_ANSWER_BYTES = 8 << 20  # a page of 1,000 names of 1,024 bytes each, escaped
+# A page of 1,000 names of 1,024 bytes each, escaped. awscrt hands such an answer over when it has all of it: one
+# without end takes memory until the request's deadline.
+MAX_ANSWER_BYTES = 8 << 20
 
 _RANGE = re.compile(r"bytes 0-\d+/(\d{1,18})")
 _RETRYABLE = frozenset((408, 409, 429, 500, 502, 503, 504))
