@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::size_t kBlockElements = 65536;  // with exponents of half a zstd block
 constexpr int kMaxLevel = 19;
+constexpr std::uint32_t kFrameMagic = 0xFD2FB528;  // RFC 8878, 3.1.1
 
 // Parameters of ZSTD_CCtx_setParameter.
 constexpr int kLevelParameter = 100, kHashLog = 102, kMinMatch = 105, kLiteralMode = 1002;
@@ -31,6 +32,7 @@ struct Zstd {
     void* (*create_dctx)() = nullptr;
     std::size_t (*free_dctx)(void*) = nullptr;
     std::size_t (*decompress)(void*, void*, std::size_t, const void*, std::size_t) = nullptr;
+    std::size_t (*frame_bytes)(const void*, std::size_t) = nullptr;
     unsigned (*is_error)(std::size_t) = nullptr;
     std::string refusal;
 };
@@ -57,6 +59,7 @@ const Zstd& zstd() {
         find(library, "ZSTD_createDCtx", found.create_dctx, found.refusal);
         find(library, "ZSTD_freeDCtx", found.free_dctx, found.refusal);
         find(library, "ZSTD_decompressDCtx", found.decompress, found.refusal);
+        find(library, "ZSTD_findFrameCompressedSize", found.frame_bytes, found.refusal);
         find(library, "ZSTD_isError", found.is_error, found.refusal);
         return found;
     }();
@@ -107,6 +110,15 @@ double entropy_bits(const ExponentSample& sample) {
         if (count != 0) bits -= count * std::log2(static_cast<double>(count) / sample.total);
     }
     return bits / std::max(sample.total, 1U);
+}
+
+// What a library takes besides, frames behind frames and those of versions before 1.0 among them, nobody wrote here,
+// and the decoders of old formats see nothing hostile.
+bool is_one_frame(const std::uint8_t* bytes, std::size_t size) {
+    std::uint32_t magic;
+    if (size < sizeof magic) return false;
+    std::memcpy(&magic, bytes, sizeof magic);
+    return magic == kFrameMagic && zstd().frame_bytes(bytes, size) == size;
 }
 
 // The payload begins with a word of 32 bits for each block: the bytes of its compressed exponents, 0 where they are as
@@ -165,7 +177,8 @@ public:
             const auto* const rest = reinterpret_cast<const std::uint8_t*>(source.data() + at);
             const std::uint8_t* exponents = rest + count;
             if (word != 0) {
-                if (zstd().decompress(own.decompression, own.exponents.data(), count, exponents, word) != count)
+                if (!is_one_frame(exponents, word) ||
+                    zstd().decompress(own.decompression, own.exponents.data(), count, exponents, word) != count)
                     return SerdeFault::kCorrupt;
                 exponents = own.exponents.data();
             }

@@ -163,6 +163,28 @@ TEST_CASE(hostile_zstd_payloads_stay_in_bounds) {
     for (const int level : {0, 1}) flips_and_cuts_are_survived(*make_zstd_stage(level, 0), 12);
 }
 
+TEST_CASE(anything_but_one_zstd_frame_of_the_format_is_corrupt) {
+    const auto stage = make_zstd_stage(1, 0);
+    const Bytes payload = gaussian(1 << 16, 1.0, 4);
+    const Bytes good = encoded(*stage, payload);
+    const std::size_t frame_at = sizeof(std::uint32_t) + payload.size() / 2;
+    const auto with = [&](const Bytes& before, const Bytes& behind) {
+        Bytes changed = good;
+        changed.insert(changed.end(), behind.begin(), behind.end());
+        changed.insert(changed.begin() + static_cast<std::ptrdiff_t>(frame_at), before.begin(), before.end());
+        const auto word = static_cast<std::uint32_t>(changed.size() - frame_at);
+        std::memcpy(changed.data(), &word, sizeof word);
+        return changed;
+    };
+    const Bytes skipped = {std::byte{0x50}, std::byte{0x2a}, std::byte{0x4d}, std::byte{0x18}, {}, {}, {}, {}};
+    CHECK(decodes_to(*stage, with({}, {}), payload));
+    CHECK(!decodes_to(*stage, with(skipped, {}), payload));
+    CHECK(!decodes_to(*stage, with({}, skipped), payload));
+    Bytes old = good;  // that of version 0.7
+    old[frame_at] = std::byte{0x27};
+    CHECK(!decodes_to(*stage, old, payload));
+}
+
 TEST_CASE(settings_out_of_range_are_refused) {
     CHECK(refused([] { make_exponent_stage(1.0); }));
     CHECK(refused([] { make_exponent_stage(std::nan("")); }));
