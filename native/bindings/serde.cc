@@ -59,13 +59,15 @@ private:
 // A stage written in Python. Called without the GIL, by threads that Python did not start.
 class PythonStage final : public SerdeStage {
 public:
-    explicit PythonStage(nb::object stage) : stage_(std::move(stage)) {}
+    PythonStage(nb::object stage, bool lossy) : stage_(std::move(stage)), lossy_(lossy) {}
     PythonStage(const PythonStage&) = delete;
     PythonStage& operator=(const PythonStage&) = delete;
     ~PythonStage() override {
         const nb::gil_scoped_acquire acquired;
         stage_.reset();
     }
+
+    bool is_lossy() const override { return lossy_; }
 
     std::size_t max_encoded_bytes(std::size_t source_bytes) const override {
         const nb::gil_scoped_acquire acquired;
@@ -108,6 +110,7 @@ private:
     }
 
     nb::object stage_;
+    const bool lossy_;
 };
 
 struct Stage {
@@ -235,8 +238,9 @@ void bind_stages(nb::module_& m) {
         [](int level, double smallest_saving) { return Stage{lmcache::make_zstd_stage(level, smallest_saving)}; },
         nb::arg("level"), nb::arg("smallest_saving"), "RuntimeError where `zstd_refusal` says why.");
     m.def(
-        "python_stage", [](nb::object stage) { return Stage{std::make_shared<PythonStage>(std::move(stage))}; },
-        nb::arg("stage"),
+        "python_stage",
+        [](nb::object stage, bool lossy) { return Stage{std::make_shared<PythonStage>(std::move(stage), lossy)}; },
+        nb::arg("stage"), nb::arg("lossy") = false,
         "Calls `max_encoded_bytes(source_bytes) -> int`, `encode(source, destination, namespace, chunk_hash) -> "
         "int|None` and `decode(source, destination, namespace, chunk_hash) -> bool`, with memoryviews that end with "
         "the call.");

@@ -36,7 +36,8 @@ public:
     std::uint64_t max_frame_bytes(std::uint64_t served_frame_bytes) const;
 
     // Encodes a served frame. The payload of `source` is not verified: what the header says of it is kept, and a
-    // decoded payload is compared with that. What is written is a multiple of kFrameAlignBytes, zeros at its end.
+    // decoded payload is compared with that. Where a stage is lossy the payload is verified, and what is decoded later
+    // is compared with what this call decodes. What is written is a multiple of kFrameAlignBytes, zeros at its end.
     SerdeResult encode(std::span<const std::byte> source, std::span<std::byte> destination,
                        const SerdeTemplates& templates, std::span<const std::byte, kChunkHashBytes> chunk_hash) const;
 
@@ -48,6 +49,7 @@ public:
 private:
     std::string name_;
     std::vector<std::shared_ptr<const SerdeStage>> stages_;
+    std::size_t lossy_end_ = 0;  // behind the last lossy stage; 0: none is
 };
 
 }  // namespace lmcache

@@ -33,6 +33,10 @@ public:
     // an encrypted object by a plain one.
     virtual bool may_leave_source() const { return true; }
 
+    // Whether decode() gives something else than what was encoded. It always gives the same for the same bytes, on any
+    // machine: that is what a loaded payload is compared with.
+    virtual bool is_lossy() const { return false; }
+
     // The most that encode() writes for a source of that size.
     virtual std::size_t max_encoded_bytes(std::size_t source_bytes) const = 0;
 

@@ -127,7 +127,9 @@ class RegisterWorker(Message):
     instance_id: Name
     worker_id: int  # 0..n-1, unique in the instance
     kv_rank: int
-    layouts: LayoutList  # KVLayout.fingerprint per object group
+    # KVLayout.fingerprint per object group. With "~" and the name of a lossy serde behind it the engine accepts what
+    # that serde leaves.
+    layouts: LayoutList
     payload_bytes: GroupList  # per object group
     stores: bool = True  # False: another worker stores the same KV (tensor-parallel copies of MLA)
     heartbeat_interval_seconds: float = 10.0

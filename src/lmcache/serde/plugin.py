@@ -107,7 +107,8 @@ def build_plugin(config: PluginSerdeConfig, where: str, reserved: Collection[str
             f'{where}: what {config.factory} makes has the "name" {name!r}, which is that of another serde type; '
             "choose one of its own."
         )
-    return Stage(name, _native.python_stage(GuardedSerde(serde)), lossy=bool(getattr(serde, "lossy", False)))
+    lossy = bool(getattr(serde, "lossy", False))
+    return Stage(name, _native.python_stage(GuardedSerde(serde), lossy), lossy=lossy)
 
 
 def _made(config: PluginSerdeConfig, where: str) -> Serde:

@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterable
 
 from lmcache.core import limits
+from lmcache.core.key import LOSSY_MARK
 from lmcache.errors import RemoteError
 from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker, TransferMode
 
-_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+# The second part names the lossy serde whose outcome the engine accepts (core/key.py).
+_LAYOUT = re.compile(rf"[0-9a-f]{{32}}({LOSSY_MARK}[a-z0-9._,-]{{1,32}})?")
 
 
 def check_name(subject: str, name: str) -> None:
@@ -57,8 +59,11 @@ def check_worker(message: RegisterWorker, instance: RegisterInstance | None, oth
     if len(message.layouts) != len(message.payload_bytes):
         raise RemoteError(ErrorCode.BAD_REQUEST, "There must be one payload size for each layout.")
     for layout in message.layouts:
-        if not _FINGERPRINT.fullmatch(layout):
-            raise RemoteError(ErrorCode.BAD_REQUEST, "A layout fingerprint must be 32 hexadecimal digits.")
+        if not _LAYOUT.fullmatch(layout):
+            raise RemoteError(
+                ErrorCode.BAD_REQUEST,
+                f'A layout must be 32 hexadecimal digits; "{LOSSY_MARK}" and the name of a lossy serde may follow.',
+            )
     _check_tensors(message.tensors)
     if message.transfer_mode not in [mode.value for mode in TransferMode]:
         raise RemoteError(ErrorCode.BAD_REQUEST, f"There is no transfer mode {message.transfer_mode[:64]!r}.")

@@ -38,4 +38,26 @@ class Scrambled:
         destination[:] = bytes(source[32:]).translate(_TURNED)
 
 
+class Rounded:
+    """The upper half of every 16 bits, so that what comes back is not what was stored."""
+
+    name = "rounded"
+    lossy = True
+
+    def __init__(self, fill: int = 0) -> None:
+        self._fill = fill
+
+    def max_encoded_bytes(self, source_bytes: int) -> int:
+        return source_bytes // 2
+
+    def encode(self, source: memoryview, destination: memoryview, key: ObjectKey) -> int:
+        destination[: source.nbytes // 2] = bytes(source)[1::2]
+        return source.nbytes // 2
+
+    def decode(self, source: memoryview, destination: memoryview, key: ObjectKey) -> None:
+        rounded = bytearray([self._fill]) * destination.nbytes
+        rounded[1::2] = source
+        destination[:] = rounded
+
+
 _TURNED = bytes(255 - value for value in range(256))

@@ -332,6 +332,32 @@ def test_a_lossy_serde_and_the_namespaces_that_accept_it_are_apart_from_all_othe
     run(lambda bench: test(bench, exact), None)
 
 
+def test_what_a_lossy_serde_left_is_served_and_nothing_else_is() -> None:
+    rounded = {"type": "plugin", "factory": "unit.l2.plain_serdes:Rounded"}
+    serdes = [rounded, {"type": "exponent"}]
+    accepting = keys(3, of=replace(namespace(), layout=namespace().layout + "~rounded,exponent"))
+
+    async def served(bench: Bench) -> tuple[list[LoadOutcome], FrameMemory]:
+        target = FrameMemory(3, PAYLOAD_BYTES)
+        return await bench.runner.load(accepting, target.buffers, bench.release), target
+
+    async def whole() -> None:
+        async with Bench(serdes) as bench:
+            assert await bench.store(accepting) == [STORED] * 3
+            outcomes, target = await served(bench)
+            assert outcomes == [LOADED] * 3
+            for slot, key in enumerate(accepting):
+                assert target.verify(slot, key) == ""
+                payload = bytes(target.buffers[slot][FRAME_HEADER_BYTES : FRAME_HEADER_BYTES + PAYLOAD_BYTES])
+                assert payload[1::2] == bfloats(key)[1::2] and payload[::2] == bytes(PAYLOAD_BYTES // 2)
+            held = bench.stored
+        async with Bench([{**rounded, "params": {"fill": 1}}, serdes[1]]) as other:  # it would decode to something else
+            other.adapter.inner.objects = held
+            assert (await served(other))[0] == [CORRUPT] * 3
+
+    asyncio.run(whole())
+
+
 @pytest.mark.parametrize("operation", ["store", "load"])
 def test_a_late_backend_keeps_memory_of_the_layer_and_not_of_the_caller(operation: str) -> None:
     async def test(bench: Bench) -> None:

@@ -214,6 +214,13 @@ def test_other_properties_conflict_while_the_process_runs(service: Service) -> N
     assert service.lookup("r", chunks(1)).chunks == 0  # stored for another model
 
 
+def test_an_engine_may_ask_for_what_a_lossy_serde_leaves(service: Service) -> None:
+    service.liveness.register_instance(m.RegisterInstance("other", "model", 1, 1, 10.0))
+    layout = f"{LAYOUT}~rounded,exponent"
+    service.liveness.register_worker(m.RegisterWorker("other", 0, 0, [layout], [4096]))
+    assert service.registry.instances["other"].workers[0].profile.layouts == [layout]
+
+
 @pytest.mark.parametrize(
     ("message", "code"),
     [
@@ -229,6 +236,9 @@ def test_other_properties_conflict_while_the_process_runs(service: Service) -> N
         (m.RegisterWorker("engine", 1, 0, [LAYOUT], [limits.MAX_OBJECT_BYTES + 1]), "bad_request"),
         (m.RegisterWorker("engine", 1, 0, ["../../etc"], [4096]), "bad_request"),
         (m.RegisterWorker("engine", 1, 0, [LAYOUT.upper()], [4096]), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [f"{LAYOUT}+zstd"], [4096]), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [f"{LAYOUT}~"], [4096]), "bad_request"),
+        (m.RegisterWorker("engine", 1, 0, [f"{LAYOUT}~{'x' * 33}"], [4096]), "bad_request"),
         (m.RegisterWorker("engine", 1, 0, [LAYOUT], [4096], True, float("nan")), "bad_request"),
         (m.RegisterWorker("", 1, 0, [LAYOUT], [4096]), "bad_request"),
         (m.RegisterInstance("", "model", 1, 1, 10.0), "bad_request"),
