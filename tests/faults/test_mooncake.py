@@ -166,6 +166,40 @@ def test_objects_of_another_size_are_never_taken_for_whole(master: Master) -> No
     asyncio.run(test())
 
 
+@pytest.mark.slow  # objects get to a disk after a while
+def test_objects_that_are_on_a_disk_only_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR", "file_per_key_storage_backend")
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "1")
+    (tmp_path / "disk").mkdir()
+    wanted, payload_bytes = keys(40), (1 << 20) - 4096
+    size_bytes = payload_bytes + 4096
+
+    async def whole(master: Master) -> None:
+        spec = mooncake.setup_keys(master, 16 << 20)
+        spec |= {"enable_ssd_offload": True, "ssd_offload_path": str(tmp_path / "disk")}
+        async with opened(adapter_of(spec)) as adapter:
+            for start in range(0, len(wanted), 8):
+                part = wanted[start : start + 8]
+                await eventually(lambda part=part: _are_stored(adapter, part, payload_bytes), True)
+                await eventually(lambda: _files(tmp_path / "disk"), start + len(part))
+            assert await adapter.probe(wanted) == [size_bytes] * len(wanted)
+            memory = FrameMemory(len(wanted), payload_bytes)
+            assert await adapter.load(wanted, memory.buffers) == [LOADED] * len(wanted)
+            assert all(memory.holds(slot, key) for slot, key in enumerate(wanted))
+
+    with Master(tmp_path, enable_offload="true", default_kv_lease_ttl=500) as master:
+        master.wait_ready()
+        asyncio.run(whole(master))
+
+
+async def _are_stored(adapter: Adapter, wanted: Sequence[ObjectKey], payload_bytes: int) -> bool:
+    return set(await stored(adapter, wanted, payload_bytes)) <= {STORED, StoreOutcome.ALREADY_THERE}
+
+
+async def _files(folder: Path) -> int:
+    return sum(path.is_file() for path in folder.rglob("*"))
+
+
 @pytest.mark.parametrize("key", ["master_server_addr", "metadata_server"])
 def test_a_service_that_is_not_there_is_one_sentence(master: Master, key: str) -> None:
     address = f"{LOOPBACK}:{free_port()}"

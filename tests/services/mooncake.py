@@ -44,7 +44,8 @@ class Master(ManagedProcess):
 
     name = "Mooncake's master"
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
+    def __init__(self, folder: Path, port: int = 0, **others: object) -> None:
+        """`others` are options of the program."""
         need()
         self.folder = folder
         self.port = port or free_port()
@@ -57,6 +58,7 @@ class Master(ManagedProcess):
             "metrics_host": LOOPBACK,
             "metrics_port": free_port(),
             "client_ttl": 3,
+            **others,
         }
         super().__init__(
             [str(program), *(f"--{name}={value}" for name, value in options.items())], folder / "master.log"

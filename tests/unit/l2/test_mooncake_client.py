@@ -36,6 +36,7 @@ class Mooncake:
         self.load_gates: list[threading.Event] = []
         self.register_gate: threading.Event | None = None
         self.load_seconds = 0.0
+        self.has_offloaded = False  # every object, to disks
         self.patterns = 0
 
     def make(self) -> Any:
@@ -45,6 +46,16 @@ class Mooncake:
     @property
     def open_clients(self) -> int:
         return sum(client.is_open for client in self.clients)
+
+
+class ReplicaOnADisk:
+    """Of another machine: there is no way to its size."""
+
+    def is_memory_replica(self) -> bool:
+        return False
+
+    def is_disk_replica(self) -> bool:
+        return False
 
 
 class Client:
@@ -66,7 +77,13 @@ class Client:
 
     def batch_is_exist(self, names: list[str]) -> list[int]:
         assert self.is_open
-        return [0] * len(names)
+        return [int(self._service.has_offloaded and name in self._service.objects) for name in names]
+
+    def batch_get_replica_desc(self, names: list[str]) -> dict[str, list[Any]]:
+        return {name: [ReplicaOnADisk()] for name in names}
+
+    def get_size(self, name: str) -> int:
+        return self._service.objects.get(name, mooncake_client.MISSING)
 
     def batch_get_into(self, names: list[str], *_: object) -> list[int]:
         gates = self._service.load_gates
@@ -223,5 +240,20 @@ def test_clearing_many_namespaces_asks_few_questions(config: MooncakeConfig) -> 
         assert await adapter.clear() == (count, count * memory.slot_bytes)
         assert service.patterns == mooncake.COUNTED_NAMESPACES + 1 and not service.objects
         assert await adapter.clear() == (0, 0)
+
+    live(adapter, test)
+
+
+def test_what_is_on_a_disk_only_is_found(config: MooncakeConfig) -> None:
+    service = Mooncake()
+    adapter = MooncakeAdapter(config, service.make)
+    wanted, memory = keys(3), FrameMemory(3)
+
+    async def test() -> None:
+        frames = [memory.fill(slot, key) for slot, key in enumerate(wanted)]
+        assert await adapter.store(wanted[:2], frames[:2]) == [StoreOutcome.STORED] * 2
+        service.has_offloaded = True
+        assert await adapter.probe(wanted) == [memory.slot_bytes] * 2 + [None]
+        assert await adapter.store(wanted[:2], frames[:2]) == [StoreOutcome.ALREADY_THERE] * 2
 
     live(adapter, test)

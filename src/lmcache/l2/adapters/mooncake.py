@@ -232,8 +232,11 @@ def _sizes(store: Store, names: list[str]) -> tuple[Sequence[int], dict[str, int
     there = [name for name, code in zip(names, codes, strict=True) if code > 0]
     if not there:
         return codes, {}
-    replicas = store.batch_get_replica_desc(there)
-    return codes, {name: size for name, found in replicas.items() if (size := _size(found)) is not None}
+    sizes = {name: _size(replicas) for name, replicas in store.batch_get_replica_desc(there).items()}
+    for name in there:  # on disks of other machines alone, whose replicas do not tell it
+        if sizes.get(name) is None:
+            sizes[name] = store.get_size(name)
+    return codes, {name: size for name, size in sizes.items() if size is not None and size >= 0}
 
 
 def _size(replicas: Sequence[Any]) -> int | None:
