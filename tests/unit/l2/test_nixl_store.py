@@ -221,6 +221,26 @@ def test_an_entry_that_outlived_its_frame_is_a_miss(tmp_path: Path) -> None:
     live(spec(tmp_path, slots=1), test)
 
 
+def test_what_is_cleared_or_replaced_by_less_gives_its_room_back(tmp_path: Path) -> None:
+    def used_bytes() -> int:
+        return sum(path.stat().st_blocks * 512 for path in slot_files(tmp_path))
+
+    async def test(adapter: NixlStoreAdapter, _: RecordingInventory) -> None:
+        large, small = FrameMemory(8, 1 << 20), FrameMemory(8)
+        wanted, others = keys(8), keys(8, seed=1)
+        assert await adapter.store(wanted, [large.fill(at, key) for at, key in enumerate(wanted)]) == [STORED] * 8
+        await adapter.delete(wanted)
+        assert used_bytes() >= 8 * large.slot_bytes  # for the next ones
+        assert await adapter.store(others, [small.fill(at, key) for at, key in enumerate(others)]) == [STORED] * 8
+        assert used_bytes() < large.slot_bytes
+        assert await load(adapter, others) == [LOADED] * 8
+        assert await adapter.clear() == (8, 8 * small.slot_bytes)
+        assert used_bytes() == 0
+        assert await store(adapter, wanted) == [STORED] * 8 and await load(adapter, wanted) == [LOADED] * 8
+
+    live(spec(tmp_path), test)
+
+
 def test_without_persistence_nothing_of_the_pool_stays(tmp_path: Path) -> None:
     live(spec(tmp_path, persist_enabled=False), lambda adapter, _: store(adapter, keys(3)))
     assert os.listdir(tmp_path) == []

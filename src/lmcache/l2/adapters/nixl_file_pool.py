@@ -141,11 +141,13 @@ class FilePool:
         errors = []
         for moved, fd, buffer in zip(agent.transfer_files("WRITE", ranges_of(buffers), fds), fds, buffers, strict=True):
             error = 0
-            if not moved:
-                try:
+            try:
+                if not moved:
                     write_plainly(fd, buffer)
-                except OSError as fault:
-                    error = fault.errno or errno.EIO
+                if os.fstat(fd).st_size > buffer.nbytes:  # of a larger object before it
+                    os.ftruncate(fd, buffer.nbytes)
+            except OSError as fault:
+                error = fault.errno or errno.EIO
             errors.append(error)
         return errors
 
@@ -162,6 +164,11 @@ class FilePool:
             for at, slot in enumerate(slots):
                 used = (used_ns - 1000 * at).to_bytes(8, "little")
                 write_all(self._directory, used, self._geometry.used_place(slot))
+
+    def give_back(self, agent: Agent, slots: Sequence[int]) -> None:
+        for slot in slots:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.files[slot], 0)
 
     def flush(self, agent: Agent) -> None:
         return

@@ -120,6 +120,9 @@ class ObjectPool:
                 self._pages[page][place : place + 8] = (used_ns - 1000 * at).to_bytes(8, "little")
                 self._changed.add(page)
 
+    def give_back(self, agent: Agent, slots: Sequence[int]) -> None:
+        return
+
     def flush(self, agent: Agent) -> None:
         with self._lock:
             changed = set(self._changed)

@@ -66,6 +66,10 @@ class Pool(Protocol):
         other call."""
         ...
 
+    def give_back(self, agent: Agent, slots: Sequence[int]) -> None:
+        """The room of slots that nobody uses, where the backend can."""
+        ...
+
     def flush(self, agent: Agent) -> None:
         """Before the end: what may be lost is written. OSError where it is."""
         ...

@@ -249,6 +249,8 @@ class NixlStoreAdapter:
         removed = await self._remove(list(self._objects))
         await self._erase(list(self._unread & set(self._free)))
         self._unread.clear()
+        free = tuple(self._free)
+        await self._lanes[0].run(lambda agent: self._pool.give_back(agent, free))
         return len(removed), sum(held.frame_bytes for held in removed)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
