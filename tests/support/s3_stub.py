@@ -50,8 +50,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: bytes = b"", length: int | None = None, /, **headers: str) -> bool:
         """`length`: what Content-Length says, where that is not true."""
-        self.send_response(status)
-        for name, value in headers.items():
+        self.send_response_only(status)
+        for name, value in {"Date": self.date_time_string(), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.send_header("ETag", '"etag"')

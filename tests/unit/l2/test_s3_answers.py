@@ -308,7 +308,20 @@ def test_a_load_that_is_cancelled_leaves_memory_alone(stub: S3Stub) -> None:
         (403, "SignatureDoesNotMatch", {}, ResourceError, "the secret key is not that of the access key"),
         (400, "ExpiredToken", {}, ResourceError, "does not accept the access key (ExpiredToken)"),
         (403, "AccessDenied", {}, ResourceError, "they need s3:ListBucket, s3:GetObject"),
-        (403, "RequestTimeTooSkewed", {}, ResourceError, "the clock of this machine differs"),
+        (
+            403,
+            "RequestTimeTooSkewed",
+            {"Date": "Mon, 16 Nov 2026 01:02:03 GMT"},
+            ResourceError,
+            "/bucket, which says 2026-11-16T01:02:03+00:00; set it",
+        ),
+        (
+            403,
+            "RequestTimeTooSkewed",
+            {"Date": f"Mon, 16 Nov {'9' * 30} 01:02:03 GMT"},
+            ResourceError,
+            "/bucket; set it",
+        ),
         (
             301,
             "PermanentRedirect",

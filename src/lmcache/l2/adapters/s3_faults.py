@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import ssl
 from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.request import getproxies_environment, proxy_bypass
 
 from lmcache.errors import ConfigError, LMCacheError, ResourceError
@@ -46,7 +48,8 @@ def _of_answer(config: S3Config, location: S3Location, fault: Fault) -> str:
     if fault.code == "SignatureDoesNotMatch":
         return f"{location} finds that the secret key is not that of the access key; correct {_KEYS}."
     if fault.code == "RequestTimeTooSkewed":
-        return f"the clock of this machine differs from that of {location}{_its_time(fault)}; set it, best by NTP."
+        said = _its_time(location, config.authorities)
+        return f"the clock of this machine differs from that of {location}{said}; set it, best by NTP."
     if fault.code in _ELSEWHERE or fault.status in (301, 307):
         region = fault.header("x-amz-bucket-region")
         actual = f" is in the region {region}" if _REGION.fullmatch(region) else " is not in that region"
@@ -95,8 +98,20 @@ def _of_connecting(location: S3Location, authorities: str) -> str:
     return ""
 
 
-def _its_time(fault: Fault) -> str:
+def _its_time(location: S3Location, authorities: str) -> str:
+    """As it says when it is asked once more: awscrt keeps the headers of such a refusal to itself."""
     try:
-        return f", which says {parsedate_to_datetime(fault.header('date')).isoformat()}"
-    except ValueError:
+        with contextlib.closing(_connection(location, authorities)) as connection:
+            connection.request("HEAD", "/")
+            said = connection.getresponse().headers.get("Date", "")
+        return f", which says {parsedate_to_datetime(said).isoformat()}"
+    except (OSError, HTTPException, ValueError, OverflowError):
         return ""
+
+
+def _connection(location: S3Location, authorities: str) -> HTTPConnection:
+    port = location.port or None
+    if not location.tls:
+        return HTTPConnection(location.host_name, port, timeout=CONNECT_SECONDS)
+    context = ssl.create_default_context(cafile=authorities or None)
+    return HTTPSConnection(location.host_name, port, timeout=CONNECT_SECONDS, context=context)
