@@ -243,6 +243,28 @@ def test_what_a_refused_store_means(stub: S3Stub, status: int, code: str, outcom
     run(stub, test)
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (403, "AccessDenied", "AccessDenied (403): the credentials need s3:ListBucket, s3:GetObject, s3:PutObject"),
+        (400, "ExpiredToken", "ExpiredToken (400): correct aws_access_key_id and aws_secret_access_key"),
+        (403, "SignatureDoesNotMatch", "SignatureDoesNotMatch (403): correct aws_access_key_id"),
+        (403, "RequestTimeTooSkewed", "RequestTimeTooSkewed (403): set the clock of this machine"),
+        (404, "NoSuchBucket", "NoSuchBucket (404): create the bucket again"),
+    ],
+)
+def test_what_can_be_mended_while_the_server_runs_is_said(stub: S3Stub, status: int, code: str, said: str) -> None:
+    async def test(adapter: Adapter, _: RecordingInventory) -> None:
+        await stored(adapter, 1)
+        stub.fault = of_objects(lambda handler: handler.refuse(status, code))
+        for operation in (adapter.store, adapter.load):
+            with pytest.raises(AdapterError) as caught:
+                await operation(keys(1), FrameMemory(1).buffers)
+            assert said in str(caught.value) and "planted" not in str(caught.value).lower()
+
+    run(stub, test)
+
+
 # ---- silence ---------------------------------------------------------------------------------------------------------
 def test_requests_without_an_answer_end_and_leave_memory_alone(stub: S3Stub) -> None:
     async def test(adapter: Adapter, _: RecordingInventory) -> None:

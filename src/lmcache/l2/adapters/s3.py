@@ -20,7 +20,7 @@ from lmcache.l2.adapter import Adapter, Capacity, Inventory
 from lmcache.l2.adapters.remote_names import RemoteNames
 from lmcache.l2.adapters.s3_client import S3Session, check_package, open_session
 from lmcache.l2.adapters.s3_config import S3Config, S3Location
-from lmcache.l2.adapters.s3_faults import FULL_CODES, refusal
+from lmcache.l2.adapters.s3_faults import FULL_CODES, explained, refusal
 from lmcache.l2.adapters.s3_inventory import BucketContents
 from lmcache.l2.adapters.s3_listing import PAGE_OBJECTS, PAGE_TRIES, list_request, pages
 from lmcache.l2.adapters.s3_requests import Download, Fault, Request, Upload
@@ -152,7 +152,9 @@ class S3Adapter(Adapter):
         await self._run(requests)
         faults = [request.fault for request in requests if request.fault is not None and request.fault.status != 404]
         if faults:
-            raise AdapterError(f"{self._location}: a lookup failed: {faults[0]}", retryable=faults[0].retryable)
+            raise AdapterError(
+                f"{self._location}: a lookup failed: {explained(faults[0])}", retryable=faults[0].retryable
+            )
         return [None if request.fault else _size(request.header("content-length")) for request in requests]
 
     async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
@@ -196,7 +198,7 @@ class S3Adapter(Adapter):
         if not failed:
             return
         first = failed[0] or CUT_SHORT
-        sentence = f"{self._location}: {len(failed)} of {len(faults)} requests failed, the first: {first}"
+        sentence = f"{self._location}: {len(failed)} of {len(faults)} requests failed, the first: {explained(first)}"
         if len(failed) == len(faults):
             raise AdapterError(sentence, retryable=first.retryable)
         if self._log_limiter.due():

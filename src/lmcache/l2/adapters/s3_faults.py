@@ -24,6 +24,7 @@ _ELSEWHERE = (
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
 )
+_KEY_CODES = ("InvalidAccessKeyId", "InvalidToken", "ExpiredToken")
 _REGION = re.compile(r"[a-z0-9-]{1,64}")
 FULL_CODES = frozenset(("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage"))
 
@@ -40,10 +41,21 @@ def refusal(config: S3Config, location: S3Location, fault: Fault) -> LMCacheErro
     return kind(f"{config.where}: {sentence}")
 
 
+def explained(fault: Fault) -> str:
+    """The fault of a request to a bucket that was there at the start, and what the operator can do about it."""
+    if fault.code == "NoSuchBucket":
+        return f"{fault}: create the bucket again"
+    if fault.code in (*_KEY_CODES, "SignatureDoesNotMatch"):
+        return f"{fault}: correct {_KEYS}"
+    if fault.code == "RequestTimeTooSkewed":
+        return f"{fault}: set the clock of this machine"
+    return f"{fault}: the credentials need {_NEEDS}" if fault.status == 403 else str(fault)
+
+
 def _of_answer(config: S3Config, location: S3Location, fault: Fault) -> str:
     if fault.code == "NoSuchBucket":
         return f"there is no bucket at {location}; create it, or correct s3_endpoint."
-    if fault.code in ("InvalidAccessKeyId", "InvalidToken", "ExpiredToken"):
+    if fault.code in _KEY_CODES:
         return f"{location} does not accept the access key ({fault.code}); correct {_KEYS}."
     if fault.code == "SignatureDoesNotMatch":
         return f"{location} finds that the secret key is not that of the access key; correct {_KEYS}."

@@ -10,6 +10,7 @@ from urllib.parse import quote, urlencode
 from lmcache.core.limits import MAX_L2_LISTED_OBJECTS
 from lmcache.errors import AdapterError
 from lmcache.l2.adapters.s3_config import S3Location
+from lmcache.l2.adapters.s3_faults import explained
 from lmcache.l2.adapters.s3_requests import Request
 from lmcache.l2.adapters.s3_xml import ListPage, list_page
 from lmcache.l2.background import in_thread
@@ -65,6 +66,6 @@ async def _page(
         if (fault := request.fault) is None:
             return await in_thread("l2-list", list_page, request.answer)
         if number == tries - 1 or not fault.retryable:
-            raise AdapterError(f"{location}: it could not be listed: {fault}", retryable=fault.retryable)
+            raise AdapterError(f"{location}: it could not be listed: {explained(fault)}", retryable=fault.retryable)
         await asyncio.sleep(PAGE_PAUSE_SECONDS * 2**number)
     raise ValueError("no try was asked for")
