@@ -32,28 +32,56 @@ using Destination = Packed<std::byte, "destination", Access::kWrite>;
 
 nb::bytes bytes_of(std::span<const std::byte> bytes) { return nb::bytes(bytes.data(), bytes.size()); }
 
+// Native memory, and how many views Python has of it: parts of a memoryview outlive its release.
+struct LentMemory {
+    void* data;
+    Py_ssize_t size_bytes;
+    bool is_readonly;
+    std::size_t views = 0;
+};
+
+int get_view(PyObject* self, Py_buffer* view, int flags) {
+    auto& memory = *nb::inst_ptr<LentMemory>(self);
+    const int result = PyBuffer_FillInfo(view, self, memory.data, memory.size_bytes, memory.is_readonly, flags);
+    if (result == 0) ++memory.views;
+    return result;
+}
+
+void release_view(PyObject* self, Py_buffer*) { --nb::inst_ptr<LentMemory>(self)->views; }
+
+PyType_Slot lent_memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_view)},
+                                   {Py_bf_releasebuffer, reinterpret_cast<void*>(release_view)},
+                                   {0, nullptr}};
+
 // A memoryview of native memory, released at the end of the scope: using it later is an error in Python.
 class LentView {
 public:
-    LentView(std::span<const std::byte> memory, int access)
-        : view_(nb::steal(PyMemoryView_FromMemory(
-              reinterpret_cast<char*>(const_cast<std::byte*>(memory.data())),  // access says what may be done
-              static_cast<Py_ssize_t>(memory.size()), access))) {
+    LentView(std::span<const std::byte> memory, bool is_readonly)
+        : memory_(nb::cast(LentMemory{const_cast<std::byte*>(memory.data()),  // readonly says what may be done
+                                      static_cast<Py_ssize_t>(memory.size()), is_readonly})),
+          view_(nb::steal(PyMemoryView_FromObject(memory_.ptr()))) {
         if (!view_.is_valid()) throw nb::python_error();
     }
     LentView(const LentView&) = delete;
     LentView& operator=(const LentView&) = delete;
-    ~LentView() {
-        try {
-            view_.attr("release")();
-        } catch (nb::python_error& error) {
-            error.discard_as_unraisable("lmcache serde plug-in");
-        }
-    }
+    ~LentView() { (void)is_kept(); }
+
     const nb::object& get() const { return view_; }
 
+    // Ends the view. Whether somebody has another one of the same memory, which nothing can end.
+    bool is_kept() {
+        if (view_.is_valid()) {
+            try {
+                view_.attr("release")();
+            } catch (nb::python_error&) {  // somebody has a view of the view
+            }
+            view_.reset();
+        }
+        return nb::inst_ptr<LentMemory>(memory_)->views != 0;
+    }
+
 private:
-    nb::object view_;
+    nb::object memory_, view_;
 };
 
 // A stage written in Python. Called without the GIL, by threads that Python did not start.
@@ -78,25 +106,34 @@ public:
     std::optional<std::size_t> encode(std::span<const std::byte> source, std::span<std::byte> destination,
                                       const SerdeObject& object, std::vector<std::byte>&) const override {
         const nb::gil_scoped_acquire acquired;
-        return in_python<std::optional<std::size_t>>([&] {
-            const LentView from(source, PyBUF_READ), to(destination, PyBUF_WRITE);
-            return nb::cast<std::optional<std::size_t>>(
-                stage_.attr("encode")(from.get(), to.get(), bytes_of(object.name_space), bytes_of(object.chunk_hash)));
-        });
+        return in_python<std::optional<std::size_t>>(
+            [&] { return nb::cast<std::optional<std::size_t>>(called("encode", source, destination, object)); });
     }
 
     SerdeFault decode(std::span<const std::byte> source, std::span<std::byte> destination, const SerdeObject& object,
                       std::span<const std::byte>) const override {
         const nb::gil_scoped_acquire acquired;
         return in_python<SerdeFault>([&] {
-            const LentView from(source, PyBUF_READ), to(destination, PyBUF_WRITE);
-            const bool decoded = nb::cast<bool>(
-                stage_.attr("decode")(from.get(), to.get(), bytes_of(object.name_space), bytes_of(object.chunk_hash)));
-            return decoded ? SerdeFault::kNone : SerdeFault::kCorrupt;
+            const auto decoded = nb::cast<std::optional<bool>>(called("decode", source, destination, object));
+            if (!decoded) return SerdeFault::kFailed;
+            return *decoded ? SerdeFault::kNone : SerdeFault::kCorrupt;
         });
     }
 
 private:
+    nb::object called(const char* method, std::span<const std::byte> source, std::span<std::byte> destination,
+                      const SerdeObject& object) const {
+        LentView from(source, true), to(destination, false);
+        nb::object result =
+            stage_.attr(method)(from.get(), to.get(), bytes_of(object.name_space), bytes_of(object.chunk_hash));
+        const bool source_is_kept = from.is_kept();
+        if (to.is_kept() || source_is_kept) {
+            stage_.attr("kept")();
+            throw std::runtime_error("a serde plug-in kept memory");
+        }
+        return result;
+    }
+
     // A Python exception must not leave the scope that has the GIL.
     template <typename T, typename Call>
     static T in_python(const Call& call) {
@@ -242,8 +279,10 @@ void bind_stages(nb::module_& m) {
         [](nb::object stage, bool lossy) { return Stage{std::make_shared<PythonStage>(std::move(stage), lossy)}; },
         nb::arg("stage"), nb::arg("lossy") = false,
         "Calls `max_encoded_bytes(source_bytes) -> int`, `encode(source, destination, namespace, chunk_hash) -> "
-        "int|None` and `decode(source, destination, namespace, chunk_hash) -> bool`, with memoryviews that end with "
-        "the call.");
+        "int|None` and `decode(source, destination, namespace, chunk_hash) -> bool|None`, with memoryviews that end "
+        "with "
+        "the call, and `kept()` where one did not: the call has failed then.");
+    nb::class_<LentMemory>(m, "LentMemory", nb::type_slots(lent_memory_slots));
 }
 
 }  // namespace

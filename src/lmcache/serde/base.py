@@ -53,7 +53,7 @@ class Serde(Protocol):
 
     def decode(self, source: memoryview, destination: memoryview, key: ObjectKey) -> None:
         """Fills `destination`, which has the size of what was encoded. ValueError: the source is not what `encode`
-        wrote. The source may be anything."""
+        wrote, and is moved aside. After another exception it stays. The source may be anything."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+import sys
 from collections.abc import Collection
 from functools import lru_cache
 from typing import Annotated, Any
@@ -66,19 +67,25 @@ class GuardedSerde:
         self._say(f"encode returned {size_bytes!r:.80}")
         return -1
 
-    def decode(self, source: memoryview, destination: memoryview, namespace: bytes, chunk_hash: bytes) -> bool:
+    def decode(self, source: memoryview, destination: memoryview, namespace: bytes, chunk_hash: bytes) -> bool | None:
+        """False: the source is not what `encode` wrote. None: it failed, for whatever reason of its own; the object may
+        be well, and stays."""
         try:
             self._inner.decode(source, destination, _key(namespace, chunk_hash))
         except ValueError:
             return False
         except Exception:  # code from outside may raise anything
             self._say("decode")
-            return False
+            return None
         return True
+
+    def kept(self) -> None:
+        """A call ended, and something still has a view of the memory that was lent to it."""
+        self._say("source or destination, or a part of one, was kept after the call")
 
     def _say(self, action: str) -> None:
         if self._log_limiter.due(action.partition(" ")[0]):
-            log.warning("The serde %s failed: %s", self._inner.name, action, exc_info=True)
+            log.warning("The serde %s failed: %s", self._inner.name, action, exc_info=sys.exc_info()[1])
 
 
 @lru_cache(maxsize=256)

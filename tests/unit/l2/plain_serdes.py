@@ -38,6 +38,18 @@ class Scrambled:
         destination[:] = bytes(source[32:]).translate(_TURNED)
 
 
+class Greedy(Scrambled):
+    """Keeps a part of what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__("greedy")
+        self.parts: list[memoryview] = []
+
+    def encode(self, source: memoryview, destination: memoryview, key: ObjectKey) -> int:
+        self.parts.append(source[8:16])
+        return super().encode(source, destination, key)
+
+
 class Rounded:
     """The upper half of every 16 bits, so that what comes back is not what was stored."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from lmcache import _native
 from lmcache.core.frame import parse_header, verify_frames
 from lmcache.core.key import ObjectKey, stored_serde
 from lmcache.core.limits import FRAME_HEADER_BYTES, GIB, MAX_SERDES_NAMED, MIB
@@ -42,6 +43,16 @@ def bfloats(key: ObjectKey) -> bytes:
     numbers = [rng.gauss(0, 1) for _ in range(PAYLOAD_BYTES // 2)]
     packed = struct.pack(f"<{len(numbers)}f", *numbers)
     return b"".join(packed[at + 2 : at + 4] for at in range(0, len(packed), 4))
+
+
+def resealed(key: ObjectKey, frame: bytes) -> bytes:
+    """The payload of a frame under another key, with checksums that are right."""
+    header, memory = parse_header(frame), FrameMemory.of(frame)
+    template = _native.frame_template(
+        key.namespace.encode(), key.namespace.digest, header.payload_bytes, header.serde, header.serde_params
+    )
+    _native.frame_seal(_native.buffer_address(memory), template, key.chunk_hash)
+    return bytes(memory)
 
 
 class Bench:
@@ -254,13 +265,26 @@ def test_a_plugin_that_fails_stores_nothing_and_gives_misses(monkeypatch: pytest
         assert await bench.store(first) == [STORED] * 2
         with monkeypatch.context() as patch:
             patch.setattr(Scrambled, "fails", True)
-            assert await bench.load(first) == [CORRUPT] * 2
+            assert await bench.load(first) == [LoadOutcome.FAILED] * 2
             assert await bench.store(second) == [StoreOutcome.FAILED] * 2
-            assert not bench.stored
+            assert len(bench.stored) == 2, "what it could not decode just now may be well"
         assert await bench.store(second) == [STORED] * 2
-        assert await bench.load(second) == [LOADED] * 2
+        assert await bench.load([*first, *second]) == [LOADED] * 4
+        first_key, second_key, *_ = bench.stored
+        bench.stored[first_key] = resealed(first_key, bench.stored[second_key])  # which it did not write for this key
+        assert await bench.load(first) == [CORRUPT, LOADED] and len(bench.stored) == 3
 
     run(test, SCRAMBLED)
+
+
+def test_a_plugin_that_keeps_memory_stores_nothing_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(bench: Bench) -> None:
+        assert await bench.store(keys(2)) == [StoreOutcome.FAILED] * 2
+        assert bench.released == 1 and not bench.stored
+
+    run(test, {"type": "plugin", "factory": "unit.l2.plain_serdes:Greedy"})
+    said = [record.getMessage() for record in caplog.records if record.name == "lmcache.serde"]
+    assert said == ["The serde greedy failed: source or destination, or a part of one, was kept after the call"]
 
 
 @pytest.mark.parametrize("more_bytes", [-1_000_000, 2**50, 2**63 - 100_000, 2**64 - 60_000, 2**70])

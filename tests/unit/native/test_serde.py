@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import select
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,40 @@ def test_a_stage_in_python_sees_memory_that_ends_with_the_call() -> None:
     for view in kept:
         with pytest.raises(ValueError, match="released"):
             view.tobytes()
+
+
+@pytest.mark.parametrize("keep", [lambda view: view[1:], memoryview, lambda view: view.cast("c"), pickle.PickleBuffer])
+@pytest.mark.parametrize("kept_of", ["source", "destination"])
+def test_a_stage_in_python_that_keeps_a_part_of_the_memory_has_failed(
+    keep: Callable[[memoryview], object], kept_of: str
+) -> None:
+    class Greedy:
+        def __init__(self) -> None:
+            self.told = 0
+            self.parts: list[object] = []
+
+        def max_encoded_bytes(self, source_bytes: int) -> int:
+            return source_bytes
+
+        def encode(self, source: memoryview, destination: memoryview, *_: bytes) -> int:
+            self.parts.append(keep(destination if kept_of == "destination" else source))
+            return 3
+
+        def decode(self, source: memoryview, destination: memoryview, *_: bytes) -> bool:
+            return bool(self.encode(source, destination))
+
+        def kept(self) -> None:
+            self.told += 1
+
+    greedy = Greedy()
+    stage = _native.python_stage(greedy)
+    with pytest.raises(RuntimeError, match="kept memory"):
+        stage.encode(b"abc", bytearray(3))
+    assert greedy.told == 1
+    with pytest.raises(RuntimeError, match="kept memory"):
+        stage.decode(b"abc", bytearray(3), b"")
+    greedy.parts.clear()
+    assert greedy.told == 2
 
 
 def test_a_queue_that_is_dropped_ends_its_threads_while_they_are_in_python() -> None:
