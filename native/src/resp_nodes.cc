@@ -60,13 +60,15 @@ std::optional<RespRedirect> parse_resp_redirect(std::string_view error) {
 }
 
 std::uint32_t RespNodes::index_of(const RespAddress& address) {
-    const auto found = std::ranges::find(nodes_, address, &Node::address);
+    auto found = std::ranges::find(nodes_, address, &Node::address);
     if (found == nodes_.end()) {
-        if (nodes_.size() == kMaxNodes)
+        found = nodes_.size() < kMaxNodes ? nodes_.insert(nodes_.end(), Node{})
+                                          : std::ranges::find(nodes_, true, &Node::is_retired);
+        if (found == nodes_.end())
             throw RespFault(EPROTO, "the servers name more than " + std::to_string(kMaxNodes) + " nodes");
-        nodes_.push_back({address, 0, {}});
-        return static_cast<std::uint32_t>(nodes_.size() - 1);
+        *found = Node{.address = address, .tenant = ++last_tenant_};
     }
+    found->is_retired = false;
     return static_cast<std::uint32_t>(found - nodes_.begin());
 }
 
@@ -77,8 +79,11 @@ void RespNodes::assign(std::span<const RespAddress> addresses, std::span<const R
         if (range.first > range.last || range.last >= kRespSlots || range.node >= addresses.size())
             throw std::invalid_argument("a range of slots is not one");
     MutexLock lock(mutex_);
+    for (Node& node : nodes_) node.is_retired = std::ranges::find(addresses, node.address) == addresses.end();
     std::vector<std::uint32_t> indices;
     for (const RespAddress& address : addresses) indices.push_back(index_of(address));
+    assigned_ = indices;
+    ++assignments_;
     slots_.fill(indices[0]);
     is_cluster_ = !ranges.empty();
     for (const RespSlotRange& range : ranges)
@@ -95,6 +100,17 @@ std::uint32_t RespNodes::node_of(std::string_view name) {
     const std::uint16_t slot = resp_slot(name);
     MutexLock lock(mutex_);
     return slots_[is_cluster_ ? slot : 0];
+}
+
+std::optional<std::uint32_t> RespNodes::assigned(std::uint32_t position) {
+    MutexLock lock(mutex_);
+    if (position >= assigned_.size()) return std::nullopt;
+    return assigned_[position];
+}
+
+std::uint64_t RespNodes::tenant(std::uint32_t node) {
+    MutexLock lock(mutex_);
+    return node < nodes_.size() && !nodes_[node].is_retired ? nodes_[node].tenant : 0;
 }
 
 std::uint32_t RespNodes::redirect(const RespRedirect& redirect, std::uint32_t from) {

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <charconv>
+#include <exception>
+#include <new>
 #include <utility>
 
 #include "lmcache/frame.h"
@@ -25,7 +28,26 @@ bool may_be_stale(const RespFault& fault) {
 
 }  // namespace
 
-void RespWorker::run(RespJob& job, std::size_t begin, std::size_t end) {
+void RespWorker::run(RespJob& job, std::size_t begin, std::size_t end) noexcept {
+    const auto fail = [&](int error) {
+        connections_.clear();  // answers may be outstanding
+        for (std::size_t i = begin; i < end; ++i) job.results.set(i, io_failure(error));
+    };
+    try {
+        drop_retired();
+        run_act(job, begin, end);
+    } catch (const RespFault& fault) {
+        fail(fault.error);
+        context_.note_error(fault.what());
+    } catch (const std::bad_alloc&) {
+        fail(ENOMEM);
+    } catch (const std::exception& error) {
+        fail(EIO);
+        context_.note_error(error.what());
+    }
+}
+
+void RespWorker::run_act(RespJob& job, std::size_t begin, std::size_t end) {
     switch (job.act) {
         case RespAct::kScan:
         case RespAct::kSweepParts:
@@ -40,8 +62,10 @@ void RespWorker::run(RespJob& job, std::size_t begin, std::size_t end) {
 // ---- connections ----------------------------------------------------------------------------------------------------
 RespConnection& RespWorker::connection(std::uint32_t node, RespDeadline deadline) {
     if (connections_.size() <= node) connections_.resize(node + 1);
-    std::unique_ptr<RespConnection>& found = connections_[node];
-    if (found) return *found;
+    std::unique_ptr<RespConnection>& found = connections_[node].connection;
+    const std::uint64_t tenant = context_.nodes.tenant(node);
+    if (found && connections_[node].tenant == tenant) return *found;
+    found.reset();
     const RespAddress address = context_.nodes.address(node);
     if (!context_.nodes.may_connect(node))
         throw RespFault(EHOSTDOWN, address.text() + " could not be reached a moment ago");
@@ -52,9 +76,17 @@ RespConnection& RespWorker::connection(std::uint32_t node, RespDeadline deadline
         if (fault.error != ECANCELED) context_.nodes.connected(node, false);
         throw;
     }
+    connections_[node].tenant = tenant;
     context_.nodes.connected(node, true);
     ++context_.connections;
     return *found;
+}
+
+void RespWorker::drop_retired() {
+    const std::uint64_t assignments = context_.nodes.assignments();
+    if (std::exchange(assignments_seen_, assignments) == assignments) return;
+    for (std::uint32_t node = 0; node < connections_.size(); ++node)
+        if (connections_[node].tenant != context_.nodes.tenant(node)) drop(node);
 }
 
 void RespWorker::forget_fault(std::uint32_t node, const RespFault& fault) {
@@ -412,7 +444,9 @@ int RespWorker::delete_object(ObjectKeyView key) {
 void RespWorker::run_page(RespJob& job) {
     std::vector<std::string> names;
     RespPage page;
-    const int fault = on_node(*job.node, [&](RespConnection& connection) {
+    const auto node = context_.nodes.assigned(*job.node);
+    if (!node) return job.results.set(0, io_failure(EHOSTUNREACH));
+    const int fault = on_node(*node, [&](RespConnection& connection) {
         names.clear();
         page = read_page(job, connection, names);
         if (job.act == RespAct::kScan) describe(page, connection, names);
@@ -438,9 +472,8 @@ RespPage RespWorker::read_page(const RespJob& job, RespConnection& connection, s
     if (reply.items.size() != 2) not_expected();
     RespPage page;
     const std::string& cursor = reply.items[0].text;
-    if (cursor.empty() || cursor.find_first_not_of("0123456789") != std::string::npos || cursor.size() > 20)
-        not_expected();
-    page.cursor = std::stoull(cursor);
+    const auto [end, error] = std::from_chars(cursor.data(), cursor.data() + cursor.size(), page.cursor);
+    if (error != std::errc{} || end != cursor.data() + cursor.size()) not_expected();
     for (const RespReply& item : reply.items[1].items) {
         if (!of_objects || parse_resp_object_name(prefix, item.text)) names.push_back(item.text);
     }
@@ -483,7 +516,9 @@ void RespWorker::run_command(RespJob& job) {
         connection.write(commands, deadline);
         job.results.reply = connection.read_reply(deadline);
     };
-    std::uint32_t node = job.node ? *job.node : context_.nodes.node_of(job.arguments[1]);
+    const auto first = job.node ? context_.nodes.assigned(*job.node) : context_.nodes.node_of(job.arguments[1]);
+    if (!first) return job.results.set(0, io_failure(EHOSTUNREACH));
+    std::uint32_t node = *first;
     int error = on_node(node, ask);
     for (int hops = 0; error == 0 && hops < kMaxRedirects && job.results.reply->is_error(); ++hops) {
         const auto redirect = parse_resp_redirect(job.results.reply->text);

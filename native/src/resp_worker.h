@@ -19,8 +19,8 @@ class RespWorker {
 public:
     explicit RespWorker(RespContext& context) : context_(context) {}
 
-    // The objects from `begin` to `end` of a job; all of them have a result afterwards.
-    void run(RespJob& job, std::size_t begin, std::size_t end);
+    // The objects from `begin` to `end` of a job; all of them have a result afterwards, whatever the servers answer.
+    void run(RespJob& job, std::size_t begin, std::size_t end) noexcept;
 
 private:
     // An object whose answer is outstanding, and who is to be asked.
@@ -38,8 +38,15 @@ private:
     // Reads the rest of a reply that is no error; returns an errno.
     using Read = std::function<int(RespConnection&, const RespHead&)>;
 
+    struct Link {
+        std::unique_ptr<RespConnection> connection;
+        std::uint64_t tenant = 0;  // to whom
+    };
+
+    void run_act(RespJob& job, std::size_t begin, std::size_t end);
     RespConnection& connection(std::uint32_t node, RespDeadline deadline);
-    void drop(std::uint32_t node) { connections_[node].reset(); }
+    void drop(std::uint32_t node) { connections_[node].connection.reset(); }
+    void drop_retired();
     void forget_fault(std::uint32_t node, const RespFault& fault);
     int refuse(std::string_view text);
     void end_demoted(std::uint32_t node);
@@ -74,9 +81,10 @@ private:
     std::string name_of(ObjectKeyView key) const { return resp_object_name(context_.options.prefix, key); }
 
     RespContext& context_;
-    std::vector<std::unique_ptr<RespConnection>> connections_;  // by node
-    std::vector<Split> splits_;                                 // of the objects being run
-    bool is_demoted_ = false;                                   // the server that is being asked takes no writes now
+    std::vector<Link> connections_;      // by node
+    std::uint64_t assignments_seen_ = 0;
+    std::vector<Split> splits_;  // of the objects being run
+    bool is_demoted_ = false;    // the server that is being asked takes no writes now
 };
 
 }  // namespace lmcache

@@ -47,7 +47,7 @@ public:
         ::close(listener_);
     }
     std::uint16_t port = 0;
-    std::atomic<int> connections{0};
+    std::atomic<int> connections{0}, closed{0};
 
 private:
     void serve() {
@@ -57,6 +57,7 @@ private:
             ++connections;
             answer(peer);
             ::close(peer);
+            ++closed;
         }
     }
     void answer(int peer) {
@@ -206,6 +207,41 @@ TEST_CASE(redirects_do_not_go_round_for_ever) {
     Client client(other);
     const int error = client.load();
     CHECK(error == ECONNREFUSED || error == EAGAIN || error == EHOSTDOWN);
+}
+
+TEST_CASE(a_cursor_that_is_no_number_fails_the_page_alone) {
+    for (const std::string& cursor : {"99999999999999999999"s, ""s, "-1"s, "1x"s}) {
+        FakeServer server({"*2\r\n$" + std::to_string(cursor.size()) + "\r\n" + cursor + "\r\n*0\r\n"});
+        Client client(server);
+        CHECK(wait_for(client.client, client.client.submit_scan(0, 0)).errors[0] == EPROTO);
+    }
+}
+
+TEST_CASE(a_server_that_names_nodes_without_end_fails_its_commands_alone) {
+    const std::size_t named = lmcache::RespNodes::kMaxNodes + 2;
+    std::vector<std::string> moved;
+    for (std::size_t i = 0; i < named; ++i) moved.push_back("-MOVED 1 /nowhere:" + std::to_string(i) + "\r\n");
+    FakeServer server(moved, false);
+    Client client(server);
+    std::size_t refused_to_follow = 0;
+    for (std::size_t i = 0; i < named; ++i)
+        refused_to_follow += wait_for(client.client, client.client.submit_command({"INFO"}, 0)).errors[0] == EPROTO;
+    CHECK(refused_to_follow != 0);
+    client.client.nodes().assign(std::vector<lmcache::RespAddress>{{"127.0.0.1", server.port}}, {});
+    CHECK(wait_for(client.client, client.client.submit_command({"INFO"}, 0)).errors[0] != EPROTO);
+}
+
+TEST_CASE(connections_to_servers_that_are_none_any_more_are_closed) {
+    FakeServer gone({"$-1\r\n"}, false), now({"$-1\r\n", "*2\r\n$1\r\n0\r\n*0\r\n"}, false);
+    Client client(gone);
+    CHECK(client.load() == ENOENT && gone.closed == 0);
+    client.client.nodes().assign(std::vector<lmcache::RespAddress>{{"127.0.0.1", now.port}}, {});
+    CHECK(client.load() == ENOENT);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (gone.closed == 0 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    CHECK(gone.closed == 1);
+    // Position 0 is the server of the last assignment.
+    CHECK(wait_for(client.client, client.client.submit_scan(0, 0)).errors[0] == 0 && gone.connections == 1);
 }
 
 TEST_CASE(replies_have_a_limit) {

@@ -102,6 +102,20 @@ TEST_CASE(nodes_keep_their_index_and_slots_move) {
     CHECK(!nodes.may_connect(0) && nodes.may_connect(1) && nodes.changes() == 2);
 }
 
+TEST_CASE(servers_whose_addresses_change_for_years_do_not_fill_the_list_of_nodes) {
+    lmcache::RespNodes nodes;
+    for (unsigned i = 0; i < 3 * lmcache::RespNodes::kMaxNodes; ++i) {
+        const std::vector<lmcache::RespAddress> now{{"a", 1}, {"b" + std::to_string(i), 2}};
+        nodes.assign(now, std::vector<lmcache::RespSlotRange>{{0, 8191, 0}, {8192, 16383, 1}});
+        CHECK(nodes.node_of("foo") == *nodes.assigned(1) && nodes.address(nodes.node_of("foo")) == now[1]);
+        CHECK(*nodes.assigned(0) == 0 && !nodes.assigned(2));
+    }
+    const std::uint32_t last = *nodes.assigned(1);
+    const std::uint64_t tenant = nodes.tenant(last);
+    nodes.assign(std::vector<lmcache::RespAddress>{{"a", 1}}, {});
+    CHECK(tenant != 0 && nodes.tenant(last) == 0 && nodes.tenant(0) != 0);
+}
+
 TEST_CASE(a_pipeline_is_what_the_protocol_says) {
     lmcache::RespPipeline commands;
     const std::byte memory[3] = {std::byte{'x'}, std::byte{0}, std::byte{'y'}};

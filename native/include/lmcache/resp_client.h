@@ -56,7 +56,8 @@ struct RespJob : Job<RespResults> {
     std::vector<std::byte> keys;                  // kObjectKeyBytes an object
     std::vector<std::uint64_t> addresses, sizes;  // of stores and loads
     std::vector<std::string> arguments;           // of a command
-    std::optional<std::uint32_t> node;            // of a command and of scans; without: by the command's first argument
+    // Of a command and of scans: a position among the addresses assigned last; without: by the command's first argument.
+    std::optional<std::uint32_t> node;
     std::uint64_t cursor = 0;                     // of scans
 
     ObjectKeyView key(std::size_t index) const {

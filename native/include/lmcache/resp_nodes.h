@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -35,16 +36,25 @@ struct RespRedirect {
 };
 std::optional<RespRedirect> parse_resp_redirect(std::string_view error);
 
-// Thread-safe. A node keeps its index for good.
+// Thread-safe. A node keeps its index, until kMaxNodes are known and another takes the place of one that is retired.
 class RespNodes {
 public:
     static constexpr std::size_t kMaxNodes = 1024;
 
-    // Replaces the assignment of slots. Without ranges the first address has every slot. Throws std::invalid_argument.
+    // Replaces the assignment of slots. Without ranges the first address has every slot. Nodes that are not among the
+    // addresses are retired: servers whose addresses change with each restart would fill the list. Throws
+    // std::invalid_argument.
     void assign(std::span<const RespAddress> addresses, std::span<const RespSlotRange> ranges);
 
     RespAddress address(std::uint32_t node);
     std::uint32_t node_of(std::string_view name);
+    // The node of the address at that position of the last assignment.
+    std::optional<std::uint32_t> assigned(std::uint32_t position);
+
+    // Another number after each assignment: connections to retired nodes may be closed then.
+    std::uint64_t assignments() const { return assignments_; }
+    // Who has the index now: another number for another server, 0 for a node that is retired.
+    std::uint64_t tenant(std::uint32_t node);
 
     // The node of a redirect that node `from` answered with; MOVED assigns the slot. Throws RespFault when there are
     // too many nodes.
@@ -63,6 +73,8 @@ private:
 
     struct Node {
         RespAddress address;
+        std::uint64_t tenant = 0;
+        bool is_retired = false;
         unsigned failures = 0;
         RespDeadline next_attempt{};
     };
@@ -70,6 +82,9 @@ private:
 
     Mutex mutex_;
     std::deque<Node> nodes_ LMCACHE_GUARDED_BY(mutex_);
+    std::vector<std::uint32_t> assigned_ LMCACHE_GUARDED_BY(mutex_);
+    std::uint64_t last_tenant_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::atomic<std::uint64_t> assignments_{0};
     std::array<std::uint32_t, kRespSlots> slots_ LMCACHE_GUARDED_BY(mutex_){};
     bool is_cluster_ LMCACHE_GUARDED_BY(mutex_) = false;
     std::uint64_t changes_ LMCACHE_GUARDED_BY(mutex_) = 0;

@@ -37,6 +37,7 @@ INVENTORY_SLICE = 4096
 WATCH_SECONDS = 60.0
 WATCH_MAX_SECONDS = 1800.0
 SCAN_SHARE = 50  # the pause after a scan, in multiples of its duration
+CLEAR_ATTEMPTS = 3  # where its servers change meanwhile
 SEARCH_PAUSE_SECONDS = 0.5  # before the servers are looked for again
 
 
@@ -53,6 +54,7 @@ class RespAdapter(Adapter):
         self._clients: tuple[NativeResp, ...] = ()
         self._watcher: asyncio.Task[None] | None = None
         self._search: asyncio.Task[None] | None = None
+        self._finding = asyncio.Lock()
         self._changes_seen = 0
         self._faults = LogLimiter()
 
@@ -100,7 +102,7 @@ class RespAdapter(Adapter):
         results = await self._bulk.store([keys[index] for index in new], [buffers[index] for index in new])
         for index, error in zip(new, results.errors, strict=True):
             outcomes[index] = _STORED.get(error, StoreOutcome.FAILED)
-        self._look_at("store in", results, expected=_STORED)
+        self._look_at("store in", self._bulk, results, expected=_STORED)
         return outcomes
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
@@ -108,7 +110,7 @@ class RespAdapter(Adapter):
             return []
         results = await self._bulk.load(keys, buffers)
         outcomes = [_LOADED.get(error, LoadOutcome.FAILED) for error in results.errors]
-        self._look_at("load from", results, expected=_LOADED)
+        self._look_at("load from", self._bulk, results, expected=_LOADED)
         if corrupt := [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is LoadOutcome.CORRUPT]:
             with contextlib.suppress(AdapterError):  # said already; what loaded has loaded
                 await self.delete(corrupt, corrupt=True)
@@ -118,33 +120,44 @@ class RespAdapter(Adapter):
         if not keys:
             return []
         results = await self._control.sizes(keys)
-        self._look_at("look up in", results, expected=_GONE)
+        self._look_at("look up in", self._control, results, expected=_GONE)
         return [size if error == 0 else None for size, error in zip(*results, strict=True)]
 
     async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
         if not keys:
             return []
         results = await self._control.delete(pack(keys))
-        self._look_at("delete from", results, expected=_GONE)
+        self._look_at("delete from", self._control, results, expected=_GONE)
         return [error in _GONE for error in results.errors]
 
     async def clear(self) -> tuple[int, int]:
+        await self._find_servers()
         objects = size_bytes = 0
-        for node in range(len(self._servers.addresses)):
-            cursor = -1
-            while cursor:
-                page = self._page(await self._control.scan(node, max(cursor, 0)))
-                cursor = page.cursor
-                if page.keys:
-                    results = await self._control.delete(page.keys)
-                    self._look_at("delete from", results, expected=_GONE)
-                    objects += sum(deleted == 1 for deleted in results.values)
-                    size_bytes += sum(
-                        size for size, deleted in zip(page.sizes, results.values, strict=True) if deleted == 1
-                    )
-            cursor = -1
-            while cursor:  # parts whose writers died
-                cursor = self._page(await self._control.sweep_parts(node, max(cursor, 0))).cursor
+        for _ in range(CLEAR_ATTEMPTS):
+            servers = self._servers
+            for node in range(len(servers.addresses)):
+                cleared = await self._clear_server(node)
+                objects, size_bytes = objects + cleared[0], size_bytes + cleared[1]
+            if self._servers is servers:
+                break  # else some pages may have been those of another server
+        return objects, size_bytes
+
+    async def _clear_server(self, node: int) -> tuple[int, int]:
+        objects = size_bytes = 0
+        cursor = -1
+        while cursor:
+            page = self._page(await self._control.scan(node, max(cursor, 0)))
+            cursor = page.cursor
+            if page.keys:
+                results = await self._control.delete(page.keys)
+                self._look_at("delete from", self._control, results, expected=_GONE)
+                objects += sum(deleted == 1 for deleted in results.values)
+                size_bytes += sum(
+                    size for size, deleted in zip(page.sizes, results.values, strict=True) if deleted == 1
+                )
+        cursor = -1
+        while cursor:  # parts whose writers died
+            cursor = self._page(await self._control.sweep_parts(node, max(cursor, 0))).cursor
         return objects, size_bytes
 
     async def close(self) -> None:
@@ -158,7 +171,7 @@ class RespAdapter(Adapter):
             await client.close()
 
     # ---- faults ------------------------------------------------------------------------------------------------------
-    def _look_at(self, act: str, results: IoResults, expected: Container[int]) -> None:
+    def _look_at(self, act: str, client: NativeResp, results: IoResults, expected: Container[int]) -> None:
         """Says a fault once. AdapterError where it concerns the whole call."""
         if not any(results.errors):
             self._faults.reset()
@@ -167,14 +180,14 @@ class RespAdapter(Adapter):
         if not faults:
             return
         self._note_changes()
-        error = self._fault(act, faults[0])
+        error = self._fault(act, client, faults[0])
         if self._faults.due(faults[0]):
             log.warning("%s", error)
         if len(faults) == len(results.errors):
             raise error
 
-    def _fault(self, act: str, number: int) -> AdapterError:
-        said = next((text for client in self._clients[::-1] if (text := client.last_error)), os.strerror(number))
+    def _fault(self, act: str, client: NativeResp, number: int) -> AdapterError:
+        said = client.last_error or os.strerror(number)
         return AdapterError(
             f"{self._name}: cannot {act} the server: {os.strerror(number)} ({said})", retryable=number != errno.EACCES
         )
@@ -182,7 +195,7 @@ class RespAdapter(Adapter):
     def _page(self, page: Page | int) -> Page:
         if isinstance(page, int):
             self._note_changes()
-            raise self._fault("search", page)
+            raise self._fault("search", self._control, page)
         return page
 
     # ---- servers -----------------------------------------------------------------------------------------------------
@@ -190,10 +203,14 @@ class RespAdapter(Adapter):
         for client in self._clients:
             client.assign_nodes(self._servers.addresses, self._servers.slots)
 
+    @property
+    def _may_move(self) -> bool:
+        """Whether a cluster or Sentinels say which servers there are."""
+        return bool(self._servers.slots or self._config.sentinel)
+
     def _note_changes(self) -> None:
-        """Looks for the servers again where a cluster or Sentinels say which they are."""
         changes = sum(client.changes for client in self._clients)
-        if changes == self._changes_seen or not (self._servers.slots or self._config.sentinel):
+        if changes == self._changes_seen or not self._may_move:
             return
         self._changes_seen = changes
         if self._search is None or self._search.done():
@@ -201,18 +218,23 @@ class RespAdapter(Adapter):
 
     async def _find_again(self) -> None:
         await asyncio.sleep(SEARCH_PAUSE_SECONDS)
-        before = self._servers
-        try:
-            self._servers = await in_thread("l2-servers", self._find_any)
-        except (ConfigError, ResourceError) as error:
-            if self._faults.due("servers"):
-                log.warning("%s: its servers cannot be found: %s", self._name, error)
+        await self._find_servers()
+
+    async def _find_servers(self) -> None:
+        """Before everything is searched, too: one that joined is told by no fault, because redirects are followed."""
+        if not self._may_move:
             return
-        if (before.addresses, before.slots) != (self._servers.addresses, self._servers.slots):
-            log.info(
-                "%s: its servers are now %s", self._name, ", ".join(f"{h}:{p}" for h, p in self._servers.addresses)
-            )
-            self._assign()
+        async with self._finding:
+            try:
+                found = await in_thread("l2-servers", self._find_any)
+            except (ConfigError, ResourceError) as error:
+                if self._faults.due("servers"):
+                    log.warning("%s: its servers cannot be found: %s", self._name, error)
+                return
+            if (found.addresses, found.slots) != (self._servers.addresses, self._servers.slots):
+                log.info("%s: its servers are now %s", self._name, ", ".join(f"{h}:{p}" for h, p in found.addresses))
+                self._servers = found
+                self._assign()
 
     def _find_any(self) -> Servers:
         """Asks the configured server, else the others of the cluster."""
@@ -249,6 +271,7 @@ class RespAdapter(Adapter):
 
     async def _scan(self) -> None:
         """Tells what the servers hold, and which of the known objects they do not."""
+        await self._find_servers()
         scan = self._inventory.begin_scan()
         objects = Objects(self._clock)
         for node in range(len(self._servers.addresses)):

@@ -1,0 +1,122 @@
+"""`resp` when its servers change: a cluster whose slots move, nodes that fail, join and take over, Sentinels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from faults.test_resp import LOADED, SECRET, STORED, Life, alive, at, name_of, run
+from lmcache.core.outcome import LoadOutcome
+from lmcache.testing.frames import keys
+from lmcache.testing.processes import LOOPBACK, free_port
+from polling import until
+from services.redis import SLOTS, Redis, Sentinel, cluster
+
+
+def test_a_cluster_is_found_by_one_node_and_slots_may_move(tmp_path: Path) -> None:
+    with cluster(tmp_path) as nodes:
+
+        async def test(life: Life) -> None:
+            wanted = keys(48)
+            assert await life.store(wanted) == [STORED] * 48
+            assert all(node.call("DBSIZE") for node in nodes)
+            # The slot of one object moves: first ASK, then MOVED.
+            name = name_of(wanted[0])
+            slot = nodes[0].call("CLUSTER", "KEYSLOT", name)
+            owner = next(node for node in nodes if node.call("CLUSTER", "COUNTKEYSINSLOT", slot))
+            other = next(node for node in nodes if node is not owner)
+            ids = {node.port: node.call("CLUSTER", "MYID") for node in nodes}
+            other.call("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[owner.port])
+            owner.call("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[other.port])
+            for moved in owner.call("CLUSTER", "GETKEYSINSLOT", slot, 100):
+                owner.call("MIGRATE", LOOPBACK, other.port, moved, 0, 5000)
+            assert await life.load(wanted) == [LOADED] * 48
+            for node in (other, owner):
+                node.call("CLUSTER", "SETSLOT", slot, "NODE", ids[other.port])
+            assert await life.load(wanted) == [LOADED] * 48
+            assert (await life.adapter.clear())[0] == 48
+
+        run(at(nodes[2]), test)
+
+
+def test_a_part_of_a_cluster_that_is_away_costs_its_objects_alone(tmp_path: Path) -> None:
+    with cluster(tmp_path) as nodes:
+        for node in nodes:
+            node.call("CONFIG", "SET", "cluster-require-full-coverage", "no")
+
+        async def test(life: Life) -> None:
+            wanted = keys(48)
+            assert await life.store(wanted) == [STORED] * 48
+            nodes[1].kill()
+            outcomes = await life.load(wanted)
+            assert set(outcomes) == {LOADED, LoadOutcome.FAILED}
+            assert await life.load(wanted) == outcomes
+
+        run(at(nodes[0]), test)
+
+
+def test_a_replica_of_a_cluster_takes_over_and_is_found_without_the_configured_node(tmp_path: Path) -> None:
+    bus_port = free_port()
+    settings = ("--cluster-enabled", "yes", "--cluster-port", bus_port, "--cluster-node-timeout", 2000)
+    with cluster(tmp_path) as nodes, Redis(tmp_path / "replica", settings=settings) as replica:
+        replica.wait_ready()
+        nodes[0].call("CLUSTER", "MEET", LOOPBACK, replica.port, bus_port)
+        until(lambda: all(b"cluster_known_nodes:4" in node.call("CLUSTER", "INFO") for node in (*nodes, replica)))
+        replica.call("CLUSTER", "REPLICATE", nodes[0].call("CLUSTER", "MYID"))
+        until(lambda: b"master_link_status:up" in replica.call("INFO", "replication"))
+
+        async def test(life: Life) -> None:
+            wanted = keys(24)
+            assert await life.store(wanted) == [STORED] * 24
+            until(lambda: replica.call("DBSIZE") == nodes[0].call("DBSIZE"))
+            nodes[0].kill()
+            await life.eventually(lambda: life.load(wanted), [LOADED] * 24)
+            await life.eventually(lambda: life.store(keys(24, seed=2)), [STORED] * 24)
+
+        run(at(nodes[0]), test)
+
+
+def test_sentinels_lead_to_the_next_master(tmp_path: Path) -> None:
+    with Redis(tmp_path / "one", password=SECRET) as first, Redis(tmp_path / "two", password=SECRET) as second:
+        first.wait_ready()
+        second.wait_ready()
+        second.call("REPLICAOF", LOOPBACK, first.port)
+        until(lambda: b"master_link_status:up" in second.call("INFO", "replication"))
+        with Sentinel(tmp_path / "sentinel", first) as sentinel:
+            until(lambda: sentinel.master_port() == first.port)
+            until(lambda: sentinel.call("SENTINEL", "replicas", "kv"))
+
+            async def test(life: Life) -> None:
+                wanted = keys(6)
+                assert await life.store(wanted) == [STORED] * 6
+                until(lambda: second.call("DBSIZE") == first.call("DBSIZE"))
+                first.kill()
+                await life.eventually(lambda: life.store(keys(2, seed=2)), [STORED] * 2)
+                assert await life.load(wanted) == [LOADED] * 6
+                assert (await life.adapter.clear())[0] == 8 and second.keys() == []
+
+            nodes = [f"{LOOPBACK}:{free_port()}", f"{LOOPBACK}:{sentinel.port}"]
+            run({"sentinel": {"master": "kv", "nodes": nodes}, "password": SECRET}, test)
+
+
+def test_what_lies_in_a_node_that_joined_is_found_and_cleared_though_no_fault_told_of_it(tmp_path: Path) -> None:
+    """Another cache server stored it; this one has asked for nothing of that node."""
+    bus_port = free_port()
+    settings = ("--cluster-enabled", "yes", "--cluster-port", bus_port, "--cluster-node-timeout", 2000)
+    with cluster(tmp_path, size=1) as (first,), Redis(tmp_path / "joined", settings=settings) as joined:
+        joined.wait_ready()
+
+        async def test(life: Life) -> None:
+            first.call("CLUSTER", "MEET", LOOPBACK, joined.port, bus_port)
+            until(lambda: b"cluster_known_nodes:2" in joined.call("CLUSTER", "INFO"))
+            half = (0, SLOTS // 2 - 1)
+            first.call("CLUSTER", "DELSLOTSRANGE", *half)
+            joined.call("CLUSTER", "ADDSLOTSRANGE", *half)
+            until(lambda: all(b"cluster_state:ok" in node.call("CLUSTER", "INFO") for node in (first, joined)))
+            until(lambda: len(first.call("CLUSTER", "SLOTS")) == 2)
+
+            async with alive(at(first)) as other:
+                assert await other.store(keys(24)) == [STORED] * 24
+            assert joined.call("DBSIZE")
+            assert (await life.adapter.clear())[0] == 24 and not joined.call("DBSIZE")
+
+        run(at(first), test)
