@@ -100,6 +100,7 @@ void bind_submissions(nb::class_<RespClient>& client) {
         .def("submit_scan", &RespClient::submit_scan, nb::arg("node"), nb::arg("cursor"),
              "Detail: (next cursor, keys, u64 sizes, u64 idle seconds).")
         .def("submit_sweep_parts", &RespClient::submit_sweep_parts, nb::arg("node"), nb::arg("cursor"))
+        .def("submit_sweep_orphans", &RespClient::submit_sweep_orphans, nb::arg("node"), nb::arg("cursor"))
         .def(
             "submit_command",
             [](RespClient& self, const Arguments& arguments, std::optional<std::uint32_t> node) {

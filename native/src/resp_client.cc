@@ -111,6 +111,10 @@ std::uint64_t RespClient::submit_sweep_parts(std::uint32_t node, std::uint64_t c
     return submit_page(RespAct::kSweepParts, node, cursor);
 }
 
+std::uint64_t RespClient::submit_sweep_orphans(std::uint32_t node, std::uint64_t cursor) {
+    return submit_page(RespAct::kSweepOrphans, node, cursor);
+}
+
 std::uint64_t RespClient::submit_command(std::vector<std::string> arguments, std::optional<std::uint32_t> node) {
     if (arguments.empty() || (!node && arguments.size() < 2))
         throw std::invalid_argument("a command has a name, and an argument or a node that says where it goes");

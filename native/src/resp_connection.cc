@@ -7,6 +7,7 @@
 namespace lmcache {
 namespace {
 
+constexpr std::string_view kTooManyClients = "ERR max number of clients";
 constexpr unsigned kMaxDepth = 8;
 constexpr std::uint64_t kReplyCostBytes = sizeof(RespReply);
 
@@ -16,6 +17,15 @@ std::int64_t parse_number(std::string_view text) {
     if (error != std::errc{} || end != text.data() + text.size())
         throw RespFault(EPROTO, "the server sends a number that is none");
     return number;
+}
+
+// What a server says of a login, without what it repeats of it: "... with args beginning with: 'PASSWORD'".
+std::string without_secrets(std::string_view said, const std::string& password) {
+    std::string text(said.substr(0, said.find(", with args")));
+    if (password.empty()) return text;
+    for (std::size_t at = 0; (at = text.find(password, at)) != std::string::npos;)
+        text.replace(at, password.size(), "...");
+    return text;
 }
 
 bool begins(std::string_view text, std::string_view word) {
@@ -28,6 +38,7 @@ int resp_error_number(std::string_view text) {
     if (begins(text, "OOM")) return ENOSPC;
     if (begins(text, "READONLY")) return EROFS;
     if (begins(text, "WRONGTYPE")) return EPROTOTYPE;
+    if (text.starts_with(kTooManyClients)) return EAGAIN;
     for (const std::string_view word : {"NOAUTH", "WRONGPASS", "NOPERM"})
         if (begins(text, word)) return EACCES;
     for (const std::string_view word : {"LOADING", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "BUSY", "MOVED", "ASK"})
@@ -94,14 +105,30 @@ RespConnection::RespConnection(const RespAddress& address, const TlsContext* tls
     commands.add({"CLIENT", "SETNAME", "lmcache"});
     if (credentials.no_touch) commands.add({"CLIENT", "NO-TOUCH", "ON"});  // from Redis 7.2 on
     const std::size_t optional = credentials.no_touch ? 2 : 1;
-    write(commands, deadline);
-    for (std::size_t i = 0; i < needed + optional; ++i) {
-        const RespReply reply = read_reply(deadline);
-        if (i < needed && reply.is_error()) {
+    try {
+        write(commands, deadline);
+        for (std::size_t i = 0; i < needed + optional; ++i) {
+            const RespReply reply = read_reply(deadline);
+            // One that takes no more clients answers so to whatever comes first.
+            if (!reply.is_error() || (i >= needed && !reply.text.starts_with(kTooManyClients))) continue;
             // A server without users or password says ERR to AUTH; no database of that number is an ERR, too.
             const int number = resp_error_number(reply.text);
-            throw RespFault(number == EIO ? EACCES : number, reply.text);
+            throw RespFault(number == EIO ? EACCES : number, without_secrets(reply.text, credentials.password));
         }
+    } catch (const RespFault& fault) {
+        if (fault.error != ECONNRESET && fault.error != EPIPE) throw;
+        const std::string said = without_secrets(last_words(deadline), credentials.password);
+        if (said.empty()) throw;
+        throw RespFault(resp_error_number(said), said);
+    }
+}
+
+std::string RespConnection::last_words(RespDeadline deadline) {
+    try {
+        const RespHead head = read_head(deadline);
+        return std::string(head.is_error() ? head.text : std::string_view{});
+    } catch (const RespFault&) {
+        return {};
     }
 }
 
@@ -147,13 +174,6 @@ std::string RespConnection::read_text(std::uint64_t size, RespDeadline deadline)
     stream_.read(reinterpret_cast<std::byte*>(text.data()), size, deadline);
     end_bulk(deadline);
     return text;
-}
-
-void RespConnection::skip_rest(const RespHead& head, RespDeadline deadline) {
-    if (head.kind == '$' && head.number >= 0) read_bulk({}, static_cast<std::uint64_t>(head.number), deadline);
-    if (head.kind != '*') return;
-    const std::int64_t items = head.number;
-    for (std::int64_t i = 0; i < items; ++i) (void)read_reply(deadline);
 }
 
 RespReply RespConnection::read_reply(RespDeadline deadline) {

@@ -49,6 +49,24 @@ bool parse_hex(std::string_view text, std::span<std::byte> bytes) {
     return true;
 }
 
+constexpr std::size_t kDigestDigits = 2 * kDigestBytes, kKeyDigits = kDigestDigits + 1 + 2 * kChunkHashBytes;
+
+bool take_beginning(std::string_view& name, std::string_view prefix, std::string_view scheme) {
+    if (!name.starts_with(prefix) || !name.substr(prefix.size()).starts_with(scheme)) return false;
+    name.remove_prefix(prefix.size() + scheme.size());
+    return true;
+}
+
+// Of kKeyDigits characters.
+std::optional<std::array<std::byte, kObjectKeyBytes>> parse_key(std::string_view digits) {
+    std::array<std::byte, kObjectKeyBytes> key;
+    const std::span<std::byte> bytes(key);
+    if (digits[kDigestDigits] != '/' || !parse_hex(digits.substr(0, kDigestDigits), bytes.first(kDigestBytes)) ||
+        !parse_hex(digits.substr(kDigestDigits + 1), bytes.subspan(kDigestBytes)))
+        return std::nullopt;
+    return key;
+}
+
 std::string name_below(std::string_view prefix, std::string_view scheme, ObjectKeyView key) {
     std::string name;
     name.reserve(prefix.size() + scheme.size() + 2 * kObjectKeyBytes + 64);
@@ -69,16 +87,22 @@ std::string resp_object_name(std::string_view prefix, ObjectKeyView key) { retur
 
 std::optional<std::array<std::byte, kObjectKeyBytes>> parse_resp_object_name(std::string_view prefix,
                                                                              std::string_view name) {
-    constexpr std::size_t kDigestDigits = 2 * kDigestBytes, kHashDigits = 2 * kChunkHashBytes;
-    if (!name.starts_with(prefix) || !name.substr(prefix.size()).starts_with(kObjects)) return std::nullopt;
-    name.remove_prefix(prefix.size() + kObjects.size());
-    if (name.size() != kDigestDigits + 1 + kHashDigits || name[kDigestDigits] != '/') return std::nullopt;
-    std::array<std::byte, kObjectKeyBytes> key;
-    const std::span<std::byte> bytes(key);
-    if (!parse_hex(name.substr(0, kDigestDigits), bytes.first(kDigestBytes)) ||
-        !parse_hex(name.substr(kDigestDigits + 1), bytes.subspan(kDigestBytes)))
+    if (!take_beginning(name, prefix, kObjects) || name.size() != kKeyDigits) return std::nullopt;
+    return parse_key(name);
+}
+
+std::optional<RespPartName> parse_resp_part_name(std::string_view prefix, std::string_view name) {
+    constexpr std::size_t kIdDigits = 2 * RespManifest::kWriteIdBytes, kMostNumberDigits = 4;
+    constexpr std::size_t kNumberAt = kKeyDigits + 1 + kIdDigits + 1;
+    if (!take_beginning(name, prefix, kParts) || name.size() <= kNumberAt ||
+        name.size() > kNumberAt + kMostNumberDigits || name[kKeyDigits] != '/' || name[kNumberAt - 1] != '/' ||
+        name.find_first_not_of("0123456789", kNumberAt) != std::string_view::npos)
         return std::nullopt;
-    return key;
+    const auto key = parse_key(name.substr(0, kKeyDigits));
+    RespPartName part;
+    if (!key || !parse_hex(name.substr(kKeyDigits + 1, kIdDigits), part.write_id)) return std::nullopt;
+    part.key = *key;
+    return part;
 }
 
 std::string resp_object_pattern(std::string_view prefix) { return std::string(prefix).append(kObjects).append("*"); }

@@ -32,6 +32,12 @@ int milliseconds_until(RespDeadline deadline) {
     return static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, INT_MAX));
 }
 
+// A peer that never pauses makes nobody wait, and must not hold a thread and its memory longer than one that does.
+void check_in_time(RespDeadline deadline) {
+    if (std::chrono::steady_clock::now() >= deadline)
+        throw RespFault(ETIMEDOUT, "the server does not end its answer in time");
+}
+
 // Takes the first `bytes` off the parts.
 std::span<iovec> skip_written(std::span<iovec> parts, std::size_t bytes) {
     while (!parts.empty() && bytes >= parts.front().iov_len) {
@@ -211,6 +217,7 @@ void RespStream::write(std::span<iovec> parts, RespDeadline deadline) {
 
 std::size_t RespStream::receive_some(std::byte* memory, std::size_t bytes, RespDeadline deadline) {
     for (;;) {
+        check_in_time(deadline);
         const Step step = receive(memory, bytes);
         if (step.wait == 0) return step.bytes;
         wait(step.wait, deadline);
@@ -249,6 +256,7 @@ void RespStream::read(std::byte* memory, std::uint64_t bytes, RespDeadline deadl
     std::memcpy(memory, buffer_.get() + begin_, buffered);
     begin_ += buffered;
     for (std::uint64_t done = buffered; done < bytes;) {
+        check_in_time(deadline);
         const Step step = receive(memory + done, bytes - done);
         done += step.bytes;
         if (step.wait == 0) continue;

@@ -1,9 +1,7 @@
 #include "resp_worker.h"
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <charconv>
 #include <exception>
 #include <new>
 #include <utility>
@@ -12,14 +10,6 @@
 
 namespace lmcache {
 namespace {
-
-constexpr int kMaxRedirects = 5;
-constexpr std::uint64_t kMaxValueBytes = RespManifest::kMaxBytes;  // beyond: not what anybody stored
-const std::string kManifestEnd = std::to_string(RespManifest::kBytes - 1);
-
-std::int64_t signed_bytes(std::uint64_t bytes) { return static_cast<std::int64_t>(bytes); }
-
-[[noreturn]] void not_expected() { throw RespFault(EPROTO, "the server answers with another kind of reply"); }
 
 // Whether an exchange that failed on a connection that was used before may be tried on a new one.
 bool may_be_stale(const RespFault& fault) {
@@ -51,6 +41,7 @@ void RespWorker::run_act(RespJob& job, std::size_t begin, std::size_t end) {
     switch (job.act) {
         case RespAct::kScan:
         case RespAct::kSweepParts:
+        case RespAct::kSweepOrphans:
             return run_page(job);
         case RespAct::kCommand:
             return run_command(job);
@@ -85,8 +76,10 @@ RespConnection& RespWorker::connection(std::uint32_t node, RespDeadline deadline
 void RespWorker::drop_retired() {
     const std::uint64_t assignments = context_.nodes.assignments();
     if (std::exchange(assignments_seen_, assignments) == assignments) return;
-    for (std::uint32_t node = 0; node < connections_.size(); ++node)
-        if (connections_[node].tenant != context_.nodes.tenant(node)) drop(node);
+    for (std::uint32_t node = 0; node < connections_.size(); ++node) {
+        const std::uint64_t tenant = context_.nodes.tenant(node);
+        if (tenant == 0 || tenant != connections_[node].tenant) drop(node);
+    }
 }
 
 void RespWorker::forget_fault(std::uint32_t node, const RespFault& fault) {
@@ -287,246 +280,6 @@ IoOutcome RespWorker::read_deleted(const Pending& pending, RespConnection& conne
     error = unlinked.is_error() ? unlinked.text : std::string_view{};
     if (error.empty() && unlinked.kind != ':') not_expected();
     return {unlinked.number > 0 ? 1 : 0, 0};
-}
-
-// ---- objects in parts -----------------------------------------------------------------------------------------------
-// One command to whoever has the name. Returns an errno.
-int RespWorker::exchange(std::string_view name, const Write& write, const Read& read) {
-    std::uint32_t node = context_.nodes.node_of(name);
-    bool asking = false;
-    for (int hops = 0; hops <= kMaxRedirects; ++hops) {
-        int error = 0;
-        std::string refused;
-        const int fault = on_node(node, [&](RespConnection& connection) {
-            const RespDeadline deadline = context_.deadline();
-            RespPipeline commands;
-            if (asking) commands.add({"ASKING"});
-            write(commands);
-            connection.write(commands, deadline);
-            if (asking) (void)connection.read_reply(deadline);
-            const RespHead head = connection.read_head(deadline);
-            if (head.is_error())
-                refused = head.text;
-            else
-                error = read(connection, head);
-        });
-        if (fault != 0 || refused.empty()) return fault != 0 ? fault : error;
-        const auto redirect = parse_resp_redirect(refused);
-        if (!redirect) {
-            const int number = refuse(refused);
-            end_demoted(node);
-            return number;
-        }
-        node = context_.nodes.redirect(*redirect, node);
-        asking = redirect->is_ask;
-    }
-    return EAGAIN;
-}
-
-IoOutcome RespWorker::size_of_split(const RespJob& job, std::size_t index) {
-    const std::string name = name_of(job.key(index));
-    std::uint64_t size = 0;
-    const int error = exchange(
-        name, [&](RespPipeline& commands) { commands.add({"GETRANGE", name, "0", kManifestEnd}); },
-        [&](RespConnection& connection, const RespHead& head) {
-            if (head.kind != '$' || head.number > signed_bytes(RespManifest::kBytes)) not_expected();
-            if (head.is_null()) return ENOENT;
-            const std::string image =
-                connection.read_text(static_cast<std::uint64_t>(head.number), context_.deadline());
-            const auto manifest = RespManifest::parse(std::as_bytes(std::span(image)));
-            size = manifest ? manifest->total_bytes : 0;
-            return manifest ? 0 : ENOENT;
-        });
-    return error == 0 ? IoOutcome{signed_bytes(size), 0} : io_failure(error);
-}
-
-IoOutcome RespWorker::store_split(const RespJob& job, std::size_t index) {
-    const ObjectKeyView key = job.key(index);
-    const std::uint64_t part_bytes = context_.options.max_value_bytes;
-    if (job.sizes[index] / part_bytes >= RespManifest::kMaxParts) return io_failure(EFBIG);
-    const RespManifest manifest = RespManifest::make(job.sizes[index], part_bytes);
-    if (const int error = store_parts(job, index, manifest); error != 0) return io_failure(error);
-    const RespManifest::Image image = manifest.image();
-    const std::string_view content(reinterpret_cast<const char*>(image.data()), image.size());
-    const std::string name = name_of(key);
-    bool is_first = true;
-    const int error = exchange(
-        name, [&](RespPipeline& commands) { commands.add({"SET", name, content, "NX"}); },
-        [&](RespConnection&, const RespHead& head) {
-            if (head.kind != '+' && !head.is_null()) not_expected();
-            is_first = !head.is_null();
-            return 0;
-        });
-    if (error != 0 || !is_first) {
-        delete_parts(key, manifest, manifest.parts);
-        return error != 0 ? io_failure(error) : IoOutcome{signed_bytes(job.sizes[index]), 0};
-    }
-    // A writer that dies before this leaves parts that expire.
-    for (std::uint32_t part = 0; part < manifest.parts; ++part) {
-        const std::string part_name = manifest.part_name(context_.options.prefix, key, part);
-        const int kept = exchange(
-            part_name, [&](RespPipeline& commands) { commands.add({"PERSIST", part_name}); },
-            [](RespConnection&, const RespHead& head) { return head.kind == ':' ? 0 : EPROTO; });
-        if (kept != 0) return io_failure(kept);
-    }
-    return {signed_bytes(job.sizes[index]), 0};
-}
-
-int RespWorker::store_parts(const RespJob& job, std::size_t index, const RespManifest& manifest) {
-    constexpr std::string_view kUnfinishedSeconds = "3600";
-    const ObjectKeyView key = job.key(index);
-    for (std::uint32_t part = 0; part < manifest.parts; ++part) {
-        const std::string name = manifest.part_name(context_.options.prefix, key, part);
-        const std::byte* const memory = job.memory(index) + manifest.part_bytes * part;
-        // SETEX: its value is the last argument.
-        const int error = exchange(
-            name,
-            [&](RespPipeline& commands) {
-                commands.add({"SETEX", name, kUnfinishedSeconds}, memory, manifest.bytes_of(part));
-            },
-            [](RespConnection&, const RespHead& head) { return head.kind == '+' ? 0 : EPROTO; });
-        if (error != 0) {
-            delete_parts(key, manifest, part);
-            return error;
-        }
-    }
-    return 0;
-}
-
-IoOutcome RespWorker::load_split(RespJob& job, const Split& split) {
-    const auto& [index, manifest] = split;
-    const ObjectKeyView key = job.key(index);
-    for (std::uint32_t part = 0; part < manifest.parts; ++part) {
-        const std::uint64_t offset = manifest.part_bytes * part;
-        if (offset >= job.sizes[index]) break;  // padding, which there is no memory for
-        const std::span<std::byte> memory(job.memory(index) + offset,
-                                          std::min(manifest.bytes_of(part), job.sizes[index] - offset));
-        const std::string name = manifest.part_name(context_.options.prefix, key, part);
-        const int error = exchange(
-            name, [&](RespPipeline& commands) { commands.add({"GET", name}); },
-            [&](RespConnection& connection, const RespHead& head) {
-                if (head.kind != '$') not_expected();
-                if (head.is_null()) return ENOENT;
-                const auto size = static_cast<std::uint64_t>(head.number);
-                if (size > kMaxValueBytes) throw RespFault(EPROTO, "the server sends a larger part than any object is");
-                connection.read_bulk(memory, size, context_.deadline());
-                return size == manifest.bytes_of(part) ? 0 : EBADMSG;
-            });
-        if (error == ENOENT) (void)delete_object(key);  // the server dropped a part: nobody can have the rest
-        if (error != 0) return io_failure(error);
-    }
-    return verify(job, index, manifest.total_bytes) ? IoOutcome{signed_bytes(manifest.total_bytes), 0}
-                                                    : io_failure(EBADMSG);
-}
-
-void RespWorker::delete_parts(ObjectKeyView key, const RespManifest& manifest, std::uint32_t parts) {
-    for (std::uint32_t part = 0; part < parts; ++part) {
-        (void)unlink(manifest.part_name(context_.options.prefix, key, part));
-    }
-}
-
-int RespWorker::unlink(std::string_view name) {
-    return exchange(
-        name, [&](RespPipeline& commands) { commands.add({"UNLINK", name}); },
-        [](RespConnection&, const RespHead& head) { return head.kind == ':' ? 0 : EPROTO; });
-}
-
-int RespWorker::delete_object(ObjectKeyView key) {
-    RespJob job;
-    job.act = RespAct::kDelete;
-    job.keys.assign(key.begin(), key.end());
-    job.results.resize(1);
-    run_objects(job, 0, 1);
-    return job.results.errors[0];
-}
-
-// ---- pages and commands ---------------------------------------------------------------------------------------------
-void RespWorker::run_page(RespJob& job) {
-    std::vector<std::string> names;
-    RespPage page;
-    const auto node = context_.nodes.assigned(*job.node);
-    if (!node) return job.results.set(0, io_failure(EHOSTUNREACH));
-    const int fault = on_node(*node, [&](RespConnection& connection) {
-        names.clear();
-        page = read_page(job, connection, names);
-        if (job.act == RespAct::kScan) describe(page, connection, names);
-    });
-    if (fault != 0) return job.results.set(0, io_failure(fault));
-    if (job.act == RespAct::kSweepParts)
-        for (const std::string& name : names) (void)unlink(name);
-    job.results.set(0, {static_cast<std::int64_t>(names.size()), 0});
-    job.results.page = std::move(page);
-}
-
-RespPage RespWorker::read_page(const RespJob& job, RespConnection& connection, std::vector<std::string>& names) {
-    constexpr std::string_view kCount = "1000";
-    const std::string& prefix = context_.options.prefix;
-    const bool of_objects = job.act == RespAct::kScan;
-    RespPipeline commands;
-    commands.add({"SCAN", std::to_string(job.cursor), "MATCH",
-                  of_objects ? resp_object_pattern(prefix) : resp_part_pattern(prefix), "COUNT", kCount});
-    const RespDeadline deadline = context_.deadline();
-    connection.write(commands, deadline);
-    const RespReply reply = connection.read_reply(deadline);
-    if (reply.is_error()) throw RespFault(refuse(reply.text), reply.text);
-    if (reply.items.size() != 2) not_expected();
-    RespPage page;
-    const std::string& cursor = reply.items[0].text;
-    const auto [end, error] = std::from_chars(cursor.data(), cursor.data() + cursor.size(), page.cursor);
-    if (error != std::errc{} || end != cursor.data() + cursor.size()) not_expected();
-    for (const RespReply& item : reply.items[1].items) {
-        if (!of_objects || parse_resp_object_name(prefix, item.text)) names.push_back(item.text);
-    }
-    return page;
-}
-
-// Size and last use of each; those that are gone meanwhile are left out.
-void RespWorker::describe(RespPage& page, RespConnection& connection, std::span<const std::string> names) {
-    RespPipeline commands;
-    for (const std::string& name : names) {
-        commands.add({"OBJECT", "IDLETIME", name});  // before what may count as a use
-        commands.add({"STRLEN", name});
-        commands.add({"GETRANGE", name, "0", kManifestEnd});
-    }
-    const RespDeadline deadline = context_.deadline();
-    connection.write(commands, deadline);
-    for (const std::string& name : names) {
-        const RespReply idle = connection.read_reply(deadline);  // an error under a policy that counts uses
-        const RespReply length = connection.read_reply(deadline);
-        const RespReply beginning = connection.read_reply(deadline);
-        if (length.kind != RespReply::Kind::kNumber || length.number <= 0) continue;
-        auto size = static_cast<std::uint64_t>(length.number);
-        if (size == RespManifest::kBytes) {
-            const auto manifest = RespManifest::parse(std::as_bytes(std::span(beginning.text)));
-            if (manifest) size = manifest->total_bytes;
-        }
-        const auto key = parse_resp_object_name(context_.options.prefix, name);
-        page.keys.insert(page.keys.end(), key->begin(), key->end());
-        page.sizes.push_back(size);
-        page.idle_seconds.push_back(
-            idle.kind == RespReply::Kind::kNumber && idle.number > 0 ? static_cast<std::uint64_t>(idle.number) : 0);
-    }
-}
-
-void RespWorker::run_command(RespJob& job) {
-    const auto ask = [&](RespConnection& connection) {
-        RespPipeline commands;
-        commands.add(job.arguments);
-        const RespDeadline deadline = context_.deadline();
-        connection.write(commands, deadline);
-        job.results.reply = connection.read_reply(deadline);
-    };
-    const auto first = job.node ? context_.nodes.assigned(*job.node) : context_.nodes.node_of(job.arguments[1]);
-    if (!first) return job.results.set(0, io_failure(EHOSTUNREACH));
-    std::uint32_t node = *first;
-    int error = on_node(node, ask);
-    for (int hops = 0; error == 0 && hops < kMaxRedirects && job.results.reply->is_error(); ++hops) {
-        const auto redirect = parse_resp_redirect(job.results.reply->text);
-        if (!redirect || redirect->is_ask) break;
-        node = context_.nodes.redirect(*redirect, node);
-        error = on_node(node, ask);
-    }
-    if (error != 0) job.results.set(0, io_failure(error));
 }
 
 }  // namespace lmcache

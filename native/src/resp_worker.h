@@ -1,6 +1,7 @@
 // One thread of a RespClient: its connections, and what it does for the objects of a job.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -14,7 +15,17 @@
 
 namespace lmcache {
 
-// Belongs to one thread.
+inline constexpr int kMaxRedirects = 5;
+inline constexpr std::uint64_t kMaxValueBytes = RespManifest::kMaxBytes;  // beyond: not what anybody stored
+inline constexpr std::string_view kManifestEnd = "63";  // of a GETRANGE
+static_assert(RespManifest::kBytes == 64);
+
+inline std::int64_t signed_bytes(std::uint64_t bytes) { return static_cast<std::int64_t>(bytes); }
+
+[[noreturn]] inline void not_expected() { throw RespFault(EPROTO, "the server answers with another kind of reply"); }
+
+// Belongs to one thread. resp_worker_parts.cc has what it does for objects in parts, resp_worker_pages.cc what for
+// pages.
 class RespWorker {
 public:
     explicit RespWorker(RespContext& context) : context_(context) {}
@@ -66,6 +77,8 @@ private:
     IoOutcome size_of_split(const RespJob& job, std::size_t index);
     IoOutcome store_split(const RespJob& job, std::size_t index);
     int store_parts(const RespJob& job, std::size_t index, const RespManifest& manifest);
+    int publish(ObjectKeyView key, const RespManifest& manifest, bool& is_ours);
+    int find_manifest(std::string_view name, std::optional<RespManifest>& found);
     IoOutcome load_split(RespJob& job, const Split& split);
     void delete_parts(ObjectKeyView key, const RespManifest& manifest, std::uint32_t parts);
     int delete_object(ObjectKeyView key);
@@ -73,6 +86,8 @@ private:
 
     void run_page(RespJob& job);
     RespPage read_page(const RespJob& job, RespConnection& connection, std::vector<std::string>& names);
+    void keep_unexpiring(RespConnection& connection, std::vector<std::string>& names);
+    bool is_orphan(std::string_view name);
     void describe(RespPage& page, RespConnection& connection, std::span<const std::string> names);
     void run_command(RespJob& job);
     // On a connection to that node, again on a new one where the first had been closed. An errno.
@@ -81,7 +96,7 @@ private:
     std::string name_of(ObjectKeyView key) const { return resp_object_name(context_.options.prefix, key); }
 
     RespContext& context_;
-    std::vector<Link> connections_;      // by node
+    std::vector<Link> connections_;  // by node
     std::uint64_t assignments_seen_ = 0;
     std::vector<Split> splits_;  // of the objects being run
     bool is_demoted_ = false;    // the server that is being asked takes no writes now

@@ -73,11 +73,13 @@ TlsContext::TlsContext(const TlsOptions& options)
         refuse("no certificates can be read from " + options.authorities);
     }
     if (options.certificate.empty()) return;
+    // Without this the library asks whoever sits at the terminal, and waits.
+    tls.context_set_passphrase(context_, [](char*, int, int, void*) { return -1; });
     if (tls.context_use_certificate(context_, options.certificate.c_str()) != 1)
         refuse("no certificate can be read from " + options.certificate);
     // It also compares the key with the certificate.
     if (tls.context_use_key(context_, options.key.c_str(), kPemFile) != 1)
-        refuse("no key of that certificate can be read from " + options.key);
+        refuse("no key of that certificate, without a passphrase, can be read from " + options.key);
 }
 
 TlsContext::~TlsContext() { library_.context_free(context_); }

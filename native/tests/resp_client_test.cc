@@ -163,6 +163,29 @@ TEST_CASE(a_server_that_says_nothing_costs_the_timeout) {
     CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(20));
 }
 
+TEST_CASE(a_deadline_ends_an_answer_that_never_pauses) {
+    constexpr std::size_t kBytes = 256 << 10;
+    FakeServer server({std::string(4 * kBytes, 'x')}, false);
+    const auto later = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    lmcache::EventFd stop;
+    lmcache::RespStream stream({"127.0.0.1", server.port}, nullptr, stop.get(), later);
+    std::string word = "x";
+    std::vector<std::byte> memory(kBytes);
+    iovec parts{word.data(), word.size()};
+    stream.write({&parts, 1}, later);
+    CHECK(stream.read_line(later) == "+OK");
+    parts = {word.data(), word.size()};
+    stream.write({&parts, 1}, later);
+    stream.read(memory.data(), kBytes, later);
+    int error = 0;
+    try {
+        stream.read(memory.data(), kBytes, std::chrono::steady_clock::now());  // has arrived by now
+    } catch (const lmcache::RespFault& fault) {
+        error = fault.error;
+    }
+    CHECK(error == ETIMEDOUT);
+}
+
 TEST_CASE(closing_ends_what_waits) {
     FakeServer server({}, false);
     auto slow = options();

@@ -60,6 +60,22 @@ TEST_CASE(a_manifest_survives_and_a_damaged_one_is_none) {
     CHECK(!lmcache::parse_resp_object_name("kv", part));
 }
 
+TEST_CASE(a_name_of_a_part_gives_its_object_and_write_back_and_other_names_none) {
+    const auto manifest = lmcache::RespManifest::make(10 << 20, 4 << 20);
+    std::vector<std::byte> key(lmcache::kObjectKeyBytes, std::byte{0x5a});
+    key[0] = std::byte{1};
+    const lmcache::ObjectKeyView view(key.data(), lmcache::kObjectKeyBytes);
+    const std::string name = manifest.part_name("kv", view, 4095);
+    const auto part = lmcache::parse_resp_part_name("kv", name);
+    CHECK(part && std::ranges::equal(part->key, key) && part->write_id == manifest.write_id);
+    const std::string folder = name.substr(0, name.size() - 4);
+    for (const std::string& odd : {folder, folder + "x", folder + "12345", folder + "-1", name + "/", "x" + name,
+                                   "kv/v1-parts/" + std::string(170, 'a'), std::string("kv/v1-parts/theirs")})
+        CHECK(!lmcache::parse_resp_part_name("kv", odd));
+    CHECK(!lmcache::parse_resp_part_name("k", name));
+    CHECK(!lmcache::parse_resp_part_name("kv", lmcache::resp_object_name("kv", view)));
+}
+
 TEST_CASE(slots_are_those_of_redis) {
     // From the cluster specification: CRC16 of 123456789 is 0x31C3.
     CHECK(lmcache::resp_slot("123456789") == 0x31C3);

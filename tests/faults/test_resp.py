@@ -4,8 +4,12 @@ on when they are well again."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -30,6 +34,7 @@ from services.redis import Redis, RespServer, Sentinel, Valkey
 STORED, THERE, FULL = StoreOutcome.STORED, StoreOutcome.ALREADY_THERE, StoreOutcome.FULL
 LOADED, MISSING, CORRUPT = LoadOutcome.LOADED, LoadOutcome.MISSING, LoadOutcome.CORRUPT
 SECRET = "planted-secret"
+PARTS = {"max_value_bytes": 4096}
 
 
 class Life:
@@ -185,74 +190,6 @@ def test_the_inventory_is_youngest_first_and_names_what_only_digests_say(valkey:
     run(at(valkey), fill)
     run(at(valkey), look)
     assert valkey.call("OBJECT", "IDLETIME", name_of(old[1])) >= 1, "a search is no use"
-
-
-# ---- parts ----------------------------------------------------------------------------------------------------------
-PARTS = {"max_value_bytes": 4096}
-
-
-def test_a_missing_or_foreign_part_is_a_miss_and_the_rest_goes(valkey: Valkey) -> None:
-    async def test(life: Life) -> None:
-        wanted = keys(4)
-        assert await life.store(wanted) == [STORED] * 4
-        parts = valkey.keys("lmcache/v1-parts/*")
-        assert len(parts) == 16 and all(valkey.call("TTL", part) == -1 for part in parts)
-        part_of = [[part for part in parts if key.chunk_hash.hex() in part] for key in wanted]
-        valkey.call("DEL", part_of[1][2])
-        valkey.call("SET", part_of[2][1], valkey.call("GET", part_of[3][1]))  # whole, of another
-        valkey.call("SET", part_of[3][3], b"short")
-        outcomes = await life.load(wanted)
-        assert outcomes[:2] == [LOADED, MISSING] and LOADED not in outcomes[2:]
-        assert await life.load(wanted) == [LOADED] + [MISSING] * 3
-        assert len(valkey.keys()) == 5
-        assert await life.store(wanted) == [THERE] + [STORED] * 3
-        assert await life.load(wanted) == [LOADED] * 4
-        assert await life.adapter.delete(wanted) == [True] * 4
-        assert valkey.keys() == []
-
-    run(at(valkey, **PARTS), test)
-
-
-def test_parts_of_a_writer_that_died_expire_and_are_cleared(valkey: Valkey) -> None:
-    async def test(life: Life) -> None:
-        part = "lmcache/v1-parts/" + "a" * 64 + "/" + "b" * 64 + "/" + "c" * 32 + "/0"
-        valkey.call("SET", part, "left")
-        assert await life.store(keys(1)) == [STORED]
-        assert await life.adapter.clear() == (1, FrameMemory(1).slot_bytes)
-        assert valkey.keys() == []
-        # One that dies before the manifest: the server refuses that, and the parts are taken back.
-        valkey.call("CONFIG", "SET", "maxmemory", "1")
-        assert await life.store(keys(1)) == [FULL]
-        assert valkey.keys() == []
-
-    run(at(valkey, **PARTS), test)
-
-
-def test_servers_with_other_limits_read_each_other(valkey: Valkey) -> None:
-    async def test(whole: Life) -> None:
-        async with alive(at(valkey, **PARTS)) as parts:
-            assert await whole.store(keys(2)) == [STORED] * 2 and await parts.store(keys(2, seed=2)) == [STORED] * 2
-            assert await parts.load(keys(2)) == await whole.load(keys(2, seed=2)) == [LOADED] * 2
-            sizes = [FrameMemory(1).slot_bytes] * 2
-            assert await parts.adapter.probe(keys(2)) == await whole.adapter.probe(keys(2, seed=2)) == sizes
-            assert await parts.store(keys(2)) == await whole.store(keys(2, seed=2)) == [THERE] * 2
-        async with alive(at(valkey)) as later:
-            assert set(later.inventory.objects.values()) == set(sizes) and len(later.inventory.order) == 4
-
-    run(at(valkey), test)
-
-
-def test_the_limit_of_the_server_is_learnt(tmp_path: Path) -> None:
-    with Valkey(tmp_path, settings=["--proto-max-bulk-len", 1 << 20]) as server:
-        server.wait_ready()
-
-        async def test(life: Life) -> None:
-            payload_bytes = (2 << 20) + 12_288
-            assert await life.store(keys(1), payload_bytes) == [STORED]
-            assert len(server.keys("lmcache/v1-parts/*")) == 3
-            assert await life.load(keys(1), payload_bytes) == [LOADED]
-
-        run(at(server), test)
 
 
 # ---- servers that fail ----------------------------------------------------------------------------------------------
@@ -486,6 +423,55 @@ def test_a_user_with_the_rights_of_the_guide_is_enough(valkey: Valkey) -> None:
         assert await life.store(keys(1, seed=3)) == [StoreOutcome.FAILED]
 
     run(at(valkey, username="kv", password=SECRET), refused)
+
+
+def test_what_a_server_repeats_of_a_login_is_not_said(tmp_path: Path) -> None:
+    with Redis(tmp_path, settings=["--rename-command", "AUTH", ""]) as server:
+        server.wait_ready()
+        assert "unknown command" in str(refusal(at(server, password=SECRET)))  # which has no secret
+
+
+def test_a_server_that_takes_no_more_clients_says_so(valkey: Valkey) -> None:
+    with valkey.client() as first:
+        first.call("CONFIG", "SET", "maxclients", 1)
+        for settings in ({}, {"password": SECRET}):
+            refused = refusal(at(valkey, **settings))
+            assert isinstance(refused, ResourceError) and "max number of clients" in str(refused)
+
+
+def test_the_reason_that_is_given_is_that_of_the_act_which_failed(valkey: Valkey) -> None:
+    valkey.call("ACL", "SETUSER", "kv", "on", f">{SECRET}", "~*", "+@all")
+
+    async def test(life: Life) -> None:
+        assert await life.store(keys(1)) == [STORED]
+        valkey.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert await life.adapter.probe(keys(1)) == [FrameMemory(1).slot_bytes]  # on a new connection
+        valkey.call("ACL", "SETUSER", "kv", "-get")
+        with pytest.raises(AdapterError, match="no permissions to run the 'get' command"):
+            await life.adapter.load(keys(1), FrameMemory(1).buffers)
+
+    run(at(valkey, username="kv", password=SECRET), test)
+
+
+def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
+    """The library would ask at the terminal, if the process has one, and wait for ever."""
+    pair = tmp_path / "cert.pem", tmp_path / "key.pem"
+    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=x"]
+    request += ["-passout", "pass:passphrase", "-out", str(pair[0]), "-keyout", str(pair[1])]
+    subprocess.run(request, check=True, capture_output=True)
+    spec = {"type": "resp", "host": LOOPBACK, "port": 1, "tls": True, "tls_cert": str(pair[0]), "tls_key": str(pair[1])}
+    program = "import sys, json; from lmcache.l2.adapter_types import check, parse_adapter as parse\n"
+    program += "check(parse(json.loads(sys.argv[1]), 0))"
+    terminal, end = os.openpty()
+    try:
+        asked = subprocess.run(
+            ["setsid", "--ctty", "--wait", sys.executable, "-c", program, json.dumps(spec)],
+            stdin=end, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    finally:
+        os.close(terminal)
+        os.close(end)
+    assert "without a passphrase, can be read" in asked.stderr
 
 
 def test_no_secret_is_logged(valkey: Valkey, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from faults.test_resp import LOADED, SECRET, STORED, Life, alive, at, name_of, run
+import pytest
+
+from faults.test_resp import LOADED, SECRET, STORED, Life, alive, at, name_of, refusal, run
 from lmcache.core.outcome import LoadOutcome
 from lmcache.testing.frames import keys
 from lmcache.testing.processes import LOOPBACK, free_port
@@ -120,3 +126,52 @@ def test_what_lies_in_a_node_that_joined_is_found_and_cleared_though_no_fault_to
             assert (await life.adapter.clear())[0] == 24 and not joined.call("DBSIZE")
 
         run(at(first), test)
+
+
+@contextmanager
+def lying_server(answers: Mapping[bytes, bytes]) -> Iterator[int]:
+    """Its port; it answers by the first word of a command, +OK to others."""
+
+    def serve(peer: socket.socket) -> None:
+        with peer, peer.makefile("rb") as file, suppress(OSError):
+            while line := file.readline():
+                words = [file.read(int(file.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
+                peer.sendall(answers.get(words[0], b"+OK\r\n"))
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "entry", [(-1, 5, 6379), (5, 4, 6379), (0, 16_384, 6379), (0, 5, 0), (0, 5, 65_536), (0, 1 << 40, 6379)]
+)
+def test_slots_that_are_none_are_said(entry: tuple[int, int, int]) -> None:
+    info = b"cluster_enabled:1\r\n"
+    first, last, port = entry
+    slots = b"*1\r\n*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (first, last, port)
+    with lying_server({b"INFO": b"$%d\r\n%s\r\n" % (len(info), info), b"CLUSTER": slots}) as listening:
+        assert "CLUSTER SLOTS cannot be read" in str(refusal({"host": LOOPBACK, "port": listening}))
+
+
+def test_a_master_whose_port_is_none_is_not_taken() -> None:
+    master = b"*2\r\n$9\r\n127.0.0.1\r\n$30\r\n%s\r\n" % (b"9" * 30)
+    with lying_server({b"SENTINEL": master}) as listening:
+        nodes = [f"{LOOPBACK}:{listening}"]
+        assert "knows no master" in str(refusal({"sentinel": {"master": "kv", "nodes": nodes}}))
+
+
+def test_a_limit_of_values_that_nothing_fits_in_is_not_believed() -> None:
+    async def test(life: Life) -> None:
+        assert life.adapter.capacity.largest_object_bytes == 4096 * 4096
+
+    told = b"*2\r\n$18\r\nproto-max-bulk-len\r\n$2\r\n64\r\n"
+    page = b"*2\r\n$1\r\n0\r\n*0\r\n"
+    with lying_server({b"INFO": b"$0\r\n\r\n", b"CONFIG": told, b"SCAN": page}) as listening:
+        run({"host": LOOPBACK, "port": listening}, test)

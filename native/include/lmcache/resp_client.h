@@ -36,7 +36,7 @@ struct RespClientOptions {
     std::uint64_t max_value_bytes = 512 << 20;  // a larger object is stored in parts
 };
 
-enum class RespAct : std::uint8_t { kStore, kLoad, kSize, kDelete, kScan, kSweepParts, kCommand };
+enum class RespAct : std::uint8_t { kStore, kLoad, kSize, kDelete, kScan, kSweepParts, kSweepOrphans, kCommand };
 
 // Objects that a SCAN found, in columns.
 struct RespPage {
@@ -56,9 +56,10 @@ struct RespJob : Job<RespResults> {
     std::vector<std::byte> keys;                  // kObjectKeyBytes an object
     std::vector<std::uint64_t> addresses, sizes;  // of stores and loads
     std::vector<std::string> arguments;           // of a command
-    // Of a command and of scans: a position among the addresses assigned last; without: by the command's first argument.
+    // Of a command and of scans: a position among the addresses assigned last; without: by the command's first
+    // argument.
     std::optional<std::uint32_t> node;
-    std::uint64_t cursor = 0;                     // of scans
+    std::uint64_t cursor = 0;  // of scans
 
     ObjectKeyView key(std::size_t index) const {
         return ObjectKeyView(keys.data() + index * kObjectKeyBytes, kObjectKeyBytes);
@@ -113,6 +114,8 @@ public:
     std::uint64_t submit_scan(std::uint32_t node, std::uint64_t cursor);
     // Deletes some parts of objects, wherever they belong to. The value is how many.
     std::uint64_t submit_sweep_parts(std::uint32_t node, std::uint64_t cursor);
+    // Deletes some parts that belong to no object and do not expire.
+    std::uint64_t submit_sweep_orphans(std::uint32_t node, std::uint64_t cursor);
     // Any command whose reply is small and which may be sent twice.
     std::uint64_t submit_command(std::vector<std::string> arguments, std::optional<std::uint32_t> node);
 

@@ -86,12 +86,12 @@ public:
     // The content of a '$' of `size` bytes: as much as there is room for, the rest is dropped.
     void read_bulk(std::span<std::byte> memory, std::uint64_t size, RespDeadline deadline);
     std::string read_text(std::uint64_t size, RespDeadline deadline);
-    // What follows a head, whatever it is.
-    void skip_rest(const RespHead& head, RespDeadline deadline);
 
     bool was_used = false;  // since it was made: then the server may have closed it in the meantime
 
 private:
+    // The error that the server sent before it closed; "" where there is none.
+    std::string last_words(RespDeadline deadline);
     RespReply read_part(unsigned depth, std::uint64_t& budget, RespDeadline deadline);
     void end_bulk(RespDeadline deadline);
 

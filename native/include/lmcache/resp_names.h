@@ -46,4 +46,11 @@ struct RespManifest {
     std::uint64_t bytes_of(std::uint32_t part) const;
 };
 
+struct RespPartName {
+    std::array<std::byte, kObjectKeyBytes> key;
+    std::array<std::byte, RespManifest::kWriteIdBytes> write_id;
+};
+// nullopt for what is not the name of a part of this prefix.
+std::optional<RespPartName> parse_resp_part_name(std::string_view prefix, std::string_view name);
+
 }  // namespace lmcache

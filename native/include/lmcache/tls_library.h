@@ -33,6 +33,8 @@ using TlsVerifyParameters = struct TlsVerifyParametersTag*;
          (TlsContextHandle, const char* file, const char* folder))                                            \
     CALL(int, context_use_certificate, "SSL_CTX_use_certificate_chain_file", (TlsContextHandle, const char*)) \
     CALL(int, context_use_key, "SSL_CTX_use_PrivateKey_file", (TlsContextHandle, const char*, int type))      \
+    CALL(void, context_set_passphrase, "SSL_CTX_set_default_passwd_cb",                                       \
+         (TlsContextHandle, int (*)(char*, int, int, void*)))                                                 \
     CALL(TlsSessionHandle, session_new, "SSL_new", (TlsContextHandle))                                        \
     CALL(void, session_free, "SSL_free", (TlsSessionHandle))                                                  \
     CALL(int, session_set_fd, "SSL_set_fd", (TlsSessionHandle, int))                                          \

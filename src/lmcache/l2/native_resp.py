@@ -88,6 +88,11 @@ class NativeResp:
         ended = await self._completions.wait(self._client.submit_sweep_parts(node, cursor))
         return ended.errors[0] or _page(ended.detail)
 
+    async def sweep_orphans(self, node: int, cursor: int) -> tuple[Page | int, int]:
+        """Deletes parts that belong to no object; how many."""
+        ended = await self._completions.wait(self._client.submit_sweep_orphans(node, cursor))
+        return ended.errors[0] or _page(ended.detail), ended.values[0]
+
     async def command(self, arguments: Sequence[bytes], node: int | None = None) -> Answer:
         """To the server at that position, or to the one that has the name which is the first argument."""
         ended = await self._completions.wait(self._client.submit_command(list(arguments), node))

@@ -11,14 +11,14 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.environment import SYSTEM, Environment
 from lmcache.errors import AdapterError, ConfigError, ResourceError
 from lmcache.l2.adapter import Adapter, Capacity, Inventory
-from lmcache.l2.adapters.resp_config import RespConfig, client_options
+from lmcache.l2.adapters.resp_config import MAX_VALUE_BYTES, MIN_VALUE_BYTES, RespConfig, client_options
 from lmcache.l2.adapters.resp_inventory import Objects, namespaces_of
 from lmcache.l2.adapters.resp_servers import Servers, find_servers, make_client
 from lmcache.l2.background import in_thread, spawn
@@ -36,6 +36,7 @@ MAX_PARTS = 4096  # RespManifest::kMaxParts
 INVENTORY_SLICE = 4096
 WATCH_SECONDS = 60.0
 WATCH_MAX_SECONDS = 1800.0
+ORPHANS_SECONDS = 3600.0  # between two searches for parts that belong to no object
 SCAN_SHARE = 50  # the pause after a scan, in multiples of its duration
 CLEAR_ATTEMPTS = 3  # where its servers change meanwhile
 SEARCH_PAUSE_SECONDS = 0.5  # before the servers are looked for again
@@ -76,7 +77,8 @@ class RespAdapter(Adapter):
     async def open(self, inventory: Inventory) -> None:
         config = self._config
         self._servers = await in_thread("l2-open", find_servers, config)
-        max_value_bytes = min(config.max_value_bytes, self._servers.max_value_bytes or config.max_value_bytes)
+        told_bytes = self._servers.max_value_bytes or MAX_VALUE_BYTES
+        max_value_bytes = max(MIN_VALUE_BYTES, min(config.max_value_bytes, told_bytes))
         self.capacity = self._capacity(config, max_value_bytes)
         own = {"max_value_bytes": max_value_bytes}
         options = client_options(config)
@@ -250,24 +252,42 @@ class RespAdapter(Adapter):
 
     # ---- what the servers hold ---------------------------------------------------------------------------------------
     async def _watch(self) -> None:
-        scan_seconds = await self._scan_or_say()
+        scan_seconds = await self._try(self._scan)
         self._inventory.complete()
+        loop = asyncio.get_running_loop()
+        next_sweep = loop.time()
         while True:
+            if loop.time() >= next_sweep:
+                scan_seconds += await self._try(self._sweep_orphans)
+                next_sweep = loop.time() + ORPHANS_SECONDS
             await asyncio.sleep(min(max(WATCH_SECONDS, SCAN_SHARE * scan_seconds), WATCH_MAX_SECONDS))
-            scan_seconds = await self._scan_or_say()
+            scan_seconds = await self._try(self._scan)
 
-    async def _scan_or_say(self) -> float:
-        """Seconds that the scan took."""
+    async def _try(self, search: Callable[[], Awaitable[None]]) -> float:
+        """Seconds that it took."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            await self._scan()
+            await search()
         except AdapterError as error:
             if self._faults.due("scan"):
                 log.warning("%s; what it holds is found when it is asked for", error)
         except Exception as error:  # the root of a task: the adapter serves without an inventory
             log.log(level_of(error), "%s: the servers could not be searched", self._name, exc_info=True)
         return loop.time() - started
+
+    async def _sweep_orphans(self) -> None:
+        """Parts whose manifest was evicted, or whose server was away when their object was deleted: nothing counts
+        them, and they do not expire."""
+        swept = 0
+        for node in range(len(self._servers.addresses)):
+            cursor = -1
+            while cursor:
+                reply, deleted = await self._control.sweep_orphans(node, max(cursor, 0))
+                cursor = self._page(reply).cursor
+                swept += deleted
+        if swept:
+            log.info("%s: deleted %d parts that belonged to no object", self._name, swept)
 
     async def _scan(self) -> None:
         """Tells what the servers hold, and which of the known objects they do not."""

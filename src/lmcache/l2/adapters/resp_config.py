@@ -18,6 +18,7 @@ from lmcache.l2.native_resp import Address
 
 DEFAULT_PORT = 6379
 SENTINEL_PORT = 26379
+MIN_VALUE_BYTES = 4096
 MAX_VALUE_BYTES = 512 << 20  # a server's default for proto-max-bulk-len
 ENVIRONMENT = "LMCACHE_RESP_"
 MAX_SECRET_BYTES = 65_536
@@ -93,7 +94,7 @@ class RespConfig(AdapterConfig, frozen=True, kw_only=True):
     max_value_bytes: Annotated[
         int,
         Meta(
-            ge=4096,
+            ge=MIN_VALUE_BYTES,
             le=MAX_VALUE_BYTES,
             description="an object beyond this, or beyond the server's proto-max-bulk-len, is stored in parts",
         ),
@@ -110,6 +111,10 @@ class RespConfig(AdapterConfig, frozen=True, kw_only=True):
             raise ValueError('the key "port" is required with "host".')
         if self.url:
             parse_url(self.url)
+        if self.database and self.url and parse_url(self.url).database is not None:
+            raise ValueError('give the database in "url" or as "database", not both.')
+        if self.uses_tls and self.sentinel is None and self.address[0].startswith("/"):
+            raise ValueError('"tls" is for TCP: leave it out with the path of a socket.')
         if self.cluster and self.sentinel is not None:
             raise ValueError('"cluster" and "sentinel" exclude each other: a cluster promotes its replicas itself.')
         if self.cluster and self.database_number != 0:

@@ -16,6 +16,9 @@ from lmcache.l2.native_resp import Address, Answer, Reply, SlotRange, ask
 LOADING_RETRY_SECONDS = 0.1
 OWN_SHARE = 0.9  # of the timeout, so that what is said is more than that it has passed
 MAX_INFO_FIELDS = 10_000
+SLOTS = 16_384  # of a cluster
+MAX_NODES = 1024  # RespNodes::kMaxNodes
+MAX_PORT = 65_535
 _CLOCK = SystemClock()
 
 
@@ -95,6 +98,11 @@ class _Questions:
             raise ConfigError(
                 f'{where}: the server {server} refuses the login ({said}); check "username", "password" and "database".'
             )
+        if error == errno.EAGAIN:
+            raise ResourceError(
+                f"{where}: the server {server} takes nobody now ({said}); start when it does; "
+                'if it has too many clients, raise its "maxclients".'
+            )
         if error == errno.EPROTO:
             raise ResourceError(
                 f"{where}: what listens at {server} does not speak Redis' protocol ({said}); "
@@ -146,23 +154,25 @@ def _cluster(config: RespConfig, server: _Questions, asked: Address) -> tuple[li
     reply = server.ask("CLUSTER", "SLOTS")
     if isinstance(reply, str):
         raise ConfigError(f'{config.where}: the server {server.text} is in no cluster ({reply}); leave out "cluster".')
-    addresses: list[Address] = []
+    addresses: dict[Address, int] = {}
     slots: list[SlotRange] = []
     for entry in reply if isinstance(reply, list) else []:
         match entry:
-            case [int() as first, int() as last, [bytes() | None as host, int() as port, *_], *_]:
+            case [int() as first, int() as last, [bytes() | None as host, int() as port, *_], *_] if (
+                0 <= first <= last < SLOTS and 0 < port <= MAX_PORT
+            ):
                 # A node that does not know its own name leaves it out.
                 address = ((host or b"").decode(errors="replace") or asked[0], port)
             case _:
                 raise ResourceError(f"{config.where}: the answer of {server.text} to CLUSTER SLOTS cannot be read.")
-        if address not in addresses:
-            addresses.append(address)
-        slots.append((first, last, addresses.index(address)))
+        slots.append((first, last, addresses.setdefault(address, len(addresses))))
+    if len(addresses) > MAX_NODES:
+        raise ResourceError(f"{config.where}: the cluster of {server.text} has more than {MAX_NODES} masters.")
     if not slots:
         raise ResourceError(
             f"{config.where}: the cluster of {server.text} has no slots assigned yet; start when it is ready."
         )
-    return addresses, slots
+    return list(addresses), slots
 
 
 def _ask_sentinels(config: RespConfig, options: Mapping[str, Any], clock: Clock) -> Address:
@@ -181,7 +191,8 @@ def _ask_sentinels(config: RespConfig, options: Mapping[str, Any], clock: Clock)
             continue
         match reply:
             case [bytes() as host, bytes() as port] if port.isdigit():
-                return host.decode(errors="replace"), int(port)
+                if 0 < int(port[:6]) <= MAX_PORT:
+                    return host.decode(errors="replace"), int(port)
         refusals.append(
             ConfigError(
                 f"{config.where}: the Sentinel {questions.text} knows no master with the name {sentinel.master!r}."

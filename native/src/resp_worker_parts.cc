@@ -1,0 +1,180 @@
+// Objects that are stored in parts.
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "resp_worker.h"
+
+namespace lmcache {
+
+// One command to whoever has the name. Returns an errno.
+int RespWorker::exchange(std::string_view name, const Write& write, const Read& read) {
+    std::uint32_t node = context_.nodes.node_of(name);
+    bool asking = false;
+    for (int hops = 0; hops <= kMaxRedirects; ++hops) {
+        int error = 0;
+        std::string refused;
+        const int fault = on_node(node, [&](RespConnection& connection) {
+            const RespDeadline deadline = context_.deadline();
+            RespPipeline commands;
+            if (asking) commands.add({"ASKING"});
+            write(commands);
+            connection.write(commands, deadline);
+            if (asking) (void)connection.read_reply(deadline);
+            const RespHead head = connection.read_head(deadline);
+            if (head.is_error())
+                refused = head.text;
+            else
+                error = read(connection, head);
+        });
+        if (fault != 0 || refused.empty()) return fault != 0 ? fault : error;
+        const auto redirect = parse_resp_redirect(refused);
+        if (!redirect) {
+            const int number = refuse(refused);
+            end_demoted(node);
+            return number;
+        }
+        node = context_.nodes.redirect(*redirect, node);
+        asking = redirect->is_ask;
+    }
+    return EAGAIN;
+}
+
+// What stands under the name of an object: nothing, or something else, is no manifest. An errno.
+int RespWorker::find_manifest(std::string_view name, std::optional<RespManifest>& found) {
+    return exchange(
+        name, [&](RespPipeline& commands) { commands.add({"GETRANGE", name, "0", kManifestEnd}); },
+        [&](RespConnection& connection, const RespHead& head) {
+            if (head.kind != '$' || head.number > signed_bytes(RespManifest::kBytes)) not_expected();
+            const std::string image =
+                head.is_null() ? ""
+                               : connection.read_text(static_cast<std::uint64_t>(head.number), context_.deadline());
+            found = RespManifest::parse(std::as_bytes(std::span(image)));
+            return 0;
+        });
+}
+
+IoOutcome RespWorker::size_of_split(const RespJob& job, std::size_t index) {
+    std::optional<RespManifest> manifest;
+    const int error = find_manifest(name_of(job.key(index)), manifest);
+    if (error != 0) return io_failure(error);
+    return manifest ? IoOutcome{signed_bytes(manifest->total_bytes), 0} : io_failure(ENOENT);
+}
+
+IoOutcome RespWorker::store_split(const RespJob& job, std::size_t index) {
+    const ObjectKeyView key = job.key(index);
+    const std::uint64_t part_bytes = context_.options.max_value_bytes;
+    if (job.sizes[index] / part_bytes >= RespManifest::kMaxParts) return io_failure(EFBIG);
+    const RespManifest manifest = RespManifest::make(job.sizes[index], part_bytes);
+    if (const int error = store_parts(job, index, manifest); error != 0) return io_failure(error);
+    bool is_ours = false;
+    const int error = publish(key, manifest, is_ours);
+    if (error != 0 || !is_ours) {
+        delete_parts(key, manifest, manifest.parts);
+        return error != 0 ? io_failure(error) : IoOutcome{signed_bytes(job.sizes[index]), 0};
+    }
+    // A writer that dies before this leaves parts that expire.
+    for (std::uint32_t part = 0; part < manifest.parts; ++part) {
+        const std::string part_name = manifest.part_name(context_.options.prefix, key, part);
+        const int kept = exchange(
+            part_name, [&](RespPipeline& commands) { commands.add({"PERSIST", part_name}); },
+            [](RespConnection&, const RespHead& head) { return head.kind == ':' ? 0 : EPROTO; });
+        if (kept != 0) return io_failure(kept);
+    }
+    return {signed_bytes(job.sizes[index]), 0};
+}
+
+// Makes the object visible, unless another write has done it. An errno.
+int RespWorker::publish(ObjectKeyView key, const RespManifest& manifest, bool& is_ours) {
+    const RespManifest::Image image = manifest.image();
+    const std::string_view content(reinterpret_cast<const char*>(image.data()), image.size());
+    const std::string name = name_of(key);
+    const auto read = [&](RespConnection&, const RespHead& head) {
+        if (head.kind != '+' && !head.is_null()) not_expected();
+        is_ours = !head.is_null();
+        return 0;
+    };
+    const int error = exchange(name, [&](RespPipeline& commands) { commands.add({"SET", name, content, "NX"}); }, read);
+    if (error != 0 || is_ours) return error;
+    std::optional<RespManifest> found;
+    const int unreadable = find_manifest(name, found);
+    if (unreadable != 0 && unreadable != EPROTOTYPE) return unreadable;
+    if (found && found->total_bytes == manifest.total_bytes) {
+        is_ours = found->write_id == manifest.write_id;  // the command was sent twice, because its answer was lost
+        return 0;
+    }
+    // What nobody can load must not stand in the way.
+    const int refused = exchange(name, [&](RespPipeline& commands) { commands.add({"SET", name, content}); }, read);
+    if (refused == 0 && found) delete_parts(key, *found, found->parts);
+    return refused;
+}
+
+int RespWorker::store_parts(const RespJob& job, std::size_t index, const RespManifest& manifest) {
+    constexpr std::string_view kUnfinishedSeconds = "3600";
+    const ObjectKeyView key = job.key(index);
+    for (std::uint32_t part = 0; part < manifest.parts; ++part) {
+        const std::string name = manifest.part_name(context_.options.prefix, key, part);
+        const std::byte* const memory = job.memory(index) + manifest.part_bytes * part;
+        // SETEX: its value is the last argument.
+        const int error = exchange(
+            name,
+            [&](RespPipeline& commands) {
+                commands.add({"SETEX", name, kUnfinishedSeconds}, memory, manifest.bytes_of(part));
+            },
+            [](RespConnection&, const RespHead& head) { return head.kind == '+' ? 0 : EPROTO; });
+        if (error != 0) {
+            delete_parts(key, manifest, part);
+            return error;
+        }
+    }
+    return 0;
+}
+
+IoOutcome RespWorker::load_split(RespJob& job, const Split& split) {
+    const auto& [index, manifest] = split;
+    const ObjectKeyView key = job.key(index);
+    for (std::uint32_t part = 0; part < manifest.parts; ++part) {
+        const std::uint64_t offset = manifest.part_bytes * part;
+        if (offset >= job.sizes[index]) break;  // padding, which there is no memory for
+        const std::span<std::byte> memory(job.memory(index) + offset,
+                                          std::min(manifest.bytes_of(part), job.sizes[index] - offset));
+        const std::string name = manifest.part_name(context_.options.prefix, key, part);
+        const int error = exchange(
+            name, [&](RespPipeline& commands) { commands.add({"GET", name}); },
+            [&](RespConnection& connection, const RespHead& head) {
+                if (head.kind != '$') not_expected();
+                if (head.is_null()) return ENOENT;
+                const auto size = static_cast<std::uint64_t>(head.number);
+                if (size > kMaxValueBytes) throw RespFault(EPROTO, "the server sends a larger part than any object is");
+                connection.read_bulk(memory, size, context_.deadline());
+                return size == manifest.bytes_of(part) ? 0 : EBADMSG;
+            });
+        if (error == ENOENT) (void)delete_object(key);  // the server dropped a part: nobody can have the rest
+        if (error != 0) return io_failure(error);
+    }
+    return verify(job, index, manifest.total_bytes) ? IoOutcome{signed_bytes(manifest.total_bytes), 0}
+                                                    : io_failure(EBADMSG);
+}
+
+void RespWorker::delete_parts(ObjectKeyView key, const RespManifest& manifest, std::uint32_t parts) {
+    for (std::uint32_t part = 0; part < parts; ++part) {
+        (void)unlink(manifest.part_name(context_.options.prefix, key, part));
+    }
+}
+
+int RespWorker::unlink(std::string_view name) {
+    return exchange(
+        name, [&](RespPipeline& commands) { commands.add({"UNLINK", name}); },
+        [](RespConnection&, const RespHead& head) { return head.kind == ':' ? 0 : EPROTO; });
+}
+
+int RespWorker::delete_object(ObjectKeyView key) {
+    RespJob job;
+    job.act = RespAct::kDelete;
+    job.keys.assign(key.begin(), key.end());
+    job.results.resize(1);
+    run_objects(job, 0, 1);
+    return job.results.errors[0];
+}
+
+}  // namespace lmcache
