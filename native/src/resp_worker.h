@@ -17,7 +17,7 @@ namespace lmcache {
 
 inline constexpr int kMaxRedirects = 5;
 inline constexpr std::uint64_t kMaxValueBytes = RespManifest::kMaxBytes;  // beyond: not what anybody stored
-inline constexpr std::string_view kManifestEnd = "63";  // of a GETRANGE
+inline constexpr std::string_view kManifestEnd = "63";                    // of a GETRANGE
 static_assert(RespManifest::kBytes == 64);
 
 inline std::int64_t signed_bytes(std::uint64_t bytes) { return static_cast<std::int64_t>(bytes); }
