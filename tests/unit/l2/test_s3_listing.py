@@ -123,6 +123,15 @@ def test_pages_without_end_are_left(
     assert pages_asked_for(stub) == 10 and "does not end" in caplog.text
 
 
+def test_a_long_listing_says_how_far_it_is(
+    stub: S3Stub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(s3, "LOG_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO):
+        assert run(stub, told) == OBJECTS
+    assert "/bucket: 4 objects so far" in caplog.text
+
+
 def test_a_namespace_is_read_once_for_all_listings(stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets of many tenants have many, and each read is a paid request."""
     monkeypatch.setattr(s3, "RESCAN_SECONDS", 0.01)

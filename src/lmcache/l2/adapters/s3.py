@@ -268,8 +268,13 @@ class S3Adapter(Adapter):
         started = loop.time()
         scan = self._inventory.begin_scan()
         contents = BucketContents(self._names, self._told)
+        progress = LogLimiter(LOG_SECONDS)
+        progress.due()  # most listings are over before it is due again
         async for page in pages(self._run, self._location, self._names.root, tries=PAGE_TRIES):
             await in_thread("l2-list", contents.add, page.objects)
+            if progress.due():
+                # Millions of objects take long, and until the first listing ends stores with a capacity wait for it.
+                log.info("%s: listing %s: %d objects so far", self._name, self._location, len(contents))
         await self._identify(contents)
         self._told = contents.told()
         order = await in_thread("l2-list", contents.youngest_first)

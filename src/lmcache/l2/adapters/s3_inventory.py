@@ -34,6 +34,9 @@ class BucketContents:
         self._used_ns = array("q")
         self._untold: dict[bytes, list[bytes]] = {}  # digests of unnamed namespaces, and objects to read them from
 
+    def __len__(self) -> int:
+        return len(self._sizes)
+
     def add(self, listed: Sequence[Listed]) -> None:
         parse = self._names.parse
         for name, size_bytes, modified_ns in listed:
