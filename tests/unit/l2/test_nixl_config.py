@@ -54,6 +54,21 @@ def test_capacity_is_the_lower_of_both_keys_for_it() -> None:
     assert limit(0, "0") is None and parse_adapter(DYNAMIC, 0).limit_bytes is None
 
 
+def test_a_pool_knows_both_keys_for_its_capacity_too() -> None:
+    pool = {**with_params(max_capacity_gb="2"), "type": "nixl_store", "pool_size": 3}
+    assert parse_adapter(pool, 0).limit_bytes == 2 * GIB
+    with pytest.raises(ConfigError, match='"max_capacity_gb" in "backend_params" must be a number'):
+        parse_adapter({**pool, "backend_params": {**PARAMS, "max_capacity_gb": "much"}}, 0)
+
+
+def test_parameters_of_the_other_kind_of_backend_are_said_to_have_no_effect() -> None:
+    objects = {"type": "nixl_store", "backend": "OBJ", "pool_size": 3, "backend_params": PARAMS}
+    said = " ".join(parse_adapter(objects, 0).notes())
+    assert '"file_path" in "backend_params" has no effect on "backend" "OBJ"' in said and '"use_direct_io"' in said
+    assert '"object_prefix" in "backend_params" has no' in parse_adapter(with_params(object_prefix="a"), 0).notes()[0]
+    assert not parse_adapter(DYNAMIC, 0).notes()
+
+
 def test_what_is_not_known_goes_to_the_plugin() -> None:
     config = parse_adapter(with_params(max_capacity_gb="1", use_uring="true"), 0)
     assert isinstance(config, NixlDynamicConfig)

@@ -19,7 +19,9 @@ MAX_POOL_SIZE = 1 << 20
 OBJECT_BACKENDS = ("OBJ", "AZURE_BLOB")
 DEFAULT_PREFIX = "lmcache"
 
-_OWN_PARAMS = ("file_path", "use_direct_io", "max_capacity_gb", "object_prefix")
+_FILE_PARAMS = ("file_path", "use_direct_io")
+_OBJECT_PARAMS = ("object_prefix",)
+_OWN_PARAMS = (*_FILE_PARAMS, *_OBJECT_PARAMS, "max_capacity_gb")
 _STRINGS = "an object whose values are strings"
 
 Params = dict[str, str]
@@ -33,19 +35,45 @@ class NixlConfig(AdapterConfig, frozen=True, kw_only=True):
         Params,
         Meta(
             description="file_path (folder) and use_direct_io (true or false, past the page cache) of the file "
-            "backends; everything else is handed to NIXL's plugin",
+            "backends, object_prefix (of names) of the others, max_capacity_gb (as the key of that name); everything "
+            "else is handed to NIXL's plugin",
             extra={"expected": _STRINGS},
         ),
     ] = {}
 
     def __post_init__(self) -> None:
         if self.backend not in OBJECT_BACKENDS:
-            for name in ("file_path", "use_direct_io"):
+            for name in _FILE_PARAMS:
                 if not self.backend_params.get(name):
                     raise ValueError(f'"backend_params" needs "{name}" for "backend" "{self.backend}".')
             if (given := self.backend_params["use_direct_io"]) not in ("true", "false"):
                 raise ValueError(f'"use_direct_io" in "backend_params" must be "true" or "false"; got "{given}".')
+        given = self.backend_params.get("max_capacity_gb", "0")
+        try:
+            valid = 0 <= float(given) <= MAX_GB
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ValueError(
+                f'"max_capacity_gb" in "backend_params" must be a number from 0 to {MAX_GB} as a string; got "{given}".'
+            )
         super().__post_init__()
+
+    @property
+    def limit_bytes(self) -> int | None:
+        limits = (self.max_capacity_gb, float(self.backend_params.get("max_capacity_gb", "0")))
+        return min((int(limit * GIB) for limit in limits if limit), default=None)
+
+    def notes(self) -> list[str]:
+        idle = _FILE_PARAMS if self.backend in OBJECT_BACKENDS else _OBJECT_PARAMS
+        return [
+            *super().notes(),
+            *(
+                f'{self.where}: "{name}" in "backend_params" has no effect on "backend" "{self.backend}".'
+                for name in idle
+                if name in self.backend_params
+            ),
+        ]
 
     @property
     def folder(self) -> str:
@@ -102,20 +130,3 @@ class NixlDynamicConfig(NixlConfig, frozen=True, kw_only=True):
             extra={"expected": _STRINGS},
         ),
     ]
-
-    def __post_init__(self) -> None:
-        given = self.backend_params.get("max_capacity_gb", "0")
-        try:
-            valid = 0 <= float(given) <= MAX_GB
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError(
-                f'"max_capacity_gb" in "backend_params" must be a number from 0 to {MAX_GB} as a string; got "{given}".'
-            )
-        super().__post_init__()
-
-    @property
-    def limit_bytes(self) -> int | None:
-        limits = (self.max_capacity_gb, float(self.backend_params.get("max_capacity_gb", "0")))
-        return min((int(limit * GIB) for limit in limits if limit), default=None)
