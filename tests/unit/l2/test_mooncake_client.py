@@ -37,6 +37,8 @@ class Mooncake:
         self.register_gate: threading.Event | None = None
         self.load_seconds = 0.0
         self.has_offloaded = False  # every object, to disks
+        self.is_master_gone = False
+        self.sizes_asked = 0
         self.patterns = 0
 
     def make(self) -> Any:
@@ -83,6 +85,9 @@ class Client:
         return {name: [ReplicaOnADisk()] for name in names}
 
     def get_size(self, name: str) -> int:
+        self._service.sizes_asked += 1
+        if self._service.is_master_gone:
+            return -900
         return self._service.objects.get(name, mooncake_client.MISSING)
 
     def batch_get_into(self, names: list[str], *_: object) -> list[int]:
@@ -255,5 +260,9 @@ def test_what_is_on_a_disk_only_is_found(config: MooncakeConfig) -> None:
         service.has_offloaded = True
         assert await adapter.probe(wanted) == [memory.slot_bytes] * 2 + [None]
         assert await adapter.store(wanted[:2], frames[:2]) == [StoreOutcome.ALREADY_THERE] * 2
+        service.is_master_gone, service.sizes_asked = True, 0
+        with pytest.raises(AdapterError, match="the master does not answer"):
+            await adapter.probe(wanted)
+        assert service.sizes_asked == 1  # each lasts seconds
 
     live(adapter, test)

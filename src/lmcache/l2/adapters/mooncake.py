@@ -233,9 +233,11 @@ def _sizes(store: Store, names: list[str]) -> tuple[Sequence[int], dict[str, int
     if not there:
         return codes, {}
     sizes = {name: _size(replicas) for name, replicas in store.batch_get_replica_desc(there).items()}
-    for name in there:  # on disks of other machines alone, whose replicas do not tell it
+    for name in there:  # on disks of other machines alone, whose replicas do not tell it; or the master is gone by now
         if sizes.get(name) is None:
-            sizes[name] = store.get_size(name)
+            size = sizes[name] = store.get_size(name)
+            if size < 0 and size not in _ABSENT:
+                return [size] * len(names), {}
     return codes, {name: size for name, size in sizes.items() if size is not None and size >= 0}
 
 
