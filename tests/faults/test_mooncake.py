@@ -88,6 +88,7 @@ def test_two_servers_share_what_a_third_machine_holds(master: Master, tmp_path: 
         asyncio.run(test())
 
 
+@pytest.mark.slow  # Mooncake's client looks for it every few seconds
 def test_a_master_that_is_gone_costs_misses_until_it_is_back(master: Master, tmp_path: Path) -> None:
     async def test() -> None:
         wanted = keys(4)
@@ -106,6 +107,28 @@ def test_a_master_that_is_gone_costs_misses_until_it_is_back(master: Master, tmp
                 assert await loaded(adapter, wanted) == [MISSING] * 4
 
     asyncio.run(test())
+
+
+@pytest.mark.slow  # as long as Mooncake waits for its master
+def test_a_master_that_stands_still_is_waited_for_some_seconds(master: Master, tmp_path: Path) -> None:
+    """Also at the end, in which no other thread of the process runs."""
+
+    async def test() -> None:
+        loop, adapter = asyncio.get_running_loop(), adapter_of(mooncake.setup_keys(master))
+        async with opened(adapter):
+            assert await stored(adapter, keys(2)) == [STORED] * 2
+            master.pause()
+            started = loop.time()
+            with pytest.raises(AdapterError, match="the master does not answer in time"):
+                await adapter.probe(keys(2))
+            assert loop.time() - started < 10
+            started = loop.time()
+        assert loop.time() - started < 30
+
+    try:
+        asyncio.run(test())
+    finally:
+        master.resume()
 
 
 def test_a_machine_that_dies_costs_its_objects(master: Master, tmp_path: Path) -> None:
@@ -144,11 +167,11 @@ def test_objects_of_another_size_are_never_taken_for_whole(master: Master) -> No
         names = RemoteNames().names([truncated, oversized, good])
         memory = FrameMemory(1)
         frame = bytes(memory.fill(0, truncated))
-        async with opened(adapter_of(mooncake.setup_keys(master))) as adapter:
+        async with opened(adapter_of(mooncake.setup_keys(master, 0))) as adapter:
             from mooncake.store import MooncakeDistributedStore
 
             other = MooncakeDistributedStore()
-            assert other.setup(mooncake.setup_keys(master)) == 0
+            assert other.setup(mooncake.setup_keys(master)) == 0  # the memory is its own
             try:
                 assert other.put(names[0], frame[:8192]) == 0
                 assert other.put(names[1], frame + frame) == 0

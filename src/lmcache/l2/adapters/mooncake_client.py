@@ -29,7 +29,13 @@ INSTALL = "`pip install 'lmcache[mooncake]'`"
 CONTROL_THREADS = 2  # lookups never wait behind a frame
 CONNECT_SECONDS = 5.0
 SETUP_SECONDS = 15.0
-SETUP_TRIES = "2"  # 20 by itself, some seconds each, in which no other thread runs
+# What Mooncake reads of the environment, where it is not there. By itself it tries 20 times to get ready, some seconds
+# each, and waits 30 seconds for each answer of the master, in both of which no other thread may run.
+DEFAULTS = {
+    "MC_STORE_CLIENT_SETUP_RETRIES": "2",
+    "MC_RPC_TIMEOUT_MS": "5000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "5000",
+}
 LATE_SECONDS = 50.0  # Mooncake gives a transfer up after 60
 RDMA_DEVICES = "/sys/class/infiniband"
 
@@ -69,7 +75,8 @@ class Store(Protocol):
 
 def load_package(where: str) -> Callable[[], Store]:
     """What makes a client. ResourceError where the package is missing or cannot be loaded."""
-    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", SETUP_TRIES)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
     try:
         module = importlib.import_module("mooncake.store")
     except ImportError as error:
