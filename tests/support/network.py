@@ -1,4 +1,4 @@
-"""A network between engine and server that the test can cut, drop or lead elsewhere."""
+"""A network between two programs that the test can cut, slow down, drop or lead elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Network:
         self._passing.set()
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._closing = False
+        self._closed = threading.Event()
+        self._delay_seconds = 0.0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -33,6 +34,10 @@ class Network:
     def mend(self) -> None:
         """What was sent meanwhile arrives, as TCP sees to."""
         self._passing.set()
+
+    def slow_down(self, seconds: float) -> None:
+        """Each piece of what the target answers, 256 KiB at most, takes that much longer."""
+        self._delay_seconds = seconds
 
     def lead_to(self, port: int) -> None:
         """Who listens at this address is another one from now on; open connections end."""
@@ -48,14 +53,14 @@ class Network:
                 _shut(end)
 
     def close(self) -> None:
-        self._closing = True
+        self._closed.set()
         self._passing.set()
         _shut(self._listener)
         self._listener.close()
         self.drop()
 
     def _accept(self) -> None:
-        while not self._closing:
+        while not self._closed.is_set():
             try:
                 near, _ = self._listener.accept()
             except OSError:
@@ -73,16 +78,18 @@ class Network:
             return
         with self._lock:
             self._pairs.append((near, far))
-        back = threading.Thread(target=self._forward, args=(far, near), daemon=True)
+        back = threading.Thread(target=self._forward, args=(far, near, True), daemon=True)
         back.start()
         self._forward(near, far)
         back.join()
         for end in (near, far):
             end.close()
 
-    def _forward(self, source: socket.socket, destination: socket.socket) -> None:
+    def _forward(self, source: socket.socket, destination: socket.socket, is_answer: bool = False) -> None:
         with contextlib.suppress(OSError):
             while piece := source.recv(_PIECE_BYTES):
+                if is_answer and self._delay_seconds:
+                    self._closed.wait(self._delay_seconds)
                 self._passing.wait()
                 destination.sendall(piece)
         for end in (source, destination):

@@ -181,7 +181,7 @@ class ServerConfig:
         "what L2 gave back leaves L1 after its use (default) or stays (retain); or a class of your own",
     )
     l2_prefetch_max_in_flight: int = _option(
-        Whole(unit="requests", minimum=1, maximum=4096), 8, "how many requests may load from L2 at once"
+        Whole(unit="requests", minimum=1, maximum=4096), 8, "how many requests may wait for one L2 adapter at once"
     )
 
     disable_observability: bool = _option(Switch(), False, "no metrics, no lookup log, and --disable-logging")

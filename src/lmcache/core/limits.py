@@ -62,9 +62,9 @@ MAX_L2_BATCH_OBJECTS = 64
 L2_STORE_BATCH_BYTES = 64 * MIB  # a batch ends at the object that goes beyond
 L2_LOAD_BATCH_BYTES = 16 * MIB  # small enough that one is verified while the next is read
 L2_STORE_BATCHES_IN_FLIGHT = 2  # an adapter
-MAX_L2_STORE_QUEUE_OBJECTS = 65_536
+MAX_L2_STORE_QUEUE_OBJECTS = 65_536  # of all adapters, each an equal share
 MAX_L2_UNSTORED_OBJECTS = 65_536  # that no adapter took and that L1 keeps under skip_l1; the oldest are given up
-MAX_L2_PREFETCH_BYTES_IN_FLIGHT = 4 * GIB  # what is given up does not count: L2_MAX_READS_IN_FLIGHT bounds it
+MAX_L2_PREFETCH_BYTES_IN_FLIGHT = 4 * GIB  # an adapter; L2_MAX_READS_IN_FLIGHT bounds what is given up
 L2_DEFAULT_TIMEOUT_SECONDS = 30.0
 L2_RETRIES = 2
 L2_BREAKER_FAILURES = 5
@@ -79,7 +79,7 @@ MAX_SERDES_NAMED = 16  # of other servers in one backend, in the log
 MAX_L2_UNREADABLE_OBJECTS = 65_536  # an adapter, remembered so that a store replaces them
 MAX_QUARANTINE_FILES = 64  # a folder; the oldest go first
 MAX_QUARANTINE_BYTES = 256 * MIB
-MAX_PREFETCHES_WAITING = 4096
+MAX_PREFETCHES_WAITING = 4096  # for a place, or for adapters
 
 # tenants
 MAX_QUOTAS = 65_536

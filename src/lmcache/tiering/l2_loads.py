@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -63,6 +64,11 @@ class BatchLoad:
     def size_bytes(self) -> int:
         return sum(target.frame_bytes for target in self.targets)
 
+    @property
+    def adapter(self) -> str:
+        """The last one that it needs."""
+        return self.runners[max(target.source for target in self.targets)].name
+
 
 class L2Loader:
     """Belongs to the storage loop."""
@@ -76,21 +82,26 @@ class L2Loader:
         self._retains = retains
         self._by_key: dict[ObjectKey, BatchLoad] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.bytes_in_flight = 0  # of loads that somebody may wait for
+        self._bytes_of: Counter[str] = Counter()  # in flight, by adapter: one that is slow holds up no other
         self.abandoned_bytes = 0  # of slots that a late operation may still write into
         self._bytes_freed = asyncio.Event()
 
     def find(self, key: ObjectKey) -> BatchLoad | None:
         return self._by_key.get(key)
 
-    async def wait_for_room(self, size_bytes: int) -> None:
-        """Until so much more may be in flight; one load alone may be larger than the limit."""
-        while self.bytes_in_flight and self.bytes_in_flight + size_bytes > limits.MAX_L2_PREFETCH_BYTES_IN_FLIGHT:
+    @property
+    def bytes_in_flight(self) -> int:
+        """Of loads that somebody may wait for."""
+        return self._bytes_of.total()
+
+    async def wait_for_room(self, runner: Runner, size_bytes: int) -> None:
+        """Until so much more of this adapter may be in flight; one load alone may be larger than the limit."""
+        while (held := self._bytes_of[runner.name]) and held + size_bytes > limits.MAX_L2_PREFETCH_BYTES_IN_FLIGHT:
             self._bytes_freed.clear()
             await self._bytes_freed.wait()
 
     def start(self, load: BatchLoad) -> None:
-        self.bytes_in_flight += load.size_bytes
+        self._bytes_of[load.adapter] += load.size_bytes
         for target in load.targets:
             self._by_key[target.key] = load
         task = asyncio.get_running_loop().create_task(self._run(load))
@@ -134,7 +145,7 @@ class L2Loader:
                 del self._by_key[target.key]
             self._count(load, missing)
             load.done.set_result(missing)
-            self.bytes_in_flight -= load.size_bytes
+            self._bytes_of -= Counter({load.adapter: load.size_bytes})  # adapters without any are left out
             self._bytes_freed.set()
             await self._end_operations(load)
             self._l1.core.abort(load.reservation)  # nothing, where it was committed

@@ -22,6 +22,7 @@ from lmcache.memory.ownership import STORAGE_OWNER
 from lmcache.tiering.context import TieringContext
 from lmcache.tiering.l2_loads import BatchLoad, L2Loader, LoadTarget
 from lmcache.tiering.leases import FOREVER
+from lmcache.tiering.prefetch_places import RequestPlace
 
 FIRST_WINDOW_CHUNKS = 32
 WINDOW_GROWTH = 4
@@ -58,9 +59,14 @@ class Prefetch:
     """One request under way."""
 
     def __init__(
-        self, request: PrefetchRequest, context: TieringContext, loader: L2Loader, runners: Sequence[Runner]
+        self,
+        request: PrefetchRequest,
+        context: TieringContext,
+        loader: L2Loader,
+        runners: Sequence[Runner],
+        place: RequestPlace,
     ) -> None:
-        """`runners` in the order in which they are asked."""
+        """`runners` in the order in which they are asked. The caller leaves `place` at the end."""
         self.reason = MissReason.NOT_STORED  # of the first chunk that is not loaded
         self._request = request
         self._l1 = context.l1
@@ -68,6 +74,7 @@ class Prefetch:
         self._metrics = context.metrics
         self._loader = loader
         self._runners = runners
+        self._place = place
         self._keys = request.keys[request.first_chunk :]
         self._namespaces = request.keys.namespaces
         self._hashes = list(self._keys.hashes)
@@ -148,6 +155,7 @@ class Prefetch:
             unknown = [index for index, source in enumerate(sources) if source is None]
             if not unknown:
                 break
+            await self._place.move_to(position)
             exist = await runner.probe([keys[index] for index in unknown])
             for index in compress(unknown, exist):
                 sources[index] = position
@@ -171,7 +179,8 @@ class Prefetch:
         step = max(1, min(batch_objects, limits.L2_LOAD_BATCH_BYTES // chunk_bytes))
         for at in range(0, len(sources), step):
             part = sources[at : at + step]
-            await self._loader.wait_for_room(len(part) * chunk_bytes)
+            last = max((source or 0 for row in part for source in row), default=0)
+            await self._loader.wait_for_room(self._runners[last], len(part) * chunk_bytes)
             started = self._start_load(first + at, part)
             self._chunks = first + at + started
             if started < len(part):

@@ -12,6 +12,7 @@ from lmcache.tiering.checked_policies import CheckedPrefetchPolicy
 from lmcache.tiering.context import TieringContext
 from lmcache.tiering.l2_loads import L2Loader
 from lmcache.tiering.prefetch import Prefetch, PrefetchRequest, PrefetchResult
+from lmcache.tiering.prefetch_places import PrefetchPlaces, RequestPlace
 
 log = logging.getLogger("lmcache.tiering")
 
@@ -27,9 +28,16 @@ class PrefetchController:
         self._metrics = context.metrics
         self._loader = loader
         self._policy = policy
-        self._running = asyncio.Semaphore(max_in_flight)
-        self.waiting = 0
-        self.in_flight = 0
+        self._places = PrefetchPlaces(context.runners, max_in_flight)
+        self._running = 0  # requests, those that wait for a place included
+
+    @property
+    def waiting(self) -> int:
+        return self._places.waiting
+
+    @property
+    def in_flight(self) -> int:
+        return self._running - self._places.waiting
 
     async def run(self, request: PrefetchRequest, cancelled: asyncio.Event) -> PrefetchResult:
         """Never raises for a fault of L2. After `cancelled`, nothing stays leased."""
@@ -44,13 +52,15 @@ class PrefetchController:
             chunks * width,
         )
         self._metrics.l2_prefetch_lookup.inc()
-        if self.waiting >= limits.MAX_PREFETCHES_WAITING:
+        if self._running >= limits.MAX_PREFETCHES_WAITING:
             return PrefetchResult(MissReason.L2_DEADLINE)
         runners = [self._runners[index] for index in self._policy.order(request.keys.namespaces.namespaces)]
-        prefetch = Prefetch(request, self._context, self._loader, runners)
+        place = RequestPlace(self._places, runners)
+        prefetch = Prefetch(request, self._context, self._loader, runners, place)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.deadline_seconds
-        work = loop.create_task(self._run(prefetch))
+        self._running += 1
+        work = loop.create_task(prefetch.run())
         stop = loop.create_task(cancelled.wait())
         try:
             await asyncio.wait({work, stop}, timeout=request.deadline_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -66,20 +76,9 @@ class PrefetchController:
             stop.cancel()
             work.cancel()
             await asyncio.gather(stop, work, return_exceptions=True)
+            place.leave()
+            self._running -= 1
             prefetch.give_back()
-
-    async def _run(self, prefetch: Prefetch) -> None:
-        self.waiting += 1
-        try:
-            await self._running.acquire()
-        finally:
-            self.waiting -= 1
-        self.in_flight += 1
-        try:
-            await prefetch.run()
-        finally:
-            self.in_flight -= 1
-            self._running.release()
 
     def note_use(self, request: PrefetchRequest, chunks: int) -> None:
         """The answer gave that many chunks. Loads touch what they load, batch by batch, and L1's part of a prompt is

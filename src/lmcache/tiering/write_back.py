@@ -67,20 +67,21 @@ class WriteBack:
         self.offer(objects)
 
     def offer(self, objects: Sequence[QueuedObject]) -> None:
-        """Queues resident objects for the adapters that the policy names."""
+        """Queues resident objects for the adapters that the policy names, without those whose queues are full."""
         targets = self._policy.targets([queued.key for queued in objects])
-        room = limits.MAX_L2_STORE_QUEUE_OBJECTS - self.queued_objects
         refused = []
+        full = 0
         for queued, indices in zip(objects, targets, strict=True):
             self._leaving_l1.pop(queued.key, None)  # from before it was evicted and stored again
-            if len(indices) > room:
+            taking = [index for index in indices if len(self._queues[index]) < self._queue_objects]
+            full += len(indices) - len(taking)
+            if indices and not taking:
                 refused.append(queued)
                 continue
-            room -= len(indices)
-            queued.adapters_left = len(indices)
-            for index in indices:
+            queued.adapters_left = len(taking)
+            for index in taking:
                 self._queues[index].append(queued)
-        self._count_dropped(len(refused), "queue_full")
+        self._count_dropped(full, "queue_full")
         if self.drops_from_l1:
             self._unstored.add(refused)
         if self.queued_objects:
@@ -114,8 +115,13 @@ class WriteBack:
         return sum(map(len, self._queues))
 
     @property
+    def _queue_objects(self) -> int:
+        """That may wait for one adapter: what a slow one does not take fills its own queue alone."""
+        return limits.MAX_L2_STORE_QUEUE_OBJECTS // len(self._queues)
+
+    @property
     def _is_nearly_full(self) -> bool:
-        return self.queued_objects >= limits.MAX_L2_STORE_QUEUE_OBJECTS // 2
+        return all(len(queue) >= self._queue_objects // 2 for queue in self._queues)
 
     @property
     def batches_in_flight(self) -> int:

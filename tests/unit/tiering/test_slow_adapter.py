@@ -1,0 +1,78 @@
+"""An adapter that is slow: requests that need it wait, those that another adapter serves do not, nor do its stores."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.core import limits
+from polling import until
+from support.faults import FaultyAdapter
+from unit.tiering.support import FRAME_BYTES, Rig, faulty, keys, open_rig
+
+REQUESTS = 6
+CHUNKS = 20
+
+
+def only_in(adapters: list[FaultyAdapter], index: int, seed: int, rig: Rig) -> None:
+    """Stored in all, and taken from the others behind everybody's back."""
+    wanted = keys(CHUNKS, seed)
+    rig.put(wanted)
+    assert rig.storage.flush(20)
+    for number, adapter in enumerate(adapters):
+        if number != index:
+            for key in wanted:
+                del adapter.inner.objects[key]
+            rig.storage.call_soon(lambda runner=rig.storage.runners[number]: runner.lost(wanted))
+    rig.storage.clear("l1")
+
+
+@pytest.mark.parametrize("slow", ["load", "probe"])
+def test_requests_for_a_slow_adapter_take_no_place_of_others(slow: str) -> None:
+    (first, fast_one), (second, slow_one) = faulty(), faulty(index=1)
+    with open_rig([first, second], prefetch_max_in_flight=2) as rig:
+        for seed in range(REQUESTS):
+            only_in([fast_one, slow_one], 1, seed, rig)
+        only_in([fast_one, slow_one], 0, REQUESTS, rig)
+        if slow == "probe":
+            slow_one.stalls.add("probe")
+            for seed in range(REQUESTS):
+                rig.storage.call_soon(lambda seed=seed: rig.storage.runners[1].lost(keys(CHUNKS, seed)))
+        rig.storage.call_soon(slow_one.gate.clear)
+        waiting = [rig.begin_fetch(keys(CHUNKS, seed))[0] for seed in range(REQUESTS)]
+        until(lambda: slow_one.stalled == 2, tell=rig.storage.status)
+        figures = rig.storage.status()["prefetch"]
+        assert (figures["in_flight"], figures["waiting"]) == (2, REQUESTS - 2)
+        result = rig.fetch(keys(CHUNKS, REQUESTS), deadline_seconds=10)
+        assert result.chunks == CHUNKS and rig.holds(result, keys(CHUNKS, REQUESTS))
+        rig.storage.call_soon(slow_one.gate.set)
+        assert [answer.get(timeout=20).chunks for answer in waiting] == [CHUNKS] * REQUESTS
+
+
+def test_bytes_on_their_way_from_a_slow_adapter_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_L2_PREFETCH_BYTES_IN_FLIGHT", CHUNKS * FRAME_BYTES)
+    (first, fast_one), (second, slow_one) = faulty(), faulty(index=1)
+    with open_rig([first, second]) as rig:
+        for seed in range(2):
+            only_in([fast_one, slow_one], 1, seed, rig)
+        only_in([fast_one, slow_one], 0, 2, rig)
+        rig.storage.call_soon(slow_one.gate.clear)
+        waiting = [rig.begin_fetch(keys(CHUNKS, seed))[0] for seed in range(2)]
+        until(lambda: rig.storage.status()["prefetch"]["bytes_in_flight"] == CHUNKS * FRAME_BYTES)
+        assert rig.fetch(keys(CHUNKS, 2), deadline_seconds=10).chunks == CHUNKS
+        rig.storage.call_soon(slow_one.gate.set)
+        assert [answer.get(timeout=20).chunks for answer in waiting] == [CHUNKS] * 2
+
+
+def test_what_a_slow_adapter_does_not_take_fills_its_own_queue_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_L2_STORE_QUEUE_OBJECTS", 200)
+    (first, fast_one), (second, slow_one) = faulty(), faulty(index=1)
+    with open_rig([first, second]) as rig:
+        rig.storage.call_soon(slow_one.gate.clear)
+        for seed in range(8):
+            rig.put(keys(80, seed))
+            until(lambda seed=seed: len(fast_one.inner.objects) == 80 * (seed + 1), tell=rig.storage.status)
+        assert rig.storage.status()["store"]["queued_objects"] == 100
+        assert rig.sample("l2_store_dropped_total", reason="queue_full") > 0
+        rig.storage.call_soon(slow_one.gate.set)
+        assert rig.storage.flush(20)
+        assert len(slow_one.inner.objects) >= 100
