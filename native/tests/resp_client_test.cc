@@ -94,7 +94,7 @@ lmcache::RespClientOptions options() {
     lmcache::RespClientOptions made;
     made.threads = 1;
     made.prefix = "t";
-    made.timeout = std::chrono::milliseconds(500);
+    made.timeout = std::chrono::seconds(3);
     return made;
 }
 
