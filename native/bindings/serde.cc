@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "lmcache/aesgcm_stage.h"
 #include "lmcache/exponent_stage.h"
+#include "lmcache/fp8_stage.h"
 #include "lmcache/serde_queue.h"
 #include "lmcache/zstd_stage.h"
 
@@ -248,6 +249,9 @@ void bind_stages(nb::module_& m) {
     nb::class_<Stage>(
         m, "SerdeStage",
         "Turns a payload into another one and back (docs/formats/serde.md). Thread-safe, without the GIL.")
+        .def_prop_ro(
+            "is_lossy", [](const Stage& self) { return self.stage->is_lossy(); },
+            "Whether what is decoded is only near what was encoded.")
         .def(
             "max_encoded_bytes",
             [](const Stage& self, std::size_t source_bytes) { return self.stage->max_encoded_bytes(source_bytes); },
@@ -268,6 +272,15 @@ void bind_stages(nb::module_& m) {
         },
         nb::arg("smallest_saving"), nb::arg("path") = "",
         "`path`: \"portable\", \"avx2\", \"avx512\" or \"\" for the best.");
+    m.def(
+        "fp8_stage",
+        [](const std::string& format, const std::string& path) {
+            if (format != "e4m3" && format != "e5m2") throw std::invalid_argument("format must be e4m3 or e5m2");
+            return Stage{lmcache::make_fp8_stage(
+                format == "e4m3" ? lmcache::Fp8Format::kE4m3 : lmcache::Fp8Format::kE5m2, path)};
+        },
+        nb::arg("format"), nb::arg("path") = "",
+        "`format`: \"e4m3\" or \"e5m2\". `path`: as of `exponent_stage`. Lossy.");
     bind_cipher(m);
     m.def("zstd_refusal", &lmcache::zstd_refusal, "Why libzstd.so.1 cannot be used; \"\" where it can be.");
     m.def(
@@ -280,8 +293,7 @@ void bind_stages(nb::module_& m) {
         nb::arg("stage"), nb::arg("lossy") = false,
         "Calls `max_encoded_bytes(source_bytes) -> int`, `encode(source, destination, namespace, chunk_hash) -> "
         "int|None` and `decode(source, destination, namespace, chunk_hash) -> bool|None`, with memoryviews that end "
-        "with "
-        "the call, and `kept()` where one did not: the call has failed then.");
+        "with the call, and `kept()` where one did not: the call has failed then.");
     nb::class_<LentMemory>(m, "LentMemory", nb::type_slots(lent_memory_slots));
 }
 

@@ -198,8 +198,13 @@ class Server:
 
     def _cache_service(self, hasher: ChunkHasher, server_epoch: bytes, events: EventBus) -> CacheService:
         config = self.config
+        adapters = self._plan.adapters
         settings = ServiceSettings(
-            server_epoch, config.l1_read_ttl_seconds, config.l1_write_ttl_seconds, has_l2=bool(self._plan.adapters)
+            server_epoch,
+            config.l1_read_ttl_seconds,
+            config.l1_write_ttl_seconds,
+            has_l2=bool(adapters),
+            lossy_serdes=frozenset(adapter.serde.lossy for adapter in adapters if adapter.serde),
         )
         return CacheService(
             ServiceContext(

@@ -59,6 +59,7 @@ class SmallEngine:
         heartbeat: float = 10.0,
         on_new_server: Callable[[Client], None] | None = None,
         transfer: WantedTransfer = WantedTransfer.AUTO,
+        layout: str = LAYOUT,
     ) -> None:
         """`address`: a port of this machine, or a URL."""
         self.client = Client(
@@ -69,6 +70,7 @@ class SmallEngine:
         )
         self.instance_id = instance_id or f"engine-{uuid.uuid4().hex[:8]}"
         self.payload_bytes = payload_bytes
+        self.layout = layout
         self._heartbeat = heartbeat
 
     def start(self, timeout_seconds: float = CALL_SECONDS) -> SmallEngine:
@@ -76,7 +78,7 @@ class SmallEngine:
             m.RegisterInstance(self.instance_id, "model", 1, 1, self._heartbeat, "small engine"), timeout_seconds
         )
         self.client.register(
-            m.RegisterWorker(self.instance_id, 0, 0, [LAYOUT], [self.payload_bytes], True, self._heartbeat),
+            m.RegisterWorker(self.instance_id, 0, 0, [self.layout], [self.payload_bytes], True, self._heartbeat),
             timeout_seconds,
         )
         return self
@@ -124,7 +126,7 @@ class SmallEngine:
     def fill(self, hashes: bytes, slots: Sequence[int], *, salt: str = "") -> None:
         """Writes whole frames, as a worker does."""
         assert self.client.memory is not None
-        template = header_template(Namespace("model", 1, 0, 0, LAYOUT, salt), self.payload_bytes)
+        template = header_template(Namespace("model", 1, 0, 0, self.layout, salt), self.payload_bytes)
         for chunk_hash, slot in zip(split(hashes), slots, strict=True):
             if slot != NO_SLOT:
                 payload = self.client.memory.view(slot + FRAME_HEADER_BYTES, self.payload_bytes)
@@ -149,7 +151,7 @@ class SmallEngine:
         memory = self.client.memory
         if memory is None:
             return all(fetched == "" for fetched in self.fetch(reply, salt=salt))
-        of = Namespace("model", 1, 0, 0, LAYOUT, salt)
+        of = Namespace("model", 1, 0, 0, self.layout, salt)
         frame_bytes = FRAME_HEADER_BYTES + self.payload_bytes
         for chunk_hash, slot in zip(split(reply.hashes), unpack_slots(reply.slots)):  # noqa: B905
             if any(verify_frames([ObjectKey(of, chunk_hash)], [memory.view(slot, frame_bytes)])):
@@ -165,7 +167,7 @@ class SmallEngine:
     def frame(self, chunk_hash: bytes, *, salt: str = "") -> memoryview:
         memory = bytearray(FRAME_HEADER_BYTES + self.payload_bytes)
         memory[FRAME_HEADER_BYTES:] = self.payload(chunk_hash)
-        template = header_template(Namespace("model", 1, 0, 0, LAYOUT, salt), self.payload_bytes)
+        template = header_template(Namespace("model", 1, 0, 0, self.layout, salt), self.payload_bytes)
         _native.frame_seal(_native.buffer_address(memory), template, chunk_hash)
         return memoryview(memory)
 
@@ -181,7 +183,7 @@ class SmallEngine:
         """What is wrong with each hit chunk, "" for nothing."""
         frame_bytes = FRAME_HEADER_BYTES + self.payload_bytes
         frames = [Frame(0, chunk, memoryview(bytearray(frame_bytes))) for chunk in range(reply.chunks)]
-        of = Namespace("model", 1, 0, 0, LAYOUT, salt)
+        of = Namespace("model", 1, 0, 0, self.layout, salt)
         faults = []
         for came, frame, chunk_hash in zip(self.mover().fetch(reply.lease, frames), frames, split(reply.hashes)):  # noqa: B905
             if not came:

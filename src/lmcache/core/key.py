@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ class Namespace(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
     """Everything that must match, apart from the tokens, before KV bytes may be shared.
 
     `world_size` and `rank` count the workers that hold *different* KV: tensor-parallel ranks of an MLA model all are
-    rank 0 of 1. `layout` is `KVLayout.fingerprint`, 32 hex digits. `cache_salt` separates tenants; "" is the default.
+    rank 0 of 1. `layout` is `KVLayout.fingerprint`, 32 hex digits, and what the marks below add. `cache_salt` separates
+    tenants; "" is the default.
     A msgspec struct because its hash is computed once, in C: keys are looked up by the thousand.
     """
 
@@ -71,11 +73,24 @@ def decode_known(encoded: bytes) -> Namespace:
 # In a layout, behind its fingerprint: the lossy serde whose outcome requests accept, then, of an encoded object on a
 # tier, the serde that wrote it.
 LOSSY_MARK, SERDE_MARK = "~", "+"
+MAX_SERDE_NAME_CHARACTERS = 32  # what a frame's header has room for
+SERDE_NAME = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{MAX_SERDE_NAME_CHARACTERS - 1}}}")
+_SERVED_LAYOUT = re.compile(rf"[0-9a-f]{{32}}({LOSSY_MARK}{SERDE_NAME.pattern})?")
 
 
-def accepted_lossy_serde(namespace: Namespace) -> str:
+def is_served_layout(layout: str) -> bool:
+    """Whether an engine may call a layout so."""
+    return _SERVED_LAYOUT.fullmatch(layout) is not None
+
+
+def accepting_layout(fingerprint: str, lossy_serde: str) -> str:
+    """The layout of requests that accept what `lossy_serde` makes of objects; "" for none but exact ones."""
+    return f"{fingerprint}{LOSSY_MARK}{lossy_serde}" if lossy_serde else fingerprint
+
+
+def accepted_lossy_serde(layout: str) -> str:
     """The lossy serde through which what is served may have gone; "" where it must be exact."""
-    return namespace.layout.partition(SERDE_MARK)[0].partition(LOSSY_MARK)[2]
+    return layout.partition(SERDE_MARK)[0].partition(LOSSY_MARK)[2]
 
 
 def stored_serde(namespace: Namespace) -> str:

@@ -33,6 +33,11 @@ class PagedGroup:
     segments: tuple[Segment, ...]
     is_state: bool = False  # of a chunk, one block counts: the one with the state at the chunk's end
 
+    @property
+    def may_be_approximate(self) -> bool:
+        """Whether lossy serdes can read this KV. A state is not for them: what it lost, all later tokens would lack."""
+        return not self.is_state and all(layer.dtype == "bfloat16" for layer in self.layers)
+
     def layout(self, chunk_tokens: int) -> KVLayout:
         """The layout of one chunk. LayoutRefused when chunks are not whole blocks."""
         if chunk_tokens % self.block_tokens:

@@ -123,8 +123,14 @@ def _serde(config: AdapterConfig) -> Chain | None:
 
 def check(config: AdapterConfig) -> list[str]:
     """As `AdapterType.check`, and a sentence for each key that has no effect."""
-    _serde(config)
-    return [*TYPES[config.type].check(config), *config.notes()]
+    chain = _serde(config)
+    found = [*TYPES[config.type].check(config), *config.notes()]
+    if chain is not None and chain.lossy:
+        found.append(
+            f'{config.where}: the serde "{chain.lossy}" is lossy, so this adapter keeps KV only of engines that accept '
+            f'it, by "lmcache.mp.lossy_serde": "{chain.lossy}" in their kv_connector_extra_config.'
+        )
+    return found
 
 
 def _meant(name: str) -> str:

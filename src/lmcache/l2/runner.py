@@ -18,7 +18,7 @@ from typing import Any
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.core.key import Namespace, ObjectKey, accepted_lossy_serde, stored_serde
+from lmcache.core.key import MAX_SERDE_NAME_CHARACTERS, Namespace, ObjectKey, accepted_lossy_serde, stored_serde
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import AdapterError, ConfigError
@@ -29,7 +29,6 @@ from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.layers.context import AdapterContext
 from lmcache.l2.layers.operation import Batch, Operation, SharedRelease
 from lmcache.l2.layers.stack import LayerStack
-from lmcache.serde.base import MAX_NAME_CHARACTERS
 from lmcache.telemetry.logs import level_of
 from lmcache.telemetry.metrics import L2Metrics
 
@@ -156,7 +155,8 @@ class Runner:
             log.info(
                 '%s: has objects that were stored with the serde %s, and the serde here is "%s": they are not read, '
                 "and leave as eviction finds them unused",
-                *(self.name, json.dumps(other[:MAX_NAME_CHARACTERS]), own),  # others can write there what they like
+                # Others can write there what they like.
+                *(self.name, json.dumps(other[:MAX_SERDE_NAME_CHARACTERS]), own),
             )
 
     def begin_scan(self) -> int:
@@ -196,12 +196,14 @@ class Runner:
             lent.done()
             self._show_figures()
 
+    def serves(self, namespace: Namespace) -> bool:
+        """Whether its objects may be here: a lossy serde is for the namespaces that accept it by name, and those are
+        for no other adapter. So what it made of an object never stands for the object itself, on no tier."""
+        return accepted_lossy_serde(namespace.layout) == (self._serde.chain.lossy if self._serde else "")
+
     def _serves(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Which objects may be here: a lossy serde is for the namespaces that accept it by name, and those are for no
-        other adapter. So what it made of an object never stands for the object itself, on no tier."""
-        lossy = self._serde.chain.name if self._serde and self._serde.chain.lossy else ""
-        accepted = {namespace: accepted_lossy_serde(namespace) == lossy for namespace in {key[0] for key in keys}}
-        return [accepted[key.namespace] for key in keys]
+        served = {namespace: self.serves(namespace) for namespace in {key[0] for key in keys}}
+        return [served[key.namespace] for key in keys]
 
     async def _store(self, batch: Batch, operation: Operation) -> list[StoreOutcome]:
         is_bounded = self.ledger.capacity.limit_bytes is not None

@@ -14,10 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from lmcache import _native
-from lmcache.core.key import ObjectKey
+from lmcache.core.key import MAX_SERDE_NAME_CHARACTERS, ObjectKey
 from lmcache.errors import ConfigError
 
-MAX_NAME_CHARACTERS = 32  # what a frame's header has room for
 MAX_STAGES = 8
 SEPARATOR = ","  # between the stages of a chain
 
@@ -64,22 +63,28 @@ class Stage:
 
     name: str
     native: _native.SerdeStage
-    lossy: bool = False
     refresh: Callable[[], None] | None = None
 
 
 class Chain:
-    """Stages in the order in which they encode. Names what it stores, and is a part of the namespace there."""
+    """Stages in the order in which they encode. Names what it stores, and is a part of the namespace there.
+
+    `lossy` is the name of the stage that gives back something near what was stored, "" where all are exact."""
 
     def __init__(self, stages: Sequence[Stage], where: str) -> None:
         """ConfigError begins with `where`."""
         self.name = SEPARATOR.join(stage.name for stage in stages)
-        self.lossy = any(stage.lossy for stage in stages)
+        self.lossy = stages[0].name if stages[0].native.is_lossy else ""
         self._refreshes = [stage.refresh for stage in stages if stage.refresh is not None]
-        if len(self.name) > MAX_NAME_CHARACTERS:
+        if late := [stage.name for stage in stages[1:] if stage.native.is_lossy]:
+            raise ConfigError(
+                f'{where}: the "serde" type {late[0]!r} is lossy and must be the first of the list: it takes KV as the '
+                "engine made it."
+            )
+        if len(self.name) > MAX_SERDE_NAME_CHARACTERS:
             raise ConfigError(
                 f'{where}: the names of all "serde" types, {self.name!r}, have {len(self.name)} characters together, '
-                f"and a frame has room for {MAX_NAME_CHARACTERS}; use fewer of them."
+                f"and a frame has room for {MAX_SERDE_NAME_CHARACTERS}; use fewer of them."
             )
         self.native = _native.SerdeChain(self.name, [stage.native for stage in stages])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import sys
 from collections.abc import Collection
 from functools import lru_cache
@@ -13,16 +12,15 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from lmcache import _native
-from lmcache.core.key import Namespace, ObjectKey
+from lmcache.core.key import MAX_SERDE_NAME_CHARACTERS, SERDE_NAME, Namespace, ObjectKey
 from lmcache.errors import ConfigError, LMCacheError
-from lmcache.serde.base import MAX_NAME_CHARACTERS, Serde, SerdeConfig, Stage
+from lmcache.serde.base import Serde, SerdeConfig, Stage
 from lmcache.telemetry.log_limiter import LogLimiter
 
 log = logging.getLogger("lmcache.serde")
 
 GUIDE = "docs/how-to/write-a-serde.md"
 METHODS = ("max_encoded_bytes", "encode", "decode")
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _FAULT_INTERVAL_SECONDS = 60.0
 
 
@@ -104,18 +102,17 @@ def build_plugin(config: PluginSerdeConfig, where: str, reserved: Collection[str
     if missing := [name for name in METHODS if not callable(getattr(serde, name, None))]:
         raise ConfigError(f"{where}: what {config.factory} makes lacks {', '.join(missing)}; see {GUIDE}.")
     name = getattr(serde, "name", None)
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARACTERS:
+    if not isinstance(name, str) or not SERDE_NAME.fullmatch(name):
         raise ConfigError(
             f'{where}: what {config.factory} makes has the "name" {name!r}, which must be up to '
-            f"{MAX_NAME_CHARACTERS} lower-case letters, digits, dots, dashes and underscores."
+            f"{MAX_SERDE_NAME_CHARACTERS} lower-case letters, digits, dots, dashes and underscores."
         )
     if name in reserved:
         raise ConfigError(
             f'{where}: what {config.factory} makes has the "name" {name!r}, which is that of another serde type; '
             "choose one of its own."
         )
-    lossy = bool(getattr(serde, "lossy", False))
-    return Stage(name, _native.python_stage(GuardedSerde(serde), lossy), lossy=lossy)
+    return Stage(name, _native.python_stage(GuardedSerde(serde), bool(getattr(serde, "lossy", False))))
 
 
 def _made(config: PluginSerdeConfig, where: str) -> Serde:

@@ -1,7 +1,7 @@
 """Serde types by name: from JSON to settings, from settings to a chain.
 
 Lossy types are registered like the others. What they serve is not what was stored, so it belongs to namespaces of its
-own: l2/layers/serde.py keeps a lossy chain and the namespaces that do not ask for it apart.
+own: l2/runner.py keeps a lossy chain and the namespaces that do not ask for it apart.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lmcache.errors import ConfigError
 from lmcache.serde.aesgcm import AesGcmConfig, build_aesgcm
 from lmcache.serde.base import MAX_STAGES, Chain, SerdeConfig, Stage
 from lmcache.serde.lossless import ExponentConfig, ZstdConfig, build_exponent, build_zstd
+from lmcache.serde.lossy import FP8_NAMES, Fp8Config, build_fp8
 from lmcache.serde.plugin import PluginSerdeConfig, build_plugin
 
 C = TypeVar("C", bound=SerdeConfig)
@@ -34,11 +35,12 @@ class SerdeType(Generic[C]):
     build: Callable[[C, str], Stage]
 
 
-_NATIVE_NAMES = ("zstd", "exponent", "aesgcm")
+_NATIVE_NAMES = ("zstd", "exponent", "aesgcm", *FP8_NAMES.values())
 TYPES: dict[str, SerdeType[Any]] = {
     "zstd": SerdeType(ZstdConfig, build_zstd),
     "exponent": SerdeType(ExponentConfig, build_exponent),
     "aesgcm": SerdeType(AesGcmConfig, build_aesgcm),
+    "fp8": SerdeType(Fp8Config, build_fp8),
     "plugin": SerdeType(PluginSerdeConfig, partial(build_plugin, reserved=(*_NATIVE_NAMES, *unbuilt.SERDES))),
 }
 

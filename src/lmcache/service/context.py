@@ -20,6 +20,7 @@ class ServiceSettings:
     lease_ttl_seconds: float
     reservation_ttl_seconds: float
     has_l2: bool  # False: L1 alone decides lookups
+    lossy_serdes: frozenset[str] = frozenset()  # of adapters; "" means nothing
 
 
 @dataclass(frozen=True)

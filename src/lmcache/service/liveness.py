@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 
 from lmcache.core import limits
+from lmcache.core.key import accepted_lossy_serde
 from lmcache.core.limits import L1_LATE_IO_SECONDS
 from lmcache.errors import RemoteError
 from lmcache.memory.ownership import STORAGE_OWNER
@@ -143,6 +144,12 @@ class LivenessService:
             message.kv_rank,
             f"{message.transfer_mode}: {message.transfer_reason}" if message.transfer_reason else message.transfer_mode,
         )
+        has = self._settings.lossy_serdes
+        for serde in sorted({accepted_lossy_serde(layout) for layout in message.layouts} - {""} - has):
+            log.warning(
+                'It accepts the lossy serde "%s", which no --l2-adapter has: this KV is in L1 alone',
+                serde,
+            )
         self._begin_sweeping()
         return RegisterReply(owner)
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 
 from lmcache.core import limits
-from lmcache.core.key import LOSSY_MARK
+from lmcache.core.key import is_served_layout
 from lmcache.errors import RemoteError
 from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker, TransferMode
-
-# The second part names the lossy serde whose outcome the engine accepts (core/key.py).
-_LAYOUT = re.compile(rf"[0-9a-f]{{32}}({LOSSY_MARK}[a-z0-9._,-]{{1,32}})?")
 
 
 def check_name(subject: str, name: str) -> None:
@@ -59,10 +55,10 @@ def check_worker(message: RegisterWorker, instance: RegisterInstance | None, oth
     if len(message.layouts) != len(message.payload_bytes):
         raise RemoteError(ErrorCode.BAD_REQUEST, "There must be one payload size for each layout.")
     for layout in message.layouts:
-        if not _LAYOUT.fullmatch(layout):
+        if not is_served_layout(layout):
             raise RemoteError(
                 ErrorCode.BAD_REQUEST,
-                f'A layout must be 32 hexadecimal digits; "{LOSSY_MARK}" and the name of a lossy serde may follow.',
+                "A layout must be 32 hexadecimal digits, and may have the name of a lossy serde behind a ~.",
             )
     _check_tensors(message.tensors)
     if message.transfer_mode not in [mode.value for mode in TransferMode]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress, count
 
 from lmcache._native import Committed
 from lmcache.core import limits
-from lmcache.core.key import ObjectKey
+from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.key_batch import KeyBatch, pack_keys
 from lmcache.core.outcome import HELD, StoreOutcome
 from lmcache.l1.store import L1Store
@@ -67,15 +67,19 @@ class WriteBack:
         self.offer(objects)
 
     def offer(self, objects: Sequence[QueuedObject]) -> None:
-        """Queues resident objects for the adapters that the policy names, without those whose queues are full."""
+        """Queues resident objects for the adapters that the policy names, without those that may not have them or whose
+        queues are full."""
         targets = self._policy.targets([queued.key for queued in objects])
+        serving = self._serving({queued.key.namespace for queued in objects})
         refused = []
         full = 0
-        for queued, indices in zip(objects, targets, strict=True):
+        for queued, named in zip(objects, targets, strict=True):
             self._leaving_l1.pop(queued.key, None)  # from before it was evicted and stored again
+            served = serving[queued.key.namespace]
+            indices = named if served is None else [index for index in named if index in served]
             taking = [index for index in indices if len(self._queues[index]) < self._queue_objects]
             full += len(indices) - len(taking)
-            if indices and not taking:
+            if named and not taking:
                 refused.append(queued)
                 continue
             queued.adapters_left = len(taking)
@@ -88,6 +92,16 @@ class WriteBack:
             self._idle.clear()
         for event in self._wake:
             event.set()
+
+    def _serving(self, namespaces: Iterable[Namespace]) -> dict[Namespace, set[int] | None]:
+        """The adapters that may have objects of each namespace; None for all of them."""
+        serving = {
+            namespace: {index for index, runner in enumerate(self._runners) if runner.serves(namespace)}
+            for namespace in namespaces
+        }
+        return {
+            namespace: served if len(served) < len(self._runners) else None for namespace, served in serving.items()
+        }
 
     def remove_refused(self, keys: KeyBatch, committed: Committed) -> list[QueuedObject]:
         """Objects as for `add` that cannot be queued: removed from L1 under a policy that drops from it. Returns those

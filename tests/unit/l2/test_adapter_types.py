@@ -74,7 +74,7 @@ def test_defaults() -> None:
         ({**FS, "max_capacity_gb": -1}, ["max_capacity_gb"]),
         ({**FS, "max_capacity_gb": float("nan")}, ["max_capacity_gb"]),
         ({**FS, "timeout_seconds": 0}, ["timeout_seconds", "above 0"]),
-        ({**FS, "serde": {"type": "fp8"}}, ['the serde type "fp8" is not built yet']),
+        ({**FS, "serde": {"type": "turboquant"}}, ['the serde type "turboquant" is not built yet']),
         ({**FS, "eviction": {"eviction_policy": "LRU"}}, ['"eviction" needs "max_capacity_gb"']),
         ({**FS, "eviction": "LRU"}, ['"eviction" must be an object']),
         ({**MOCK, "eviction": {}}, ["eviction", '"eviction_policy" is required']),

@@ -352,6 +352,7 @@ def test_a_lossy_serde_and_the_namespaces_that_accept_it_are_apart_from_all_othe
         assert len(bench.stored) == 3
 
     run(lambda bench: test(bench, accepting), lossy)
+    run(lambda bench: test(bench, accepting), [lossy, {"type": "zstd"}])  # what follows is nothing to accept
     run(lambda bench: test(bench, exact), SCRAMBLED)
     run(lambda bench: test(bench, exact), None)
 
@@ -359,7 +360,7 @@ def test_a_lossy_serde_and_the_namespaces_that_accept_it_are_apart_from_all_othe
 def test_what_a_lossy_serde_left_is_served_and_nothing_else_is() -> None:
     rounded = {"type": "plugin", "factory": "unit.l2.plain_serdes:Rounded"}
     serdes = [rounded, {"type": "exponent"}]
-    accepting = keys(3, of=replace(namespace(), layout=namespace().layout + "~rounded,exponent"))
+    accepting = keys(3, of=replace(namespace(), layout=namespace().layout + "~rounded"))
 
     async def served(bench: Bench) -> tuple[list[LoadOutcome], FrameMemory]:
         target = FrameMemory(3, PAYLOAD_BYTES)
@@ -456,9 +457,16 @@ def test_raw_objects_and_encoded_ones_live_beside_each_other_at_once(tmp_path: P
 @pytest.mark.parametrize(
     "serde, said",
     [
-        ({}, 'the key "type" is required and must be one of zstd, exponent, aesgcm, plugin'),
+        ({}, 'the key "type" is required and must be one of zstd, exponent, aesgcm, fp8, plugin'),
         ({"type": "zsdt"}, 'unknown serde type "zsdt" (did you mean zstd?)'),
-        ({"type": "fp8"}, 'the serde type "fp8" is not built yet'),
+        ({"type": "turboquant"}, 'the serde type "turboquant" is not built yet'),
+        ({"type": "fp8", "fp8_dtype": "e4m3"}, '"fp8_dtype" must be one of float8_e4m3fn, float8_e5m2; got'),
+        (
+            [{"type": "exponent"}, {"type": "fp8"}],
+            "the \"serde\" type 'fp8' is lossy and must be the first of the list",
+        ),
+        ([{"type": "fp8"}, {"type": "fp8"}], "the \"serde\" type 'fp8' is lossy and must be the first of the list"),
+        ({**SCRAMBLED, "params": {"name": "fp8-e5m2"}}, "'fp8-e5m2', which is that of another serde type"),
         ({"type": "zstd", "level": 20}, '"level" must be a whole number from 0 to 19; got 20'),
         ({"type": "exponent", "smallest_savings": 0}, "did you mean smallest_saving?"),
         ([], '"serde" must have 1 to 8 types'),

@@ -70,6 +70,18 @@ def test_every_flipped_byte_of_the_golden_file_is_found() -> None:
         assert run_one(False, FrameMemory.of(bytes(frame)), served.buffers[0]) == (0, 1)
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8-e5m2"])
+def test_what_lossy_stages_make_is_the_golden_file_byte_for_byte(name: str) -> None:
+    stage = _native.fp8_stage("e5m2" if name == "fp8-e5m2" else "e4m3")
+    payload = PAYLOAD[:512] * 2 + PAYLOAD[512:]
+    made = bytearray(stage.max_encoded_bytes(len(payload)))
+    assert stage.encode(payload, made) == (len(made), b"") and stage.is_lossy
+    golden = (GOLDEN.parent / f"serde_{name}_v1.bin").read_bytes()
+    assert bytes(made) == golden
+    back = bytearray(len(payload))
+    assert stage.decode(golden, back, b"") == "" and bytes(back[1024:]) == b"tail!" and back != payload
+
+
 def test_a_stage_in_python_sees_memory_that_ends_with_the_call() -> None:
     kept: list[memoryview] = []
 
@@ -145,6 +157,8 @@ def test_a_queue_that_is_dropped_ends_its_threads_while_they_are_in_python() -> 
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="path must be one that this CPU can run"):
         _native.exponent_stage(0.1, "mmx")
+    with pytest.raises(ValueError, match="format must be e4m3 or e5m2"):
+        _native.fp8_stage("e4m3fn")
     with pytest.raises(ValueError, match="level must be between 0 and 19"):
         _native.zstd_stage(20, 0.1)
     stage = _native.exponent_stage(0.1)

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import StoreOutcome
 from lmcache.errors import AdapterError
+from lmcache.testing.frames import namespace
 from lmcache.tiering.unstored import Unstored
 from manual_clock import ManualClock
 from polling import until
@@ -85,6 +87,20 @@ def test_what_one_of_two_took_leaves_l1() -> None:
         until(lambda: rig.l1_objects == 0)
         assert (rig.lost, rig.unstored) == (0, 0)
         assert rig.it.fetch(keys(40)).chunks == 40
+
+
+def test_what_no_adapter_may_have_stays_in_l1_until_there_is_no_room() -> None:
+    of = replace(namespace(), layout=f"{namespace().layout}~fp8")  # which no adapter here makes
+    with skipping(slots=64, eviction_watermark=0.5, eviction_ratio=0.2) as rig:
+        rig.put(keys(20, of=of))
+        until(lambda: rig.unstored == 20)
+        assert rig.it.resident(keys(20, of=of)) == 20
+        assert not any(adapter.calls["store"] for adapter in rig.adapters)
+        assert rig.it.sample("l2_store_dropped_total", reason="not_stored") == 0
+        rig.put(keys(20))
+        rig.put(keys(20, seed=1, of=of))
+        until(lambda: rig.lost > 0 and rig.lost + rig.unstored == 40)
+        assert rig.it.fetch(keys(20)).chunks == 20
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

@@ -22,6 +22,7 @@ class WorkerIdentity:
     kv_ranks: int
     kv_rank: int
     stores: bool
+    lossy_serde: str = ""  # what the engine accepts to load, beside exact KV
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class FrameName:
 class FrameNames:
     """Thread-safe."""
 
-    def __init__(self, identity: WorkerIdentity, layouts: Sequence[KVLayout]) -> None:
+    def __init__(self, identity: WorkerIdentity, names: Sequence[str], layouts: Sequence[KVLayout]) -> None:
+        """`names`: of the layouts, in namespaces."""
         self._identity = identity
-        self._layouts = tuple(layouts)
+        self._layouts = tuple(zip(names, layouts, strict=True))
         self._lock = threading.Lock()
         self._names: OrderedDict[str, tuple[FrameName, ...]] = OrderedDict()
 
@@ -45,15 +47,15 @@ class FrameNames:
         """One per object group."""
         names = self._names.get(salt)
         if names is None:
-            names = tuple(self._name(group, layout, salt) for group, layout in enumerate(self._layouts))
+            names = tuple(self._name(group, *layout, salt) for group, layout in enumerate(self._layouts))
             with self._lock:
                 self._names[salt] = names
                 if len(self._names) > _MAX_SALTS_KEPT:
                     self._names.popitem(last=False)
         return names
 
-    def _name(self, group: int, layout: KVLayout, salt: str) -> FrameName:
+    def _name(self, group: int, layout_name: str, layout: KVLayout, salt: str) -> FrameName:
         identity = self._identity
-        namespace = Namespace(identity.model_name, identity.kv_ranks, identity.kv_rank, group, layout.fingerprint, salt)
+        namespace = Namespace(identity.model_name, identity.kv_ranks, identity.kv_rank, group, layout_name, salt)
         template = _native.frame_template(namespace.encode(), namespace.digest, layout.payload_bytes)
         return FrameName(namespace.digest, template)

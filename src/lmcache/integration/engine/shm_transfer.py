@@ -45,7 +45,7 @@ class ShmTransfer:
         self.server_epoch = hello.server_epoch
         self.layouts = kv.layouts(hello.chunk_tokens)
         self._kv_rank = kv.identity.kv_rank
-        self._names = FrameNames(kv.identity, self.layouts)
+        self._names = FrameNames(kv.identity, kv.layout_names(self.layouts), self.layouts)
         self._new_lock = kv.environment.lock
         self._lock = self._new_lock()
         self._open = True

@@ -66,7 +66,7 @@ class SocketTransfer:
         identity = kv.identity
         self.server_epoch = hello.server_epoch
         self.layouts = kv.layouts(hello.chunk_tokens)
-        self._names = FrameNames(identity, self.layouts)
+        self._names = FrameNames(identity, kv.layout_names(self.layouts), self.layouts)
         self._frame_bytes = [FRAME_HEADER_BYTES + layout.payload_bytes for layout in self.layouts]
         self._stopping = False
         self._mover = FrameMover(

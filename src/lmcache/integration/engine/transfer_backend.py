@@ -8,6 +8,7 @@ from typing import Protocol
 
 from lmcache import _native
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
+from lmcache.core.key import accepting_layout
 from lmcache.core.layout import KVLayout
 from lmcache.device.cpu import PagedGroup
 from lmcache.device.cuda import Gpu
@@ -57,6 +58,14 @@ class WorkerKV:
     def layouts(self, chunk_tokens: int) -> tuple[KVLayout, ...]:
         """Of each group. LayoutRefused when the server's chunks do not fit this engine's blocks."""
         return tuple(group.layout(chunk_tokens) for group in self.groups)
+
+    def layout_names(self, layouts: Sequence[KVLayout]) -> list[str]:
+        """What namespaces call the layout of each group."""
+        accepted = self.identity.lossy_serde
+        return [
+            accepting_layout(layout.fingerprint, accepted if group.may_be_approximate else "")
+            for group, layout in zip(self.groups, layouts, strict=True)
+        ]
 
     def copier(
         self, layouts: Sequence[KVLayout], address: int, size_bytes: int

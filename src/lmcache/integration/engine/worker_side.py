@@ -71,10 +71,19 @@ class WorkerSide:
         self._idle_step = False
         self._unreadable: dict[str, frozenset[int]] = {}
         self._once = LogLimiter()  # log lines that are written once
+        self._say_what_stays_exact()
         with unpinned(cpus):
             self.client = make_client(self._meet)
             self._storer = Storer(self.client, identity, lambda: self._backend, self._register, environment)
             self.client.start()
+
+    def _say_what_stays_exact(self) -> None:
+        exact = sum(not group.may_be_approximate for group in self._kv.groups)
+        if self.identity.lossy_serde and exact and self.identity.worker_id == 0:
+            log.warning(
+                "%d of %d KV cache groups are not attention in bfloat16: they never go through the lossy serde %s",
+                *(exact, len(self._kv.groups), self.identity.lossy_serde),
+            )
 
     # ---- the keeper's thread -----------------------------------------------------------------------------------------
     def _meet(self, client: Client) -> None:
@@ -108,7 +117,7 @@ class WorkerSide:
                 self.identity.instance_id,
                 self.identity.worker_id,
                 self.identity.kv_rank,
-                [layout.fingerprint for layout in backend.layouts],
+                self._kv.layout_names(backend.layouts),
                 [layout.payload_bytes for layout in backend.layouts],
                 self.identity.stores,
                 self.client.heartbeat_interval_seconds,

@@ -180,6 +180,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._kv_ranks,
             parallel.rank // self._workers_per_kv_rank,
             stores=parallel.rank % self._workers_per_kv_rank == 0,
+            lossy_serde=self._settings.lossy_serde,
         )
 
         make_client = functools.partial(self._settings.client, environment=self._environment)

@@ -13,6 +13,7 @@ from lmcache.client.client import Client
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
 from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.core.address import connect_endpoint, socket_path
+from lmcache.core.key import SERDE_NAME
 from lmcache.core.limits import MAX_HEARTBEAT_SECONDS, MIN_HEARTBEAT_SECONDS
 from lmcache.errors import ConfigError
 
@@ -24,6 +25,7 @@ _TIMEOUT, _HEARTBEAT = "lmcache.mp.mq_timeout", "lmcache.mp.heartbeat_interval"
 _TRANSFER = "lmcache.mp.transfer_mode"
 _SAVE_DECODE = "lmcache.mp.save_decode_cache"
 _LOAD_OR_RECOMPUTE = "lmcache.mp.load_or_recompute"
+_LOSSY_SERDE = "lmcache.mp.lossy_serde"
 SHORT_START_SECONDS = 3.0
 DEFAULT_HEARTBEAT_SECONDS = 10.0
 
@@ -34,7 +36,8 @@ class ConnectorSettings:
 
     Shapes and units: one value a key; times are seconds. `mq_timeout_seconds` is None unless it was given: then a start
     waits so long for the server, and fails without. Otherwise it waits `SHORT_START_SECONDS`, and the engine runs
-    uncached until a server is there.
+    uncached until a server is there. `lossy_serde` is the name of the lossy serde whose outcome this engine accepts, ""
+    where it must be given exact KV.
 
     Errors: ConfigError from `read` names the key and what it may be. A key that is not known is a warning, with the
     nearest known name.
@@ -57,6 +60,7 @@ class ConnectorSettings:
     transfer_mode: WantedTransfer = WantedTransfer.AUTO
     save_decode_cache: bool = False
     load_or_recompute: bool = True
+    lossy_serde: str = ""
 
     def client(
         self,
@@ -75,7 +79,7 @@ class ConnectorSettings:
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """ConfigError names the key and what it may be."""
-        known = (_HOST, _PORT, _TIMEOUT, _HEARTBEAT, _TRANSFER, _SAVE_DECODE, _LOAD_OR_RECOMPUTE)
+        known = (_HOST, _PORT, _TIMEOUT, _HEARTBEAT, _TRANSFER, _SAVE_DECODE, _LOAD_OR_RECOMPUTE, _LOSSY_SERDE)
         for key in extra:
             if key.startswith(_PREFIX) and key not in known:
                 near = difflib.get_close_matches(key, known, 1)
@@ -93,6 +97,7 @@ class ConnectorSettings:
             transfer_mode=transfer_mode,
             save_decode_cache=_flag(extra, _SAVE_DECODE, default=False),
             load_or_recompute=_flag(extra, _LOAD_OR_RECOMPUTE, default=True),
+            lossy_serde=_lossy_serde(extra),
         )
 
 
@@ -106,6 +111,15 @@ def _url(extra: Mapping[str, Any]) -> str:
     if _PORT in extra and not socket_path(url) and not url.endswith(f":{int(port)}"):
         raise ConfigError(f"{_HOST} is {host} and {_PORT} is {port}: two different ports; give the port once.")
     return url
+
+
+def _lossy_serde(extra: Mapping[str, Any]) -> str:
+    name = extra.get(_LOSSY_SERDE, "")
+    if name != "" and not (isinstance(name, str) and SERDE_NAME.fullmatch(name)):
+        raise ConfigError(
+            f"{_LOSSY_SERDE} is {name!r}; it must be the name of a lossy serde of the server, such as fp8."
+        )
+    return str(name)
 
 
 def _seconds(extra: Mapping[str, Any], key: str) -> float:

@@ -123,6 +123,11 @@ class LMCacheMPWorkerAdapter:
             executor=str(parallel.distributed_executor_backend or ""),
             workers=strategy.actual_world_size,
         )
+        settings = replace(
+            ConnectorSettings.read(self._config.kv_transfer_config.kv_connector_extra_config),
+            url=self._url,
+            heartbeat_interval_seconds=self._heartbeat_seconds,
+        )
         self._identity = WorkerIdentity(
             instance_name(pid),
             strategy.actual_worker_id,
@@ -130,11 +135,7 @@ class LMCacheMPWorkerAdapter:
             strategy.kv_world_size,
             strategy.kv_worker_id,
             stores=not strategy.use_mla or self.is_first_rank_of_pp_group,
-        )
-        settings = replace(
-            ConnectorSettings.read(self._config.kv_transfer_config.kv_connector_extra_config),
-            url=self._url,
-            heartbeat_interval_seconds=self._heartbeat_seconds,
+            lossy_serde=settings.lossy_serde,
         )
         make_client = partial(settings.client, environment=self._environment)
         self._serve(WorkerSide(make_client, self._identity, [group], gpu, self._environment))

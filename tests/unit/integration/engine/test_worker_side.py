@@ -9,6 +9,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,27 @@ from typing import Any, NoReturn  # noqa: E402
 
 from lmcache import _native  # noqa: E402
 from lmcache.client.engine_environment import EngineEnvironment  # noqa: E402
+from lmcache.core.frame import frame_bytes, verify_frames  # noqa: E402
+from lmcache.core.key import Namespace, ObjectKey  # noqa: E402
 from lmcache.errors import RemoteError, ServerUnavailable  # noqa: E402
 from lmcache.integration.engine import socket_transfer  # noqa: E402
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder  # noqa: E402
+from lmcache.integration.engine.frame_names import WorkerIdentity  # noqa: E402
+from lmcache.integration.engine.transfer_backend import WorkerKV  # noqa: E402
+from lmcache.integration.engine.worker_side import WorkerSide  # noqa: E402
+from lmcache.memory.engine_memory import EngineMemory  # noqa: E402
 from lmcache.memory.server_memory import ServerMemory  # noqa: E402
 from lmcache.protocol.messages import CommitReply, Read, ReadReply, ReserveReply  # noqa: E402
 from polling import until  # noqa: E402
-from unit.integration.engine.workers import CHUNK_TOKENS, EPOCH, MEMORY_BYTES, Worker, hashes, packed  # noqa: E402
+from unit.integration.engine.workers import (  # noqa: E402
+    CHUNK_TOKENS,
+    EPOCH,
+    MEMORY_BYTES,
+    Worker,
+    WorkerClient,
+    hashes,
+    packed,
+)
 from unit.integration.vllm.fakes import hello  # noqa: E402
 
 
@@ -59,6 +74,38 @@ def test_a_worker_registers_what_it_holds(worker: Worker) -> None:
     assert registration.layouts == [layout.fingerprint]
     assert registration.payload_bytes == [layout.payload_bytes]
     assert (registration.instance_id, registration.worker_id, registration.stores) == ("i", 0, True)
+
+
+def test_a_worker_that_accepts_a_lossy_serde_names_it_in_its_layouts_and_frames(
+    memory: ServerMemory, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    accepting = Worker(memory, mode, groups=2, lossy_serde="fp8")
+    (registration,) = accepting.client.declared
+    layouts = [group.layout(CHUNK_TOKENS) for group in accepting.groups]
+    assert registration.layouts == [f"{layout.fingerprint}~fp8" for layout in layouts]
+    accepting.fill(1)
+    accepting.store(1, [[1, 2], [3, 4]], hashes(10))
+    accepting.ended_stores()
+    until(lambda: len(accepting.client.messages("commit")) == 1)
+    for group, (layout, name) in enumerate(zip(layouts, registration.layouts, strict=True)):
+        frame = memory.view(accepting.slots_given[group], frame_bytes(layout.payload_bytes))
+        (fault,) = verify_frames([ObjectKey(Namespace("model", 2, 0, group, name), hashes(10))], [frame])
+        assert fault == ""
+    accepting.side.close()
+    assert "lossy" not in caplog.text
+
+
+def test_kv_that_lossy_serdes_cannot_read_stays_exact(memory: ServerMemory, caplog: pytest.LogCaptureFixture) -> None:
+    bfloat16 = Worker(memory).groups[0]
+    wide = replace(bfloat16, layers=tuple(replace(layer, dtype="float16") for layer in bfloat16.layers))
+    groups = (bfloat16, wide, replace(bfloat16, is_state=True))
+    kv = WorkerKV(WorkerIdentity("i", 0, "model", 1, 0, True, "fp8"), groups, 1, None)
+    layouts = kv.layouts(CHUNK_TOKENS)
+    marks = [name.partition("~")[1:] for name in kv.layout_names(layouts)]
+    assert marks == [("~", "fp8"), ("", ""), ("", "")]
+    client = WorkerClient(EngineMemory.attach(memory.path, memory.size_bytes, memory.server_epoch))
+    WorkerSide(lambda meet: client, kv.identity, groups).close()  # type: ignore[arg-type, return-value]
+    assert "2 of 3 KV cache groups are not attention in bfloat16" in caplog.text
 
 
 def test_a_store_is_reserved_copied_committed_and_loads_back(worker: Worker) -> None:

@@ -62,6 +62,7 @@ class Worker:
         stores: bool = True,
         kv_rank: int = 0,
         environment: EngineEnvironment = ENGINE_SYSTEM,
+        lossy_serde: str = "",
     ) -> None:
         """`mode`: "shm" or "socket", with "gpu " before it for KV on the fake GPU."""
         storage = torch.zeros(groups, 2, BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.bfloat16)
@@ -84,7 +85,7 @@ class Worker:
             self.client.answers["write"] = lambda message: self.write(memory, message)
             self.client.answers["read"] = lambda message: self.read(memory, message)
         self.kv_rank = kv_rank
-        identity = WorkerIdentity("i", 0, "model", 2, kv_rank, stores)
+        identity = WorkerIdentity("i", 0, "model", 2, kv_rank, stores, lossy_serde)
 
         def make_client(meet: Callable[[FakeClient], None]) -> WorkerClient:
             self.client.meet = meet

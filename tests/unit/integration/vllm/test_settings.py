@@ -54,12 +54,20 @@ def test_the_transfer_mode_is_taken(mode: str) -> None:
         ("lmcache.mp.heartbeat_interval", None, "from 0.05 to 3600 seconds"),
         ("lmcache.mp.mq_timeout", "inf", "seconds above 0"),
         ("lmcache.mp.mq_timeout", "soon", "seconds above 0"),
+        ("lmcache.mp.lossy_serde", True, "the name of a lossy serde"),
+        ("lmcache.mp.lossy_serde", "FP 8", "the name of a lossy serde"),
+        ("lmcache.mp.lossy_serde", "f" * 33, "the name of a lossy serde"),
     ],
 )
 def test_what_cannot_be_is_refused_by_key_and_rule(key: str, value: object, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as refusal:
         ConnectorSettings.read({key: value})
     assert key in str(refusal.value)
+
+
+def test_exact_kv_is_expected_unless_a_lossy_serde_is_named() -> None:
+    assert ConnectorSettings.read({"lmcache.mp.lossy_serde": ""}).lossy_serde == ""
+    assert ConnectorSettings.read({"lmcache.mp.lossy_serde": "fp8-e5m2"}).lossy_serde == "fp8-e5m2"
 
 
 def test_a_misspelled_key_is_named(caplog: pytest.LogCaptureFixture) -> None:
