@@ -80,12 +80,17 @@ RespStream::~RespStream() {
 }
 
 void RespStream::connect(const RespAddress& address, RespDeadline deadline) {
-    const auto attempt = [&](int family, const sockaddr* to, socklen_t size) {
+    const auto attempt = [&](int family, const sockaddr* to, socklen_t size, RespDeadline until) {
         socket_ = UniqueFd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
         if (!socket_.valid()) return errno;
         if (::connect(socket_.get(), to, size) == 0) return 0;
         if (errno != EINPROGRESS) return errno;
-        wait(POLLOUT, deadline);
+        try {
+            wait(POLLOUT, until);
+        } catch (const RespFault& fault) {
+            if (fault.error != ETIMEDOUT) throw;
+            return ETIMEDOUT;
+        }
         int error = 0;
         socklen_t error_size = sizeof error;
         return ::getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &error, &error_size) == 0 ? error : errno;
@@ -95,7 +100,8 @@ void RespStream::connect(const RespAddress& address, RespDeadline deadline) {
         path.sun_family = AF_UNIX;
         if (address.host.size() >= sizeof path.sun_path) fail(ENAMETOOLONG, "cannot connect to " + address.text());
         std::memcpy(path.sun_path, address.host.data(), address.host.size());
-        if (const int error = attempt(AF_UNIX, reinterpret_cast<const sockaddr*>(&path), sizeof path); error != 0)
+        if (const int error = attempt(AF_UNIX, reinterpret_cast<const sockaddr*>(&path), sizeof path, deadline);
+            error != 0)
             fail(error, "cannot connect to " + address.text());
         return;
     }
@@ -108,13 +114,17 @@ void RespStream::connect(const RespAddress& address, RespDeadline deadline) {
         throw RespFault(EHOSTUNREACH,
                         "the host name " + address.host + " cannot be resolved: " + ::gai_strerror(refused));
     const std::unique_ptr<addrinfo, FreeAddresses> addresses(list);
-    int error = EHOSTUNREACH;
-    for (const addrinfo* next = list; next != nullptr; next = next->ai_next) {
-        error = attempt(next->ai_family, next->ai_addr, next->ai_addrlen);
+    int error = EHOSTUNREACH, left = 0;
+    for (const addrinfo* next = list; next != nullptr; next = next->ai_next) ++left;
+    for (const addrinfo* next = list; next != nullptr; next = next->ai_next, --left) {
+        // One that swallows what it gets leaves time for the others.
+        const auto now = std::chrono::steady_clock::now();
+        error = attempt(next->ai_family, next->ai_addr, next->ai_addrlen, now + (deadline - now) / left);
         if (error != 0) continue;
         set_tcp_options(socket_.get());
         return;
     }
+    if (error == ETIMEDOUT) throw RespFault(error, address.text() + " does not answer in time");
     fail(error, "cannot connect to " + address.text());
 }
 

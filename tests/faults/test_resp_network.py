@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from faults.test_resp import LOADED, STORED, alive, at, refusal
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.testing.frames import keys
 from lmcache.testing.processes import LOOPBACK
-from services.network import Network, in_own_network
-from services.redis import Valkey
+from polling import until
+from services.network import Network, in_own_network, with_hosts
+from services.redis import Client, Valkey
 
 TIMEOUT_SECONDS = 2.0
 WITHIN_SECONDS = 4 * TIMEOUT_SECONDS  # a retry on a new connection, and a machine that is busy
@@ -59,3 +61,36 @@ def test_a_server_that_cannot_be_reached_is_said_in_time() -> None:
         assert "does not answer in time" in str(refused)
         for each in waiting:
             each.close()
+
+
+def test_an_address_of_a_name_that_swallows_what_it_gets_leaves_time_for_the_next(tmp_path: Path) -> None:
+    async def course(server: Valkey) -> None:
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        async with alive({"host": "kv.test", "port": server.port, "num_workers": 1, "timeout_seconds": 4}) as life:
+            assert await life.store(keys(1)) == [STORED] and loop.time() - began < 60
+
+    def answers(server: Valkey) -> bool:
+        with suppress(OSError), Client(("127.0.0.2", server.port)) as client:
+            return bool(client.call("PING") == b"PONG")
+        return False
+
+    def test() -> None:
+        bound = ["--bind", "127.0.0.2"]
+        with (
+            Valkey(tmp_path / "valkey", settings=bound) as server,
+            socket.socket() as silent,
+            ExitStack() as waiting,
+        ):
+            until(lambda: answers(server))
+            silent.bind((LOOPBACK, server.port))
+            silent.listen(0)
+            for _ in range(4):
+                each = waiting.enter_context(socket.socket())
+                each.setblocking(False)
+                each.connect_ex(silent.getsockname())
+            assert [found[4][0] for found in socket.getaddrinfo("kv.test", 1, type=socket.SOCK_STREAM)] == addresses
+            asyncio.run(asyncio.wait_for(course(server), 100))
+
+    addresses = [LOOPBACK, "127.0.0.2"]  # as the resolver sorts them
+    (tmp_path / "hosts").write_text("".join(f"{address} kv.test\n" for address in addresses))
+    with_hosts(tmp_path / "hosts", test)

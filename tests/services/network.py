@@ -20,7 +20,8 @@ import pytest
 from services import FOLDER, debian_environment, program
 
 NFT = FOLDER / "debian" / "usr" / "sbin" / "nft"
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 
 
 class Network:
@@ -60,15 +61,34 @@ class Network:
 
 def in_own_network(test: Callable[[Network], None]) -> None:
     """Runs it in a thread that has a network of its own; what it raises is raised here."""
+    _in_own_thread(lambda: test(Network()))
+
+
+def with_hosts(hosts: Path, test: Callable[[], None]) -> None:
+    """Runs it in a thread for which that file is /etc/hosts; what it raises is raised here."""
+
+    def run() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if os.geteuid() != 0 or libc.unshare(CLONE_NEWNS) != 0:
+            pytest.skip("needs the right to make a mount namespace")
+        for source, target, flags in ((b"none", b"/", MS_REC | MS_PRIVATE), (bytes(hosts), b"/etc/hosts", MS_BIND)):
+            if libc.mount(source, target, None, flags, None) != 0:
+                pytest.skip(f"this kernel refuses a mount: {os.strerror(ctypes.get_errno())}")
+        test()
+
+    _in_own_thread(run)
+
+
+def _in_own_thread(test: Callable[[], None]) -> None:
     raised: list[Any] = []
 
     def run() -> None:
         try:
-            test(Network())
+            test()
         except BaseException as error:  # the root of a thread: a skip is one, too
             raised.append(error)
 
-    thread = threading.Thread(target=run, name="own-network")
+    thread = threading.Thread(target=run, name="own-namespace")
     thread.start()
     thread.join()
     if raised:

@@ -32,6 +32,7 @@ log = logging.getLogger("lmcache.l2")
 CONTROL_THREADS = 2
 # Beside its value an object takes its name, the server's record of it and what the allocator rounds them up to.
 OBJECT_OVERHEAD_BYTES = 320
+LOG_SECONDS = 60.0  # while one server of several is away, calls that fail and calls that do not alternate
 MAX_PARTS = 4096  # RespManifest::kMaxParts
 INVENTORY_SLICE = 4096
 WATCH_SECONDS = 60.0
@@ -57,7 +58,7 @@ class RespAdapter(Adapter):
         self._search: asyncio.Task[None] | None = None
         self._finding = asyncio.Lock()
         self._changes_seen = 0
-        self._faults = LogLimiter()
+        self._faults = LogLimiter(LOG_SECONDS, environment.clock)
 
     @staticmethod
     def _capacity(config: RespConfig, max_value_bytes: int) -> Capacity:
@@ -174,10 +175,7 @@ class RespAdapter(Adapter):
 
     # ---- faults ------------------------------------------------------------------------------------------------------
     def _look_at(self, act: str, client: NativeResp, results: IoResults, expected: Container[int]) -> None:
-        """Says a fault once. AdapterError where it concerns the whole call."""
-        if not any(results.errors):
-            self._faults.reset()
-            return
+        """Says a fault once in a while. AdapterError where it concerns the whole call."""
         faults = [error for error in results.errors if error not in expected]
         if not faults:
             return
