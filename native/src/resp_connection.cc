@@ -46,6 +46,12 @@ int resp_error_number(std::string_view text) {
     return EIO;
 }
 
+// A server without users or password says ERR to AUTH; no database of that number is an ERR, too.
+static RespFault login_fault(std::string_view said, const std::string& password) {
+    const int number = resp_error_number(said);
+    return {number == EIO ? EACCES : number, without_secrets(said, password)};
+}
+
 void RespPipeline::begin(std::size_t arguments) { text_.append("*").append(std::to_string(arguments)).append("\r\n"); }
 
 void RespPipeline::append(std::string_view argument) {
@@ -105,30 +111,22 @@ RespConnection::RespConnection(const RespAddress& address, const TlsContext* tls
     commands.add({"CLIENT", "SETNAME", "lmcache"});
     if (credentials.no_touch) commands.add({"CLIENT", "NO-TOUCH", "ON"});  // from Redis 7.2 on
     const std::size_t optional = credentials.no_touch ? 2 : 1;
+    bool is_written = false;
     try {
         write(commands, deadline);
+        is_written = true;
         for (std::size_t i = 0; i < needed + optional; ++i) {
             const RespReply reply = read_reply(deadline);
             // One that takes no more clients answers so to whatever comes first.
             if (!reply.is_error() || (i >= needed && !reply.text.starts_with(kTooManyClients))) continue;
-            // A server without users or password says ERR to AUTH; no database of that number is an ERR, too.
-            const int number = resp_error_number(reply.text);
-            throw RespFault(number == EIO ? EACCES : number, without_secrets(reply.text, credentials.password));
+            throw login_fault(reply.text, credentials.password);
         }
     } catch (const RespFault& fault) {
-        if (fault.error != ECONNRESET && fault.error != EPIPE) throw;
-        const std::string said = without_secrets(last_words(deadline), credentials.password);
-        if (said.empty()) throw;
-        throw RespFault(resp_error_number(said), said);
-    }
-}
-
-std::string RespConnection::last_words(RespDeadline deadline) {
-    try {
+        if (is_written || (fault.error != ECONNRESET && fault.error != EPIPE)) throw;
+        // Why it closed is in what it sent before: an error, or an alert of TLS, which is what this throws.
         const RespHead head = read_head(deadline);
-        return std::string(head.is_error() ? head.text : std::string_view{});
-    } catch (const RespFault&) {
-        return {};
+        if (!head.is_error()) throw;
+        throw login_fault(head.text, credentials.password);
     }
 }
 

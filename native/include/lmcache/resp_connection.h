@@ -90,8 +90,6 @@ public:
     bool was_used = false;  // since it was made: then the server may have closed it in the meantime
 
 private:
-    // The error that the server sent before it closed; "" where there is none.
-    std::string last_words(RespDeadline deadline);
     RespReply read_part(unsigned depth, std::uint64_t& budget, RespDeadline deadline);
     void end_bulk(RespDeadline deadline);
 
