@@ -1,4 +1,4 @@
-"""`lmcache bench l2`: measures one adapter through its runner, beside plain copies and plain file I/O."""
+"""`lmcache bench l2`: measures one adapter through its runner, beside plain copies and a plain program."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lmcache import _native
 from lmcache.cli.arguments import Arguments
+from lmcache.cli.bench_plain import PlainProgram, plain_program
 from lmcache.cli.bench_timing import Region, add_milliseconds, add_rate, best_copy_seconds, timed
 from lmcache.cli.output import Report, bytes_text
 from lmcache.clock import SystemClock
@@ -28,7 +27,6 @@ from lmcache.core.limits import MAX_L2_BATCH_OBJECTS, MIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import LMCacheError, ResourceError
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
-from lmcache.l2.adapters.folder_config import FsConfig
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 
@@ -38,8 +36,9 @@ _DRAIN_SECONDS = 30.0
 def run(argv: Sequence[str]) -> int:
     arguments = Arguments(
         "bench l2",
-        "Stores, looks up, loads and verifies objects through one L2 adapter, beside plain copies and, for adapters "
-        "with a folder, plain file I/O of the same run. Works in a folder of its own below base_path and removes it.",
+        "Stores, looks up, loads and verifies objects through one L2 adapter, beside plain copies and a plain program "
+        "of the same run: file I/O, SET and GET, awscrt, NIXL. Works in a folder of its own below that of the adapter, "
+        "or under names of its own, and removes them.",
     )
     arguments.add_argument("--l2-adapter", required=True, metavar="JSON", help="as for lmcache server")
     arguments.add_whole("--objects", 32, "objects a round", minimum=1, maximum=65_536)
@@ -50,20 +49,28 @@ def run(argv: Sequence[str]) -> int:
     config = parse_adapter(spec, 0)
     with contextlib.ExitStack() as stack:
         if config.folder:
-            config = parse_adapter({**spec, "base_path": stack.enter_context(_folder_below(config.folder))}, 0)
+            key = "file_path" if "backend_params" in spec else "base_path"
+            config = parse_adapter(_moved(spec, stack.enter_context(_folder_below(config.folder, key))), 0)
         report = asyncio.run(_Bench(build(config), options).run())
     report.emit(options)
     return 0
 
 
+def _moved(spec: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The same adapter in another folder."""
+    if "backend_params" in spec:
+        return {**spec, "backend_params": {**spec["backend_params"], "file_path": folder}}
+    return {**spec, "base_path": folder}
+
+
 @contextlib.contextmanager
-def _folder_below(base: str) -> Iterator[str]:
+def _folder_below(base: str, key: str) -> Iterator[str]:
     try:
         os.makedirs(base, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=base, prefix="lmcache-bench-") as folder:
             yield folder
     except OSError as error:
-        raise ResourceError(f'The folder "base_path" {base} cannot be written: {error.strerror or error}.') from None
+        raise ResourceError(f'The folder "{key}" {base} cannot be written: {error.strerror or error}.') from None
 
 
 @dataclass
@@ -84,19 +91,22 @@ class _Bench:
         self.frame_bytes = frame_bytes(self.payload_bytes)
         self.total_bytes = self.frame_bytes * self.options.objects
         self.namespace = Namespace(f"lmcache-bench-{uuid.uuid4().hex}", 1, 0, 0, "bench")
-        self.source, self.target = Region(self.total_bytes), Region(self.total_bytes)
+        self.memory = Region(2 * self.total_bytes)  # of one piece, as L1 is
+        self.source, self.target = self.memory.halves()
         self.source.map[:] = os.urandom(4096) * (self.total_bytes // 4096)
-        config = self.configured.config
-        self.folder = config.folder
-        self.workers, self.direct = (config.threads, config.use_odirect) if isinstance(config, FsConfig) else (1, False)
+        self.plain: PlainProgram | None = None
 
     async def run(self) -> Report:
         runner = Runner(self.configured, Metrics(enabled=False).l2, SystemClock())
+        runner.lend_memory(self.memory.address, self.memory.size_bytes)
         await runner.open()
         try:
+            self.plain = plain_program(self.configured.config, self.options.objects)
             for _ in range(self.options.rounds + 1):  # the first round warms up
                 await self._round(runner)
         finally:
+            if self.plain is not None:
+                self.plain.close()
             await runner.drain(_DRAIN_SECONDS)
             await runner.close(_DRAIN_SECONDS)
         return self._report()
@@ -127,10 +137,8 @@ class _Bench:
             await self.configured.adapter.delete(stored_keys)
             runner.lost(stored_keys)
         self.copy.append(best_copy_seconds(self.target.address, self.source.address, self.total_bytes, 1))
-        if self.folder:
-            write, read = await asyncio.get_running_loop().run_in_executor(None, self._plain_files, sources, targets)
-            self.plain_write.append(write)
-            self.plain_read.append(read)
+        if self.plain is not None:
+            await asyncio.to_thread(self._run_plain, self.plain, sources, targets)
 
     def _seal(self) -> list[ObjectKey]:
         """Seals the source frames under new keys."""
@@ -140,33 +148,15 @@ class _Bench:
             _native.frame_seal(self.source.address + index * self.frame_bytes, template, chunk_hash)
         return [ObjectKey(self.namespace, chunk_hash) for chunk_hash in hashes]
 
-    def _plain_files(self, sources: list[memoryview], targets: list[memoryview]) -> tuple[float, float]:
-        """Wall seconds of writing and of reading the same bytes as plain files in the same folder, with as many
-        threads as the adapter has workers."""
-        folder = Path(self.folder) / "plain"
-        folder.mkdir(exist_ok=True)
-        paths = [folder / str(index) for index in range(len(sources))]
-        flags = os.O_DIRECT if self.direct else 0
-
-        def write(path: Path, source: memoryview) -> None:
-            with _opened(path, os.O_WRONLY | os.O_CREAT | flags) as file:
-                if os.pwritev(file, [source], 0) != source.nbytes:
-                    raise OSError("short write")
-
-        def read(path: Path, target: memoryview) -> None:
-            with _opened(path, os.O_RDONLY | flags) as file:
-                if os.preadv(file, [target], 0) != target.nbytes:
-                    raise OSError("short read")
-
+    def _run_plain(self, plain: PlainProgram, sources: list[memoryview], targets: list[memoryview]) -> None:
+        self.target.map[: self.frame_bytes] = bytes(self.frame_bytes)
         try:
-            with ThreadPoolExecutor(self.workers) as threads:
-                written = timed(lambda: list(threads.map(write, paths, sources)))
-                return written, timed(lambda: list(threads.map(read, paths, targets)))
-        except OSError as error:
-            raise LMCacheError(f"Plain file I/O in {self.folder} failed: {error.strerror or error}.") from None
+            self.plain_write.append(timed(lambda: plain.write(sources)))
+            self.plain_read.append(timed(lambda: plain.read(targets)))
         finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
+            plain.clean_up()
+        if targets[0] != sources[0]:
+            raise LMCacheError("What the plain program read differs from what it wrote.")
 
     def _report(self) -> Report:
         report = Report("L2 bench")
@@ -179,11 +169,11 @@ class _Bench:
         medians = {name: statistics.median(getattr(self, name)[1:]) for name in ("copy", "store", "load")}
         limits = {"store": medians["copy"], "load": medians["copy"]}
         add_rate(report, "copy", "Copy in memory, one thread", self.total_bytes, medians["copy"])
-        if self.folder:
+        if self.plain is not None:
             limits = {"store": statistics.median(self.plain_write[1:]), "load": statistics.median(self.plain_read[1:])}
-            how = f"{self.workers} threads{', O_DIRECT' if self.direct else ', page cache'}"
-            add_rate(report, "plain_write", f"Plain files, write, {how}", self.total_bytes, limits["store"])
-            add_rate(report, "plain_read", f"Plain files, read, {how}", self.total_bytes, limits["load"])
+            name, how = self.plain.name, self.plain.how
+            add_rate(report, "plain_write", f"{name}, write, {how}", self.total_bytes, limits["store"])
+            add_rate(report, "plain_read", f"{name}, read, {how}", self.total_bytes, limits["load"])
         report.section("adapter")
         for name in ("store", "load"):
             add_milliseconds(report, name, f"{name.capitalize()} of all", getattr(self, name)[1:])
@@ -191,15 +181,6 @@ class _Bench:
         add_milliseconds(report, "lookup", "Lookup of all", self.lookup[1:])
         report.add("same_bytes", "Loaded bytes", "identical")
         return report
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 async def _in_batches(operation: Any, keys: list[ObjectKey], buffers: list[memoryview]) -> list[Any]:

@@ -14,10 +14,15 @@ from lmcache.memory.mapping import map_like_l1
 class Region:
     """Memory mapped like L1 and touched already, so that no page fault is measured."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self.map = map_like_l1(size_bytes)
+    def __init__(self, size_bytes: int, memory: memoryview | None = None) -> None:
+        """`memory`: a part of another region."""
+        self.map = map_like_l1(size_bytes) if memory is None else memory
         self.size_bytes = size_bytes
         self.address = _native.buffer_address(self.map)
+
+    def halves(self) -> tuple[Region, Region]:
+        half = self.size_bytes // 2
+        return Region(half, self.map[:half]), Region(half, self.map[half : 2 * half])
 
     def pieces(self, size_bytes: int) -> list[memoryview]:
         """The region cut into buffers of that size."""

@@ -44,7 +44,7 @@ CLOSED = Fault(0, "closed")
 
 async def open_session(config: S3Config, location: S3Location) -> S3Session:
     """Connects to nothing yet. ResourceError where awscrt is missing or refuses the settings."""
-    return S3Session(location, await in_thread("l2-open", _connect, config, location))
+    return S3Session(location, await in_thread("l2-open", connect, config, location))
 
 
 class S3Session:
@@ -187,7 +187,8 @@ def check_package(where: str) -> None:
         raise ResourceError(f"{where}: the package awscrt cannot be imported ({error}); {PACKAGE}.") from None
 
 
-def _connect(config: S3Config, location: S3Location) -> tuple[EventLoopGroup, ClientBootstrap, S3Client]:
+def connect(config: S3Config, location: S3Location) -> tuple[EventLoopGroup, ClientBootstrap, S3Client]:
+    """Threads, what makes connections, and a client with these settings; it connects to nothing yet."""
     check_package(config.where)
     from awscrt import auth, io, s3
 
