@@ -53,6 +53,18 @@ def server(tmp_path: Path) -> Iterator[CacheServer]:
         (Path("/dev/shm") / server.shm_name).unlink(missing_ok=True)
 
 
+def test_what_accepts_a_lossy_serde_and_what_does_not_share_nothing(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer
+) -> None:
+    tokens = list(range(2 * CHUNK_TOKENS))
+    for accepted in ("", "fp8"):
+        engine = Engine(upstream, monkeypatch, server.port, lossy_serde=accepted)
+        engine.compute("cold", tokens, list(range(1, 9)))
+        until(lambda engine=engine: engine.matched("hit", tokens) == 2 * CHUNK_TOKENS)
+        engine.close()
+    assert 'accepts the lossy serde "fp8"' in server.log()
+
+
 @pytest.mark.parametrize("mla", [False, True])
 def test_two_ranks_each_load_what_is_theirs(
     upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer, mla: bool

@@ -36,9 +36,10 @@ class Event:
         self.calls.append("synchronize")
 
 
-def config(port: int, *, rank: int = 0, ranks: int = 1, **model: Any) -> Any:
+def config(port: int, *, rank: int = 0, ranks: int = 1, lossy_serde: str = "", **model: Any) -> Any:
     """What that class and the adapters read of vLLM's configuration."""
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.mq_timeout": 20}
+    extra |= {"lmcache.mp.lossy_serde": lossy_serde} if lossy_serde else {}
     hf_config = SimpleNamespace(to_dict=lambda: {"layers": 2}, _commit_hash="c" * 40)
     values = {
         "model": "model",
