@@ -28,6 +28,8 @@ STAGES: dict[str, Callable[[], _native.SerdeStage]] = {
     "zstd, level 3": lambda: _native.zstd_stage(3, 0.0),
     "fp8": lambda: _native.fp8_stage("e4m3"),
     "fp8, e5m2": lambda: _native.fp8_stage("e5m2"),
+    "cachegen": lambda: _native.cachegen_stage(32),
+    "cachegen, 16 bins": lambda: _native.cachegen_stage(16),
     "aesgcm, 128 bits": lambda: _native.aesgcm_stage(_native.ObjectCipher([bytes(32)], 128)),
     "aesgcm, 256 bits": lambda: _native.aesgcm_stage(_native.ObjectCipher([bytes(32)], 256)),
 }

@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "lmcache/aesgcm_stage.h"
+#include "lmcache/cachegen_stage.h"
 #include "lmcache/exponent_stage.h"
 #include "lmcache/fp8_stage.h"
 #include "lmcache/serde_queue.h"
@@ -281,6 +282,9 @@ void bind_stages(nb::module_& m) {
         },
         nb::arg("format"), nb::arg("path") = "",
         "`format`: \"e4m3\" or \"e5m2\". `path`: as of `exponent_stage`. Lossy.");
+    m.def(
+        "cachegen_stage", [](unsigned bins) { return Stage{lmcache::make_cachegen_stage(bins)}; }, nb::arg("bins"),
+        "`bins`: 16 or 32. Lossy.");
     bind_cipher(m);
     m.def("zstd_refusal", &lmcache::zstd_refusal, "Why libzstd.so.1 cannot be used; \"\" where it can be.");
     m.def(

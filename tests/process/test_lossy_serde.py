@@ -24,8 +24,10 @@ from process.support import LAYOUT, SmallEngine, split, unpack_slots
 CHUNKS = 8
 PAYLOAD_BYTES = 16_384
 FP8: dict[str, Any] = {"type": "fp8"}
+CACHEGEN: dict[str, Any] = {"type": "cachegen"}
 FP8_E5M2: dict[str, Any] = {"type": "fp8", "fp8_dtype": "float8_e5m2"}
 BOUND = 1 / 16 + 1 / 128  # of a value: half a step of e4m3, and what bfloat16 rounds
+STEP_BOUND = 4 / 30 / 0.1 + 1 / 128  # of the smallest value here, where the largest is 4: half a step of 32 bins
 
 
 class Bfloat16Engine(SmallEngine):
@@ -101,20 +103,23 @@ def stored_by_an_engine_that_accepts(place: Place, accepts: str, *serdes: Any) -
     return tokens
 
 
-def test_an_engine_that_accepts_the_serde_finds_what_went_through_it_and_no_other_does(place: Place) -> None:
-    tokens = stored_by_an_engine_that_accepts(place, "fp8", FP8)
+@pytest.mark.parametrize(("name", "serde", "bound"), [("fp8", FP8, BOUND), ("cachegen", CACHEGEN, STEP_BOUND)])
+def test_an_engine_that_accepts_the_serde_finds_what_went_through_it_and_no_other_does(
+    place: Place, name: str, serde: dict[str, Any], bound: float
+) -> None:
+    tokens = stored_by_an_engine_that_accepts(place, name, serde)
     folder = sum(file.stat().st_size for file in (place.folder / "kv-0").rglob("*") if file.is_file())
     assert folder < CHUNKS * (FRAME_HEADER_BYTES + 0.8 * PAYLOAD_BYTES)
-    with running(place, FP8) as server:
+    with running(place, serde) as server:
         until(lambda: objects_held(server) == CHUNKS)
-        with Bfloat16Engine(place.port) as exact, Bfloat16Engine(place.port, "fp8-e5m2") as other:
+        with Bfloat16Engine(place.port) as exact, Bfloat16Engine(place.port, f"{name}-16") as other:
             for engine in (exact, other):
                 assert engine.lookup("before", tokens).chunks == 0
-            with Bfloat16Engine(place.port, "fp8") as accepting:
+            with Bfloat16Engine(place.port, name) as accepting:
                 found = accepting.lookup("all", tokens)
                 assert found.chunks == CHUNKS and found.chunks_l1 == 0
                 errors = accepting.errors(found)
-                assert all(0 < error <= BOUND for error in errors)
+                assert all(0 < error <= bound for error in errors)
                 assert accepting.lookup("again", tokens).chunks_l1 == CHUNKS
             for engine in (exact, other):  # L1 has them now
                 assert engine.lookup("after", tokens).chunks == 0

@@ -129,7 +129,6 @@ ADAPTER_ALIASES: Mapping[str, tuple[str, str]] = {
 }
 _LOSSLESS = '"zstd" and "exponent" compress without loss'
 SERDES: Mapping[str, str] = {
-    "cachegen": _LOSSLESS,
     "turboquant": _LOSSLESS,
 }
 

@@ -18,7 +18,7 @@ from lmcache.errors import ConfigError
 from lmcache.serde.aesgcm import AesGcmConfig, build_aesgcm
 from lmcache.serde.base import MAX_STAGES, Chain, SerdeConfig, Stage
 from lmcache.serde.lossless import ExponentConfig, ZstdConfig, build_exponent, build_zstd
-from lmcache.serde.lossy import FP8_NAMES, Fp8Config, build_fp8
+from lmcache.serde.lossy import CACHEGEN_NAMES, FP8_NAMES, CachegenConfig, Fp8Config, build_cachegen, build_fp8
 from lmcache.serde.plugin import PluginSerdeConfig, build_plugin
 
 C = TypeVar("C", bound=SerdeConfig)
@@ -35,12 +35,13 @@ class SerdeType(Generic[C]):
     build: Callable[[C, str], Stage]
 
 
-_NATIVE_NAMES = ("zstd", "exponent", "aesgcm", *FP8_NAMES.values())
+_NATIVE_NAMES = ("zstd", "exponent", "aesgcm", *FP8_NAMES.values(), *CACHEGEN_NAMES.values())
 TYPES: dict[str, SerdeType[Any]] = {
     "zstd": SerdeType(ZstdConfig, build_zstd),
     "exponent": SerdeType(ExponentConfig, build_exponent),
     "aesgcm": SerdeType(AesGcmConfig, build_aesgcm),
     "fp8": SerdeType(Fp8Config, build_fp8),
+    "cachegen": SerdeType(CachegenConfig, build_cachegen),
     "plugin": SerdeType(PluginSerdeConfig, partial(build_plugin, reserved=(*_NATIVE_NAMES, *unbuilt.SERDES))),
 }
 

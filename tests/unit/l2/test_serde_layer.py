@@ -457,9 +457,10 @@ def test_raw_objects_and_encoded_ones_live_beside_each_other_at_once(tmp_path: P
 @pytest.mark.parametrize(
     "serde, said",
     [
-        ({}, 'the key "type" is required and must be one of zstd, exponent, aesgcm, fp8, plugin'),
+        ({}, 'the key "type" is required and must be one of zstd, exponent, aesgcm, fp8, cachegen, plugin'),
         ({"type": "zsdt"}, 'unknown serde type "zsdt" (did you mean zstd?)'),
         ({"type": "turboquant"}, 'the serde type "turboquant" is not built yet'),
+        ({"type": "cachegen", "bins": 8}, '"bins" must be one of 16, 32; got 8'),
         ({"type": "fp8", "fp8_dtype": "e4m3"}, '"fp8_dtype" must be one of float8_e4m3fn, float8_e5m2; got'),
         (
             [{"type": "exponent"}, {"type": "fp8"}],
