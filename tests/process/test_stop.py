@@ -6,6 +6,7 @@ TEST_STOP_ROUNDS and TEST_SEED: how many random moments, and which.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import pty
@@ -102,7 +103,7 @@ class Traffic:
     def _run(self, work: Callable[[random.Random], None]) -> None:
         source = random.Random(f"{self._seed}-{work.__name__}")
         while not self._over.is_set():
-            with contextlib.suppress(LMCacheError, OSError, RuntimeError):
+            with contextlib.suppress(LMCacheError, OSError, RuntimeError, http.client.HTTPException):
                 work(source)
             self._over.wait(0.01)
 
