@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 from lmcache.clock import Clock
@@ -246,11 +247,15 @@ class Runner:
         try:
             if self._draining:
                 return [LoadOutcome.FAILED] * len(keys)
-            if not all(self._serves(keys)):
-                return [LoadOutcome.MISSING] * len(keys)  # nobody asks: `probe` found nothing
-            load = self._serde.load if self._serde else self._load_batch
-            outcomes = await load(Batch(keys, buffers), self.context.operation(lent))
-            self._note_loaded(keys, outcomes)
+            outcomes = [LoadOutcome.MISSING] * len(keys)
+            served = list(compress(range(len(keys)), self._serves(keys)))  # others were in L1 when they were looked for
+            if served:
+                batch = Batch(keys, buffers).pick(served)
+                load = self._serde.load if self._serde else self._load_batch
+                loaded = await load(batch, self.context.operation(lent))
+                self._note_loaded(batch.keys, loaded)
+                for index, outcome in zip(served, loaded, strict=True):
+                    outcomes[index] = outcome
             return outcomes
         finally:
             lent.done()
@@ -283,9 +288,14 @@ class Runner:
     async def probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """What is known is believed; about the rest the backend is asked, as another server may have stored it."""
         keys = self.stored_keys(keys)
+        serves = self._serves(keys)
+        if not all(serves):  # of engines with KV of both kinds
+            exist = iter(await self._probe(list(compress(keys, serves))))
+            return [is_served and next(exist) for is_served in serves]
+        return await self._probe(keys)
+
+    async def _probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
         known = self.ledger.known(keys)
-        if not all(serves := self._serves(keys)):
-            return [is_known and is_served for is_known, is_served in zip(known, serves, strict=True)]
         unknown = [key for key, is_known in zip(keys, known, strict=True) if not is_known]
         if not unknown or self._draining:
             return known

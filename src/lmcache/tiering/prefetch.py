@@ -27,8 +27,9 @@ from lmcache.tiering.prefetch_places import RequestPlace
 FIRST_WINDOW_CHUNKS = 32
 WINDOW_GROWTH = 4
 
-# Of one chunk, by namespace: the first adapter that has its object, or None.
+# Of one chunk, by namespace: the position of the first adapter that has its object, NO_LOAD, or None.
 Sources = list[int | None]
+NO_LOAD = -1  # L1 has it, or it is being loaded
 
 
 @dataclass(frozen=True)
@@ -147,16 +148,14 @@ class Prefetch:
             window *= WINDOW_GROWTH
 
     async def _find(self, first: int, last: int) -> list[Sources]:
-        """Where the objects of each chunk are. One that L1 has, or that is being loaded, counts as the first adapter's:
-        it will not be loaded again."""
+        """Where the objects of each chunk are."""
         keys = [key for chunk in range(first, last) for key in self._keys_of(chunk)]
-        sources: Sources = [None if self._loader.find(key) is None else 0 for key in keys]
-        for position, runner in enumerate(self._runners):
+        sources: Sources = [None if self._loader.find(key) is None else NO_LOAD for key in keys]
+        for position in range(len(self._runners)):
             unknown = [index for index, source in enumerate(sources) if source is None]
             if not unknown:
                 break
-            await self._place.move_to(position)
-            exist = await runner.probe([keys[index] for index in unknown])
+            exist = await self._place.probe(position, [keys[index] for index in unknown])
             for index in compress(unknown, exist):
                 sources[index] = position
         width = len(self._namespaces)
@@ -169,7 +168,7 @@ class Prefetch:
 
     def _or_resident(self, key: ObjectKey, source: int | None) -> int | None:
         if source is None and self._core.probe(key.namespace.digest, key.chunk_hash):
-            return 0
+            return NO_LOAD
         return source
 
     async def _load_window(self, first: int, sources: Sequence[Sources]) -> bool:
@@ -179,8 +178,10 @@ class Prefetch:
         step = max(1, min(batch_objects, limits.L2_LOAD_BATCH_BYTES // chunk_bytes))
         for at in range(0, len(sources), step):
             part = sources[at : at + step]
-            last = max((source or 0 for row in part for source in row), default=0)
-            await self._loader.wait_for_room(self._runners[last], len(part) * chunk_bytes)
+            last = max((source for row in part for source in row if source is not None), default=NO_LOAD)
+            if last != NO_LOAD:
+                await self._place.move_to(last)
+                await self._loader.wait_for_room(self._runners[last], len(part) * chunk_bytes)
             started = self._start_load(first + at, part)
             self._chunks = first + at + started
             if started < len(part):
@@ -206,7 +207,8 @@ class Prefetch:
                 slot = slots[position, chunk]
                 if slot != NO_SLOT:
                     place, frame_bytes = position * count + chunk, self._namespaces.frame_bytes[position]
-                    targets.append(LoadTarget(key, place, slot, frame_bytes, source))
+                    # What has left L1 meanwhile: by now the first adapter may have it.
+                    targets.append(LoadTarget(key, place, slot, frame_bytes, max(0, source)))
                 elif (load := self._loader.find(key)) is not None:
                     self._join(load, first + chunk)
                 else:

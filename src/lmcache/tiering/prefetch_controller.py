@@ -54,7 +54,9 @@ class PrefetchController:
         self._metrics.l2_prefetch_lookup.inc()
         if self._running >= limits.MAX_PREFETCHES_WAITING:
             return PrefetchResult(MissReason.L2_DEADLINE)
-        runners = [self._runners[index] for index in self._policy.order(request.keys.namespaces.namespaces)]
+        namespaces = request.keys.namespaces.namespaces
+        asked = [self._runners[index] for index in self._policy.order(namespaces)]
+        runners = [runner for runner in asked if any(map(runner.serves, namespaces))]
         place = RequestPlace(self._places, runners)
         prefetch = Prefetch(request, self._context, self._loader, runners, place)
         loop = asyncio.get_running_loop()

@@ -49,12 +49,12 @@ class RecoveredWriteBack:
         return QueuedObject(ObjectKey(namespace, record.chunk_hash), record.size_bytes)
 
     async def _wanted(self, page: Sequence[QueuedObject]) -> list[QueuedObject]:
-        """Those that some adapter lacks; all of them where objects leave L1 once they are stored."""
+        """Those that some adapter lacks that may have them; all of them where objects leave L1 once they are stored."""
         if self._write_back.drops_from_l1:
             return list(page)
         lacking: set[ObjectKey] = set()
-        keys = [queued.key for queued in page]
         for runner in self._runners:
+            keys = [queued.key for queued in page if runner.serves(queued.key.namespace)]
             exist = await runner.probe(keys)
             lacking.update(key for key, exists in zip(keys, exist, strict=True) if not exists)
         return [queued for queued in page if queued.key in lacking]

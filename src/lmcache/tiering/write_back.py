@@ -299,16 +299,16 @@ class WriteBack:
 
     async def _offer_unstored(self) -> bool:
         """Each object once, a batch at a time and behind what is queued, as long as there is an adapter that may take
-        it and room to queue it. Whether any was taken."""
+        it and room to queue it. What one has taken may go on waiting for a slower one. Whether any was taken."""
         waiting, taken = self._unstored.oldest_first(), 0
         for start in range(0, len(waiting), limits.MAX_L2_BATCH_OBJECTS):
             await asyncio.sleep(0)  # a policy may have no adapter for thousands
             if not any(runner.may_store for runner in self._runners) or self._is_nearly_full:
                 break
             page = waiting[start : start + limits.MAX_L2_BATCH_OBJECTS]
-            batch = [queued for queued in page if queued in self._unstored]
+            batch = [queued for queued in page if queued in self._unstored and not queued.adapters_left]
             self.offer(batch)
-            while any(queued.adapters_left for queued in batch):
+            while any(queued.adapters_left and not queued.is_stored for queued in batch):
                 self._batch_ended.clear()
                 await self._batch_ended.wait()
             taken += sum(queued.is_stored for queued in batch)

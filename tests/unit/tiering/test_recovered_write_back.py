@@ -12,13 +12,13 @@ import pytest
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.l1.store import L1Store
-from lmcache.l2.adapter_types import ConfiguredAdapter
+from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
 from lmcache.memory.restart_compatibility import RestartCompatibility
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.storage_loop import StorageLoop
 from polling import until
 from support.faults import FaultyAdapter
-from unit.tiering.support import FRAME_BYTES, Rig, faulty, keys, namespace, storage_settings
+from unit.tiering.support import FRAME_BYTES, MOCK, Rig, faulty, keys, namespace, storage_settings
 
 SLOTS = 1024
 COMPATIBILITY = RestartCompatibility(SLOTS * FRAME_BYTES, 4096, 256, "blake3", bytes(32))
@@ -74,6 +74,20 @@ def test_every_adapter_gets_what_it_lacks_and_nothing_twice(name: str) -> None:
         assert rig.resident(wanted) == 600
         assert rig.sample("l2_store_dropped_total", reason="evicted") == 0
     assert again.calls["store"] - stores <= 10  # 400 objects in batches of 64, those it had in none
+
+
+def test_an_adapter_with_a_lossy_serde_lacks_no_exact_objects(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = keys(220)
+    first, front = faulty()
+    second = build(parse_adapter({**MOCK, "serde": {"type": "fp8"}}, 1))
+    with open_again(name, [first]) as rig:
+        rig.put(wanted[:200])
+        assert rig.storage.flush(20)
+        rig.put(wanted[200:], tell=False)  # killed before it was stored
+    with caplog.at_level(logging.INFO), open_again(name, [ConfiguredAdapter(first.config, front), second]):
+        until(lambda: held(front) >= set(wanted))
+        until(lambda: "former server's L1 were given" in caplog.text)
+    assert "20 objects of the former server's L1 were given to L2" in [record.message for record in caplog.records]
 
 
 def test_what_is_corrupt_is_not_stored(name: str, caplog: pytest.LogCaptureFixture) -> None:

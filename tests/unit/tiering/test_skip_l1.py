@@ -103,6 +103,21 @@ def test_what_no_adapter_may_have_stays_in_l1_until_there_is_no_room() -> None:
         assert rig.it.fetch(keys(20)).chunks == 20
 
 
+def test_what_one_takes_again_does_not_wait_for_a_slower_one() -> None:
+    with skipping() as rig:
+        rig.fail()
+        rig.put(keys(200))
+        assert rig.unstored == 200
+        slow_one, fast_one = rig.adapters
+        rig.it.storage.call_soon(slow_one.gate.clear)
+        rig.live()
+        until(lambda: len(fast_one.inner.objects) == 200, tell=rig.it.storage.status)
+        assert not slow_one.inner.objects
+        rig.it.storage.call_soon(slow_one.gate.set)
+        until(lambda: rig.unstored == rig.l1_objects == 0)
+        assert rig.lost == 0
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_what_nobody_took_is_a_hit_in_l1_and_reaches_l2_later(
     fault: StoreOutcome | Exception, caplog: pytest.LogCaptureFixture
