@@ -44,7 +44,7 @@ async def main(model: str, transfer: dict[str, Any]) -> None:
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=model,
-            dtype="bfloat16",
+            dtype="float32",
             seed=0,
             enforce_eager=True,
             max_model_len=4096,
