@@ -40,7 +40,7 @@ def run_small(name: str, *options: str, timeout_seconds: float = 120.0) -> dict[
         ("rpc", ["--runs", "1", "--chunks", "4", "--seconds", "0.2"], 11),
         ("copies", ["--runs", "1"], 8),
         ("kernels", ["--runs", "1", "--chunks", "2"], 12),
-        ("serde", ["--runs", "1", "--mib", "1"], 19),
+        ("serde", ["--runs", "1", "--mib", "1"], 35),
         ("socket_mode", ["--runs", "1", "--chunks", "3"], 5),
     ],
 )
