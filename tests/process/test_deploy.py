@@ -50,7 +50,7 @@ USER = 10001
 PASSWORD = "planted-secret"
 L1_GB = 0.0625
 UNITS = {"g": 1, "Gi": 1, "gb": 1}
-CLONE_NEWNS, MS_REC_PRIVATE = 0x00020000, 0x4000 | 1 << 18
+CLONE_NEWNS, MS_BIND, MS_REC_PRIVATE = 0x00020000, 0x1000, 0x4000 | 1 << 18
 
 
 def container(pod: str) -> dict[str, Any]:
@@ -171,9 +171,22 @@ def own_mounts(folder: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None):
         pytest.skip("needs the right to mount")
+
+    def bind(there: Path, here: Path) -> None:
+        here.mkdir(parents=True, exist_ok=True)
+        assert libc.mount(str(there).encode(), str(here).encode(), None, MS_BIND, None) == 0
+
+    # The interpreter may lie in a home folder that nobody else may enter.
+    interpreter = Path(sys.base_prefix)
+    for parent in reversed(interpreter.parents):
+        if not parent.stat().st_mode & 0o001:
+            bind(interpreter, folder / "python")
+            assert libc.mount(b"tmpfs", str(parent).encode(), b"tmpfs", 0, b"mode=0755") == 0
+            bind(folder / "python", interpreter)
+            break
     (folder / "hosts").write_text(f"{LOOPBACK} localhost valkey\n")
     (folder / "hosts").chmod(0o644)
-    assert libc.mount(str(folder / "hosts").encode(), b"/etc/hosts", None, 0x1000, None) == 0
+    assert libc.mount(str(folder / "hosts").encode(), b"/etc/hosts", None, MS_BIND, None) == 0
     for place in (b"/dev/shm", b"/run"):
         assert libc.mount(b"tmpfs", place, b"tmpfs", 0, f"uid={USER},gid={USER},mode=0755".encode()) == 0
     for path in ("/run/secrets/valkey_password", "/run/secrets/valkey/password", "/run/secrets/lmcache/password"):
