@@ -176,6 +176,62 @@ def test_a_slow_service_costs_neither_other_tiers_nor_other_tenants(tmp_path: Pa
             assert slow[name] < SAME * max(healthy[name], again[name]), shown
 
 
+def test_a_silent_service_costs_its_deadline_once_and_others_nothing(tmp_path: Path, valkey: Valkey) -> None:
+    fill_by_another_server(tmp_path, valkey)
+    timeout_seconds = 2.0
+    with network_to(valkey.port) as network, ExitStack() as stack:
+        server = stack.enter_context(cascade(tmp_path, network, timeout_seconds=timeout_seconds))
+        near, *remote = (
+            stack.enter_context(SmallEngine(server.port, payload_bytes=PAYLOAD_BYTES))
+            for _ in range(1 + REMOTE_REQUESTS)
+        )
+        tokens = near.tokens(*range(CHUNKS))
+        assert near.store(tokens) == CHUNKS
+        until(lambda: objects(server) == [CHUNKS, (1 + REMOTE_REQUESTS) * CHUNKS], tell=server.status)
+        server.clear("l1")
+
+        def hit(number: int) -> None:
+            found = near.lookup(f"near {number}", tokens)
+            assert found.chunks == CHUNKS and near.read(found)
+            near.end(f"near {number}")
+
+        def ask(turn: int, number: int) -> tuple[int, float]:
+            """Chunks and seconds."""
+            engine, started = remote[number], time.monotonic()
+            found = engine.lookup(f"{turn}", engine.tokens(*prompt_of(number)), salt="remote", deadline_seconds=30.0)
+            seconds = time.monotonic() - started
+            assert engine.read(found, salt="remote")
+            engine.end(f"{turn}")
+            return found.chunks, seconds
+
+        def ask_all(turn: int) -> list[tuple[int, float]]:
+            return list(threads.map(ask, [turn] * REMOTE_REQUESTS, range(REMOTE_REQUESTS)))
+
+        numbers = count()
+        with ThreadPoolExecutor(REMOTE_REQUESTS + 1) as threads:
+            healthy = statistics.median(timed(hit, numbers))
+            network.cut()
+            first = threads.submit(ask_all, 1)
+            until(lambda: server.status()["l2"]["adapters"][1]["loads_in_flight"])
+            silent = timed(hit, numbers)
+            assert not first.done() and max(silent) < timeout_seconds / 2
+            answers = first.result()
+            assert {chunks for chunks, _ in answers} == {0}
+            # Those that had no place yet found it left alone, or waited for one deadline more.
+            assert max(seconds for _, seconds in answers) < 3 * timeout_seconds, answers
+            assert server.status()["l2"]["adapters"][1]["loads_suspended"]
+            later = ask_all(2)
+            assert {chunks for chunks, _ in later} == {0}
+            assert max(seconds for _, seconds in later) < timeout_seconds / 2, "nobody waits for it any more"
+            network.mend()
+            until(lambda: {chunks for chunks, _ in ask_all(3)} == {CHUNKS}, 90.0, tell=server.log)
+        print(
+            "ms:", round(1e3 * healthy, 1), round(1e3 * statistics.median(silent), 1), [round(t, 2) for _, t in answers]
+        )
+        assert statistics.median(silent) < SAME * max(healthy, 0.005)
+        until(lambda: not server.status()["l2"]["adapters"][1]["abandoned"], 30.0)
+
+
 def test_two_servers_at_once_on_one_key(tmp_path: Path, valkey: Valkey) -> None:
     """Of objects in parts, so that each is many values; while one reads, the other clears everything."""
     rounds = 12

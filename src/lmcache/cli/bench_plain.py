@@ -121,7 +121,7 @@ class PlainNixl:
         self._files = [os.open(self._folder / str(index), flags, 0o600) for index in range(objects)]
         self._register(nixl.FILE_SEG, [(0, nixl_agent.MAX_FILE_BYTES, file, "") for file in self._files])
         self._known: set[int] = set()  # addresses that are registered
-        self.how = f"{config.backend}, one transfer, {_cache(config.use_odirect)}"
+        self.how = f"{config.backend}, files open already, {_cache(config.use_odirect)}"
 
     def write(self, pieces: Sequence[memoryview]) -> None:
         self._move(self._nixl.NIXL_WRITE, pieces)
