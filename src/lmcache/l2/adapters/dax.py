@@ -28,6 +28,7 @@ from lmcache.l2.adapter_config import LOOKUPS_READ_NOTHING, AdapterConfig, Gigab
 from lmcache.l2.adapters import dax_device
 from lmcache.l2.adapters import dax_format as layout
 from lmcache.l2.adapters.dax_device import MappedDevice, refuse_foreign
+from lmcache.l2.adapters.slot_object import SlotObject, object_name
 from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.completions import words
 from lmcache.l2.native_mapping import NativeMapping
@@ -73,22 +74,6 @@ class DaxConfig(AdapterConfig, frozen=True, kw_only=True):
         return {"num_lookup_workers": LOOKUPS_READ_NOTHING}
 
 
-class Held:
-    """An object. Its slot is free again when it is gone and has no readers."""
-
-    __slots__ = ("frame_bytes", "gone", "readers", "slot")
-
-    def __init__(self, slot: int, frame_bytes: int) -> None:
-        self.slot = slot
-        self.frame_bytes = frame_bytes
-        self.readers = 0
-        self.gone = False
-
-
-def _name(key: ObjectKey) -> bytes:
-    return key.namespace.digest + key.chunk_hash
-
-
 class DaxAdapter:
     def __init__(self, config: DaxConfig, environment: Environment = SYSTEM) -> None:
         self._name = config.name
@@ -96,7 +81,7 @@ class DaxAdapter:
         self._config = config
         self._path = config.device_path
         self.capacity = Capacity()
-        self._objects: dict[bytes, Held] = {}
+        self._objects: dict[bytes, SlotObject] = {}
         self._free: list[int] = []
         self._lost_slots = 0
         self._recovered = asyncio.Event()
@@ -174,7 +159,7 @@ class DaxAdapter:
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         await self._recovered.wait()
         outcomes = [StoreOutcome.FAILED] * len(keys)
-        names = [_name(key) for key in keys]
+        names = [object_name(key) for key in keys]
         taken: list[tuple[int, int]] = []  # (index, slot)
         for index, (name, buffer) in enumerate(zip(names, buffers, strict=True)):
             if name in self._objects:
@@ -209,7 +194,7 @@ class DaxAdapter:
                 twice.append(slot)
             else:
                 outcomes[index] = StoreOutcome.STORED
-                self._objects[name] = Held(slot, buffers[index].nbytes)
+                self._objects[name] = SlotObject(slot, buffers[index].nbytes)
         failed = [slot for copied, (_, slot) in zip(written, taken, strict=True) if not copied]
         if failed:
             self._lose_slot(failed[0])
@@ -219,7 +204,7 @@ class DaxAdapter:
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         outcomes = [LoadOutcome.MISSING] * len(keys)
-        reading: list[Held] = []
+        reading: list[SlotObject] = []
         indices: list[int] = []
         targets: list[memoryview] = []
         corrupt: list[ObjectKey] = []
@@ -250,8 +235,8 @@ class DaxAdapter:
             return [LoadOutcome.LOADED] * len(keys)
         for copied, index, held in zip(results, indices, reading, strict=True):
             outcomes[index] = LoadOutcome.LOADED if copied else LoadOutcome.CORRUPT
-            if not copied and self._objects.get(_name(keys[index])) is held:
-                del self._objects[_name(keys[index])]  # its slot stays out of use
+            if not copied and self._objects.get(object_name(keys[index])) is held:
+                del self._objects[object_name(keys[index])]  # its slot stays out of use
                 self._lose_slot(held.slot)
         self._mark_used([slot for copied, slot in zip(results, slots, strict=True) if copied])
         if corrupt:
@@ -264,7 +249,7 @@ class DaxAdapter:
         return [held.frame_bytes if held is not None else None for held in found]
 
     async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
-        await self._remove([_name(key) for key in keys])
+        await self._remove([object_name(key) for key in keys])
         return [True] * len(keys)
 
     async def clear(self) -> tuple[int, int]:
@@ -273,19 +258,19 @@ class DaxAdapter:
         return len(removed), sum(held.frame_bytes for held in removed)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
-    async def _remove(self, names: Sequence[bytes]) -> list[Held]:
+    async def _remove(self, names: Sequence[bytes]) -> list[SlotObject]:
         removed = [held for name in names if (held := self._objects.pop(name, None)) is not None]
         for held in removed:
             held.readers += 1  # until its entry is erased
-            held.gone = True
+            held.is_gone = True
         await self._erase([held.slot for held in reversed(removed)])  # suffixes first, so that a kill leaves a prefix
         for held in removed:
             self._done_reading(held)
         return removed
 
-    def _done_reading(self, held: Held) -> None:
+    def _done_reading(self, held: SlotObject) -> None:
         held.readers -= 1
-        if held.gone and not held.readers:
+        if held.is_gone and not held.readers:
             self._free.append(held.slot)
 
     async def _erase(self, slots: Sequence[int]) -> None:
@@ -334,8 +319,8 @@ class DaxAdapter:
         slots, names, sizes = directory.slots, directory.names, directory.frame_bytes
         namespaces = await self._identify(slots, names)
 
-        def index() -> tuple[dict[bytes, Held], list[tuple[ObjectKey, int]], list[int]]:
-            objects: dict[bytes, Held] = {}
+        def index() -> tuple[dict[bytes, SlotObject], list[tuple[ObjectKey, int]], list[int]]:
+            objects: dict[bytes, SlotObject] = {}
             known: list[tuple[ObjectKey, int]] = []
             useless: list[int] = []
             for at, slot, frame_bytes in zip(range(0, len(names), 64), slots, sizes, strict=True):
@@ -344,7 +329,7 @@ class DaxAdapter:
                 if namespace is None or name in objects:
                     useless.append(slot)
                 else:
-                    objects[name] = Held(slot, frame_bytes)
+                    objects[name] = SlotObject(slot, frame_bytes)
                     known.append((ObjectKey(namespace, name[32:]), frame_bytes))
             return objects, known, useless
 

@@ -30,6 +30,7 @@ from lmcache.l2.adapters.nixl_lanes import READ_LANES, WRITE_LANES, Lanes
 from lmcache.l2.adapters.nixl_object_pool import ObjectPool
 from lmcache.l2.adapters.nixl_pool import Pool
 from lmcache.l2.adapters.remote_names import identify_namespace
+from lmcache.l2.adapters.slot_object import SlotObject, object_name
 from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.completions import words
 from lmcache.telemetry.log_limiter import LogLimiter
@@ -45,22 +46,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _USELESS = (errno.EBADMSG, errno.ENOENT)  # what nobody needs to ask for again
 
 
-class PooledObject:
-    """Its slot is free again when it is gone and has no readers."""
-
-    __slots__ = ("frame_bytes", "is_gone", "readers", "slot")
-
-    def __init__(self, slot: int, frame_bytes: int) -> None:
-        self.slot = slot
-        self.frame_bytes = frame_bytes
-        self.readers = 0
-        self.is_gone = False
-
-
-def _name(key: ObjectKey) -> bytes:
-    return key.namespace.digest + key.chunk_hash
-
-
 class NixlStoreAdapter:
     verifies = False
 
@@ -74,7 +59,7 @@ class NixlStoreAdapter:
         self._pool: Pool = pool or kind(config, environment)
         self._region: Range | None = None
         self._lanes: list[Lanes] = []  # the first for stores and what is beside the slots, the last for loads
-        self._objects: dict[bytes, PooledObject] = {}
+        self._objects: dict[bytes, SlotObject] = {}
         self._free: list[int] = []  # the last one is used first
         self._unread: set[int] = set()  # free slots with entries of objects whose namespace could not be read
         self._recovered = asyncio.Event()
@@ -136,7 +121,7 @@ class NixlStoreAdapter:
         outcomes = [StoreOutcome.FAILED] * len(keys)
         taken: list[tuple[int, int]] = []  # (position in the batch, slot)
         for at, key in enumerate(keys):
-            if _name(key) in self._objects:
+            if object_name(key) in self._objects:
                 outcomes[at] = StoreOutcome.ALREADY_THERE
             elif self._free:
                 taken.append((at, self._free.pop()))
@@ -152,7 +137,7 @@ class NixlStoreAdapter:
         unused: list[int] = []
         twice: list[int] = []
         for error, (at, slot) in zip(errors, taken, strict=True):
-            name = _name(keys[at])
+            name = object_name(keys[at])
             if error:
                 self._log_once(("write", error), f"cannot write slot {slot}: {errno.errorcode.get(error, error)}")
                 outcomes[at] = StoreOutcome.FULL if error in _NO_ROOM else StoreOutcome.FAILED
@@ -162,7 +147,7 @@ class NixlStoreAdapter:
                 twice.append(slot)
             else:
                 outcomes[at] = StoreOutcome.STORED
-                self._objects[name] = PooledObject(slot, buffers[at].nbytes)
+                self._objects[name] = SlotObject(slot, buffers[at].nbytes)
         try:
             await self._erase(twice)
         except AdapterError as error:  # each has the right frame
@@ -183,7 +168,7 @@ class NixlStoreAdapter:
         entries = _native.make_dax_entries(
             self._pool.id,
             words([slot for _, slot in written]),
-            b"".join([_name(keys[at]) for at, _ in written]),
+            b"".join([object_name(keys[at]) for at, _ in written]),
             words([buffers[at].nbytes for at, _ in written]),
             wall_ns(self._environment.clock),
         )
@@ -195,9 +180,9 @@ class NixlStoreAdapter:
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         outcomes = [LoadOutcome.MISSING] * len(keys)
-        reading: list[tuple[int, PooledObject, memoryview]] = []  # position in the batch, object, where it goes
+        reading: list[tuple[int, SlotObject, memoryview]] = []  # position in the batch, object, where it goes
         for at, key in enumerate(keys):
-            held = self._objects.get(_name(key))
+            held = self._objects.get(object_name(key))
             if held is not None:
                 held.readers += 1
                 reading.append((at, held, buffers[at].cast("B")[: held.frame_bytes]))
@@ -224,7 +209,7 @@ class NixlStoreAdapter:
         return outcomes
 
     def _read(
-        self, keys: Sequence[ObjectKey], reading: Sequence[tuple[int, PooledObject, memoryview]], agent: Agent
+        self, keys: Sequence[ObjectKey], reading: Sequence[tuple[int, SlotObject, memoryview]], agent: Agent
     ) -> list[int]:
         """0 or an errno each; EBADMSG: no frame of its key. On a thread of the lanes."""
         slots = [held.slot for _, held, _ in reading]
@@ -237,11 +222,11 @@ class NixlStoreAdapter:
         return errors
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        found = [self._objects.get(_name(key)) for key in keys]
+        found = [self._objects.get(object_name(key)) for key in keys]
         return [held.frame_bytes if held is not None else None for held in found]
 
     async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
-        await self._remove([_name(key) for key in keys])
+        await self._remove([object_name(key) for key in keys])
         return [True] * len(keys)
 
     async def clear(self) -> tuple[int, int]:
@@ -254,7 +239,7 @@ class NixlStoreAdapter:
         return len(removed), sum(held.frame_bytes for held in removed)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
-    async def _remove(self, names: Sequence[bytes]) -> list[PooledObject]:
+    async def _remove(self, names: Sequence[bytes]) -> list[SlotObject]:
         """AdapterError where their entries stay: they are there as before."""
         removed = {name: held for name in names if (held := self._objects.pop(name, None)) is not None}
         for held in removed.values():
@@ -274,7 +259,7 @@ class NixlStoreAdapter:
                 self._done_reading(held)
         return list(removed.values())
 
-    def _done_reading(self, held: PooledObject) -> None:
+    def _done_reading(self, held: SlotObject) -> None:
         held.readers -= 1
         if held.is_gone and not held.readers:
             self._free.append(held.slot)
@@ -320,7 +305,7 @@ class NixlStoreAdapter:
             elif namespace is None or name in self._objects:
                 useless.append(slot)
             else:
-                self._objects[name] = PooledObject(slot, size_bytes)
+                self._objects[name] = SlotObject(slot, size_bytes)
                 known.append((ObjectKey(namespace, name[32:]), size_bytes))
         if self._unread:
             log.warning(
