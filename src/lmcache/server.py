@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lmcache import __version__
+from lmcache.admin.audit import AuditLog
 from lmcache.admin.listener import HttpListener
 from lmcache.core.address import http_url
 from lmcache.core.chunking import ChunkHasher
@@ -100,6 +101,8 @@ class Server:
         closers, metrics = self._closers, self.metrics
         closers.callback(count_faults(lambda name: metrics.faults.internal_faults.labels(name).inc()))
         _tune_process()
+        self.audit_log = AuditLog(self.config.audit_log, self._clock)
+        closers.callback(self.audit_log.close)
         self.rpc = RpcServer(self.config.host, self.config.port, metrics.rpc, clock=self._clock)
         closers.callback(self.rpc.stop)
         self._http = HttpListener(self)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from lmcache.admin import audit
 from lmcache.admin.access import read_token
 from lmcache.config.load import Loaded, draft
 from lmcache.config.notes import L2Traits, notes
@@ -147,6 +148,8 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
     if config.quota_file:
         with problems.collect():
             QuotaFile(config.quota_file).read()
+    with problems.collect():
+        audit.refuse_unusable(config.audit_log)
     if config.lookup_hash_log_dir:
         with problems.collect():
             lookup_log.refuse_unusable(config.lookup_hash_log_dir)

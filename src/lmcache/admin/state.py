@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from lmcache.admin.audit import AuditLog
 from lmcache.config.spec import ServerConfig
 from lmcache.l1.quota import Quotas
 from lmcache.telemetry.metrics import Metrics
@@ -20,6 +21,11 @@ class ServerState(Protocol):
 
     @property
     def quotas(self) -> Quotas: ...
+
+    @property
+    def audit_log(self) -> AuditLog:
+        """Where every change is recorded, and every refused one."""
+        ...
 
     def health(self, within_seconds: float) -> str:
         """ "" when the message loop and the storage loop both answered within the bound, else one sentence that names

@@ -231,6 +231,12 @@ class ServerConfig:
         "file with the token that lets other hosts change state and see cache salts over HTTP",
         default_text="none: only this host may",
     )
+    audit_log: str = _option(
+        Text("FILE"),
+        "",
+        "append a line of JSON there for each change that is asked for over HTTP or by an engine",
+        default_text="none",
+    )
     zmq_curve_server_key_file: str = _option(Text("FILE"), "", "CURVE key of this server", default_text="none")
     zmq_curve_client_keys_dir: str = _option(Text("FOLDER"), "", "CURVE keys of engines", default_text="none")
     http_tls_cert: str = _option(Text("FILE"), "", "certificate for HTTPS", default_text="none")

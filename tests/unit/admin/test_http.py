@@ -19,7 +19,9 @@ from starlette.requests import Request
 from lmcache._native import L1Core
 from lmcache.admin.access import is_loopback, read_token, why_refused
 from lmcache.admin.app import Health
+from lmcache.admin.audit import AuditLog
 from lmcache.admin.listener import HttpListener
+from lmcache.clock import SystemClock
 from lmcache.config.spec import ServerConfig
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
@@ -47,6 +49,8 @@ class FakeServer:
     quotas: Quotas = field(
         default_factory=lambda: Quotas(L1Core(1 << 20, 0, 4096, "LRU"), SaltLimits(), enforced=False)
     )
+
+    audit_log: AuditLog = field(default_factory=lambda: AuditLog("", SystemClock()))
 
     def health(self, within_seconds: float) -> str:
         self.health_calls += 1

@@ -1,0 +1,138 @@
+"""The audit log: one line of JSON for each change that somebody asked for, and for each that was refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from lmcache.clock import Clock
+from lmcache.core.limits import MAX_AUDIT_LINES_WAITING, MAX_AUDIT_TEXT_CHARACTERS
+from lmcache.errors import ResourceError
+from lmcache.telemetry.batch_queue import BatchQueue
+
+log = logging.getLogger("lmcache.audit")
+
+_STOP_SECONDS = 2.0
+_MODE = 0o600
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def refuse_unusable(path: str) -> None:
+    """ResourceError where `AuditLog(path)` would raise it. Makes nothing."""
+    if path:
+        try:
+            os.close(os.open(path, _FLAGS & ~os.O_CREAT))
+        except FileNotFoundError as missing:
+            folder = os.path.dirname(os.path.abspath(path))
+            if not os.path.isdir(folder) or os.path.islink(path):
+                raise _unusable(path, missing) from None
+            if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+                raise _unusable(path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
+        except OSError as error:
+            raise _unusable(path, error) from None
+
+
+class AuditLog:
+    """Appends to a file; with an empty path it records nothing. Thread-safe, and no caller waits for the disk.
+
+    A file that was renamed or removed, as logrotate does, is made anew. Lines that cannot be written are lost, and the
+    log of the server says so, with each of them at level ERROR.
+    """
+
+    def __init__(self, path: str, clock: Clock) -> None:
+        """ResourceError when the file cannot be made or opened."""
+        self._path = path
+        self._clock = clock
+        self._fd = _open(path) if path else -1
+        self._broken_line = False  # the file ends in a part of a line
+        self._failing = False
+        self._lines: BatchQueue[bytes] = BatchQueue(self._write, MAX_AUDIT_LINES_WAITING, "audit")
+        if path:
+            self._lines.start()
+
+    def audit(self, action: str, caller: str, detail: Mapping[str, Any], outcome: str) -> None:
+        """`action`: what was asked for, such as `cache.clear`. `caller`: address and the name of a token or key, never
+        the token itself. `detail`: JSON values, no secrets. `outcome`: `ok`, or why not, in one sentence."""
+        if self._path and not self._lines.put(self._line(action, caller, detail, outcome)):
+            log.error("The audit log is behind its disk and has no line of: %s by %s: %s", action, caller, outcome)
+
+    def drain(self, seconds: float) -> bool:
+        """Waits until all that was recorded before is in the file; whether it is."""
+        return self._lines.drain(seconds)
+
+    def close(self) -> None:
+        """Writes what waits. Idempotent."""
+        self._lines.stop(_STOP_SECONDS)
+
+    def _line(self, action: str, caller: str, detail: Mapping[str, Any], outcome: str) -> bytes:
+        moment = datetime.fromtimestamp(self._clock.wall(), timezone.utc).isoformat(timespec="milliseconds")
+        shown: Any = dict(detail)
+        text = json.dumps(shown, default=str)
+        if len(text) > MAX_AUDIT_TEXT_CHARACTERS:
+            shown = {"truncated": text[:MAX_AUDIT_TEXT_CHARACTERS]}
+        record = {
+            "time": moment.replace("+00:00", "Z"),
+            "caller": caller[:MAX_AUDIT_TEXT_CHARACTERS],
+            "action": action,
+            "detail": shown,
+            "outcome": outcome[:MAX_AUDIT_TEXT_CHARACTERS],
+        }
+        return json.dumps(record, default=str).encode() + b"\n"
+
+    # ---- the queue's thread ------------------------------------------------------------------------------------------
+    def _write(self, lines: list[bytes], dropped: int) -> None:
+        try:
+            self._reopen_if_moved()
+            for index, line in enumerate(lines):
+                self._append(line)
+                lines[index] = b""
+        except OSError as error:
+            if not self._failing:
+                self._failing = True
+                log.error("The audit log %s cannot be written: %s", self._path, error.strerror)
+            for line in filter(None, lines):
+                log.error("Not in the audit log: %s", line.decode().rstrip())
+            return
+        if self._failing:
+            self._failing = False
+            log.warning("The audit log %s can be written again", self._path)
+
+    def _append(self, line: bytes) -> None:
+        """In one write, so that lines of several servers in one file stay whole."""
+        rest = b"\n" + line if self._broken_line else line
+        written = 0
+        try:
+            while written < len(rest):
+                written += os.write(self._fd, rest[written:])
+        finally:
+            if 0 < written < len(rest):
+                self._broken_line = True
+        self._broken_line = False
+
+    def _reopen_if_moved(self) -> None:
+        opened = os.fstat(self._fd)
+        try:
+            named = os.stat(self._path, follow_symlinks=False)
+            if (opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino):
+                return
+        except FileNotFoundError:
+            pass
+        fd = os.open(self._path, _FLAGS, _MODE)
+        os.close(self._fd)
+        self._fd, self._broken_line = fd, False
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, _FLAGS, _MODE)
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: str, error: OSError) -> ResourceError:
+    return ResourceError(f"--audit-log {path} cannot be written: {error.strerror}; choose another file or none.")
