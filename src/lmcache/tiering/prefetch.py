@@ -1,8 +1,9 @@
 """Loads into L1, and leases there, the longest prefix that L2 has of the chunks that a lookup missed.
 
-A request goes through windows of chunks that grow: ask which objects exist, stop at the first chunk that is not
-complete, start loads for those before it. Loads run at once; the request waits for them in prefix order, until its
-deadline.
+A request goes through windows of chunks that grow: ask the adapters in order which objects exist, start loads for the
+chunks that are complete before the next one is asked, stop at the first chunk that no adapter completes. Loads run at
+once; the request waits for them in prefix order, until its deadline. Where the beginning of a prompt is there, it waits
+for a late answer about the rest only a small part of that time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from lmcache.tiering.prefetch_places import RequestPlace
 
 FIRST_WINDOW_CHUNKS = 32
 WINDOW_GROWTH = 4
+LATE_FRACTION = 1 / 8  # of the shorter deadline, the request's or the adapter's: what loads take comes on top
 
-# Of one chunk, by namespace: the position of the first adapter that has its object, NO_LOAD, or None.
+# By chunk, then by namespace: the position of the first adapter that has the object, NO_LOAD, or None.
 Sources = list[int | None]
 NO_LOAD = -1  # L1 has it, or it is being loaded
 
@@ -83,6 +85,7 @@ class Prefetch:
         self._awaited: set[BatchLoad] = set()
         self._leases: list[int] = []  # on objects that were resident already
         self._chunks = 0  # expected to be resident once the loads are done
+        self._is_unanswered = False  # an adapter was late, and not waited for
 
     async def run(self) -> None:
         """Ends when the prefix that L2 has is resident, or cannot be made so. May be cancelled; `give_back` follows."""
@@ -97,6 +100,8 @@ class Prefetch:
         """What is resident now, which at a deadline may be more or less than what was waited for."""
         acquired = self._l1.acquire(self._request.owner, self._keys, self._request.lease_deadline)
         reason = self.reason if acquired.chunks < len(self._hashes) else None
+        if reason is MissReason.NOT_STORED and self._is_unanswered:
+            reason = MissReason.L2_DEADLINE
         return PrefetchResult(reason, acquired.lease, SlotGrid(acquired.slots, acquired.chunks))
 
     def give_back(self) -> None:
@@ -128,47 +133,93 @@ class Prefetch:
                 return
 
     async def _start_loads(self) -> None:
-        namespaces, total, window = self._namespaces, len(self._hashes), FIRST_WINDOW_CHUNKS
-        if namespaces.tail_chunks:  # what is needed depends on where the hit ends, so that has to be known first
-            self._chunks, window = 0, total
+        total, window = len(self._hashes), FIRST_WINDOW_CHUNKS
+        if self._namespaces.tail_chunks:  # what is needed depends on where the hit ends, so that has to be known first
+            await self._start_tails(total)
+            return
         while self._chunks < total:
-            first, last = self._chunks, min(total, self._chunks + window)
-            sources = await self._find(first, last)
-            found = bytes(source is not None for row in sources for source in row)
-            whole = first + usable_prefix(found, namespaces.tails or bytes(4 * len(namespaces)))
-            needed = sources[: whole - first]
-            if namespaces.tail_chunks:
-                needed_from = [namespaces.first_needed(position, whole) for position in range(len(namespaces))]
-                needed = [
-                    [source if chunk >= start else None for source, start in zip(row, needed_from, strict=True)]
-                    for chunk, row in enumerate(needed)
-                ]
-            if not await self._load_window(first, needed) or whole < last:
+            if not await self._start_window(min(total, self._chunks + window)):
                 return
             window *= WINDOW_GROWTH
 
-    async def _find(self, first: int, last: int) -> list[Sources]:
-        """Where the objects of each chunk are."""
-        keys = [key for chunk in range(first, last) for key in self._keys_of(chunk)]
-        sources: Sources = [None if self._loader.find(key) is None else NO_LOAD for key in keys]
+    async def _start_window(self, last: int) -> bool:
+        """Chunks up to `last`. False when the prefix ends before it, or L1 lacks the room. What is known to be there is
+        on its way before the next adapter is asked: that one may take its time."""
+        keys, sources = self._unasked(self._chunks, last)
         for position in range(len(self._runners)):
-            unknown = [index for index, source in enumerate(sources) if source is None]
-            if not unknown:
-                break
-            exist = await self._place.probe(position, [keys[index] for index in unknown])
-            for index in compress(unknown, exist):
-                sources[index] = position
+            loaded = await self._start_complete(sources)
+            if loaded is None:
+                return False
+            del keys[:loaded], sources[:loaded]
+            if not sources:
+                return True
+            await self._ask(position, keys, sources)
+        return await self._start_complete(sources) == len(sources)
+
+    async def _start_complete(self, sources: Sources) -> int | None:
+        """Starts loads for the chunks of which every object has a source, up to the first other one, and returns their
+        number of objects; None when L1 lacks the room."""
         width = len(self._namespaces)
         rows: list[Sources] = []
-        for at in range(0, len(keys), width):
-            rows.append([self._or_resident(keys[index], sources[index]) for index in range(at, at + width)])
-            if None in rows[-1] and not self._namespaces.tail_chunks:
+        for at in range(0, len(sources), width):
+            row = [self._or_here(self._chunks + len(rows), index, sources[at + index]) for index in range(width)]
+            if None in row:
                 break
-        return rows
+            rows.append(row)
+        return len(rows) * width if await self._load_window(self._chunks, rows) else None
 
-    def _or_resident(self, key: ObjectKey, source: int | None) -> int | None:
-        if source is None and self._core.probe(key.namespace.digest, key.chunk_hash):
-            return NO_LOAD
+    async def _start_tails(self, total: int) -> None:
+        self._chunks = 0
+        keys, sources = self._unasked(0, total)
+        for position in range(len(self._runners)):
+            await self._ask(position, keys, sources)
+        namespaces, width = self._namespaces, len(self._namespaces)
+        rows = [
+            [self._or_here(chunk, index, sources[chunk * width + index]) for index in range(width)]
+            for chunk in range(total)
+        ]
+        whole = usable_prefix(bytes(source is not None for row in rows for source in row), namespaces.tails)
+        needed_from = [namespaces.first_needed(position, whole) for position in range(width)]
+        needed = [
+            [source if chunk >= start else None for source, start in zip(row, needed_from, strict=True)]
+            for chunk, row in enumerate(rows[:whole])
+        ]
+        await self._load_window(0, needed)
+
+    def _unasked(self, first: int, last: int) -> tuple[list[ObjectKey], Sources]:
+        """The objects of these chunks, and what is known of them before an adapter is asked."""
+        keys = [key for chunk in range(first, last) for key in self._keys_of(chunk)]
+        return keys, [None if self._loader.find(key) is None else NO_LOAD for key in keys]
+
+    async def _ask(self, position: int, keys: Sequence[ObjectKey], sources: Sources) -> None:
+        """An adapter about what has no source yet."""
+        unknown = [index for index, source in enumerate(sources) if source is None]
+        if not unknown:
+            return
+        patience_seconds = None
+        if self._has_prefix(sources):
+            timeout_seconds = self._runners[position].config.timeout_seconds
+            patience_seconds = LATE_FRACTION * min(self._request.deadline_seconds, timeout_seconds)
+        exist = await self._place.probe(position, [keys[index] for index in unknown], patience_seconds)
+        if exist is None:
+            self._is_unanswered = True
+            return
+        for index in compress(unknown, exist):
+            sources[index] = position
+
+    def _has_prefix(self, sources: Sources) -> bool:
+        """Whether the answer has some chunks already, whatever other adapters have."""
+        if self._request.first_chunk or self._chunks:
+            return True
+        tails = self._namespaces.tails
+        return bool(tails) and usable_prefix(bytes(source is not None for source in sources), tails) > 0
+
+    def _or_here(self, chunk: int, namespace: int, source: int | None) -> int | None:
+        """`source`, or NO_LOAD where the object is in L1 or on its way."""
+        if source is None:
+            key = ObjectKey(self._namespaces.namespaces[namespace], self._hashes[chunk])
+            if self._loader.find(key) is not None or self._core.probe(key.namespace.digest, key.chunk_hash):
+                return NO_LOAD
         return source
 
     async def _load_window(self, first: int, sources: Sequence[Sources]) -> bool:
@@ -183,6 +234,7 @@ class Prefetch:
                 await self._place.move_to(last)
                 await self._loader.wait_for_room(self._runners[last], len(part) * chunk_bytes)
             started = self._start_load(first + at, part)
+            self._place.leave_when_loaded()
             self._chunks = first + at + started
             if started < len(part):
                 self.reason = MissReason.NO_ROOM
@@ -221,6 +273,7 @@ class Prefetch:
             load = BatchLoad(targets, reserved.reservation, width * count, self._runners)
             self._join(load, first)
             self._loader.start(load)
+            self._place.used_by(load.done)
             self._metrics.l2_prefetch_load_submitted.inc()
         return with_room
 

@@ -102,4 +102,5 @@ class PrefetchController:
 
     def check_idle(self) -> None:
         """AssertionError unless no request is under way."""
-        assert not self.waiting and not self.in_flight, f"{self.waiting} prefetches wait, {self.in_flight} run"
+        held = {"waiting": self.waiting, "running": self.in_flight, "questions": self._places.questions}
+        assert not any(held.values()), f"The prefetch controller is not idle: {held}"

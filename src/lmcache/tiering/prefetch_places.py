@@ -1,8 +1,11 @@
 """How many requests may wait for each adapter at once: so many ask it what it has, and so many load from it.
 
-A request asks one adapter at a time, and has a place for loads with the last one that it loads from. So whoever waits
-for a slow adapter takes no place from those whom the others serve, who need to hear from it only that it has no more of
-their prompt. One that has joined the loads of others has no place for loads.
+A request asks one adapter at a time, and has a place for loads while what it loads from that adapter is on its way. So
+whoever waits for a slow adapter takes no place from those whom the others serve, who need to hear from it only that it
+has no more of their prompt. One that has joined the loads of others has no place for loads.
+
+A question goes on when whoever asked stops waiting for the answer, with its place: its end tells the breaker, and
+whoever asks next, what the adapter is worth.
 
 No deadlock: a place to ask is given back without waiting for another place, and one for loads before the next one.
 """
@@ -10,8 +13,8 @@ No deadlock: a place to ask is given back without waiting for another place, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from typing import Any
 
 from lmcache.core.key import ObjectKey
 from lmcache.l2.runner import Runner
@@ -23,16 +26,43 @@ class PrefetchPlaces:
     def __init__(self, runners: Sequence[Runner], max_in_flight: int) -> None:
         """`max_in_flight`: requests an adapter."""
         self._asking = {runner.name: asyncio.Semaphore(max_in_flight) for runner in runners}
+        self._asked_at: dict[str, dict[object, float]] = {runner.name: {} for runner in runners}  # the oldest first
         self._loading = {runner.name: asyncio.Semaphore(max_in_flight) for runner in runners}
         self.waiting = 0
 
-    @asynccontextmanager
-    async def to_ask(self, runner: Runner) -> AsyncIterator[None]:
-        await self._take(self._asking[runner.name])
+    @property
+    def questions(self) -> int:
+        """That have no answer yet."""
+        return sum(map(len, self._asked_at.values()))
+
+    async def probe(
+        self, runner: Runner, keys: Sequence[ObjectKey], patience_seconds: float | None
+    ) -> list[bool] | None:
+        """As the adapter's. None when that takes longer than `patience_seconds`, at once when another question has."""
+        loop = asyncio.get_running_loop()
+        now, asked_at = loop.time(), self._asked_at[runner.name]
+        if patience_seconds is not None and any(now - at >= patience_seconds for at in asked_at.values()):
+            return None
+        question = object()
+        asking = loop.create_task(self._ask(question, now, runner, keys))
+        asking.add_done_callback(_note_fault)
         try:
-            yield
+            await asyncio.wait({asking}, timeout=patience_seconds)
         finally:
-            self._asking[runner.name].release()
+            if not asking.done() and question not in asked_at:  # it waits for a place
+                asking.cancel()
+                await asyncio.wait({asking})
+        return asking.result() if asking.done() and not asking.cancelled() else None
+
+    async def _ask(self, question: object, now: float, runner: Runner, keys: Sequence[ObjectKey]) -> list[bool]:
+        asking, asked_at = self._asking[runner.name], self._asked_at[runner.name]
+        await self._take(asking)
+        asked_at[question] = now
+        try:
+            return await runner.probe(keys)
+        finally:
+            del asked_at[question]
+            asking.release()
 
     async def take(self, runner: Runner) -> None:
         """For loads."""
@@ -49,6 +79,11 @@ class PrefetchPlaces:
             self.waiting -= 1
 
 
+def _note_fault(asking: asyncio.Task[Any]) -> None:
+    if not asking.cancelled():
+        asking.exception()  # seen: whoever asked may have stopped waiting
+
+
 class RequestPlace:
     """Of one request."""
 
@@ -58,21 +93,39 @@ class RequestPlace:
         self._runners = runners
         self._position = -1
         self._held: Runner | None = None
+        self._loads = 0  # that have not ended
+        self._is_kept = False  # for a load that is about to start
 
-    async def probe(self, position: int, keys: Sequence[ObjectKey]) -> list[bool]:
-        """As the adapter's."""
-        runner = self._runners[position]
-        async with self._places.to_ask(runner):
-            return await runner.probe(keys)
+    async def probe(
+        self, position: int, keys: Sequence[ObjectKey], patience_seconds: float | None
+    ) -> list[bool] | None:
+        """As that of all places."""
+        return await self._places.probe(self._runners[position], keys, patience_seconds)
 
     async def move_to(self, position: int) -> None:
-        """Before loads from an adapter; back to an earlier one it does not go. The old place is free while this
-        waits."""
-        if position > self._position:
+        """Before loads from an adapter; back to an earlier one it does not go while it has a place. The old place is
+        free while this waits."""
+        self._is_kept = True
+        if self._held is None or position > self._position:
             self.leave()
             self._position = position
             await self._places.take(self._runners[position])
             self._held = self._runners[position]
+
+    def used_by(self, done: asyncio.Future[Any]) -> None:
+        """A load that has started."""
+        self._loads += 1
+        done.add_done_callback(self._load_ended)
+
+    def leave_when_loaded(self) -> None:
+        self._is_kept = False
+        if not self._loads:
+            self.leave()
+
+    def _load_ended(self, _: object) -> None:
+        self._loads -= 1
+        if not self._loads and not self._is_kept:
+            self.leave()
 
     def leave(self) -> None:
         if self._held is not None:

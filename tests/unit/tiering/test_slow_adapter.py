@@ -29,6 +29,12 @@ def only_in(adapters: list[FaultyAdapter], index: int, seed: int, rig: Rig) -> N
     rig.storage.clear("l1")
 
 
+def under_way(rig: Rig) -> tuple[int, int]:
+    """Requests that have a place, and those that wait for one."""
+    figures = rig.storage.status()["prefetch"]
+    return figures["in_flight"], figures["waiting"]
+
+
 @pytest.mark.parametrize("slow", ["load", "probe"])
 def test_requests_for_a_slow_adapter_take_no_place_of_others(slow: str) -> None:
     (first, fast_one), (second, slow_one) = faulty(), faulty(index=1)
@@ -42,9 +48,8 @@ def test_requests_for_a_slow_adapter_take_no_place_of_others(slow: str) -> None:
                 rig.storage.call_soon(lambda seed=seed: rig.storage.runners[1].lost(keys(CHUNKS, seed)))
         rig.storage.call_soon(slow_one.gate.clear)
         waiting = [rig.begin_fetch(keys(CHUNKS, seed))[0] for seed in range(REQUESTS)]
-        until(lambda: slow_one.stalled == 2, tell=rig.storage.status)
-        figures = rig.storage.status()["prefetch"]
-        assert (figures["in_flight"], figures["waiting"]) == (2, REQUESTS - 2)
+        until(lambda: under_way(rig) == (2, REQUESTS - 2), tell=rig.storage.status)
+        assert slow_one.stalled == 2
         result = rig.fetch(keys(CHUNKS, REQUESTS), deadline_seconds=10)
         assert result.chunks == CHUNKS and rig.holds(result, keys(CHUNKS, REQUESTS))
         rig.storage.call_soon(slow_one.gate.set)
@@ -60,8 +65,8 @@ def test_prompts_that_go_on_beyond_what_is_stored_wait_for_no_loads_of_a_slow_ad
         only_in(list(adapters), 1 - slow, REQUESTS, rig)
         rig.storage.call_soon(adapters[slow].gate.clear)
         waiting = [rig.begin_fetch(keys(CHUNKS + 5, seed))[0] for seed in range(REQUESTS)]
-        until(lambda: adapters[slow].stalled == 2, tell=rig.storage.status)
-        assert rig.storage.status()["prefetch"]["waiting"] == REQUESTS - 2
+        until(lambda: under_way(rig) == (2, REQUESTS - 2), tell=rig.storage.status)
+        assert adapters[slow].stalled == 2
         assert rig.fetch(keys(CHUNKS + 5, REQUESTS), deadline_seconds=10).chunks == CHUNKS
         rig.storage.call_soon(adapters[slow].gate.set)
         assert [answer.get(timeout=20).chunks for answer in waiting] == [CHUNKS] * REQUESTS

@@ -1,0 +1,155 @@
+"""An adapter that is late to say what it has costs a request nothing of what others have, and others nothing at all."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lmcache.core.key import ObjectKey
+from lmcache.core.outcome import MissReason
+from lmcache.tiering import prefetch
+from polling import until
+from support.faults import FaultyAdapter
+from unit.tiering.support import ENGINE, Rig, faulty, keys, namespace, open_rig
+
+STORED = 20
+
+
+def silent(rig: Rig, adapter: FaultyAdapter) -> None:
+    """From now on it does not say what it has."""
+    adapter.stalls.add("probe")
+    rig.storage.call_soon(adapter.gate.clear)
+    assert rig.storage.responsive(20)
+
+
+def only_in_first(rig: Rig, adapters: list[FaultyAdapter], chunks: list[ObjectKey]) -> None:
+    rig.put(chunks)
+    assert rig.storage.flush(20)
+    for runner, adapter in zip(rig.storage.runners[1:], adapters[1:], strict=True):
+        for key in chunks:
+            del adapter.inner.objects[key]
+        rig.storage.call_soon(lambda runner=runner: runner.lost(chunks))
+    rig.storage.clear("l1")
+
+
+def seconds_of(rig: Rig, stored: int, beyond: int = 5, seed: int = 0, deadline_seconds: float = 20.0) -> float:
+    """A prompt that goes on beyond what is stored: what is stored is a hit, with its bytes."""
+    wanted = keys(stored + beyond, seed)
+    started = time.monotonic()
+    result = rig.fetch(wanted, deadline_seconds=deadline_seconds)
+    seconds = time.monotonic() - started
+    assert (result.chunks, result.miss_reason) == (stored, MissReason.L2_DEADLINE)
+    assert rig.holds(result, wanted)
+    rig.l1.core.release(result.lease)
+    return seconds
+
+
+@pytest.mark.parametrize("stored", [STORED, 32, 50, 200])
+def test_what_a_fast_adapter_holds_is_a_hit_though_a_later_one_is_silent(stored: int) -> None:
+    (first, fast), (second, mute) = faulty(), faulty(index=1, timeout_seconds=60)
+    with open_rig([first, second]) as rig:
+        only_in_first(rig, [fast, mute], keys(stored))
+        silent(rig, mute)
+        deadline_seconds = 8.0
+        assert seconds_of(rig, stored, deadline_seconds=deadline_seconds) < deadline_seconds / 2
+        # Nobody waits for it again as long as that question has no answer, and it is not asked again.
+        asked = mute.calls["probe"]
+        assert seconds_of(rig, stored, deadline_seconds=deadline_seconds) < deadline_seconds * prefetch.LATE_FRACTION
+        assert mute.calls["probe"] == asked == 1
+        assert rig.sample("timeouts_total") == 0
+        rig.storage.call_soon(mute.gate.set)
+        until(rig.idle)
+        assert rig.fetch(keys(stored + 5)).miss_reason is MissReason.NOT_STORED
+
+
+def test_the_adapter_after_a_silent_one_is_asked() -> None:
+    (first, fast), (second, mute), (third, last) = faulty(), faulty(index=1), faulty(index=2)
+    with open_rig([first, second, third]) as rig:
+        wanted = keys(2 * STORED)
+        rig.put(wanted)
+        assert rig.storage.flush(20)
+        rig.storage.clear("l1")
+        for index, gone in ((0, wanted[STORED:]), (1, wanted)):
+            rig.storage.call_soon(lambda runner=rig.storage.runners[index], gone=gone: runner.lost(gone))
+        for key in wanted[STORED:]:
+            del fast.inner.objects[key]
+        silent(rig, mute)
+        result = rig.fetch(wanted, deadline_seconds=4.0)
+        assert result.chunks == 2 * STORED and rig.holds(result, wanted)
+        assert last.calls["load"] > 0 and not mute.calls["load"]
+        rig.storage.call_soon(mute.gate.set)
+
+
+def test_what_l1_holds_is_answered_though_the_adapter_is_silent() -> None:
+    configured, mute = faulty()
+    with open_rig([configured]) as rig:
+        rig.put(keys(STORED), tell=False)
+        silent(rig, mute)
+        started = time.monotonic()
+        result = rig.fetch(keys(STORED + 5)[STORED:], in_l1=keys(STORED), deadline_seconds=8.0)
+        assert (result.chunks, result.miss_reason) == (0, MissReason.L2_DEADLINE)
+        assert time.monotonic() - started < 4.0
+        rig.storage.call_soon(mute.gate.set)
+
+
+def test_a_window_that_a_fast_adapter_holds_is_a_hit_though_a_later_one_is_silent() -> None:
+    whole, state = namespace(), namespace("states")
+    (first, fast), (second, mute) = faulty(), faulty(index=1)
+    with open_rig([first, second]) as rig:
+        wanted = keys(STORED + 5)
+        states = [ObjectKey(state, wanted[chunk].chunk_hash) for chunk in (9, STORED - 1)]
+        only_in_first(rig, [fast, mute], wanted[:STORED])
+        only_in_first(rig, [fast, mute], states)
+        silent(rig, mute)
+        result = rig.fetch(wanted, namespaces=(whole, state), tails=(0, 1), deadline_seconds=8.0)
+        assert (result.chunks, result.miss_reason) == (STORED, MissReason.L2_DEADLINE)
+        assert rig.holds(result, wanted, (whole, state))
+        rig.storage.call_soon(mute.gate.set)
+
+
+def test_requests_of_less_patience_than_the_adapter_suspend_it_all_the_same() -> None:
+    """Else each of them waits for it to the end."""
+    configured, mute = faulty()
+    with open_rig([configured]) as rig:
+        silent(rig, mute)
+        rig.be_impatient(0.5)
+        for seed in range(3):
+            result = rig.fetch(keys(4, seed), deadline_seconds=0.1)
+            assert (result.chunks, result.miss_reason) == (0, MissReason.L2_DEADLINE)
+        until(lambda: rig.storage.status()["adapters"][0]["loads_suspended"])
+        started = time.monotonic()
+        assert rig.fetch(keys(4)).chunks == 0
+        assert time.monotonic() - started < 5.0, "nobody waits for it any more"
+        rig.storage.call_soon(mute.gate.set)
+
+
+def test_who_waits_for_a_silent_adapter_holds_no_place_of_the_fast_one() -> None:
+    (first, fast), (second, mute) = faulty(), faulty(index=1, timeout_seconds=60)
+    with open_rig([first, second], prefetch_max_in_flight=1) as rig:
+        for seed in range(2):
+            only_in_first(rig, [fast, mute], keys(STORED, seed))
+        silent(rig, mute)
+        waiting, _ = rig.begin_fetch(keys(STORED + 5), deadline_seconds=20.0)  # for 2.5 s
+        until(lambda: mute.stalled == 1)
+        started = time.monotonic()
+        assert rig.fetch(keys(STORED, 1)).chunks == STORED
+        assert time.monotonic() - started < 2.0 and waiting.empty()
+        assert waiting.get(timeout=20).chunks == STORED
+        rig.storage.call_soon(mute.gate.set)
+
+
+def test_an_engine_that_wants_no_answer_any_more_leaves_nothing_behind() -> None:
+    (first, fast), (second, mute) = faulty(), faulty(index=1)
+    with open_rig([first, second], prefetch_max_in_flight=1) as rig:
+        only_in_first(rig, [fast, mute], keys(STORED))
+        silent(rig, mute)
+        for _ in range(3):  # the first has the place, the others wait for it
+            answers, cancel = rig.begin_fetch(keys(STORED + 5), deadline_seconds=20.0)
+            assert rig.storage.responsive(20)
+            cancel()
+            assert answers.get(timeout=20).chunks == 0
+        until(lambda: not any(rig.storage.status()["prefetch"].values()), tell=rig.storage.status)
+        rig.storage.call_soon(mute.gate.set)
+        until(rig.idle)
+        rig.l1.core.drop_owner(ENGINE)
