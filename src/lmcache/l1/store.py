@@ -62,6 +62,7 @@ class L1Store:
         self.align_bytes = align_bytes
         self.recovered = RecoveredL1()  # from the previous server
         self.growth = growth
+        self.evicts = True  # without being told which objects
         self._metrics = metrics
         self._overuse = OveruseLog()
         self._lock = threading.Lock()  # guards what follows
@@ -106,6 +107,7 @@ class L1Store:
             core = L1Core(capacity_bytes, first_offset, align_bytes, policy, slot_table=memory.slot_table_address)
             growth = Growth(memory, core, capacity_bytes, first_offset, clock)
             store = cls(memory, core, metrics, align_bytes=align_bytes, growth=growth)
+            store.evicts = policy != "noop"
             if recovered is not None:
                 store.recovered = recover(memory, core, growth.recover(), first_offset, align_bytes, clock)
                 if metrics is not None:

@@ -23,6 +23,7 @@ class QueuedObject:
     frame_bytes: int
     adapters_left: int = 0  # that have not dealt with it yet
     is_stored: bool = False  # by one of them
+    is_served: bool = True  # some adapter may have it
     is_discarded: bool = False  # an operator cleared L2 before it was stored
 
     @property

@@ -1,5 +1,6 @@
 """Objects that no adapter took, under a policy that removes objects from L1 once they are stored. They stay in L1 while
-there is room and are offered again when an adapter takes stores.
+there is room and are offered again when an adapter takes stores. Where L1 evicts nothing, objects that no adapter may
+have are here, too, so that they make room.
 
 Invariant: under such a policy an object of L1 is queued for an adapter, being written, in this set, or on some adapter.
 One that leaves L1 while no adapter has it is counted as lost, once.
@@ -49,12 +50,18 @@ class Unstored:
         kept = {queued.key: queued for queued in compress(objects, resident)}
         self._note_gone([queued for queued in objects if queued.key not in kept])
         self._objects.update(kept)
-        if kept:
+        if any(queued.is_served for queued in kept.values()):
             self._log_kept()
         surplus = len(self._objects) - limits.MAX_L2_UNSTORED_OBJECTS
         if surplus > 0:
             self._give_up(list(islice(filter(self._waits, self._objects.values()), surplus)))
         self._update_gauge()
+
+    def add_unserved(self, objects: Sequence[QueuedObject]) -> None:
+        """Those that no adapter will ever take, where L1 evicts nothing: they wait for nobody but make room."""
+        for queued in objects:
+            queued.is_served = False
+        self.add(objects)
 
     def committed_again(self, keys: Iterable[ObjectKey]) -> None:
         """Objects that just became resident: one of this set was evicted before, and computed once more."""
@@ -65,8 +72,9 @@ class Unstored:
     def __contains__(self, queued: QueuedObject) -> bool:
         return self._objects.get(queued.key) is queued
 
-    def oldest_first(self) -> list[QueuedObject]:
-        return list(self._objects.values())
+    def to_offer(self) -> list[QueuedObject]:
+        """The oldest first."""
+        return [queued for queued in self._objects.values() if queued.is_served]
 
     def forget(self, objects: Iterable[QueuedObject]) -> None:
         """They are stored."""

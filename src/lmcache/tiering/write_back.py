@@ -8,6 +8,7 @@ tried and some adapter took it; objects that none took are kept in unstored.py.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,12 +16,13 @@ from itertools import compress, count
 
 from lmcache._native import Committed
 from lmcache.core import limits
-from lmcache.core.key import Namespace, ObjectKey
+from lmcache.core.key import Namespace, ObjectKey, accepted_lossy_serde
 from lmcache.core.key_batch import KeyBatch, pack_keys
 from lmcache.core.outcome import HELD, StoreOutcome
 from lmcache.l1.store import L1Store
 from lmcache.l2.background import spawn
 from lmcache.l2.runner import Runner
+from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.tiering.checked_policies import CheckedStorePolicy
 from lmcache.tiering.context import TieringContext
 from lmcache.tiering.leases import QueuedObject, are_resident, lease_objects
@@ -44,13 +46,13 @@ class WriteBack:
         self._batches = 0  # dequeued, not yet ended
         self._unstored = Unstored(context, self._remove)
         self._leaving_l1: dict[ObjectKey, QueuedObject] = {}  # but still being read
-        self._dequeued = asyncio.Event()
         self._batch_ended = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._task_numbers = count(1)
         # A batch is leased while it is written: it must stay a small part of L1.
         self._batch_bytes = min(limits.L2_STORE_BATCH_BYTES, self._l1.core.stats()["capacity_bytes"] // 16)
+        self._log_limiter = LogLimiter()
         self.dropped = 0
 
     def start(self) -> None:
@@ -69,17 +71,13 @@ class WriteBack:
     def offer(self, objects: Sequence[QueuedObject]) -> None:
         """Queues resident objects for the adapters that the policy names, without those that may not have them or whose
         queues are full."""
-        targets = self._policy.targets([queued.key for queued in objects])
-        serving = self._serving({queued.key.namespace for queued in objects})
         refused = []
         full = 0
-        for queued, named in zip(objects, targets, strict=True):
+        for queued, indices in zip(objects, self.targets(objects), strict=True):
             self._leaving_l1.pop(queued.key, None)  # from before it was evicted and stored again
-            served = serving[queued.key.namespace]
-            indices = named if served is None else [index for index in named if index in served]
             taking = [index for index in indices if len(self._queues[index]) < self._queue_objects]
             full += len(indices) - len(taking)
-            if named and not taking:
+            if indices and not taking:
                 refused.append(queued)
                 continue
             queued.adapters_left = len(taking)
@@ -88,6 +86,56 @@ class WriteBack:
         self._count_dropped(full, "queue_full")
         if self.drops_from_l1:
             self._unstored.add(refused)
+        self._wake_all()
+
+    def targets(self, objects: Sequence[QueuedObject]) -> list[Sequence[int]]:
+        """The adapters that the policy names and that may have each of these. Objects without any stay in L1 as all
+        do under a policy that keeps it: what no adapter will ever take is not offered again."""
+        targets: list[Sequence[int]] = []
+        unserved = []
+        serving = self._serving({queued.key.namespace for queued in objects})
+        for queued, named in zip(objects, self._policy.targets([queued.key for queued in objects]), strict=True):
+            served = serving[queued.key.namespace]
+            targets.append(named if served is None else [index for index in named if index in served])
+            if named and not targets[-1]:
+                unserved.append(queued)
+        if unserved:
+            self._note_unserved(unserved)
+        return targets
+
+    def _note_unserved(self, objects: Sequence[QueuedObject]) -> None:
+        self._count_dropped(len(objects), "not_served")
+        if self.drops_from_l1 and not self._l1.evicts:
+            self._unstored.add_unserved(objects)
+        for serde in {accepted_lossy_serde(queued.key.namespace.layout) for queued in objects}:
+            if self._log_limiter.due(serde):
+                log.warning(
+                    "No adapter here may have objects of engines that accept %s: they stay in L1 alone (counted in "
+                    'lmcache_mp_l2_store_dropped_total{reason="not_served"}, said once)',
+                    f"the lossy serde {json.dumps(serde)}" if serde else "exact KV only",
+                )
+
+    async def store_in(self, index: int, objects: Sequence[QueuedObject]) -> None:
+        """Queues objects for one adapter, behind what is queued, and waits until it has dealt with them. They stay in
+        L1 until `settle`."""
+        for queued in objects:
+            queued.adapters_left = 2  # it, and whoever settles
+            self._leaving_l1.pop(queued.key, None)
+        self._queues[index].extend(objects)
+        self._wake_all()
+        while any(queued.adapters_left > 1 for queued in objects):
+            self._batch_ended.clear()
+            await self._batch_ended.wait()
+
+    def settle(self, objects: Sequence[QueuedObject]) -> None:
+        """Every adapter that was to have these has dealt with them."""
+        if self.drops_from_l1:
+            leaving = [queued for queued in objects if queued.may_leave_l1]
+            self._remove(leaving)
+            self._unstored.forget(leaving)
+            self._unstored.add([queued for queued in objects if not queued.may_leave_l1])
+
+    def _wake_all(self) -> None:
         if self.queued_objects:
             self._idle.clear()
         for event in self._wake:
@@ -113,12 +161,6 @@ class WriteBack:
         self._count_dropped(objects, "queue_full")
         if self.drops_from_l1:
             self._unstored.note_lost(objects)
-
-    async def wait_for_room(self, objects: int) -> None:
-        """Until fewer than that many are queued."""
-        while self.queued_objects >= objects:
-            self._dequeued.clear()
-            await self._dequeued.wait()
 
     @property
     def drops_from_l1(self) -> bool:
@@ -150,7 +192,6 @@ class WriteBack:
         for queue in self._queues:
             waiting = list(queue)
             queue.clear()
-            self._dequeued.set()
             for queued in waiting:
                 queued.is_discarded = True
             self._finish(waiting)
@@ -210,7 +251,6 @@ class WriteBack:
             if size_bytes > self._batch_bytes:
                 break
             batch.append(queue.popleft())
-        self._dequeued.set()
         return batch
 
     async def _store(self, runner: Runner, batch: Sequence[QueuedObject]) -> None:
@@ -264,12 +304,7 @@ class WriteBack:
         """One adapter has tried these."""
         for queued in batch:
             queued.adapters_left -= 1
-        if self.drops_from_l1:
-            ended = [queued for queued in batch if not queued.adapters_left]
-            leaving = [queued for queued in ended if queued.may_leave_l1]
-            self._remove(leaving)
-            self._unstored.forget(leaving)
-            self._unstored.add([queued for queued in ended if not queued.may_leave_l1])
+        self.settle([queued for queued in batch if not queued.adapters_left])
         self._batch_ended.set()
         if not self._batches and not self.queued_objects:
             self._idle.set()
@@ -300,7 +335,7 @@ class WriteBack:
     async def _offer_unstored(self) -> bool:
         """Each object once, a batch at a time and behind what is queued, as long as there is an adapter that may take
         it and room to queue it. What one has taken may go on waiting for a slower one. Whether any was taken."""
-        waiting, taken = self._unstored.oldest_first(), 0
+        waiting, taken = self._unstored.to_offer(), 0
         for start in range(0, len(waiting), limits.MAX_L2_BATCH_OBJECTS):
             await asyncio.sleep(0)  # a policy may have no adapter for thousands
             if not any(runner.may_store for runner in self._runners) or self._is_nearly_full:

@@ -11,6 +11,7 @@ import pytest
 
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.core.outcome import StoreOutcome
 from lmcache.l1.store import L1Store
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
 from lmcache.memory.restart_compatibility import RestartCompatibility
@@ -76,6 +77,40 @@ def test_every_adapter_gets_what_it_lacks_and_nothing_twice(name: str) -> None:
     assert again.calls["store"] - stores <= 10  # 400 objects in batches of 64, those it had in none
 
 
+@pytest.mark.parametrize("slow", ["probe", "store"])
+@pytest.mark.parametrize("store_policy", ["default", "skip_l1"])
+def test_a_slow_adapter_delays_no_other(name: str, slow: str, store_policy: str) -> None:
+    wanted = keys(600)
+    (first, mute), (second, fast) = faulty(), faulty(index=1)
+    with open_again(name, []) as rig:
+        rig.put(wanted)
+    mute.stalls = {slow}
+    mute.gate.clear()
+    with open_again(name, [first, second], store_policy=store_policy) as rig:
+        until(lambda: held(fast) >= set(wanted), tell=rig.storage.status)
+        assert not held(mute) and rig.resident(wanted) == 600
+        rig.storage.call_soon(mute.gate.set)
+        until(lambda: held(mute) >= set(wanted), tell=rig.storage.status)
+        until(lambda: rig.l1.core.stats()["objects"] == (0 if store_policy == "skip_l1" else 600))
+
+
+def test_what_one_of_two_takes_leaves_l1_and_what_none_takes_stays(name: str) -> None:
+    wanted = keys(600)
+    (first, full), (second, other) = faulty(), faulty(index=1)
+    with open_again(name, []) as rig:
+        rig.put(wanted)
+    full.store_outcome = other.store_outcome = StoreOutcome.FULL
+    with open_again(name, [first, second], store_policy="skip_l1") as rig:
+        until(lambda: rig.storage.status()["store"]["unstored_objects"] == 600, tell=rig.storage.status)
+        assert rig.resident(wanted) == 600 and rig.sample("l2_store_lost_chunks_total") == 0
+    other.store_outcome = None
+    pairs = [(first, full), (second, other)]
+    (first, full), (second, other) = [(ConfiguredAdapter(made.config, adapter), adapter) for made, adapter in pairs]
+    with open_again(name, [first, second], store_policy="skip_l1") as rig:
+        until(lambda: rig.l1.core.stats()["objects"] == 0, tell=rig.storage.status)
+        assert held(other) == set(wanted) and not held(full)
+
+
 def test_an_adapter_with_a_lossy_serde_lacks_no_exact_objects(name: str, caplog: pytest.LogCaptureFixture) -> None:
     wanted = keys(220)
     first, front = faulty()
@@ -86,8 +121,9 @@ def test_an_adapter_with_a_lossy_serde_lacks_no_exact_objects(name: str, caplog:
         rig.put(wanted[200:], tell=False)  # killed before it was stored
     with caplog.at_level(logging.INFO), open_again(name, [ConfiguredAdapter(first.config, front), second]):
         until(lambda: held(front) >= set(wanted))
-        until(lambda: "former server's L1 were given" in caplog.text)
-    assert "20 objects of the former server's L1 were given to L2" in [record.message for record in caplog.records]
+        until(lambda: "of the former server's L1" in caplog.text)
+    said = [record.message for record in caplog.records if "was given" in record.message]
+    assert said == ["mock_0: was given 20 objects of the former server's L1"]
 
 
 def test_what_is_corrupt_is_not_stored(name: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import StoreOutcome
 from lmcache.errors import AdapterError
 from lmcache.testing.frames import namespace
+from lmcache.tiering.leases import QueuedObject
 from lmcache.tiering.unstored import Unstored
 from manual_clock import ManualClock
 from polling import until
@@ -89,17 +90,44 @@ def test_what_one_of_two_took_leaves_l1() -> None:
         assert rig.it.fetch(keys(40)).chunks == 40
 
 
-def test_what_no_adapter_may_have_stays_in_l1_until_there_is_no_room() -> None:
-    of = replace(namespace(), layout=f"{namespace().layout}~fp8")  # which no adapter here makes
-    with skipping(slots=64, eviction_watermark=0.5, eviction_ratio=0.2) as rig:
-        rig.put(keys(20, of=of))
-        until(lambda: rig.unstored == 20)
-        assert rig.it.resident(keys(20, of=of)) == 20
-        assert not any(adapter.calls["store"] for adapter in rig.adapters)
+FOR_FP8 = replace(namespace(), layout=f"{namespace().layout}~fp8")  # which no adapter here makes
+
+
+@pytest.mark.parametrize("l1_policy", ["LRU", "noop"])
+def test_what_no_adapter_may_have_stays_in_l1_and_is_never_offered(
+    l1_policy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers: list[int] = []
+    monkeypatch.setattr("lmcache.tiering.write_back.PERIOD_SECONDS", 0.01)
+    to_offer = Unstored.to_offer
+
+    def counted(self: Unstored) -> list[QueuedObject]:
+        offers.append(len(to_offer(self)))
+        return to_offer(self)
+
+    monkeypatch.setattr(Unstored, "to_offer", counted)
+    with skipping(slots=64, l1_policy=l1_policy) as rig:
+        for seed in range(3):
+            rig.put(keys(10, seed, of=FOR_FP8))
+        assert rig.l1_objects == 30 and rig.lost == 0
+        assert rig.it.sample("l2_store_dropped_total", reason="not_served") == 30
         assert rig.it.sample("l2_store_dropped_total", reason="not_stored") == 0
+        assert rig.unstored == (30 if l1_policy == "noop" else 0)
+        rig.put(keys(4))
+        until(lambda: rig.l1_objects == 30)
+        assert not any(offers)
+    said = [record.message for record in caplog.records if "stay in L1" in record.message]
+    assert len(said) == 1 and 'accept the lossy serde "fp8"' in said[0]
+
+
+@pytest.mark.parametrize("l1_policy", ["LRU", "noop"])
+def test_what_no_adapter_may_have_makes_room(l1_policy: str) -> None:
+    with skipping(slots=64, l1_policy=l1_policy, eviction_watermark=0.5, eviction_ratio=0.2) as rig:
+        for seed in range(6):
+            rig.put(keys(20, seed, of=FOR_FP8))
+            until(lambda: rig.l1_objects <= 32)
         rig.put(keys(20))
-        rig.put(keys(20, seed=1, of=of))
-        until(lambda: rig.lost > 0 and rig.lost + rig.unstored == 40)
+        until(lambda: rig.it.storage.status()["adapters"][0]["objects"] == 20)
         assert rig.it.fetch(keys(20)).chunks == 20
 
 
