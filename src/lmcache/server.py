@@ -11,7 +11,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache import __version__
 from lmcache.admin.audit import AuditLog
@@ -38,6 +38,10 @@ from lmcache.telemetry.lookup_log import LookupHashLog
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.storage_loop import CLOSE_SECONDS, StorageLoop, StorageSettings
 from lmcache.transport.rpc_server import RpcServer
+
+if TYPE_CHECKING:
+    from lmcache.transport.curve_clients import CurveAccess
+    from lmcache.transport.curve_gate import CurveGate
 
 log = logging.getLogger("lmcache.server")
 
@@ -103,7 +107,9 @@ class Server:
         _tune_process()
         self.audit_log = AuditLog(self.config.audit_log, self._clock)
         closers.callback(self.audit_log.close)
-        self.rpc = RpcServer(self.config.host, self.config.port, metrics.rpc, clock=self._clock)
+        self.rpc = RpcServer(
+            self.config.host, self.config.port, metrics.rpc, clock=self._clock, curve=self._curve_gate()
+        )
         closers.callback(self.rpc.stop)
         self._http = HttpListener(self)
         closers.callback(self._http.close)
@@ -133,6 +139,20 @@ class Server:
         self._http.start()
         closers.callback(self._drain_storage)
         closers.callback(self._refuse_calls)
+
+    def _curve_gate(self) -> CurveGate | None:
+        config = self.config
+        if not config.zmq_curve_server_key_file:
+            return None
+        from lmcache.transport.curve_gate import CurveGate  # needs PyNaCl
+
+        def changed(before: CurveAccess, after: CurveAccess) -> None:
+            detail = {"clients": sorted(client.name for client in after.clients.values())}
+            gone = [client.name for key, client in before.clients.items() if after.clients.get(key) != client]
+            self.audit_log.audit("curve.keys", "files", {**detail, "removed_or_changed": sorted(gone)}, "ok")
+
+        keys = config.zmq_curve_server_key_file, config.zmq_curve_client_keys_dir
+        return CurveGate(*keys, self._environment.random_bytes, changed)
 
     def _open_l1(self, hasher: ChunkHasher, server_epoch: bytes, checkpoint: Callable[[], object]) -> L1Store:
         config, compatibility = self.config, None

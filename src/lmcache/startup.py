@@ -19,6 +19,7 @@ from lmcache.config.notes import L2Traits, notes
 from lmcache.config.spec import ServerConfig
 from lmcache.core.address import http_listening_host
 from lmcache.core.problems import Problems
+from lmcache.errors import ConfigError
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l2 import adapter_types
 from lmcache.l2.adapter_config import AdapterConfig
@@ -149,10 +150,25 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
         with problems.collect():
             QuotaFile(config.quota_file).read()
     with problems.collect():
+        _check_curve(config)
+    with problems.collect():
         audit.refuse_unusable(config.audit_log)
     if config.lookup_hash_log_dir:
         with problems.collect():
             lookup_log.refuse_unusable(config.lookup_hash_log_dir)
+
+
+def _check_curve(config: ServerConfig) -> None:
+    if config.zmq_curve_server_key_file and config.zmq_curve_client_keys_dir:
+        try:
+            from lmcache.transport.curve_clients import read_access
+        except ImportError:
+            raise ConfigError(
+                "--zmq-curve-server-key-file needs PyNaCl, which is not installed: pip install 'lmcache[curve]'."
+            ) from None
+        _, problems = read_access(config.zmq_curve_server_key_file, config.zmq_curve_client_keys_dir)
+        if problems:
+            raise ConfigError(*problems)
 
 
 async def _check_backend(config: AdapterConfig) -> list[str]:

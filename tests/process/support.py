@@ -26,6 +26,7 @@ from lmcache.server import Server
 from lmcache.startup import Plan
 from lmcache.testing.processes import free_port
 from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
+from lmcache.transport.curve_keys import CurveFiles
 
 LAYOUT = "5e" * 16
 CALL_SECONDS = 20.0
@@ -60,6 +61,7 @@ class SmallEngine:
         on_new_server: Callable[[Client], None] | None = None,
         transfer: WantedTransfer = WantedTransfer.AUTO,
         layout: str = LAYOUT,
+        curve: CurveFiles | None = None,
     ) -> None:
         """`address`: a port of this machine, or a URL."""
         self.client = Client(
@@ -67,6 +69,7 @@ class SmallEngine:
             heartbeat_interval_seconds=heartbeat,
             on_new_server=on_new_server,
             transfer=transfer,
+            curve=curve,
         )
         self.instance_id = instance_id or f"engine-{uuid.uuid4().hex[:8]}"
         self.payload_bytes = payload_bytes
@@ -106,8 +109,8 @@ class SmallEngine:
     def end(self, request: str) -> None:
         self.client.call("end_session", m.EndSession(self.instance_id, request), CALL_SECONDS)
 
-    def hashes(self, tokens: bytes) -> bytes:
-        message = m.Append(self.instance_id, "hashes", "", 0, tokens)
+    def hashes(self, tokens: bytes, *, salt: str = "") -> bytes:
+        message = m.Append(self.instance_id, "hashes", salt, 0, tokens)
         reply: m.AppendReply = self.client.call("append", message, CALL_SECONDS)
         self.end("hashes")
         return reply.hashes
@@ -138,7 +141,7 @@ class SmallEngine:
         return hashlib.shake_128(chunk_hash).digest(self.payload_bytes)
 
     def store(self, tokens: bytes, *, salt: str = "") -> int:
-        hashes = self.hashes(tokens)
+        hashes = self.hashes(tokens, salt=salt)
         reply = self.reserve(hashes, salt=salt)
         if self.client.memory is None:
             self.send(hashes, reply, salt=salt)

@@ -10,6 +10,10 @@ from typing import Any, NoReturn
 from lmcache.cli.output import FORMATS
 from lmcache.config.values import Choice, Kind, Number, Whole, did_you_mean
 from lmcache.core.problems import Problems
+from lmcache.errors import ConfigError
+from lmcache.transport.curve_keys import CurveFiles
+
+_CURVE_FLAGS = "--curve-server-key-file", "--curve-client-key-file"
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -65,6 +69,23 @@ class Arguments(argparse.ArgumentParser):
 
     def add_number(self, name: str, default: float, help: str, **bounds: Any) -> None:
         self.add_value(name, Number(**bounds), help, default=default)
+
+    def add_curve(self) -> None:
+        """The keys for a server that asks for them; `curve` reads them."""
+        about = "server's public", "own secret"
+        for name, whose in zip(_CURVE_FLAGS, about, strict=True):
+            help = f"file with the {whose} CURVE key, where the server asks for keys"
+            self.add_argument(name, default="", metavar="FILE", help=help)
+
+    def curve(self, options: argparse.Namespace) -> CurveFiles | None:
+        """ConfigError unless both files are given, or none, and both hold keys."""
+        files = CurveFiles(options.curve_server_key_file, options.curve_client_key_file)
+        if not (files.server_public or files.client_secret):
+            return None
+        if not (files.server_public and files.client_secret):
+            raise ConfigError(f"{self.prog}: {' and '.join(_CURVE_FLAGS)} need each other: give both or none.")
+        files.read()
+        return files
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses, or raises ConfigError with a sentence for each problem. --help prints and exits with 0."""

@@ -29,6 +29,7 @@ from lmcache.protocol.messages import (
     Reserve,
     ReserveReply,
 )
+from lmcache.transport.curve_keys import CurveFiles
 
 CALL_SECONDS = 30.0
 _HEARTBEAT_SECONDS = 10.0
@@ -160,9 +161,11 @@ def packed_tokens(seed: int, count: int) -> bytes:
     return array("I", (source.getrandbits(17) for _ in range(count))).tobytes()
 
 
-def lookups_in_a_row(url: str, instance_id: str, tokens: bytes, seconds: float, start_at: float) -> int:
+def lookups_in_a_row(
+    url: str, instance_id: str, tokens: bytes, seconds: float, start_at: float, curve: CurveFiles | None
+) -> int:
     """The work of one client process: how many lookups it made in that time."""
-    client = Client(url, map_memory=False)
+    client = Client(url, map_memory=False, curve=curve)
     try:
         client.connect(CALL_SECONDS)
         time.sleep(max(0.0, start_at - time.time()))

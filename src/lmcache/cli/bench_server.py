@@ -19,6 +19,7 @@ from lmcache.cli.output import Report, bytes_text
 from lmcache.client.client import Client
 from lmcache.core.limits import GIB, MIB
 from lmcache.errors import LMCacheError, ResourceError
+from lmcache.transport.curve_keys import CurveFiles
 
 _SMALL_PAYLOAD_BYTES = 4096
 _MAX_WARM_UPS = 8
@@ -46,10 +47,12 @@ def run(argv: Sequence[str]) -> int:
     arguments.add_whole("--rounds", 9, "how often everything is done", minimum=1, maximum=10_000)
     arguments.add_whole("--clients", 4, "how many clients look up at once; 0 leaves that out", minimum=0, maximum=64)
     arguments.add_whole("--copy-threads", 1, "threads that copy", minimum=1, maximum=64)
+    arguments.add_curve()
     options = arguments.read(argv[1:])
+    curve = arguments.curve(options)
     payload_bytes = max(4096, int(options.chunk_mib * MIB) // 4096 * 4096)
     with _server(options, payload_bytes) as url:
-        report = _measure(url, options, payload_bytes)
+        report = _measure(url, options, payload_bytes, curve)
     report.emit(options)
     return 0
 
@@ -75,8 +78,8 @@ def _server(options: argparse.Namespace, payload_bytes: int) -> Iterator[str]:
             server.stop()
 
 
-def _measure(url: str, options: argparse.Namespace, payload_bytes: int) -> Report:
-    client = Client(url)
+def _measure(url: str, options: argparse.Namespace, payload_bytes: int, curve: CurveFiles | None) -> Report:
+    client = Client(url, curve=curve)
     try:
         hello = client.connect(10.0)
         if client.memory is None:
@@ -90,7 +93,7 @@ def _measure(url: str, options: argparse.Namespace, payload_bytes: int) -> Repor
         _calls(report, client, options)
         _copies(report, client, options, payload_bytes)
         if options.clients:
-            _many_clients(report, client, url, options.clients)
+            _many_clients(report, client, url, options.clients, curve)
         return report
     finally:
         client.close()
@@ -153,7 +156,7 @@ def _copies(report: Report, client: Client, options: argparse.Namespace, payload
     report.add("same_bytes", "Retrieved bytes", "identical")
 
 
-def _many_clients(report: Report, client: Client, url: str, clients: int) -> None:
+def _many_clients(report: Report, client: Client, url: str, clients: int, curve: CurveFiles | None) -> None:
     engine = Engine(client, _CLIENT_CHUNKS, _SMALL_PAYLOAD_BYTES, 1)
     try:
         assert client.hello is not None
@@ -161,7 +164,7 @@ def _many_clients(report: Report, client: Client, url: str, clients: int) -> Non
         engine.store(tokens, Times())
         start_at = time.time() + _CLIENT_START_SECONDS
         with multiprocessing.get_context("spawn").Pool(clients) as pool:
-            job = (url, engine.instance_id, tokens, _CLIENT_SECONDS, start_at)
+            job = (url, engine.instance_id, tokens, _CLIENT_SECONDS, start_at, curve)
             counts = pool.starmap_async(lookups_in_a_row, [job] * clients).get(CALL_SECONDS + _CLIENT_SECONDS)
     except multiprocessing.TimeoutError:
         print("lmcache: the clients did not finish in time; their figure is left out.", file=sys.stderr)

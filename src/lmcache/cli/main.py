@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config check": ("lmcache.cli.config", "check server options without starting anything"),
     "config show": ("lmcache.cli.config", "print the server options that result from flags, environment and file"),
     "config adapter": ("lmcache.cli.adapter_help", "the types of L2 adapters, and the keys of one"),
+    "keygen": ("lmcache.cli.keygen", "make a pair of CURVE keys for a server or an engine"),
     "ping": ("lmcache.cli.ping", "is a server (or an engine) alive?"),
     "describe": ("lmcache.cli.describe", "what a running server holds and does"),
     "kvcache clear": ("lmcache.cli.kvcache", "remove what a running server has cached"),

@@ -9,6 +9,7 @@ from lmcache.cli.arguments import Arguments
 from lmcache.cli.http import DEFAULT_URL, request
 from lmcache.cli.output import Report
 from lmcache.config.values import Choice
+from lmcache.transport.curve_keys import CurveFiles
 
 _PATHS = {"kvcache": "/healthcheck", "engine": "/health"}
 _ENGINE_URL = "http://localhost:8000"
@@ -26,11 +27,14 @@ def run(argv: Sequence[str]) -> int:
         metavar="URL",
         help="ask where engines do instead, like tcp://localhost:5555 or ipc:///run/lmcache.sock",
     )
+    arguments.add_curve()
     arguments.add_number("--timeout", 5.0, "give up after that long", unit="seconds", above=0)
     options = arguments.read(argv)
     url = options.rpc_url or options.url or (DEFAULT_URL if options.target == "kvcache" else _ENGINE_URL)
     milliseconds = (
-        _ping_rpc(url, options.timeout) if options.rpc_url else _ping_http(url, _PATHS[options.target], options.timeout)
+        _ping_rpc(url, options.timeout, arguments.curve(options))
+        if options.rpc_url
+        else _ping_http(url, _PATHS[options.target], options.timeout)
     )
     report = Report("Ping")
     report.add("status", "Status", "OK")
@@ -46,11 +50,11 @@ def _ping_http(url: str, path: str, timeout_seconds: float) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def _ping_rpc(url: str, timeout_seconds: float) -> float:
+def _ping_rpc(url: str, timeout_seconds: float, curve: CurveFiles | None) -> float:
     from lmcache.client.client import Client
     from lmcache.protocol.messages import Ping
 
-    client = Client(url, map_memory=False)  # the server may be on another host
+    client = Client(url, map_memory=False, curve=curve)  # the server may be on another host
     try:
         client.connect(timeout_seconds)
         started = time.perf_counter()

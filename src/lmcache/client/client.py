@@ -39,6 +39,7 @@ from lmcache.protocol.messages import (
     Unregister,
 )
 from lmcache.transport.connection import Connection, Pending
+from lmcache.transport.curve_keys import CurveFiles
 
 log = logging.getLogger("lmcache.client")
 
@@ -99,8 +100,9 @@ class Client:
         map_memory: bool = True,
         transfer: WantedTransfer = WantedTransfer.AUTO,
         on_new_server: Callable[[Client], None] | None = None,
+        curve: CurveFiles | None = None,
     ) -> None:
-        """`map_memory` False: for those who move no frames."""
+        """`map_memory` False: for those who move no frames. `curve`: for a server that asks for keys."""
         self.endpoint = connect_endpoint(url)
         self.hello: HelloReply | None = None
         self.memory: EngineMemory | None = None
@@ -110,6 +112,7 @@ class Client:
         self._wanted = transfer
         self._transfer: Transfer | None = None  # agreed on with the present server
         self._on_new_server = on_new_server
+        self._curve = curve
         self._changed = environment.condition()
         self._state = ClientState.CONNECTING
         self._reason = f"The LMCache server at {self.endpoint} has not answered yet."
@@ -225,9 +228,9 @@ class Client:
     def _keep(self) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._closing:
-            environment, connection = self._environment, None
+            connection = None
             try:
-                connection = environment.connection(self.endpoint, self._context, environment.clock, self._note_trouble)
+                connection = self._connect()
                 self._current = connection
                 self._establish(connection)
                 self._become_ready(connection)
@@ -250,6 +253,11 @@ class Client:
                 self._changed.wait_for(lambda: self._closing, pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
         self._set_state(ClientState.CLOSED, _CLOSED, None)
+
+    def _connect(self) -> Connection:
+        keys = {"curve": self._curve.read()} if self._curve is not None else {}
+        environment = self._environment
+        return environment.connection(self.endpoint, self._context, environment.clock, self._note_trouble, **keys)
 
     def _establish(self, connection: Connection) -> None:
         connection.wait_established(_CONTROL_TIMEOUT_SECONDS)

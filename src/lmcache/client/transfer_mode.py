@@ -30,6 +30,13 @@ def agree(hello: HelloReply, wanted: WantedTransfer) -> Transfer:
     """Maps the server's memory if that is wanted and possible. ServerUnavailable when no mode suits both sides."""
     if wanted is WantedTransfer.SOCKET:
         return _over_socket(hello, "this engine is set to lmcache.mp.transfer_mode=socket")
+    if TransferMode.SHM not in hello.transfer_modes:
+        if wanted is WantedTransfer.SHM:
+            raise ServerUnavailable(
+                "The server gives this client's key no shared memory, on which lmcache.mp.transfer_mode=shm insists: "
+                "set the mode to auto, or remove the .salts file of the key there."
+            )
+        return _over_socket(hello, "the server gives this client's key no shared memory")
     try:
         return Transfer(TransferMode.SHM, "", EngineMemory.attach(hello.shm_path, hello.shm_bytes, hello.server_epoch))
     except ServerUnavailable as error:

@@ -30,6 +30,11 @@ def conflicts(config: ServerConfig) -> Iterator[Conflict]:
             "--l1-persist with --port 0 leaves memory that no later server finds: give a --shm-name or a --port.",
         )
     yield from _ports(config)
+    if bool(config.zmq_curve_server_key_file) != bool(config.zmq_curve_client_keys_dir):
+        yield (
+            {"zmq_curve_server_key_file", "zmq_curve_client_keys_dir"},
+            "--zmq-curve-server-key-file and --zmq-curve-client-keys-dir need each other: give both or none.",
+        )
     if config.l2_store_policy == "skip_l1" and not config.l2_adapter:
         yield (
             {"l2_store_policy", "l2_adapter"},

@@ -237,8 +237,20 @@ class ServerConfig:
         "append a line of JSON there for each change that is asked for over HTTP or by an engine",
         default_text="none",
     )
-    zmq_curve_server_key_file: str = _option(Text("FILE"), "", "CURVE key of this server", default_text="none")
-    zmq_curve_client_keys_dir: str = _option(Text("FOLDER"), "", "CURVE keys of engines", default_text="none")
+    zmq_curve_server_key_file: str = _option(
+        Text("FILE"),
+        "",
+        "secret CURVE key of this server, from `lmcache keygen`: engines must then have a key of "
+        "--zmq-curve-client-keys-dir, and all that they send and get is encrypted",
+        default_text="none: whoever can connect is served",
+    )
+    zmq_curve_client_keys_dir: str = _option(
+        Text("FOLDER"),
+        "",
+        "public CURVE keys of engines, NAME.pub each, and the cache salts that one may use in NAME.salts; read again "
+        "when they change",
+        default_text="none",
+    )
     http_tls_cert: str = _option(Text("FILE"), "", "certificate for HTTPS", default_text="none")
     http_tls_key: str = _option(Text("FILE"), "", "key of that certificate", default_text="none")
 

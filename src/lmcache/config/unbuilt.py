@@ -14,7 +14,6 @@ _PLUGIN = '"type": "plugin" takes an adapter of your own (docs/how-to/write-an-a
 _TRACING = "a --lookup-hash-log-dir records lookups and GET /metrics counts them"
 _METRICS = "GET /metrics gives the figures to Prometheus, and to an OpenTelemetry collector that scrapes it"
 _RUNTIME_PLUGINS = "start such scripts beside the server, and let them read GET /config and GET /status"
-_CURVE = "keep --host on loopback or on a network that you trust"
 _HTTPS = "put a proxy that speaks HTTPS before it, and --http-host on loopback"
 _BLEND = "only common prefixes are reused"
 _CLEAR = "POST /cache/clear empties L1, L2 or both"
@@ -37,8 +36,6 @@ OPTIONS: Mapping[str, str] = {
     "runtime_plugin_locations": _RUNTIME_PLUGINS,
     "runtime_plugin_config": _RUNTIME_PLUGINS,
     "l1_numa": "start the server under `numactl --interleave=NODES`",
-    "zmq_curve_server_key_file": _CURVE,
-    "zmq_curve_client_keys_dir": _CURVE,
     "http_tls_cert": _HTTPS,
     "http_tls_key": _HTTPS,
     "instance_id": "--service-instance-id names this server in its metrics",

@@ -52,6 +52,7 @@ class ErrorCode(str, enum.Enum):
         "unknown_session"  # the server has not (or no longer) the tokens before first_token: send them from 0
     )
     LAYOUT_CONFLICT = "layout_conflict"
+    FORBIDDEN = "forbidden"  # the client's CURVE key does not allow it
     TOO_LARGE = "too_large"
     TOO_MANY = "too_many"
     CANCELLED = "cancelled"  # a later call (EndSession, another Lookup) made this answer pointless

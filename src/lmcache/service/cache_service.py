@@ -24,6 +24,7 @@ from lmcache.protocol.messages import (
     PingReply,
     TransferMode,
 )
+from lmcache.service.client_access import ClientAccess
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import InstanceRegistry
 from lmcache.service.liveness import LivenessService
@@ -63,6 +64,7 @@ class CacheService:
         self._lookups = LookupService(context, self._registry, self._sessions)
         self._stores = StoreService(context, self._registry)
         self._socket_frames = SocketFrameService(context, self._registry, copies)
+        self._access = ClientAccess(self._loop, self._registry)
         self._storage_probed_at: float | None = None
         self._clears_waiting = 0
         self._clearer = ThreadPoolExecutor(1, thread_name_prefix="lmcache-clear")
@@ -98,7 +100,8 @@ class CacheService:
         }
         assert handlers.keys() == METHODS.keys()
         return {
-            name: Method(METHODS[name][0], handler, may_defer=name in _MAY_DEFER) for name, handler in handlers.items()
+            name: Method(METHODS[name][0], self._access.guarded(handler), may_defer=name in _MAY_DEFER)
+            for name, handler in handlers.items()
         }
 
     # ---- connection --------------------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ class CacheService:
                 f"{message.protocol_version}: upgrade the older side.",
             )
         settings, hasher, memory = self._context.settings, self._context.hasher, self._context.l1.memory
-        return HelloReply(
+        reply = HelloReply(
             protocol_version=message.protocol_version,
             server_version=__version__,
             server_epoch=settings.server_epoch,
@@ -123,6 +126,7 @@ class CacheService:
             lease_ttl_seconds=settings.lease_ttl_seconds,
             reservation_ttl_seconds=settings.reservation_ttl_seconds,
         )
+        return self._access.hello(reply)
 
     def _ping(self, message: Ping) -> PingReply:
         registered = bool(message.instance_id) and self._liveness.beat(message)

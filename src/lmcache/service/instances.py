@@ -52,6 +52,7 @@ class Scheduler(Registration):
 class Instance:
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
+        self.client = ""  # the name of the CURVE key that it registered with
         self.scheduler: Scheduler | None = None
         self.workers: dict[int, Worker] = {}
         self.sessions: dict[str, Session] = {}  # by request, least recently used first

@@ -23,8 +23,9 @@ import zmq
 
 from lmcache.clock import Clock, SystemClock
 from lmcache.core import limits
-from lmcache.errors import ProtocolError, RemoteError, ServerUnavailable
+from lmcache.errors import ConfigError, ProtocolError, RemoteError, ServerUnavailable
 from lmcache.transport import wire
+from lmcache.transport.curve_keys import z85_encode
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
@@ -106,8 +107,10 @@ class Connection:
         context: zmq.Context[Any],
         clock: Clock | None = None,
         on_trouble: Callable[[Exception], None] | None = None,
+        curve: tuple[bytes, bytes] | None = None,
     ) -> None:
-        """`on_trouble` is called for every call that failed, under the connection's lock: it may only take notes."""
+        """`curve`: (server's public key, own secret key). `on_trouble` is called for every call that failed, under the
+        connection's lock: it may only take notes."""
         self.endpoint = endpoint
         self._on_trouble = on_trouble or (lambda error: None)
         self._clock = clock or SystemClock()
@@ -129,6 +132,9 @@ class Connection:
         self._socket.setsockopt(zmq.RCVHWM, 2 * limits.MAX_CALLS_IN_FLIGHT_PER_CLIENT)
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._proves = curve is not None
+        if curve is not None:
+            self._prove_with(*curve)
         self._established = False
         self._interrupted = False
         self._monitor = self._socket.get_monitor_socket(_BROKEN_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -143,6 +149,15 @@ class Connection:
         self._watchers.register(self._monitor_fd, select.POLLIN)
         self._watchers.register(self._watcher_wake_fd, select.POLLIN)
         self._socket.connect(endpoint)
+
+    def _prove_with(self, server_public: bytes, secret: bytes) -> None:
+        if not zmq.has("curve"):
+            self._socket.close(0)
+            raise ConfigError("The libzmq of this engine was built without CURVE: install pyzmq from its wheel.")
+        text = z85_encode(secret).encode()
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, z85_encode(server_public).encode())
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(text))
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, text)
 
     @property
     def broken(self) -> str:
@@ -367,8 +382,17 @@ class Connection:
             event = struct.unpack_from("<H", self._monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._break(f"The server at {self.endpoint} does not let this client's CURVE key in.")
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._break(
+                    f"The server at {self.endpoint} speaks CURVE and this client does not, or the reverse, or its key "
+                    "is not the one that this client expects."
+                )
             elif self._established:
                 self._break(f"{self.endpoint} closed the connection.")
+            elif self._proves and event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+                self._break(f"{self.endpoint} ended the handshake: its CURVE key is not the one that is expected here.")
             else:
                 self._break(f"Nothing answers at {self.endpoint}.")
         os.eventfd_write(self._watcher_wake_fd, 1)  # another thread may be the one that waits for this

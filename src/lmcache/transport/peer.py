@@ -5,10 +5,24 @@ from __future__ import annotations
 import select
 import socket
 from collections import deque
+from typing import TYPE_CHECKING
 
+from lmcache.errors import ProtocolError
 from lmcache.transport.deferred import Bulk
 from lmcache.transport.timers import Timer
-from lmcache.transport.zmtp import GREETING, RECEIVE_BYTES, Message, MessageReader, frame_head
+from lmcache.transport.zmtp import (
+    CURVE_GREETING,
+    GREETING,
+    MORE,
+    RECEIVE_BYTES,
+    Message,
+    MessageReader,
+    frame_head,
+)
+
+if TYPE_CHECKING:
+    from lmcache.transport.curve import CurveSession
+    from lmcache.transport.curve_clients import CurveClient
 
 _MAX_PIECES = 64  # of one system call
 _JOINED_BYTES = 32 * 1024  # smaller answers are copied together: as pieces of their own they would take many times that
@@ -33,7 +47,7 @@ class Peer:
         "unsent_bytes",
     )
 
-    def __init__(self, sock: socket.socket, name: str, message_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, name: str, message_bytes: int, curve: CurveSession | None = None) -> None:
         self._sock = sock
         self._unsent: deque[tuple[memoryview, Bulk | None]] = deque()
         self._joined = bytearray()  # small answers, behind all of `_unsent`
@@ -44,10 +58,15 @@ class Peer:
         self.has_turn = False  # of the message loop, soon
         self.held_back = False  # messages that may be there, until it has taken answers
         self.handshake_timer: Timer | None = None
-        self.reader = MessageReader(message_bytes)
+        self.reader = MessageReader(message_bytes, curve)
         self.deferred = 0  # calls that wait for an answer
         self.unsent_bytes = 0
-        self._join(GREETING)
+        self._join(GREETING if curve is None else CURVE_GREETING)
+
+    @property
+    def client(self) -> CurveClient | None:
+        """Who it has proved to be; None without CURVE, and before the end of the handshake."""
+        return self.reader.curve.client if self.reader.curve is not None else None
 
     def receive(self) -> bool:
         """Takes what has arrived, or some of it. False: the peer has closed the connection."""
@@ -75,6 +94,12 @@ class Peer:
     def queue_answer(self, call_id: bytes, status: bytes, payload: bytes | Bulk) -> None:
         bulk = payload if isinstance(payload, Bulk) else None
         content = payload.payload if isinstance(payload, Bulk) else payload
+        if self.reader.curve is not None:
+            for frame, flags in ((call_id, MORE), (status, MORE), (content, 0)):
+                self._queue_sealed(self.reader.seal(frame, flags))
+            if bulk is not None:
+                bulk.sent = True  # copied
+            return
         head = b"".join(
             (
                 frame_head(len(call_id), more=True),
@@ -93,6 +118,18 @@ class Peer:
         self._join(content)
         if bulk is not None:
             bulk.sent = True
+
+    def _queue_sealed(self, frame: bytearray) -> None:
+        if len(frame) <= _JOINED_BYTES:
+            self._join(frame)
+            return
+        self._end_joined()
+        self._unsent.append((memoryview(frame), None))
+        self.unsent_bytes += len(frame)
+
+    def refuse(self, refused: ProtocolError) -> None:
+        """Queues what it is told before its connection ends."""
+        self._join(self.reader.refusal(refused))
 
     def flush(self) -> None:
         """Sends what the network takes."""

@@ -7,6 +7,7 @@ import select
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lmcache.clock import Clock
 from lmcache.core import limits
@@ -18,6 +19,10 @@ from lmcache.transport.listening import EngineListener
 from lmcache.transport.peer import Peer
 from lmcache.transport.timers import Timer
 from lmcache.transport.zmtp import NO_MESSAGE, Message
+
+if TYPE_CHECKING:
+    from lmcache.transport.curve import CurveSession
+    from lmcache.transport.curve_clients import CurveClient
 
 _HANDSHAKE_SECONDS = 10.0
 _ACCEPT_PAUSE_SECONDS = 0.1  # without a free descriptor
@@ -33,6 +38,7 @@ class RpcLimits:
 
     message_bytes: int = limits.MAX_MESSAGE_BYTES
     connections: int = limits.MAX_CONNECTIONS
+    handshakes: int = limits.MAX_HANDSHAKES
     unfinished_bytes: int = limits.MAX_UNFINISHED_BYTES
     unsent_bytes: int = limits.MAX_UNSENT_BYTES
     unsent_bytes_per_connection: int = limits.MAX_UNSENT_BYTES_PER_CONNECTION
@@ -52,14 +58,18 @@ class Peers:
         call_later: Callable[[float, Callable[[], None]], Timer],
         on_trouble: Callable[[str, str], None],
         on_resumed: Callable[[Peer], None],
+        curve: Callable[[], CurveSession] | None = None,
     ) -> None:
-        """`on_trouble`: (kind, sentence) of what a peer did wrong. `on_resumed`: its messages are handed out again."""
+        """`curve` makes what a connection proves itself to; None for the mechanism NULL.
+        `on_trouble`: (kind, sentence) of what a peer did wrong. `on_resumed`: its messages are handed out again."""
         self._limits = rpc_limits
         self._clock = clock
         self._call_later = call_later
         self._trouble = on_trouble
         self._on_resumed = on_resumed
         self._peers: dict[int, Peer] = {}
+        self._new_session = curve
+        self._strangers: dict[Peer, None] = {}  # in their handshake, in the order in which they came
         self.unfinished: Backlog[Peer] = Backlog(rpc_limits.unfinished_bytes)
         self._unsent: Backlog[Peer] = Backlog(rpc_limits.unsent_bytes)
         self._to_flush: dict[Peer, None] = {}
@@ -126,8 +136,14 @@ class Peers:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_SECONDS)
-        peer = Peer(not_for_children(sock), name, self._limits.message_bytes)
+        curve = self._new_session() if self._new_session is not None else None
+        peer = Peer(not_for_children(sock), name, self._limits.message_bytes, curve)
         self._peers[peer.fd] = peer
+        self._strangers[peer] = None
+        if len(self._strangers) > self._limits.handshakes:
+            self._end(
+                next(iter(self._strangers)), "too many connections are in their handshake; this one is the oldest"
+            )
         self._epoll.register(peer.fd, peer.events)
 
         def give_up() -> None:
@@ -146,11 +162,14 @@ class Peers:
         try:
             message = peer.next_message()
         except ProtocolError as error:
+            peer.refuse(error)
+            self.flush(peer)
             self._end(peer, str(error))
             return None
         if peer.reader.established and peer.handshake_timer is not None:
             peer.handshake_timer.cancel()
             peer.handshake_timer = None
+            self._strangers.pop(peer, None)
         if message is None:
             self.unfinished.set(peer, peer.reader.unfinished_bytes)
             while (oldest := self.unfinished.surplus()) is not None:
@@ -211,10 +230,17 @@ class Peers:
         self._unsent.set(peer, 0)
         self._to_flush.pop(peer, None)
         del self._peers[peer.fd]
+        self._strangers.pop(peer, None)
         self._epoll.unregister(peer.fd)
         if peer.handshake_timer is not None:
             peer.handshake_timer.cancel()
         peer.close()
+
+    def end_clients(self, is_allowed: Callable[[CurveClient], bool]) -> None:
+        """Ends the connections of those that are not allowed any more, or otherwise than before."""
+        for peer in list(self._peers.values()):
+            if peer.client is not None and not is_allowed(peer.client):
+                self._end(peer, f"the key {peer.client.name} was removed or changed")
 
     def close(self, linger_seconds: float) -> None:
         """Gives answers that are queued a moment to leave."""

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,6 +30,10 @@ from lmcache.transport.peer import Peer
 from lmcache.transport.peers import Peers, RpcLimits
 from lmcache.transport.timers import Timer, Timers
 from lmcache.transport.zmtp import NO_MESSAGE, Message
+
+if TYPE_CHECKING:
+    from lmcache.transport.curve_clients import CurveClient
+    from lmcache.transport.curve_gate import CurveGate
 
 log = logging.getLogger("lmcache.transport")
 
@@ -73,7 +77,11 @@ class RpcServer:
         metrics: RpcMetrics | None = None,
         rpc_limits: RpcLimits | None = None,
         clock: Clock | None = None,
+        curve: CurveGate | None = None,
     ) -> None:
+        """`curve`: clients have to prove who they are; None: whoever can connect may call."""
+        self.caller: CurveClient | None = None  # whose call is being handled; for handlers
+        self._curve = curve
         self._clock = clock or SystemClock()
         self._limits = rpc_limits or RpcLimits()
         self._metrics = metrics
@@ -87,7 +95,14 @@ class RpcServer:
         self._draining = False
         self._thread = threading.Thread(target=self._run, name="lmcache-rpc", daemon=True)
         self.peers = Peers(
-            bind_host, port, self._limits, self._clock, self.call_later, self._trouble, self._go_on_later
+            bind_host,
+            port,
+            self._limits,
+            self._clock,
+            self.call_later,
+            self._trouble,
+            self._go_on_later,
+            curve.session if curve is not None else None,
         )
         self.endpoint = self.peers.endpoint
         self._ready: deque[Peer] = deque()  # those of whom more messages are there
@@ -99,7 +114,12 @@ class RpcServer:
     # ---- any thread --------------------------------------------------------------------------------------------------
     def start(self, methods: Mapping[str, Method]) -> None:
         self._routes = {name.encode(): _Route(name, method) for name, method in methods.items()}
+        if self._curve is not None:
+            self._curve.start(self._end_revoked)
         self._thread.start()
+
+    def _end_revoked(self, is_allowed: Callable[[CurveClient], bool]) -> None:
+        self.post(lambda: self.peers.end_clients(is_allowed))
 
     def post(self, action: Callable[[], None]) -> None:
         """Runs `action` on the loop soon. Never blocks."""
@@ -121,6 +141,8 @@ class RpcServer:
     def stop(self, timeout_seconds: float = 5.0) -> None:
         """Answers what is still deferred with SHUTTING_DOWN and ends the loop. Idempotent."""
         self._stopping = True
+        if self._curve is not None:
+            self._curve.stop()
         if self._thread.is_alive():
             self.post(lambda: None)
             self._thread.join(timeout_seconds)
@@ -222,6 +244,7 @@ class RpcServer:
 
     def _send_or_defer(self, peer: Peer, call_id: bytes, route: _Route, message: msgspec.Struct) -> None:
         result: Answer | Deferred
+        self.caller = peer.client
         try:
             result = route.handler(message)
         except RemoteError as refusal:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import mmap
 import struct
+from typing import TYPE_CHECKING
 
 from lmcache.core.limits import MIB
 from lmcache.errors import ProtocolError
 from lmcache.transport.wire import CALL_FRAMES
+
+if TYPE_CHECKING:
+    from lmcache.transport.curve import CurveSession
 
 GREETING_BYTES = 64
 RECEIVE_BYTES = 64 * 1024  # at a time; larger frames arrive where they will lie
@@ -21,10 +25,13 @@ _FROM_HEAP_BYTES = (
     MIB + 64 * 1024
 )  # larger frames lie in memory of their own, of which nothing is taken before it is used
 
-_MORE, _LONG, _COMMAND = 1, 2, 4
+MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE_BYTES = 10
 _MECHANISM = slice(12, 32)
-_NULL = b"NULL".ljust(20, b"\0")
+_NULL, _CURVE = b"NULL".ljust(20, b"\0"), b"CURVE".ljust(20, b"\0")
+_CURVE_COMMAND_BYTES = 1024  # of the handshake: an INITIATE of 257 bytes and metadata
+_CURVE_OVERHEAD_BYTES = 33  # of each frame
+_SEALED_COMMAND = 2  # the flags inside a MESSAGE are other ones: 1 for more, 2 for a command
 _long_size = struct.Struct(">Q")
 
 Payload = bytes | memoryview
@@ -38,7 +45,9 @@ def _command(name: bytes, body: bytes) -> bytes:
     return bytes([_COMMAND, len(content)]) + content
 
 
-GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1" + _NULL + bytes(32)
+_SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1"
+GREETING = _SIGNATURE + _NULL + bytes(32)
+CURVE_GREETING = _SIGNATURE + _CURVE + b"\1" + bytes(31)  # as a server
 READY = _command(b"READY", b"\x0bSocket-Type\0\0\0\6ROUTER")
 _CLIENT_SOCKETS = (b"DEALER", b"REQ", b"ROUTER")
 
@@ -52,10 +61,12 @@ def frame_head(size_bytes: int, *, more: bool) -> bytes:
 class MessageReader:
     """Not thread-safe. ProtocolError from `next`: nothing more can be read from this connection."""
 
-    def __init__(self, message_bytes: int) -> None:
+    def __init__(self, message_bytes: int, curve: CurveSession | None = None) -> None:
+        """`curve`: what proves who the client is and opens its frames; None for the mechanism NULL."""
+        self.curve = curve
         self.established = False
         self.replies: list[bytes] = []  # to be sent: what the handshake and heartbeats ask for
-        self._message_bytes = message_bytes
+        self._message_bytes = message_bytes + (CALL_FRAMES * _CURVE_OVERHEAD_BYTES if curve is not None else 0)
         self._data = b""  # arrived, from `_at` on not yet looked at
         self._at = 0
         self._greeted = False
@@ -65,6 +76,8 @@ class MessageReader:
         self._body: bytearray | mmap.mmap | None = None  # of a frame that is larger than what was received at once
         self._filled = 0
         self._more = False
+        self._forbidden_flags = ~7
+        self._command_bytes = _MAX_COMMAND_BYTES if curve is None else _CURVE_COMMAND_BYTES
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
     @property
@@ -114,6 +127,18 @@ class MessageReader:
                 frame = taken
                 if self._body is not None:
                     continue
+            if self.curve is not None:
+                sealed_bytes = len(frame)
+                flags, frame = self.curve.open(frame)
+                if flags not in (0, MORE, _SEALED_COMMAND) or (
+                    flags == _SEALED_COMMAND and len(frame) > _MAX_COMMAND_BYTES
+                ):
+                    raise ProtocolError("what arrives is no frame of ZMTP")
+                if flags == _SEALED_COMMAND:
+                    self._size_bytes -= sealed_bytes  # no part of the message
+                    self._obey(bytes(frame))
+                    return NO_MESSAGE
+                self._more = bool(flags)
             if self._frame_count < CALL_FRAMES:
                 self._frames.append(frame)
             self._frame_count += 1
@@ -135,7 +160,7 @@ class MessageReader:
             if left < 9:
                 return None
             size, head = _long_size.unpack_from(data, at + 1)[0], 9
-        if flags > 7 or (flags & _COMMAND and (flags & _MORE or size > _MAX_COMMAND_BYTES)):
+        if flags & self._forbidden_flags or (flags & _COMMAND and (flags & MORE or size > self._command_bytes)):
             raise ProtocolError("what arrives is no frame of ZMTP")
         if not flags & _COMMAND and self._size_bytes + size > self._message_bytes:
             raise ProtocolError(f"a message of more than {self._message_bytes} bytes")
@@ -143,7 +168,7 @@ class MessageReader:
             if size <= RECEIVE_BYTES:
                 return None
             self._begin_body(data[at + head :], size)
-            self._more = bool(flags & _MORE)
+            self._more = bool(flags & MORE)
             self._data, self._at = b"", 0
             return b""
         self._at = at + head + size
@@ -154,7 +179,7 @@ class MessageReader:
         if not self.established:
             raise ProtocolError("a message before the handshake")
         self._size_bytes += size
-        self._more = bool(flags & _MORE)
+        self._more = bool(flags & MORE)
         return content
 
     def _begin_body(self, beginning: bytes, size: int) -> None:
@@ -178,8 +203,9 @@ class MessageReader:
             raise ProtocolError("the client speaks a version of ZMTP before 3")
         if len(greeting) < GREETING_BYTES:
             return False
-        if greeting[_MECHANISM] != _NULL:
-            raise ProtocolError(f"the client asks for the mechanism {greeting[_MECHANISM].rstrip(bytes(1))!r}")
+        if greeting[_MECHANISM] != (_NULL if self.curve is None else _CURVE):
+            asked, spoken = greeting[_MECHANISM].rstrip(bytes(1)), "NULL" if self.curve is None else "CURVE"
+            raise ProtocolError(f"the client asks for the mechanism {asked!r}; this server speaks {spoken}")
         self._greeted = True
         self._at = GREETING_BYTES
         return True
@@ -188,12 +214,35 @@ class MessageReader:
         name_end = 1 + command[0] if command else 0
         name, body = command[1:name_end], command[name_end:]
         if not self.established:
-            if name != b"READY" or _property(body, b"socket-type") not in _CLIENT_SOCKETS:
-                raise ProtocolError("the handshake is not that of a client")
-            self.established = True
-            self.replies.append(READY)
+            self._shake_hands(name, body)
         elif name == b"PING" and len(body) >= 2:
-            self.replies.append(_command(b"PONG", body[2:18]))
+            pong = _command(b"PONG", body[2:18])
+            self.replies.append(pong if self.curve is None else bytes(self.seal(pong[2:], _SEALED_COMMAND)))
+
+    def _shake_hands(self, name: bytes, body: bytes) -> None:
+        reply, metadata = READY, body
+        if self.curve is not None:
+            reply, metadata = _command(*self.curve.obey(name, body)), self.curve.metadata
+            if self.curve.client is None:  # half of it is done
+                self.replies.append(reply)
+                return
+            self._forbidden_flags |= MORE | _COMMAND  # of what is outside; within, frames have flags of their own
+        elif name != b"READY":
+            metadata = b""
+        if _property(metadata, b"socket-type") not in _CLIENT_SOCKETS:
+            raise ProtocolError("the handshake is not that of a client")
+        self.established = True
+        self.replies.append(reply)
+
+    def refusal(self, refused: ProtocolError) -> bytes:
+        """What the client is told before the connection ends, if anything."""
+        answer: tuple[bytes, bytes] | None = getattr(refused, "answer", None)
+        return _command(*answer) if answer is not None else b""
+
+    def seal(self, content: Payload | bytearray, flags: int) -> bytearray:
+        """A whole frame, as the client opens it. Only after the handshake of CURVE."""
+        assert self.curve is not None
+        return self.curve.seal(content, flags, lambda size_bytes: frame_head(size_bytes, more=False))
 
 
 def _property(metadata: bytes, wanted: bytes) -> bytes:

@@ -189,7 +189,7 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         (["--runtime-plugin-config", '{"a": 1}'], "--runtime-plugin-config is not built yet: "),
         (["--metrics-sample-rate", "1.5"], "--metrics-sample-rate must be"),
         (["--l1-numa", "0"], "--l1-numa is not built yet: start the server under `numactl"),
-        (["--zmq-curve-server-key-file", "k"], "--zmq-curve-server-key-file is not built yet: "),
+        (["--zmq-curve-server-key-file", "k"], "--zmq-curve-client-keys-dir need each other: give both or none"),
         (["--http-tls-cert", "c"], "--http-tls-cert is not built yet: put a proxy"),
         (["--http-port", "5555"], "--port and --http-port are both 5555"),
         (["--prometheus-port", "8080"], "--http-port and --prometheus-port are both 8080"),

@@ -16,6 +16,7 @@ from lmcache.core.address import connect_endpoint, socket_path
 from lmcache.core.key import SERDE_NAME
 from lmcache.core.limits import MAX_HEARTBEAT_SECONDS, MIN_HEARTBEAT_SECONDS
 from lmcache.errors import ConfigError
+from lmcache.transport.curve_keys import CurveFiles
 
 log = logging.getLogger("lmcache.vllm")
 
@@ -26,6 +27,7 @@ _TRANSFER = "lmcache.mp.transfer_mode"
 _SAVE_DECODE = "lmcache.mp.save_decode_cache"
 _LOAD_OR_RECOMPUTE = "lmcache.mp.load_or_recompute"
 _LOSSY_SERDE = "lmcache.mp.lossy_serde"
+_CURVE_SERVER, _CURVE_CLIENT = "lmcache.mp.curve_server_key_file", "lmcache.mp.curve_client_key_file"
 SHORT_START_SECONDS = 3.0
 DEFAULT_HEARTBEAT_SECONDS = 10.0
 
@@ -37,7 +39,7 @@ class ConnectorSettings:
     Shapes and units: one value a key; times are seconds. `mq_timeout_seconds` is None unless it was given: then a start
     waits so long for the server, and fails without. Otherwise it waits `SHORT_START_SECONDS`, and the engine runs
     uncached until a server is there. `lossy_serde` is the name of the lossy serde whose outcome this engine accepts, ""
-    where it must be given exact KV.
+    where it must be given exact KV. `curve` names the files of keys, None where the server asks for none.
 
     Errors: ConfigError from `read` names the key and what it may be. A key that is not known is a warning, with the
     nearest known name.
@@ -61,6 +63,7 @@ class ConnectorSettings:
     save_decode_cache: bool = False
     load_or_recompute: bool = True
     lossy_serde: str = ""
+    curve: CurveFiles | None = None
 
     def client(
         self,
@@ -74,12 +77,24 @@ class ConnectorSettings:
             heartbeat_interval_seconds=self.heartbeat_interval_seconds,
             transfer=self.transfer_mode,
             on_new_server=on_new_server,
+            curve=self.curve,
         )
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """ConfigError names the key and what it may be."""
-        known = (_HOST, _PORT, _TIMEOUT, _HEARTBEAT, _TRANSFER, _SAVE_DECODE, _LOAD_OR_RECOMPUTE, _LOSSY_SERDE)
+        known: tuple[str, ...] = (
+            _CURVE_SERVER,
+            _CURVE_CLIENT,
+            _HOST,
+            _PORT,
+            _TIMEOUT,
+            _HEARTBEAT,
+            _TRANSFER,
+            _SAVE_DECODE,
+            _LOAD_OR_RECOMPUTE,
+            _LOSSY_SERDE,
+        )
         for key in extra:
             if key.startswith(_PREFIX) and key not in known:
                 near = difflib.get_close_matches(key, known, 1)
@@ -98,6 +113,7 @@ class ConnectorSettings:
             save_decode_cache=_flag(extra, _SAVE_DECODE, default=False),
             load_or_recompute=_flag(extra, _LOAD_OR_RECOMPUTE, default=True),
             lossy_serde=_lossy_serde(extra),
+            curve=_curve(extra),
         )
 
 
@@ -120,6 +136,20 @@ def _lossy_serde(extra: Mapping[str, Any]) -> str:
             f"{_LOSSY_SERDE} is {name!r}; it must be the name of a lossy serde of the server, such as fp8."
         )
     return str(name)
+
+
+def _curve(extra: Mapping[str, Any]) -> CurveFiles | None:
+    given = [key for key in (_CURVE_SERVER, _CURVE_CLIENT) if extra.get(key)]
+    if not given:
+        return None
+    if len(given) == 1:
+        raise ConfigError(
+            f"{given[0]} needs the other of {_CURVE_SERVER} (the server's public key) and {_CURVE_CLIENT} (this "
+            "engine's secret key)."
+        )
+    files = CurveFiles(str(extra[_CURVE_SERVER]), str(extra[_CURVE_CLIENT]))
+    files.read()  # refused at the start, not with the first connection
+    return files
 
 
 def _seconds(extra: Mapping[str, Any], key: str) -> float:
