@@ -122,11 +122,13 @@ void bind_resp(nb::module_& m) {
             "__init__",
             [](RespClient* self, unsigned threads, std::string prefix, std::string username, std::string password,
                unsigned database, bool no_touch, double timeout_seconds, std::uint64_t max_value_bytes, bool tls,
-               std::string tls_ca, std::string tls_cert, std::string tls_key, std::string tls_server_name) {
+               std::string tls_ca, std::string tls_cert, std::string tls_key, std::string tls_server_name,
+               std::string username_file, std::string password_file) {
                 RespClientOptions options;
                 options.threads = threads;
                 options.prefix = std::move(prefix);
-                options.credentials = {std::move(username), std::move(password), database, no_touch};
+                options.credentials = {std::move(username),      std::move(password),     database, no_touch,
+                                       std::move(username_file), std::move(password_file)};
                 options.tls = {tls, std::move(tls_ca), std::move(tls_cert), std::move(tls_key),
                                std::move(tls_server_name)};
                 options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000));
@@ -136,7 +138,9 @@ void bind_resp(nb::module_& m) {
             nb::kw_only(), nb::arg("threads"), nb::arg("prefix"), nb::arg("username"), nb::arg("password"),
             nb::arg("database"), nb::arg("no_touch"), nb::arg("timeout_seconds"), nb::arg("max_value_bytes"),
             nb::arg("tls"), nb::arg("tls_ca"), nb::arg("tls_cert"), nb::arg("tls_key"), nb::arg("tls_server_name"),
-            "Does not connect. RuntimeError where TLS cannot be had. `no_touch`: what is read does not count as a use.")
+            nb::arg("username_file") = "", nb::arg("password_file") = "",
+            "Does not connect. `username_file`, `password_file`: read for each connection, in place of the others. "
+            "RuntimeError where TLS cannot be had. `no_touch`: what is read does not count as a use.")
         .def(
             "assign_nodes",
             [](RespClient& self, const std::vector<std::pair<std::string, std::uint16_t>>& addresses,

@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <fstream>
+#include <optional>
 
 namespace lmcache {
 namespace {
 
 constexpr std::string_view kTooManyClients = "ERR max number of clients";
+constexpr std::size_t kMaxSecretBytes = 65536;
 constexpr unsigned kMaxDepth = 8;
 constexpr std::uint64_t kReplyCostBytes = sizeof(RespReply);
 
@@ -26,6 +29,21 @@ std::string without_secrets(std::string_view said, const std::string& password) 
     for (std::size_t at = 0; (at = text.find(password, at)) != std::string::npos;)
         text.replace(at, password.size(), "...");
     return text;
+}
+
+// The one line of a file of a secret; nothing where no file is named.
+std::optional<std::string> line_of(const std::string& path) {
+    if (path.empty()) return std::nullopt;
+    std::ifstream file(path, std::ios::binary);
+    std::string line(kMaxSecretBytes + 1, '\0');
+    file.read(line.data(), static_cast<std::streamsize>(line.size()));
+    if (!file.is_open() || file.bad()) throw RespFault(EACCES, "the file " + path + " cannot be read");
+    line.resize(static_cast<std::size_t>(file.gcount()));
+    const bool is_short = line.size() <= kMaxSecretBytes;
+    line.erase(line.find_last_not_of("\r\n") + 1);
+    if (line.empty() || !is_short || line.find('\n') != std::string::npos)
+        throw RespFault(EACCES, "the file " + path + " must hold one line");
+    return line;
 }
 
 bool begins(std::string_view text, std::string_view word) {
@@ -97,12 +115,14 @@ RespConnection::RespConnection(const RespAddress& address, const TlsContext* tls
     : stream_(address, tls, stop_fd, deadline) {
     RespPipeline commands;
     std::size_t needed = 0;  // replies that must not be errors
-    if (!credentials.password.empty()) {
+    const std::string username = line_of(credentials.username_file).value_or(credentials.username);
+    const std::string password = line_of(credentials.password_file).value_or(credentials.password);
+    if (!password.empty()) {
         ++needed;
-        if (credentials.username.empty())
-            commands.add({"AUTH", credentials.password});
+        if (username.empty())
+            commands.add({"AUTH", password});
         else
-            commands.add({"AUTH", credentials.username, credentials.password});
+            commands.add({"AUTH", username, password});
     }
     if (credentials.database != 0) {
         ++needed;
@@ -119,14 +139,14 @@ RespConnection::RespConnection(const RespAddress& address, const TlsContext* tls
             const RespReply reply = read_reply(deadline);
             // One that takes no more clients answers so to whatever comes first.
             if (!reply.is_error() || (i >= needed && !reply.text.starts_with(kTooManyClients))) continue;
-            throw login_fault(reply.text, credentials.password);
+            throw login_fault(reply.text, password);
         }
     } catch (const RespFault& fault) {
         if (is_written || (fault.error != ECONNRESET && fault.error != EPIPE)) throw;
         // Why it closed is in what it sent before: an error, or an alert of TLS, which is what this throws.
         const RespHead head = read_head(deadline);
         if (!head.is_error()) throw;
-        throw login_fault(head.text, credentials.password);
+        throw login_fault(head.text, password);
     }
 }
 

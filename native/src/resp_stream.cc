@@ -1,7 +1,6 @@
 #include "lmcache/resp_stream.h"
 
 #include <fcntl.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -14,16 +13,14 @@
 #include <cstring>
 #include <memory>
 
+#include "lmcache/host_lookup.h"
+
 namespace lmcache {
 namespace {
 
 constexpr int kWantRead = 2, kWantWrite = 3, kSystemCall = 5, kClosed = 6;  // SSL_ERROR_...
 constexpr std::size_t kMaxTlsBytes = 1 << 30;                               // of one call, whose size is an int
 constexpr std::size_t kMaxParts = 64;                                       // of one sendmsg, below IOV_MAX
-
-struct FreeAddresses {
-    void operator()(addrinfo* list) const { ::freeaddrinfo(list); }
-};
 
 [[noreturn]] void fail(int error, const std::string& act) { throw RespFault(error, act + ": " + std::strerror(error)); }
 
@@ -49,6 +46,24 @@ std::span<iovec> skip_written(std::span<iovec> parts, std::size_t bytes) {
         parts.front().iov_len -= bytes;
     }
     return parts;
+}
+
+HostAddresses resolve(const RespAddress& address, int stop_fd, RespDeadline deadline) {
+    const HostLookupResult found = look_up_host(address.host, address.port, stop_fd, deadline);
+    const std::string name = "the host name " + address.host;
+    switch (found.kind) {
+        case HostLookupResult::Kind::kFound:
+            return found.addresses;
+        case HostLookupResult::Kind::kRefused:
+            throw RespFault(EHOSTUNREACH, name + " cannot be resolved: " + ::gai_strerror(found.error));
+        case HostLookupResult::Kind::kTooLate:
+            throw RespFault(ETIMEDOUT, name + " is not resolved in time");
+        case HostLookupResult::Kind::kStopped:
+            throw RespFault(ECANCELED, "the client is being closed");
+        case HostLookupResult::Kind::kTooMany:
+            break;
+    }
+    throw RespFault(EAGAIN, name + " waits for other names that are not resolved");
 }
 
 void set_tcp_options(int fd) {
@@ -105,15 +120,8 @@ void RespStream::connect(const RespAddress& address, RespDeadline deadline) {
             fail(error, "cannot connect to " + address.text());
         return;
     }
-    addrinfo hints{};
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_ADDRCONFIG;
-    addrinfo* list = nullptr;
-    const int refused = ::getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &list);
-    if (refused != 0)
-        throw RespFault(EHOSTUNREACH,
-                        "the host name " + address.host + " cannot be resolved: " + ::gai_strerror(refused));
-    const std::unique_ptr<addrinfo, FreeAddresses> addresses(list);
+    const HostAddresses addresses = resolve(address, stop_fd_, deadline);
+    const addrinfo* const list = addresses.get();
     int error = EHOSTUNREACH, left = 0;
     for (const addrinfo* next = list; next != nullptr; next = next->ai_next) ++left;
     for (const addrinfo* next = list; next != nullptr; next = next->ai_next, --left) {

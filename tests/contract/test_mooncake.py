@@ -11,6 +11,7 @@ import pytest
 
 from lmcache.l2.adapter import Adapter
 from lmcache.l2.adapter_types import parse_adapter
+from lmcache.l2.adapters import mooncake_client
 from lmcache.l2.adapters.mooncake import MooncakeAdapter
 from lmcache.l2.adapters.mooncake_config import MooncakeConfig
 from lmcache.testing.adapter_contract import AdapterContract, build_from
@@ -62,8 +63,10 @@ class KeptClient:
 def kept(peer: Peer) -> Iterator[KeptClient]:
     assert peer.alive()
     client = KeptClient()
+    mooncake_client.CLIENT_ENDS.may_end_all = False
     yield client
     client.end()
+    mooncake_client.CLIENT_ENDS.may_end_all = True
 
 
 class TestInAnotherProcess(AdapterContract):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -243,3 +246,42 @@ def test_rdma_without_memory_or_devices_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mooncake_client, "RDMA_DEVICES", "/nowhere")
     with pytest.raises(ResourceError, match="needs an RDMA device"):
         check(parse_adapter({"type": "mooncake_store", **spec}, 0))
+
+
+LONGEST_PAUSE = """
+import asyncio, json, sys, threading, time
+from lmcache.l2.adapter_types import build, parse_adapter
+from lmcache.testing.contract_run import RecordingInventory
+
+pauses = []
+
+def tick():
+    last = time.monotonic()
+    while True:
+        time.sleep(0.01)
+        now = time.monotonic()
+        pauses.append(now - last)
+        last = now
+
+async def main():
+    adapter = build(parse_adapter(json.loads(sys.argv[1]), 0)).adapter
+    await adapter.open(RecordingInventory())
+    threading.Thread(target=tick, daemon=True).start()
+    began = time.monotonic()
+    await adapter.close()
+    took = time.monotonic() - began
+    await asyncio.sleep(0.05)
+    print(json.dumps([took, max(pauses)]))
+
+asyncio.run(main())
+"""
+
+
+def test_the_end_of_a_server_stops_none_of_its_threads(master: Master, tmp_path: Path) -> None:
+    """In a process of its own: Mooncake can do it once in each."""
+    spec = {"type": "mooncake_store", **mooncake.setup_keys(master)}
+    program = [sys.executable, "-c", LONGEST_PAUSE, json.dumps(spec)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    took_seconds, longest_seconds = json.loads(ended.stdout.splitlines()[-1])
+    # Mooncake's own close() lets no thread run all the while.
+    assert took_seconds > 0.5 and longest_seconds < took_seconds / 2, ended.stdout

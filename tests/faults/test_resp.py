@@ -474,6 +474,38 @@ def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(tmp_path:
     assert "without a passphrase, can be read" in asked.stderr
 
 
+@pytest.mark.parametrize("source", ["key", "environment"])
+def test_a_password_that_was_changed_is_read_for_the_next_connection(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "password"
+    file.write_text("first\n")
+
+    def change(server: Valkey, password: str) -> None:
+        server.call("CONFIG", "SET", "requirepass", password)
+        server.password = password
+        server.call("CLIENT", "KILL", "TYPE", "normal")  # the test's own as well: it is answered first
+
+    async def test(life: Life) -> None:
+        assert await life.store(keys(2)) == [STORED] * 2
+        file.write_text(f"{SECRET}\n")
+        change(server, SECRET)
+        assert await life.load(keys(2)) == [LOADED] * 2
+        file.write_text("two\nlines\n")  # somebody is at it
+        change(server, "third")
+        with pytest.raises(AdapterError, match="must hold one line"):
+            await life.adapter.probe(keys(2))
+        file.write_text("third")
+        await life.eventually(lambda: life.load(keys(2)), [LOADED] * 2)
+
+    with Valkey(tmp_path / "valkey", password="first") as server:
+        server.wait_ready()
+        if source == "environment":
+            monkeypatch.setenv("LMCACHE_RESP_PASSWORD_FILE", str(file))
+        keyed = {"password_file": str(file)} if source == "key" else {}
+        run(at(server, num_workers=1, **keyed), test)
+
+
 def test_no_secret_is_logged(valkey: Valkey, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     valkey.call("ACL", "SETUSER", "kv", "on", f">{SECRET}", "~*", "+@all")

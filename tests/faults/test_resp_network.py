@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.testing.frames import keys
 from lmcache.testing.processes import LOOPBACK
 from polling import until
-from services.network import Network, in_own_network, with_hosts
+from services.network import Network, in_own_network, with_files
 from services.redis import Client, Valkey
 
+SILENT_ADDRESS = "127.53.53.53"
 TIMEOUT_SECONDS = 2.0
 WITHIN_SECONDS = 4 * TIMEOUT_SECONDS  # a retry on a new connection, and a machine that is busy
 
@@ -93,4 +95,23 @@ def test_an_address_of_a_name_that_swallows_what_it_gets_leaves_time_for_the_nex
 
     addresses = [LOOPBACK, "127.0.0.2"]  # as the resolver sorts them
     (tmp_path / "hosts").write_text("".join(f"{address} kv.test\n" for address in addresses))
-    with_hosts(tmp_path / "hosts", test)
+    with_files({"/etc/hosts": tmp_path / "hosts"}, test)
+
+
+def test_name_servers_that_do_not_answer_are_left_in_time(tmp_path: Path) -> None:
+    """The resolver itself would wait for a minute."""
+
+    def test() -> None:
+        with socket.socket(type=socket.SOCK_DGRAM) as silent:
+            silent.bind((SILENT_ADDRESS, 53))
+            for _ in range(2):  # the second waits for what the first began
+                began = time.monotonic()
+                refused = refusal({"host": "kv.example", "port": 6379, "timeout_seconds": 1})
+                assert time.monotonic() - began < 10
+                assert "does not answer in time" in str(refused) or "is not resolved in time" in str(refused)
+            assert silent.recv(4096)  # it was asked
+
+    (tmp_path / "resolv.conf").write_text(f"nameserver {SILENT_ADDRESS}\noptions timeout:30 attempts:2\n")
+    (tmp_path / "nsswitch.conf").write_text("hosts: dns\n")
+    files = {f"/etc/{name}": tmp_path / name for name in ("resolv.conf", "nsswitch.conf")}
+    with_files(files, test)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,8 +14,12 @@ import pytest
 
 from faults.test_resp import LOADED, SECRET, STORED, Life, alive, at, name_of, refusal, run
 from lmcache.core.outcome import LoadOutcome
+from lmcache.errors import AdapterError
+from lmcache.l2.adapters import resp_inventory
+from lmcache.l2.native_resp import Page
 from lmcache.testing.frames import keys
 from lmcache.testing.processes import LOOPBACK, free_port
+from manual_clock import ManualClock
 from polling import until
 from services.redis import SLOTS, Redis, Sentinel, cluster
 
@@ -136,14 +142,15 @@ def test_what_lies_in_a_node_that_joined_is_found_and_cleared_though_no_fault_to
 
 
 @contextmanager
-def lying_server(answers: Mapping[bytes, bytes]) -> Iterator[int]:
+def lying_server(answers: Mapping[bytes, bytes | Callable[[], bytes]]) -> Iterator[int]:
     """Its port; it answers by the first word of a command, +OK to others."""
 
     def serve(peer: socket.socket) -> None:
         with peer, peer.makefile("rb") as file, suppress(OSError):
             while line := file.readline():
                 words = [file.read(int(file.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
-                peer.sendall(answers.get(words[0], b"+OK\r\n"))
+                answer = answers.get(words[0], b"+OK\r\n")
+                peer.sendall(answer if isinstance(answer, bytes) else answer())
 
     def accept() -> None:
         with suppress(OSError):
@@ -182,3 +189,57 @@ def test_a_limit_of_values_that_nothing_fits_in_is_not_believed() -> None:
     page = b"*2\r\n$1\r\n0\r\n*0\r\n"
     with lying_server({b"INFO": b"$0\r\n\r\n", b"CONFIG": told, b"SCAN": page}) as listening:
         run({"host": LOOPBACK, "port": listening}, test)
+
+
+def scan_page(cursor: int, *names: str) -> bytes:
+    listed = b"".join(b"$%d\r\n%s\r\n" % (len(name), name.encode()) for name in names)
+    return b"*2\r\n$%d\r\n%d\r\n*%d\r\n%s" % (len(str(cursor)), cursor, len(names), listed)
+
+
+@pytest.mark.parametrize("cursors", [[7], [1, 2, 3], [9, 8, 1, 2, 3]])
+def test_cursors_that_go_round_end_a_search(cursors: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """Of which those before the circle come once."""
+    tail, circle = cursors[:-3], cursors[-3:]
+    endless = itertools.chain(tail, itertools.cycle(circle))
+
+    async def test(life: Life) -> None:
+        with pytest.raises(AdapterError, match=r"answers SCAN with the cursor \d again"):
+            await life.adapter.clear()
+
+    with lying_server({b"INFO": b"$0\r\n\r\n", b"SCAN": lambda: scan_page(next(endless))}) as listening:
+        run({"host": LOOPBACK, "port": listening}, test)
+    assert caplog.text.count("answers SCAN with the cursor") == 1
+
+
+def test_a_search_that_does_not_end_is_left_and_its_memory_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resp_inventory, "MAX_L2_LISTED_PAGES", 40)
+    cursors, asked = itertools.count(1), itertools.count()
+
+    def page() -> bytes:
+        next(asked)
+        return scan_page(next(cursors))
+
+    async def test(life: Life) -> None:
+        with pytest.raises(AdapterError, match="without an end: it was left after 40 pages"):
+            await life.adapter.clear()
+
+    with lying_server({b"INFO": b"$0\r\n\r\n", b"SCAN": page}) as listening:
+        run({"host": LOOPBACK, "port": listening}, test)
+    assert "without an end" in caplog.text and next(asked) <= 120  # of the scan, the sweep and clear()
+
+
+def test_objects_and_namespaces_of_a_search_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resp_inventory, "MAX_L2_LISTED_OBJECTS", 100)
+    monkeypatch.setattr(resp_inventory, "MAX_L2_LISTED_NAMESPACES", 3)
+    objects, numbers = resp_inventory.Objects(ManualClock()), itertools.count()
+
+    def page(namespaces: int) -> Page:
+        packed = b"".join(bytes([number % namespaces]) * 32 + next(numbers).to_bytes(32, "big") for number in range(30))
+        figures = memoryview(array("Q", [4096] * 30))
+        return Page(1, packed, figures, figures)
+
+    assert objects.add(page(10)) and len(objects.first) == 3 and len(objects.sizes) == len(objects.positions) == 9
+    assert [objects.add(page(1)) for _ in range(4)] == [True, True, True, False]
+    assert len(objects.hashes) == 32 * len(objects.sizes) == 32 * len(objects.used_ns) == 32 * (9 + 120)

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,16 @@ def in_own_network(test: Callable[[Network], None]) -> None:
     _in_own_thread(lambda: test(Network()))
 
 
-def with_hosts(hosts: Path, test: Callable[[], None]) -> None:
-    """Runs it in a thread for which that file is /etc/hosts; what it raises is raised here."""
+def with_files(files: Mapping[str, Path], test: Callable[[], None]) -> None:
+    """Runs it in a thread for which those files stand in place of the system's, such as "/etc/hosts"; what it raises is
+    raised here."""
 
     def run() -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if os.geteuid() != 0 or libc.unshare(CLONE_NEWNS) != 0:
             pytest.skip("needs the right to make a mount namespace")
-        for source, target, flags in ((b"none", b"/", MS_REC | MS_PRIVATE), (bytes(hosts), b"/etc/hosts", MS_BIND)):
+        mounts = [(bytes(source), target.encode(), MS_BIND) for target, source in files.items()]
+        for source, target, flags in ((b"none", b"/", MS_REC | MS_PRIVATE), *mounts):
             if libc.mount(source, target, None, flags, None) != 0:
                 pytest.skip(f"this kernel refuses a mount: {os.strerror(ctypes.get_errno())}")
         test()

@@ -66,6 +66,8 @@ struct RespCredentials {
     std::string username, password;
     unsigned database = 0;
     bool no_touch = false;  // what this connection reads does not count as use, where the server can do that
+    // Files of one line each, in place of what is above, read for each connection: they may change. Empty: none.
+    std::string username_file, password_file;
 };
 
 // One thread at a time. After a RespFault the connection is of no more use.
@@ -73,7 +75,8 @@ class RespConnection {
 public:
     static constexpr std::uint64_t kMaxReplyBytes = 64 << 20;  // of read_reply, over all its parts
 
-    // Connects and logs in. RespFault: EACCES where the server refuses the user or the password.
+    // Connects and logs in. RespFault: EACCES where the server refuses the user or the password, or where they are not
+    // in their files.
     RespConnection(const RespAddress& address, const TlsContext* tls, const RespCredentials& credentials, int stop_fd,
                    RespDeadline deadline);
 

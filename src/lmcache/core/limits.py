@@ -75,7 +75,10 @@ L2_BREAKER_MAX_OPEN_SECONDS = 60.0
 L2_RETRY_BACKOFF_SECONDS = 0.05  # before the first retry, then doubled
 L2_MAX_READS_IN_FLIGHT = 8  # operations an adapter, running or abandoned
 L2_MAX_WRITES_IN_FLIGHT = 4
-MAX_L2_LISTED_OBJECTS = 1 << 26  # of one search of a bucket, whose server says when it ends
+# Of one search of a bucket or a Redis server, which itself says when it ends.
+MAX_L2_LISTED_OBJECTS = 1 << 26
+MAX_L2_LISTED_NAMESPACES = 1 << 16
+MAX_L2_LISTED_PAGES = 1 << 20
 L2_SERDE_MEMORY_BYTES = 384 * MIB  # an adapter, for encoded frames on their way; one larger batch alone may have more
 MAX_SERDES_NAMED = 16  # of other servers in one backend, in the log
 MAX_L2_UNREADABLE_OBJECTS = 65_536  # an adapter, remembered so that a store replaces them

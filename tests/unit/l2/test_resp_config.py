@@ -110,6 +110,18 @@ def test_where_the_password_comes_from(tmp_path: Path) -> None:
     assert config(**here).credentials(environ) == ("filed", "e")
 
 
+def test_which_files_are_read_again() -> None:
+    environ = {"LMCACHE_RESP_USERNAME_FILE": "/u", "LMCACHE_RESP_PASSWORD_FILE": "/p"}
+    here = {"host": "h", "port": 1}
+    assert config(**here).credential_files({}) == ("", "")
+    assert config(**here).credential_files(environ) == ("/u", "/p")
+    assert config(**here, password_file="/k").credential_files(environ) == ("/u", "/k")
+    assert config(**here, username="u", password="k").credential_files(environ) == ("", "")
+    assert config(url="redis://u:p@h").credential_files(environ) == ("", "")
+    assert config(url="redis://u:p@h", password_file="/k").credential_files(environ) == ("", "/k")
+    assert config(**here).credential_files({**environ, "LMCACHE_RESP_PASSWORD": "e"}) == ("/u", "")
+
+
 def test_a_password_that_cannot_be_had_is_said(tmp_path: Path) -> None:
     here = {"host": "h", "port": 1}
     with pytest.raises(ResourceError, match="cannot be read: No such file"):

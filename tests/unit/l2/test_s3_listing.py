@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +14,12 @@ import pytest
 from lmcache import _native
 from lmcache.clock import SystemClock
 from lmcache.core.limits import GIB
+from lmcache.errors import AdapterError
 from lmcache.l2.adapter import Adapter
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.adapters import s3, s3_inventory, s3_listing
+from lmcache.l2.adapters.remote_names import RemoteNames
+from lmcache.l2.adapters.s3_xml import Listed
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.contract_run import RecordingInventory
@@ -108,7 +112,29 @@ def test_pages_that_go_round_are_left(stub: S3Stub, tokens: str, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         assert run(stub, told) == 2
     assert pages_asked_for(stub) <= 2
-    assert "its listing goes round" in caplog.text
+    assert caplog.text.count("its listing goes round") == 1
+
+
+def test_a_token_that_comes_again_is_an_error_whatever_lies_between(stub: S3Stub) -> None:
+    tokens = itertools.cycle(["a", "b", "c"])
+    stub.fault = lambda handler: is_page(handler) and handler.answer(200, listing(stub, 0, next(tokens)))
+
+    async def test(adapter: Adapter, _: RecordingInventory) -> None:
+        stub.requests.clear()
+        with pytest.raises(AdapterError, match="the same continuation token again"):
+            await adapter.clear()
+        assert pages_asked_for(stub) == 4
+
+    run(stub, test)
+
+
+def test_namespaces_of_a_listing_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is one more read, and more memory than its objects."""
+    monkeypatch.setattr(s3_inventory, "MAX_L2_LISTED_NAMESPACES", 3)
+    names = RemoteNames()
+    contents = s3_inventory.BucketContents(names)
+    contents.add([Listed(f"{names.folder(bytes([number]) * 32)}{'00' * 32}", 8192, 0) for number in range(9)])
+    assert len(contents) == 3 and len(contents.candidates()) == 3
 
 
 def test_pages_without_end_are_left(
@@ -120,7 +146,13 @@ def test_pages_without_end_are_left(
     )
     with caplog.at_level(logging.WARNING):
         assert run(stub, told) == 0
-    assert pages_asked_for(stub) == 10 and "does not end" in caplog.text
+    assert pages_asked_for(stub) == 10 and caplog.text.count("does not end") == 1
+
+    async def test(adapter: Adapter, _: RecordingInventory) -> None:
+        with pytest.raises(AdapterError, match="does not end, and is left after 20 objects"):
+            await adapter.clear()
+
+    run(stub, test)
 
 
 def test_a_long_listing_says_how_far_it_is(

@@ -1,7 +1,8 @@
 """Mooncake's client: its start, its end, and calls of it on threads.
 
 What is not said of it, and what follows from it here:
-- `setup` and `close` hold the GIL while they wait for the services. So these are asked first whether they are there.
+- `setup` and `close` hold the GIL while they wait for the services. So these are asked first whether they are there,
+  and the last client of the process is ended by a function that the library has beside its Python module.
 - A call of a client that is not set up, or closed, ends the process. So no call is begun outside of a life, and a life
   does not end before its calls.
 - A transfer that its call gave up after a minute goes on, and writes into memory that has been given back. Only the end
@@ -11,9 +12,11 @@ What is not said of it, and what follows from it here:
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -36,6 +39,11 @@ DEFAULTS = {
     "MC_RPC_TIMEOUT_MS": "5000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "5000",
 }
+# `ResourceTracker::getInstance()` and `cleanupAllResources()`, which Mooncake itself calls when the process exits.
+TRACKER, CLEAN_UP = (
+    "_ZN8mooncake15ResourceTracker11getInstanceEv",
+    "_ZN8mooncake15ResourceTracker19cleanupAllResourcesEv",
+)
 LATE_SECONDS = 50.0  # Mooncake gives a transfer up after 60
 RDMA_DEVICES = "/sys/class/infiniband"
 
@@ -94,6 +102,45 @@ def refuse_missing_devices(config: MooncakeConfig) -> None:
             f'{config.where}: "protocol" "rdma" needs an RDMA device, and {RDMA_DEVICES} has none; '
             'install its driver, or use "tcp".'
         )
+
+
+class ClientEnds:
+    """Of the clients of this process. Mooncake can end all of them at once without the GIL, but only once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._set_up: set[int] = set()  # by id()
+        self.may_end_all = True  # False where the process has clients that nobody tells here
+
+    def begun(self, store: Store) -> None:
+        with self._lock:
+            self._set_up.add(id(store))
+
+    def end(self, store: Store, *, is_last: bool) -> None:
+        """Blocks, in most cases for seconds. `is_last`: of this process; where it is not, all other threads wait."""
+        with self._lock:
+            self._set_up.discard(id(store))
+            if is_last and self.may_end_all and not self._set_up:
+                _end_all()
+        store.close()
+
+
+def _end_all() -> None:
+    """What `close` would do, for every client. Nothing where the library of another version has no such function."""
+    module = sys.modules.get("mooncake.store")
+    if module is None or module.__file__ is None:
+        return
+    library = ctypes.CDLL(module.__file__)  # which is loaded; its functions are called without the GIL
+    try:
+        tracker, clean_up = library[TRACKER], library[CLEAN_UP]
+    except AttributeError:
+        return
+    tracker.argtypes, tracker.restype = [], ctypes.c_void_p
+    clean_up.argtypes, clean_up.restype = [ctypes.c_void_p], None
+    clean_up(tracker())
+
+
+CLIENT_ENDS = ClientEnds()
 
 
 class MooncakeClient:
@@ -162,7 +209,7 @@ class MooncakeClient:
         self._is_closed = True
         await self._transfers.close()
         await self._control.close()
-        await self._disconnect()
+        await self._disconnect(is_last=True)
 
     # ---- lives -------------------------------------------------------------------------------------------------------
     async def _run(self, threads: CallThreads, call: Callable[[Store], T]) -> tuple[Store, T]:
@@ -186,7 +233,7 @@ class MooncakeClient:
         async with self._changing:
             if self._store is store:
                 await self._is_idle.wait()
-                await self._disconnect()
+                await self._disconnect(is_last=False)
                 self.replaced += 1
 
     async def _reconnect(self) -> None:
@@ -213,7 +260,7 @@ class MooncakeClient:
     def _end_late(self, task: asyncio.Task[Store]) -> None:
         """Of a client for which nobody waits any more."""
         if not task.cancelled() and task.exception() is None:
-            spawn(in_thread("l2-close", _end, task.result(), self._region), f"{self._config.name}-close")
+            spawn(in_thread("l2-close", _end, task.result(), self._region, False), f"{self._config.name}-close")
 
     def _set_up(self, is_late: threading.Event) -> Store:
         where, store = self._config.where, self._make_store()
@@ -221,15 +268,16 @@ class MooncakeClient:
             raise ResourceError(
                 f"{where}: Mooncake's client refuses these keys or found no store; its lines above say why."
             )
+        CLIENT_ENDS.begun(store)
         if not is_late.is_set() and (self._region is None or not store.register_buffer(*self._region)):
             return store
-        store.close()
+        CLIENT_ENDS.end(store, is_last=False)
         raise ResourceError(f"{where}: Mooncake's client cannot use L1 as memory; its lines above say why.")
 
-    async def _disconnect(self) -> None:
+    async def _disconnect(self, *, is_last: bool) -> None:
         store, self._store = self._store, None
         if store is not None:
-            await in_thread("l2-close", _end, store, self._region)
+            await in_thread("l2-close", _end, store, self._region, is_last)
 
     def _refuse_unreachable(self) -> None:
         for key, address in self._config.services.items():
@@ -270,7 +318,7 @@ def _registered(places: Sequence[tuple[int, int]], call: Callable[[Store], list[
             store.unregister_buffer(address)
 
 
-def _end(store: Store, region: Range | None) -> None:
+def _end(store: Store, region: Range | None, is_last: bool) -> None:
     if region is not None:
         store.unregister_buffer(region.address)
-    store.close()
+    CLIENT_ENDS.end(store, is_last=is_last)

@@ -14,12 +14,13 @@ import os
 from collections.abc import Awaitable, Callable, Container, Sequence
 
 from lmcache.core.key import ObjectKey
+from lmcache.core.limits import MAX_L2_LISTED_OBJECTS
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.environment import SYSTEM, Environment
 from lmcache.errors import AdapterError, ConfigError, ResourceError
 from lmcache.l2.adapter import Adapter, Capacity, Inventory
 from lmcache.l2.adapters.resp_config import MAX_VALUE_BYTES, MIN_VALUE_BYTES, RespConfig, client_options
-from lmcache.l2.adapters.resp_inventory import Objects, namespaces_of
+from lmcache.l2.adapters.resp_inventory import Objects, ScanCursor, namespaces_of
 from lmcache.l2.adapters.resp_servers import Servers, find_servers, make_client
 from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.completions import IoResults
@@ -147,10 +148,9 @@ class RespAdapter(Adapter):
 
     async def _clear_server(self, node: int) -> tuple[int, int]:
         objects = size_bytes = 0
-        cursor = -1
-        while cursor:
-            page = self._page(await self._control.scan(node, max(cursor, 0)))
-            cursor = page.cursor
+        cursor = self._scan_of(node)
+        while not cursor.ended:
+            page = self._page(await self._control.scan(node, cursor.next))
             if page.keys:
                 results = await self._control.delete(page.keys)
                 self._look_at("delete from", self._control, results, expected=_GONE)
@@ -158,9 +158,10 @@ class RespAdapter(Adapter):
                 size_bytes += sum(
                     size for size, deleted in zip(page.sizes, results.values, strict=True) if deleted == 1
                 )
-        cursor = -1
-        while cursor:  # parts whose writers died
-            cursor = self._page(await self._control.sweep_parts(node, max(cursor, 0))).cursor
+            cursor.follow(page.cursor)
+        cursor = self._scan_of(node)
+        while not cursor.ended:  # parts whose writers died
+            cursor.follow(self._page(await self._control.sweep_parts(node, cursor.next)).cursor)
         return objects, size_bytes
 
     async def close(self) -> None:
@@ -197,6 +198,11 @@ class RespAdapter(Adapter):
             self._note_changes()
             raise self._fault("search", self._control, page)
         return page
+
+    def _scan_of(self, node: int) -> ScanCursor:
+        addresses = self._servers.addresses  # fewer by now, where the servers were found again meanwhile
+        host, port = addresses[node] if node < len(addresses) else ("a server that is gone", 0)
+        return ScanCursor(f"{self._name}: {host}:{port}" if port else f"{self._name}: {host}")
 
     # ---- servers -----------------------------------------------------------------------------------------------------
     def _assign(self) -> None:
@@ -279,10 +285,10 @@ class RespAdapter(Adapter):
         them, and they do not expire."""
         swept = 0
         for node in range(len(self._servers.addresses)):
-            cursor = -1
-            while cursor:
-                reply, deleted = await self._control.sweep_orphans(node, max(cursor, 0))
-                cursor = self._page(reply).cursor
+            cursor = self._scan_of(node)
+            while not cursor.ended:
+                reply, deleted = await self._control.sweep_orphans(node, cursor.next)
+                cursor.follow(self._page(reply).cursor)
                 swept += deleted
         if swept:
             log.info("%s: deleted %d parts that belonged to no object", self._name, swept)
@@ -293,11 +299,12 @@ class RespAdapter(Adapter):
         scan = self._inventory.begin_scan()
         objects = Objects(self._clock)
         for node in range(len(self._servers.addresses)):
-            cursor = -1
-            while cursor:
-                page = self._page(await self._control.scan(node, max(cursor, 0)))
-                cursor = page.cursor
-                objects.add(page)
+            cursor = self._scan_of(node)
+            while not cursor.ended:
+                page = self._page(await self._control.scan(node, cursor.next))
+                if not objects.add(page):
+                    raise AdapterError(f"{self._name}: its servers name more than {MAX_L2_LISTED_OBJECTS} objects")
+                cursor.follow(page.cursor)
         namespaces = await namespaces_of(objects, self._control, self._config.prefix)
         for columns in objects.youngest_first(namespaces, INVENTORY_SLICE):
             self._inventory.found(columns)

@@ -77,7 +77,9 @@ class RespConfig(AdapterConfig, frozen=True, kw_only=True):
     password: Annotated[str, Meta(description="password; also LMCACHE_RESP_PASSWORD or LMCACHE_RESP_PASSWORD_FILE")] = (
         ""
     )
-    password_file: Annotated[str, Meta(description="file with the password, in place of password")] = ""
+    password_file: Annotated[
+        str, Meta(description="file with the password, in place of password; read for each connection")
+    ] = ""
     database: Annotated[int, Meta(ge=0, le=1 << 20, description="number of the database; a cluster has only 0")] = 0
     prefix: Prefix = DEFAULT_PREFIX
     tls: Annotated[bool, Meta(description="connect with TLS, and check the server's certificate")] = False
@@ -160,6 +162,20 @@ class RespConfig(AdapterConfig, frozen=True, kw_only=True):
             raise ConfigError(f'{self.where}: "username" needs a password: give "password" or LMCACHE_RESP_PASSWORD.')
         return Credentials(username, password)
 
+    def credential_files(self, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+        """The files that the user and the password come from, to be read for each connection; "" where they come from
+        elsewhere."""
+        given = parse_url(self.url) if self.url else None
+
+        def of_environment(name: str) -> str:
+            variable = f"{ENVIRONMENT}{name}"
+            return "" if environ.get(variable) else environ.get(f"{variable}_FILE", "")
+
+        username_file = "" if self.username or (given and given.username) else of_environment("USERNAME")
+        if self.password or self.password_file:
+            return username_file, "" if self.password else self.password_file
+        return username_file, "" if given and given.password else of_environment("PASSWORD")
+
     def _from_environment(self, name: str, environ: Mapping[str, str]) -> str:
         variable = f"{ENVIRONMENT}{name}"
         if environ.get(variable):
@@ -238,10 +254,13 @@ def parse_address(text: str, default_port: int) -> Address:
 def client_options(config: RespConfig) -> dict[str, Any]:
     """What every native client of this adapter is made with. ConfigError or ResourceError."""
     credentials = config.credentials()
+    username_file, password_file = config.credential_files()
     return {
         "prefix": config.prefix,
         "username": credentials.username,
         "password": credentials.password,
+        "username_file": username_file,
+        "password_file": password_file,
         "database": config.database_number,
         "timeout_seconds": config.timeout_seconds,
         "tls": config.uses_tls,

@@ -8,7 +8,13 @@ from collections.abc import Iterator, Sequence
 from lmcache import _native
 from lmcache.clock import Clock, wall_ns
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey, UnnamedNamespace
-from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.core.limits import (
+    FRAME_HEADER_BYTES,
+    MAX_L2_LISTED_NAMESPACES,
+    MAX_L2_LISTED_OBJECTS,
+    MAX_L2_LISTED_PAGES,
+)
+from lmcache.errors import AdapterError
 from lmcache.l2.adapter import ObjectColumns
 from lmcache.l2.adapters.remote_names import RemoteNames, identify_namespace
 from lmcache.l2.native_resp import NativeResp, Page
@@ -17,6 +23,30 @@ MAX_TRIES = 64  # objects of a namespace that are asked for its name
 MANIFEST_BYTES = 64
 _MAGIC = b"LMCPARTS"
 _WRITE_ID = slice(32, 48)
+
+
+class ScanCursor:
+    """Where one SCAN of a server is. A server without fault names each cursor once, and 0 as the last."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._pages = 0
+        self._seen = 0  # the cursor of the last page whose number is a power of two (Brent's search for a cycle)
+        self.next = 0
+        self.ended = False
+
+    def follow(self, cursor: int) -> None:
+        """AdapterError where the cursors go round, or do not end."""
+        self._pages += 1
+        self.next, self.ended = cursor, cursor == 0
+        if self.ended:
+            return
+        if cursor == self._seen:
+            raise AdapterError(f"{self._server} answers SCAN with the cursor {cursor} again, which would never end")
+        if self._pages >= MAX_L2_LISTED_PAGES:
+            raise AdapterError(f"{self._server} answers SCAN without an end: it was left after {self._pages} pages")
+        if self._pages & (self._pages - 1) == 0:
+            self._seen = cursor
 
 
 class Objects:
@@ -31,20 +61,25 @@ class Objects:
         self.sizes = array("Q")
         self.used_ns = array("q")
 
-    def add(self, page: Page) -> None:
+    def add(self, page: Page) -> bool:
+        """False when no more are taken. Those of too many namespaces are left out: each is asked for its name."""
         now_ns = wall_ns(self._clock)
         keys, half = page.keys, CHUNK_HASH_BYTES
-        for start in range(0, len(keys), 2 * half):
+        for row, start in enumerate(range(0, len(keys), 2 * half)):
             digest, chunk_hash = keys[start : start + half], keys[start + half : start + 2 * half]
-            position = self.digests.setdefault(digest, len(self.first))
-            if position == len(self.first):
+            position = self.digests.get(digest)
+            if position is None:
+                if len(self.first) >= MAX_L2_LISTED_NAMESPACES:
+                    continue
+                position = self.digests[digest] = len(self.first)
                 self.first.append([])
             if len(self.first[position]) < MAX_TRIES:
                 self.first[position].append(chunk_hash)
             self.positions.append(position)
             self.hashes += chunk_hash
-        self.sizes.extend(page.sizes)
-        self.used_ns.extend([now_ns - seconds * 10**9 for seconds in page.idle_seconds])
+            self.sizes.append(page.sizes[row])
+            self.used_ns.append(now_ns - page.idle_seconds[row] * 10**9)
+        return len(self.positions) < MAX_L2_LISTED_OBJECTS
 
     def youngest_first(self, namespaces: Sequence[Namespace], slice_objects: int) -> Iterator[ObjectColumns]:
         """Objects of namespaces that nobody can name go first, so they are told last."""

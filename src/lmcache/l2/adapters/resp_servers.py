@@ -179,6 +179,7 @@ def _ask_sentinels(config: RespConfig, options: Mapping[str, Any], clock: Clock)
     assert config.sentinel is not None
     sentinel = config.sentinel
     own = {"username": sentinel.username, "password": sentinel.password, "database": 0}
+    own |= {"username_file": "", "password_file": ""}
     seconds = OWN_SHARE * config.timeout_seconds / (len(sentinel.addresses) + 1)
     refusals: list[Exception] = []
     for address in sentinel.addresses:

@@ -22,7 +22,7 @@ from lmcache.l2.adapters.s3_client import S3Session, check_package, open_session
 from lmcache.l2.adapters.s3_config import S3Config, S3Location
 from lmcache.l2.adapters.s3_faults import FULL_CODES, explained, refusal
 from lmcache.l2.adapters.s3_inventory import BucketContents
-from lmcache.l2.adapters.s3_listing import PAGE_OBJECTS, PAGE_TRIES, list_request, pages
+from lmcache.l2.adapters.s3_listing import PAGE_OBJECTS, PAGE_TRIES, EndlessListing, list_request, pages
 from lmcache.l2.adapters.s3_requests import Download, Fault, Request, Upload
 from lmcache.l2.adapters.s3_xml import MAX_TIME_NS, delete_body, is_list_page, list_page, not_deleted
 from lmcache.l2.background import in_thread, spawn
@@ -270,11 +270,14 @@ class S3Adapter(Adapter):
         contents = BucketContents(self._names, self._told)
         progress = LogLimiter(LOG_SECONDS)
         progress.due()  # most listings are over before it is due again
-        async for page in pages(self._run, self._location, self._names.root, tries=PAGE_TRIES):
-            await in_thread("l2-list", contents.add, page.objects)
-            if progress.due():
-                # Millions of objects take long, and until the first listing ends stores with a capacity wait for it.
-                log.info("%s: listing %s: %d objects so far", self._name, self._location, len(contents))
+        try:
+            async for page in pages(self._run, self._location, self._names.root, tries=PAGE_TRIES):
+                await in_thread("l2-list", contents.add, page.objects)
+                if progress.due():
+                    # Millions of objects take long, and until the first listing ends stores with a capacity wait.
+                    log.info("%s: listing %s: %d objects so far", self._name, self._location, len(contents))
+        except EndlessListing as error:
+            log.warning("%s: %s; what it did not name counts only when it is asked for", self._name, error)
         await self._identify(contents)
         self._told = contents.told()
         order = await in_thread("l2-list", contents.youngest_first)

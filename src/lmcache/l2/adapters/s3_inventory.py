@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lmcache import _native
 from lmcache.core.key import Namespace, UnnamedNamespace
-from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_L2_LISTED_NAMESPACES
 from lmcache.l2.adapter import ObjectColumns
 from lmcache.l2.adapters.remote_names import RemoteNames, identify_namespace
 from lmcache.l2.adapters.s3_xml import Listed
@@ -45,6 +45,8 @@ class BucketContents:
             digest, chunk_hash = parsed
             position = self._position.get(digest)
             if position is None:
+                if len(self._namespaces) >= MAX_L2_LISTED_NAMESPACES:
+                    continue  # each is read for its name: what it holds counts only when it is asked for
                 position = self._position[digest] = len(self._namespaces)
                 namespace = self._told.get(digest)
                 self._namespaces.append(namespace or UnnamedNamespace.of(digest))
