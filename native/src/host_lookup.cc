@@ -26,9 +26,11 @@ HostLookupResult resolved(const std::string& host, const std::string& port, int 
     addrinfo* list = nullptr;
     if (const int error = resolver(host.c_str(), port.c_str(), &hints, &list); error != 0)
         return {Kind::kRefused, nullptr, error};
-    return {Kind::kFound, HostAddresses(list, [](const addrinfo* first) {
-                if (first != nullptr) ::freeaddrinfo(const_cast<addrinfo*>(first));
-            }),
+    return {Kind::kFound,
+            HostAddresses(list,
+                          [](const addrinfo* first) {
+                              if (first != nullptr) ::freeaddrinfo(const_cast<addrinfo*>(first));
+                          }),
             0};
 }
 

@@ -56,7 +56,8 @@ TEST_CASE(one_that_stands_still_costs_its_deadline_and_one_thread) {
     lmcache::EventFd stop;
     asked = ended = 0;
     held = true;
-    for (int i = 0; i < 20; ++i) CHECK(look_up_host("slow.test", 7, stop.get(), in(1ms), resolver).kind == Kind::kTooLate);
+    for (int i = 0; i < 20; ++i)
+        CHECK(look_up_host("slow.test", 7, stop.get(), in(1ms), resolver).kind == Kind::kTooLate);
     while (asked == 0) std::this_thread::yield();
     CHECK(asked == 1);
     auto waiting = std::async(std::launch::async,
