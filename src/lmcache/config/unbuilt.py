@@ -99,7 +99,8 @@ IN_PROCESS_FAMILIES: Mapping[str, str] = {
 }
 
 ADAPTERS: Mapping[str, str] = {
-    "infinistore": f"{_SHARED_FOLDER}, and {_PLUGIN}",
+    "infinistore": '"type": "mooncake_store" shares the memory of machines over RDMA or TCP, "resp" a Redis or Valkey '
+    f'and "s3" a bucket, and {_PLUGIN}',
     "p2p": _SHARED_FOLDER,
 }
 # What people call them: the documented type, and what else it needs.
