@@ -1,7 +1,7 @@
 """The serdes: ratio, and GB/s of one thread's own time, on random bfloat16 and on the KV of a real model.
 
---kv FILE holds raw bfloat16, as `torch.Tensor.view(torch.int16).numpy().tofile` writes it; without one, only random
-numbers are encoded. Speeds count bytes before encoding, on one core, beside a plain copy in the same run.
+--kv FILE holds raw bfloat16, as `real_model.py --kv FILE` writes it; without one, only random numbers are encoded.
+Speeds count bytes before encoding, on one core, beside a plain copy in the same run.
 """
 
 from __future__ import annotations

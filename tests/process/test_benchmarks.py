@@ -57,6 +57,7 @@ def test_a_benchmark_runs_small(name: str, options: list[str], count: int) -> No
     [
         ("end_to_end", ["--tokens", "1024"], 7),
         ("end_to_end_disk", ["--tokens", "1024"], 6),
+        ("end_to_end_remote", ["--tokens", "1024", "resp"], 4),
         ("overhead", [], 5),
         ("sharing", [], 5),
     ],
@@ -65,6 +66,8 @@ def test_a_benchmark_with_engines_runs_small(name: str, options: list[str], coun
     pytest.importorskip("vllm")
     if name == "end_to_end_disk" and not shutil.which("fio"):
         pytest.skip("it needs fio")
+    if name == "end_to_end_remote":
+        program(VALKEY, "Valkey")
     figures = run_small(name, "--runs", "1", *options, timeout_seconds=900.0)
     assert len(figures) == count
 

@@ -218,13 +218,14 @@ class CacheServer(ManagedProcess):
         environment: Mapping[str, str] | None = None,
         log_name: str = "server.log",
         program: Sequence[str] = ("-m", "lmcache.cli.main"),
+        interpreter: str = sys.executable,
     ) -> None:
-        """`program`: what Python runs as `lmcache`."""
+        """`program`: what Python runs as `lmcache`; `interpreter`: that of another environment."""
         self.port = port or free_port()
         self.http_port = http_port or free_port()
         self.shm_name = shm_name or f"lmcache-test-{os.getpid()}-{self.port}"
         command = [
-            *(sys.executable, *program, "server"),
+            *(interpreter, *program, "server"),
             *("--host", host, "--port", str(self.port)),
             *("--http-host", LOOPBACK, "--http-port", str(self.http_port)),
             *("--prometheus-port", str(free_port())),
@@ -292,13 +293,14 @@ class VllmEngine(ManagedProcess):
         extra: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         log_name: str = "engine.log",
+        interpreter: str = sys.executable,
     ) -> None:
-        """`connector`: what names another connector class to vLLM."""
+        """`connector`: what names another connector class to vLLM; `interpreter`: that of another environment."""
         self._parts: dict[int, str] = {}  # the engine core and the workers, once it is ready
         self.port = free_port()
         self.model = str(model_folder)
         command = [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model),
+            *(interpreter, "-m", "vllm.entrypoints.cli.main", "serve", self.model),
             *("--host", LOOPBACK, "--port", str(self.port), "--dtype", "bfloat16", "--seed", "0"),
             *("--max-model-len", "34000", "--max-num-batched-tokens", "2048", "--max-num-seqs", "8"),
             *("--enforce-eager", "--enable-prompt-tokens-details"),
