@@ -75,6 +75,7 @@ class Network:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             _shut(near)
+            near.close()
             return
         with self._lock:
             self._pairs.append((near, far))
