@@ -33,6 +33,7 @@ from lmcache.l2.adapters.io_engine_probe import (
     trial_paths,
     try_engines,
 )
+from lmcache.l2.adapters.scan_order import MAX_TIME_NS, slices
 from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.native_device import usable_queue_depth
 from lmcache.l2.native_files import FileMover, NativeFiles
@@ -73,6 +74,7 @@ class FsNativeAdapter:
             self._engine = "posix"
         self._queue_depth = usable_queue_depth(self._engine, config.threads, config.name)
         self._stamps: dict[str, int] = {}
+        self._searched_until_ns = MAX_TIME_NS  # all that the first scan finds is older than what is stored meanwhile
         self._base_bytes = folder.FOLDER_BYTES
         self._quarantined_bytes = 0
         self._unremovable: set[ObjectKey] = set()  # corrupt, and neither moved nor deleted
@@ -384,17 +386,20 @@ class FsNativeAdapter:
         return loop.time() - started
 
     async def _scan(self) -> None:
-        scan = self._inventory.begin_scan()
+        loop = asyncio.get_running_loop()
+        scan, started = self._inventory.begin_scan(), loop.time()
         contents, order, quarantined, others = await in_thread("l2-scan", self._search)
         self._shared = bool(others)
         for fault in contents.faults[:1]:
             log.warning("%s: %d folders could not be searched, the first: %s", self._name, len(contents.faults), fault)
         self._quarantined_bytes = quarantined
-        for start in range(0, len(order), INVENTORY_SLICE):
-            rows = order[start : start + INVENTORY_SLICE]
+        for rows, newer in slices(order, contents.used_ns, self._searched_until_ns, INVENTORY_SLICE):
             columns = (contents.namespaces, contents.owners, contents.hashes, contents.sizes, rows)
-            self._inventory.found(ObjectColumns(*columns))
+            self._inventory.found(ObjectColumns(*columns), newer=newer)
             await asyncio.sleep(0)
+        # By the clock of the file system. What was stored behind the back of a scan may be as old as its beginning.
+        newest_ns = contents.used_ns[order[0]] if order else 0
+        self._searched_until_ns = max(0, newest_ns - int((loop.time() - started) * 1e9))
         for keys in self._inventory.known(unseen_by=scan):
             await self._report_lost(keys)
             await asyncio.sleep(0)

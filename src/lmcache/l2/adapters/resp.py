@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Container, Sequence
 
+from lmcache.clock import wall_ns
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import MAX_L2_LISTED_OBJECTS
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
@@ -22,6 +23,7 @@ from lmcache.l2.adapter import Adapter, Capacity, Inventory
 from lmcache.l2.adapters.resp_config import MAX_VALUE_BYTES, MIN_VALUE_BYTES, RespConfig, client_options
 from lmcache.l2.adapters.resp_inventory import Objects, ScanCursor, namespaces_of
 from lmcache.l2.adapters.resp_servers import Servers, find_servers, make_client
+from lmcache.l2.adapters.scan_order import MAX_TIME_NS
 from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.completions import IoResults
 from lmcache.l2.native_resp import NativeResp, Page, pack
@@ -39,6 +41,7 @@ INVENTORY_SLICE = 4096
 WATCH_SECONDS = 60.0
 WATCH_MAX_SECONDS = 1800.0
 ORPHANS_SECONDS = 3600.0  # between two searches for parts that belong to no object
+IDLE_TIME_NS = 10**9  # in which the servers tell the time of use
 SCAN_SHARE = 50  # the pause after a scan, in multiples of its duration
 CLEAR_ATTEMPTS = 3  # where its servers change meanwhile
 SEARCH_PAUSE_SECONDS = 0.5  # before the servers are looked for again
@@ -59,6 +62,7 @@ class RespAdapter(Adapter):
         self._search: asyncio.Task[None] | None = None
         self._finding = asyncio.Lock()
         self._changes_seen = 0
+        self._searched_until_ns = MAX_TIME_NS  # all that the first scan finds is older than what is stored meanwhile
         self._faults = LogLimiter(LOG_SECONDS, environment.clock)
 
     @staticmethod
@@ -296,7 +300,7 @@ class RespAdapter(Adapter):
     async def _scan(self) -> None:
         """Tells what the servers hold, and which of the known objects they do not."""
         await self._find_servers()
-        scan = self._inventory.begin_scan()
+        scan, started_ns = self._inventory.begin_scan(), wall_ns(self._clock)
         objects = Objects(self._clock)
         for node in range(len(self._servers.addresses)):
             cursor = self._scan_of(node)
@@ -306,9 +310,10 @@ class RespAdapter(Adapter):
                     raise AdapterError(f"{self._name}: its servers name more than {MAX_L2_LISTED_OBJECTS} objects")
                 cursor.follow(page.cursor)
         namespaces = await namespaces_of(objects, self._control, self._config.prefix)
-        for columns in objects.youngest_first(namespaces, INVENTORY_SLICE):
-            self._inventory.found(columns)
+        for columns, newer in objects.youngest_first(namespaces, INVENTORY_SLICE, self._searched_until_ns):
+            self._inventory.found(columns, newer=newer)
             await asyncio.sleep(0)
+        self._searched_until_ns = started_ns - IDLE_TIME_NS
         for keys in self._inventory.known(unseen_by=scan):
             if keys:
                 sizes = await self.probe(keys)  # one may have been stored during the scan

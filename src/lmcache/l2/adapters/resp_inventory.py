@@ -17,6 +17,7 @@ from lmcache.core.limits import (
 from lmcache.errors import AdapterError
 from lmcache.l2.adapter import ObjectColumns
 from lmcache.l2.adapters.remote_names import RemoteNames, identify_namespace
+from lmcache.l2.adapters.scan_order import slices
 from lmcache.l2.native_resp import NativeResp, Page
 
 MAX_TRIES = 64  # objects of a namespace that are asked for its name
@@ -81,17 +82,19 @@ class Objects:
             self.used_ns.append(now_ns - page.idle_seconds[row] * 10**9)
         return len(self.positions) < MAX_L2_LISTED_OBJECTS
 
-    def youngest_first(self, namespaces: Sequence[Namespace], slice_objects: int) -> Iterator[ObjectColumns]:
-        """Objects of namespaces that nobody can name go first, so they are told last."""
+    def youngest_first(
+        self, namespaces: Sequence[Namespace], slice_objects: int, newer_than_ns: int
+    ) -> Iterator[tuple[ObjectColumns, bool]]:
+        """As an inventory wants them: what was used after that time as newer, then the others. Objects of namespaces
+        that nobody can name go first, so they are told last."""
         unnamed = {index for index, namespace in enumerate(namespaces) if isinstance(namespace, UnnamedNamespace)}
         if unnamed:
             for row, position in enumerate(self.positions):
                 if position in unnamed:
                     self.used_ns[row] = 0
         order = array("I", _native.youngest_first(memoryview(self.used_ns)))
-        for start in range(0, len(order), slice_objects):
-            rows = order[start : start + slice_objects]
-            yield ObjectColumns(namespaces, self.positions, self.hashes, self.sizes, rows)
+        for rows, newer in slices(order, self.used_ns, newer_than_ns, slice_objects):
+            yield ObjectColumns(namespaces, self.positions, self.hashes, self.sizes, rows), newer
 
 
 async def namespaces_of(objects: Objects, client: NativeResp, prefix: str) -> list[Namespace]:

@@ -24,7 +24,8 @@ from lmcache.l2.adapters.s3_faults import FULL_CODES, explained, refusal
 from lmcache.l2.adapters.s3_inventory import BucketContents
 from lmcache.l2.adapters.s3_listing import PAGE_OBJECTS, PAGE_TRIES, EndlessListing, list_request, pages
 from lmcache.l2.adapters.s3_requests import Download, Fault, Request, Upload
-from lmcache.l2.adapters.s3_xml import MAX_TIME_NS, delete_body, is_list_page, list_page, not_deleted
+from lmcache.l2.adapters.s3_xml import delete_body, is_list_page, list_page, not_deleted
+from lmcache.l2.adapters.scan_order import MAX_TIME_NS
 from lmcache.l2.background import in_thread, spawn
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.logs import level_of

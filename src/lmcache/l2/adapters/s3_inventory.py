@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
 from lmcache import _native
 from lmcache.core.key import Namespace, UnnamedNamespace
 from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_L2_LISTED_NAMESPACES
 from lmcache.l2.adapter import ObjectColumns
+from lmcache.l2.adapters import scan_order
 from lmcache.l2.adapters.remote_names import RemoteNames, identify_namespace
 from lmcache.l2.adapters.s3_xml import Listed
 
@@ -101,11 +101,8 @@ class BucketContents:
 
     def slices(self, order: array[int], newer_than_ns: int) -> Iterator[tuple[ObjectColumns, bool]]:
         """As an inventory wants them: what was stored after that time as `newer`, then the others."""
-        newer = bisect_left(order, -newer_than_ns, key=lambda row: -self._used_ns[row])
-        for start in reversed(range(0, newer, SLICE_OBJECTS)):
-            yield self._columns(order[start : min(start + SLICE_OBJECTS, newer)]), True
-        for start in range(newer, len(order), SLICE_OBJECTS):
-            yield self._columns(order[start : start + SLICE_OBJECTS]), False
+        for rows, newer in scan_order.slices(order, self._used_ns, newer_than_ns, SLICE_OBJECTS):
+            yield self._columns(rows), newer
 
     def _columns(self, rows: array[int]) -> ObjectColumns:
         return ObjectColumns(self._namespaces, self._positions, self._hashes, self._sizes, rows)

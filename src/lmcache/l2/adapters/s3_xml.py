@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from lmcache.errors import AdapterError
+from lmcache.l2.adapters.scan_order import MAX_TIME_NS
 
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,12}))?Z?", re.ASCII)
-MAX_TIME_NS = 2**63 - 1  # in the year 2262; what holds times has 64 bits
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import HELD, StoreOutcome
-from lmcache.errors import CapacityError
+from lmcache.errors import AdapterError, CapacityError
 from lmcache.l2.accounting import CapacityReservation
 from lmcache.l2.layers.context import AdapterContext
 from lmcache.l2.layers.eviction import AdapterEviction
@@ -85,14 +85,32 @@ class CapacityLayer:
         self, reservation: CapacityReservation, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
     ) -> list[StoreOutcome]:
         """Counts what is there when the write ends, also when nobody waits for it any more."""
-        sizes_bytes = [buffer.nbytes for buffer in buffers]
         try:
             outcomes = await self._context.adapter.store(keys, buffers)
         except CapacityError:
             return [StoreOutcome.FULL] * len(keys)
-        if held := [index for index, outcome in enumerate(outcomes) if outcome in HELD]:
-            reservation.stored([keys[index] for index in held], [sizes_bytes[index] for index in held])
-        return outcomes
+        stored = [index for index, outcome in enumerate(outcomes) if outcome is StoreOutcome.STORED]
+        if stored:
+            reservation.stored([keys[index] for index in stored], [buffers[index].nbytes for index in stored])
+        there = [index for index, outcome in enumerate(outcomes) if outcome is StoreOutcome.ALREADY_THERE]
+        if not there:
+            return outcomes
+        sizes = await self._sizes_there([keys[index] for index in there], [buffers[index].nbytes for index in there])
+        held = {index: size for index, size in zip(there, sizes, strict=True) if size is not None}
+        if held:
+            reservation.stored([keys[index] for index in held], list(held.values()))
+        return [
+            StoreOutcome.FAILED if outcome is StoreOutcome.ALREADY_THERE and index not in held else outcome
+            for index, outcome in enumerate(outcomes)
+        ]
+
+    async def _sizes_there(self, keys: Sequence[ObjectKey], sizes_bytes: Sequence[int]) -> Sequence[int | None]:
+        """What another server stored may have another size than what was to be stored now, as servers differ in what a
+        serde makes of an object and in the alignment of frames. None where it is gone meanwhile."""
+        try:
+            return await self._context.adapter.probe(keys)
+        except AdapterError:
+            return sizes_bytes
 
     def note_room(self) -> None:
         if self._full.succeeded():
