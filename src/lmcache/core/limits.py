@@ -74,6 +74,7 @@ L2_BREAKER_OPEN_SECONDS = 5.0  # doubled with every failed trial, up to ...
 L2_BREAKER_MAX_OPEN_SECONDS = 60.0
 L2_RETRY_BACKOFF_SECONDS = 0.05  # before the first retry, then doubled
 L2_MAX_READS_IN_FLIGHT = 8  # operations an adapter, running or abandoned
+L2_MAX_PROBES_IN_FLIGHT = 8  # beside the loads
 L2_MAX_WRITES_IN_FLIGHT = 4
 # Of one search of a bucket or a Redis server, which itself says when it ends.
 MAX_L2_LISTED_OBJECTS = 1 << 26

@@ -303,7 +303,7 @@ class Runner:
         operation = self.context.operation()
         operation.trial = ask
         try:
-            sizes = await self.layers.loads.breaker.run(ask, operation)
+            sizes = await self.layers.probes.run(ask, operation)
         except AdapterError:
             return known
         self.ledger.found([(key, size) for key, size in zip(unknown, sizes, strict=True) if size is not None])
@@ -385,7 +385,7 @@ class Runner:
         held = {
             "loads": len(self.layers.loads.deadline.running),
             "stores": len(self.layers.stores.deadline.running),
-            "trials": len(self.layers.loads.breaker.trials),
+            "trials": len(self.layers.loads.breaker.trials) + len(self.layers.probes.trials),
             "encoded": len(self._serde.running) if self._serde else 0,
             "leaving": stats.leaving_objects,
             "read": stats.read_objects,

@@ -33,10 +33,10 @@ class CallLayers:
 
     def __init__(self, direction: str, max_running: int, context: AdapterContext) -> None:
         name = context.name
-        circuit = context.circuit_breaker(limits.L2_BREAKER_FAILURES)
+        self.circuit = context.circuit_breaker(limits.L2_BREAKER_FAILURES)
         self.deadline = DeadlineLayer(name, context.metrics.timeouts)
         self.limit = ConcurrencyLimit(name, max_running, self.deadline)
-        self.breaker = BreakerLayer(direction, name, circuit, context.on_change, self.limit)
+        self.breaker = BreakerLayer(direction, name, self.circuit, context.on_change, self.limit)
         self.retries = RetryLayer(context.rng, self.breaker)
 
 
@@ -45,6 +45,9 @@ class LayerStack:
         """`load_batch` has the adapter fill a batch, through `loads`."""
         self.loads = CallLayers("loads", limits.L2_MAX_READS_IN_FLIGHT, context)
         self.stores = CallLayers("stores", limits.L2_MAX_WRITES_IN_FLIGHT, context)
+        # A question what the backend has must not queue behind long loads of others.
+        asking = ConcurrencyLimit(context.name, limits.L2_MAX_PROBES_IN_FLIGHT, self.loads.deadline)
+        self.probes = BreakerLayer("loads", context.name, self.loads.circuit, context.on_change, asking)
         self.eviction = AdapterEviction(context, self.stores.breaker)
         self.capacity = CapacityLayer(context, self.eviction, self.stores.retries)
         self.serde = SerdeLayer(context, serde, self.capacity, load_batch, self.stores.breaker) if serde else None
