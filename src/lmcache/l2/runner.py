@@ -96,6 +96,7 @@ class Runner:
         """Refuses new stores and loads and waits for those under way. False when some did not end in time: their
         buffers are still in use."""
         self._draining = True
+        self.layers.close_reads()
         if self._serde:
             self._serde.is_draining = True
         if running := self._running:

@@ -14,15 +14,18 @@ from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome
 from lmcache.errors import AdapterError
+from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
 from lmcache.l2.circuit_breaker import CircuitBreaker
 from lmcache.l2.layers.breaker import BreakerLayer
 from lmcache.l2.layers.deadline import DeadlineLayer
 from lmcache.l2.layers.limits import ConcurrencyLimit
 from lmcache.l2.layers.operation import Batch, Operation, SharedRelease
 from lmcache.l2.layers.retries import RetryLayer
+from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import FrameMemory, keys
 from manual_clock import ManualClock
+from support.faults import FaultyAdapter
 from support.held_items import held_items
 
 
@@ -147,3 +150,36 @@ def test_only_what_failed_is_tried_again_and_only_while_there_is_time() -> None:
         assert (nothing, len(asked)) == ([], 1)
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("waits_for", ["its turn", "another try"])
+def test_no_load_begins_once_an_adapter_is_drained(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write into memory that is lent no more, through an adapter that is closed."""
+    monkeypatch.setattr(limits, "L2_MAX_READS_IN_FLIGHT", 2)
+    monkeypatch.setattr(limits, "L2_RETRY_BACKOFF_SECONDS", 0.05)
+
+    async def test() -> None:
+        configured = build(parse_adapter({"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1000}, 0))
+        adapter = FaultyAdapter(configured.adapter)
+        runner = Runner(ConfiguredAdapter(configured.config, adapter), Metrics().l2, ManualClock())
+        await runner.open()
+        memory = FrameMemory(4)
+        if waits_for == "its turn":
+            adapter.gate.clear()
+        else:
+            adapter.load_outcome = LoadOutcome.FAILED
+        loads = [
+            asyncio.ensure_future(runner.load([key], [memory.buffers[slot]], lambda: None))
+            for slot, key in enumerate(keys(4))
+        ]
+        while adapter.calls["load"] < (2 if waits_for == "its turn" else 4):
+            await asyncio.sleep(0)
+        draining = asyncio.ensure_future(runner.drain(10))
+        await asyncio.sleep(0)
+        adapter.gate.set()
+        assert await draining
+        begun = adapter.calls["load"]
+        outcomes = [outcome for [outcome] in await asyncio.gather(*loads)]
+        assert adapter.calls["load"] == begun and LoadOutcome.FAILED in outcomes
+
+    asyncio.run(asyncio.wait_for(test(), 30))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from lmcache.errors import DeadlineError
+from lmcache.errors import AdapterError, DeadlineError
 from lmcache.l2.layers.operation import CallLayer, Operation, SharedRelease, Start, T
 
 
@@ -16,11 +16,15 @@ class ConcurrencyLimit:
         self._adapter_name = adapter_name
         self._inner = inner
         self._free = max_running
+        self.is_closed = False  # nothing begins any more, neither what waited for its turn nor what is tried again
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def run(self, start: Start[T], operation: Operation) -> T:
         if not await self.acquire(operation.deadline):
             raise DeadlineError(f"{self._adapter_name}: no operation ended in time to start another one")
+        if self.is_closed:
+            self.release()
+            raise AdapterError(f"{self._adapter_name}: it is being closed")
         operation.lent.add_user()
         lent = SharedRelease(operation.lent.done, self.release)
         try:

@@ -46,8 +46,12 @@ class LayerStack:
         self.loads = CallLayers("loads", limits.L2_MAX_READS_IN_FLIGHT, context)
         self.stores = CallLayers("stores", limits.L2_MAX_WRITES_IN_FLIGHT, context)
         # A question what the backend has must not queue behind long loads of others.
-        asking = ConcurrencyLimit(context.name, limits.L2_MAX_PROBES_IN_FLIGHT, self.loads.deadline)
-        self.probes = BreakerLayer("loads", context.name, self.loads.circuit, context.on_change, asking)
+        self._probe_limit = ConcurrencyLimit(context.name, limits.L2_MAX_PROBES_IN_FLIGHT, self.loads.deadline)
+        self.probes = BreakerLayer("loads", context.name, self.loads.circuit, context.on_change, self._probe_limit)
         self.eviction = AdapterEviction(context, self.stores.breaker)
         self.capacity = CapacityLayer(context, self.eviction, self.stores.retries)
         self.serde = SerdeLayer(context, serde, self.capacity, load_batch, self.stores.breaker) if serde else None
+
+    def close_reads(self) -> None:
+        """No load and no probe begins any more. Deletions may: they are a part of the end."""
+        self.loads.limit.is_closed = self._probe_limit.is_closed = True
