@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import random
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lmcache import __version__
 from lmcache.admin.audit import AuditLog
 from lmcache.admin.listener import HttpListener
+from lmcache.config.redact import redacted
 from lmcache.core.address import http_url
 from lmcache.core.chunking import ChunkHasher
 from lmcache.core.limits import SERVER_EPOCH_BYTES
@@ -25,8 +27,11 @@ from lmcache.errors import ServerUnavailable
 from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l1.store import L1Store
+from lmcache.memory import numa
 from lmcache.memory.restart_compatibility import RestartCompatibility
 from lmcache.memory.server_memory import remove_files
+from lmcache.runtime_plugins.launcher import CONFIG_VARIABLE, EXTRA_VARIABLE, PluginLauncher
+from lmcache.runtime_plugins.scripts import find_scripts
 from lmcache.service.cache_service import CacheService
 from lmcache.service.context import ServiceContext, ServiceSettings
 from lmcache.startup import Plan
@@ -139,6 +144,11 @@ class Server:
         self._http.start()
         closers.callback(self._drain_storage)
         closers.callback(self._refuse_calls)
+        plugins = PluginLauncher(
+            find_scripts(self.config.runtime_plugin_locations), self._plugin_environment, self._clock
+        )
+        closers.callback(plugins.stop)
+        plugins.start()
 
     def _curve_gate(self) -> CurveGate | None:
         config = self.config
@@ -171,6 +181,7 @@ class Server:
             metrics=self.metrics.l1,
             clock=self._clock,
             compatibility=compatibility,
+            placement=numa.placement(config.l1_numa),
             checkpoint=checkpoint,
         )
         if config.metrics_enabled:
@@ -242,6 +253,12 @@ class Server:
                 clock=self._clock,
             )
         )
+
+    def _plugin_environment(self) -> dict[str, str]:
+        """The server's own, and its configuration with secrets hidden: an environment is easily printed and kept."""
+        config = {**redacted(self.config), "rpc_endpoint": self.rpc.endpoint, "http_port": self._http.http_port}
+        extra = self.config.runtime_plugin_config
+        return {**os.environ, CONFIG_VARIABLE: json.dumps(config), EXTRA_VARIABLE: json.dumps(extra)}
 
     def _announce(self) -> None:
         """Prints the ready line, or goes on without it when nobody takes it: stdout may be a pipe that is full."""

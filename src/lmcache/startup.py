@@ -25,7 +25,8 @@ from lmcache.l2 import adapter_types
 from lmcache.l2.adapter_config import AdapterConfig
 from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.background import in_thread
-from lmcache.memory import server_memory
+from lmcache.memory import numa, server_memory
+from lmcache.runtime_plugins.scripts import find_scripts
 from lmcache.telemetry import lookup_log
 from lmcache.telemetry.logs import level_of
 from lmcache.tiering.policies import PrefetchPolicy, StorePolicy
@@ -149,6 +150,10 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
     if config.quota_file:
         with problems.collect():
             QuotaFile(config.quota_file).read()
+    with problems.collect():
+        numa.placement(config.l1_numa)
+    with problems.collect():
+        find_scripts(config.runtime_plugin_locations)
     with problems.collect():
         _check_curve(config)
     with problems.collect():

@@ -142,7 +142,12 @@ class ServerConfig:
         "costs 8 bytes of memory for every --l1-align-bytes",
     )
     l1_use_hugepages: bool = _option(Switch(), False, "take L1 from the huge pages of a mounted hugetlbfs")
-    l1_numa: str = _option(Text("NODES"), "", "NUMA nodes for L1")
+    l1_numa: str = _option(
+        Text("PLACEMENT"),
+        "",
+        "NUMA nodes of L1: interleave (round all nodes), interleave:NODES or bind:NODES, such as bind:0-1",
+        default_text="where the kernel takes it",
+    )
 
     eviction_policy: str = _option(
         Choice(("LRU", "IsolatedLRU", "S3FIFO", "noop")),
@@ -219,10 +224,14 @@ class ServerConfig:
     )
 
     runtime_plugin_locations: list[str] = field(
-        default_factory=list, metadata=_about(Listed(Text("PATH")), "scripts or folders of them")
+        default_factory=list,
+        metadata=_about(
+            Listed(Text("PATH")), "scripts (.py, .sh), or folders of them at any depth, that run beside the server"
+        ),
     )
     runtime_plugin_config: dict[str, Any] = field(
-        default_factory=dict, metadata=_about(JsonObject(), "configuration for runtime plugins")
+        default_factory=dict,
+        metadata=_about(JsonObject(), "what they get in LMCACHE_RUNTIME_PLUGIN_EXTRA_CONFIG, as JSON"),
     )
 
     admin_token_file: str = _option(

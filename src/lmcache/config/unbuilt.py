@@ -13,7 +13,7 @@ _SHARED_FOLDER = 'several servers can share a folder of a network file system ("
 _PLUGIN = '"type": "plugin" takes an adapter of your own (docs/how-to/write-an-adapter.md)'
 _TRACING = "a --lookup-hash-log-dir records lookups and GET /metrics counts them"
 _METRICS = "GET /metrics gives the figures to Prometheus, and to an OpenTelemetry collector that scrapes it"
-_RUNTIME_PLUGINS = "start such scripts beside the server, and let them read GET /config and GET /status"
+_RUNTIME_PLUGINS = "--runtime-plugin-locations is what a server has for it"
 _HTTPS = "put a proxy that speaks HTTPS before it, and --http-host on loopback"
 _BLEND = "only common prefixes are reused"
 _CLEAR = "POST /cache/clear empties L1, L2 or both"
@@ -33,9 +33,6 @@ COMMANDS: Mapping[str, str] = {
 OPTIONS: Mapping[str, str] = {
     "enable_tracing": _TRACING,
     "otlp_endpoint": _METRICS,
-    "runtime_plugin_locations": _RUNTIME_PLUGINS,
-    "runtime_plugin_config": _RUNTIME_PLUGINS,
-    "l1_numa": "start the server under `numactl --interleave=NODES`",
     "http_tls_cert": _HTTPS,
     "http_tls_key": _HTTPS,
     "instance_id": "--service-instance-id names this server in its metrics",
@@ -84,7 +81,7 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
     "lmcache_instance_id": _ONE_SERVER,
     "lmcache_worker_port": _ONE_SERVER,
     "lmcache_worker_ports": _ONE_SERVER,
-    "numa_mode": OPTIONS["l1_numa"],
+    "numa_mode": "--l1-numa is what a server has for it",
     "internal_api_server_enabled": "--http-port is where the server answers",
     "internal_api_server_host": "--http-host is where the server answers",
     "internal_api_server_port_start": "--http-port is where the server answers",

@@ -110,6 +110,11 @@ assert MAX_NAMESPACES_PER_TENANT <= MAX_NAMESPACES_KEPT_PER_INSTANCE
 assert FRAME_HEADER_BYTES < MAX_PAYLOAD_PART_BYTES < MAX_MESSAGE_BYTES
 assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_WORKER // 2 <= MAX_PAYLOAD_BYTES
 
+# runtime plugins
+MAX_RUNTIME_PLUGINS = 64
+MAX_PLUGIN_LINE_BYTES = 4096  # that are logged of a line
+MAX_PLUGIN_LINES_PER_SECOND = 200  # that are logged of one script
+
 # the audit log
 MAX_AUDIT_LINES_WAITING = 10_000  # for a disk that stands still
 MAX_AUDIT_TEXT_CHARACTERS = 4096  # of the detail, the caller or the outcome of a line

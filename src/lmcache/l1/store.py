@@ -14,6 +14,7 @@ from lmcache.l1.overuse import OveruseLog
 from lmcache.l1.recovery import RecoveredL1, recover
 from lmcache.memory.header import HEADER_BYTES
 from lmcache.memory.memory_limit import MemoryProbe
+from lmcache.memory.numa import NumaPlacement
 from lmcache.memory.restart_compatibility import RestartCompatibility
 from lmcache.memory.server_memory import ServerMemory
 from lmcache.telemetry.metrics import L1Metrics
@@ -84,13 +85,14 @@ class L1Store:
         compatibility: RestartCompatibility | None = None,
         checkpoint: Callable[[], object] = lambda: None,
         probe: MemoryProbe | None = None,
+        placement: NumaPlacement | None = None,
     ) -> L1Store:
         """Makes shared memory `name` for `capacity_bytes` of slots. ResourceError when the machine does not give it.
 
         With `init_bytes` L1 is lazy: that much is prepared in the background, more as it fills. None takes all of it
         before this returns. With `compatibility` the memory stays at the end, and what a previous server left that was
-        compatible is resident at once. `checkpoint` is called between the steps of what takes long; what it raises ends
-        this.
+        compatible is resident at once; that stays on its NUMA nodes, whatever `placement` says. `checkpoint` is called
+        between the steps of what takes long; what it raises ends this.
         """
         clock = clock or SystemClock()
         first_offset = compatibility.first_offset if compatibility else max(HEADER_BYTES, align_bytes)
@@ -104,6 +106,8 @@ class L1Store:
             name, size_bytes, server_epoch, hugepages=hugepages, compatibility=compatibility, probe=probe
         )
         try:
+            if placement is not None:
+                memory.place(placement)
             core = L1Core(capacity_bytes, first_offset, align_bytes, policy, slot_table=memory.slot_table_address)
             growth = Growth(memory, core, capacity_bytes, first_offset, clock)
             store = cls(memory, core, metrics, align_bytes=align_bytes, growth=growth)

@@ -20,6 +20,7 @@ from lmcache.memory.hugepages import find_hugepages
 from lmcache.memory.l1_file import L1File
 from lmcache.memory.mapping import replace_by_private_pages
 from lmcache.memory.memory_limit import MemoryProbe, refuse_if_impossible, refuse_if_short
+from lmcache.memory.numa import NumaPlacement, online_nodes, place
 from lmcache.memory.previous_file import open_previous, refuse_foreign, same_file
 from lmcache.memory.restart_compatibility import (
     COMMITTED_WORD_OFFSET,
@@ -244,6 +245,13 @@ class ServerMemory(L1File):
                     ) from error
                 self.committed_bytes += step_bytes
                 self._keep_word(COMMITTED_WORD_OFFSET, self.committed_bytes)
+
+    def place(self, placement: NumaPlacement) -> None:
+        """On which NUMA nodes pages are that are taken from now on. ResourceError where the kernel refuses."""
+        place(self.address, self.size_bytes, placement)
+        count = len(online_nodes())
+        nodes = f"{count} nodes" if count > 1 else "one node alone, so this changes nothing"
+        logger.info("L1 %s is %s; the machine has %s", self.path, placement, nodes)
 
     def owner_alive(self, owner: int) -> bool:
         """Whether the process that locked this owner's byte is still there."""

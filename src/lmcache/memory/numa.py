@@ -1,0 +1,116 @@
+"""NUMA nodes of L1: on which of them the kernel takes its pages, by mbind(2), and where pages lie, by move_pages(2)."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmcache.errors import ConfigError, ResourceError
+
+ONLINE = Path("/sys/devices/system/node/online")
+_MAX_NODES = 1024
+_MPOL_BIND, _MPOL_INTERLEAVE = 2, 3  # linux/mempolicy.h
+_SYSTEM_CALLS = {"x86_64": (237, 279), "aarch64": (235, 239)}  # mbind, move_pages
+_RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
+_EXAMPLE = "such as interleave, interleave:0-1 or bind:0"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class NumaPlacement:
+    """`interleave`: pages go round the nodes; else they come from them alone, the first one that has room."""
+
+    interleave: bool
+    nodes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        nodes = ",".join(str(node) for node in self.nodes)
+        return f"interleaved over NUMA nodes {nodes}" if self.interleave else f"bound to NUMA nodes {nodes}"
+
+
+def parse_nodes(text: str) -> tuple[int, ...]:
+    """A list of the kernel's form, 0-3,5. ValueError where it is none."""
+    nodes: set[int] = set()
+    for part in text.split(","):
+        found = _RANGE.fullmatch(part.strip())
+        if not found:
+            raise ValueError(f"{part!r} is no node and no range of nodes")
+        first = int(found[1])
+        last = int(found[2]) if found[2] else first
+        if not first <= last < _MAX_NODES:
+            raise ValueError(f"{part!r} is no range of nodes below {_MAX_NODES}")
+        nodes.update(range(first, last + 1))
+    return tuple(sorted(nodes))
+
+
+def online_nodes() -> tuple[int, ...]:
+    """Of this machine; node 0 alone where the kernel knows no NUMA."""
+    try:
+        return parse_nodes(ONLINE.read_text())
+    except (OSError, ValueError):
+        return (0,)
+
+
+def placement(text: str) -> NumaPlacement | None:
+    """What --l1-numa says; None for "". ConfigError names what is wrong, and nodes that this machine has not."""
+    if not text:
+        return None
+    mode, _, listed = text.partition(":")
+    online = online_nodes()
+    if mode not in ("interleave", "bind") or (mode == "bind" and not listed):
+        raise ConfigError(f"--l1-numa must be interleave, interleave:NODES or bind:NODES, {_EXAMPLE}; got {text!r}.")
+    try:
+        nodes = parse_nodes(listed) if listed else online
+    except ValueError as error:
+        raise ConfigError(f"--l1-numa {text}: {error}; give nodes {_EXAMPLE}.") from None
+    missing = [node for node in nodes if node not in online]
+    if missing:
+        shown = ", ".join(str(node) for node in online)
+        raise ConfigError(f"--l1-numa {text}: this machine has no node {missing[0]}; it has {shown}.")
+    if platform.machine() not in _SYSTEM_CALLS:
+        raise ConfigError(f"--l1-numa is not known on {platform.machine()}: start the server under numactl instead.")
+    return NumaPlacement(mode == "interleave", nodes)
+
+
+def place(address: int, size_bytes: int, wanted: NumaPlacement) -> None:
+    """For pages that have not been taken yet: of a file in memory the kernel keeps this with the file, whoever touches
+    it first. ResourceError where the kernel refuses."""
+    words = (ctypes.c_ulong * (_MAX_NODES // 64))()
+    for node in wanted.nodes:
+        words[node // 64] |= 1 << node % 64
+    mode = _MPOL_INTERLEAVE if wanted.interleave else _MPOL_BIND
+    number = _SYSTEM_CALLS[platform.machine()][0]
+    if _libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(size_bytes),
+        ctypes.c_int(mode),
+        words,
+        ctypes.c_ulong(_MAX_NODES + 1),
+        ctypes.c_uint(0),
+    ):
+        number = ctypes.get_errno()
+        hint = " (this container may not place memory)" if number in (errno.EPERM, errno.ENOSYS) else ""
+        raise ResourceError(
+            f"L1 cannot be {wanted}: {os.strerror(number)}{hint}; choose other nodes of --l1-numa or leave it out."
+        )
+
+
+def nodes_of(addresses: Sequence[int]) -> Counter[int]:
+    """How many of these pages lie on each node, by a negative errno for those that lie nowhere. OSError."""
+    pages = (ctypes.c_void_p * len(addresses))(*addresses)
+    found = (ctypes.c_int * len(addresses))()
+    number = _SYSTEM_CALLS[platform.machine()][1]
+    none = ctypes.c_void_p(None)
+    arguments = (ctypes.c_long(number), ctypes.c_int(0), ctypes.c_ulong(len(addresses)), pages, none, found)
+    if _libc.syscall(*arguments, ctypes.c_int(0)) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return Counter(found)

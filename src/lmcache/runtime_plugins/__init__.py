@@ -1,0 +1,1 @@
+"""Scripts of the operator that run beside the server: found, started, logged, started again, and ended with it."""
