@@ -27,7 +27,7 @@ unit: native ## the tests that need no engine and start no server, on the source
 one: ## tests by path or by a part of their name, Python and C++ alike: make one T=a_full_disk
 	@$(PY) scripts/one.py "$(T)"
 
-lint: $(STAMPS)/tools src/lmcache/_native.pyi ## formatting, lint, types, layers, dead names, file sizes, locking
+lint: $(STAMPS)/tools src/lmcache/_native.pyi ## formatting, lint, types, layers, dead names, file sizes, locking, dependencies
 	$(PY) -m ruff format --check $(PYTHON_SOURCES)
 	$(PY) -m ruff check $(PYTHON_SOURCES)
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h')
@@ -36,6 +36,7 @@ lint: $(STAMPS)/tools src/lmcache/_native.pyi ## formatting, lint, types, layers
 	$(PY) -m vulture
 	$(PY) scripts/check_file_sizes.py
 	$(PY) scripts/check_thread_safety.py
+	$(PY) scripts/check_dependencies.py
 
 # The stub of the extension, for mypy; `make native` makes a newer one.
 src/lmcache/_native.pyi: $(STAMPS)/package

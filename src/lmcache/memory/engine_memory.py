@@ -36,6 +36,9 @@ class EngineMemory(L1File):
         except OSError as error:
             raise ServerUnavailable(f"cannot open the server's shared memory {path}: {error.strerror}") from error
         try:
+            owner, own = os.fstat(fd).st_uid, os.geteuid()
+            if owner not in (own, 0) and own != 0:
+                raise ServerUnavailable(f"{path} belongs to user {owner}, not to this engine's user {own}")
             header = Header.unpack(os.pread(fd, HEADER_BYTES, 0))
             if header is None:
                 raise ServerUnavailable(f"{path} is not shared memory of this version of lmcache")
