@@ -50,7 +50,7 @@ def problems_of(requirement: str, table: str) -> list[str]:
 def licence_of(name: str) -> str:
     """What the installed package says of itself."""
     about = metadata.metadata(name)
-    stated = [about.get("License-Expression") or "", about.get("License") or ""]
+    stated = [about[name] for name in ("License-Expression", "License") if name in about]
     stated += [value for value in about.get_all("Classifier") or [] if value.startswith("License ::")]
     return " ".join(stated).strip()
 

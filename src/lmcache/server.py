@@ -251,6 +251,7 @@ class Server:
                 events=events,
                 metrics=self.metrics.service,
                 clock=self._clock,
+                audit=self.audit_log.audit,
             )
         )
 

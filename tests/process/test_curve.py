@@ -7,6 +7,8 @@ import json
 import os
 import random
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -222,6 +224,23 @@ def fails(engine: SmallEngine) -> str:
         return ""
     except LMCacheError as error:
         return str(error)
+
+
+def test_a_clear_is_in_the_audit_log_with_the_key_that_asked_for_it(server: CacheServer, keys: Path) -> None:
+    with engine(server, keys, "all") as asking:
+        asking.client.call("clear", m.Clear("l1"), CALL_SECONDS)
+        until(lambda: "cache.clear" in (keys / "audit.jsonl").read_text())
+        records = [json.loads(line) for line in (keys / "audit.jsonl").read_text().splitlines()]
+        (record,) = [record for record in records if record["action"] == "cache.clear"]
+        assert record["caller"] == "engine with the key all"
+        assert record["detail"]["tier"] == "l1"
+        assert record["outcome"] == "ok"
+
+
+def test_without_the_options_nothing_of_it_is_imported() -> None:
+    code = "import sys, lmcache.server, lmcache.startup; print([name for name in sys.modules if 'nacl' in name])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60.0)
+    assert ran.stdout == "[]\n", ran
 
 
 # ---- settings and commands -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""NUMA nodes of L1: on which of them the kernel takes its pages, by mbind(2), and where pages lie, by move_pages(2)."""
+"""NUMA nodes of L1: on which of them the kernel takes its pages, by mbind(2)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import errno
 import os
 import platform
 import re
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from lmcache.errors import ConfigError, ResourceError
 ONLINE = Path("/sys/devices/system/node/online")
 _MAX_NODES = 1024
 _MPOL_BIND, _MPOL_INTERLEAVE = 2, 3  # linux/mempolicy.h
-_SYSTEM_CALLS = {"x86_64": (237, 279), "aarch64": (235, 239)}  # mbind, move_pages
+_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call
 _RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 _EXAMPLE = "such as interleave, interleave:0-1 or bind:0"
 
@@ -75,7 +73,7 @@ def placement(text: str) -> NumaPlacement | None:
     if missing:
         shown = ", ".join(str(node) for node in online)
         raise ConfigError(f"--l1-numa {text}: this machine has no node {missing[0]}; it has {shown}.")
-    if platform.machine() not in _SYSTEM_CALLS:
+    if platform.machine() not in _MBIND:
         raise ConfigError(f"--l1-numa is not known on {platform.machine()}: start the server under numactl instead.")
     return NumaPlacement(mode == "interleave", nodes)
 
@@ -87,7 +85,7 @@ def place(address: int, size_bytes: int, wanted: NumaPlacement) -> None:
     for node in wanted.nodes:
         words[node // 64] |= 1 << node % 64
     mode = _MPOL_INTERLEAVE if wanted.interleave else _MPOL_BIND
-    number = _SYSTEM_CALLS[platform.machine()][0]
+    number = _MBIND[platform.machine()]
     if _libc.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(address),
@@ -102,15 +100,3 @@ def place(address: int, size_bytes: int, wanted: NumaPlacement) -> None:
         raise ResourceError(
             f"L1 cannot be {wanted}: {os.strerror(number)}{hint}; choose other nodes of --l1-numa or leave it out."
         )
-
-
-def nodes_of(addresses: Sequence[int]) -> Counter[int]:
-    """How many of these pages lie on each node, by a negative errno for those that lie nowhere. OSError."""
-    pages = (ctypes.c_void_p * len(addresses))(*addresses)
-    found = (ctypes.c_int * len(addresses))()
-    number = _SYSTEM_CALLS[platform.machine()][1]
-    none = ctypes.c_void_p(None)
-    arguments = (ctypes.c_long(number), ctypes.c_int(0), ctypes.c_ulong(len(addresses)), pages, none, found)
-    if _libc.syscall(*arguments, ctypes.c_int(0)) < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return Counter(found)

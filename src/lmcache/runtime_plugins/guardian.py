@@ -56,7 +56,7 @@ def _become(command: list[str], prctl: "ctypes._NamedFuncPointer") -> None:
 
 def _reap() -> dict[int, int]:
     """Status by pid of the children that have ended."""
-    ended = {}
+    ended: dict[int, int] = {}
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -70,7 +70,7 @@ def _reap() -> dict[int, int]:
 def _end_all(script: int, status: "int | None") -> int:
     """Ends the script and all that it has left; the script's status."""
     number, kill_at = signal.SIGTERM, time.monotonic() + _GRACE_SECONDS
-    told = set()
+    told: set[int] = set()
     while children := _children():
         if time.monotonic() >= kill_at:
             number = signal.SIGKILL

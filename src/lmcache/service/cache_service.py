@@ -150,17 +150,26 @@ class CacheService:
         if self._clears_waiting >= _MAX_CLEARS_WAITING:
             raise RemoteError(ErrorCode.TOO_MANY, "Other clears are still running; try again later.")
         deferred = Deferred()
+        client = self._loop.caller
+        caller = f"engine with the key {client.name}" if client is not None else "engine"
+
+        def audit(outcome: str, **figures: int) -> None:
+            self._context.audit("cache.clear", caller, {"tier": message.tier, **figures}, outcome)
 
         def done() -> None:
             self._clears_waiting -= 1
 
         def clear() -> None:  # on a thread of its own: L2 may take long
             try:
-                deferred.answer(ClearReply(*self._storage.clear(message.tier)))
+                objects, size_bytes = self._storage.clear(message.tier)
+                audit("ok", objects=objects, bytes=size_bytes)
+                deferred.answer(ClearReply(objects, size_bytes))
             except LMCacheError as error:
+                audit(str(error))
                 deferred.answer(RemoteError(ErrorCode.INTERNAL, str(error)))
             except Exception:
                 log.exception("Clearing %s failed", message.tier)
+                audit("failed; see the server's log")
                 deferred.answer(
                     RemoteError(ErrorCode.INTERNAL, f"Clearing {message.tier} failed; see the server's log.")
                 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lmcache.clock import Clock
 from lmcache.core.chunking import ChunkHasher
@@ -34,3 +36,5 @@ class ServiceContext:
     events: EventBus | None
     metrics: ServiceMetrics
     clock: Clock
+    # (action, caller, detail, outcome) of a change that an engine asks for
+    audit: Callable[[str, str, Mapping[str, Any], str], object] = lambda action, caller, detail, outcome: None
