@@ -82,7 +82,7 @@ soak: $(READY) ## mixed traffic for two hours (SOAK=seconds), a quarter of it wi
 	TEST_SOAK_SECONDS=$$(($(SOAK) / 4)) $(PY) -m pytest -s tests/process/test_soak.py
 	TEST_SOAK_SECONDS=$$(($(SOAK) * 3 / 4)) $(PY) -m pytest -s tests/e2e/test_soak.py
 
-bench: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/services ## the measurements behind the README, about 15 minutes
+bench: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/services ## the measurements behind the README, about an hour
 	$(PY) benchmarks/run.py
 
 clean: ## removes builds and the environment

@@ -26,6 +26,8 @@ ORDER = (
     "overhead.py",
     "sharing.py",
     "end_to_end_disk.py",
+    "end_to_end_remote.py",
+    "agreement.py",
     "gpu.py",
 )
 

@@ -35,6 +35,9 @@ A serde costs processor time and saves bytes on the way. It is worth it where th
 (S3, Redis, sockets, slow disks) or small; above that it makes loads slower. Objects of another serde are other objects:
 after a change they are misses, and leave the backend as eviction finds them unused.
 
+`exponent` and `zstd` change no answer. The lossy types do (docs/measurements.md): take `fp8` where another wording is
+fine, and `cachegen` only after a trial with the model that is served.
+
 This page is made from the sources by `scripts/write_adapter_reference.py`.
 """
 

@@ -72,6 +72,20 @@ def test_a_benchmark_with_engines_runs_small(name: str, options: list[str], coun
     assert len(figures) == count
 
 
+@pytest.mark.slow
+@pytest.mark.engine
+def test_the_benchmark_of_answers_runs_small(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    fetched = subprocess.run([sys.executable, str(BENCHMARKS / "real_model.py")], capture_output=True, text=True)
+    if fetched.returncode:
+        pytest.skip("the package index does not give the model")
+    options = ["--prompts", "1", "--tokens", "2", "--answers", str(tmp_path / "answers.json"), "fp8"]
+    figures = run_small("agreement", *options, timeout_seconds=900.0)
+    assert len(figures) == 12
+    assert figures["computed again beside computed: all 2 tokens equal"] == 100
+    assert 50 < figures["fp8: size"] < 52
+
+
 def test_the_benchmark_of_the_start_runs_small() -> None:
     figures = run_small("startup", "--runs", "1", "--idle-seconds", "0.2")
     assert len(figures) == 4
