@@ -1,6 +1,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -83,6 +84,11 @@ void bind_reading(nb::class_<L1Core>& core) {
         "Marks use of that prefix without leasing it; returns its chunks. A prompt that was stored in several steps "
         "gets its order (suffix evicted before prefix) when its whole prefix is touched at the end of the request. A "
         "namespace with a tail does not shorten the prefix: what it has is touched.");
+    core.def(
+        "retain",
+        [](L1Core& self, const Digests& namespaces, const Hashes& hashes) { return self.retain(namespaces, hashes); },
+        nb::arg("namespaces"), nb::arg("hashes"), ReleaseGil(),
+        "Pairs (namespace_i, hash_i): those that would go with their last lease stay. How many are resident.");
     core.def("release", &L1Core::release, nb::arg("lease"), ReleaseGil(),
              "Idempotent; False if the lease is unknown or already released.");
     core.def("renew", &L1Core::renew, nb::arg("owner"), nb::arg("deadline"), ReleaseGil(),
@@ -149,12 +155,17 @@ void bind_eviction(nb::class_<L1Core>& core) {
         [](L1Core& self, const Digests& namespaces, const Hashes& hashes) { return self.remove(namespaces, hashes); },
         nb::arg("namespaces"), nb::arg("hashes"), ReleaseGil(),
         "Removes unleased objects, pairwise (namespace_i, hash_i): how many.");
-    core.def("clear", &L1Core::clear, ReleaseGil(),
-             "Removes every unleased object. Leased ones are not found any more and vanish with their last lease.");
+    core.def("clear", &L1Core::clear, nb::kw_only(), nb::arg("spared_owner") = 0, ReleaseGil(),
+             "Removes every unleased object. What `spared_owner` leases stays as it is (0: nobody is spared). Leased "
+             "ones are not found any more and vanish with their last lease.");
 }
 
 void bind_report(nb::class_<L1Core>& core) {
-    core.def("list_objects", &L1Core::list_objects, nb::arg("start"), nb::arg("count"), ReleaseGil());
+    core.def(
+        "list_objects", &L1Core::list_objects, nb::arg("start"), nb::arg("count"),
+        nb::arg("most_examined") = std::numeric_limits<std::size_t>::max(), ReleaseGil(),
+        "At most `count` resident objects in the order of their records, from `start` on. A record keeps its place "
+        "while the object stays. With `most_examined` a page may be short, or empty, and not the last one.");
     core.def(
         "stats",
         [](L1Core& self) {

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "bindings.h"
+#include "listing.h"
 #include "lmcache/l1_core.h"
 #include "lmcache/recovered_frames.h"
 
@@ -59,6 +60,28 @@ void bind_contents(nb::module_& m) {
                            "Objects in index order. `next_start`: where the next page starts, 0 after the last one.")
         .def_ro("next_start", &ObjectPage::next_start)
         .def("__len__", [](const ObjectPage& self) { return self.positions.size(); })
+        .def_prop_ro(
+            "namespaces",
+            [](const ObjectPage& self) {
+                std::vector<std::pair<nb::bytes, nb::bytes>> firsts(self.namespaces.size());
+                std::vector<bool> found(self.namespaces.size());
+                for (std::size_t i = 0; i < self.positions.size(); ++i) {
+                    const std::uint32_t position = self.positions[i];
+                    if (found[position]) continue;
+                    found[position] = true;
+                    const Digest& digest = self.namespaces[position];
+                    firsts[position] = {nb::bytes(digest.data(), digest.size()),
+                                        nb::bytes(&self.hashes[i * kChunkHashBytes], kChunkHashBytes)};
+                }
+                return firsts;
+            },
+            "The digest of each namespace of the page, and the hash of its first object.")
+        .def(
+            "listing",
+            [](const ObjectPage& self, const std::vector<ListingTexts>& texts) {
+                return listing(self.positions, self.hashes, self.sizes_bytes, texts);
+            },
+            nb::arg("texts"), kListingDoc)
         .def("__iter__",
              [](const nb::handle_t<ObjectPage>& self) {
                  return nb::steal<nb::typed<nb::iterator, ListedObject>>(PySeqIter_New(self.ptr()));

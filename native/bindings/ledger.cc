@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "listing.h"
 
 namespace {
 
@@ -176,6 +177,12 @@ void bind_values(nb::module_& m) {
                      "u32 each: where the object's namespace is in `namespaces`.")
         .def_prop_ro("hashes", as_bytes(&LedgerPage::hashes), "32 bytes each.")
         .def_prop_ro("charges_bytes", as_bytes(&LedgerPage::charges_bytes), "u64 each.")
+        .def(
+            "listing",
+            [](const LedgerPage& self, const std::vector<lmcache::ListingTexts>& texts) {
+                return listing(self.positions, self.hashes, self.charges_bytes, texts);
+            },
+            nb::arg("texts"), kListingDoc)
         .def_ro("next_start", &LedgerPage::next_start, "Where the next page starts; 0 after the last one.");
     nb::class_<LedgerStats>(m, "LedgerStats")
         .def_ro("objects", &LedgerStats::objects)
@@ -197,6 +204,21 @@ void bind_contents(nb::class_<Ledger>& ledger) {
             return AsBytes{without_gil_if_long(keys.size(), [&] { return self.known(keys); })};
         },
         nb::arg("keys"), "A byte each: 0 unknown, 1 known, 2 leaving.");
+    ledger.def(
+        "held",
+        [](const Ledger& self, const ObjectKeys& objects) {
+            const LedgerKeys keys = keys_of(objects);
+            return AsBytes{without_gil_if_long(keys.size(), [&] { return self.held(keys); })};
+        },
+        nb::arg("keys"), "A byte each: 1 where somebody holds it.");
+    ledger.def(
+        "namespaces",
+        [](const Ledger& self) {
+            std::vector<AsBytes<std::string>> encoded;
+            for (std::string& name : self.namespaces()) encoded.push_back({std::move(name)});
+            return encoded;
+        },
+        "Of what is known, as they were encoded.");
     ledger.def(
         "stored",
         [](Ledger& self, const ObjectKeys& objects, const Sizes& sizes_bytes) {

@@ -1,6 +1,8 @@
 // Making room: who goes, and how free memory that is scattered becomes one extent again.
 #include <limits>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "lmcache/l1_core.h"
 
@@ -190,13 +192,20 @@ std::vector<Overuse> L1Core::take_overuses() {
     return std::exchange(overuses_, {});
 }
 
-Removed L1Core::clear() {
+Removed L1Core::clear(Owner spared_owner) {
     const MutexLock lock(mutex_);
+    std::unordered_set<std::uint32_t> spared;
+    if (spared_owner != 0) {
+        for (const std::uint64_t id : leases_.of_owner(spared_owner)) {
+            const std::vector<std::uint32_t>& objects = leases_.find(id)->objects;
+            spared.insert(objects.begin(), objects.end());
+        }
+    }
     Removed removed;
     for (std::uint32_t index = 0; index < objects_.size(); ++index) {
         if (index % kObjectsAtOnce == kObjectsAtOnce - 1) mutex_.yield_to_waiters();
         Object& object = objects_[index];
-        if (object.state != ObjectState::kResident) continue;
+        if (object.state != ObjectState::kResident || spared.contains(index)) continue;
         if (object.readers != 0) {
             keys_.erase(hash_object(object), index);
             order_.leave(index);

@@ -124,6 +124,19 @@ std::vector<std::uint8_t> L1Core::resident_each(NamespaceDigests namespaces, Has
     return resident;
 }
 
+std::size_t L1Core::retain(NamespaceDigests namespaces, Hashes hashes) {
+    const MutexLock lock(mutex_);
+    std::size_t retained = 0;
+    for_each_resident(namespaces, hashes, [&](std::size_t, std::uint32_t index) {
+        Object& object = objects_[index];
+        ++retained;
+        if (!object.temporary) return;
+        object.temporary = false;
+        slots_.set_resident(object.first_unit, object.units, object.last_use_low);
+    });
+    return retained;
+}
+
 bool L1Core::release(std::uint64_t lease) {
     const MutexLock lock(mutex_);
     if (leases_.find(lease) == nullptr) return false;

@@ -7,12 +7,16 @@
 
 namespace lmcache {
 
-ObjectPage L1Core::list_objects(std::uint32_t start, std::size_t count) {
+ObjectPage L1Core::list_objects(std::uint32_t start, std::size_t count, std::size_t most_examined) {
     const MutexLock lock(mutex_);
     ObjectPage page;
     std::unordered_map<std::uint32_t, std::uint32_t> positions;  // by number
     for (std::uint32_t index = start; index < objects_.size(); ++index) {
         const Object& object = objects_[index];
+        if (index - start == most_examined) {
+            page.next_start = index;
+            break;
+        }
         if (object.state != ObjectState::kResident) continue;
         if (page.positions.size() == count) {
             page.next_start = index;

@@ -13,7 +13,7 @@ namespace lmcache {
 
 namespace {
 
-constexpr std::size_t kMostExamined = 65536;  // records in one call, where most are passed over
+constexpr std::size_t kMostExamined = 16384;  // records in one call, where most are passed over
 
 }  // namespace
 
@@ -120,6 +120,25 @@ std::vector<Known> Ledger::known(const LedgerKeys& keys) const {
         known[key] = objects_[index].state == ObjectState::kLeaving ? Known::kLeaving : Known::kYes;
     });
     return known;
+}
+
+std::vector<std::uint8_t> Ledger::held(const LedgerKeys& keys) const {
+    const MutexLock lock(mutex_);
+    std::vector<std::uint8_t> held(keys.size(), 0);
+    sweep(keys, numbers_of(keys), false, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
+        const std::uint32_t index = find(key_hash, number, keys.hash(key));
+        held[key] = index != kNoObject && objects_[index].readers != 0 ? 1 : 0;
+    });
+    return held;
+}
+
+std::vector<std::string> Ledger::namespaces() const {
+    const MutexLock lock(mutex_);
+    std::vector<std::string> encoded;
+    for (const std::string& name : encoded_) {
+        if (!name.empty()) encoded.push_back(name);
+    }
+    return encoded;
 }
 
 // ---- records ------------------------------------------------------------------------------------------------------

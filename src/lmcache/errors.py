@@ -28,6 +28,10 @@ class VersionError(ProtocolError):
     """The peer speaks a protocol version that this side does not."""
 
 
+class UnknownModel(LMCacheError):
+    """No registered engine says how the objects of that model are named."""
+
+
 class RemoteError(LMCacheError):
     """The server answered a call with an error. `code` is one of `protocol.messages.ErrorCode`."""
 

@@ -32,6 +32,7 @@ from lmcache.memory.restart_compatibility import RestartCompatibility
 from lmcache.memory.server_memory import remove_files
 from lmcache.runtime_plugins.launcher import CONFIG_VARIABLE, EXTRA_VARIABLE, PluginLauncher
 from lmcache.runtime_plugins.scripts import find_scripts
+from lmcache.service.cache_operations import CacheOperations, Registered
 from lmcache.service.cache_service import CacheService
 from lmcache.service.context import ServiceContext, ServiceSettings
 from lmcache.startup import Plan
@@ -240,20 +241,20 @@ class Server:
             has_l2=bool(adapters),
             lossy_serdes=frozenset(adapter.serde.lossy for adapter in adapters if adapter.serde),
         )
-        return CacheService(
-            ServiceContext(
-                settings=settings,
-                l1=self._l1,
-                locks=self._l1.memory,
-                hasher=hasher,
-                loop=self.rpc,
-                storage=self.storage,
-                events=events,
-                metrics=self.metrics.service,
-                clock=self._clock,
-                audit=self.audit_log.audit,
-            )
+        context = ServiceContext(
+            settings=settings,
+            l1=self._l1,
+            locks=self._l1.memory,
+            hasher=hasher,
+            loop=self.rpc,
+            storage=self.storage,
+            events=events,
+            metrics=self.metrics.service,
+            clock=self._clock,
+            audit=self.audit_log.audit,
         )
+        self.operations = CacheOperations(context, self._registered, server_epoch)
+        return CacheService(context)
 
     def _plugin_environment(self) -> dict[str, str]:
         """The server's own, and its configuration with secrets hidden: an environment is easily printed and kept."""
@@ -322,10 +323,13 @@ class Server:
             "l2": self.storage.status(),
         }
 
-    def clear(self, tier: str) -> tuple[int, int]:
+    def clear(self, tier: str, *, force: bool = False) -> tuple[int, int]:
         if not self._ready:
             raise ServerUnavailable("The server is starting or shutting down.")
-        return self.storage.clear(tier)
+        return self.storage.clear(tier, force=force)
+
+    def _registered(self, model_name: str, instance_id: str) -> list[Registered]:
+        return self._on_loop(lambda: self._service.registered(model_name, instance_id))
 
     def _on_loop(self, question: Callable[[], T]) -> T:
         """Asks on the message loop's thread, where the answer is consistent."""

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -155,6 +156,8 @@ public:
     Acquired acquire_each(Owner owner, NamespaceDigests namespaces, Hashes hashes, double deadline);
     // For each pair 1 if it is resident, else 0.
     std::vector<std::uint8_t> resident_each(NamespaceDigests namespaces, Hashes hashes);
+    // Pairs: those that would go with their last lease stay. How many are resident.
+    std::size_t retain(NamespaceDigests namespaces, Hashes hashes);
     bool release(std::uint64_t lease);
     std::size_t renew(Owner owner, double deadline);
 
@@ -181,14 +184,18 @@ public:
     // Salts that went beyond their limits since the last call, each once for as long as it has objects.
     std::vector<Overuse> take_overuses();
     std::size_t remove(NamespaceDigests namespaces, Hashes hashes);
-    Removed clear();
+    // What `spared_owner` leases stays as it is; 0: nobody is spared.
+    Removed clear(Owner spared_owner = 0);
 
     // The fraction of objects stored from now on that is sampled for `take_ages`, from 0 to 1.
     void set_age_sample_rate(double rate);
     // Ages of sampled objects at use and at eviction since the last call.
     Ages take_ages();
 
-    ObjectPage list_objects(std::uint32_t start, std::size_t count);
+    // In the order of their records, from `start` on: a record keeps its place for as long as the object stays. At most
+    // so many records are looked at, so that a page may be short, or empty, and not the last one.
+    ObjectPage list_objects(std::uint32_t start, std::size_t count,
+                            std::size_t most_examined = std::numeric_limits<std::size_t>::max());
     L1Stats stats();
     std::uint64_t usage_of(std::string_view salt);
     std::vector<std::pair<std::string, std::uint64_t>> salt_usage();

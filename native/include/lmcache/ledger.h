@@ -89,6 +89,10 @@ public:
     // Whether something refers to that namespace.
     bool knows(const Digest& digest) const;
     std::vector<Known> known(const LedgerKeys& keys) const;
+    // For each key 1 if somebody holds it, else 0.
+    std::vector<std::uint8_t> held(const LedgerKeys& keys) const;
+    // The namespaces of what is known, as they were encoded.
+    std::vector<std::string> namespaces() const;
     // Objects that were just stored; the youngest from now on. One that was leaving is resident again. The bytes that
     // these keys are charged.
     std::uint64_t stored(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes);

@@ -1,14 +1,19 @@
-"""Access over HTTP: this host, and whoever has the admin token, may change a server's state and read cache salts."""
+"""Access over HTTP: this host, and whoever has the admin token, may change a server's state and read keys and salts."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
+import os
+import threading
 import urllib.parse
 
 from starlette.requests import Request
 
 from lmcache.errors import ConfigError
+
+logger = logging.getLogger("lmcache.admin")
 
 _MAX_TOKEN_BYTES = 4096
 _MIN_TOKEN_CHARACTERS = 16
@@ -34,6 +39,42 @@ def read_token(path: str) -> str:
     return token
 
 
+class AdminToken:
+    """The token in a file, read again whenever the file is another one. While it cannot be read, or has no token, no
+    token is taken: who removes the file takes it away from everybody. Thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        """ConfigError when the file has none."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._mark = _mark_of(path)
+        self._token = read_token(path)
+
+    def __call__(self) -> str:
+        if not self._path:
+            return ""
+        with self._lock:
+            mark = _mark_of(self._path)
+            if mark != self._mark:
+                self._mark = mark
+                try:
+                    self._token = read_token(self._path)
+                    logger.info("The admin token was read again from %s", self._path)
+                except ConfigError as error:
+                    self._token = ""
+                    logger.warning("No admin token is taken until its file is mended: %s", error)
+            return self._token
+
+
+def _mark_of(path: str) -> tuple[int, ...]:
+    """Another one whenever the file is replaced or written to."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def why_refused(request: Request, token: str) -> str:
     """ "" when the request may change state, else the sentence to answer with."""
     if given := _given_token(request):
@@ -53,6 +94,22 @@ def may_read_salts(request: Request, token: str) -> bool:
     if why_refused(request, token):
         return False
     return bool(_given_token(request)) or _asked_by_this_hosts_name(request)
+
+
+def why_reading_is_refused(request: Request, token: str) -> str:
+    """The same for what names keys, tokens or salts: see `may_read_salts`."""
+    if may_read_salts(request, token):
+        return ""
+    return why_refused(request, token) or (
+        "This is answered on this host by the names localhost, 127.0.0.1 and [::1] alone, or with the admin token."
+    )
+
+
+def caller_of(request: Request) -> str:
+    """For the audit: the address, what it says of others behind it, and whether the token was used."""
+    host = request.client.host if request.client is not None else "an unknown address"
+    forwarded = [f"{name}: {request.headers[name][:200]}" for name in _FORWARDED if name in request.headers]
+    return ", ".join([host, *forwarded, *(["with the admin token"] if _given_token(request) else [])])
 
 
 def _given_token(request: Request) -> str:

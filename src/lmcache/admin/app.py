@@ -1,168 +1,117 @@
-"""The HTTP resources of a server. Answers are JSON; errors are {"error": one sentence}."""
+"""The HTTP interface of a server: the table of its operations, and the application that serves them.
+
+Answers are JSON. Errors are problem details (RFC 9457): `detail` is one sentence, and so is `error`, for clients that
+know no problem details.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
+from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from lmcache import __version__
+from lmcache.admin import messages as m
+from lmcache.admin import openapi
+from lmcache.admin.access import caller_of
+from lmcache.admin.object_routes import ObjectRoutes
+from lmcache.admin.operation import Access, Call, Operation
+from lmcache.admin.pin_routes import PinRoutes
 from lmcache.admin.quota_routes import QuotaRoutes
 from lmcache.admin.requests import AdminContext
+from lmcache.admin.server_routes import HealthCheck, ServerRoutes
 from lmcache.admin.state import ServerState
 from lmcache.config import unbuilt
-from lmcache.config.redact import redacted
-from lmcache.errors import LMCacheError
-from lmcache.protocol.messages import OLDEST_SUPPORTED_PROTOCOL_VERSION, PROTOCOL_VERSION
-from lmcache.telemetry import logs
-from lmcache.tiering.storage_loop import TIERS
+from lmcache.errors import ConfigError, LMCacheError, UnknownModel
 
 logger = logging.getLogger("lmcache.admin")
 
-HEALTH_BOUND_SECONDS = 2.0
-EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_DASHBOARD = Path(__file__).with_name("dashboard.html")
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-
-_INDEX = """LMCache server {version}
-
-GET  /healthcheck      do the message loop and the storage loop answer?
-GET  /readyz           may engines connect?
-GET  /status           figures of this server
-GET  /metrics          the same for Prometheus
-GET  /config           options in force, secrets hidden; /config/adapters: the L2 adapters
-GET  /version
-GET  /loglevel         PUT {{"level": "DEBUG"}} changes it
-POST /cache/clear      {{"tier": "l1"}}, "l2" or "all"
-GET  /quota            what each cache salt may keep, and has; salts are digests without the admin token, as in /metrics
-PUT  /quota/SALT       {{"limit_gb": 1.5}} sets it; GET shows one, DELETE removes it; _default is the empty salt
-"""
+_AUDITED_ITEMS = 600  # of a list, or characters
 
 
-class Health:
-    """Health checks, single-flight: requests that come while a check runs share its answer."""
+def operations(context: AdminContext, health: HealthCheck) -> list[Operation]:
+    """All of them."""
+    server = ServerRoutes(context, health)
+    table = server.operations() + ObjectRoutes(context).operations()
+    table += PinRoutes(context).operations() + QuotaRoutes(context).operations()
+    described: list[dict[str, Any]] = []  # made when it is first asked for
 
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
-        # A thread of its own, so that nothing that hangs elsewhere delays a health check.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lmcache-health")
-        self._running: asyncio.Future[str] | None = None
+    async def describe(call: Call) -> Any:
+        if not described:
+            described.append(openapi.document(table, __version__))
+        return described[0]
 
-    async def check(self) -> str:
-        """ "" or the reason why this server is not healthy."""
-        if self._running is None or self._running.done():
-            loop = asyncio.get_running_loop()
-            self._running = loop.run_in_executor(self._thread, self._state.health, HEALTH_BOUND_SECONDS)
+    table.append(
+        Operation("GET", "/openapi.json", "All of this as OpenAPI", Access.PUBLIC, describe, m.JsonObject),
+    )
+    server.index_text = index_text(table)
+    return table
+
+
+def index_text(table: Sequence[Operation]) -> str:
+    """The list for `/`."""
+    asked = [f"{operation.method} {operation.open_path}" for operation in table]
+    width = max(map(len, asked))
+    lines = [f"{ask:<{width}}  {operation.summary}" for ask, operation in zip(asked, table, strict=True)]
+    return "\n".join([f"LMCache server {__version__}\n", *lines, ""])
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def problem(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
+    details = m.Problem("about:blank", HTTPStatus(status).phrase, status, sentence, sentence)
+    return Response(msgspec.json.encode(details), status, headers, openapi.PROBLEM_TYPE)
+
+
+def _endpoint(operation: Operation, context: AdminContext) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        value = await operation.handler(await context.admit(operation, request))
+        if isinstance(value, Response):
+            return value
+        return _json(value[1], value[0]) if isinstance(value, tuple) else _json(value, operation.status)
+
+    async def audited(request: Request) -> Response:
+        outcome = "a fault of the server"
         try:
-            # Twice the bound: health() waits for two loops.
-            return await asyncio.wait_for(asyncio.shield(self._running), 2 * HEALTH_BOUND_SECONDS + 0.5)
-        except asyncio.TimeoutError:
-            return "The server did not tell its health in time."
+            response = await answer(request)
+            outcome = "ok"
+            return response
+        except HTTPException as refusal:
+            outcome = refusal.detail
+            raise
+        except LMCacheError as fault:
+            outcome = str(fault)
+            raise
+        finally:
+            detail = {**request.path_params, **_summary(getattr(request.state, "body", None))}
+            context.state.audit_log.audit(operation.action, caller_of(request), detail, outcome)
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    return audited if operation.access is Access.CHANGE else answer
 
 
-class ServerRoutes:
-    """What concerns the server as a whole."""
-
-    def __init__(self, context: AdminContext, health: Health) -> None:
-        self._context = context
-        self._state = context.state
-        self._health = health
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/", self.index),
-            Route("/healthcheck", self.healthcheck),
-            Route("/readyz", self.readyz),
-            Route("/status", self.status),
-            Route("/version", self.version),
-            Route("/config", self.config),
-            Route("/config/adapters", self.adapters),
-            Route("/metrics", self.metrics),
-            Route("/loglevel", self.loglevel, methods=["GET", "PUT"]),
-            Route("/cache/clear", self.clear, methods=["POST"]),
-        ]
-
-    async def index(self, request: Request) -> Response:
-        """The dashboard for browsers, where it is installed; else a list of the paths."""
-        if "text/html" in request.headers.get("accept", "") and _DASHBOARD.exists():
-            return HTMLResponse(
-                _DASHBOARD.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _PAGE_POLICY}
-            )
-        return PlainTextResponse(_INDEX.format(version=__version__))
-
-    async def healthcheck(self, request: Request) -> Response:
-        reason = await self._health.check()
-        if reason:
-            return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
-        return JSONResponse({"status": "healthy"})
-
-    async def readyz(self, request: Request) -> Response:
-        reason = await self._health.check()
-        if not reason and not self._state.ready():
-            reason = "The server is starting or shutting down."
-        return JSONResponse(
-            {"status": "not ready", "reason": reason} if reason else {"status": "ready"}, 503 if reason else 200
-        )
-
-    async def status(self, request: Request) -> Response:
-        return JSONResponse(await self._context.in_thread(self._state.status))
-
-    async def version(self, request: Request) -> Response:
-        protocol = {"current": PROTOCOL_VERSION, "oldest_supported": OLDEST_SUPPORTED_PROTOCOL_VERSION}
-        return JSONResponse({"version": __version__, "protocol_version": protocol})
-
-    async def config(self, request: Request) -> Response:
-        return JSONResponse(redacted(self._state.config))
-
-    async def adapters(self, request: Request) -> Response:
-        return JSONResponse(redacted(self._state.config)["l2_adapter"])
-
-    async def metrics(self, request: Request) -> Response:
-        if not self._state.metrics.enabled:
-            raise HTTPException(
-                404, "Metrics are off: the server was started with --disable-metrics or --disable-observability."
-            )
-        hides_salts = not self._context.may_read_salts(request)
-        text = await self._context.in_thread(lambda: self._state.metrics.exposition(hides_salts=hides_salts))
-        return Response(text, media_type=EXPOSITION_TYPE)
-
-    async def loglevel(self, request: Request) -> Response:
-        if request.method == "PUT":
-            body = await self._context.change(request, {"level"})
-            level = str(body.get("level") or request.query_params.get("level") or "").upper()
-            if level not in logs.LEVELS:
-                raise HTTPException(400, f'"level" must be one of {", ".join(logs.LEVELS)}.')
-            logs.set_level(level)
-            logger.info("Log level is %s from now on", level)
-        return JSONResponse({"level": logs.current_level()})
-
-    async def clear(self, request: Request) -> Response:
-        body = await self._context.change(request, {"tier", "force"})
-        tier = body.get("tier", "l1")
-        if tier not in TIERS:
-            raise HTTPException(400, f'"tier" must be one of {", ".join(TIERS)}, got {tier!r}.')
-        if not isinstance(body.get("force", False), bool):
-            raise HTTPException(400, '"force" must be true or false.')
-        # `force` changes nothing: what an engine is reading is unreachable at once, and freed when it has finished.
-        objects, size_bytes = await self._context.in_thread(lambda: self._state.clear(tier))
-        logger.info("Cleared %s by request: %d objects, %d bytes", tier, objects, size_bytes)
-        return JSONResponse({"status": "ok", "ok": True, "tier": tier, "objects": objects, "bytes": size_bytes})
+def _summary(body: msgspec.Struct | None) -> dict[str, Any]:
+    """What was asked for, without long lists."""
+    given = msgspec.structs.asdict(body) if body is not None else {}
+    return {
+        name: f"{len(value)} of them" if isinstance(value, (list, str)) and len(value) > _AUDITED_ITEMS else value
+        for name, value in given.items()
+    }
 
 
 def _unbuilt(subject: str, instead: str) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        return JSONResponse({"error": f"{subject} is not built yet: {instead}."}, 501)
+        return problem(501, f"{subject} is not built yet: {instead}.")
 
     return answer
 
@@ -174,23 +123,27 @@ async def _http_error(request: Request, error: Exception) -> Response:
         sentence = f"There is nothing at {request.url.path}; GET / lists what there is."
     elif sentence == "Method Not Allowed":
         sentence = f"{request.url.path} does not take {request.method}."
-    return JSONResponse({"error": sentence}, error.status_code, headers=error.headers)
+    return problem(error.status_code, sentence, dict(error.headers or {}))
 
 
 async def _known_fault(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, 503)
+    status = 400 if isinstance(error, ConfigError) else 409 if isinstance(error, UnknownModel) else 503
+    return problem(status, str(error))
 
 
 async def _unknown_fault(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse({"error": f"The server failed to answer ({type(error).__name__}); its log says more."}, 500)
+    return problem(500, f"The server failed to answer ({type(error).__name__}); its log says more.")
 
 
-def build_app(state: ServerState, token: str = "") -> Starlette:
-    """`token` is the admin token, "" when only this host may change state."""
-    context, health = AdminContext(state, token), Health(state)
-    routes = ServerRoutes(context, health).routes() + QuotaRoutes(context).routes()
+def build_app(state: ServerState, token: Callable[[], str] = lambda: "") -> Starlette:
+    """`token` gives the admin token that counts now, "" when only this host may change state."""
+    context, health = AdminContext(state, token), HealthCheck(state)
+    by_path: dict[str, dict[str, Callable[[Request], Awaitable[Response]]]] = {}
+    for operation in operations(context, health):
+        by_path.setdefault(operation.path, {})[operation.method] = _endpoint(operation, context)
     every_method = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    routes = [Route(path, _by_method(methods), methods=list(methods)) for path, methods in by_path.items()]
     routes += [Route(path, _unbuilt(*texts), methods=every_method) for path, texts in unbuilt.HTTP.items()]
     app = Starlette(
         routes=routes,
@@ -203,3 +156,14 @@ def build_app(state: ServerState, token: str = "") -> Starlette:
 
     app.state.close = close
     return app
+
+
+def _by_method(
+    methods: dict[str, Callable[[Request], Awaitable[Response]]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """One route a path: of two, the first would refuse the methods of the second."""
+
+    async def answer(request: Request) -> Response:
+        return await methods["GET" if request.method == "HEAD" else request.method](request)
+
+    return answer

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lmcache.admin.access import read_token
+from lmcache.admin.access import AdminToken
 from lmcache.admin.app import build_app
 from lmcache.admin.state import ServerState
 from lmcache.core.address import http_listening_host
@@ -81,7 +81,7 @@ class HttpListener:
     def __init__(self, state: ServerState) -> None:
         config = state.config
         self._state = state
-        token = read_token(config.admin_token_file)
+        token = AdminToken(config.admin_token_file)
         host = http_listening_host(config.http_host)
         self._sockets = [listen(host, config.http_port, "--http-port")]
         self.http_port: int = self._sockets[0].getsockname()[1]

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from lmcache.admin.audit import AuditLog
 from lmcache.config.spec import ServerConfig
 from lmcache.l1.quota import Quotas
+from lmcache.service.cache_operations import CacheOperations
 from lmcache.telemetry.metrics import Metrics
 
 
@@ -40,7 +41,12 @@ class ServerState(Protocol):
         """Figures for operators, as JSON values: uptime, addresses, L1, L2 adapters, instances, sessions, leases."""
         ...
 
-    def clear(self, tier: str) -> tuple[int, int]:
-        """Removes every object that no lease holds from "l1", "l2" or "all": (objects, bytes). LMCacheError when a
-        tier does not answer in time."""
+    def clear(self, tier: str, *, force: bool) -> tuple[int, int]:
+        """Removes every object that no lease holds from "l1", "l2" or "all": (objects, bytes). Pinned ones stay unless
+        `force` is given. LMCacheError when a tier does not answer in time."""
+        ...
+
+    @property
+    def operations(self) -> CacheOperations:
+        """There when `ready`."""
         ...

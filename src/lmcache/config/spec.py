@@ -246,6 +246,12 @@ class ServerConfig:
         "append a line of JSON there for each change that is asked for over HTTP or by an engine",
         default_text="none",
     )
+    tokenizer_dir: str = _option(
+        Text("FOLDER"),
+        "",
+        "folder with tokenizer.json, or MODEL/tokenizer.json, for prefetches and lookups of text over HTTP",
+        default_text="none: those take tokens alone",
+    )
     zmq_curve_server_key_file: str = _option(
         Text("FILE"),
         "",

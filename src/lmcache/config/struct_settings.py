@@ -31,6 +31,7 @@ class Key:
     whose value is an object with declared keys."""
 
     name: str
+    attribute: str  # the field
     hint: Any
     expected: str
     description: str
@@ -57,7 +58,8 @@ def _key(field: msgspec.structs.FieldInfo) -> Key:
     choices = _choices(field.type) if isinstance(kind, inspect.LiteralType) else ()
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
     return Key(
-        name=field.name,
+        name=field.encode_name,
+        attribute=field.name,
         hint=field.type,
         expected=extra.get("expected") or _expected(kind, choices),
         description=schema.get("description", ""),
@@ -159,7 +161,7 @@ def read(
             problems.add(f'{where}: the key "{key.name}" is required.')
         elif key.name in given:
             with problems.collect():
-                values[key.name] = _value(key, given[key.name], where)
+                values[key.attribute] = _value(key, given[key.name], where)
     problems.raise_all()
     try:
         return kind(**values, **internal)

@@ -128,27 +128,21 @@ SERDES: Mapping[str, str] = {
 }
 
 # Paths of documented HTTP interfaces, `{name}` for a part that varies: what is asked for, and what there is.
-_OBJECTS = ("Listing and deleting single objects", f"GET /status counts objects, and {_CLEAR}")
-_PREFETCH = ("Prefetching on request", "a lookup of an engine loads what L2 has")
-_PINS = ("Pinning", "a larger L1, or quotas of cache salts, keep objects longer")
+_PINS = ("The controller's way to pin", "POST and DELETE /cache/pins do it")
 _COORDINATOR = ("A coordinator of many servers", _ONE_SERVER)
 _CONTROLLER = ("The controller", _ONE_SERVER)
 _CODECS = ("Compressing on request", 'the key "serde" of an --l2-adapter compresses all that it stores')
 HTTP: Mapping[str, tuple[str, str]] = {
-    "/cache/objects": _OBJECTS,
-    "/cache/delete": _OBJECTS,
-    "/cache/prefetches": _PREFETCH,
-    "/cache/prefetches/{id:path}": _PREFETCH,
-    "/cache/pins": _PINS,
+    "/cache/delete": ("Another way to delete objects", "DELETE /cache/objects does it"),
     "/pin": _PINS,
     "/unpin": _PINS,
     "/compress": _CODECS,
     "/decompress": _CODECS,
-    "/lookup": ("Looking tokens up over HTTP", "GET /metrics counts lookups and hits"),
+    "/lookup": ("The controller's way to look tokens up", "POST /cache/lookup does it for this server"),
     "/clear": ("The controller's way to clear", _CLEAR),
-    "/move": ("Moving objects between servers", _SHARED_FOLDER),
+    "/move": ("Moving objects between servers", f"POST /cache/moves moves them between tiers, and {_SHARED_FOLDER}"),
     "/health": ("The controller's way to ask for health", "GET /healthcheck and GET /readyz tell it"),
-    "/check_finish": _CONTROLLER,
+    "/check_finish": ("The controller's way to ask for a job", "GET /jobs/ID tells it"),
     "/query_instance": _CONTROLLER,
     "/query_worker_info": _CONTROLLER,
     "/controller/{rest:path}": _CONTROLLER,

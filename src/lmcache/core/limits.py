@@ -94,6 +94,20 @@ MAX_SALTS_NAMED = 1024  # in the log, for going beyond their quotas
 MAX_TENANTS_KEPT_PER_INSTANCE = 1024  # salts whose namespaces are at hand; those of others are made again
 MAX_NAMESPACES_KEPT_PER_INSTANCE = 16_384  # of those salts, for each rank and for all ranks together
 
+# administration over HTTP
+MAX_HTTP_BODY_BYTES = 64 * 1024
+MAX_HTTP_LARGE_BODY_BYTES = 4 * MIB  # of requests with tokens or keys
+MAX_HTTP_TOKENS = 512 * 1024
+MAX_HTTP_KEYS = 16_384
+MAX_HTTP_PAGE = 10_000
+MAX_HTTP_EXAMINED_OBJECTS = 1 << 20  # for one page, where most are passed over
+MAX_PINS = 4096
+MAX_PINNED_OBJECTS = 262_144
+MAX_PIN_SECONDS = 7 * 24 * 3600
+MAX_JOBS_WAITING = 64
+MAX_JOBS_KEPT = 256  # that have ended
+MAX_NAMESPACES_REMEMBERED = 16_384  # of objects that operators named or listed
+
 # telemetry
 MAX_LOG_LINES_WAITING = 10_000
 

@@ -147,6 +147,10 @@ class Ledger:
     def let_go(self, hold: LedgerHold) -> None:
         self.native.let_go(hold)
 
+    def held(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Which of them somebody holds."""
+        return list(map(bool, self.native.held(keys)))
+
     # ---- eviction ----------------------------------------------------------------------------------------------------
     def victims(self, wanted_bytes: int, most: int) -> Victims:
         """Who goes to free so much, at most so many at a time. Until `evicted` or `not_evicted` they are charged, may

@@ -28,6 +28,7 @@ from lmcache.l2.adapter import ObjectColumns, RegistersMemory
 from lmcache.l2.adapter_config import AdapterConfig
 from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.layers.context import AdapterContext
+from lmcache.l2.layers.eviction import DELETE_SLICE_OBJECTS
 from lmcache.l2.layers.operation import Batch, Operation, SharedRelease
 from lmcache.l2.layers.stack import LayerStack
 from lmcache.telemetry.logs import level_of
@@ -149,7 +150,7 @@ class Runner:
     def _note_serdes(self, namespaces: Iterable[Namespace]) -> None:
         if len(self._other_serdes) >= limits.MAX_SERDES_NAMED:
             return
-        own = self._serde.chain.name if self._serde else ""
+        own = self.serde_name
         found = {stored_serde(namespace) for namespace in namespaces} - {own} - self._other_serdes
         others = sorted(found)[: limits.MAX_SERDES_NAMED - len(self._other_serdes)]
         self._other_serdes.update(others)
@@ -314,6 +315,26 @@ class Runner:
         """Which of them the backend has, as far as is known here."""
         return self.ledger.known(self.stored_keys(keys))
 
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """By request: which of them are gone now, also those that never were there. What somebody reads, or holds by a
+        pin, stays."""
+        stored = self.stored_keys(keys)
+        free = [key for key, is_held in zip(stored, self.ledger.held(stored), strict=True) if not is_held]
+        gone = set(compress(free, await self.layers.eviction.delete(free))) if free else set()
+        self._show_figures()
+        return [key in gone for key in stored]
+
+    async def delete_known(self, spared: Sequence[ObjectKey]) -> tuple[int, int]:
+        """What is known to be here but for `spared`: (objects, bytes)."""
+        kept = set(self.stored_keys(spared))
+        objects, used_bytes = len(self.ledger), self.ledger.used_bytes
+        for keys in self.ledger.pages(DELETE_SLICE_OBJECTS):
+            if doomed := [key for key in keys if key not in kept]:
+                await self.layers.eviction.delete(doomed)
+            await asyncio.sleep(0)
+        self._show_figures()
+        return max(0, objects - len(self.ledger)), max(0, used_bytes - self.ledger.used_bytes)
+
     def touch(self, keys: Sequence[ObjectKey]) -> None:
         """They were used. Unknown ones are ignored."""
         self.ledger.touch(self.stored_keys(keys))
@@ -364,6 +385,11 @@ class Runner:
                 return
             self.ledger.lost([key for key, size in zip(keys, sizes, strict=True) if size is None])
 
+    @property
+    def serde_name(self) -> str:
+        """Of what encodes objects here; "" for nothing."""
+        return self._serde.chain.name if self._serde else ""
+
     # ---- what others see ---------------------------------------------------------------------------------------------
     @property
     def verifies(self) -> bool:
@@ -401,7 +427,7 @@ class Runner:
         return {
             "name": self.name,
             "type": self.config.type,
-            "serde": self._serde.chain.name if self._serde else "",
+            "serde": self.serde_name,
             "objects": len(self.ledger),
             "used_bytes": self.ledger.held_bytes,
             "capacity_bytes": self.ledger.capacity.limit_bytes,

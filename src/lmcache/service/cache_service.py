@@ -24,6 +24,7 @@ from lmcache.protocol.messages import (
     PingReply,
     TransferMode,
 )
+from lmcache.service.cache_operations import Registered
 from lmcache.service.client_access import ClientAccess
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import InstanceRegistry
@@ -179,6 +180,19 @@ class CacheService:
         self._clears_waiting += 1
         self._clearer.submit(clear)
         return deferred
+
+    def registered(self, model_name: str, instance_id: str) -> list[Registered]:
+        """Instances of that model, all of them or one, of which every rank has registered. On the message loop's thread
+        only."""
+        found = []
+        for instance in self._registry.instances.values():
+            profile = instance.scheduler.profile if instance.scheduler is not None else None
+            if profile is None or (model_name and profile.model_name != model_name):
+                continue
+            ranks = instance.by_rank()
+            if len(ranks) >= profile.kv_world_size and instance_id in ("", instance.instance_id):
+                found.append(Registered(profile, tuple(ranks[rank] for rank in sorted(ranks))))
+        return found
 
     def snapshot(self) -> dict[str, Any]:
         """Figures for operators, as JSON values. On the message loop's thread only."""

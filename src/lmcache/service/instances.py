@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,30 +96,44 @@ class TenantCounters:
         self.hit_l2 = metrics.lookup_hit_l2.labels(*labels)
 
 
+def namespaces_of_rank(
+    context: ServiceContext, profile: RegisterInstance, worker: RegisterWorker, cache_salt: str
+) -> NamespaceSet:
+    """One for each object group."""
+    tail_chunks = tuple(div_ceil(tokens, context.hasher.chunk_tokens) for tokens in profile.tail_tokens)
+    namespaces = tuple(
+        Namespace(profile.model_name, profile.kv_world_size, worker.kv_rank, group, layout, cache_salt)
+        for group, layout in enumerate(worker.layouts)
+    )
+    frame_bytes = tuple(context.l1.frame_bytes(payload_bytes) for payload_bytes in worker.payload_bytes)
+    return NamespaceSet(namespaces, frame_bytes, tail_chunks if any(tail_chunks) else ())
+
+
+def joined(ranks: Sequence[NamespaceSet]) -> NamespaceSet:
+    """The namespaces of all ranks, [rank][group]."""
+    return NamespaceSet(
+        tuple(namespace for rank in ranks for namespace in rank.namespaces),
+        tuple(size_bytes for rank in ranks for size_bytes in rank.frame_bytes),
+        tuple(chunks for rank in ranks for chunks in rank.tail_chunks),
+    )
+
+
 class Tenant:
     """One cache salt of an instance: its namespaces and counters. Dropped when the registrations change."""
 
     def __init__(self, context: ServiceContext, instance: Instance, profile: RegisterInstance, cache_salt: str) -> None:
         self.counters = TenantCounters(context.metrics, profile.model_name, cache_salt)
-        self._l1 = context.l1
+        self._context = context
         self._instance = instance
         self._profile = profile
         self._cache_salt = cache_salt
-        self._tail_chunks = tuple(div_ceil(tokens, context.hasher.chunk_tokens) for tokens in profile.tail_tokens)
         self._ranks: dict[int, NamespaceSet] = {}
         self._all_ranks: NamespaceSet | None = None
 
     def of_rank(self, worker: RegisterWorker) -> NamespaceSet:
         """The namespaces of the worker's rank, one for each object group."""
         if worker.kv_rank not in self._ranks:
-            profile = self._profile
-            namespaces = tuple(
-                Namespace(profile.model_name, profile.kv_world_size, worker.kv_rank, group, layout, self._cache_salt)
-                for group, layout in enumerate(worker.layouts)
-            )
-            frame_bytes = tuple(self._l1.frame_bytes(payload_bytes) for payload_bytes in worker.payload_bytes)
-            tail_chunks = self._tail_chunks if any(self._tail_chunks) else ()
-            self._ranks[worker.kv_rank] = NamespaceSet(namespaces, frame_bytes, tail_chunks)
+            self._ranks[worker.kv_rank] = namespaces_of_rank(self._context, self._profile, worker, self._cache_salt)
         return self._ranks[worker.kv_rank]
 
     def of_all_ranks(self) -> NamespaceSet | None:
@@ -127,12 +142,7 @@ class Tenant:
             workers = self._instance.by_rank()
             if len(workers) < self._profile.kv_world_size:
                 return None
-            ranks = [self.of_rank(workers[rank]) for rank in sorted(workers)]
-            self._all_ranks = NamespaceSet(
-                tuple(namespace for rank in ranks for namespace in rank.namespaces),
-                tuple(size_bytes for rank in ranks for size_bytes in rank.frame_bytes),
-                tuple(chunks for rank in ranks for chunks in rank.tail_chunks),
-            )
+            self._all_ranks = joined([self.of_rank(workers[rank]) for rank in sorted(workers)])
         return self._all_ranks
 
 

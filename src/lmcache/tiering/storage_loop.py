@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from lmcache._native import Committed
 from lmcache.clock import Clock, SystemClock
 from lmcache.core import limits
+from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import KeyBatch
 from lmcache.core.outcome import MissReason
 from lmcache.core.salt_limits import SaltLimits
@@ -26,11 +27,15 @@ from lmcache.l1.store import L1Store
 from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.background import spawn
 from lmcache.l2.runner import Runner
+from lmcache.memory.ownership import PIN_OWNER
 from lmcache.telemetry.metrics import L2Metrics
 from lmcache.tiering.checked_policies import CheckedPrefetchPolicy, CheckedStorePolicy
 from lmcache.tiering.context import TieringContext
 from lmcache.tiering.l2_loads import L2Loader
 from lmcache.tiering.leases import QueuedObject
+from lmcache.tiering.object_deletion import ObjectDeletion
+from lmcache.tiering.object_transfer import ObjectTransfer
+from lmcache.tiering.pins import Pins
 from lmcache.tiering.policies import AdapterInfo, PrefetchPolicy, StorePolicy
 from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
 from lmcache.tiering.prefetch_controller import PrefetchController
@@ -50,6 +55,7 @@ FLUSH_SECONDS = 10.0
 CLOSE_SECONDS = 5.0  # for all adapters
 _MARGIN_SECONDS = 0.1
 _LOOK_SECONDS = 0.1
+_PINS_SECONDS = 0.5  # after its time at most, a pin ends
 
 
 def _log_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -109,6 +115,9 @@ class StorageLoop:
         self._eviction = WatermarkEviction(
             context, self._write_back, watermark=settings.eviction_watermark, ratio=settings.eviction_ratio
         )
+        self.pins = Pins(l1, self.runners, clock)
+        self._deletion = ObjectDeletion(l1, self.runners, self.pins)
+        self.transfer = ObjectTransfer(context, self._loader)
         self._recovered: RecoveredWriteBack | None = None
         if self.runners and l1.recovered.objects:
             self._recovered = RecoveredWriteBack(context, self._write_back, self._verifier)
@@ -169,6 +178,7 @@ class StorageLoop:
             await runner.open()
         self._write_back.start()
         self._background += self._eviction.start()
+        self._background.append(spawn(self._end_pins(), "pins"))
         if self._recovered is not None:
             self._background.append(spawn(self._recovered.run(), "recovered-write-back"))
             self._recovered = None  # with the list of what the previous server left
@@ -280,14 +290,29 @@ class StorageLoop:
         """Waits until everything committed so far was handed to the adapters. False when that took longer."""
         return self._wait_for(self._write_back.flush(seconds), seconds + CLOSE_SECONDS)
 
-    def clear(self, tier: str) -> tuple[int, int]:
-        """Removes every object that is not being read from "l1", "l2" or "all": (objects, bytes). LMCacheError when
-        that does not end in time."""
-        return self._wait_for(self._clear(tier), CLEAR_SECONDS)
+    def clear(self, tier: str, *, force: bool = False) -> tuple[int, int]:
+        """Removes every object that is not being read from "l1", "l2" or "all": (objects, bytes). Pinned ones stay,
+        with `force` their pins end. LMCacheError when that does not end in time."""
+        return self._wait_for(self._clear(tier, force), CLEAR_SECONDS)
 
-    async def _clear(self, tier: str) -> tuple[int, int]:
+    def delete(self, keys: Sequence[ObjectKey], tier: str, *, force: bool) -> tuple[int, int, int]:
+        """`ObjectDeletion.delete`. LMCacheError when that does not end in time; it then goes on no further."""
+        return self._wait_for(self._deletion.delete(keys, tier, force=force), CLEAR_SECONDS)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
+        """On the loop. LMCacheError when that does not end in time."""
+        return self._wait_for(coroutine, seconds)
+
+    async def _end_pins(self) -> None:
+        while True:
+            await asyncio.sleep(_PINS_SECONDS)
+            self.pins.end_expired()
+
+    async def _clear(self, tier: str, force: bool) -> tuple[int, int]:
         if tier not in TIERS:
             raise LMCacheError(f"The tier must be l1, l2 or all; got {tier!r}.")
+        if force:
+            self.pins.let_go()
         objects = size_bytes = 0
         faults: list[str] = []
         if tier == "l1":
@@ -298,14 +323,15 @@ class StorageLoop:
             self._write_back.discard()  # what was being written, and failed
             for runner in self.runners:
                 try:
-                    cleared = await runner.clear()
+                    pinned = self.pins.held_in(runner)
+                    cleared = await (runner.delete_known(pinned) if pinned else runner.clear())
                 except AdapterError as error:
                     faults.append(str(error))
                 else:
                     objects += cleared[0]
                     size_bytes += cleared[1]
         if tier != "l2":
-            removed = self._l1.core.clear()
+            removed = self._l1.core.clear(spared_owner=PIN_OWNER)
             objects += removed.objects
             size_bytes += removed.size_bytes
             self._write_back.l1_cleared()

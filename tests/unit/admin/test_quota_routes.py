@@ -13,11 +13,13 @@ from starlette.testclient import TestClient
 
 from lmcache._native import L1Core
 from lmcache.admin.app import build_app
+from lmcache.admin.audit import AuditLog
 from lmcache.core.limits import GIB
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.l1 import quota as quota_module
 from lmcache.l1.quota import Quotas
 from lmcache.telemetry.metrics import Metrics
+from manual_clock import ManualClock
 
 UNIT = 1 << 20
 TOKEN = "a token of an operator"
@@ -57,8 +59,8 @@ def http(tier: Tier) -> Iterator[TestClient]:
 @contextmanager
 def client_of(tier: Tier, host: str = "127.0.0.1", *, url: str = "http://localhost") -> Iterator[TestClient]:
     app = build_app(
-        SimpleNamespace(quotas=tier.quotas, metrics=tier.metrics),
-        TOKEN,
+        SimpleNamespace(quotas=tier.quotas, metrics=tier.metrics, audit_log=AuditLog("", ManualClock())),
+        lambda: TOKEN,
     )
     with TestClient(app, client=(host, 4), base_url=url) as client:
         yield client

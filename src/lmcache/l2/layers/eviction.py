@@ -36,10 +36,11 @@ class AdapterEviction:
                 await self.delete(keys)
             await asyncio.sleep(0)  # a suspended backend refuses without a pause
 
-    async def delete(self, keys: Sequence[ObjectKey]) -> None:
-        """What a fault of the backend leaves there stays known."""
+    async def delete(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        """Which of them are gone. What a fault of the backend leaves there stays known."""
         are_gone = await self._delete(keys)
         self._ledger.lost([key for key, is_gone in zip(keys, are_gone, strict=True) if is_gone])
+        return are_gone
 
     async def _delete(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
         """Which of them are gone."""

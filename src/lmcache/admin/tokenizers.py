@@ -1,0 +1,60 @@
+"""Tokens of a text, by the tokenizer of a model in --tokenizer-dir."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmcache.errors import ConfigError
+
+_FILE = "tokenizer.json"
+_KEPT = 4
+
+
+class Tokenizers:
+    """Thread-safe. A file that is replaced is read again."""
+
+    def __init__(self, folder: Callable[[], str]) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._loaded: dict[Path, tuple[int, Any]] = {}  # by file: when it was written, the tokenizer
+
+    def encode(self, model_name: str, text: str) -> Sequence[int]:
+        """With the special tokens that an engine adds to a prompt. ConfigError where there is no tokenizer."""
+        path = self._path(model_name)
+        with self._lock:
+            written_at = path.stat().st_mtime_ns
+            known = self._loaded.get(path)
+            if known is None or known[0] != written_at:
+                known = (written_at, _load(path))
+                while len(self._loaded) >= _KEPT:
+                    del self._loaded[next(iter(self._loaded))]
+                self._loaded[path] = known
+        ids: Sequence[int] = known[1].encode(text).ids
+        return ids
+
+    def _path(self, model_name: str) -> Path:
+        if not self._folder():
+            raise ConfigError("Text needs a tokenizer: start the server with --tokenizer-dir, or send tokens.")
+        folder = Path(self._folder()).resolve()
+        for path in ((folder / model_name / _FILE), folder / _FILE):
+            try:
+                path = path.resolve()
+                if path.is_relative_to(folder) and path.is_file():
+                    return path
+            except (OSError, ValueError):  # a name that no file can have
+                continue
+        raise ConfigError(f"--tokenizer-dir has neither {model_name}/{_FILE} nor {_FILE}.")
+
+
+def _load(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ConfigError("Text needs the package tokenizers: pip install 'lmcache[text]', or send tokens.") from None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # what the package raises has no other type
+        raise ConfigError(f"{path.name} of --tokenizer-dir cannot be read: {error}.") from None
