@@ -6,7 +6,7 @@ STAMPS := $(VENV)/.stamps
 PYTHON_SOURCES := src tests benchmarks scripts
 SOURCES := $(shell git ls-files native src pyproject.toml CMakeLists.txt 2>/dev/null)
 
-NIGHTLY := $(addprefix nightly-,shapes engine faults kill simulation contract random cap others)
+NIGHTLY := $(addprefix nightly-,shapes engine faults kill simulation contract http random cap others)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test unit one lint format native native-test nightly soak bench clean $(NIGHTLY)
@@ -71,6 +71,7 @@ nightly-faults: ## every medium under every fault, 200 power cuts
 nightly-kill: ## 200 rounds of load, kill -9 and restart for everything that keeps objects; 300 stops at random moments
 nightly-simulation: ## 100,000 steps of the index and its controllers, 50 runs of every shape of the connector
 nightly-contract: ## 50,000 random operations an adapter
+nightly-http: ## 300 requests for each operation over HTTP, made from the OpenAPI document
 nightly-random: ## the unit tests with a new seed
 nightly-cap: ## 10 GB under a cap, 200,000 salts
 nightly-others: ## slow tests that no other part has

@@ -273,7 +273,7 @@ class Server:
         adapters = ", ".join(configured.config.type for configured in self._plan.adapters)
         return (
             f"LMCache {__version__} is ready: engines at {self.rpc.endpoint}, "
-            f"HTTP at {http_url(self.config.http_host, self._http.http_port)}, "
+            f"HTTP at {http_url(self.config.http_host, self._http.http_port, tls=bool(self.config.http_tls_cert))}, "
             f"L1 {self.config.l1_size_gb:g} GB in {self._l1.memory.path}, "
             f"L2 {adapters or 'none'}"
         )

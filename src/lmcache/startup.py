@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from lmcache.admin import audit
 from lmcache.admin.access import read_token
+from lmcache.admin.tls import server_context
 from lmcache.config.load import Loaded, draft
 from lmcache.config.notes import L2Traits, notes
 from lmcache.config.spec import ServerConfig
@@ -145,6 +146,8 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
         listening.refuse_unusable(http_listening_host(config.http_host), config.http_port, "--http-host")
     with problems.collect():
         read_token(config.admin_token_file)
+    with problems.collect():
+        server_context(config.http_tls_cert, config.http_tls_key)
     with problems.collect():
         server_memory.refuse_unusable(config.shm_name, config.l1_size_bytes, hugepages=config.l1_use_hugepages)
     if config.quota_file:

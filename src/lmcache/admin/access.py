@@ -47,14 +47,14 @@ class AdminToken:
         """ConfigError when the file has none."""
         self._path = path
         self._lock = threading.Lock()
-        self._mark = _mark_of(path)
+        self._mark = file_mark(path)
         self._token = read_token(path)
 
     def __call__(self) -> str:
         if not self._path:
             return ""
         with self._lock:
-            mark = _mark_of(self._path)
+            mark = file_mark(self._path)
             if mark != self._mark:
                 self._mark = mark
                 try:
@@ -66,7 +66,7 @@ class AdminToken:
             return self._token
 
 
-def _mark_of(path: str) -> tuple[int, ...]:
+def file_mark(path: str) -> tuple[int, ...]:
     """Another one whenever the file is replaced or written to."""
     try:
         status = os.stat(path)

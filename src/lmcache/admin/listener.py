@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lmcache.admin.access import AdminToken
 from lmcache.admin.app import build_app
 from lmcache.admin.state import ServerState
+from lmcache.admin.tls import server_context
 from lmcache.core.address import http_listening_host
 from lmcache.errors import ResourceError
 from lmcache.transport.listening import listen
@@ -82,6 +83,7 @@ class HttpListener:
         config = state.config
         self._state = state
         token = AdminToken(config.admin_token_file)
+        self._tls = server_context(config.http_tls_cert, config.http_tls_key)
         host = http_listening_host(config.http_host)
         self._sockets = [listen(host, config.http_port, "--http-port")]
         self.http_port: int = self._sockets[0].getsockname()[1]
@@ -145,6 +147,8 @@ class HttpListener:
             timeout_keep_alive=5,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )
+        config.load()
+        config.ssl = self._tls
         self._server = _Server(config)
         self._started.set()
         await self._server.serve(sockets=self._sockets)

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-BURST = 10  # computations at once before any waits
-REFILL_SECONDS = 0.2  # until one more may begin
+BURST = 20  # computations at once before any waits
+REFILL_SECONDS = 0.1  # until one more may begin
 
 
 class SharedAnswer(Generic[T]):

@@ -266,8 +266,13 @@ class ServerConfig:
         "when they change",
         default_text="none",
     )
-    http_tls_cert: str = _option(Text("FILE"), "", "certificate for HTTPS", default_text="none")
-    http_tls_key: str = _option(Text("FILE"), "", "key of that certificate", default_text="none")
+    http_tls_cert: str = _option(
+        Text("FILE"),
+        "",
+        "certificate for HTTPS, in PEM; read again when it is replaced",
+        default_text="none: plain HTTP",
+    )
+    http_tls_key: str = _option(Text("FILE"), "", "key of that certificate, without a password", default_text="none")
 
     def __post_init__(self) -> None:
         def fill(name: str, value: object) -> None:

@@ -14,7 +14,6 @@ _PLUGIN = '"type": "plugin" takes an adapter of your own (docs/how-to/write-an-a
 _TRACING = "a --lookup-hash-log-dir records lookups and GET /metrics counts them"
 _METRICS = "GET /metrics gives the figures to Prometheus, and to an OpenTelemetry collector that scrapes it"
 _RUNTIME_PLUGINS = "--runtime-plugin-locations is what a server has for it"
-_HTTPS = "put a proxy that speaks HTTPS before it, and --http-host on loopback"
 _BLEND = "only common prefixes are reused"
 _CLEAR = "POST /cache/clear empties L1, L2 or both"
 
@@ -33,8 +32,6 @@ COMMANDS: Mapping[str, str] = {
 OPTIONS: Mapping[str, str] = {
     "enable_tracing": _TRACING,
     "otlp_endpoint": _METRICS,
-    "http_tls_cert": _HTTPS,
-    "http_tls_key": _HTTPS,
     "instance_id": "--service-instance-id names this server in its metrics",
 }
 OPTION_FAMILIES: Mapping[str, str] = {  # by their beginning

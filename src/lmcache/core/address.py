@@ -55,8 +55,8 @@ def tcp_endpoint(host: str, port: int) -> str:
     return f"tcp://{_bracketed(host)}:{port}"
 
 
-def http_url(host: str, port: int) -> str:
-    return f"http://{_bracketed(host)}:{port}"
+def http_url(host: str, port: int, *, tls: bool = False) -> str:
+    return f"http{'s' * tls}://{_bracketed(host)}:{port}"
 
 
 def socket_path(endpoint: str) -> str:

@@ -187,7 +187,6 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         (["--otlp-endpoint", "http://h:4317"], "--otlp-endpoint is not built yet: GET /metrics"),
         (["--metrics-sample-rate", "1.5"], "--metrics-sample-rate must be"),
         (["--zmq-curve-server-key-file", "k"], "--zmq-curve-client-keys-dir need each other: give both or none"),
-        (["--http-tls-cert", "c"], "--http-tls-cert is not built yet: put a proxy"),
         (["--http-port", "5555"], "--port and --http-port are both 5555"),
         (["--prometheus-port", "8080"], "--http-port and --prometheus-port are both 8080"),
         (["--shm-name", "../etc/passwd"], "--shm-name must be"),

@@ -1,0 +1,61 @@
+"""HTTPS of the listener, and certificates that are replaced under it."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lmcache.admin.listener import HttpListener
+from lmcache.admin.tls import server_context
+from lmcache.errors import ConfigError
+from services.certificates import Certificates
+from unit.admin.test_http import FakeServer, make_config
+
+
+def trusting(certificates: Certificates) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(certificates.ca))
+
+
+def test_a_replaced_certificate_is_used_by_the_next_connection(tmp_path: Path) -> None:
+    first, second = (Certificates(tmp_path / name) for name in ("first", "second"))
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def use(made: Certificates) -> None:
+        for source, target in ((made.server_cert, cert), (made.server_key, key)):
+            new = tmp_path / "new"
+            new.write_bytes(source.read_bytes())
+            new.rename(target)
+
+    use(first)
+    listener = HttpListener(FakeServer(make_config(http_tls_cert=str(cert), http_tls_key=str(key))))
+    listener.start()
+    try:
+        url = f"https://127.0.0.1:{listener.http_port}/version"
+        assert httpx.get(url, verify=trusting(first)).status_code == 200
+        with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+            httpx.get(url, verify=trusting(second))
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url.replace("https", "http"))
+        use(second)
+        assert httpx.get(url, verify=trusting(second)).status_code == 200
+        cert.write_text("no certificate\n")
+        assert httpx.get(url, verify=trusting(second)).status_code == 200
+        metrics = f"https://127.0.0.1:{listener.prometheus_port}/metrics"
+        assert httpx.get(metrics, verify=trusting(second)).status_code == 200
+    finally:
+        listener.stop()
+
+
+def test_what_is_no_certificate_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    assert server_context("", "") is None
+    with pytest.raises(ConfigError, match="belong together"):
+        server_context("cert.pem", "")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        server_context(str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"))
+    wrong = tmp_path / "cert.pem"
+    wrong.write_text("no certificate\n")
+    with pytest.raises(ConfigError, match="are no certificate in PEM"):
+        server_context(str(wrong), str(wrong))
