@@ -3,6 +3,7 @@ lines, as their user, without capabilities, on a root file system that cannot be
 
 from __future__ import annotations
 
+import configparser
 import ctypes
 import json
 import shlex
@@ -20,6 +21,7 @@ import yaml
 from lmcache.config.load import Loaded
 from lmcache.integration.vllm.settings import ConnectorSettings
 from lmcache.l2.adapter_config import AdapterConfig
+from lmcache.l2.adapters.folder_config import FsNativeConfig
 from lmcache.startup import read
 from lmcache.testing.processes import LOOPBACK, ManagedProcess, http_json
 from polling import until
@@ -154,6 +156,24 @@ def test_kubernetes_shares_memory_socket_and_user() -> None:
     (source,) = policy["ingress"][0]["from"]
     assert source["podSelector"]["matchLabels"] == LABELS["lmcache-server"]
     assert policy["podSelector"]["matchLabels"] == LABELS["valkey"]
+
+
+def test_the_service_takes_its_configuration_and_may_write_where_it_points() -> None:
+    folder = DEPLOY / "systemd"
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment]
+    unit.read(folder / "lmcache.service")
+    service = unit["Service"]
+    program_path, *arguments = shlex.split(service["ExecStart"])
+    assert arguments == ["server", "--config", "/etc/lmcache/server.yaml"]
+    assert shlex.split(service["ExecStartPre"]) == [program_path, "config", "check", *arguments[1:]]
+    loaded, (adapter,) = read(["--config", str(folder / "server.yaml")], {})
+    writable = {f"/run/{service['RuntimeDirectory']}", f"/var/lib/{service['StateDirectory']}"}
+    assert isinstance(adapter, FsNativeConfig)
+    assert Path(loaded.config.host.removeprefix("ipc://")).parent.as_posix() in writable
+    assert Path(adapter.base_path).parent.as_posix() in writable
+    assert service["ReadWritePaths"] == "/dev/shm"
+    assert (service["NoNewPrivileges"], service["CapabilityBoundingSet"]) == ("true", "")
 
 
 def test_the_kustomization_names_every_file() -> None:
