@@ -181,14 +181,17 @@ class Run:
         self.session = _Session(f"r{self.named}", self.random.randint(0, 3))
         self.engine.add_input(self.session.name, text[: self.random.randint(1, 120)], self.random.choice((1, 1, 2, 20)))
 
+    def give_up_lost_sessions(self) -> None:
+        """Also those that get no more input."""
+        for name in [name for name in self.engine.live if self.engine.is_lost(name)]:
+            self.engine.abort(name)
+            self.did["sessions lost by vLLM"] += 1
+
     def go_on_with_session(self) -> None:
         """The same few texts again and again, around one of two images."""
         session = self.session
         if session is None or self.random.random() > 0.05:
             return
-        if self.engine.is_lost(session.name):
-            self.engine.abort(session.name)
-            self.did["sessions lost by vLLM"] += 1
         if session.name not in self.engine.live or self.engine.live[session.name].is_finished():  # aborted
             self.session = None
         elif session.inputs:
@@ -298,6 +301,7 @@ class Run:
         self.settle()
 
     def step(self) -> None:
+        self.give_up_lost_sessions()
         self.go_on_with_session()
         if self.engine.scheduler.has_requests():
             self.engine.step()
