@@ -9,7 +9,7 @@ SOURCES := $(shell git ls-files native src pyproject.toml CMakeLists.txt 2>/dev/
 NIGHTLY := $(addprefix nightly-,shapes engine faults kill simulation contract http random cap others)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit one lint format native native-test nightly soak bench clean $(NIGHTLY)
+.PHONY: help demo dist test unit one lint format native native-test nightly soak bench clean $(NIGHTLY)
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -86,8 +86,12 @@ soak: $(READY) ## mixed traffic for two hours (SOAK=seconds), a quarter of it wi
 bench: $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/services ## the measurements behind the README, about an hour
 	$(PY) benchmarks/run.py
 
+PYTHONS ?= $(PY)
+dist: $(STAMPS)/dist ## source archive and wheels, tried in empty environments, into dist/; PYTHONS="python3.10 python3.12"
+	$(PY) scripts/make_dist.py $(PYTHONS)
+
 clean: ## removes builds and the environment
-	rm -rf build $(VENV) src/lmcache/_native*
+	rm -rf build dist $(VENV) src/lmcache/_native*
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -99,6 +103,10 @@ $(STAMPS)/engine: scripts/install_cpu_engine.py | $(PY)
 
 $(STAMPS)/tools: pyproject.toml | $(PY)
 	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py test lint) "scikit-build-core>=0.10,<1" "nanobind>=2.4,<3"
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/dist: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py dist)
 	@mkdir -p $(@D) && touch $@
 
 # What the tests of remote tiers run against.
