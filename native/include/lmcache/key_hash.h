@@ -1,10 +1,13 @@
 // The 64-bit hash of a key, seeded at random, so that nobody can choose keys that collide.
 #pragma once
 
+#include <sys/random.h>
+
 #include <array>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <random>
+#include <system_error>
 
 #include "lmcache/limits.h"
 
@@ -13,8 +16,9 @@ namespace lmcache {
 class KeyHash {
 public:
     KeyHash() {
-        std::random_device random;
-        for (std::uint64_t& seed : seeds_) seed = std::uint64_t{random()} << 32 | random();
+        // Up to 256 bytes come whole. std::random_device would tie a wheel to glibc 2.36.
+        if (::getrandom(seeds_.data(), sizeof(seeds_), 0) != sizeof(seeds_))
+            throw std::system_error(errno, std::generic_category(), "getrandom");
     }
 
     // Of the number of a namespace and a chunk hash.
