@@ -19,7 +19,9 @@ PLATFORM = "manylinux_2_34_x86_64"
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
     print("$", *command, flush=True)
-    return subprocess.run([str(word) for word in command], cwd=cwd, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        [str(word) for word in command], cwd=cwd, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 def build_wheel(interpreter: str, archive: Path, folder: Path) -> Path:
