@@ -1,7 +1,7 @@
-"""Builds what is published, into dist/: the source archive and a wheel for each Python that is named, and tries every wheel.
+"""Builds what is published, into dist/: the source archive and a wheel for each Python that is named; tries each wheel.
 
-A wheel needs glibc 2.34 or newer (manylinux_2_34: Debian 12, Ubuntu 22.04, RHEL 9) and nothing else of the machine: the C++
-runtime is linked into it. Arguments are interpreters; without any it is this one.
+A wheel needs glibc 2.34 or newer (manylinux_2_34: Debian 12, Ubuntu 22.04, RHEL 9) and nothing else of the machine:
+the C++ runtime is linked into it. Arguments are interpreters; without any it is this one.
 """
 
 from __future__ import annotations
