@@ -161,7 +161,7 @@ def test_kubernetes_shares_memory_socket_and_user() -> None:
 def test_the_service_takes_its_configuration_and_may_write_where_it_points() -> None:
     folder = DEPLOY / "systemd"
     unit = configparser.RawConfigParser(strict=False)
-    unit.optionxform = str  # type: ignore[assignment]
+    unit.optionxform = str
     unit.read(folder / "lmcache.service")
     service = unit["Service"]
     program_path, *arguments = shlex.split(service["ExecStart"])
