@@ -18,7 +18,7 @@ from process.support import server_within
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr("lmcache.admin.app.HEALTH_BOUND_SECONDS", 0.3)
+    monkeypatch.setattr("lmcache.admin.server_routes.HEALTH_BOUND_SECONDS", 0.3)
     with server_within(l2_adapter=[{"type": "fs_native", "base_path": str(tmp_path / "l2")}]) as server:
         yield server
 

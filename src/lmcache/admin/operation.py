@@ -9,9 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 
 from lmcache.core.limits import MAX_HTTP_BODY_BYTES, MAX_HTTP_LARGE_BODY_BYTES
+
+
+class _Text(StringConvertor):
+    """Any text, slashes and line ends included, which Starlette's own convertor of paths does not take."""
+
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("text", _Text())
 
 
 class Access(enum.Enum):
@@ -66,4 +76,4 @@ class Operation:
     @property
     def open_path(self) -> str:
         """As OpenAPI writes it."""
-        return self.path.replace(":path}", "}")
+        return self.path.replace(":text}", "}")

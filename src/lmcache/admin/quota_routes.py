@@ -22,7 +22,7 @@ class QuotaRoutes:
         self._state = context.state  # whose quotas come after this
 
     def operations(self) -> list[Operation]:
-        path, public, change = "/quota/{cache_salt:path}", Access.PUBLIC, Access.CHANGE
+        path, public, change = "/quota/{cache_salt:text}", Access.PUBLIC, Access.CHANGE
         return [
             Operation(
                 *("GET", "/quota", "What each cache salt may keep, and has; salts are digests without the admin token"),

@@ -106,8 +106,9 @@ def test_the_empty_salt_is_default(http: TestClient, tier: Tier) -> None:
     http.put("/quota/_default", json={"limit_gb": 1})
     assert tier.store("", 2) == 0
     http.put("/quota/x%2Fy", json={"limit_gb": 0})
+    http.put("/quota/z%0A", json={"limit_gb": 0})
     answer = http.get("/quota").json()
-    assert [quota["cache_salt"] for quota in answer["quotas"]] == ["_default", "x/y"]
+    assert [quota["cache_salt"] for quota in answer["quotas"]] == ["_default", "x/y", "z\n"]
     assert answer["quotas"][0]["current_usage_gb"] == 2 * UNIT_GB
     assert answer["enforced"] is True
 
