@@ -29,6 +29,7 @@ void bind_raw_block(nb::module_& m);
 void bind_raw_index(nb::module_& m);
 void bind_resp(nb::module_& m);
 void bind_serde(nb::module_& m);
+void bind_seen_chunks(nb::module_& m);
 
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 

@@ -152,9 +152,21 @@ void bind_eviction(nb::class_<L1Core>& core) {
              "long as it has objects.");
     core.def(
         "remove",
-        [](L1Core& self, const Digests& namespaces, const Hashes& hashes) { return self.remove(namespaces, hashes); },
-        nb::arg("namespaces"), nb::arg("hashes"), ReleaseGil(),
-        "Removes unleased objects, pairwise (namespace_i, hash_i): how many.");
+        [](L1Core& self, const Digests& namespaces, const Hashes& hashes, lmcache::Fate fate) {
+            return self.remove(namespaces, hashes, fate);
+        },
+        nb::arg("namespaces"), nb::arg("hashes"), nb::kw_only(), nb::arg("fate") = lmcache::Fate::kUnknown,
+        ReleaseGil(),
+        "Removes unleased objects, pairwise (namespace_i, hash_i): how many. `fate` is remembered of them.");
+    core.def(
+        "fate_of",
+        [](L1Core& self, const Digests& namespaces, const Hashes& hash) {
+            if (hash.size() != lmcache::kChunkHashBytes) throw std::invalid_argument("hash must be 32 bytes");
+            return self.fate_of(namespaces, hash.data());
+        },
+        nb::arg("namespaces"), nb::arg("hash"), ReleaseGil(),
+        "Of one chunk: why the first of its objects that is not resident is not. The latest 2^19 are remembered, as "
+        "32-bit fingerprints.");
     core.def("clear", &L1Core::clear, nb::kw_only(), nb::arg("spared_owner") = 0, ReleaseGil(),
              "Removes every unleased object. What `spared_owner` leases stays as it is (0: nobody is spared). Leased "
              "ones are not found any more and vanish with their last lease.");
@@ -232,6 +244,15 @@ void bind_l1(nb::module_& m) {
         nb::arg("present"), nb::arg("tails"),
         "Chunks of the longest prefix that can be used. `present`: one byte for each [chunk][namespace]; `tails`: u32 "
         "per namespace as in L1Core.acquire. What lies before the first chunk counts as there.");
+    nb::enum_<lmcache::Fate>(m, "Fate", "Why an object is not resident.")
+        .value("UNKNOWN", lmcache::Fate::kUnknown, "never here, or forgotten")
+        .value("EVICTED", lmcache::Fate::kEvicted, "to make room")
+        .value("OVER_QUOTA", lmcache::Fate::kOverQuota, "while its salt had more than its limit")
+        .value("CLEARED", lmcache::Fate::kCleared, "by an operator")
+        .value("ABANDONED", lmcache::Fate::kAbandoned, "its writer vanished before the commit")
+        .value("NO_ROOM", lmcache::Fate::kNoRoom, "no slot could be had for it")
+        .value("CORRUPT", lmcache::Fate::kCorrupt, "it did not verify")
+        .value("BEING_STORED", lmcache::Fate::kBeingStored, "reserved, not committed yet");
     nb::class_<L1Core> core(
         m, "L1Core",
         "Allocator, index, leases and reservations over one arena. Time is passed in. Slots are offsets from the arena "

@@ -47,4 +47,5 @@ NB_MODULE(_native, m) {
     bind_raw_index(m);
     bind_resp(m);
     bind_serde(m);
+    bind_seen_chunks(m);
 }

@@ -34,6 +34,7 @@ L1Core::L1Core(const L1Options& options)
       slots_(options.slot_table),
       order_(options.policy, objects_, namespaces_),
       ages_(options.now) {
+    fates_.remember(kFatesKept);
     if (options.slot_table % sizeof(std::uint64_t) != 0) {
         throw std::invalid_argument("slot_table must be a multiple of 8");
     }
@@ -141,11 +142,12 @@ void L1Core::forget(std::uint32_t index) {
     objects_.give_back(index);
 }
 
-std::size_t L1Core::remove(NamespaceDigests namespaces, Hashes hashes) {
+std::size_t L1Core::remove(NamespaceDigests namespaces, Hashes hashes, Fate fate) {
     const MutexLock lock(mutex_);
     std::size_t removed = 0;
     for_each_resident(namespaces, hashes, [&](std::size_t, std::uint32_t index) {
         if (objects_[index].readers != 0) return;
+        if (fate != Fate::kUnknown) note_fate(index, fate);
         erase(index);
         ++removed;
     });

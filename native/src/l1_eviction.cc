@@ -121,6 +121,7 @@ void L1Core::prefetch_eviction(std::uint32_t index) const {
             const std::uint64_t key_hash = hash_object(objects_[index]);
             keys_.prefetch(key_hash);
             order_.prefetch_evicted(key_hash);
+            fates_.prefetch(fate_key(namespaces_.digest_of(objects_[index].name_space), objects_[index].hash.data()));
             arena_.prefetch(objects_[index].first_unit);
         }
     }
@@ -136,6 +137,9 @@ void L1Core::make_newest(std::uint32_t index) {
 void L1Core::count_eviction(std::uint32_t index) {
     prefetch_eviction(index);
     order_.evicted(index, hash_object(objects_[index]));
+    const std::uint32_t salt = namespaces_.salt_of(objects_[index].name_space);
+    const bool over_quota = order_.has_limits() && namespaces_.units_of_salt(salt) > order_.limit_of(salt);
+    note_fate(index, over_quota ? Fate::kOverQuota : Fate::kEvicted);
     if (objects_[index].sampled) ages_.evicted(index);
     ++evicted_objects_;
     evicted_units_ += objects_[index].units;
@@ -206,6 +210,7 @@ Removed L1Core::clear(Owner spared_owner) {
         if (index % kObjectsAtOnce == kObjectsAtOnce - 1) mutex_.yield_to_waiters();
         Object& object = objects_[index];
         if (object.state != ObjectState::kResident || spared.contains(index)) continue;
+        note_fate(index, Fate::kCleared);
         if (object.readers != 0) {
             keys_.erase(hash_object(object), index);
             order_.leave(index);

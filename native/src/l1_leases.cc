@@ -168,6 +168,9 @@ EndedClaims L1Core::expire(double now) {
     for (const std::uint64_t id : leases) end_lease(id);
     std::size_t quarantined = 0;
     for (const std::uint64_t id : reservations_.expired(now)) {
+        for (const std::uint32_t index : reservations_.find(id)->objects) {
+            if (index != kNoObject) note_fate(index, Fate::kAbandoned);
+        }
         quarantine(*reservations_.find(id));
         ++quarantined;
     }
@@ -179,7 +182,12 @@ EndedClaims L1Core::drop_owner(Owner owner) {
     const std::vector<std::uint64_t> leases = leases_.of_owner(owner);
     for (const std::uint64_t id : leases) end_lease(id);
     const std::vector<std::uint64_t> reservations = reservations_.of_owner(owner);
-    for (const std::uint64_t id : reservations) end_reservation(id);
+    for (const std::uint64_t id : reservations) {
+        for (const std::uint32_t index : reservations_.find(id)->objects) {
+            if (index != kNoObject) note_fate(index, Fate::kAbandoned);
+        }
+        end_reservation(id);
+    }
     return {leases.size(), reservations.size()};
 }
 

@@ -71,6 +71,10 @@ Reserved L1Core::reserve(Owner owner, NamespaceDigests digests, std::string_view
     if (chunks_with_room < chunks) {
         reserved.chunks_without_room = chunks - chunks_with_room;
         allocation_failures_ += reserved.chunks_without_room;
+        const std::uint8_t* const refused = &hashes[chunks_with_room * kChunkHashBytes];
+        for (const Digest& digest : digests) {
+            fates_.add(fate_key(digest, refused), static_cast<std::uint8_t>(Fate::kNoRoom));
+        }
         for (std::size_t position = 0; position < width; ++position) {
             const std::size_t place = position * chunks + chunks_with_room;
             if (reservation.objects[place] == kNoObject) continue;

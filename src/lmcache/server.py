@@ -28,6 +28,7 @@ from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l1.store import L1Store
 from lmcache.memory import numa
+from lmcache.memory.large_pages import LargePageGauge
 from lmcache.memory.restart_compatibility import RestartCompatibility
 from lmcache.memory.server_memory import remove_files
 from lmcache.runtime_plugins.launcher import CONFIG_VARIABLE, EXTRA_VARIABLE, PluginLauncher
@@ -42,6 +43,8 @@ from lmcache.telemetry.line_writer import LineWriter
 from lmcache.telemetry.logs import count_faults
 from lmcache.telemetry.lookup_log import LookupHashLog
 from lmcache.telemetry.metrics import Metrics
+from lmcache.telemetry.otlp import OtlpExporter, interval_seconds
+from lmcache.telemetry.tracing import Tracer
 from lmcache.tiering.storage_loop import CLOSE_SECONDS, StorageLoop, StorageSettings
 from lmcache.transport.rpc_server import RpcServer
 
@@ -125,15 +128,18 @@ class Server:
         self._l1 = self._open_l1(hasher, server_epoch, checkpoint)
         closers.callback(self._close_l1)
         closers.callback(metrics.on_scrape(self._l1.stats))
+        large_pages = LargePageGauge(self._l1.memory.path, metrics.l1.l1_large_page_ratio.set, self._clock)
+        closers.callback(metrics.on_scrape(large_pages.refresh))
         salt_limits = SaltLimits()
         self.quotas = self._open_quotas(salt_limits)
         closers.callback(metrics.on_scrape(lambda: self.quotas.publish(metrics.quotas)))
         self.storage = self._storage_loop(salt_limits)
         self.storage.start(checkpoint)
         closers.callback(self.storage.stop)
+        closers.callback(metrics.on_scrape(self.storage.publish))
         events = self._event_bus()
         closers.callback(events.stop)
-        self._service = self._cache_service(hasher, server_epoch, events)
+        self._service = self._cache_service(hasher, server_epoch, events, self._exporter())
         events.start()
         checkpoint()
         # From here on engines and operators may call. The end is in the order of dependence: nothing new begins, what
@@ -141,6 +147,7 @@ class Server:
         closers.callback(self.rpc.stop)
         self._service.start()
         closers.callback(self._service.close)
+        closers.callback(metrics.on_scrape(self._publish_service))
         closers.callback(self._http.stop)
         self._http.start()
         closers.callback(self._drain_storage)
@@ -231,7 +238,31 @@ class Server:
             )
         return EventBus(subscribers, config.event_bus_queue_size, self.metrics.events)
 
-    def _cache_service(self, hasher: ChunkHasher, server_epoch: bytes, events: EventBus) -> CacheService:
+    def _exporter(self) -> OtlpExporter | None:
+        config = self.config
+        if not config.otlp_endpoint or config.disable_observability:
+            return None
+        exporter = OtlpExporter(
+            config.otlp_endpoint,
+            config.service_instance_id or "",
+            self.metrics,
+            queue_size=config.event_bus_queue_size,
+            clock=self._clock,
+            metric_seconds=interval_seconds(os.environ),
+        )
+        self._closers.callback(exporter.stop)
+        exporter.start()
+        return exporter
+
+    def _tracer(self, exporter: OtlpExporter | None) -> Tracer | None:
+        if exporter is None or not self.config.enable_tracing:
+            return None
+        rng = random.Random(self._environment.random_bytes(_RNG_SEED_BYTES))
+        return Tracer(exporter.put, sample_rate=self.config.trace_sample_rate, clock=self._clock, rng=rng)
+
+    def _cache_service(
+        self, hasher: ChunkHasher, server_epoch: bytes, events: EventBus, exporter: OtlpExporter | None
+    ) -> CacheService:
         config = self.config
         adapters = self._plan.adapters
         settings = ServiceSettings(
@@ -239,6 +270,7 @@ class Server:
             config.l1_read_ttl_seconds,
             config.l1_write_ttl_seconds,
             has_l2=bool(adapters),
+            counts_ceiling=config.metrics_enabled,
             lossy_serdes=frozenset(adapter.serde.lossy for adapter in adapters if adapter.serde),
         )
         context = ServiceContext(
@@ -252,6 +284,7 @@ class Server:
             metrics=self.metrics.service,
             clock=self._clock,
             audit=self.audit_log.audit,
+            tracer=self._tracer(exporter),
         )
         self.operations = CacheOperations(context, self._registered, server_epoch)
         return CacheService(context)
@@ -296,6 +329,10 @@ class Server:
         self._l1.close(in_use=self._left_behind)
         if self.config.l1_persist:
             log.info("L1 stays in %s; remove the file if no server is to go on with it", self._l1.memory.path)
+
+    def _publish_service(self) -> None:
+        with contextlib.suppress(ServerUnavailable):  # the other figures are what tells why
+            self._on_loop(lambda: self._service.publish(self.metrics.service))
 
     # ---- for the HTTP listener ---------------------------------------------------------------------------------------
     def health(self, within_seconds: float) -> str:

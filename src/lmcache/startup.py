@@ -28,7 +28,7 @@ from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.background import in_thread
 from lmcache.memory import numa, server_memory
 from lmcache.runtime_plugins.scripts import find_scripts
-from lmcache.telemetry import lookup_log
+from lmcache.telemetry import lookup_log, otlp
 from lmcache.telemetry.logs import level_of
 from lmcache.tiering.policies import PrefetchPolicy, StorePolicy
 from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
@@ -71,6 +71,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     loaded, configs = read(argv, environ)
     problems = Problems()
     _check_machine(loaded.config, problems)
+    _check_export(loaded.config, environ, problems)
     store_policy, prefetch_policy = _policies(loaded.config, problems)
     adapters: list[ConfiguredAdapter] = []
     adapter_notes: list[str] = []
@@ -91,6 +92,14 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     return Plan(
         loaded, adapters, store_policy, prefetch_policy, server_notes + _shared_folders(configs) + adapter_notes
     )
+
+
+def _check_export(config: ServerConfig, environ: Mapping[str, str], problems: Problems) -> None:
+    with problems.collect():
+        if config.otlp_endpoint:
+            otlp.refuse_unusable(config.otlp_endpoint, environ)
+        elif config.enable_tracing:
+            raise ConfigError("--enable-tracing needs --otlp-endpoint, the receiver of the spans.")
 
 
 def _leaves_verifying(config: ServerConfig, configured: ConfiguredAdapter) -> bool:

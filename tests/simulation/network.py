@@ -71,7 +71,7 @@ class _L2:
     def call_soon(self, action: Callable[[], None]) -> None:
         self.world.at(0.0, lambda: None if self.stopped else action())
 
-    def objects_committed(self, keys: KeyBatch, committed: Committed) -> None:
+    def objects_committed(self, keys: KeyBatch, committed: Committed, trace: object = None) -> None:
         assert self.l1 is not None
         for record in committed.records:
             if self.world.random.random() < 0.7:

@@ -24,6 +24,7 @@
 #include "lmcache/age_samples.h"
 #include "lmcache/arena.h"
 #include "lmcache/claim_table.h"
+#include "lmcache/eviction/ghosts.h"
 #include "lmcache/eviction/order.h"
 #include "lmcache/key_hash.h"
 #include "lmcache/key_table.h"
@@ -86,6 +87,20 @@ struct Removed {
     std::size_t objects = 0;
     std::uint64_t size_bytes = 0;
 };
+
+// Why a key that once was asked for, reserved or resident is not resident now. The latest kFatesKept are remembered, as
+// fingerprints: a key that was never here has one with a chance of kFatesKept in 2^32, which is 1 in 8,192.
+enum class Fate : std::uint8_t {
+    kUnknown,      // never here, or forgotten
+    kEvicted,      // to make room
+    kOverQuota,    // while its salt had more than its limit
+    kCleared,      // by an operator
+    kAbandoned,    // its writer vanished before the commit
+    kNoRoom,       // no slot could be had for it
+    kCorrupt,      // it did not verify
+    kBeingStored,  // reserved, not committed yet
+};
+inline constexpr std::size_t kFatesKept = std::size_t{1} << 19;
 
 // Leases and reservations that a call ended (or, of reservations, quarantined).
 struct EndedClaims {
@@ -183,7 +198,10 @@ public:
     Removed enforce_limits(bool spare_new = false);
     // Salts that went beyond their limits since the last call, each once for as long as it has objects.
     std::vector<Overuse> take_overuses();
-    std::size_t remove(NamespaceDigests namespaces, Hashes hashes);
+    // Of the objects of one chunk: the fate of the first one that is not resident and has one.
+    Fate fate_of(NamespaceDigests namespaces, const std::uint8_t* hash);
+    // `fate` is what is remembered of them; kUnknown: nothing.
+    std::size_t remove(NamespaceDigests namespaces, Hashes hashes, Fate fate = Fate::kUnknown);
     // What `spared_owner` leases stays as it is; 0: nobody is spared.
     Removed clear(Owner spared_owner = 0);
 
@@ -257,6 +275,8 @@ private:
     // Prefetches what evicting it and the next ones will read.
     void prefetch_eviction(std::uint32_t index) const;
     void count_eviction(std::uint32_t index);
+    std::uint64_t fate_key(const Digest& digest, const std::uint8_t* hash) const;
+    void note_fate(std::uint32_t index, Fate fate);
     // Makes a resident object the most recently used of its queue.
     void make_newest(std::uint32_t index);
     std::uint32_t evict_one(std::uint32_t index);
@@ -286,6 +306,7 @@ private:
     Namespaces namespaces_;
     EvictionOrder order_;
     AgeSamples ages_;
+    Ghosts fates_;
     std::vector<Overuse> overuses_;
     std::uint8_t cycle_ = 0;  // calls of enforce_limits(spare_new)
     ClaimTable<Lease> leases_;

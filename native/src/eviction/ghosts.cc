@@ -34,7 +34,7 @@ void Ghosts::map(std::size_t count) {
 
 void Ghosts::Unmap::operator()(Bucket* buckets) const { munmap(buckets, bytes); }
 
-void Ghosts::add(std::uint64_t key_hash, bool was_in_main) {
+void Ghosts::add(std::uint64_t key_hash, std::uint8_t value) {
     if (count_ == 0) return;
     const std::uint32_t fingerprint = fingerprint_of(key_hash);
     Bucket& bucket = bucket_of(fingerprint);
@@ -46,22 +46,29 @@ void Ghosts::add(std::uint64_t key_hash, bool was_in_main) {
         }
         if (age(ghost) > age(*place)) place = &ghost;
     }
-    ++evictions_;
-    *place = {fingerprint, evictions_ << 1 | std::uint32_t{was_in_main}};
+    ++added_;
+    *place = {fingerprint, added_ << kValueBits | value};
 }
 
-std::optional<bool> Ghosts::take(std::uint64_t key_hash) {
-    if (count_ == 0) return std::nullopt;
+Ghosts::Ghost* Ghosts::known(std::uint64_t key_hash) const {
+    if (count_ == 0) return nullptr;
     const std::uint32_t fingerprint = fingerprint_of(key_hash);
     for (Ghost& ghost : bucket_of(fingerprint).ghosts) {
-        if (ghost.fingerprint != fingerprint) continue;
-        const bool is_recent = age(ghost) < limit_;
-        const bool was_in_main = (ghost.stamp & 1) != 0;
-        ghost = {};
-        if (is_recent) return was_in_main;
-        return std::nullopt;
+        if (ghost.fingerprint == fingerprint) return &ghost;
     }
-    return std::nullopt;
+    return nullptr;
+}
+
+std::optional<std::uint8_t> Ghosts::take(std::uint64_t key_hash) {
+    const std::optional<std::uint8_t> value = find(key_hash);
+    if (Ghost* const ghost = known(key_hash)) *ghost = {};
+    return value;
+}
+
+std::optional<std::uint8_t> Ghosts::find(std::uint64_t key_hash) const {
+    const Ghost* const ghost = known(key_hash);
+    if (ghost == nullptr || age(*ghost) >= limit_) return std::nullopt;
+    return static_cast<std::uint8_t>(ghost->stamp & kMaxValue);
 }
 
 }  // namespace lmcache

@@ -50,6 +50,7 @@ def _serve(options: Sequence[str], signals: StopSignals, *, as_json: bool) -> No
         # Both switches silence the logs below warnings, unless LMCACHE_LOG_LEVEL is set.
         warnings_only=(config.disable_logging or config.disable_observability) and not os.environ.get(LEVEL_VARIABLE),
         stream=LineWriter(sys.stderr.fileno()) if sys.stderr else None,  # None: started with 2>&-
+        as_json=config.log_format == "json",
     )
     for sentence in planned.notes:
         logger.warning("%s", sentence)

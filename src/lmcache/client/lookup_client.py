@@ -55,6 +55,8 @@ class RequestSession:
     looked_up_at: float = 0.0  # when the last lookup was sent
     append: Pending[AppendReply] | None = None  # under way
     answer: LookupReply | None = None  # its lease is held
+    resumed: bool = False  # the engine had blocks for it before: it waits again because it was preempted
+    trace_parent: str = ""  # W3C Trace Context; "" for none
     hashes: ChunkHashes = NO_HASHES  # of the leading chunks, as far as they are known
 
     @property
@@ -95,7 +97,8 @@ class LookupClient:
         hello = self._server_to_ask()
         if hello is None:
             return False
-        message = Lookup(*self._unsent(session, hello), deadline_seconds, recompute)
+        unsent = self._unsent(session, hello)
+        message = Lookup(*unsent, deadline_seconds, recompute, session.resumed, session.trace_parent)
         try:
             pending = self.client.submit("lookup", message, deadline_seconds + grace_seconds)
         except LMCacheError as error:
@@ -178,10 +181,15 @@ class LookupClient:
         unreadable_chunks: Iterable[int] = (),
         *,
         recomputed: bool = False,
+        loaded_tokens: int = 0,
+        prefill_seconds: float = 0.0,
     ) -> None:
-        """`server`: the one that leased. The next one gives the same numbers to other leases."""
+        """`server`: the one that leased. The next one gives the same numbers to other leases. The rest as in
+        `Release`."""
         if server is self.client.hello:
-            self._outbox.send("release", Release(self.instance_id, lease, sorted(unreadable_chunks), recomputed))
+            unreadable = sorted(unreadable_chunks)
+            message = Release(self.instance_id, lease, unreadable, recomputed, loaded_tokens, prefill_seconds)
+            self._outbox.send("release", message)
 
     def end(self, session: RequestSession) -> None:
         """The request is over: the server forgets its tokens and every lease."""

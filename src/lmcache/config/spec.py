@@ -194,8 +194,19 @@ class ServerConfig:
     disable_logging: bool = _option(
         Switch(), False, "no lookup log; warnings and errors only, unless LMCACHE_LOG_LEVEL asks for more"
     )
-    enable_tracing: bool = _option(Switch(), False, "OpenTelemetry spans")
-    otlp_endpoint: str = _option(Text("URL"), "", "OTLP gRPC endpoint", default_text="none")
+    enable_tracing: bool = _option(Switch(), False, "spans of requests, to --otlp-endpoint")
+    trace_sample_rate: float = _option(
+        Number(minimum=0, maximum=1, shown_as="FRACTION"),
+        1.0,
+        "fraction of the requests that are traced; those that come with a trace are traced as it is",
+    )
+    otlp_endpoint: str = _option(
+        Text("URL"),
+        "",
+        "OTLP gRPC receiver of metrics, and of spans, such as http://localhost:4317; needs lmcache[otlp]",
+        default_text="none",
+    )
+    log_format: str = _option(Choice(("text", "json")), "text", "json writes an object a line")
     event_bus_queue_size: int = _option(
         Whole(unit="events", minimum=1, maximum=10_000_000),
         10_000,

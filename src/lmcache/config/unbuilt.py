@@ -11,8 +11,6 @@ from collections.abc import Mapping
 _ONE_SERVER = "one server is all there is; engines of other hosts reach it over the socket"
 _SHARED_FOLDER = 'several servers can share a folder of a network file system ("type": "fs")'
 _PLUGIN = '"type": "plugin" takes an adapter of your own (docs/how-to/write-an-adapter.md)'
-_TRACING = "a --lookup-hash-log-dir records lookups and GET /metrics counts them"
-_METRICS = "GET /metrics gives the figures to Prometheus, and to an OpenTelemetry collector that scrapes it"
 _RUNTIME_PLUGINS = "--runtime-plugin-locations is what a server has for it"
 _BLEND = "only common prefixes are reused"
 _CLEAR = "POST /cache/clear empties L1, L2 or both"
@@ -30,8 +28,6 @@ COMMANDS: Mapping[str, str] = {
 # Options of `lmcache server` by their names with underscores, as in files. Those that are declared in config/spec.py
 # have a value that changes nothing, which is accepted.
 OPTIONS: Mapping[str, str] = {
-    "enable_tracing": _TRACING,
-    "otlp_endpoint": _METRICS,
     "instance_id": "--service-instance-id names this server in its metrics",
 }
 OPTION_FAMILIES: Mapping[str, str] = {  # by their beginning

@@ -96,6 +96,23 @@ class NamespaceSet:
         return b"".join(namespace.digest for namespace in self.namespaces)
 
     @cached_property
+    def scope(self) -> int:
+        """32 bits that tell these namespaces from others."""
+        return int.from_bytes(self.namespaces[0].digest[:4], "little")
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """Of one chunk in all namespaces."""
+        return sum(self.frame_bytes)
+
+    def hit_bytes(self, first: int, end: int, chunks: int) -> int:
+        """What the chunks `first` to `end` - 1 of a hit of `chunks` chunks take, tails considered."""
+        if not self.tail_chunks:
+            return (end - first) * self.chunk_bytes
+        needed = (max(first, self.first_needed(position, chunks)) for position in range(len(self)))
+        return sum(max(0, end - start) * size for start, size in zip(needed, self.frame_bytes, strict=True))
+
+    @cached_property
     def sizes(self) -> bytes:
         """`frame_bytes` as u64."""
         return struct.pack(f"<{len(self.frame_bytes)}Q", *self.frame_bytes)

@@ -24,6 +24,10 @@ class CircuitBreaker:
         return self._next_trial_at is not None
 
     @property
+    def trial_runs(self) -> bool:
+        return self._trial_runs
+
+    @property
     def open_seconds(self) -> float:
         return self._open_seconds
 

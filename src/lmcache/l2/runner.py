@@ -20,9 +20,9 @@ from typing import Any
 from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.core.key import MAX_SERDE_NAME_CHARACTERS, Namespace, ObjectKey, accepted_lossy_serde, stored_serde
-from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.core.outcome import LoadOutcome, MissReason, StoreOutcome
 from lmcache.core.salt_limits import SaltLimits
-from lmcache.errors import AdapterError, ConfigError
+from lmcache.errors import AdapterError, ConfigError, DeadlineError
 from lmcache.l2.accounting import Ledger
 from lmcache.l2.adapter import ObjectColumns, RegistersMemory
 from lmcache.l2.adapter_config import AdapterConfig
@@ -51,13 +51,15 @@ class Runner:
         self.adapter = configured.adapter
         self.ledger = Ledger(configured.config.eviction_policy, self.adapter.overhead_bytes, salt_limits)
         self.context = AdapterContext(
-            configured.config, self.adapter, self.ledger, metrics, clock, rng or random.Random(), self._show_figures
+            configured.config, self.adapter, self.ledger, metrics, clock, rng or random.Random(), self.publish
         )
         self.layers = LayerStack(self.context, configured.serde, self._load_batch)
         self._serde = self.layers.serde
         self._other_serdes: set[str] = set()  # that wrote objects which were found
         self._inventory_complete = asyncio.Event()
         self._draining = False
+        self.probe_fault: MissReason | None = None  # why the last question to the backend got no answer
+        self._probe_seconds = metrics.l2_probe.labels(self.name)
 
     @property
     def config(self) -> AdapterConfig:
@@ -174,7 +176,7 @@ class Runner:
     def complete(self) -> None:
         self._inventory_complete.set()
         log.info("%s: holds %d objects, %d bytes", self.name, len(self.ledger), self.ledger.held_bytes)
-        self._show_figures()
+        self.publish()
 
     async def wait_for_inventory(self, seconds: float | None = None) -> bool:
         """Until the adapter has reported what it holds; False when that took longer than `seconds`, by default its
@@ -197,7 +199,7 @@ class Runner:
             return await self._store(Batch(self.stored_keys(keys), buffers), self.context.operation(lent))
         finally:
             lent.done()
-            self._show_figures()
+            self.publish()
 
     def serves(self, namespace: Namespace) -> bool:
         """Whether its objects may be here: a lossy serde is for the namespaces that accept it by name, and those are
@@ -288,7 +290,8 @@ class Runner:
             raise AdapterError("the trial failed")
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """What is known is believed; about the rest the backend is asked, as another server may have stored it."""
+        """What is known is believed; about the rest the backend is asked, as another server may have stored it.
+        `probe_fault` tells whether it answered."""
         keys = self.stored_keys(keys)
         serves = self._serves(keys)
         if not all(serves):  # of engines with KV of both kinds
@@ -304,10 +307,19 @@ class Runner:
         ask = partial(self.adapter.probe, unknown)
         operation = self.context.operation()
         operation.trial = ask
+        was_suspended = self.layers.loads.breaker.is_suspended
+        started = self.context.clock.monotonic()
         try:
             sizes = await self.layers.probes.run(ask, operation)
-        except AdapterError:
+        except DeadlineError:
+            self.probe_fault = MissReason.L2_DEADLINE
             return known
+        except AdapterError:
+            self.probe_fault = MissReason.L2_SUSPENDED if was_suspended else MissReason.L2_FAILED
+            return known
+        finally:
+            self._probe_seconds.observe(self.context.clock.monotonic() - started)
+        self.probe_fault = None
         self.ledger.found([(key, size) for key, size in zip(unknown, sizes, strict=True) if size is not None])
         return self.ledger.known(keys)
 
@@ -369,7 +381,7 @@ class Runner:
             await asyncio.sleep(0)
         await self._forget_cleared()
         self.layers.capacity.note_room()
-        self._show_figures()
+        self.publish()
         return cleared
 
     async def _forget_cleared(self) -> None:
@@ -441,11 +453,14 @@ class Runner:
             **self.adapter.status(),
         }
 
-    def _show_figures(self) -> None:
+    def publish(self) -> None:
+        """Brings metrics that are read up to date. Any thread."""
         metrics, layers = self.context.metrics, self.layers
         metrics.l2_usage_bytes.labels(self.name).set(self.ledger.held_bytes)
         suspended = layers.loads.breaker.is_suspended or layers.stores.breaker.is_suspended
         metrics.l2_breaker_open.labels(self.name).set(suspended)
+        for direction, breaker in (("loads", layers.loads.breaker), ("stores", layers.stores.breaker)):
+            metrics.l2_breaker_state.labels(self.name, direction).set(breaker.state)
         metrics.l2_is_full.labels(self.name).set(layers.capacity.is_full)
         figures = self.adapter.status()
         if "buffered_fallbacks" in figures:

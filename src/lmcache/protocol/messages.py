@@ -165,6 +165,8 @@ class Lookup(Message):
     extras: ExtraList = []  # multimodal content of chunks
     deadline_seconds: float = 30.0
     recompute: bool = False  # the engine computes sooner than L2 answers: L1 alone decides, and the miss is named so
+    resumed: bool = False  # it ran before and was preempted: what it stored itself is no hit, and nothing is counted
+    trace_parent: Name = ""  # W3C Trace Context: the `traceparent` that the request came with
 
 
 class LookupReply(Message):
@@ -186,6 +188,8 @@ class Release(Message):
     lease: int
     unreadable_chunks: PositionList = []  # positions in the lease, 0..chunks-1
     recomputed: bool = False  # left out because computing is expected to be faster
+    loaded_tokens: int = 0  # at the end of the hit, that the engine loaded: it had those before them itself
+    prefill_seconds: float = 0.0  # that computing them takes at this engine's measured speed; 0: not known
 
 
 class EndSession(Message):
@@ -205,6 +209,7 @@ class Reserve(Message):
     cache_salt: Name
     hashes: Hashes
     wanted: Flags = b""  # one byte per [group][chunk], 0: no slot is wanted; empty: everywhere
+    request_id: Name = ""  # whose chunks these are, for its trace
 
 
 class ReserveReply(Message):

@@ -35,6 +35,7 @@ from lmcache.service.session_table import SessionTable
 from lmcache.service.socket_copies import SocketCopies
 from lmcache.service.socket_frames import SocketFrameService
 from lmcache.service.stores import StoreService
+from lmcache.telemetry.metrics import ServiceMetrics
 from lmcache.tiering.storage_loop import TIERS
 from lmcache.transport.deferred import Deferred
 from lmcache.transport.rpc_server import Method
@@ -60,7 +61,7 @@ class CacheService:
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="lmcache-payload")
         copies = SocketCopies(self._loop, self._copying)
         self._registry = InstanceRegistry(context)
-        self._sessions = SessionTable(context.l1.core, context.hasher, context.metrics)
+        self._sessions = SessionTable(context.l1.core, context.hasher, context.metrics, context.clock)
         self._liveness = LivenessService(context, self._registry, self._sessions, Owners(context, copies))
         self._lookups = LookupService(context, self._registry, self._sessions)
         self._stores = StoreService(context, self._registry)
@@ -193,6 +194,22 @@ class CacheService:
             if len(ranks) >= profile.kv_world_size and instance_id in ("", instance.instance_id):
                 found.append(Registered(profile, tuple(ranks[rank] for rank in sorted(ranks))))
         return found
+
+    def publish(self, metrics: ServiceMetrics) -> None:
+        """Brings metrics that are read up to date. On the message loop's thread only."""
+        self._lookups.publish()
+        instances = self._registry.instances.values()
+        leases = [len(instance.leases) for instance in instances]
+        reservations = [worker.reservations for instance in instances for worker in instance.workers.values()]
+        metrics.sessions.set(sum(len(instance.sessions) for instance in instances))
+        metrics.leases.set(sum(leases))
+        metrics.reservations.set(sum(map(len, reservations)))
+        now = self._clock.monotonic()
+        # In the order in which they were given.
+        leased_at = [next(iter(instance.leases.values())).leased_at for instance in instances if instance.leases]
+        began_at = [held.oldest_began_at for held in reservations]
+        metrics.lease_oldest_seconds.set(now - min(leased_at, default=now))
+        metrics.reservation_oldest_seconds.set(now - min((at for at in began_at if at is not None), default=now))
 
     def snapshot(self) -> dict[str, Any]:
         """Figures for operators, as JSON values. On the message loop's thread only."""

@@ -12,6 +12,7 @@ from lmcache.l1.store import L1Store
 from lmcache.memory.server_memory import ServerMemory
 from lmcache.telemetry.event_bus import EventBus
 from lmcache.telemetry.metrics import ServiceMetrics
+from lmcache.telemetry.tracing import Tracer
 from lmcache.tiering.storage_loop import StorageLoop
 from lmcache.transport.rpc_server import RpcServer
 
@@ -22,6 +23,7 @@ class ServiceSettings:
     lease_ttl_seconds: float
     reservation_ttl_seconds: float
     has_l2: bool  # False: L1 alone decides lookups
+    counts_ceiling: bool = True  # what an endless cache would hit
     lossy_serdes: frozenset[str] = frozenset()  # of adapters; "" means nothing
 
 
@@ -38,3 +40,4 @@ class ServiceContext:
     clock: Clock
     # (action, caller, detail, outcome) of a change that an engine asks for
     audit: Callable[[str, str, Mapping[str, Any], str], object] = lambda action, caller, detail, outcome: None
+    tracer: Tracer | None = None

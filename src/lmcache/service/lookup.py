@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lmcache._native import Fate
 from lmcache.core import limits
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.key_batch import SLOT_BYTES, ChunkHashes, KeyBatch, NamespaceSet, SlotGrid
@@ -20,11 +21,14 @@ from lmcache.errors import RemoteError
 from lmcache.protocol.messages import Append, AppendReply, Empty, EndSession, ErrorCode, Lookup, LookupReply, Release
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import Instance, InstanceRegistry, Scheduler, TenantCounters
+from lmcache.service.lookup_counts import LookupCounts
+from lmcache.service.miss_reasons import MissReasons
 from lmcache.service.session import LeasedPrefix, Session
 from lmcache.service.session_table import SessionTable
 from lmcache.service.token_chain import Growth, TokenChain
 from lmcache.telemetry.event_bus import EventBus
 from lmcache.telemetry.events import LookupEvent
+from lmcache.telemetry.tracing import TierTime, Trace
 from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
 from lmcache.transport.deferred import Deferred
 from lmcache.transport.timers import Timer
@@ -43,6 +47,9 @@ class _Query(NamedTuple):
     counters: TenantCounters
     hashes: bytes  # of the session when the lookup came; it may have grown when it is answered
     total_chunks: int  # that a hit may have
+    namespaces: NamespaceSet | None  # None: not every rank has registered
+    resumed: bool
+    started: float
 
 
 @dataclass
@@ -76,12 +83,19 @@ class LookupService:
         self._clock = context.clock
         self._chunk_tokens = context.hasher.chunk_tokens
         self._lease_ttl_seconds = context.settings.lease_ttl_seconds
-        self._misses = {reason: self._metrics.misses.labels(reason.value) for reason in MissReason}
+        self._counts = LookupCounts(context)
+        self._tracer = context.tracer
+        self._reasons = MissReasons(context.l1)
+
+    def publish(self) -> None:
+        """Brings metrics that are read up to date. Any thread."""
+        self._counts.publish()
 
     # ---- handlers ----------------------------------------------------------------------------------------------------
     def lookup(self, message: Lookup) -> LookupReply | Deferred:
         if not math.isfinite(message.deadline_seconds):
             raise RemoteError(ErrorCode.BAD_REQUEST, "The deadline must be a number of seconds.")
+        started = self._clock.monotonic()
         instance, scheduler = self._registry.scheduled(message.instance_id)
         plan = self._sessions.plan(instance, message)
         if plan.growth.chunks > limits.MAX_CHUNKS_PER_CALL:
@@ -96,7 +110,11 @@ class LookupService:
             )
         # While it waits its hashes are held twice, once for the engine and once for the storage loop.
         session = self._sessions.grow(plan, 2 * total * CHUNK_HASH_BYTES + slots * SLOT_BYTES)
-        query = _Query(instance, session, tenant.counters, session.chain.hashes, total)
+        if self._tracer is not None and session.trace is None:
+            session.trace = self._tracer.begin(message.request_id, message.trace_parent)
+        query = _Query(
+            instance, session, tenant.counters, session.chain.hashes, total, namespaces, message.resumed, started
+        )
         if namespaces is None or not total:
             reason = MissReason.INSTANCE_INCOMPLETE if total else MissReason.TOO_SHORT
             return self._answer(query, None, 0, reason)
@@ -131,7 +149,8 @@ class LookupService:
         acquired = self._l1.acquire(owner, keys, lease_deadline)
         if not acquired.lease:
             return None
-        return LeasedPrefix(keys[: acquired.chunks], SlotGrid(acquired.slots, acquired.chunks), (acquired.lease,))
+        slots = SlotGrid(acquired.slots, acquired.chunks)
+        return LeasedPrefix(keys[: acquired.chunks], slots, (acquired.lease,), acquired.chunks)
 
     def append(self, message: Append) -> AppendReply:
         instance, scheduler = self._registry.scheduled(message.instance_id)
@@ -153,7 +172,9 @@ class LookupService:
             raise RemoteError(ErrorCode.BAD_REQUEST, f"The lease has {prefix.chunks} chunks; positions begin with 0.")
         self._sessions.release(instance, session)
         if message.recomputed:
-            self._misses[MissReason.RECOMPUTE_FASTER].inc()
+            self._counts.count_miss(MissReason.RECOMPUTE_FASTER)
+        if message.loaded_tokens and not unreadable:
+            self._counts.count_loaded(prefix, message.loaded_tokens, message.prefill_seconds)
         if unreadable:
             self._remove_unreadable(prefix, unreadable)
         return Empty()
@@ -183,7 +204,7 @@ class LookupService:
         self._metrics.corrupt_frames.labels("l1").inc(len(unreadable))
         hashes = b"".join([prefix.keys.hashes[chunk] for chunk in unreadable])
         for namespace in prefix.keys.namespaces.namespaces:
-            self._l1.core.remove(namespace.digest * len(unreadable), hashes)
+            self._l1.core.remove(namespace.digest * len(unreadable), hashes, fate=Fate.CORRUPT)
 
     # ---- waiting for L2 ----------------------------------------------------------------------------------------------
     def _load(self, pending: _PendingLookup, request: PrefetchRequest) -> Deferred:
@@ -212,11 +233,11 @@ class LookupService:
         if result.lease:
             slots = result.slots if prefix is None else prefix.slots.followed_by(result.slots)
             leases = (result.lease,) if prefix is None else (*prefix.leases, result.lease)
-            prefix = LeasedPrefix(pending.keys[: slots.chunks], slots, leases)
+            prefix = LeasedPrefix(pending.keys[: slots.chunks], slots, leases, pending.l1_chunks)
         reason = None
         if pending.l1_chunks + result.chunks < query.total_chunks:
             reason = result.miss_reason or MissReason.NOT_STORED
-        pending.deferred.answer(self._answer(query, prefix, pending.l1_chunks, reason))
+        pending.deferred.answer(self._answer(query, prefix, pending.l1_chunks, reason, result.times))
 
     def _give_up(self, pending: _PendingLookup) -> None:
         """The deadline passed and the storage loop has not answered: L1 alone decides."""
@@ -249,7 +270,12 @@ class LookupService:
 
     # ---- answering ---------------------------------------------------------------------------------------------------
     def _answer(
-        self, query: _Query, prefix: LeasedPrefix | None, l1_chunks: int, reason: MissReason | None
+        self,
+        query: _Query,
+        prefix: LeasedPrefix | None,
+        l1_chunks: int,
+        reason: MissReason | None,
+        l2_times: Sequence[TierTime] = (),
     ) -> LookupReply:
         """Hands the prefix to the session, counts, and builds the reply. `l1_chunks` of the prefix were in L1."""
         if prefix is not None:
@@ -257,24 +283,40 @@ class LookupService:
         else:
             self._sessions.hold(query.instance, query.session, 0)
         hit_chunks = prefix.chunks if prefix is not None else 0
-        counters = query.counters
-        counters.lookups.inc()
-        counters.requested.inc(query.total_chunks * self._chunk_tokens)
-        if hit_chunks:
-            counters.hit.inc(hit_chunks * self._chunk_tokens)
-            self._metrics.l1_read.inc(hit_chunks)
-        if l1_chunks:
-            counters.hit_l1.inc(l1_chunks * self._chunk_tokens)
-        if hit_chunks > l1_chunks:
-            counters.hit_l2.inc((hit_chunks - l1_chunks) * self._chunk_tokens)
-        if reason is not None:
-            self._misses[reason].inc()
+        if reason is MissReason.NOT_STORED and query.namespaces is not None:
+            missing = query.hashes[hit_chunks * CHUNK_HASH_BYTES : (hit_chunks + 1) * CHUNK_HASH_BYTES]
+            reason = self._reasons.of(query.namespaces, missing)
+        self._counts.count(
+            query.session,
+            query.counters,
+            query.namespaces,
+            query.total_chunks,
+            hit_chunks,
+            l1_chunks,
+            reason,
+            resumed=query.resumed,
+        )
+        if query.session.trace is not None:
+            self._trace(query.session.trace, query, hit_chunks, reason, l2_times)
         if self._events is not None and self._events.active:
             self._publish(self._events, query, hit_chunks)
         miss_reason = reason.value if reason is not None else ""
         if prefix is None:
             return LookupReply(0, 0, 0, query.hashes, b"", miss_reason)
         return LookupReply(hit_chunks, l1_chunks, prefix.number, query.hashes, prefix.slots.packed, miss_reason)
+
+    def _trace(
+        self, trace: Trace, query: _Query, hit_chunks: int, reason: MissReason | None, l2_times: Sequence[TierTime]
+    ) -> None:
+        now = self._clock.monotonic()
+        attributes = (
+            ("requested_chunks", query.total_chunks),
+            ("hit_chunks", hit_chunks),
+            ("miss_reason", reason.value if reason is not None else ""),
+        )
+        l1_ended = min((time.started for time in l2_times), default=now)
+        l1 = TierTime("l1", query.started, max(query.started, l1_ended))
+        trace.child("mp.lookup_prefetch", query.started, now, attributes, (l1, *l2_times))
 
     def _publish(self, events: EventBus, query: _Query, hit_chunks: int) -> None:
         scheduler, ranks = query.instance.scheduler, query.instance.by_rank()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lmcache.core.key_batch import KeyBatch, SlotGrid
+from lmcache.telemetry.tracing import Trace
 
 
 @dataclass
@@ -14,6 +15,8 @@ class Reservation:
 
     keys: KeyBatch
     slots: SlotGrid
+    began_at: float = 0.0
+    trace: Trace | None = None  # of the request whose chunks these are
     received: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes of the frame, copied or being copied
     whole: set[tuple[int, int]] = field(default_factory=set)  # all of it is in L1, and it verifies
     copies: int = 0  # under way: while there are some, the reservation must not end
@@ -48,6 +51,10 @@ class Reservations:
 
     def __len__(self) -> int:
         return len(self._by_number)
+
+    @property
+    def oldest_began_at(self) -> float | None:
+        return next((reservation.began_at for reservation in self._by_number.values()), None)
 
     def get(self, number: int) -> Reservation | None:
         return self._by_number.get(number)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from lmcache.core import limits
 from lmcache.core.key_batch import KeyBatch, SlotGrid
 from lmcache.service.token_chain import TokenChain
+from lmcache.telemetry.tracing import Trace
 
 
 class LeasedPrefix(NamedTuple):
@@ -16,6 +17,7 @@ class LeasedPrefix(NamedTuple):
     keys: KeyBatch
     slots: SlotGrid
     leases: tuple[int, ...]  # numbers in the native core
+    l1_chunks: int = 0  # of the first ones, that L1 had
 
     @property
     def number(self) -> int:
@@ -27,15 +29,36 @@ class LeasedPrefix(NamedTuple):
         return self.slots.chunks
 
 
+class CountedLookup(NamedTuple):
+    """What the metrics have of a request: its longest lookup, and its best answer. In chunks."""
+
+    requested: int
+    hit: int
+    hit_l1: int
+
+
 class Session:
     """A request of one instance, from its first tokens to EndSession."""
 
-    __slots__ = ("cancel_lookup", "chain", "counted_bytes", "held_bytes", "prefix", "request_id")
+    __slots__ = (
+        "cancel_lookup",
+        "chain",
+        "counted",
+        "counted_bytes",
+        "held_bytes",
+        "leased_at",
+        "prefix",
+        "request_id",
+        "trace",
+    )
 
     def __init__(self, request_id: str, chain: TokenChain) -> None:
         self.request_id = request_id
         self.chain = chain
         self.prefix: LeasedPrefix | None = None
+        self.trace: Trace | None = None
+        self.leased_at = 0.0  # when it got that
+        self.counted: CountedLookup | None = None  # None: no lookup was answered
         self.cancel_lookup: Callable[[], None] | None = None  # while a lookup waits for L2
         self.held_bytes = 0  # that the lookup or the leased prefix takes beyond the chain, at most
         self.counted_bytes = 0  # that `SessionTable` has counted for it

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lmcache._native import L1Core
+from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.core.chunking import ChunkHasher
 from lmcache.errors import RemoteError
@@ -19,6 +20,7 @@ from lmcache.service.message_checks import check_name
 from lmcache.service.session import LeasedPrefix, Session, session_bytes
 from lmcache.service.token_chain import Growth, TokenChain, TokenMessage
 from lmcache.telemetry.metrics import ServiceMetrics
+from lmcache.telemetry.tracing import TierTime
 
 
 class Plan(NamedTuple):
@@ -39,8 +41,9 @@ class SessionTable:
     sessions go first, the least recently used before others, then those that hold something: their engines recompute.
     """
 
-    def __init__(self, core: L1Core, hasher: ChunkHasher, metrics: ServiceMetrics) -> None:
+    def __init__(self, core: L1Core, hasher: ChunkHasher, metrics: ServiceMetrics, clock: Clock) -> None:
         self._core = core
+        self._clock = clock
         self._hasher = hasher
         self._metrics = metrics
         self._holders: dict[str, Instance] = {}  # those that have sessions
@@ -89,6 +92,7 @@ class SessionTable:
     def lease(self, instance: Instance, session: Session, prefix: LeasedPrefix) -> None:
         """From now on the session holds the prefix, and the engine names it by `prefix.number`."""
         session.prefix = prefix
+        session.leased_at = self._clock.monotonic()
         instance.leases[prefix.number] = session
         self.hold(instance, session, prefix.keys.hashes.size_bytes + prefix.slots.size_bytes)
         self._metrics.num_submitted_retrieves.inc()
@@ -103,9 +107,17 @@ class SessionTable:
         for lease in prefix.leases:
             self._core.release(lease)
         self._metrics.num_finished_retrieves.inc()
+        now = self._clock.monotonic()
+        self._metrics.lease.observe(now - session.leased_at)
+        if session.trace is not None:
+            chunks = (("chunks", prefix.chunks), ("chunks_from_l2", prefix.chunks - prefix.l1_chunks))
+            l1 = TierTime("l1", session.leased_at, now)
+            session.trace.child("mp.retrieve", session.leased_at, now, chunks, (l1,))
 
     def end(self, instance: Instance, session: Session) -> None:
         self._make_idle(instance, session)
+        if session.trace is not None:
+            session.trace.end()
         del instance.sessions[session.request_id]
         self._count(instance, session, 0)
         if not instance.sessions:

@@ -13,6 +13,7 @@ from lmcache.protocol.messages import Commit, CommitReply, ErrorCode, Reserve, R
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import InstanceRegistry
 from lmcache.service.reservation import Reservation
+from lmcache.telemetry.tracing import StoredTrace, TierTime
 from lmcache.transport.deferred import Deferred
 
 
@@ -54,7 +55,10 @@ class StoreService:
         reserved = self._l1.reserve(worker.owner, keys, deadline, wanted=message.wanted)
         slots = SlotGrid(reserved.slots, chunks)
         if reserved.reservation:
-            worker.reservations.add(reserved.reservation, Reservation(keys, slots))
+            session = instance.sessions.get(message.request_id) if message.request_id else None
+            trace = session.trace if session is not None else None
+            reservation = Reservation(keys, slots, self._clock.monotonic(), trace)
+            worker.reservations.add(reserved.reservation, reservation)
             self._metrics.num_submitted_stores.inc()
         return ReserveReply(reserved.reservation, slots.packed, reserved.chunks_without_room)
 
@@ -82,9 +86,17 @@ class StoreService:
             # Quarantined after its deadline: by this call its owner says that it writes no more.
             self._core.abort(message.reservation)
         self._metrics.num_finished_stores.inc()
+        now = self._clock.monotonic()
+        self._metrics.reservation.observe(now - reserved.began_at)
+        stored = None
+        if reserved.trace is not None:
+            attributes = (("worker", message.worker_id), ("objects", committed.objects))
+            l1 = TierTime("l1", reserved.began_at, now, committed.objects)
+            store = reserved.trace.child("mp.store", reserved.began_at, now, attributes, (l1,))
+            stored = StoredTrace(reserved.trace, store)
         if committed.objects:
             self._metrics.l1_write.inc(committed.objects)
-            self._storage.objects_committed(reserved.keys, committed)
+            self._storage.objects_committed(reserved.keys, committed, stored)
         return CommitReply(committed.objects)
 
     def _commit_late(self, message: Commit, deferred: Deferred) -> None:

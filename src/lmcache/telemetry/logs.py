@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from typing import TextIO
 
 from lmcache.errors import ConfigError, LMCacheError
@@ -48,13 +50,38 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscrip
         super().close()
 
 
-def configure_logs(level: str, *, warnings_only: bool = False, stream: TextIO | LineWriter | None = None) -> None:
+class _JsonFormatter(logging.Formatter):
+    """An object a line: time (UTC, RFC 3339), level, logger, thread, message; error and, at level DEBUG, stack."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, timezone.utc)
+        fields = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "thread": record.threadName,
+            "message": record.getMessage(),
+        }
+        if record.exc_info and record.exc_info[1] is not None:
+            fields["error"] = f"{type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+            if logging.getLogger(ROOT_LOGGER).isEnabledFor(logging.DEBUG):
+                fields["stack"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def configure_logs(
+    level: str,
+    *,
+    warnings_only: bool = False,
+    stream: TextIO | LineWriter | None = None,
+    as_json: bool = False,
+) -> None:
     """Sends what this package logs to `stream` (stderr). Idempotent. `warnings_only` is --disable-logging."""
     logger = logging.getLogger(ROOT_LOGGER)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     handler = _Handler(sys.stderr if stream is None else stream)  # an empty LineWriter is falsy
-    handler.setFormatter(_Formatter(FORMAT))
+    handler.setFormatter(_JsonFormatter() if as_json else _Formatter(FORMAT))
     logger.addHandler(handler)
     logger.propagate = False
     set_level("WARNING" if warnings_only and level in ("DEBUG", "INFO") else level)

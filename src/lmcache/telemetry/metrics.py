@@ -7,9 +7,8 @@ Names follow OpenTelemetry's Prometheus rule: `lmcache_mp.lookup_hit`, counted i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,8 +20,10 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from lmcache.core.key import salt_digest
+from lmcache.telemetry import salt_series
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ MAX_LABEL_SETS = 1024  # tenants and models come from outside: beyond this many 
 _ADAPTER = ("l2_name",)
 
 _THROUGHPUT_BUCKETS_GB = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+
+_LATENCY_BUCKETS_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 30)
 
 _AGE_BUCKETS_SECONDS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 3600, 3 * 24 * 3600, 7 * 24 * 3600)
 
@@ -48,26 +51,23 @@ class BoundedCounter(Counter):
         return super().labels(*key)
 
 
-class _HiddenSalts(CollectorRegistry):
-    """A registry with digests in the place of cache salts."""
+class _WithoutSalts(CollectorRegistry):
+    """Of these collectors those that have no series of cache salts."""
 
-    def __init__(self, shown: CollectorRegistry) -> None:
+    def __init__(self, collectors: Sequence[Collector]) -> None:
         super().__init__()
-        self._shown = shown
+        self._collectors = collectors
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._shown.collect():
-            hidden = copy(metric)
-            hidden.samples = [
-                sample._replace(labels={**sample.labels, SALT_LABEL: _shown(sample.labels[SALT_LABEL])})
-                if SALT_LABEL in sample.labels
-                else sample
-                for sample in metric.samples
-            ]
-            yield hidden
+        for collector in self._collectors:
+            yield from collector.collect()
 
 
-def _shown(salt: str) -> str:
+def _has_salts(collector: object) -> bool:
+    return SALT_LABEL in getattr(collector, "_labelnames", ())
+
+
+def _digest(salt: str) -> str:
     return salt if salt == OVERFLOW_LABEL else salt_digest(salt)
 
 
@@ -92,6 +92,10 @@ def _ages(text: str) -> Histogram:
     return _declared(Histogram, text, unit="seconds", buckets=_AGE_BUCKETS_SECONDS)
 
 
+def _latencies(text: str, *labels: str) -> Histogram:
+    return _declared(Histogram, text, labels, unit="seconds", buckets=_LATENCY_BUCKETS_SECONDS)
+
+
 def _throughput(text: str) -> Histogram:
     return _declared(Histogram, text, _ADAPTER, unit="GB_per_second", buckets=_THROUGHPUT_BUCKETS_GB)
 
@@ -112,6 +116,8 @@ _CORRUPT_FRAMES = _counter("Frames that did not verify", "tier")
 
 
 class FaultMetrics(_Group):
+    """Faults."""
+
     internal_faults = _counter("Faults that nobody expected; the log has each", "logger")
 
 
@@ -123,7 +129,23 @@ class ServiceMetrics(_Group):
     lookup_hit = _by_tenant("Tokens found on any tier", "tokens")
     lookup_hit_l1 = _by_tenant("Tokens found in L1", "tokens")
     lookup_hit_l2 = _by_tenant("Tokens loaded from L2", "tokens")
-    misses = _counter("Lookups that missed tokens, by the reason of the first one", "reason")
+    tier_hit = _counter("Bytes of the hits of each tier", "tier", unit="bytes")
+    prefill_saved = _counter(
+        "Time that computing what was loaded would have taken, by engines that measured their prefill speed",
+        "tier",
+        unit="seconds",
+    )
+    lookup_ceiling = _counter("Tokens that an endless cache would have found, estimated", unit="tokens")
+    lookup_ceiling_sampled_ratio = _gauge("Share of the chunks that this estimate is made from, 0 to 1")
+    lookup_ceiling_distance_ratio = _gauge("Hit rate of an endless cache less the hit rate, since the start")
+    misses = _counter("Requests that missed tokens, by the reason of the first one", "reason")
+    sessions = _gauge("Requests that engines have open")
+    leases = _gauge("Leases that engines hold")
+    reservations = _gauge("Reservations that workers fill")
+    lease = _latencies("How long engines held leases")
+    lease_oldest_seconds = _gauge("Age of the oldest lease")
+    reservation = _latencies("From a reservation to its commit")
+    reservation_oldest_seconds = _gauge("Age of the oldest reservation")
     l1_read = _counter("Chunks leased from L1", unit="chunks")
     l1_write = _counter("Chunks made resident in L1", unit="chunks")
     l1_read_failure = _counter("Leased chunks that an engine reported as unreadable", unit="chunks")
@@ -139,6 +161,7 @@ class RpcMetrics(_Group):
     """The message loop."""
 
     calls = _counter("Calls answered, by method and status", "method", "status")
+    call = _latencies("From a call's arrival to its answer, waiting for L2 included", "method")
     protocol_errors = _counter("Messages refused or dropped, by error code", "code")
 
 
@@ -150,6 +173,7 @@ class L1Metrics(_Group):
     l1_memory_usage_bytes = _gauge("Bytes that L1 holds, free slots not counted")
     l1_usage_ratio = _gauge("Used bytes of L1 over its configured size, 0 to 1")
     l1_allocation_failure = _counter("Chunks that found no room in L1 even after eviction", unit="chunks")
+    l1_large_page_ratio = _gauge("Share of L1's memory in use that the kernel has in large pages, 0 to 1")
     quarantined_bytes = _gauge("Bytes reserved by a silent worker, held until it is known to be gone")
     l1_chunk_lifetime = _ages("From store to eviction, of sampled objects")
     l1_chunk_idle_before_evict = _ages("From last use to eviction, of sampled objects")
@@ -182,10 +206,23 @@ class L2Metrics(_Group):
     l2_usage_bytes = _gauge("Bytes that the adapter holds", *_ADAPTER)
     l2_store_throughput = _throughput("Bytes stored over time of a batch")
     l2_load_throughput = _throughput("Bytes loaded over time of a batch")
+    l2_store = _latencies("A store batch, from its begin to its end", *_ADAPTER)
+    l2_load = _latencies("A load batch, from its begin to its end", *_ADAPTER)
+    l2_probe = _latencies("Asking an adapter which objects it has", *_ADAPTER)
+    l2_stored = _counter("Bytes of objects that were stored", *_ADAPTER, unit="bytes")
+    l2_loaded = _counter("Bytes of objects that were loaded", *_ADAPTER, unit="bytes")
+    l2_store_queue = _latencies("How long the oldest object of a store batch waited for its turn", *_ADAPTER)
+    l2_store_queue_depth = _gauge("Objects that wait to be stored", *_ADAPTER)
+    l2_prefetch_queue = _latencies("How long prefetches waited for a place at an adapter", *_ADAPTER)
     num_inflight_l2_stores = _gauge("Store batches under way", *_ADAPTER)
     num_inflight_l2_loads = _gauge("Load batches under way", *_ADAPTER)
     l2_full = _counter("Objects not stored because the backend is full", *_ADAPTER)
     l2_is_full = _gauge("1 while nothing is stored because the backend is full", *_ADAPTER)
+    l2_breaker_state = _gauge(
+        "0: operations pass, 1: suspended after faults, 2: suspended, and a trial is due or runs",
+        "l2_name",
+        "direction",
+    )
     l2_breaker_open = _gauge("1 while the adapter is left alone after faults", *_ADAPTER)
     l2_serde_raw = _counter("Bytes of objects before they were encoded", *_ADAPTER, unit="bytes")
     l2_serde_stored = _counter("Bytes of the same objects as they are stored", *_ADAPTER, unit="bytes")
@@ -201,6 +238,13 @@ class EventBusMetrics(_Group):
     event_bus_subscriber_exceptions = _counter("Faults raised by a subscriber", "subscriber_name")
 
 
+class OtlpMetrics(_Group):
+    """The export to --otlp-endpoint."""
+
+    otlp_dropped_spans = _counter("Spans that were not exported: the queue was full, or the exporter away")
+    otlp_failed_exports = _counter("Exports of metrics that were not sent, and ends of the exporter")
+
+
 class Metrics:
     """All metrics, in groups: a part of the server gets the group that it counts in. An attribute of a group is named
     as the metric is documented, without the prefix.
@@ -213,7 +257,8 @@ class Metrics:
         self.enabled = enabled
         self.registry = CollectorRegistry(auto_describe=False)
         self._refreshers: list[Callable[[], object]] = []
-        build = self.registry if enabled else None, dict[str, object]()
+        built: dict[str, Any] = {}
+        build = self.registry if enabled else None, built
         self.service = ServiceMetrics(*build)
         self.rpc = RpcMetrics(*build)
         self.l1 = L1Metrics(*build)
@@ -221,9 +266,13 @@ class Metrics:
         self.l2 = L2Metrics(*build)
         self.events = EventBusMetrics(*build)
         self.faults = FaultMetrics(*build)
+        self.otlp = OtlpMetrics(*build)
         if enabled:  # the series by which OpenTelemetry carries resource attributes to Prometheus
             target = Info("target", "What exposes these metrics", registry=self.registry)
             target.info({"service_name": "lmcache", "service_instance_id": service_instance_id})
+            self._with_salts = [metric for metric in built.values() if _has_salts(metric)]
+            others = [metric for metric in built.values() if not _has_salts(metric)]
+            self._without_salts = _WithoutSalts([target, *others])
 
     def on_scrape(self, refresh: Callable[[], object]) -> Callable[[], None]:
         """Calls `refresh` before every exposition, for figures that are read rather than counted. The function that is
@@ -231,8 +280,20 @@ class Metrics:
         self._refreshers.append(refresh)
         return lambda: self._refreshers.remove(refresh)
 
-    def exposition(self, *, hides_salts: bool = False) -> bytes:
-        """The Prometheus text format (0.0.4). With `hides_salts` digests stand for cache salts."""
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, brought up to date."""
+        self._refresh()
+        return iter(self.registry.collect())
+
+    def _refresh(self) -> None:
         for refresh in list(self._refreshers):
             refresh()
-        return generate_latest(_HiddenSalts(self.registry) if hides_salts else self.registry)
+
+    def exposition(self, *, hides_salts: bool = False) -> bytes:
+        """The Prometheus text format (0.0.4). With `hides_salts` digests stand for cache salts."""
+        self._refresh()
+        if not self.enabled:
+            return b""
+        shown = _digest if hides_salts else str
+        texts = [salt_series.text(metric, SALT_LABEL, shown) for metric in self._with_salts]
+        return generate_latest(self._without_salts) + "".join(texts).encode()

@@ -20,6 +20,7 @@ from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, MissReason
 from lmcache.l2.runner import Runner
 from lmcache.memory.ownership import STORAGE_OWNER
+from lmcache.telemetry.tracing import TierTime
 from lmcache.tiering.context import TieringContext
 from lmcache.tiering.leases import FOREVER
 from lmcache.tiering.verifier import Verifier
@@ -54,6 +55,7 @@ class BatchLoad:
         self.reservation = reservation
         self.places = places
         self.done: asyncio.Future[dict[ObjectKey, MissReason]] = asyncio.get_running_loop().create_future()
+        self.times: list[TierTime] = []
         self.waiting = 0  # requests
         self.lease = 0  # on what was committed, for those
         self.operations = 0  # of adapters that may still write into the slots
@@ -214,14 +216,17 @@ class L2Loader:
         started = self._clock.monotonic()
         outcomes = await runner.load(keys, views, ended)
         seconds = self._clock.monotonic() - started
+        load.times.append(TierTime(f"l2 {runner.name}", started, started + seconds, len(targets)))
         self._metrics.l2_load_completed.labels(runner.name).inc()
+        self._metrics.l2_load.labels(runner.name).observe(seconds)
         failed = {
             key: _MISS_REASONS[outcome]
             for key, outcome in zip(keys, outcomes, strict=True)
             if outcome is not LoadOutcome.LOADED
         }
+        size_bytes = sum(target.frame_bytes for target in targets if target.key not in failed)
+        self._metrics.l2_loaded.labels(runner.name).inc(size_bytes)
         if not failed and seconds > 0:
-            size_bytes = sum(target.frame_bytes for target in targets)
             self._metrics.l2_load_throughput.labels(runner.name).observe(size_bytes / seconds / 1e9)
         if load.operations or runner.verifies:
             return failed

@@ -11,6 +11,7 @@ from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import SlotGrid, pack_keys
 from lmcache.l1.store import L1Store
 from lmcache.memory.ownership import STORAGE_OWNER
+from lmcache.telemetry.tracing import StoredTrace
 
 FOREVER = math.inf  # ended by the code that took it, or with the process
 
@@ -21,6 +22,8 @@ class QueuedObject:
 
     key: ObjectKey
     frame_bytes: int
+    queued_at: float = 0.0
+    trace: StoredTrace | None = None
     adapters_left: int = 0  # that have not dealt with it yet
     is_stored: bool = False  # by one of them
     is_served: bool = True  # some adapter may have it

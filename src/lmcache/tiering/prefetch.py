@@ -20,6 +20,7 @@ from lmcache.core.key_batch import NO_SLOTS, KeyBatch, SlotGrid, pack_keys
 from lmcache.core.outcome import MissReason
 from lmcache.l2.runner import Runner
 from lmcache.memory.ownership import STORAGE_OWNER
+from lmcache.telemetry.tracing import TierTime
 from lmcache.tiering.context import TieringContext
 from lmcache.tiering.l2_loads import BatchLoad, L2Loader, LoadTarget
 from lmcache.tiering.leases import FOREVER
@@ -52,6 +53,7 @@ class PrefetchResult:
     miss_reason: MissReason | None = None
     lease: int = 0
     slots: SlotGrid = NO_SLOTS
+    times: Sequence[TierTime] = ()  # of the adapters that were loaded from
 
     @property
     def chunks(self) -> int:
@@ -71,6 +73,7 @@ class Prefetch:
     ) -> None:
         """`runners` in the order in which they are asked. The caller leaves `place` at the end."""
         self.reason = MissReason.NOT_STORED  # of the first chunk that is not loaded
+        self._fault: MissReason | None = None  # why an adapter that was asked did not answer
         self._request = request
         self._l1 = context.l1
         self._core = context.l1.core
@@ -102,7 +105,11 @@ class Prefetch:
         reason = self.reason if acquired.chunks < len(self._hashes) else None
         if reason is MissReason.NOT_STORED and self._is_unanswered:
             reason = MissReason.L2_DEADLINE
-        return PrefetchResult(reason, acquired.lease, SlotGrid(acquired.slots, acquired.chunks))
+        if reason is MissReason.NOT_STORED and self._fault is not None:
+            reason = self._fault
+        slots = SlotGrid(acquired.slots, acquired.chunks)
+        times = [time for load in self._loads for time in load.times]
+        return PrefetchResult(reason, acquired.lease, slots, times)
 
     def give_back(self) -> None:
         """What was held for this request, loads that go on included."""
@@ -206,6 +213,8 @@ class Prefetch:
             return
         for index in compress(unknown, exist):
             sources[index] = position
+        if not all(exist):  # what an adapter that did not answer lacks, nobody knows
+            self._fault = self._fault or self._runners[position].probe_fault
 
     def _has_prefix(self, sources: Sources) -> bool:
         """Whether the answer has some chunks already, whatever other adapters have."""

@@ -28,7 +28,7 @@ class PrefetchController:
         self._metrics = context.metrics
         self._loader = loader
         self._policy = policy
-        self._places = PrefetchPlaces(context.runners, max_in_flight)
+        self._places = PrefetchPlaces(context.runners, max_in_flight, context.metrics, context.clock)
         self._running = 0  # requests, those that wait for a place included
 
     @property

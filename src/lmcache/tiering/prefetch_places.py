@@ -16,15 +16,19 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from lmcache.clock import Clock
 from lmcache.core.key import ObjectKey
 from lmcache.l2.runner import Runner
+from lmcache.telemetry.metrics import L2Metrics
 
 
 class PrefetchPlaces:
     """Belongs to the storage loop."""
 
-    def __init__(self, runners: Sequence[Runner], max_in_flight: int) -> None:
+    def __init__(self, runners: Sequence[Runner], max_in_flight: int, metrics: L2Metrics, clock: Clock) -> None:
         """`max_in_flight`: requests an adapter."""
+        self._clock = clock
+        self._queue_seconds = {runner.name: metrics.l2_prefetch_queue.labels(runner.name) for runner in runners}
         self._asking = {runner.name: asyncio.Semaphore(max_in_flight) for runner in runners}
         self._asked_at: dict[str, dict[object, float]] = {runner.name: {} for runner in runners}  # the oldest first
         self._loading = {runner.name: asyncio.Semaphore(max_in_flight) for runner in runners}
@@ -56,7 +60,7 @@ class PrefetchPlaces:
 
     async def _ask(self, question: object, now: float, runner: Runner, keys: Sequence[ObjectKey]) -> list[bool]:
         asking, asked_at = self._asking[runner.name], self._asked_at[runner.name]
-        await self._take(asking)
+        await self._take(asking, runner)
         asked_at[question] = now
         try:
             return await runner.probe(keys)
@@ -66,17 +70,19 @@ class PrefetchPlaces:
 
     async def take(self, runner: Runner) -> None:
         """For loads."""
-        await self._take(self._loading[runner.name])
+        await self._take(self._loading[runner.name], runner)
 
     def give_back(self, runner: Runner) -> None:
         self._loading[runner.name].release()
 
-    async def _take(self, free: asyncio.Semaphore) -> None:
+    async def _take(self, free: asyncio.Semaphore, runner: Runner) -> None:
         self.waiting += 1
+        started = self._clock.monotonic()
         try:
             await free.acquire()
         finally:
             self.waiting -= 1
+            self._queue_seconds[runner.name].observe(self._clock.monotonic() - started)
 
 
 def _note_fault(asking: asyncio.Task[Any]) -> None:

@@ -29,6 +29,7 @@ from lmcache.l2.background import spawn
 from lmcache.l2.runner import Runner
 from lmcache.memory.ownership import PIN_OWNER
 from lmcache.telemetry.metrics import L2Metrics
+from lmcache.telemetry.tracing import StoredTrace
 from lmcache.tiering.checked_policies import CheckedPrefetchPolicy, CheckedStorePolicy
 from lmcache.tiering.context import TieringContext
 from lmcache.tiering.l2_loads import L2Loader
@@ -91,7 +92,7 @@ class StorageLoop:
         clock = clock or SystemClock()
         self._l1 = l1
         self._prefetches: set[asyncio.Task[None]] = set()
-        self._committed: deque[tuple[KeyBatch, Committed]] = deque()
+        self._committed: deque[tuple[KeyBatch, Committed, StoredTrace | None]] = deque()
         self._committed_objects = 0
         self._refused_objects = 0
         self._refused_still_read: list[QueuedObject] = []  # to leave L1 later
@@ -203,7 +204,7 @@ class StorageLoop:
         return all(drained) and all(closed)
 
     # ---- stores and prefetches ---------------------------------------------------------------------------------------
-    def objects_committed(self, keys: KeyBatch, committed: Committed) -> None:
+    def objects_committed(self, keys: KeyBatch, committed: Committed, trace: StoredTrace | None = None) -> None:
         """Objects became resident. `keys` are those of their reservation.
 
         Never waits. Beyond MAX_L2_STORE_QUEUE_OBJECTS objects are counted and reach no adapter.
@@ -217,7 +218,7 @@ class StorageLoop:
                 self._refused_objects += objects
                 self._refused_still_read += self._write_back.remove_refused(keys, committed)
             else:
-                self._committed.append((keys, committed))
+                self._committed.append((keys, committed, trace))
                 self._committed_objects += objects
         if wakes:
             self.call_soon(self._take_committed)
@@ -230,8 +231,8 @@ class StorageLoop:
             refused, self._refused_objects = self._refused_objects, 0
             still_read, self._refused_still_read = self._refused_still_read, []
         self._write_back.note_refused(refused, still_read)
-        for keys, committed in taken:
-            self._write_back.add(keys, committed)
+        for keys, committed, trace in taken:
+            self._write_back.add(keys, committed, trace)
 
     def prefetch(self, request: PrefetchRequest, on_done: Callable[[PrefetchResult], None]) -> Callable[[], None]:
         """Loads and leases the longest prefix that L2 has. `on_done` is called once, on the storage loop, also after
@@ -268,6 +269,12 @@ class StorageLoop:
         """Whether the loop answers."""
         answered = threading.Event()
         return self.call_soon(answered.set) and answered.wait(within_seconds)
+
+    def publish(self) -> None:
+        """Brings metrics that are read up to date. Any thread."""
+        self._write_back.publish()
+        for runner in self.runners:
+            runner.publish()
 
     def status(self) -> dict[str, Any]:
         return {

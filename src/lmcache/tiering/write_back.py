@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import compress, count
 
-from lmcache._native import Committed
+from lmcache._native import Committed, Fate
 from lmcache.core import limits
 from lmcache.core.key import Namespace, ObjectKey, accepted_lossy_serde
 from lmcache.core.key_batch import KeyBatch, pack_keys
@@ -23,6 +23,7 @@ from lmcache.l1.store import L1Store
 from lmcache.l2.background import spawn
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.log_limiter import LogLimiter
+from lmcache.telemetry.tracing import StoredTrace
 from lmcache.tiering.checked_policies import CheckedStorePolicy
 from lmcache.tiering.context import TieringContext
 from lmcache.tiering.leases import QueuedObject, are_resident, lease_objects
@@ -62,9 +63,11 @@ class WriteBack:
         if self.drops_from_l1:
             self._tasks.append(spawn(self._offer_again(), "store-again"))
 
-    def add(self, keys: KeyBatch, committed: Committed) -> None:
+    def add(self, keys: KeyBatch, committed: Committed, trace: StoredTrace | None = None) -> None:
         """New objects of L1; `keys` are those of their reservation."""
         objects = _of_commit(keys, committed)
+        for queued in objects if trace is not None else ():
+            queued.trace = trace
         self._unstored.committed_again(queued.key for queued in objects)
         self.offer(objects)
 
@@ -73,6 +76,7 @@ class WriteBack:
         queues are full."""
         refused = []
         full = 0
+        now = self._clock.monotonic()
         for queued, indices in zip(objects, self.targets(objects), strict=True):
             self._leaving_l1.pop(queued.key, None)  # from before it was evicted and stored again
             taking = [index for index in indices if len(self._queues[index]) < self._queue_objects]
@@ -81,6 +85,7 @@ class WriteBack:
                 refused.append(queued)
                 continue
             queued.adapters_left = len(taking)
+            queued.queued_at = now
             for index in taking:
                 self._queues[index].append(queued)
         self._count_dropped(full, "queue_full")
@@ -179,6 +184,11 @@ class WriteBack:
     def _is_nearly_full(self) -> bool:
         return all(len(queue) >= self._queue_objects // 2 for queue in self._queues)
 
+    def publish(self) -> None:
+        """Brings metrics that are read up to date. Any thread."""
+        for runner, queue in zip(self._runners, self._queues, strict=True):
+            self._metrics.l2_store_queue_depth.labels(runner.name).set(len(queue))
+
     @property
     def batches_in_flight(self) -> int:
         return self._batches
@@ -265,6 +275,8 @@ class WriteBack:
         size_bytes = sum(view.nbytes for view in leased.views)
         log.debug("Submitted store task %d: %d objects, %d bytes to %s", number, len(keys), size_bytes, runner.name)
         self._metrics.l2_store_submitted.labels(runner.name).inc()
+        started = self._clock.monotonic()
+        self._metrics.l2_store_queue.labels(runner.name).observe(started - leased.objects[0].queued_at)
         in_flight = self._metrics.num_inflight_l2_stores.labels(runner.name)
         in_flight.inc()
 
@@ -272,18 +284,25 @@ class WriteBack:
             leased.release()
             in_flight.dec()
 
-        started = self._clock.monotonic()
         outcomes = await runner.store(keys, leased.views, ended)
         seconds = self._clock.monotonic() - started
         self._metrics.l2_store_completed.labels(runner.name).inc()
+        self._metrics.l2_store.labels(runner.name).observe(seconds)
+        for trace, objects in Counter(queued.trace for queued in leased.objects).items():
+            if trace is not None:
+                trace.written(runner.name, started, started + seconds, objects)
         stored = sum(outcome is StoreOutcome.STORED for outcome in outcomes)
         if stored == len(outcomes) and seconds > 0:
             self._metrics.l2_store_throughput.labels(runner.name).observe(size_bytes / seconds / 1e9)
         held = 0
+        stored_bytes = 0
         for queued, outcome in zip(leased.objects, outcomes, strict=True):
             if outcome in HELD:
                 queued.is_stored = True
                 held += 1
+            if outcome is StoreOutcome.STORED:
+                stored_bytes += queued.frame_bytes
+        self._metrics.l2_stored.labels(runner.name).inc(stored_bytes)
         self._count_dropped(len(outcomes) - held, "not_stored")
         log.debug(
             "L2 store task %d completed: %d of %d objects stored, %d there already, in %.1f ms",
@@ -360,6 +379,6 @@ def _remove(l1: L1Store, objects: Sequence[QueuedObject]) -> list[QueuedObject]:
     """Removes objects from L1 and returns those that stay because they are being read."""
     if not objects:
         return []
-    if l1.core.remove(*pack_keys(queued.key for queued in objects)) == len(objects):
+    if l1.core.remove(*pack_keys(queued.key for queued in objects), fate=Fate.EVICTED) == len(objects):
         return []
     return list(compress(objects, are_resident(l1, objects)))

@@ -57,7 +57,7 @@ class Method:
 
 
 class _Route:
-    __slots__ = ("calls", "decode", "handler", "may_defer", "name")
+    __slots__ = ("calls", "decode", "handler", "may_defer", "name", "seconds")
 
     def __init__(self, name: str, method: Method) -> None:
         self.name = name
@@ -65,6 +65,7 @@ class _Route:
         self.handler = method.handler
         self.may_defer = method.may_defer
         self.calls: dict[str, Any] = {}  # status -> metric child
+        self.seconds: Any = None  # metric child
 
 
 class RpcServer:
@@ -245,6 +246,7 @@ class RpcServer:
     def _send_or_defer(self, peer: Peer, call_id: bytes, route: _Route, message: msgspec.Struct) -> None:
         result: Answer | Deferred
         self.caller = peer.client
+        arrived = self._clock.monotonic()
         try:
             result = route.handler(message)
         except RemoteError as refusal:
@@ -254,6 +256,7 @@ class RpcServer:
             result = RemoteError(wire.INTERNAL, f"The server failed to handle {route.name} ({type(error).__name__}).")
         if not isinstance(result, Deferred):
             self._send(peer, call_id, route, result)
+            self._time_call(route, arrived)
             return
         assert route.may_defer, route.name
         key = next(self._deferred_order)
@@ -264,6 +267,7 @@ class RpcServer:
             if self._deferred.pop(key, None) is not None:
                 peer.deferred -= 1
                 self._send(peer, call_id, route, answer)
+                self._time_call(route, arrived)
 
         def deliver(answer: Answer) -> None:
             if threading.current_thread() is self._thread:
@@ -299,6 +303,13 @@ class RpcServer:
     def _count_protocol_error(self, code: str) -> None:
         if self._metrics is not None:
             self._metrics.protocol_errors.labels(code).inc()
+
+    def _time_call(self, route: _Route, arrived: float) -> None:
+        if self._metrics is None:
+            return
+        if route.seconds is None:
+            route.seconds = self._metrics.call.labels(route.name)
+        route.seconds.observe(self._clock.monotonic() - arrived)
 
     def _count_call(self, route: _Route, status: str) -> None:
         if self._metrics is None:

@@ -183,8 +183,6 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         (["--l2-adapter", "3"], "--l2-adapter must be a JSON object"),
         (["--l2-store-policy", "skip_l1"], "--l2-store-policy skip_l1 needs an --l2-adapter"),
         (["--l2-store-policy", "skip-l1", "--l2-adapter", ADAPTER], "did you mean skip_l1?"),
-        (["--enable-tracing"], "--enable-tracing is not built yet: a --lookup-hash-log-dir records"),
-        (["--otlp-endpoint", "http://h:4317"], "--otlp-endpoint is not built yet: GET /metrics"),
         (["--metrics-sample-rate", "1.5"], "--metrics-sample-rate must be"),
         (["--zmq-curve-server-key-file", "k"], "--zmq-curve-client-keys-dir need each other: give both or none"),
         (["--http-port", "5555"], "--port and --http-port are both 5555"),

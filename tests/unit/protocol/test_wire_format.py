@@ -47,6 +47,10 @@ EXAMPLES: dict[str, m.Message] = {
 }
 
 
+# How many fields were added at the end since the first version.
+ADDED = {"Lookup": 2, "Release": 2, "Reserve": 1}
+
+
 def golden() -> dict[str, str]:
     return dict(json.loads(GOLDEN.read_text()))
 
@@ -94,3 +98,17 @@ def test_error_codes_are_ascii_and_short() -> None:
     for code in m.ErrorCode:
         assert code.value.encode("ascii") != wire.STATUS_OK
         assert len(code.value) <= 32
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_an_older_engine_sends_is_understood(name: str) -> None:
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(EXAMPLES[name]))
+    older = msgspec.msgpack.encode(fields[: -ADDED[name]])
+    assert msgspec.msgpack.decode(older, type=type(EXAMPLES[name])) == EXAMPLES[name]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_a_newer_engine_sends_is_understood(name: str) -> None:
+    """Fields that are not known here are left out."""
+    newer = msgspec.msgpack.encode([*msgspec.msgpack.decode(msgspec.msgpack.encode(EXAMPLES[name])), "new"])
+    assert msgspec.msgpack.decode(newer, type=type(EXAMPLES[name])) == EXAMPLES[name]

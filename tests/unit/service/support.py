@@ -82,7 +82,7 @@ class Storage:
         self.asked.append((request, on_done))
         return lambda: self.cancelled.append(number)
 
-    def objects_committed(self, keys: KeyBatch, committed: Committed) -> None:
+    def objects_committed(self, keys: KeyBatch, committed: Committed, trace: Any = None) -> None:
         self.commits.append((keys, committed))
 
 
@@ -132,7 +132,7 @@ class Service:
         self.copy_thread = CopyThread()
         self.copies = SocketCopies(context.loop, self.copy_thread)  # type: ignore[arg-type]
         self.registry = InstanceRegistry(context)
-        self.sessions = SessionTable(l1.core, self.hasher, metrics.service)
+        self.sessions = SessionTable(l1.core, self.hasher, metrics.service, clock)
         self.owners = Owners(context, self.copies)
         self.lookups = LookupService(context, self.registry, self.sessions)
         self.stores = StoreService(context, self.registry)

@@ -21,6 +21,7 @@ from lmcache.service.session_table import SessionTable
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.prefetch import PrefetchResult
 from lmcache.transport.deferred import Deferred
+from manual_clock import ManualClock
 from unit.service.support import CHUNK_TOKENS, Service, a_service, chunks
 
 EXTRA = bytes(range(32))
@@ -173,7 +174,7 @@ def test_memory_is_what_is_counted(requests: Any, chunk_count: Any, extra_count:
 
     def make() -> SessionTable:
         instance = Instance("engine")
-        sessions = SessionTable(core, ChunkHasher("blake3", 16), metrics)
+        sessions = SessionTable(core, ChunkHasher("blake3", 16), metrics, ManualClock())
         for number in range(requests):
             tokens = pack_tokens(range(16 * chunk_count + 3))
             extras = [(chunk, chunk.to_bytes(32, "little")) for chunk in range(extra_count)]

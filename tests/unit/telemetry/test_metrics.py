@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import timeit
+from collections.abc import Callable
+
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.telemetry.metrics import MAX_LABEL_SETS, Metrics
@@ -20,13 +24,27 @@ event_bus_dropped_events_total event_bus_subscriber_exceptions_total misses_tota
 protocol_errors_total calls_total l2_full_total l2_is_full l2_store_dropped_total l2_breaker_open l2_buffered_fallbacks
 quota_limit_bytes quota_usage_bytes l2_store_lost_chunks_total l1_adopted_chunks_total l1_chunk_lifetime_seconds_count
 l1_chunk_idle_before_evict_seconds_count l1_chunk_reuse_gap_seconds_count l1_eviction_age_seconds internal_faults_total
-l2_store_unstored policy_faults_total
+l2_store_unstored policy_faults_total tier_hit_bytes_total prefill_saved_seconds_total lookup_ceiling_tokens_total
+lookup_ceiling_sampled_ratio lookup_ceiling_distance_ratio sessions leases reservations lease_seconds_count
+lease_oldest_seconds reservation_seconds_count reservation_oldest_seconds call_seconds_count l1_large_page_ratio
+l2_store_seconds_count l2_load_seconds_count l2_probe_seconds_count l2_stored_bytes_total l2_loaded_bytes_total
+l2_store_queue_seconds_count l2_store_queue_depth l2_prefetch_queue_seconds_count l2_breaker_state
+otlp_dropped_spans_total otlp_failed_exports_total
 """
 
 
 def touch_everything(metrics: Metrics) -> None:
     """A labelled metric has no sample before its first use."""
-    groups = [metrics.faults, metrics.service, metrics.rpc, metrics.l1, metrics.quotas, metrics.l2, metrics.events]
+    groups = [
+        metrics.faults,
+        metrics.service,
+        metrics.rpc,
+        metrics.l1,
+        metrics.quotas,
+        metrics.l2,
+        metrics.events,
+        metrics.otlp,
+    ]
     for metric in [metric for group in groups for metric in vars(group).values()]:
         names = getattr(metric, "_labelnames", None)
         if names:
@@ -82,3 +100,25 @@ def test_figures_that_are_read_are_fresh_at_every_scrape() -> None:
     forget()
     used["bytes"] = 3.0
     assert samples(metrics)["lmcache_mp_l1_memory_usage_bytes"] == 2
+
+
+def test_salts_are_written_as_the_library_writes_them() -> None:
+    metrics = Metrics()
+    for salt in ("", "tenant", 'quote " back \\ line \n', "é"):
+        metrics.service.lookups.labels("model", salt).inc(3)
+        metrics.quotas.quota_limit_bytes.labels(salt).set(1.5)
+    written = metrics.exposition().decode()
+    assert sorted(written.splitlines()) == sorted(generate_latest(metrics.registry).decode().splitlines())
+
+
+def test_a_thousand_salts_are_written_in_less_time_than_by_the_library() -> None:
+    metrics = Metrics()
+    for number in range(1000):
+        labels = ("model", f"salt-{number}")
+        for counter in (metrics.service.lookups, metrics.service.lookup_requested, metrics.service.lookup_hit):
+            counter.labels(*labels).inc()
+
+    def fastest(write: Callable[[], object]) -> float:
+        return min(timeit.repeat(write, number=1, repeat=5))
+
+    assert fastest(metrics.exposition) < 0.7 * fastest(lambda: generate_latest(metrics.registry))

@@ -1,5 +1,5 @@
-// Which objects have been evicted lately, as 32-bit fingerprints: 8 bytes each. A wrong "yes" (about one in 10^8) costs
-// a decision of little worth, never data. Not thread-safe.
+// Which objects have left lately, as 32-bit fingerprints with a value of 3 bits: 8 bytes each. With n of them a wrong
+// "yes" has a chance of n in 2^32; it costs a decision or a figure of little worth, never data. Not thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +11,16 @@ namespace lmcache {
 
 class Ghosts {
 public:
-    // Remembers about `count` evictions from now on. Forgets what it knew when the table has to grow.
+    static constexpr std::uint8_t kMaxValue = 7;
+
+    // Remembers about `count` objects from now on. Forgets what it knew when the table has to grow.
     void remember(std::size_t count);
-    void add(std::uint64_t key_hash, bool was_in_main);
-    // Whether it is known, and then from which queue; it is forgotten with that.
-    std::optional<bool> take(std::uint64_t key_hash);
+    // Replaces what was known of it.
+    void add(std::uint64_t key_hash, std::uint8_t value);
+    // Its value, if it is known; it is forgotten with that.
+    std::optional<std::uint8_t> take(std::uint64_t key_hash);
+    // The same, and it stays known.
+    std::optional<std::uint8_t> find(std::uint64_t key_hash) const;
 
     // Fetches what `add` and `take` will read.
     void prefetch(std::uint64_t key_hash) const {
@@ -25,9 +30,11 @@ public:
 
 private:
     static constexpr std::size_t kBucketGhosts = 8;
+    static constexpr std::uint32_t kValueBits = 3;
+    static constexpr std::uint32_t kAgeMask = (1U << (32 - kValueBits)) - 1;
     struct Ghost {
         std::uint32_t fingerprint = 0;  // 0: none
-        std::uint32_t stamp = 0;        // number of the eviction << 1 | was in main
+        std::uint32_t stamp = 0;        // number of the addition << kValueBits | value
     };
     struct alignas(64) Bucket {
         Ghost ghosts[kBucketGhosts];
@@ -42,11 +49,12 @@ private:
     // Pages of zeros that the kernel gives as they are touched, so that growth never stops a call for long.
     void map(std::size_t count);
     Bucket& bucket_of(std::uint32_t fingerprint) const { return buckets_[fingerprint & (count_ - 1)]; }
-    std::uint32_t age(const Ghost& ghost) const { return (evictions_ - (ghost.stamp >> 1)) & 0x7FFFFFFFU; }
+    Ghost* known(std::uint64_t key_hash) const;
+    std::uint32_t age(const Ghost& ghost) const { return (added_ - (ghost.stamp >> kValueBits)) & kAgeMask; }
 
     std::unique_ptr<Bucket[], Unmap> buckets_;
     std::size_t count_ = 0;  // of buckets, a power of two
-    std::uint32_t evictions_ = 0;
+    std::uint32_t added_ = 0;
     std::uint32_t limit_ = 0;
 };
 

@@ -56,6 +56,7 @@ class StoreOrder:
     hashes: bytes
     blocks: tuple[bytes, ...]
     wanted: bytes = b""
+    request_id: str = ""
 
 
 @dataclass

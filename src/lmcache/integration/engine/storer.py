@@ -151,7 +151,9 @@ class Storer:
         if backend is None or backend.server_epoch != order.server_epoch:
             raise StaleServer("the server that it was meant for is gone")
         identity = self._identity
-        message = Reserve(identity.instance_id, identity.worker_id, order.cache_salt, order.hashes, order.wanted)
+        message = Reserve(
+            identity.instance_id, identity.worker_id, order.cache_salt, order.hashes, order.wanted, order.request_id
+        )
         pending = self._client.submit("reserve", message, _LATE_SECONDS)
         nothing = bytes(len(order.blocks) * len(ChunkHashes(order.hashes)))
         asked_epoch = self._client.server_epoch

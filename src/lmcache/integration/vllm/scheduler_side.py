@@ -31,6 +31,7 @@ from lmcache.integration.vllm.hit_lookups import HitLookups
 from lmcache.integration.vllm.identity import content_spans, is_cacheable, request_identity
 from lmcache.integration.vllm.lora_adapters import LoadedAdapter
 from lmcache.integration.vllm.step_builder import BlockTable, StepBuilder
+from lmcache.integration.vllm.trace_context import trace_parent
 from lmcache.integration.vllm.tracked_request import SchedulerParts, TrackedRequest
 from lmcache.protocol.tokens import pack_tokens
 
@@ -81,7 +82,8 @@ class SchedulerSide:
             lookups=LookupClient(client, instance_id, environment),
             pins=BlockPins(workers, clock),
             prefixes=InflightPrefixes(workers, clock),
-            latency=LatencyModel() if load_or_recompute else None,
+            latency=LatencyModel(),
+            skips_slow_loads=load_or_recompute,
             clock=clock,
             groups=tuple(groups),
             ranks=ranks,
@@ -121,6 +123,7 @@ class SchedulerSide:
             self._identity(request, adapter),
             pack_tokens(request.prompt_token_ids),
             content_spans(request.mm_features),
+            trace_parent=trace_parent(request),
         )
         tracked = self.requests[request.request_id] = TrackedRequest(request, session, adapter)
         if self._decoded is not None:
@@ -176,6 +179,7 @@ class SchedulerSide:
         if tracked is None:
             return
         tracked.was_scheduled()
+        tracked.session.resumed = True
         session, answer = tracked.session, tracked.session.answer
         if answer is not None:
             tracked.stored_chunks = max(tracked.stored_chunks, answer.chunks)
@@ -209,8 +213,7 @@ class SchedulerSide:
 
     def step_ended(self, output: Any) -> None:
         """Takes what the workers reported. A load has ended when all have reported it; failures may come earlier."""
-        if self._parts.latency is not None:
-            self._parts.latency.computed(*self._step_timer.step_ends())
+        self._parts.latency.computed(*self._step_timer.step_ends())
         self._take(output.kv_connector_worker_meta or WorkerReport())
         if output.invalid_block_ids:
             for tracked in self.requests.values():

@@ -88,7 +88,13 @@ class StepBuilder:
         parts = self._parts
         if tracked.state is RequestState.LOADING and not (load.failed or load.unreadable_chunks):
             parts.note_load(Tier.L1, load.tokens, parts.clock.monotonic() - load.began_at)
-        parts.lookups.release(load.answer.lease, load.server, load.unreadable_chunks)
+        parts.lookups.release(
+            load.answer.lease,
+            load.server,
+            load.unreadable_chunks,
+            loaded_tokens=0 if load.failed else load.tokens,
+            prefill_seconds=parts.latency.compute_seconds(load.tokens),
+        )
         if tracked.state is RequestState.ENDING:
             parts.forget(tracked)
             return
@@ -160,7 +166,9 @@ class StepBuilder:
         self._parts.prefixes.on_store_ordered(tracked.request_id, job, first)
         hashes = session.hashes[first:end].packed
         packed = tuple(group.tobytes() for group in stored.blocks)
-        return StoreOrder(job, server.server_epoch, session.cache_salt, hashes, packed, stored.wanted)
+        return StoreOrder(
+            job, server.server_epoch, session.cache_salt, hashes, packed, stored.wanted, session.request_id
+        )
 
     # ---- the end of a request ----------------------------------------------------------------------------------------
     def keep_decoded(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]]) -> None:

@@ -80,12 +80,13 @@ class TrackedRequest(RequestStateMachine):
 
 @dataclass
 class SchedulerParts:
-    """What the parts of one scheduler side share. `latency` None: every hit is loaded."""
+    """What the parts of one scheduler side share. `skips_slow_loads` False: every hit is loaded."""
 
     lookups: LookupClient
     pins: BlockPins
     prefixes: InflightPrefixes
-    latency: LatencyModel | None
+    latency: LatencyModel
+    skips_slow_loads: bool
     clock: Clock
     groups: Sequence[CacheGroup]
     ranks: int  # that hold distinct KV
@@ -105,10 +106,10 @@ class SchedulerParts:
 
     def worth_loading(self, tier: Tier, tokens: int) -> bool:
         """While others run, a load is waited for beside their work, which computing would take time from."""
-        return self.latency is None or not self.is_alone or self.latency.worth_loading(tier, tokens)
+        return not self.skips_slow_loads or not self.is_alone or self.latency.worth_loading(tier, tokens)
 
     def note_load(self, tier: Tier, tokens: int, seconds: float) -> None:
-        if self.latency is not None and self.is_alone and tokens > 0:
+        if self.is_alone and tokens > 0:
             self.latency.loaded(tier, tokens, seconds)
 
     def fits(self, hello: HelloReply) -> bool:

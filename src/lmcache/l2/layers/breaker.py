@@ -38,6 +38,13 @@ class BreakerLayer:
         return self._circuit.is_open
 
     @property
+    def state(self) -> int:
+        """0: operations pass, 1: suspended, 2: suspended, and a trial is due or runs."""
+        if not self._circuit.is_open:
+            return 0
+        return 2 if self._circuit.trial_runs or self._circuit.would_admit else 1
+
+    @property
     def would_admit(self) -> bool:
         """Whether an operation that begins now would run, as one of many or as the trial."""
         return self._circuit.would_admit

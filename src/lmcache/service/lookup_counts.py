@@ -1,0 +1,112 @@
+"""Counts each request once, however often it is asked about.
+
+An engine asks again when another request has stored what it waits for, when its input grows, or when it was preempted.
+A request counts with its longest lookup and the best answer before it ran. The reason is that of its first miss.
+"""
+
+from __future__ import annotations
+
+from lmcache._native import SeenChunks
+from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.key_batch import NamespaceSet
+from lmcache.core.outcome import MissReason
+from lmcache.service.context import ServiceContext
+from lmcache.service.instances import TenantCounters
+from lmcache.service.session import CountedLookup, LeasedPrefix, Session
+
+_NOTHING = CountedLookup(0, 0, 0)
+_TIERS = ("l1", "l2")
+_MOST_PREFILL_SECONDS = 3600.0  # of one request; more is no measure
+
+
+class LookupCounts:
+    """Belongs to the message loop."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        metrics = context.metrics
+        self._metrics = metrics
+        self._chunk_tokens = context.hasher.chunk_tokens
+        self._misses = {reason: metrics.misses.labels(reason.value) for reason in MissReason}
+        self._hit_bytes = [metrics.tier_hit.labels(tier) for tier in _TIERS]
+        self._prefill_saved = [metrics.prefill_saved.labels(tier) for tier in _TIERS]
+        self._seen = SeenChunks() if context.settings.counts_ceiling else None
+        self._requested_chunks = self._hit_chunks = self._ceiling_chunks = 0.0
+
+    def count(
+        self,
+        session: Session,
+        counters: TenantCounters,
+        namespaces: NamespaceSet | None,
+        requested: int,
+        hit: int,
+        hit_l1: int,
+        reason: MissReason | None,
+        *,
+        resumed: bool,
+    ) -> None:
+        """An answer, in chunks; the first `hit_l1` were in L1."""
+        if hit:
+            self._metrics.l1_read.inc(hit)
+        before = session.counted
+        if resumed and before is not None:
+            return
+        if before is None:
+            counters.lookups.inc()
+            before = _NOTHING
+        new_requested = max(0, requested - before.requested)
+        new_hit = max(0, hit - before.hit)
+        new_l1 = min(new_hit, max(0, hit_l1 - before.hit_l1))
+        session.counted = CountedLookup(before.requested + new_requested, before.hit + new_hit, before.hit_l1 + new_l1)
+        if new_requested:
+            counters.requested.inc(new_requested * self._chunk_tokens)
+        if new_hit and namespaces is not None:
+            self._count_hit(counters, namespaces, hit, new_hit, new_l1)
+        if reason is not None and (before is _NOTHING or new_requested):
+            self._misses[reason].inc()
+        if new_requested and namespaces is not None and self._seen is not None:
+            self._observe(self._seen, session, namespaces, before.requested, new_requested, new_hit)
+
+    def count_miss(self, reason: MissReason) -> None:
+        self._misses[reason].inc()
+
+    def count_loaded(self, prefix: LeasedPrefix, tokens: int, prefill_seconds: float) -> None:
+        """An engine loaded that many tokens at the end of the hit, and would have computed them in that time."""
+        most = prefix.chunks * self._chunk_tokens
+        if not 0 < tokens <= most or not 0 < prefill_seconds <= _MOST_PREFILL_SECONDS:
+            return
+        from_l2 = min(tokens, (prefix.chunks - prefix.l1_chunks) * self._chunk_tokens)
+        for counter, part in zip(self._prefill_saved, (tokens - from_l2, from_l2), strict=True):
+            if part:
+                counter.inc(prefill_seconds * part / tokens)
+
+    def publish(self) -> None:
+        """Figures that are read. Any thread."""
+        if self._seen is None:
+            return
+        self._metrics.lookup_ceiling_sampled_ratio.set(self._seen.rate())
+        if self._requested_chunks:
+            distance = (self._ceiling_chunks - self._hit_chunks) / self._requested_chunks
+            self._metrics.lookup_ceiling_distance_ratio.set(max(0.0, distance))
+
+    def _count_hit(
+        self, counters: TenantCounters, namespaces: NamespaceSet, hit: int, new_hit: int, new_l1: int
+    ) -> None:
+        counters.hit.inc(new_hit * self._chunk_tokens)
+        first = hit - new_hit
+        if new_l1:
+            counters.hit_l1.inc(new_l1 * self._chunk_tokens)
+            self._hit_bytes[0].inc(namespaces.hit_bytes(first, first + new_l1, hit))
+        if new_hit > new_l1:
+            counters.hit_l2.inc((new_hit - new_l1) * self._chunk_tokens)
+            self._hit_bytes[1].inc(namespaces.hit_bytes(first + new_l1, hit, hit))
+
+    def _observe(
+        self, seen: SeenChunks, session: Session, namespaces: NamespaceSet, first: int, count: int, hit: int
+    ) -> None:
+        hashes = session.chain.hashes[first * CHUNK_HASH_BYTES : (first + count) * CHUNK_HASH_BYTES]
+        counts = seen.observe(namespaces.scope, hashes)
+        self._requested_chunks += count
+        self._hit_chunks += hit
+        if counts.requested:
+            self._ceiling_chunks += counts.seen
+            self._metrics.lookup_ceiling.inc(counts.seen * self._chunk_tokens)

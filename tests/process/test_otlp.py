@@ -1,0 +1,166 @@
+"""Spans and metrics at a real receiver of OpenTelemetry, and receivers that hang or are not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache.errors import ConfigError
+from lmcache.protocol import messages as m
+from lmcache.server import Server
+from lmcache.startup import plan
+from polling import until
+from process.support import CALL_SECONDS, SmallEngine, server_within, unpack_slots
+
+pytest.importorskip("opentelemetry.sdk")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+
+from support.otlp_receiver import a_receiver, a_silent_receiver
+
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+RECEIVE_SECONDS = 60.0  # the exporter's process begins by importing what it needs
+
+
+def sample(server: Server, name: str) -> float:
+    return server.metrics.registry.get_sample_value(f"lmcache_mp_{name}") or 0.0
+
+
+def exporters() -> list[int]:
+    """Process ids of the exporters that this process has started."""
+    children = [
+        int(child) for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [pid for pid in children if b"otlp_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def a_request(engine: SmallEngine, *, flags: str = "01", request: str = "r1") -> None:
+    """Asks, stores two chunks, asks again, loads and ends."""
+    tokens = engine.tokens(1, 2)
+    parent = f"00-{TRACE_ID}-{PARENT_ID}-{flags}"
+
+    def lookup() -> m.LookupReply:
+        message = m.Lookup(engine.instance_id, request, "", 0, tokens, trace_parent=parent)
+        reply: m.LookupReply = engine.client.call("lookup", message, CALL_SECONDS)
+        return reply
+
+    hashes = lookup().hashes
+    reserve = m.Reserve(engine.instance_id, 0, "", hashes, b"", request)
+    reserved: m.ReserveReply = engine.client.call("reserve", reserve, CALL_SECONDS)
+    if reserved.reservation:
+        engine.fill(hashes, unpack_slots(reserved.slots))
+        engine.client.call("commit", m.Commit(engine.instance_id, 0, reserved.reservation), CALL_SECONDS)
+    found = lookup()
+    engine.client.call("release", m.Release(engine.instance_id, found.lease), CALL_SECONDS)
+    engine.end(request)
+
+
+def test_a_request_is_a_trace_with_a_child_for_each_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "300")
+    with a_receiver() as receiver:
+        options: dict[str, Any] = {"otlp_endpoint": receiver.endpoint, "enable_tracing": True}
+        with (
+            server_within(
+                service_instance_id="here", **options, l2_adapter=[{"type": "fs", "base_path": str(tmp_path)}]
+            ) as server,
+            SmallEngine(server.rpc.endpoint) as engine,
+        ):
+            a_request(engine)
+            until(lambda: receiver.named("request"), RECEIVE_SECONDS)
+            until(lambda: [span for span in receiver.spans if span.name.startswith("l2 ")], RECEIVE_SECONDS)
+            until(lambda: "lmcache_mp.lookup_requested" in receiver.metrics, RECEIVE_SECONDS)
+            requested = receiver.metrics["lmcache_mp.lookup_requested"]
+            depth = receiver.metrics["lmcache_mp.event_bus.queue_depth"]
+            latency = receiver.metrics["lmcache_mp.call"]
+    (request,) = receiver.named("request")
+    assert request.trace_id.hex() == TRACE_ID and request.parent_span_id.hex() == PARENT_ID
+    lookups, (store,), (retrieve,) = (
+        receiver.named(name) for name in ("mp.lookup_prefetch", "mp.store", "mp.retrieve")
+    )
+    assert len(lookups) == 2
+    for span in (*lookups, store, retrieve):
+        assert span.parent_span_id == request.span_id
+        assert request.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.start_time_unix_nano <= span.end_time_unix_nano
+    l1_parents = {span.parent_span_id for span in receiver.named("l1")}
+    assert l1_parents == {span.span_id for span in (*lookups, store, retrieve)}
+    written = [span for span in receiver.spans if span.name.startswith("l2 ")]
+    assert {span.parent_span_id for span in written} == {store.span_id}
+    assert abs(request.start_time_unix_nano / 1e9 - time.time()) < 600, "wall clock"
+    assert receiver.resources[0]["service.instance.id"] == "here"
+    assert receiver.resources[0]["service.name"] == "lmcache"
+    assert requested.unit == "{tokens}" and requested.sum.is_monotonic
+    assert requested.sum.data_points[0].as_double == 2 * 256
+    assert depth.WhichOneof("data") == "gauge"
+    assert latency.unit == "s" and sum(point.count for point in latency.histogram.data_points) > 5
+
+
+def test_a_request_whose_trace_is_not_sampled_is_not_traced() -> None:
+    with a_receiver() as receiver:
+        with (
+            server_within(otlp_endpoint=receiver.endpoint, enable_tracing=True) as server,
+            SmallEngine(server.rpc.endpoint) as engine,
+        ):
+            a_request(engine, flags="00", request="left out")
+            a_request(engine, flags="01", request="kept")
+            until(lambda: receiver.named("request"), RECEIVE_SECONDS)
+        assert len(receiver.named("request")) == 1
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_receiver_that_hangs_or_is_gone_costs_nothing(dead: bool) -> None:
+    """Lookups go on, spans beyond the queue are dropped and counted, and the server ends in time."""
+    with a_silent_receiver() as silent:
+        endpoint = "http://127.0.0.1:9" if dead else silent
+        started = 0.0
+        with (
+            server_within(otlp_endpoint=endpoint, enable_tracing=True, event_bus_queue_size=50) as server,
+            SmallEngine(server.rpc.endpoint) as engine,
+        ):
+            for number in range(1000):
+                engine.lookup(f"r{number}", engine.tokens(1))
+                engine.end(f"r{number}")
+                if sample(server, "otlp_dropped_spans_total"):
+                    break
+            assert sample(server, "otlp_dropped_spans_total")
+            assert engine.lookup("last", engine.tokens(1)).miss_reason == "not_stored"
+            started = time.monotonic()
+        assert time.monotonic() - started < 15
+
+
+def test_the_exporters_process_is_started_again() -> None:
+    with (
+        a_receiver() as receiver,
+        server_within(otlp_endpoint=receiver.endpoint, enable_tracing=True) as server,
+        SmallEngine(server.rpc.endpoint) as engine,
+    ):
+        a_request(engine, request="before")
+        until(lambda: receiver.named("request"), RECEIVE_SECONDS)
+        (exporter,) = exporters()
+        os.kill(exporter, signal.SIGKILL)
+        number = iter(range(1_000_000))
+
+        def another_arrives() -> bool:
+            a_request(engine, request=f"after {next(number)}")
+            return len(receiver.named("request")) > 1
+
+        until(another_arrives, RECEIVE_SECONDS)
+        assert sample(server, "otlp_failed_exports_total")
+    assert not exporters(), "it ends with its server"
+
+
+def test_what_cannot_work_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--l1-size-gb", "0.1", "--eviction-policy", "LRU"]
+    with pytest.raises(ConfigError, match="--enable-tracing needs --otlp-endpoint"):
+        plan([*words, "--enable-tracing"], {})
+    with pytest.raises(ConfigError, match="--otlp-endpoint must be http://"):
+        plan([*words, "--otlp-endpoint", "localhost:4317"], {})
+    with pytest.raises(ConfigError, match="OTEL_METRIC_EXPORT_INTERVAL must be milliseconds"):
+        plan([*words, "--otlp-endpoint", "http://localhost:4317"], {"OTEL_METRIC_EXPORT_INTERVAL": "often"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"install lmcache\[otlp\]"):
+        plan([*words, "--otlp-endpoint", "http://localhost:4317"], {})
