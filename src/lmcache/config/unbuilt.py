@@ -21,7 +21,6 @@ COMMANDS: Mapping[str, str] = {
     "bench engine": "benchmarks/ in the sources has scripts that measure an engine",
     "describe engine": "`lmcache ping engine` tells whether it is alive",
     "query": "`lmcache describe` shows a running server",
-    "trace": "a --lookup-hash-log-dir records lookups, and `lmcache tool cache-simulator` replays them",
     "top": "`lmcache describe` and GET /metrics show a running server",
 }
 

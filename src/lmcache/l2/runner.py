@@ -333,7 +333,7 @@ class Runner:
         stored = self.stored_keys(keys)
         free = [key for key, is_held in zip(stored, self.ledger.held(stored), strict=True) if not is_held]
         gone = set(compress(free, await self.layers.eviction.delete(free))) if free else set()
-        self._show_figures()
+        self.publish()
         return [key in gone for key in stored]
 
     async def delete_known(self, spared: Sequence[ObjectKey]) -> tuple[int, int]:
@@ -344,7 +344,7 @@ class Runner:
             if doomed := [key for key in keys if key not in kept]:
                 await self.layers.eviction.delete(doomed)
             await asyncio.sleep(0)
-        self._show_figures()
+        self.publish()
         return max(0, objects - len(self.ledger)), max(0, used_bytes - self.ledger.used_bytes)
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:

@@ -27,6 +27,7 @@ class Lookup:
     chunk_tokens: int
     hashes: bytes  # 32 a full chunk
     chunk_bytes: int = 0
+    hit_chunks: int = 0  # that the server answered with
 
     @property
     def chunks(self) -> int:
@@ -53,7 +54,7 @@ def write_trace(path: str, lookups: Iterable[Lookup]) -> None:
                     chunk_tokens=lookup.chunk_tokens,
                     total_tokens=lookup.chunks * lookup.chunk_tokens,
                     chunk_hashes=lookup.hashes,
-                    hit_chunks=0,
+                    hit_chunks=lookup.hit_chunks,
                     cache_salt=lookup.cache_salt,
                     tensors=(("uint8", [lookup.chunk_bytes]),) if lookup.chunk_bytes else (),
                 )
@@ -96,6 +97,7 @@ def _lookup(record: dict[str, Any]) -> Lookup:
         int(record["chunk_size"]),
         hashes,
         chunk_bytes(record.get("dtypes") or [], record.get("shapes") or []),
+        int(record.get("hit_chunks", 0)),
     )
 
 
