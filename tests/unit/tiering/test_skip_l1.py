@@ -178,6 +178,7 @@ def test_a_recovery_that_a_store_of_an_engine_finds_brings_the_rest(monkeypatch:
             if not until_or_not(lambda calls=calls: rig.adapters[0].calls["store"] > calls):
                 break
         rig.live()
+        rig.clock.advance(limits.L2_BREAKER_MAX_OPEN_SECONDS + 1)  # an offer may have failed just now
         rig.put(keys(1, seed=7))
         until(lambda: rig.l1_objects == 0)
         assert rig.it.fetch(keys(40)).chunks == 40
