@@ -159,7 +159,8 @@ def test_resources_of_a_running_server(server: CacheServer) -> None:
     assert server.metric("lmcache_mp_l1_usage_ratio") >= 0
     status, config = http_json(server.http_port, "GET", "/config")
     assert config["port"] == server.port
-    assert http_json(server.http_port, "GET", "/cache/pins")[0] == 501
+    assert http_json(server.http_port, "GET", "/cache/pins") == (200, {"pins": [], "objects": 0})
+    assert http_json(server.http_port, "GET", "/instances")[0] == 501
 
 
 def test_quotas_of_a_running_server(server: CacheServer) -> None:

@@ -42,6 +42,7 @@ class _Loop:
         self._world = world
         self.methods: dict[str, Method] = {}
         self.stopped = False
+        self.caller = None  # nobody has a key
 
     def start(self, methods: dict[str, Method]) -> None:
         self.methods = methods

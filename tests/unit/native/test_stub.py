@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import inspect
 from pathlib import Path
 
@@ -28,13 +29,16 @@ def names_of(statement: ast.stmt) -> set[str]:
         return {statement.name}
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         return {statement.target.id}
+    if isinstance(statement, ast.Assign):
+        return {target.id for target in statement.targets if isinstance(target, ast.Name)}
     return set()
 
 
 def names_in_extension() -> set[str]:
     names = {name for name in vars(_native) if not name.startswith("__")}
     for name, offered in inspect.getmembers(_native, inspect.isclass):
-        names |= {f"{name}.{member}" for member in vars(offered) if not member.startswith("__")}
+        members = offered.__members__ if issubclass(offered, enum.Enum) else vars(offered)
+        names |= {f"{name}.{member}" for member in members if not member.startswith("__")}
     return names
 
 
