@@ -152,11 +152,10 @@ class Server:
         self._http.start()
         closers.callback(self._drain_storage)
         closers.callback(self._refuse_calls)
-        plugins = PluginLauncher(
-            find_scripts(self.config.runtime_plugin_locations), self._plugin_environment, self._clock
-        )
-        closers.callback(plugins.stop)
-        plugins.start()
+        if scripts := find_scripts(self.config.runtime_plugin_locations):
+            plugins = PluginLauncher(scripts, self._plugin_environment, self._clock)
+            closers.callback(plugins.stop)
+            plugins.start()
 
     def _curve_gate(self) -> CurveGate | None:
         config = self.config

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
-import os
 import threading
 import urllib.parse
 
 from starlette.requests import Request
 
+from lmcache.core.file_version import version_at
 from lmcache.errors import ConfigError
 
 logger = logging.getLogger("lmcache.admin")
@@ -47,16 +47,16 @@ class AdminToken:
         """ConfigError when the file has none."""
         self._path = path
         self._lock = threading.Lock()
-        self._mark = file_mark(path)
+        self._version = version_at(path)
         self._token = read_token(path)
 
     def __call__(self) -> str:
         if not self._path:
             return ""
         with self._lock:
-            mark = file_mark(self._path)
-            if mark != self._mark:
-                self._mark = mark
+            version = version_at(self._path)
+            if version != self._version:
+                self._version = version
                 try:
                     self._token = read_token(self._path)
                     logger.info("The admin token was read again from %s", self._path)
@@ -64,15 +64,6 @@ class AdminToken:
                     self._token = ""
                     logger.warning("No admin token is taken until its file is mended: %s", error)
             return self._token
-
-
-def file_mark(path: str) -> tuple[int, ...]:
-    """Another one whenever the file is replaced or written to."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return ()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def why_refused(request: Request, token: str) -> str:

@@ -117,8 +117,8 @@ class AuditLog:
     def _reopen_if_moved(self) -> None:
         opened = os.fstat(self._fd)
         try:
-            named = os.stat(self._path, follow_symlinks=False)
-            if (opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino):
+            at_path = os.stat(self._path, follow_symlinks=False)
+            if (opened.st_dev, opened.st_ino) == (at_path.st_dev, at_path.st_ino):
                 return
         except FileNotFoundError:
             pass

@@ -26,6 +26,10 @@ class TrackedJob:
     asked_at: float
     status: str = "waiting"
 
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ("done", "failed")
+
 
 class JobTable:
     """Thread-safe."""
@@ -47,7 +51,7 @@ class JobTable:
                 raise LMCacheError(f"{len(self._waiting)} jobs wait already; ask again when some have ended.")
             self._last += 1
             job = TrackedJob(f"{mark}-{self._last}", kind, Progress(objects), work, self._clock.monotonic())
-            ended = [known.request_id for known in self._jobs.values() if known.status in ("done", "failed")]
+            ended = [known.request_id for known in self._jobs.values() if known.has_ended]
             for request_id in ended[: max(0, len(ended) - limits.MAX_JOBS_KEPT + 1)]:
                 del self._jobs[request_id]
             self._jobs[job.request_id] = job

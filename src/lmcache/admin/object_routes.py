@@ -171,7 +171,7 @@ class ObjectRoutes:
             request_id=job.request_id,
             kind=job.kind,
             status=job.status,
-            done=job.status in ("done", "failed"),
+            done=job.has_ended,
             objects_total=progress.total,
             objects_done=progress.done,
             objects_failed=progress.failed,

@@ -10,10 +10,9 @@ from starlette.exceptions import HTTPException
 from lmcache.admin import messages as m
 from lmcache.admin.operation import Access, Call, Operation
 from lmcache.admin.requests import AdminContext
-from lmcache.core.key import salt_digest
+from lmcache.core.key import DEFAULT_SALT, salt_digest
 from lmcache.core.limits import GIB, MAX_NAME_BYTES
 from lmcache.l1.quota import Quota
-from lmcache.l1.quota_file import DEFAULT_SALT
 
 
 class QuotaRoutes:

@@ -6,7 +6,7 @@ import logging
 import ssl
 import threading
 
-from lmcache.admin.access import file_mark
+from lmcache.core.file_version import version_at
 from lmcache.errors import ConfigError
 
 logger = logging.getLogger("lmcache.admin")
@@ -47,19 +47,19 @@ class _Renewing:
     def __init__(self, cert: str, key: str) -> None:
         self._cert, self._key = cert, key
         self._lock = threading.Lock()
-        self._mark = self._marks()
+        self._version = self._versions()
         self._newest = self.context = _load(cert, key)
         self.context.sni_callback = self._choose
 
-    def _marks(self) -> tuple[tuple[int, ...], ...]:
-        return file_mark(self._cert), file_mark(self._key)
+    def _versions(self) -> tuple[tuple[int, ...], ...]:
+        return version_at(self._cert), version_at(self._key)
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Called in each handshake, whether a name is given or not."""
         with self._lock:
-            marks = self._marks()
-            if marks != self._mark:
-                self._mark = marks
+            versions = self._versions()
+            if versions != self._version:
+                self._version = versions
                 try:
                     self._newest = _load(self._cert, self._key)
                     logger.info("The certificate was read again from %s", self._cert)

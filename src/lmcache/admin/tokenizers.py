@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmcache.core.file_version import file_version
 from lmcache.errors import ConfigError
 
 _FILE = "tokenizer.json"
@@ -19,16 +20,16 @@ class Tokenizers:
     def __init__(self, folder: Callable[[], str]) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._loaded: dict[Path, tuple[int, Any]] = {}  # by file: when it was written, the tokenizer
+        self._loaded: dict[Path, tuple[tuple[int, ...], Any]] = {}  # by file: its version, the tokenizer
 
     def encode(self, model_name: str, text: str) -> Sequence[int]:
         """With the special tokens that an engine adds to a prompt. ConfigError where there is no tokenizer."""
         path = self._path(model_name)
         with self._lock:
-            written_at = path.stat().st_mtime_ns
+            version = file_version(path.stat())
             known = self._loaded.get(path)
-            if known is None or known[0] != written_at:
-                known = (written_at, _load(path))
+            if known is None or known[0] != version:
+                known = (version, _load(path))
                 while len(self._loaded) >= _KEPT:
                     del self._loaded[next(iter(self._loaded))]
                 self._loaded[path] = known

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.output import Report
 from lmcache.config.values import Choice, Number
+from lmcache.core.key import DEFAULT_SALT
 from lmcache.core.limits import GIB, MIB
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.simulation.plot import draw
@@ -84,7 +85,7 @@ def _quota(text: str) -> tuple[str, int]:
         limit_bytes = -1
     if not salt or limit_bytes < 0:
         raise ConfigError(f"--quota must be like tenant=1.5, got {text!r}.")
-    return "" if salt == "_default" else salt, limit_bytes
+    return "" if salt == DEFAULT_SALT else salt, limit_bytes
 
 
 def _plot(path: str, trace: list[Lookup], outcomes: dict[str, list[Outcome]], endless: float) -> None:

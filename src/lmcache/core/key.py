@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 CHUNK_HASH_BYTES = 32
+DEFAULT_SALT = "_default"  # names the empty cache salt, in files, paths and logs
 MAX_NAMESPACE_BYTES = 2048
 _UNNAMED = b"\xc0"  # msgpack's nil: no named namespace is encoded so
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from lmcache._native import Overuse
+from lmcache.core.key import DEFAULT_SALT
 from lmcache.core.limits import GIB, MAX_SALTS_NAMED
-from lmcache.l1.quota_file import DEFAULT_SALT
 
 logger = logging.getLogger("lmcache.l1")
 

@@ -11,10 +11,10 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from lmcache.core.key import DEFAULT_SALT
 from lmcache.core.limits import GIB, MAX_NAME_BYTES, MAX_QUOTA_GB, MAX_QUOTAS
 from lmcache.errors import ConfigError, LMCacheError, ResourceError
 
-DEFAULT_SALT = "_default"  # names the empty one
 FILE_MODE = 0o600  # salts may name tenants
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from lmcache import _native
+from lmcache.core.file_version import file_version
 from lmcache.errors import ConfigError, LMCacheError, ResourceError
 from lmcache.serde.base import SerdeConfig, Stage
 
@@ -83,7 +84,7 @@ class KeyFile:
     def refresh(self) -> None:
         """Takes the keys of a file that changed. One that cannot be used is said once; the keys stay then."""
         try:
-            if self._version_of(os.stat(self._path)) == self._version:
+            if file_version(os.stat(self._path)) == self._version:
                 return
             self.cipher.replace_keys(self._read())
         except (OSError, LMCacheError) as error:
@@ -94,10 +95,6 @@ class KeyFile:
             return
         self._failure = ""
         log.info("Master keys were read again from %s.", self._path)
-
-    @staticmethod
-    def _version_of(status: os.stat_result) -> tuple[int, ...]:
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def _read(self) -> list[bytes]:
         try:
@@ -113,7 +110,7 @@ class KeyFile:
         finally:
             os.close(handle)
         keys = read_keys(content, self._source)
-        self._version = self._version_of(status)
+        self._version = file_version(status)
         return keys
 
     def _check_access(self, status: os.stat_result) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmcache.core import limits
-from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
+from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet, pack_keys
 from lmcache.errors import ConfigError, LMCacheError, UnknownModel
 from lmcache.l2.runner import Runner
@@ -72,8 +72,8 @@ class CacheOperations:
         self._l1 = context.l1
         self._storage = context.storage
         self._directory = NamespaceDirectory(context.l1, context.storage.runners)
-        self._listing = ObjectListing(context.l1, context.storage.runners, self._directory, server_epoch)
         self.mark = server_epoch[:4].hex()
+        self._listing = ObjectListing(context.l1, context.storage.runners, self._directory, self.mark)
 
     @property
     def pins(self) -> Pins:
@@ -86,8 +86,8 @@ class CacheOperations:
 
     def keys_of(self, names: Sequence[str]) -> list[ObjectKey]:
         """Of names NAMESPACE/HASH, each once."""
-        named = [(bytes.fromhex(name[:64]), bytes.fromhex(name[65:])) for name in dict.fromkeys(names)]
-        return self._directory.keys_of(named)
+        split = [name.split("/") for name in dict.fromkeys(names)]
+        return self._directory.keys_of([(bytes.fromhex(digest), bytes.fromhex(chunk)) for digest, chunk in split])
 
     def delete(self, names: Sequence[str], tier: str, *, force: bool) -> tuple[int, int, int]:
         """How many are deleted, stay, were not there."""
@@ -253,6 +253,3 @@ async def _probe(runner: Runner, keys: Sequence[ObjectKey]) -> bytes:
     for first in range(0, len(keys), limits.MAX_L2_BATCH_OBJECTS):
         found += bytes(await runner.probe(keys[first : first + limits.MAX_L2_BATCH_OBJECTS]))
     return bytes(found)
-
-
-assert CHUNK_HASH_BYTES * 2 == 64

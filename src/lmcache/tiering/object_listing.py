@@ -54,12 +54,12 @@ class ListingPage:
 class ObjectListing:
     """Thread-safe. Belongs to nobody: indexes have their own locks."""
 
-    def __init__(self, l1: L1Store, runners: Sequence[Runner], directory: NamespaceDirectory, epoch: bytes) -> None:
-        """`epoch` is random and of this server: another one's tokens name other records."""
+    def __init__(self, l1: L1Store, runners: Sequence[Runner], directory: NamespaceDirectory, mark: str) -> None:
+        """`mark`: 8 hex digits, random and of this server: another one's tokens name other records."""
         self._l1 = l1
         self._runners = runners
         self._directory = directory
-        self._mark = epoch[:4].hex()
+        self._mark = mark
 
     def page(self, request: ListingRequest) -> ListingPage:
         """ConfigError for a token of another server, and for an adapter that there is not."""

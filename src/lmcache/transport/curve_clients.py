@@ -15,6 +15,8 @@ from pathlib import Path
 
 from nacl import bindings
 
+from lmcache.core.file_version import version_at
+from lmcache.core.key import DEFAULT_SALT
 from lmcache.core.limits import MAX_CURVE_CLIENTS, MAX_NAME_BYTES
 from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError, LMCacheError
@@ -28,7 +30,6 @@ from lmcache.transport.curve_keys import (
 
 log = logging.getLogger("lmcache.transport")
 
-EMPTY_SALT = "_default"
 _LOOK_SECONDS = 1.0
 _MAX_SALTS_BYTES = 1 << 20
 
@@ -98,7 +99,7 @@ def _salts(public_key: Path) -> frozenset[str] | None:
         raise ConfigError(f"{path} must be text in UTF-8, a cache salt in each line.") from None
     if any(len(salt.encode()) > MAX_NAME_BYTES for salt in salts):
         raise ConfigError(f"{path} has a line of more than {MAX_NAME_BYTES} bytes, which no cache salt has.")
-    return frozenset("" if salt == EMPTY_SALT else salt for salt in salts if salt)
+    return frozenset("" if salt == DEFAULT_SALT else salt for salt in salts if salt)
 
 
 class CurveWatch:
@@ -159,12 +160,4 @@ class CurveWatch:
                 names = sorted(entry.path for entry in entries if entry.name.endswith((PUBLIC_SUFFIX, SALTS_SUFFIX)))
         except OSError as error:
             return error.errno
-        return [(path, _stamp(path)) for path in (key_file, folder, *names[: 2 * MAX_CURVE_CLIENTS + 1])]
-
-
-def _stamp(path: str) -> object:
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        return error.errno
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
+        return [(path, version_at(path)) for path in (key_file, folder, *names[: 2 * MAX_CURVE_CLIENTS + 1])]

@@ -14,8 +14,9 @@ from lmcache.core.limits import MIB
 from lmcache.errors import ProtocolError
 from lmcache.transport.curve import ClientRefused, CurveSession
 from lmcache.transport.curve_clients import CurveAccess, CurveClient
-from lmcache.transport.zmtp import NO_MESSAGE, RECEIVE_BYTES, MessageReader
+from lmcache.transport.zmtp import RECEIVE_BYTES, MessageReader
 from unit.transport.curve_client import GREETING, CurveClientEnd, command, keypair
+from unit.transport.reading import receive
 
 SERVER = keypair()
 KNOWN, STRANGER = keypair(), keypair()
@@ -25,25 +26,6 @@ MESSAGE_BYTES = 4 * MIB
 
 def new_reader() -> MessageReader:
     return MessageReader(MESSAGE_BYTES, CurveSession(lambda: ACCESS, os.urandom))
-
-
-def receive(reader: MessageReader, data: bytes) -> list[list[bytes]]:
-    messages = []
-    while data:
-        room = reader.body_room
-        if room is None:
-            reader.feed(data[:RECEIVE_BYTES])
-            data = data[RECEIVE_BYTES:]
-        else:
-            count = min(len(room), len(data))
-            room[:count] = data[:count]
-            room.release()
-            reader.body_received(count)
-            data = data[count:]
-        while (message := reader.next()) is not None:
-            if message is not NO_MESSAGE:
-                messages.append([bytes(frame) for frame in message])
-    return messages
 
 
 def established(reader: MessageReader, keys: tuple[bytes, bytes] = KNOWN) -> CurveClientEnd:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lmcache.core.limits import MIB
 from lmcache.errors import ProtocolError
 from lmcache.transport.zmtp import MAX_FRAMES, NO_MESSAGE, READY, RECEIVE_BYTES, MessageReader, frame_head
+from unit.transport.reading import receive
 
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL" + bytes(48)
 CLIENT_READY = b"\4\x29\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
@@ -21,26 +22,6 @@ MESSAGE_BYTES = 4 * MIB
 def encoded(*frames: bytes) -> bytes:
     heads = [frame_head(len(frame), more=number + 1 < len(frames)) for number, frame in enumerate(frames)]
     return b"".join(head + frame for head, frame in zip(heads, frames, strict=True))
-
-
-def receive(reader: MessageReader, data: bytes) -> list[list[bytes]]:
-    """What a connection does with bytes that arrive at once."""
-    messages = []
-    while data:
-        room = reader.body_room
-        if room is None:
-            reader.feed(data[:RECEIVE_BYTES])
-            data = data[RECEIVE_BYTES:]
-        else:
-            count = min(len(room), len(data))
-            room[:count] = data[:count]
-            room.release()
-            reader.body_received(count)
-            data = data[count:]
-        while (message := reader.next()) is not None:
-            if message is not NO_MESSAGE:
-                messages.append([bytes(frame) for frame in message])
-    return messages
 
 
 def established() -> MessageReader:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lmcache.core.file_version import file_version
 from lmcache.integration.vllm.weights import files_sample
 
 log = logging.getLogger("lmcache.vllm")
@@ -15,7 +16,7 @@ log = logging.getLogger("lmcache.vllm")
 _MAX_ADAPTERS_KEPT = 1024
 _FILES = ("adapter_model.*", "adapter_config.json")  # the latter scales what the weights say
 
-_Stamps = tuple[tuple[str, int, int, int, int], ...]
+_Stamps = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class _Key(NamedTuple):
@@ -145,10 +146,9 @@ def _files(lora: Any) -> list[Path]:
 def _stamps(lora: Any) -> _Stamps:
     """Changes with every write to one of the adapter's files, and when one is replaced. Empty: there are none."""
     try:
-        stats = [(file.name, file.stat()) for file in _files(lora)]
+        return tuple((file.name, file_version(file.stat())) for file in _files(lora))
     except OSError:  # it goes as we look
         return ()
-    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in stats)
 
 
 def _content(lora: Any) -> str | None:
