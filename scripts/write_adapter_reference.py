@@ -4,7 +4,6 @@ one is not current."""
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from lmcache.cli.adapter_help import about, adapter_keys, default_text, is_common
 from lmcache.config import unbuilt
@@ -13,8 +12,7 @@ from lmcache.l2.adapter_config import AdapterConfig
 from lmcache.l2.adapter_types import TYPES
 from lmcache.serde import registry
 from lmcache.serde.base import SerdeConfig
-
-FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+from reference_pages import key_table, write_or_check
 
 BEGINNING = """# L2 adapters
 
@@ -64,25 +62,8 @@ def page() -> str:
 
 
 def table(keys: list[Key]) -> str:
-    rows = ["| key | must be | default | meaning |", "|---|---|---|---|"]
-    for key in keys:
-        cells = (f"`{key.name}`", key.expected, default_text(key), key.description)
-        rows.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
-    return "\n".join(rows) + "\n"
-
-
-def main() -> int:
-    is_current = True
-    for name, text in (("adapters.md", page()), ("serdes.md", serde_page())):
-        path = FOLDER / name
-        if "--check" not in sys.argv[1:]:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            print(f"{path} is not current: run scripts/{Path(__file__).name}", file=sys.stderr)
-            is_current = False
-    return 0 if is_current else 1
+    return key_table((f"`{key.name}`", key.expected, default_text(key), key.description) for key in keys)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({"adapters.md": page(), "serdes.md": serde_page()}))

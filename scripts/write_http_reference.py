@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,8 +15,7 @@ from lmcache.admin.requests import AdminContext
 from lmcache.admin.server_routes import HealthCheck
 from lmcache.admin.state import ServerState
 from lmcache.config.struct_settings import keys_of
-
-PATH = Path(__file__).parents[1] / "docs" / "reference" / "http.md"
+from reference_pages import key_table, write_or_check
 
 BEGINNING = """# HTTP
 
@@ -72,24 +70,16 @@ def answer(kind: Any) -> str:
 
 
 def table(kind: type[msgspec.Struct]) -> str:
-    rows = ["| key | must be | default | meaning |", "|---|---|---|---|"]
-    for key in keys_of(kind):
-        default = "required" if key.required else msgspec.json.encode(key.default).decode()
-        expected = key.expected or "a string"
-        cells = (f"`{key.name}`", expected, default, key.description)
-        rows.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
-    return "\n".join(rows) + "\n"
-
-
-def main() -> int:
-    text = page()
-    if "--check" not in sys.argv[1:]:
-        PATH.write_text(text)
-    elif not PATH.exists() or PATH.read_text() != text:
-        print(f"{PATH} is not current: run scripts/{Path(__file__).name}", file=sys.stderr)
-        return 1
-    return 0
+    return key_table(
+        (
+            f"`{key.name}`",
+            key.expected or "a string",
+            "required" if key.required else msgspec.json.encode(key.default).decode(),
+            key.description,
+        )
+        for key in keys_of(kind)
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({"http.md": page()}))

@@ -4,14 +4,12 @@ current."""
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from prometheus_client.metrics import MetricWrapperBase
 
 from lmcache.core.outcome import MissReason
 from lmcache.telemetry.metrics import PREFIX, Metrics
-
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
+from reference_pages import write_or_check
 
 BEGINNING = """# Metrics
 
@@ -83,12 +81,5 @@ def _row(metric: MetricWrapperBase) -> str:
     return f"| `{name}` | {family.type} | {unit} | {labels} | {family.documentation} |"
 
 
-def main() -> int:
-    if sys.argv[1:] == ["--check"]:
-        return int(not PAGE.exists() or PAGE.read_text() != text())
-    PAGE.write_text(text())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({"metrics.md": text()}))
