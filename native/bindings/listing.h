@@ -13,8 +13,7 @@
 
 inline constexpr const char* kListingDoc =
     "Its objects as JSON, without the GIL: the text and how many they are. `texts`: for each namespace (before, "
-    "between, "
-    "after), which surround hash and size; without a `before` its objects are left out.";
+    "between, after), which surround hash and size; without a `before` its objects are left out.";
 
 namespace nanobind::detail {
 

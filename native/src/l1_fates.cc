@@ -18,6 +18,12 @@ void L1Core::note_fate(std::uint32_t index, Fate fate) {
     fates_.add(fate_key(namespaces_.digest_of(object.name_space), object.hash.data()), static_cast<std::uint8_t>(fate));
 }
 
+void L1Core::note_abandoned(const Reservation& reservation) {
+    for (const std::uint32_t index : reservation.objects) {
+        if (index != kNoObject) note_fate(index, Fate::kAbandoned);
+    }
+}
+
 Fate L1Core::fate_of(NamespaceDigests namespaces, const std::uint8_t* hash) {
     const MutexLock lock(mutex_);
     for (const Digest& digest : namespaces) {

@@ -168,9 +168,7 @@ EndedClaims L1Core::expire(double now) {
     for (const std::uint64_t id : leases) end_lease(id);
     std::size_t quarantined = 0;
     for (const std::uint64_t id : reservations_.expired(now)) {
-        for (const std::uint32_t index : reservations_.find(id)->objects) {
-            if (index != kNoObject) note_fate(index, Fate::kAbandoned);
-        }
+        note_abandoned(*reservations_.find(id));
         quarantine(*reservations_.find(id));
         ++quarantined;
     }
@@ -183,9 +181,7 @@ EndedClaims L1Core::drop_owner(Owner owner) {
     for (const std::uint64_t id : leases) end_lease(id);
     const std::vector<std::uint64_t> reservations = reservations_.of_owner(owner);
     for (const std::uint64_t id : reservations) {
-        for (const std::uint32_t index : reservations_.find(id)->objects) {
-            if (index != kNoObject) note_fate(index, Fate::kAbandoned);
-        }
+        note_abandoned(*reservations_.find(id));
         end_reservation(id);
     }
     return {leases.size(), reservations.size()};

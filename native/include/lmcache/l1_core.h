@@ -277,6 +277,7 @@ private:
     void count_eviction(std::uint32_t index);
     std::uint64_t fate_key(const Digest& digest, const std::uint8_t* hash) const;
     void note_fate(std::uint32_t index, Fate fate);
+    void note_abandoned(const Reservation& reservation);
     // Makes a resident object the most recently used of its queue.
     void make_newest(std::uint32_t index);
     std::uint32_t evict_one(std::uint32_t index);

@@ -61,14 +61,7 @@ class Engine:
         self.instance_id = f"bench-{uuid.uuid4().hex[:12]}"
         layout = uuid.uuid4().hex  # unique, so that no object of others or of an earlier run is found or replaced
         namespace = Namespace(_MODEL, 1, 0, 0, layout)
-        client.register(
-            RegisterInstance(self.instance_id, _MODEL, 1, 1, _HEARTBEAT_SECONDS, "lmcache bench"),
-            CALL_SECONDS,
-        )
-        client.register(
-            RegisterWorker(self.instance_id, 0, 0, [layout], [payload_bytes], tensors=[("uint8", [payload_bytes])]),
-            CALL_SECONDS,
-        )
+        register(client, self.instance_id, namespace, payload_bytes, "lmcache bench")
         self._template = header_template(namespace, payload_bytes)
         self._digest = namespace.digest
         self.source = Region(chunks * payload_bytes)
@@ -154,6 +147,19 @@ class Engine:
         copied = self._copier.wait(job, CALL_SECONDS)
         if copied is None or copied != b"\1" * self.chunks:
             raise LMCacheError("A copy between the bench and L1 failed or did not verify.")
+
+
+def register(client: Client, instance_id: str, namespace: Namespace, payload_bytes: int, engine: str) -> None:
+    """An instance with one worker, whose chunks are all in that namespace."""
+    client.register(
+        RegisterInstance(instance_id, namespace.model_name, 1, 1, _HEARTBEAT_SECONDS, engine),
+        CALL_SECONDS,
+    )
+    tensors = [("uint8", [payload_bytes])]
+    client.register(
+        RegisterWorker(instance_id, 0, 0, [namespace.layout], [payload_bytes], tensors=tensors),
+        CALL_SECONDS,
+    )
 
 
 def packed_tokens(seed: int, count: int) -> bytes:

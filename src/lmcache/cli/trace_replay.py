@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from lmcache import _native
 from lmcache.cli.arguments import Arguments
-from lmcache.cli.bench_load import CALL_SECONDS
+from lmcache.cli.bench_load import CALL_SECONDS, register
 from lmcache.cli.output import Report
 from lmcache.client.client import Client
 from lmcache.config.values import Text
@@ -34,7 +34,6 @@ from lmcache.protocol import messages as m
 from lmcache.simulation.trace import Lookup, read_trace
 from lmcache.testing.processes import LOOPBACK, free_port
 
-_HEARTBEAT_SECONDS = 10.0
 _START_SECONDS = 60.0
 _PERCENTILES = (50, 90, 99)
 _LAYOUT = "00" * 16
@@ -125,14 +124,8 @@ class _Engine:
         self._instance_id = f"replay-{uuid.uuid4().hex[:12]}"
         self._payload_bytes = payload_bytes
         self._payload = random.Random(1).randbytes(payload_bytes)
-        client.register(
-            m.RegisterInstance(self._instance_id, model_name, 1, 1, _HEARTBEAT_SECONDS, "lmcache trace replay"),
-            CALL_SECONDS,
-        )
-        client.register(
-            m.RegisterWorker(self._instance_id, 0, 0, [_LAYOUT], [payload_bytes], tensors=[("uint8", [payload_bytes])]),
-            CALL_SECONDS,
-        )
+        namespace = Namespace(model_name, 1, 0, 0, _LAYOUT)
+        register(client, self._instance_id, namespace, payload_bytes, "lmcache trace replay")
 
     def request(self, name: str, lookup: Lookup, outcome: Outcome) -> None:
         """Looks up, gives the lease back, stores what was missing, and ends."""

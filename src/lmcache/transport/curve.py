@@ -65,11 +65,7 @@ class CurveSession:
         self._random = random_bytes
         self._step = b"HELLO"
         self._cookie = b""
-        self._short: tuple[bytes, bytes, bytes] = (
-            b"",
-            b"",
-            b"",
-        )  # client's public, own secret, server's long-term public
+        self._short = b"", b"", b""  # client's public, own secret, server's long-term public
         self._key = b""
         self._peer_nonce = self._own_nonce = 0  # the last ones
 

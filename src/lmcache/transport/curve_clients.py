@@ -103,10 +103,13 @@ def _salts(public_key: Path) -> frozenset[str] | None:
 
 
 class CurveWatch:
-    """Reads the files again when they change, on a thread of its own. `on_change` is called there."""
+    """Reads the files again when they change, on a thread of its own."""
 
-    def __init__(self, server_key_file: str, clients_folder: str, on_change: Callable[[CurveAccess], None]) -> None:
-        """ConfigError where the files cannot be used."""
+    def __init__(
+        self, server_key_file: str, clients_folder: str, on_change: Callable[[CurveAccess, CurveAccess], None]
+    ) -> None:
+        """`on_change`, called on that thread: the access before, and the one in force now. ConfigError where the files
+        cannot be used."""
         self._paths = server_key_file, clients_folder
         self._on_change = on_change
         self._seen = self._signature()
@@ -136,8 +139,8 @@ class CurveWatch:
         self._say(problems)
         if access != self.access:
             log.info("CURVE keys were read again: %d clients", len(access.clients))
-            self.access = access
-            self._on_change(access)
+            before, self.access = self.access, access
+            self._on_change(before, access)
 
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_SECONDS):

@@ -22,12 +22,11 @@ class CurveGate:
         self._random_bytes = random_bytes
         self._on_change = on_change
         self._watch = CurveWatch(server_key_file, clients_folder, self._changed)
-        self._access = self._watch.access
         self._end_revoked: Callable[[Callable[[CurveClient], bool]], None] | None = None
 
     def session(self) -> CurveSession:
         """For a connection."""
-        return CurveSession(lambda: self._access, self._random_bytes)
+        return CurveSession(lambda: self._watch.access, self._random_bytes)
 
     def start(self, end_revoked: Callable[[Callable[[CurveClient], bool]], None]) -> None:
         """`end_revoked` ends the connections of clients for which its argument is false."""
@@ -41,8 +40,7 @@ class CurveGate:
         """Reads what has changed, without waiting for the thread that does it every second."""
         self._watch.look()
 
-    def _changed(self, access: CurveAccess) -> None:
-        before, self._access = self._access, access
+    def _changed(self, before: CurveAccess, access: CurveAccess) -> None:
         if self._end_revoked is not None:
             self._end_revoked(lambda client: access.clients.get(client.public_key) == client)
         self._on_change(before, access)

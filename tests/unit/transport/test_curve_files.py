@@ -125,7 +125,7 @@ def test_changes_are_seen_and_a_folder_that_cannot_be_read_changes_nothing(folde
     watch = CurveWatch(
         str(folder / "server.key"),
         str(folder / "clients"),
-        lambda access: seen.append(sorted(client.name for client in access.clients.values())),
+        lambda _, access: seen.append(sorted(client.name for client in access.clients.values())),
     )
     watch.look()
     assert seen == []
