@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import TypeAlias
 
 from lmcache.core import limits
 from lmcache.core.key import ObjectKey
@@ -33,6 +34,9 @@ _MISS_REASONS = {
     LoadOutcome.FAILED: MissReason.L2_FAILED,
 }
 
+# Which of these objects the adapter at a position of a load's order has; None where it is late to say so.
+Ask: TypeAlias = Callable[[int, Sequence[ObjectKey]], Awaitable["list[bool] | None"]]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
@@ -48,10 +52,19 @@ class LoadTarget:
 class BatchLoad:
     """The load into one reservation. `done` gives the reason of each object that could not be loaded."""
 
-    def __init__(self, targets: Sequence[LoadTarget], reservation: int, places: int, runners: Sequence[Runner]) -> None:
-        """`runners` in the order in which they are asked."""
+    def __init__(
+        self,
+        targets: Sequence[LoadTarget],
+        reservation: int,
+        places: int,
+        runners: Sequence[Runner],
+        ask: Ask | None = None,
+    ) -> None:
+        """`runners` in the order in which they are asked; by `ask`, for what those before them did not give after
+        all."""
         self.targets = targets
         self.runners = runners
+        self.ask = ask
         self.reservation = reservation
         self.places = places
         self.done: asyncio.Future[dict[ObjectKey, MissReason]] = asyncio.get_running_loop().create_future()
@@ -179,7 +192,8 @@ class L2Loader:
         remaining = list(load.targets)
         for position, runner in enumerate(load.runners):
             wanted = [target for target in remaining if target.source == position]
-            wanted += await self._held_by(runner, [target for target in remaining if target.source < position])
+            before = [target for target in remaining if target.source < position]
+            wanted += await self._given_instead(load, position, before, missing)
             if not wanted:
                 continue
             failed = await self._load(runner, load, wanted)
@@ -192,10 +206,18 @@ class L2Loader:
                 break
         return missing
 
-    async def _held_by(self, runner: Runner, targets: Sequence[LoadTarget]) -> list[LoadTarget]:
-        if not targets:
+    async def _given_instead(
+        self, load: BatchLoad, position: int, targets: Sequence[LoadTarget], missing: dict[ObjectKey, MissReason]
+    ) -> list[LoadTarget]:
+        """Those that this adapter has. One that is late keeps nobody from what has been loaded already: whoever waits
+        for the rest asks it again."""
+        if not targets or load.ask is None:
             return []
-        return list(compress(targets, await runner.probe([target.key for target in targets])))
+        exist = await load.ask(position, [target.key for target in targets])
+        if exist is None:
+            missing.update((target.key, MissReason.L2_DEADLINE) for target in targets)
+            return []
+        return list(compress(targets, exist))
 
     async def _load(
         self, runner: Runner, load: BatchLoad, targets: Sequence[LoadTarget]

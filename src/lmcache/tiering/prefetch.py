@@ -203,10 +203,7 @@ class Prefetch:
         unknown = [index for index, source in enumerate(sources) if source is None]
         if not unknown:
             return
-        patience_seconds = None
-        if self._has_prefix(sources):
-            timeout_seconds = self._runners[position].config.timeout_seconds
-            patience_seconds = LATE_FRACTION * min(self._request.deadline_seconds, timeout_seconds)
+        patience_seconds = self._patience_seconds(position) if self._has_prefix(sources) else None
         exist = await self._place.probe(position, [keys[index] for index in unknown], patience_seconds)
         if exist is None:
             self._is_unanswered = True
@@ -215,6 +212,13 @@ class Prefetch:
             sources[index] = position
         if not all(exist):  # what an adapter that did not answer lacks, nobody knows
             self._fault = self._fault or self._runners[position].probe_fault
+
+    def _patience_seconds(self, position: int) -> float:
+        return LATE_FRACTION * min(self._request.deadline_seconds, self._runners[position].config.timeout_seconds)
+
+    async def _ask_instead(self, position: int, keys: Sequence[ObjectKey]) -> list[bool] | None:
+        """For a load whose other adapters did not give these."""
+        return await self._place.probe(position, keys, self._patience_seconds(position))
 
     def _has_prefix(self, sources: Sources) -> bool:
         """Whether the answer has some chunks already, whatever other adapters have."""
@@ -279,7 +283,7 @@ class Prefetch:
             if lease:
                 self._leases.append(lease)
         if targets:
-            load = BatchLoad(targets, reserved.reservation, width * count, self._runners)
+            load = BatchLoad(targets, reserved.reservation, width * count, self._runners, self._ask_instead)
             self._join(load, first)
             self._loader.start(load)
             self._place.used_by(load.done)

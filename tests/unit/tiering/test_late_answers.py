@@ -153,3 +153,20 @@ def test_an_engine_that_wants_no_answer_any_more_leaves_nothing_behind() -> None
         rig.storage.call_soon(mute.gate.set)
         until(rig.idle)
         rig.l1.core.drop_owner(ENGINE)
+
+
+@pytest.mark.parametrize("lost", [10, 0])
+def test_what_was_loaded_does_not_wait_for_a_silent_adapter_that_may_have_what_was_lost(lost: int) -> None:
+    (first, fast), (second, mute) = faulty(), faulty(index=1, timeout_seconds=60)
+    with open_rig([first, second]) as rig:
+        wanted = keys(STORED)
+        only_in_first(rig, [fast, mute], wanted)
+        del fast.inner.objects[wanted[lost]]  # by somebody else: it counts as being there
+        silent(rig, mute)
+        started = time.monotonic()
+        result = rig.fetch(wanted, deadline_seconds=8.0)
+        assert (result.chunks, result.miss_reason) == (lost, MissReason.L2_DEADLINE)
+        assert rig.holds(result, wanted)
+        if lost:  # else there is nothing that could be had without it
+            assert time.monotonic() - started < 4.0
+        rig.storage.call_soon(mute.gate.set)
