@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcache.clock import Clock
 from lmcache.core import limits
@@ -35,6 +35,13 @@ from lmcache.telemetry.logs import level_of
 from lmcache.telemetry.metrics import L2Metrics
 
 log = logging.getLogger("lmcache.l2")
+
+
+class ProbeAnswer(NamedTuple):
+    """Which objects exist. `fault`: why the backend did not say so, and the answer is what is known here alone."""
+
+    exist: list[bool]
+    fault: MissReason | None = None
 
 
 class Runner:
@@ -58,7 +65,6 @@ class Runner:
         self._other_serdes: set[str] = set()  # that wrote objects which were found
         self._inventory_complete = asyncio.Event()
         self._draining = False
-        self.probe_fault: MissReason | None = None  # why the last question to the backend got no answer
         self._probe_seconds = metrics.l2_probe.labels(self.name)
 
     @property
@@ -290,20 +296,24 @@ class Runner:
             raise AdapterError("the trial failed")
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """What is known is believed; about the rest the backend is asked, as another server may have stored it.
-        `probe_fault` tells whether it answered."""
+        """As `ask`, where it makes no difference whether the backend answered."""
+        return (await self.ask(keys)).exist
+
+    async def ask(self, keys: Sequence[ObjectKey]) -> ProbeAnswer:
+        """What is known is believed; about the rest the backend is asked, as another server may have stored it."""
         keys = self.stored_keys(keys)
         serves = self._serves(keys)
-        if not all(serves):  # of engines with KV of both kinds
-            exist = iter(await self._probe(list(compress(keys, serves))))
-            return [is_served and next(exist) for is_served in serves]
-        return await self._probe(keys)
+        if all(serves):
+            return await self._ask(keys)
+        served = await self._ask(list(compress(keys, serves)))  # of engines with KV of both kinds
+        exist = iter(served.exist)
+        return ProbeAnswer([is_served and next(exist) for is_served in serves], served.fault)
 
-    async def _probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
+    async def _ask(self, keys: Sequence[ObjectKey]) -> ProbeAnswer:
         known = self.ledger.known(keys)
         unknown = [key for key, is_known in zip(keys, known, strict=True) if not is_known]
         if not unknown or self._draining:
-            return known
+            return ProbeAnswer(known)
         ask = partial(self.adapter.probe, unknown)
         operation = self.context.operation()
         operation.trial = ask
@@ -312,16 +322,13 @@ class Runner:
         try:
             sizes = await self.layers.probes.run(ask, operation)
         except DeadlineError:
-            self.probe_fault = MissReason.L2_DEADLINE
-            return known
+            return ProbeAnswer(known, MissReason.L2_DEADLINE)
         except AdapterError:
-            self.probe_fault = MissReason.L2_SUSPENDED if was_suspended else MissReason.L2_FAILED
-            return known
+            return ProbeAnswer(known, MissReason.L2_SUSPENDED if was_suspended else MissReason.L2_FAILED)
         finally:
             self._probe_seconds.observe(self.context.clock.monotonic() - started)
-        self.probe_fault = None
         self.ledger.found([(key, size) for key, size in zip(unknown, sizes, strict=True) if size is not None])
-        return self.ledger.known(keys)
+        return ProbeAnswer(self.ledger.known(keys))
 
     def knows(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Which of them the backend has, as far as is known here."""

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, MissReason
-from lmcache.l2.runner import Runner
+from lmcache.l2.runner import ProbeAnswer, Runner
 from lmcache.memory.ownership import STORAGE_OWNER
 from lmcache.telemetry.tracing import TierTime
 from lmcache.tiering.context import TieringContext
@@ -35,7 +35,7 @@ _MISS_REASONS = {
 }
 
 # Which of these objects the adapter at a position of a load's order has; None where it is late to say so.
-Ask: TypeAlias = Callable[[int, Sequence[ObjectKey]], Awaitable["list[bool] | None"]]
+Ask: TypeAlias = Callable[[int, Sequence[ObjectKey]], Awaitable["ProbeAnswer | None"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +213,10 @@ class L2Loader:
         for the rest asks it again."""
         if not targets or load.ask is None:
             return []
-        exist = await load.ask(position, [target.key for target in targets])
-        if exist is None:
-            missing.update((target.key, MissReason.L2_DEADLINE) for target in targets)
-            return []
+        nothing = ProbeAnswer([False] * len(targets), MissReason.L2_DEADLINE)
+        exist, fault = await load.ask(position, [target.key for target in targets]) or nothing
+        if fault is not None:  # nobody knows whether it has the others
+            missing.update((target.key, fault) for target, exists in zip(targets, exist, strict=True) if not exists)
         return list(compress(targets, exist))
 
     async def _load(

@@ -18,7 +18,7 @@ from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import NO_SLOTS, KeyBatch, SlotGrid, pack_keys
 from lmcache.core.outcome import MissReason
-from lmcache.l2.runner import Runner
+from lmcache.l2.runner import ProbeAnswer, Runner
 from lmcache.memory.ownership import STORAGE_OWNER
 from lmcache.telemetry.tracing import TierTime
 from lmcache.tiering.context import TieringContext
@@ -204,21 +204,21 @@ class Prefetch:
         if not unknown:
             return
         patience_seconds = self._patience_seconds(position) if self._has_prefix(sources) else None
-        exist = await self._place.probe(position, [keys[index] for index in unknown], patience_seconds)
-        if exist is None:
+        answer = await self._place.ask(position, [keys[index] for index in unknown], patience_seconds)
+        if answer is None:
             self._is_unanswered = True
             return
-        for index in compress(unknown, exist):
+        for index in compress(unknown, answer.exist):
             sources[index] = position
-        if not all(exist):  # what an adapter that did not answer lacks, nobody knows
-            self._fault = self._fault or self._runners[position].probe_fault
+        if not all(answer.exist):  # what an adapter that did not answer lacks, nobody knows
+            self._fault = self._fault or answer.fault
 
     def _patience_seconds(self, position: int) -> float:
         return LATE_FRACTION * min(self._request.deadline_seconds, self._runners[position].config.timeout_seconds)
 
-    async def _ask_instead(self, position: int, keys: Sequence[ObjectKey]) -> list[bool] | None:
+    async def _ask_instead(self, position: int, keys: Sequence[ObjectKey]) -> ProbeAnswer | None:
         """For a load whose other adapters did not give these."""
-        return await self._place.probe(position, keys, self._patience_seconds(position))
+        return await self._place.ask(position, keys, self._patience_seconds(position))
 
     def _has_prefix(self, sources: Sources) -> bool:
         """Whether the answer has some chunks already, whatever other adapters have."""

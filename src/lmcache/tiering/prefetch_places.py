@@ -18,7 +18,7 @@ from typing import Any
 
 from lmcache.clock import Clock
 from lmcache.core.key import ObjectKey
-from lmcache.l2.runner import Runner
+from lmcache.l2.runner import ProbeAnswer, Runner
 from lmcache.telemetry.metrics import L2Metrics
 
 
@@ -39,9 +39,9 @@ class PrefetchPlaces:
         """That have no answer yet."""
         return sum(map(len, self._asked_at.values()))
 
-    async def probe(
+    async def ask(
         self, runner: Runner, keys: Sequence[ObjectKey], patience_seconds: float | None
-    ) -> list[bool] | None:
+    ) -> ProbeAnswer | None:
         """As the adapter's. None when that takes longer than `patience_seconds`, at once when another question has."""
         loop = asyncio.get_running_loop()
         now, asked_at = loop.time(), self._asked_at[runner.name]
@@ -58,12 +58,12 @@ class PrefetchPlaces:
                 await asyncio.wait({asking})
         return asking.result() if asking.done() and not asking.cancelled() else None
 
-    async def _ask(self, question: object, now: float, runner: Runner, keys: Sequence[ObjectKey]) -> list[bool]:
+    async def _ask(self, question: object, now: float, runner: Runner, keys: Sequence[ObjectKey]) -> ProbeAnswer:
         asking, asked_at = self._asking[runner.name], self._asked_at[runner.name]
         await self._take(asking, runner)
         asked_at[question] = now
         try:
-            return await runner.probe(keys)
+            return await runner.ask(keys)
         finally:
             del asked_at[question]
             asking.release()
@@ -102,11 +102,9 @@ class RequestPlace:
         self._loads = 0  # that have not ended
         self._is_kept = False  # for a load that is about to start
 
-    async def probe(
-        self, position: int, keys: Sequence[ObjectKey], patience_seconds: float | None
-    ) -> list[bool] | None:
+    async def ask(self, position: int, keys: Sequence[ObjectKey], patience_seconds: float | None) -> ProbeAnswer | None:
         """As that of all places."""
-        return await self._places.probe(self._runners[position], keys, patience_seconds)
+        return await self._places.ask(self._runners[position], keys, patience_seconds)
 
     async def move_to(self, position: int) -> None:
         """Before loads from an adapter; back to an earlier one it does not go while it has a place. The old place is

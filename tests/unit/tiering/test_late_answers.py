@@ -8,6 +8,7 @@ import pytest
 
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import MissReason
+from lmcache.errors import AdapterError
 from lmcache.tiering import prefetch
 from polling import until
 from support.faults import FaultyAdapter
@@ -170,3 +171,25 @@ def test_what_was_loaded_does_not_wait_for_a_silent_adapter_that_may_have_what_w
         if lost:  # else there is nothing that could be had without it
             assert time.monotonic() - started < 4.0
         rig.storage.call_soon(mute.gate.set)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_question_that_fails_is_the_reason_of_its_own_request_alone(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured, adapter = faulty()
+    with open_rig([configured]) as rig:
+        probe = adapter.inner.probe
+
+        async def fails_for_one(wanted: list[ObjectKey]) -> list[int | None]:
+            if wanted[0] == keys(1)[0]:
+                raise AdapterError("refused")
+            return list(await probe(wanted))
+
+        monkeypatch.setattr(adapter.inner, "probe", fails_for_one)
+        silent(rig, adapter)
+        answers = {seed: rig.begin_fetch(keys(4, seed))[0] for seed in (first, 1 - first)}
+        until(lambda: adapter.stalled == 2)
+        rig.storage.call_soon(adapter.gate.set)
+        reasons = [answers[seed].get(timeout=20).miss_reason for seed in range(2)]
+        assert reasons == [MissReason.L2_FAILED, MissReason.NOT_STORED]
