@@ -64,6 +64,7 @@ class Ledger:
         self._limits = limits or SaltLimits()
         self._limits_version = -1  # none in force yet
         self._limits_in_force: dict[str, int] = {}
+        self._forget_from = 0  # a record
 
     # ---- figures -----------------------------------------------------------------------------------------------------
     @property
@@ -139,6 +140,18 @@ class Ledger:
     def lost(self, keys: Sequence[ObjectKey]) -> None:
         """They are gone without having been evicted. Unknown ones are ignored."""
         self.native.lost(keys)
+
+    def forget(self, objects: int) -> None:
+        """About so many, nearly those that have been known the longest: records are used again in the order in which
+        this frees them."""
+        while objects > 0:
+            page = self.native.list(self._forget_from, min(objects, PAGE_OBJECTS), None)
+            keys = _keys_of(page)
+            if not keys and not self._forget_from and not page.next_start:
+                return
+            self._forget_from = page.next_start
+            self.lost(keys)
+            objects -= len(keys)
 
     def hold(self, keys: Sequence[ObjectKey]) -> LedgerHold:
         """They are being read; those that are known are no victims until `let_go`."""

@@ -153,7 +153,15 @@ class Runner:
     def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns, *, newer: bool = False) -> None:
         self._take_capacity()
         self.ledger.found(objects, newer=newer)
+        self._forget_surplus()
         self._note_serdes(objects.namespaces if isinstance(objects, ObjectColumns) else {key[0] for key, _ in objects})
+
+    def _forget_surplus(self) -> None:
+        """A backend without a capacity may drop objects by itself, such as by a rule of its bucket, and not every one
+        tells: they would be remembered for ever. What is forgotten is asked for when it is needed."""
+        capacity = self.ledger.capacity
+        if capacity.limit_bytes is None and capacity.limit_objects is None:
+            self.ledger.forget(len(self.ledger) - limits.MAX_L2_KNOWN_OBJECTS)
 
     def _note_serdes(self, namespaces: Iterable[Namespace]) -> None:
         if len(self._other_serdes) >= limits.MAX_SERDES_NAMED:
@@ -205,6 +213,7 @@ class Runner:
             return await self._store(Batch(self.stored_keys(keys), buffers), self.context.operation(lent))
         finally:
             lent.done()
+            self._forget_surplus()
             self.publish()
 
     def serves(self, namespace: Namespace) -> bool:
@@ -328,7 +337,9 @@ class Runner:
         finally:
             self._probe_seconds.observe(self.context.clock.monotonic() - started)
         self.ledger.found([(key, size) for key, size in zip(unknown, sizes, strict=True) if size is not None])
-        return ProbeAnswer(self.ledger.known(keys))
+        exist = self.ledger.known(keys)
+        self._forget_surplus()
+        return ProbeAnswer(exist)
 
     def knows(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Which of them the backend has, as far as is known here."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import GIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
@@ -50,6 +51,27 @@ def test_what_is_gone_again_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await server.store(4) == [StoreOutcome.STORED] + [StoreOutcome.ALREADY_THERE] * 3
             assert server.runner.ledger.used_bytes == sum(map(len, adapter.objects.values()))
             assert await server.load(1) == [LoadOutcome.LOADED]
+
+    run(test)
+
+
+def test_a_backend_without_a_capacity_is_not_remembered_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a bucket with a rule that deletes what is old."""
+    monkeypatch.setattr(limits, "MAX_L2_KNOWN_OBJECTS", 20)
+
+    async def test() -> None:
+        async with OneServer({"type": "fs", "base_path": str(tmp_path)}) as server:
+            ledger = server.runner.ledger
+            for seed in range(8):
+                assert await server.store(8, seed) == [StoreOutcome.STORED] * 8
+                assert len(ledger) == min(20, 8 * (seed + 1))
+            assert server.runner.knows(keys(8, 7)) == [True] * 8
+            forgotten = keys(8, 0)
+            assert server.runner.knows(forgotten) == [False] * 8
+            assert await server.runner.probe(forgotten) == [True] * 8 and len(ledger) == 20
+            assert await server.load(8, 0) == [LoadOutcome.LOADED] * 8
 
     run(test)
 
