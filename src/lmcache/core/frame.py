@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache import _native
-from lmcache.core.key import MAX_NAMESPACE_BYTES, Namespace, ObjectKey
+from lmcache.core.key import MAX_NAMESPACE_BYTES, MAX_SERDE_MARK_BYTES, Namespace, ObjectKey
 from lmcache.core.key_batch import pack_keys
 from lmcache.core.limits import FRAME_ALIGN_BYTES, FRAME_HEADER_BYTES, MAX_OBJECT_BYTES
 from lmcache.core.rounding import round_up
@@ -44,9 +44,10 @@ def header_template(namespace: Namespace, payload_bytes: int, serde: str = "", s
     LayoutRefused when the namespace or the payload is beyond what a frame can say.
     """
     encoded = namespace.encode()
-    if len(encoded) > MAX_NAMESPACE_BYTES:
+    largest_bytes = MAX_NAMESPACE_BYTES if serde else MAX_NAMESPACE_BYTES - MAX_SERDE_MARK_BYTES
+    if len(encoded) > largest_bytes:
         raise LayoutRefused(
-            f"Model name and cache salt make a namespace of {len(encoded)} bytes, more than the {MAX_NAMESPACE_BYTES} "
+            f"Model name and cache salt make a namespace of {len(encoded)} bytes, more than the {largest_bytes} "
             "of a frame header: use a shorter served model name."
         )
     if not 0 < payload_bytes <= MAX_OBJECT_BYTES:

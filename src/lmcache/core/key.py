@@ -75,6 +75,8 @@ def decode_known(encoded: bytes) -> Namespace:
 # tier, the serde that wrote it.
 LOSSY_MARK, SERDE_MARK = "~", "+"
 MAX_SERDE_NAME_CHARACTERS = 32  # what a frame's header has room for
+# That a serde adds to an encoded namespace: mark, name, and a longer length of the layout.
+MAX_SERDE_MARK_BYTES = 1 + MAX_SERDE_NAME_CHARACTERS + 2
 SERDE_NAME = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{MAX_SERDE_NAME_CHARACTERS - 1}}}")
 _SERVED_LAYOUT = re.compile(rf"[0-9a-f]{{32}}({LOSSY_MARK}{SERDE_NAME.pattern})?")
 

@@ -62,7 +62,7 @@ class RecoveredWriteBack:
                 self._is_planned[number] = True
                 for target in indices:
                     self._is_due[target][number] = True
-        return list(compress(numbers, self._is_due[index][first:]))
+        return list(compress(numbers, self._is_due[index][first : numbers.stop]))
 
     def _queued(self, number: int) -> QueuedObject:
         record = self._objects[number]

@@ -113,7 +113,7 @@ class WriteBack:
         if self.drops_from_l1 and not self._l1.evicts:
             self._unstored.add_unserved(objects)
         for serde in {accepted_lossy_serde(queued.key.namespace.layout) for queued in objects}:
-            if self._log_limiter.due(serde):
+            if self._log_limiter.due(bool(serde)):  # engines may name any number of them
                 log.warning(
                     "No adapter here may have objects of engines that accept %s: they stay in L1 alone (counted in "
                     'lmcache_mp_l2_store_dropped_total{reason="not_served"}, said once)',

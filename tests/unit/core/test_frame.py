@@ -4,6 +4,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lmcache import _native
 from lmcache.core.frame import (
@@ -14,7 +15,7 @@ from lmcache.core.frame import (
     parse_header,
     verify_frames,
 )
-from lmcache.core.key import Namespace, ObjectKey, UnnamedNamespace
+from lmcache.core.key import MAX_SERDE_NAME_CHARACTERS, SERDE_MARK, Namespace, ObjectKey, UnnamedNamespace
 from lmcache.core.limits import MAX_OBJECT_BYTES
 from lmcache.errors import LayoutRefused
 from lmcache.testing.frames import FrameMemory, keys, namespace
@@ -161,6 +162,18 @@ def test_each_frame_is_verified() -> None:
         verify_frames(wanted[:2], [memoryview(frame) for frame in frames])
 
 
+def _named(model_name_bytes: int) -> Namespace:
+    return Namespace("m" * model_name_bytes, 1, 0, 0, "0" * 32)
+
+
+def _is_accepted(namespace: Namespace) -> bool:
+    try:
+        header_template(namespace, 4096)
+    except LayoutRefused:
+        return False
+    return True
+
+
 def test_what_is_refused() -> None:
     for header in (b"", sealed_frame()[:4095], bytes(4096)):
         with pytest.raises(ValueError, match="header"):
@@ -171,6 +184,9 @@ def test_what_is_refused() -> None:
         parse_header(damaged)
     with pytest.raises(LayoutRefused, match="shorter served model name"):
         header_template(Namespace("m" * 2048, 1, 0, 0, "0" * 32), 4096)
+    longest = next(size for size in range(2048, 0, -1) if _is_accepted(_named(size)))
+    marked = replace(_named(longest), layout=f"{'0' * 32}{SERDE_MARK}{'s' * MAX_SERDE_NAME_CHARACTERS}")
+    header_template(marked, 4096, "s" * MAX_SERDE_NAME_CHARACTERS)  # what any tier makes of it fits, too
     for payload_bytes in (0, MAX_OBJECT_BYTES + 1):
         with pytest.raises(LayoutRefused, match="smaller chunk size"):
             header_template(NAMESPACE, payload_bytes)
