@@ -1,23 +1,16 @@
 #include "lmcache/cuda_driver.h"
 
-#include <dlfcn.h>
-
-#include <type_traits>
+#include "lmcache/shared_library.h"
 
 namespace lmcache {
 
-CudaDriver::CudaDriver(const std::string& library) {
-    void* const handle = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) throw CudaError("cannot open the NVIDIA driver " + library + ": " + ::dlerror());
-    const auto find = [&](auto& call, const char* symbol) {
-        call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(::dlsym(handle, symbol));
-        return call != nullptr;
-    };
-#define LMCACHE_FIND_CALL(member, symbol, parameters) \
-    if (!find(member, symbol)) throw CudaError("the NVIDIA driver " + library + " is too old: it lacks " + (symbol));
+CudaDriver::CudaDriver(const std::string& name) {
+    const SharedLibrary library({name.c_str()});
+    if (!library.is_open()) throw CudaError("cannot open the NVIDIA driver " + name + ": " + library.refusal());
+#define LMCACHE_FIND_CALL(member, symbol, parameters) library.need<CudaError>(member, symbol);
     LMCACHE_CUDA_CALLS(LMCACHE_FIND_CALL)
 #undef LMCACHE_FIND_CALL
-    find(copy_batch, "cuMemcpyBatchAsync");
+    library.find(copy_batch, "cuMemcpyBatchAsync");
     check(init(0), "cuInit");
 }
 

@@ -1,14 +1,12 @@
 #include "lmcache/tls_library.h"
 
 #include <arpa/inet.h>
-#include <dlfcn.h>
 
-#include <type_traits>
+#include "lmcache/shared_library.h"
 
 namespace lmcache {
 namespace {
 
-constexpr const char* kLibraries[] = {"libssl.so.3", "libssl.so.1.1", "libssl.so"};
 constexpr int kSetMinimumVersion = 123, kSetMode = 33, kSetHostName = 55;  // SSL_CTRL_...
 constexpr long kTls12 = 0x0303;
 constexpr long kPartialWrites = 1, kMovingBuffers = 2;
@@ -22,19 +20,9 @@ bool is_address(const std::string& host) {
 }  // namespace
 
 TlsLibrary::TlsLibrary() {
-    void* handle = nullptr;
-    const char* name = "";
-    for (const char* library : kLibraries) {
-        handle = ::dlopen(library, RTLD_NOW | RTLD_LOCAL);
-        name = library;
-        if (handle != nullptr) break;
-    }
-    if (handle == nullptr) throw TlsError("OpenSSL is not installed (libssl.so.3 or libssl.so.1.1 cannot be loaded)");
-    const auto find = [&](auto& call, const char* symbol) {
-        call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(::dlsym(handle, symbol));
-        if (call == nullptr) throw TlsError(std::string(name) + " is too old: it lacks " + symbol);
-    };
-#define LMCACHE_FIND_CALL(result, member, symbol, parameters) find(member, symbol);
+    const SharedLibrary library({"libssl.so.3", "libssl.so.1.1", "libssl.so"});
+    if (!library.is_open()) throw TlsError("OpenSSL is not installed (libssl.so.3 or libssl.so.1.1 cannot be loaded)");
+#define LMCACHE_FIND_CALL(result, member, symbol, parameters) library.need<TlsError>(member, symbol);
     LMCACHE_TLS_CALLS(LMCACHE_FIND_CALL)
 #undef LMCACHE_FIND_CALL
 }

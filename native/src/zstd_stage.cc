@@ -1,7 +1,5 @@
 #include "lmcache/zstd_stage.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -9,6 +7,7 @@
 
 #include "lmcache/exponent_stage.h"
 #include "lmcache/rounding.h"
+#include "lmcache/shared_library.h"
 
 namespace lmcache {
 namespace {
@@ -37,30 +36,25 @@ struct Zstd {
     std::string refusal;
 };
 
-template <typename F>
-void find(void* library, const char* name, F& function, std::string& refusal) {
-    function = reinterpret_cast<F>(dlsym(library, name));
-    if (function == nullptr && refusal.empty()) refusal = std::string("libzstd.so.1 lacks ") + name;
-}
-
 const Zstd& zstd() {
     static const Zstd loaded = [] {
+        const SharedLibrary library({"libzstd.so.1"});
         Zstd found;
-        void* const library = dlopen("libzstd.so.1", RTLD_NOW | RTLD_LOCAL);
-        if (library == nullptr) {
-            const char* const reason = dlerror();
-            found.refusal = reason != nullptr ? reason : "libzstd.so.1 cannot be loaded";
-            return found;
-        }
-        find(library, "ZSTD_createCCtx", found.create_cctx, found.refusal);
-        find(library, "ZSTD_freeCCtx", found.free_cctx, found.refusal);
-        find(library, "ZSTD_CCtx_setParameter", found.set_parameter, found.refusal);
-        find(library, "ZSTD_compress2", found.compress, found.refusal);
-        find(library, "ZSTD_createDCtx", found.create_dctx, found.refusal);
-        find(library, "ZSTD_freeDCtx", found.free_dctx, found.refusal);
-        find(library, "ZSTD_decompressDCtx", found.decompress, found.refusal);
-        find(library, "ZSTD_findFrameCompressedSize", found.frame_bytes, found.refusal);
-        find(library, "ZSTD_isError", found.is_error, found.refusal);
+        found.refusal = library.refusal();
+        if (!library.is_open()) return found;
+        const auto need = [&](auto& function, const char* name) {
+            if (!library.find(function, name) && found.refusal.empty())
+                found.refusal = std::string("libzstd.so.1 lacks ") + name;
+        };
+        need(found.create_cctx, "ZSTD_createCCtx");
+        need(found.free_cctx, "ZSTD_freeCCtx");
+        need(found.set_parameter, "ZSTD_CCtx_setParameter");
+        need(found.compress, "ZSTD_compress2");
+        need(found.create_dctx, "ZSTD_createDCtx");
+        need(found.free_dctx, "ZSTD_freeDCtx");
+        need(found.decompress, "ZSTD_decompressDCtx");
+        need(found.frame_bytes, "ZSTD_findFrameCompressedSize");
+        need(found.is_error, "ZSTD_isError");
         return found;
     }();
     return loaded;

@@ -84,7 +84,7 @@ class CudaError : public std::runtime_error {
 class CudaDriver {
 public:
     // Throws CudaError when the library is not there, lacks a call, or finds no device (cuInit).
-    explicit CudaDriver(const std::string& library);
+    explicit CudaDriver(const std::string& name);
 
 #define LMCACHE_DECLARE_CALL(member, symbol, parameters) CuResult(*member) parameters = nullptr;
     LMCACHE_CUDA_CALLS(LMCACHE_DECLARE_CALL)
