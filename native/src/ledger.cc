@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "lmcache/eviction/expect.h"
 
@@ -249,7 +250,7 @@ void Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_
     sweep(keys, references.numbers(), newer, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
         std::uint32_t index = find(key_hash, number, keys.hash(key));
         if (index != kNoObject && objects_[index].state != ObjectState::kDetached) {
-            objects_[index].cycle = scan_;
+            see_again(index, charges_bytes[key]);
             return;
         }
         if (index == kNoObject) index = add(number, keys.hash(key), key_hash);
@@ -261,6 +262,18 @@ void Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_
             become_resident(index, [&] { order_.enter_oldest(index); });
         }
     });
+}
+
+// Where this scan finds it of another size, somebody has deleted it and stored it anew.
+void Ledger::see_again(std::uint32_t index, std::uint64_t charge_bytes) {
+    Object& object = objects_[index];
+    const bool was_seen = std::exchange(object.cycle, scan_) == scan_;
+    if (was_seen || object.charge() == charge_bytes || object.state != ObjectState::kResident) return;
+    leave(index);
+    end_counting(index);
+    begin_counting(index, charge_bytes);
+    become_resident(index, [&] { order_.enter_again(index); });
+    order_.to_newest(index);
 }
 
 std::size_t Ledger::touch(const LedgerKeys& keys) {

@@ -97,7 +97,8 @@ public:
     // these keys are charged.
     std::uint64_t stored(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes);
     // Objects that the backend holds, youngest first, all older than whatever is known, or all `newer`. Known ones are
-    // left as they are.
+    // left as they are, but where a scan that has not seen one finds it of another size: it is charged that, as one of
+    // the youngest.
     void found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes, bool newer = false);
     // They were used by a request. How many are known.
     std::size_t touch(const LedgerKeys& keys);
@@ -159,6 +160,7 @@ private:
     // Known from now on, and no longer.
     void begin_counting(std::uint32_t index, std::uint64_t charge_bytes);
     void end_counting(std::uint32_t index);
+    void see_again(std::uint32_t index, std::uint64_t charge_bytes);
     // Resident and charged to its salt; `enter` is one of the order's ways in. And no longer.
     template <typename Enter>
     void become_resident(std::uint32_t index, Enter&& enter);

@@ -120,7 +120,7 @@ class Ledger:
 
     def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns, *, newer: bool = False) -> None:
         """Objects and their sizes, youngest first, older than all that is known, or newer. Known ones are left as they
-        are."""
+        are, but where a scan finds one of another size: it is charged that."""
         if isinstance(objects, ObjectColumns):
             self.native.found_rows(
                 objects.namespaces,

@@ -67,8 +67,9 @@ class Inventory(Protocol):
 
     def found(self, objects: Sequence[tuple[ObjectKey, int]] | ObjectColumns, *, newer: bool = False) -> None:
         """Objects and their sizes in bytes, youngest first, each call older than the one before; some thousand in a
-        call, so that the loop can do other things between two. Known ones are ignored. `newer`: what other servers
-        stored since an earlier search, youngest first within a call, each call newer than the one before."""
+        call, so that the loop can do other things between two. Known ones are ignored, but for a size that has changed
+        since the search before. `newer`: what other servers stored since an earlier search, youngest first within a
+        call, each call newer than the one before."""
         ...
 
     def begin_scan(self) -> int:

@@ -80,12 +80,15 @@ class LedgerModel:
         objects = list(zip(keys, sizes, strict=True))
         for key, size in reversed(objects) if newer else objects:
             record = self.records.setdefault(key, Record(key))
-            record.scan = self.scan
+            charge = -(-size // UNIT_BYTES) * UNIT_BYTES + OVERHEAD_BYTES
+            was_seen, record.scan = (self.scan - record.scan) % 256 == 0, self.scan
             if record.state == "detached":
                 self.oldest_use -= not newer
                 use = self._next_use() if newer else self.oldest_use
                 record.state, record.use, record.in_main = "resident", use, False
-                record.charge = -(-size // UNIT_BYTES) * UNIT_BYTES + OVERHEAD_BYTES
+                record.charge = charge
+            elif record.state == "resident" and not was_seen and record.charge != charge:
+                record.charge, record.use = charge, self._next_use()
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
         for key in reversed(keys):

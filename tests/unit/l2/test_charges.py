@@ -183,3 +183,18 @@ def test_what_others_stored_since_the_last_search_is_newer(tmp_path: Path, monke
             assert [key in keys(4, 1) for key in order] == [False] * 4 + [True] * 4
 
     run(test)
+
+
+def test_an_object_that_somebody_replaced_is_charged_what_a_search_finds() -> None:
+    async def test() -> None:
+        async with OneServer(MOCK) as server:
+            runner, ledger = server.runner, server.runner.ledger
+            await server.store(4)
+            frame_bytes = server.memory.slot_bytes
+            runner.begin_scan()
+            assert await server.store(2, seed=1) == [StoreOutcome.STORED] * 2  # behind the back of the search
+            runner.found([(key, 3 * frame_bytes) for key in [*keys(2, seed=1), *keys(3), *keys(1)]])
+            runner.found([(keys(1)[0], frame_bytes)])  # it was found already
+            assert ledger.used_bytes == (3 * 3 + 1 + 2) * frame_bytes and len(ledger) == 6
+
+    run(test)
