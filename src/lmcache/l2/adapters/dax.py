@@ -28,7 +28,7 @@ from lmcache.l2.adapter_config import LOOKUPS_READ_NOTHING, AdapterConfig, Gigab
 from lmcache.l2.adapters import dax_device
 from lmcache.l2.adapters import dax_format as layout
 from lmcache.l2.adapters.dax_device import MappedDevice, refuse_foreign
-from lmcache.l2.adapters.slot_object import SlotObject, object_name
+from lmcache.l2.adapters.slot_object import SlotKeeper, SlotObject, object_name
 from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.completions import words
 from lmcache.l2.native_mapping import NativeMapping
@@ -74,7 +74,7 @@ class DaxConfig(AdapterConfig, frozen=True, kw_only=True):
         return {"num_lookup_workers": LOOKUPS_READ_NOTHING}
 
 
-class DaxAdapter:
+class DaxAdapter(SlotKeeper):
     def __init__(self, config: DaxConfig, environment: Environment = SYSTEM) -> None:
         self._name = config.name
         self._environment = environment
@@ -258,21 +258,6 @@ class DaxAdapter:
         return len(removed), sum(held.frame_bytes for held in removed)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
-    async def _remove(self, names: Sequence[bytes]) -> list[SlotObject]:
-        removed = [held for name in names if (held := self._objects.pop(name, None)) is not None]
-        for held in removed:
-            held.readers += 1  # until its entry is erased
-            held.is_gone = True
-        await self._erase([held.slot for held in reversed(removed)])  # suffixes first, so that a kill leaves a prefix
-        for held in removed:
-            self._done_reading(held)
-        return removed
-
-    def _done_reading(self, held: SlotObject) -> None:
-        held.readers -= 1
-        if held.is_gone and not held.readers:
-            self._free.append(held.slot)
-
     async def _erase(self, slots: Sequence[int]) -> None:
         if slots:
             places = [self._geometry.entry_place(slot) for slot in slots]

@@ -30,7 +30,7 @@ from lmcache.l2.adapters.nixl_lanes import READ_LANES, WRITE_LANES, Lanes
 from lmcache.l2.adapters.nixl_object_pool import ObjectPool
 from lmcache.l2.adapters.nixl_pool import Pool
 from lmcache.l2.adapters.remote_names import identify_namespace
-from lmcache.l2.adapters.slot_object import SlotObject, object_name
+from lmcache.l2.adapters.slot_object import SlotKeeper, SlotObject, object_name
 from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.completions import words
 from lmcache.telemetry.log_limiter import LogLimiter
@@ -46,7 +46,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _USELESS = (errno.EBADMSG, errno.ENOENT)  # what nobody needs to ask for again
 
 
-class NixlStoreAdapter:
+class NixlStoreAdapter(SlotKeeper):
     verifies = False
 
     def __init__(self, config: NixlStoreConfig, environment: Environment = SYSTEM, pool: Pool | None = None) -> None:
@@ -239,31 +239,6 @@ class NixlStoreAdapter:
         return len(removed), sum(held.frame_bytes for held in removed)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
-    async def _remove(self, names: Sequence[bytes]) -> list[SlotObject]:
-        """AdapterError where their entries stay: they are there as before."""
-        removed = {name: held for name in names if (held := self._objects.pop(name, None)) is not None}
-        for held in removed.values():
-            held.readers += 1  # until its entry is erased
-        try:
-            # Suffixes first, so that a kill leaves a prefix.
-            await self._erase([held.slot for held in reversed(removed.values())])
-        except BaseException:
-            for name, held in removed.items():
-                held.is_gone = self._objects.setdefault(name, held) is not held  # stored anew meanwhile
-            raise
-        else:
-            for held in removed.values():
-                held.is_gone = True
-        finally:
-            for held in removed.values():
-                self._done_reading(held)
-        return list(removed.values())
-
-    def _done_reading(self, held: SlotObject) -> None:
-        held.readers -= 1
-        if held.is_gone and not held.readers:
-            self._free.append(held.slot)
-
     async def _erase(self, slots: Sequence[int]) -> None:
         if not slots:
             return

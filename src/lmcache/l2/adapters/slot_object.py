@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lmcache.core.key import ObjectKey
 
 
@@ -20,3 +22,42 @@ class SlotObject:
 def object_name(key: ObjectKey) -> bytes:
     """The digest of its namespace and its chunk hash: what stands in an entry of the directory."""
     return key.namespace.digest + key.chunk_hash
+
+
+class SlotKeeper:
+    """What such adapters do alike. Belongs to one loop.
+
+    Invariant: a slot is used again only when its object is gone, nobody reads it, and its entry was erased or its
+    erasure was tried."""
+
+    _objects: dict[bytes, SlotObject]  # by `object_name`
+    _free: list[int]  # the last one is used first
+
+    async def _erase(self, slots: Sequence[int]) -> None:
+        """The entries of these in the directory. AdapterError where they stay."""
+        raise NotImplementedError
+
+    async def _remove(self, names: Sequence[bytes]) -> list[SlotObject]:
+        """AdapterError where their entries stay: they are there as before."""
+        removed = {name: held for name in names if (held := self._objects.pop(name, None)) is not None}
+        for held in removed.values():
+            held.readers += 1  # until its entry is erased
+        try:
+            # Suffixes first, so that a kill leaves a prefix.
+            await self._erase([held.slot for held in reversed(removed.values())])
+        except BaseException:
+            for name, held in removed.items():
+                held.is_gone = self._objects.setdefault(name, held) is not held  # stored anew meanwhile
+            raise
+        else:
+            for held in removed.values():
+                held.is_gone = True
+        finally:
+            for held in removed.values():
+                self._done_reading(held)
+        return list(removed.values())
+
+    def _done_reading(self, held: SlotObject) -> None:
+        held.readers -= 1
+        if held.is_gone and not held.readers:
+            self._free.append(held.slot)
