@@ -68,6 +68,7 @@ std::uint64_t RespClient::submit_objects(RespAct act, std::vector<std::byte> key
             throw std::invalid_argument("keys, addresses and sizes must have the same length");
         const std::uint64_t total = std::accumulate(sizes.begin(), sizes.end(), std::uint64_t{1});
         job->piece = std::clamp<std::size_t>(kPieceBytes * count / total, 1, kPieceObjects);
+        job->deadline = context_.deadline();
     } else {
         job->piece = kPieceObjects;
     }

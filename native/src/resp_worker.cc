@@ -24,6 +24,7 @@ void RespWorker::run(RespJob& job, std::size_t begin, std::size_t end) noexcept 
         for (std::size_t i = begin; i < end; ++i) job.results.set(i, io_failure(error));
     };
     try {
+        limit_ = job.deadline;
         drop_retired();
         run_act(job, begin, end);
     } catch (const RespFault& fault) {
@@ -154,13 +155,16 @@ void RespWorker::run_objects(RespJob& job, std::size_t begin, std::size_t end) {
 // Objects of one node, in one pipeline.
 void RespWorker::run_group(RespJob& job, std::span<const Pending> group, std::vector<Pending>& again) {
     const std::uint32_t node = group[0].node;
-    std::vector<std::size_t> manifests;
     std::size_t done = 0;
+    if (is_late()) {
+        for (const Pending& pending : group) job.results.set(pending.index, io_failure(ETIMEDOUT));
+        return;
+    }
     for (bool is_second = false;; is_second = true) {
         bool was_used = false;
         try {
-            const RespDeadline deadline = context_.deadline();
-            RespConnection& found = connection(node, deadline);
+            RespConnection& found = connection(node, context_.deadline());
+            const RespDeadline deadline = this->deadline();
             was_used = found.was_used;
             write_group(job, group.subspan(done), found, deadline);
             for (; done < group.size(); ++done) {

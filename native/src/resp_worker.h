@@ -1,7 +1,9 @@
 // One thread of a RespClient: its connections, and what it does for the objects of a job.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -55,6 +57,9 @@ private:
     };
 
     void run_act(RespJob& job, std::size_t begin, std::size_t end);
+    // Of an exchange that begins now.
+    RespDeadline deadline() const { return std::min(context_.deadline(), limit_); }
+    bool is_late() const { return std::chrono::steady_clock::now() >= limit_; }
     RespConnection& connection(std::uint32_t node, RespDeadline deadline);
     void drop(std::uint32_t node) { connections_[node].connection.reset(); }
     void drop_retired();
@@ -98,8 +103,9 @@ private:
     RespContext& context_;
     std::vector<Link> connections_;  // by node
     std::uint64_t assignments_seen_ = 0;
-    std::vector<Split> splits_;  // of the objects being run
-    bool is_demoted_ = false;    // the server that is being asked takes no writes now
+    std::vector<Split> splits_;                 // of the objects being run
+    RespDeadline limit_ = RespDeadline::max();  // of the job
+    bool is_demoted_ = false;                   // the server that is being asked takes no writes now
 };
 
 }  // namespace lmcache

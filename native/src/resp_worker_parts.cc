@@ -6,16 +6,33 @@
 #include "resp_worker.h"
 
 namespace lmcache {
+namespace {
+
+// While it lives nothing is too late: what has no payload and keeps the server in order is worth an exchange.
+class Unlimited {
+public:
+    explicit Unlimited(RespDeadline& limit) : limit_(limit), before_(std::exchange(limit, RespDeadline::max())) {}
+    ~Unlimited() { limit_ = before_; }
+    Unlimited(const Unlimited&) = delete;
+    Unlimited& operator=(const Unlimited&) = delete;
+
+private:
+    RespDeadline& limit_;
+    const RespDeadline before_;
+};
+
+}  // namespace
 
 // One command to whoever has the name. Returns an errno.
 int RespWorker::exchange(std::string_view name, const Write& write, const Read& read) {
     std::uint32_t node = context_.nodes.node_of(name);
     bool asking = false;
     for (int hops = 0; hops <= kMaxRedirects; ++hops) {
+        if (is_late()) return ETIMEDOUT;
         int error = 0;
         std::string refused;
         const int fault = on_node(node, [&](RespConnection& connection) {
-            const RespDeadline deadline = context_.deadline();
+            const RespDeadline deadline = this->deadline();
             RespPipeline commands;
             if (asking) commands.add({"ASKING"});
             write(commands);
@@ -47,8 +64,7 @@ int RespWorker::find_manifest(std::string_view name, std::optional<RespManifest>
         [&](RespConnection& connection, const RespHead& head) {
             if (head.kind != '$' || head.number > signed_bytes(RespManifest::kBytes)) not_expected();
             const std::string image =
-                head.is_null() ? ""
-                               : connection.read_text(static_cast<std::uint64_t>(head.number), context_.deadline());
+                head.is_null() ? "" : connection.read_text(static_cast<std::uint64_t>(head.number), deadline());
             found = RespManifest::parse(std::as_bytes(std::span(image)));
             return 0;
         });
@@ -67,6 +83,7 @@ IoOutcome RespWorker::store_split(const RespJob& job, std::size_t index) {
     if (job.sizes[index] / part_bytes >= RespManifest::kMaxParts) return io_failure(EFBIG);
     const RespManifest manifest = RespManifest::make(job.sizes[index], part_bytes);
     if (const int error = store_parts(job, index, manifest); error != 0) return io_failure(error);
+    const Unlimited unlimited(limit_);
     bool is_ours = false;
     const int error = publish(key, manifest, is_ours);
     if (error != 0 || !is_ours) {
@@ -146,7 +163,7 @@ IoOutcome RespWorker::load_split(RespJob& job, const Split& split) {
                 if (head.is_null()) return ENOENT;
                 const auto size = static_cast<std::uint64_t>(head.number);
                 if (size > kMaxValueBytes) throw RespFault(EPROTO, "the server sends a larger part than any object is");
-                connection.read_bulk(memory, size, context_.deadline());
+                connection.read_bulk(memory, size, deadline());
                 return size == manifest.bytes_of(part) ? 0 : EBADMSG;
             });
         if (error == ENOENT) (void)delete_object(key);  // the server dropped a part: nobody can have the rest
@@ -157,6 +174,7 @@ IoOutcome RespWorker::load_split(RespJob& job, const Split& split) {
 }
 
 void RespWorker::delete_parts(ObjectKeyView key, const RespManifest& manifest, std::uint32_t parts) {
+    const Unlimited unlimited(limit_);
     for (std::uint32_t part = 0; part < parts; ++part) {
         (void)unlink(manifest.part_name(context_.options.prefix, key, part));
     }

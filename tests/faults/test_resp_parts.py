@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from faults.test_resp import FULL, LOADED, MISSING, PARTS, STORED, THERE, Life, alive, at, name_of, run
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.testing.frames import FrameMemory, keys
 from lmcache.testing.processes import LOOPBACK
 from services.redis import Valkey
@@ -131,6 +133,47 @@ def test_a_manifest_whose_answer_is_lost_is_not_taken_for_that_of_another(valkey
     between = LosesOneAnswer(valkey.port, b"$2\r\nNX\r\n")
     try:
         run({"host": LOOPBACK, "port": between.port, "num_workers": 1, **PARTS}, test)
+    finally:
+        between.close()
+
+
+class Slow(LosesOneAnswer):
+    """Loses nothing: each request with `marker` takes a while."""
+
+    SECONDS = 0.4
+
+    def _pass(self, client: socket.socket, server: socket.socket) -> None:
+        with client, server, suppress(OSError):
+            while True:
+                for source in select.select([client, server], [], [])[0]:
+                    if not (data := source.recv(1 << 20)):
+                        return
+                    if source is client and self._marker in data:
+                        time.sleep(self.SECONDS)
+                    (server if source is client else client).sendall(data)
+
+
+@pytest.mark.parametrize("act", ["store", "load"])
+def test_an_object_in_many_parts_takes_no_longer_than_any_other(valkey: Valkey, act: str) -> None:
+    """Each of its parts comes in time, all of them do not."""
+    payload_bytes = 15 * 4096
+
+    async def test(life: Life) -> None:
+        wanted = keys(1)
+        if act == "load":
+            async with alive(at(valkey, **PARTS)) as other:
+                assert await other.store(wanted, payload_bytes) == [STORED]
+        started = time.monotonic()
+        if act == "load":
+            assert await life.load(wanted, payload_bytes) == [LoadOutcome.FAILED]
+        else:
+            assert await life.store(wanted, payload_bytes) == [StoreOutcome.FAILED]
+            assert valkey.keys("lmcache/v1/*") == []
+        assert time.monotonic() - started < 3.0
+
+    between = Slow(valkey.port, b"SETEX" if act == "store" else b"$3\r\nGET\r\n")
+    try:
+        run({"host": LOOPBACK, "port": between.port, "timeout_seconds": 1, **PARTS}, test)
     finally:
         between.close()
 

@@ -32,7 +32,7 @@ struct RespClientOptions {
     std::string prefix;
     RespCredentials credentials;
     TlsOptions tls;
-    std::chrono::milliseconds timeout{30'000};  // of one exchange, connecting included
+    std::chrono::milliseconds timeout{30'000};  // of one exchange, of connecting, and of a whole store or load
     std::uint64_t max_value_bytes = 512 << 20;  // a larger object is stored in parts
 };
 
@@ -55,7 +55,9 @@ struct RespJob : Job<RespResults> {
     RespAct act = RespAct::kSize;
     std::vector<std::byte> keys;                  // kObjectKeyBytes an object
     std::vector<std::uint64_t> addresses, sizes;  // of stores and loads
-    std::vector<std::string> arguments;           // of a command
+    // Of stores and loads: no frame moves later, as nobody waits for it.
+    RespDeadline deadline = RespDeadline::max();
+    std::vector<std::string> arguments;  // of a command
     // Of a command and of scans: a position among the addresses assigned last; without: by the command's first
     // argument.
     std::optional<std::uint32_t> node;
