@@ -120,14 +120,13 @@ class Prefetch:
 
     # ---- loads -------------------------------------------------------------------------------------------------------
     async def _await_loads(self) -> None:
-        for load in list(self._loads):
-            if load in self._awaited:
+        for load, first_chunk in list(self._loads.items()):
+            is_behind = first_chunk >= self._chunks and self.reason is not MissReason.L2_DEADLINE
+            if load in self._awaited or is_behind:  # whatever it gives, the prefix ends before it
                 continue
             self._awaited.add(load)
             # Shielded: others may wait for the same load.
             self._shorten(load, await asyncio.shield(load.done))
-            if self._chunks <= self._loads[load] and self.reason is not MissReason.L2_DEADLINE:
-                return
 
     def _shorten(self, load: BatchLoad, missing: Mapping[ObjectKey, MissReason]) -> None:
         """The prefix ends at the first chunk that a load could not deliver whole."""

@@ -193,3 +193,26 @@ def test_a_question_that_fails_is_the_reason_of_its_own_request_alone(
         rig.storage.call_soon(adapter.gate.set)
         reasons = [answers[seed].get(timeout=20).miss_reason for seed in range(2)]
         assert reasons == [MissReason.L2_FAILED, MissReason.NOT_STORED]
+
+
+def test_a_prefix_that_ends_earlier_does_not_wait_for_loads_behind_its_end() -> None:
+    (first, fast), (second, slow) = faulty(), faulty(index=1, timeout_seconds=60)
+    with open_rig([first, second]) as rig:
+        wanted = keys(2 * STORED)
+        rig.put(wanted)
+        assert rig.storage.flush(20)
+        rig.storage.clear("l1")
+        for runner, adapter, gone in zip(
+            rig.storage.runners, (fast, slow), (wanted[STORED:], wanted[:STORED]), strict=True
+        ):
+            for key in gone:
+                del adapter.inner.objects[key]
+            rig.storage.call_soon(lambda runner=runner, gone=gone: runner.lost(gone))
+        del fast.inner.objects[wanted[10]]  # by somebody else: it counts as being there
+        rig.storage.call_soon(slow.gate.clear)
+        started = time.monotonic()
+        result = rig.fetch(wanted, deadline_seconds=8.0)
+        assert (result.chunks, result.miss_reason) == (10, MissReason.NOT_STORED)
+        assert rig.holds(result, wanted) and slow.stalled > 0
+        assert time.monotonic() - started < 4.0
+        rig.storage.call_soon(slow.gate.set)
