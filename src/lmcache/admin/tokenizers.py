@@ -29,7 +29,7 @@ class Tokenizers:
             version = file_version(path.stat())
             known = self._loaded.get(path)
             if known is None or known[0] != version:
-                known = (version, _load(path))
+                known = (version, load_tokenizer(path, "--tokenizer-dir"))
                 while len(self._loaded) >= _KEPT:
                     del self._loaded[next(iter(self._loaded))]
                 self._loaded[path] = known
@@ -50,7 +50,8 @@ class Tokenizers:
         raise ConfigError(f"--tokenizer-dir has neither {model_name}/{_FILE} nor {_FILE}.")
 
 
-def _load(path: Path) -> Any:
+def load_tokenizer(path: Path, flag: str) -> Any:
+    """What the package tokenizers makes of the file. ConfigError names `flag`, which says where the file is."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -58,4 +59,4 @@ def _load(path: Path) -> Any:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # what the package raises has no other type
-        raise ConfigError(f"{path.name} of --tokenizer-dir cannot be read: {error}.") from None
+        raise ConfigError(f"{path.name} of {flag} cannot be read: {error}.") from None

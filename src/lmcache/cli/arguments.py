@@ -13,12 +13,16 @@ from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
 from lmcache.transport.curve_keys import CurveFiles
 
+_EXAMPLES = "Examples:\n"
 _CURVE_FLAGS = "--curve-server-key-file", "--curve-client-key-file"
 
 
 class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=min(110, shutil.get_terminal_size().columns))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, "", [], argparse.SUPPRESS):
@@ -48,10 +52,16 @@ class _Typed:
 class Arguments(argparse.ArgumentParser):
     """The options of one command, with those that every command has."""
 
-    def __init__(self, command: str, description: str) -> None:
+    def __init__(self, command: str, description: str, examples: Sequence[str] = ()) -> None:
+        """`examples`: command lines that --help ends with."""
         self._problems = Problems()
         super().__init__(
-            f"lmcache {command}", description=description, formatter_class=_Formatter, allow_abbrev=False, add_help=True
+            f"lmcache {command}",
+            description=description,
+            epilog=_EXAMPLES + "\n".join(f"  {line}" for line in examples) if examples else None,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            add_help=True,
         )
         self.add_value("--format", Choice(FORMATS), "how results and errors are printed", default="terminal")
         self.add_argument(

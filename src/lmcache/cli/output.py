@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,14 @@ class Report:
 
     def section(self, title: str) -> None:
         self.lines.append(f" {title} ".center(_WIDTH, "-"))
+
+    def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Columns for people only: the first to the left, the others to the right."""
+        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+        for cells in (heads, *rows):
+            first, *others = zip(cells, widths, strict=True)
+            line = "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+            self.lines.append(line.rstrip())
 
     def text(self, line: str) -> None:
         """A line for people only."""

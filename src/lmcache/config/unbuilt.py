@@ -20,7 +20,6 @@ COMMANDS: Mapping[str, str] = {
     "controller": _ONE_SERVER,
     "bench engine": "benchmarks/ in the sources has scripts that measure an engine",
     "describe engine": "`lmcache ping engine` tells whether it is alive",
-    "query": "`lmcache describe` shows a running server",
     "top": "`lmcache describe` and GET /metrics show a running server",
 }
 
