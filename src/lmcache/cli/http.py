@@ -24,21 +24,27 @@ class HttpRefused(LMCacheError):
         self.status = status
 
 
+def split_url(url: str) -> tuple[str, str, int | None, str]:
+    """(scheme, host, port where one is given, path without a slash at its end). ConfigError for what is no address."""
+    try:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        port = parts.port
+    except ValueError:
+        raise ConfigError(f"--url must be like {DEFAULT_URL}, got {url!r}.") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url must be like {DEFAULT_URL}, got {url!r}.")
+    return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
+
+
 def request(url: str, method: str, path: str, body: Any = None, *, timeout_seconds: float = 10.0) -> Any:
     """The decoded JSON answer (text where it is not JSON). ServerUnavailable without an answer, HttpRefused for errors.
 
     The admin token is taken from LMCACHE_ADMIN_TOKEN."""
-    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise ConfigError(f"--url must be like {DEFAULT_URL}, got {url!r}.")
+    scheme, host, port, prefix = split_url(url)
     connection = (
-        http.client.HTTPSConnection(parts.hostname, port, timeout=timeout_seconds, context=ssl.create_default_context())
-        if parts.scheme == "https"
-        else http.client.HTTPConnection(parts.hostname, port, timeout=timeout_seconds)
+        http.client.HTTPSConnection(host, port, timeout=timeout_seconds, context=ssl.create_default_context())
+        if scheme == "https"
+        else http.client.HTTPConnection(host, port, timeout=timeout_seconds)
     )
     headers = {"Accept": "application/json"}
     if body is not None:
@@ -46,7 +52,7 @@ def request(url: str, method: str, path: str, body: Any = None, *, timeout_secon
     if token := os.environ.get(TOKEN_VARIABLE):
         headers["Authorization"] = f"Bearer {token}"
     try:
-        connection.request(method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
+        connection.request(method, prefix + path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         text = answer.read(_MAX_ANSWER_BYTES).decode(errors="replace")
     except TimeoutError:

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace replay": ("lmcache.cli.trace", "ask a real server of other options for the prompts of a trace"),
     "doctor": ("lmcache.cli.doctor", "can this machine run the server and its engines well?"),
     "demo": ("lmcache.cli.demo", "a real vLLM on CPU, cold against cached, in one table"),
+    "bench engine": ("lmcache.cli.bench_engine", "measure an OpenAI-compatible engine under a workload"),
     "bench server": ("lmcache.cli.bench_server", "measure calls and copies against a server"),
     "bench l2": ("lmcache.cli.bench_l2", "measure one L2 adapter beside plain reads and writes"),
 }

@@ -55,14 +55,19 @@ class Report:
 
 def write(text: str, options: argparse.Namespace) -> None:
     if options.output:
-        try:
-            with open(options.output, "w", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise ResourceError(f"--output {options.output} cannot be written: {error.strerror}.") from None
+        write_file(options.output, text, "--output")
     elif not options.quiet:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def write_file(path: str, text: str, flag: str) -> None:
+    """ResourceError names `flag`, which has the path."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ResourceError(f"{flag} {path} cannot be written: {error.strerror}.") from None
 
 
 def bytes_text(count: float) -> str:

@@ -18,7 +18,6 @@ _CLEAR = "POST /cache/clear empties L1, L2 or both"
 COMMANDS: Mapping[str, str] = {
     "coordinator": _ONE_SERVER,
     "controller": _ONE_SERVER,
-    "bench engine": "benchmarks/ in the sources has scripts that measure an engine",
     "describe engine": "`lmcache ping engine` tells whether it is alive",
     "top": "`lmcache describe` and GET /metrics show a running server",
 }
