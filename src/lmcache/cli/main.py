@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keygen": ("lmcache.cli.keygen", "make a pair of CURVE keys for a server or an engine"),
     "ping": ("lmcache.cli.ping", "is a server (or an engine) alive?"),
     "describe": ("lmcache.cli.describe", "what a running server holds and does"),
+    "top": ("lmcache.cli.top", "the same and its rates, live"),
     "query": ("lmcache.cli.query", "which chunks of a prompt a running server has, and where"),
     "kvcache clear": ("lmcache.cli.kvcache", "remove what a running server has cached"),
     "quota set": ("lmcache.cli.quota", "set how much of L1 a cache salt may keep"),

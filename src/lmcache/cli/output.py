@@ -32,12 +32,8 @@ class Report:
         self.lines.append(f" {title} ".center(_WIDTH, "-"))
 
     def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Columns for people only: the first to the left, the others to the right."""
-        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-        for cells in (heads, *rows):
-            first, *others = zip(cells, widths, strict=True)
-            line = "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
-            self.lines.append(line.rstrip())
+        """For people only."""
+        self.lines += columns_of(heads, rows)
 
     def text(self, line: str) -> None:
         """A line for people only."""
@@ -51,6 +47,16 @@ class Report:
     def emit(self, options: argparse.Namespace) -> None:
         """Prints or writes, as --format, --output and --quiet ask."""
         write(self.render(options.format), options)
+
+
+def columns_of(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns as wide as their texts: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = []
+    for first, *others in (heads, *rows):
+        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
+    return lines
 
 
 def write(text: str, options: argparse.Namespace) -> None:

@@ -19,7 +19,6 @@ COMMANDS: Mapping[str, str] = {
     "coordinator": _ONE_SERVER,
     "controller": _ONE_SERVER,
     "describe engine": "`lmcache ping engine` tells whether it is alive",
-    "top": "`lmcache describe` and GET /metrics show a running server",
 }
 
 # Options of `lmcache server` by their names with underscores, as in files. Those that are declared in config/spec.py
