@@ -12,6 +12,7 @@ import subprocess
 import termios
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_live(server: CacheServer, tmp_path: Path) -> None:
             terminal.press(" ")
         server.stop()
         terminal.sees("no figures for")
-        options = {"port": server.port, "http_port": server.http_port, "shm_name": server.shm_name}
+        options: dict[str, Any] = {"port": server.port, "http_port": server.http_port, "shm_name": server.shm_name}
         with CacheServer(tmp_path, l1_size_gb=0.0625, log_name="second.log", **options) as second:
             second.wait_ready()
             terminal.sees("no adapters")

@@ -17,6 +17,16 @@ _EXAMPLES = "Examples:\n"
 _CURVE_FLAGS = "--curve-server-key-file", "--curve-client-key-file"
 
 
+DESCRIBE = "\0describe"  # the only word of a command line that is not run: `read` raises Described instead
+
+
+class Described(Exception):
+    """The options of a command, for whoever asked for them with DESCRIBE."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.arguments = arguments
+
+
 class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=min(110, shutil.get_terminal_size().columns))
@@ -99,6 +109,7 @@ class Arguments(argparse.ArgumentParser):
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses, or raises ConfigError with a sentence for each problem. --help prints and exits with 0."""
+        self._describe(argv)
         found, unknown = self.parse_known_args(self._without_unknown(argv))
         if unknown:
             self._refuse(unknown[0])
@@ -107,9 +118,22 @@ class Arguments(argparse.ArgumentParser):
 
     def read_own(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """As `read`, for a command that takes options of another parser as well: these are the second value."""
+        self._describe(argv)
         found, others = self.parse_known_args(list(argv))
         self._problems.raise_all()
         return found, others
+
+    def _describe(self, argv: Sequence[str]) -> None:
+        if DESCRIBE in argv:
+            raise Described(self)
+
+    def declared(self) -> list[tuple[argparse.Action, Kind | None]]:
+        """Options and positionals, and the kind of their values where it was given."""
+        return [
+            (action, action.type.kind if isinstance(action.type, _Typed) else None)
+            for action in self._actions
+            if action.help is not argparse.SUPPRESS
+        ]
 
     def _without_unknown(self, argv: Sequence[str]) -> list[str]:
         """Refuses unknown options together with their values, which would be parsed as positionals."""

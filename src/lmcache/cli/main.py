@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config check": ("lmcache.cli.config", "check server options without starting anything"),
     "config show": ("lmcache.cli.config", "print the server options that result from flags, environment and file"),
     "config adapter": ("lmcache.cli.adapter_help", "the types of L2 adapters, and the keys of one"),
+    "completion": ("lmcache.cli.completion", "what makes bash, zsh or fish complete these commands"),
     "keygen": ("lmcache.cli.keygen", "make a pair of CURVE keys for a server or an engine"),
     "ping": ("lmcache.cli.ping", "is a server (or an engine) alive?"),
     "describe": ("lmcache.cli.describe", "what a running server holds and does"),
@@ -121,11 +122,11 @@ def dispatch(argv: list[str]) -> int:
     if words != ["server"]:  # a command reports by itself; logs are shown at DEBUG only
         configure_logs("DEBUG" if level_from(os.environ) == "DEBUG" else "CRITICAL")
     # The first argument tells a module that serves several commands which one it is.
-    run: Callable[[Sequence[str]], int] = _module(" ".join(words)).run
+    run: Callable[[Sequence[str]], int] = module_of(" ".join(words)).run
     return run([*words[1:], *rest[len(words) :], *leading])
 
 
-def _module(command: str) -> ModuleType:
+def module_of(command: str) -> ModuleType:
     """ConfigError where a part of the package that the command needs was left out."""
     try:
         return importlib.import_module(COMMANDS[command][0])

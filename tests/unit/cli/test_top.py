@@ -97,7 +97,7 @@ def test_what_is_printed_stays_on_its_line() -> None:
 
 
 def test_rows_are_sorted_and_filtered() -> None:
-    rows = [{"name": "b", "rate": 2.0}, {"name": "a", "rate": None}, {"name": "Cb", "rate": 5.0}]
+    rows: list[dict[str, Any]] = [{"name": "b", "rate": 2.0}, {"name": "a", "rate": None}, {"name": "Cb", "rate": 5.0}]
 
     def names(key: str, *, descending: bool = False, wanted: str = "") -> list[str]:
         return [row["name"] for row in arranged(rows, key, descending=descending, wanted=wanted)]
