@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
+import re
 import resource
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +26,13 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 DIRECTORY = Path("/dev/shm")
 SUPPORTED_VLLM = "0.32"
 _BLOCK_BYTES = 4096
+_TIMEX_BYTES = 512  # struct timex and to spare; zeros only ask
 _ENGINE_SECONDS = 180.0
+_COLLAPSING_KERNEL = (6, 1)  # MADV_COLLAPSE of shared memory
 _WANTED_FILES = 4096
+_WANTED_FREE_BYTES = GIB
+_WANTED_FREE_FILES = 10_000
+_CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 _WANTED_MEMLOCK_BYTES = 64 * MIB
 
 
@@ -89,6 +97,23 @@ def left_behind(folder: Path = DIRECTORY) -> Verdict:
         "a server that is started with the same --shm-name takes its file over; else remove it with rm.",
         tuple(f"{path} ({bytes_text(size_bytes)})" for size_bytes, path in dead),
     )
+
+
+def large_pages(folder: Path = Path("/sys/kernel/mm/transparent_hugepage"), release: str = "") -> Verdict:
+    """Whether the kernel gives L1 pages of 2 MiB when it asks; loads are about twice as fast with them. `release`: of
+    the kernel, this one's unless given."""
+    name, release = "large pages", release or os.uname().release
+    try:
+        shared = (folder / "shmem_enabled").read_text()
+    except OSError as error:
+        return Verdict(name, NOTE, f"this kernel has none for shared memory ({error.strerror})", "use another kernel.")
+    if "[deny]" in shared:
+        remedy = f"echo never > {folder}/shmem_enabled: a server asks for them itself."
+        return Verdict(name, NOTE, "the kernel denies them to shared memory", remedy)
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    if numbers is None or tuple(map(int, numbers.groups())) < _COLLAPSING_KERNEL:
+        return Verdict(name, NOTE, f"Linux {release} does not give them when asked", "use Linux 6.1 or newer.")
+    return Verdict(name, OK, f"Linux {release} gives them when asked")
 
 
 def _locked(status: os.stat_result) -> bool:
@@ -166,11 +191,22 @@ def folder(path: Path) -> Verdict:
             name, PROBLEM, f"cannot be written: {error.strerror}", "choose another folder or its permissions."
         )
     found = f"{_filesystem(path)}, {bytes_text(disk.f_bavail * disk.f_frsize)} free"
+    if short := _short_of(disk):
+        return Verdict(name, NOTE, f"{found}: {short}", "remove what nobody needs, or choose another folder.")
     if direct:
         return Verdict(
             name, NOTE, f"{found}, writable, no O_DIRECT ({direct})", 'leave "use_odirect" at false for this folder.'
         )
     return Verdict(name, OK, f"{found}, writable, O_DIRECT works")
+
+
+def _short_of(disk: os.statvfs_result) -> str:
+    """ "" or what the file system has hardly any more of. Some count no files."""
+    if disk.f_bavail * disk.f_frsize < _WANTED_FREE_BYTES:
+        return "too little to be of use"
+    if disk.f_files and disk.f_favail < _WANTED_FREE_FILES:
+        return f"room for {disk.f_favail} files, and each object is one"
+    return ""
 
 
 def _direct_io(path: Path) -> str:
@@ -206,6 +242,21 @@ def _filesystem(path: Path) -> str:
 
 
 # ---- around ----------------------------------------------------------------------------------------------------------
+def clock(state: int | None = None) -> Verdict:
+    """Whether something keeps this clock right. `state`: what adjtimex(2) says, asked unless given."""
+    if state is None:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    if state == _CLOCK_UNSYNCHRONISED:
+        return Verdict(
+            "clock",
+            NOTE,
+            f"nothing keeps it right; it says {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC",
+            "run chrony or systemd-timesyncd: S3 refuses requests of a clock that is 15 minutes off, certificates of "
+            "one before or behind their time.",
+        )
+    return Verdict("clock", OK, "kept right" if state >= 0 else "the kernel does not tell")
+
+
 def port(number: int, flag: str) -> Verdict:
     try:
         with socket.socket() as probe:

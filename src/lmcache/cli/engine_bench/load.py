@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from lmcache.cli.engine_bench.completions import Asker, Outcome
 from lmcache.cli.engine_bench.workloads import Session, Stages
 
+_CANCEL_SECONDS = 0.2
 _FAILED_IN_A_ROW = 8  # or as many as are under way at once, where these are more
 
 
@@ -65,11 +66,10 @@ class Load:
                 measured.stopped = f"the run took longer than --max-seconds {self._pace.run_seconds:g}"
         finally:
             loop.remove_signal_handler(signal.SIGINT)
-            for task in (running, stopping):
-                task.cancel()
-            results = await asyncio.gather(running, stopping, return_exceptions=True)
-        if isinstance(results[0], Exception):
-            raise results[0]
+            stopping.cancel()
+            await _end(running)
+        if not running.cancelled() and (error := running.exception()) is not None:
+            raise error
         measured.wall_seconds = loop.time() - self._begun
         return measured
 
@@ -132,3 +132,10 @@ class Load:
         if len(self._latest) == self._latest.maxlen and all(self._latest):
             self._measured.stopped = f"the last {len(self._latest)} requests all failed"
             self._stop.set()
+
+
+async def _end(task: asyncio.Future[None]) -> None:
+    """Cancels until it has ended: before Python 3.12 asyncio.wait_for may lose a cancellation."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
