@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,10 +15,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmcache.admin.access import AdminToken
 from lmcache.admin.app import build_app
+from lmcache.admin.connections import ConnectionPlaces, LimitedListener
 from lmcache.admin.state import ServerState
 from lmcache.admin.tls import server_context
 from lmcache.core.address import http_listening_host
 from lmcache.errors import ResourceError
+from lmcache.transport.forks import not_for_children
 from lmcache.transport.listening import listen
 
 logger = logging.getLogger("lmcache.admin")
@@ -51,19 +54,19 @@ class _Protocol(H11Protocol):
     keep every health check out."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= 2 * _MAX_CONNECTIONS:  # beyond _MAX_CONNECTIONS requests are refused
-            transport.abort()
-            return
         super().connection_made(transport)
         self._last_progress = self._progress()
-        self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
+        self._silence = self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if hasattr(self, "_last_progress"):
-            super().connection_lost(exc)
+        self._silence.cancel()
+        super().connection_lost(exc)
 
     def _progress(self) -> tuple[object, int]:
-        return self.cycle, self.transport.get_write_buffer_size()
+        unsent_bytes = 0
+        with contextlib.suppress(AttributeError):  # asyncio's TLS knows nothing of itself once it was closed twice
+            unsent_bytes = self.transport.get_write_buffer_size()
+        return self.cycle, unsent_bytes
 
     def _close_if_silent(self) -> None:
         progress = self._progress()
@@ -71,9 +74,13 @@ class _Protocol(H11Protocol):
         computing = self.cycle is not None and not self.cycle.response_complete and not unsent_bytes
         if progress == self._last_progress and not computing:
             self.transport.abort()  # `close` would wait for what is unsent
-        elif self in self.connections:
+        else:
             self._last_progress = progress
-            self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
+            self._silence = self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
+
+
+def _limited(listening: socket.socket, places: ConnectionPlaces) -> socket.socket:
+    return not_for_children(LimitedListener(listening, places))
 
 
 class HttpListener:
@@ -85,12 +92,13 @@ class HttpListener:
         token = AdminToken(config.admin_token_file)
         self._tls = server_context(config.http_tls_cert, config.http_tls_key)
         host = http_listening_host(config.http_host)
-        self._sockets = [listen(host, config.http_port, "--http-port")]
+        places = ConnectionPlaces(_MAX_CONNECTIONS)
+        self._sockets = [_limited(listen(host, config.http_port, "--http-port"), places)]
         self.http_port: int = self._sockets[0].getsockname()[1]
         self.prometheus_port: int | None = None
         if config.metrics_enabled:
             try:
-                self._sockets.append(listen(host, config.prometheus_port, "--prometheus-port"))
+                self._sockets.append(_limited(listen(host, config.prometheus_port, "--prometheus-port"), places))
             except ResourceError:
                 self.close()
                 raise
@@ -143,7 +151,7 @@ class HttpListener:
             proxy_headers=False,  # who calls is who connected: see access.py
             server_header=False,
             date_header=False,
-            limit_concurrency=_MAX_CONNECTIONS,
+            limit_concurrency=2 * _MAX_CONNECTIONS,  # with those that have lost their place and are not closed yet
             timeout_keep_alive=5,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import ssl
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import pytest
 from lmcache.admin.listener import HttpListener
 from lmcache.admin.tls import server_context
 from lmcache.errors import ConfigError
+from polling import until
 from services.certificates import Certificates
-from unit.admin.test_http import FakeServer, make_config
+from unit.admin.test_http import FakeServer, hoard, is_open, make_config
 
 
 def trusting(certificates: Certificates) -> ssl.SSLContext:
@@ -47,6 +50,29 @@ def test_a_replaced_certificate_is_used_by_the_next_connection(tmp_path: Path) -
         assert httpx.get(metrics, verify=trusting(second)).status_code == 200
     finally:
         listener.stop()
+
+
+def test_unfinished_handshakes_keep_nobody_out_and_ended_connections_leave_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lmcache.admin.listener._MAX_CONNECTIONS", 5)
+    monkeypatch.setattr("lmcache.admin.listener.SILENCE_SECONDS", 0.1)
+    made = Certificates(tmp_path)
+    config = make_config(http_tls_cert=str(made.server_cert), http_tls_key=str(made.server_key))
+    listener = HttpListener(FakeServer(config))
+    listener.start()
+    try:
+        with contextlib.ExitStack() as connections:
+            hoarded = hoard(listener.http_port, connections)
+            url = f"https://127.0.0.1:{listener.http_port}/healthcheck"
+            assert httpx.get(url, verify=trusting(made), timeout=10).status_code == 200
+            until(lambda: sum(map(is_open, hoarded)) <= 5)
+        with socket.create_connection(("127.0.0.1", listener.http_port), timeout=10) as raw:
+            with trusting(made).wrap_socket(raw, server_hostname="127.0.0.1") as silent:
+                assert silent.recv(1) == b""  # by then it was looked at whether the one before is silent
+    finally:
+        listener.stop()
+    assert "Exception in callback" not in caplog.text
 
 
 def test_what_is_no_certificate_is_refused_in_one_sentence(tmp_path: Path) -> None:
