@@ -151,7 +151,7 @@ class HttpListener:
             proxy_headers=False,  # who calls is who connected: see access.py
             server_header=False,
             date_header=False,
-            limit_concurrency=2 * _MAX_CONNECTIONS,  # with those that have lost their place and are not closed yet
+            limit_concurrency=16 * _MAX_CONNECTIONS,  # a burst may come before those that lost their place are closed
             timeout_keep_alive=5,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )
