@@ -1,7 +1,8 @@
 """The clients that a CURVE server lets in: a folder with a public key each, read again when something changes there.
 
 `NAME.pub` has the key of a client. `NAME.salts` beside it, if it is there, has the cache salts that this client may
-name, one a line, `_default` for the empty salt; a client without that file may name every salt.
+name, one a line, `_default` for the empty salt; a client without that file may name every salt. Where the file goes
+away under a server, its client has to stay out until `NAME.pub` is written anew: nobody gets every salt by a mistake.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nacl import bindings
@@ -88,7 +89,9 @@ def _salts(public_key: Path) -> frozenset[str] | None:
             refuse_open_to_others(str(path), os.fstat(file.fileno()), secret=False)
             content = file.read(_MAX_SALTS_BYTES + 1)
     except FileNotFoundError:
-        return None
+        if not path.is_symlink():
+            return None
+        raise ConfigError(f"{path} is a link that leads nowhere.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     if len(content) > _MAX_SALTS_BYTES:
@@ -102,6 +105,11 @@ def _salts(public_key: Path) -> frozenset[str] | None:
     return frozenset("" if salt == DEFAULT_SALT else salt for salt in salts if salt)
 
 
+def _told(access: CurveAccess) -> str:
+    unlimited = sum(client.salts is None for client in access.clients.values())
+    return f"{len(access.clients)} clients, {unlimited} of them without {SALTS_SUFFIX}: with every cache salt"
+
+
 class CurveWatch:
     """Reads the files again when they change, on a thread of its own."""
 
@@ -112,10 +120,12 @@ class CurveWatch:
         cannot be used."""
         self._paths = server_key_file, clients_folder
         self._on_change = on_change
+        self._limited: dict[str, tuple[int, ...]] = {}  # keys with salts, by path: the version of the key's file
         self._seen = self._signature()
-        self.access, problems = read_access(*self._paths)
+        self.access, problems = self._read()
         self._said: list[str] = []
         self._say(problems)
+        log.info("CURVE keys: %s", _told(self.access))
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lmcache-curve-keys", daemon=True)
 
@@ -132,15 +142,32 @@ class CurveWatch:
             return
         self._seen = signature
         try:
-            access, problems = read_access(*self._paths)
+            access, problems = self._read()
         except LMCacheError as error:
             log.error("The CURVE keys stay as they were read before: %s", error)
             return
         self._say(problems)
         if access != self.access:
-            log.info("CURVE keys were read again: %d clients", len(access.clients))
+            log.info("CURVE keys were read again: %s", _told(access))
             before, self.access = self.access, access
             self._on_change(before, access)
+
+    def _read(self) -> tuple[CurveAccess, list[str]]:
+        """As `read_access`, without those whose salts have gone."""
+        access, problems = read_access(*self._paths)
+        limited = {path: version for path, version in self._limited.items() if version_at(path) == version}
+        clients = dict(access.clients)
+        for key, client in access.clients.items():
+            path = str(Path(self._paths[1], client.name + PUBLIC_SUFFIX))
+            if client.salts is not None:
+                limited[path] = version_at(path)
+            elif path in limited:
+                del clients[key]
+                problems.append(
+                    f"{client.name}{SALTS_SUFFIX} has gone: put it back, or write {path} anew to allow every cache salt."
+                )
+        self._limited = limited
+        return replace(access, clients=clients), problems
 
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_SECONDS):
@@ -152,7 +179,7 @@ class CurveWatch:
     def _say(self, problems: list[str]) -> None:
         for sentence in problems:
             if sentence not in self._said:
-                log.error("A client is not let in: %s", sentence)
+                log.error("Keys of clients: %s", sentence)
         self._said = problems
 
     def _signature(self) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -111,6 +112,40 @@ def test_salts_that_cannot_be_read_let_the_client_in_nowhere(folder: Path, conte
     (folder / "clients" / "a.salts").unlink()
     (folder / "clients" / "a.salts").mkdir()
     assert salts_of(folder) == {}
+
+
+def test_salts_that_lead_nowhere_let_the_client_in_nowhere(folder: Path) -> None:
+    (folder / "clients" / "a.salts").symlink_to(folder / "nothing")
+    access, problems = access_of(folder)
+    assert not access.clients
+    assert "a.salts is a link that leads nowhere" in problems[0]
+
+
+def test_who_loses_its_salts_does_not_get_all_of_them(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    salts, key = folder / "clients" / "a.salts", folder / "clients" / "a.pub"
+    salts.write_text("tenant")
+    watch = CurveWatch(str(folder / "server.key"), str(folder / "clients"), lambda before, access: None)
+
+    def salts_in_force() -> dict[str, frozenset[str] | None]:
+        watch.look()
+        return {client.name: client.salts for client in watch.access.clients.values()}
+
+    logging.getLogger("lmcache").propagate = True
+    salts.unlink()
+    with caplog.at_level("ERROR", logger="lmcache.transport"):
+        assert salts_in_force() == {}
+    assert "a.salts has gone: put it back" in caplog.text
+    keygen(folder / "clients", "b")
+    assert salts_in_force() == {"b": None}
+    salts.write_bytes(b"\xff")
+    assert salts_in_force() == {"b": None}
+    salts.unlink()
+    assert salts_in_force() == {"b": None}
+    salts.write_text("tenant")
+    assert salts_in_force() == {"a": frozenset({"tenant"}), "b": None}
+    salts.unlink()
+    key.write_text(key.read_text())
+    assert salts_in_force() == {"a": None, "b": None}
 
 
 def test_one_key_under_two_names_is_refused_for_the_second(folder: Path) -> None:
