@@ -69,7 +69,7 @@ class LookupHashLog:
             self._rotate_if_due()
             self._write(lines)
         except OSError as error:
-            self.close()  # the file may end in half a line: the next lines go to a new one
+            self._cut()
             if not self._failing:
                 self._failing = True
                 logger.error(
@@ -80,6 +80,15 @@ class LookupHashLog:
             self._failing = False
             logger.info("Lookup log: %s can be written again", self._folder)
 
+    def _cut(self) -> None:
+        """Takes back what was written of the lines that failed. The file goes on: a new one for every try would push
+        all that was recorded out of the newest `max_files`."""
+        try:
+            if self._file is not None:
+                os.ftruncate(self._file, self._size_bytes)
+        except OSError:
+            self.close()
+
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
@@ -87,7 +96,7 @@ class LookupHashLog:
 
     def _rotate_if_due(self) -> None:
         too_old = self._clock.wall() - self._begun_seconds >= self._rotation_seconds
-        if self._file is None or too_old or self._size_bytes >= self._rotation_bytes:
+        if self._file is None or (self._size_bytes and (too_old or self._size_bytes >= self._rotation_bytes)):
             self.close()
             self._begin_file()
 
@@ -96,7 +105,7 @@ class LookupHashLog:
         begun = datetime.fromtimestamp(self._begun_seconds, timezone.utc)
         path = self._folder / f"lookup_hashes_{begun:%Y%m%d_%H%M%S_%f}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._size_bytes = 0
+        self._size_bytes = os.fstat(self._file).st_size
         self._remove_oldest()
 
     def _write(self, lines: bytes) -> None:

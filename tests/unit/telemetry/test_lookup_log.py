@@ -132,3 +132,28 @@ def test_a_full_disk_is_said_once_and_writing_resumes(
     assert "again" in said[-1]
     newest = max(tmp_path.iterdir(), key=lambda file: file.name)
     assert json.loads(newest.read_text())["request_id"] == "kept"
+
+
+def test_a_full_disk_takes_nothing_that_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    log = make_log(tmp_path, clock, max_files=2)
+    log.handle([event("recorded")])
+
+    class HalfALine:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def write(self, fd: int, data: memoryview) -> int:
+            if len(data) > 10:
+                return os.write(fd, data[:10])
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(lookup_log, "os", HalfALine())
+        for _ in range(5):
+            clock.advance(61)
+            log.handle([event("lost")])
+    log.handle([event("kept")])
+    log.close()
+    lines = [line for file in sorted(tmp_path.iterdir()) for line in file.read_text().splitlines()]
+    assert [json.loads(line)["request_id"] for line in lines] == ["recorded", "kept"]
