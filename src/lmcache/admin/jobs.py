@@ -22,7 +22,7 @@ class TrackedJob:
     request_id: str
     kind: str
     progress: Progress
-    work: Callable[[Progress], None]
+    work: Callable[[Progress], None] | None  # until it has ended: it holds the keys
     asked_at: float
     status: str = "waiting"
 
@@ -86,6 +86,7 @@ class JobTable:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
+                assert job.work is not None
                 job.work(job.progress)
                 job.status = "done"
             except LMCacheError as error:
@@ -93,6 +94,7 @@ class JobTable:
             except Exception:  # the root of a job
                 logger.exception("The job %s failed", job.request_id)
                 job.progress.detail, job.status = "A fault of the server, whose log says more.", "failed"
+            job.work = None
 
     def _next(self) -> TrackedJob | None:
         with self._changed:
