@@ -119,7 +119,7 @@ def _from_this_host(request: Request) -> bool:
     if any(name in request.headers for name in _FORWARDED):
         return False
     origin = request.headers.get("origin")
-    return origin is None or is_loopback(urllib.parse.urlsplit(origin).hostname or "")
+    return origin is None or _names_loopback(origin)
 
 
 def _asked_by_this_hosts_name(request: Request) -> bool:
@@ -127,8 +127,12 @@ def _asked_by_this_hosts_name(request: Request) -> bool:
     name = request.headers.get("host")
     if name is None:  # no browser leaves it out
         return True
+    return "@" not in name and _names_loopback(f"//{name}")
+
+
+def _names_loopback(url: str) -> bool:
     try:
-        return "@" not in name and is_loopback(urllib.parse.urlsplit(f"//{name}").hostname or "")
+        return is_loopback(urllib.parse.urlsplit(url).hostname or "")
     except ValueError:
         return False
 
