@@ -82,20 +82,22 @@ def _endpoint(operation: Operation, context: AdminContext) -> Callable[[Request]
         return _json(value[1], value[0]) if isinstance(value, tuple) else _json(value, operation.status)
 
     async def audited(request: Request) -> Response:
-        outcome = "a fault of the server"
+        outcome, record = "a fault of the server", context.state.audit_log.audit
         try:
             response = await answer(request)
             outcome = "ok"
             return response
         except HTTPException as refusal:
             outcome = refusal.detail
+            if refusal.status_code == HTTPStatus.FORBIDDEN:
+                record = context.state.audit_log.audit_refused
             raise
         except LMCacheError as fault:
             outcome = str(fault)
             raise
         finally:
             detail = {**request.path_params, **_summary(getattr(request.state, "body", None))}
-            context.state.audit_log.audit(operation.action, caller_of(request), detail, outcome)
+            record(operation.action, caller_of(request), detail, outcome)
 
     return audited if operation.access is Access.CHANGE else answer
 

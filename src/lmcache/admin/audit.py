@@ -6,18 +6,25 @@ import errno
 import json
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
 from lmcache.clock import Clock
-from lmcache.core.limits import MAX_AUDIT_LINES_WAITING, MAX_AUDIT_TEXT_CHARACTERS
+from lmcache.core.limits import (
+    MAX_AUDIT_LINES_WAITING,
+    MAX_AUDIT_REFUSALS_AT_ONCE,
+    MAX_AUDIT_REFUSED_CHARACTERS,
+    MAX_AUDIT_TEXT_CHARACTERS,
+)
 from lmcache.errors import ResourceError
 from lmcache.telemetry.batch_queue import BatchQueue
 
 log = logging.getLogger("lmcache.audit")
 
 _STOP_SECONDS = 2.0
+_REFUSALS_PER_SECOND = 1.0
 _MODE = 0o600
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -51,6 +58,10 @@ class AuditLog:
         self._fd = _open(path) if path else -1
         self._broken_line = False  # the file ends in a part of a line
         self._failing = False
+        self._refusing = threading.Lock()
+        self._refusals_left = float(MAX_AUDIT_REFUSALS_AT_ONCE)
+        self._refused_at = clock.monotonic()
+        self._refusals_left_out = 0
         self._lines: BatchQueue[bytes] = BatchQueue(self._write, MAX_AUDIT_LINES_WAITING, "audit")
         if path:
             self._lines.start()
@@ -58,7 +69,30 @@ class AuditLog:
     def audit(self, action: str, caller: str, detail: Mapping[str, Any], outcome: str) -> None:
         """`action`: what was asked for, such as `cache.clear`. `caller`: address and the name of a token or key, never
         the token itself. `detail`: JSON values, no secrets. `outcome`: `ok`, or why not, in one sentence."""
-        if self._path and not self._lines.put(self._line(action, caller, detail, outcome)):
+        self._put(action, caller, detail, outcome, MAX_AUDIT_TEXT_CHARACTERS)
+
+    def audit_refused(self, action: str, caller: str, detail: Mapping[str, Any], outcome: str) -> None:
+        """The same for somebody who may not ask, and who can ask as often as the network lets him: neither the disk nor
+        the log of the server is filled. The action `refused` counts those that got no line of their own."""
+        with self._refusing:
+            now = self._clock.monotonic()
+            gained = (now - self._refused_at) * _REFUSALS_PER_SECOND
+            self._refusals_left = min(float(MAX_AUDIT_REFUSALS_AT_ONCE), self._refusals_left + gained)
+            self._refused_at = now
+            if self._refusals_left < 1:
+                self._refusals_left_out += 1
+                return
+            self._refusals_left -= 1
+            left_out, self._refusals_left_out = self._refusals_left_out, 0
+        self._tell_left_out(left_out)
+        self._put(action, caller, detail, outcome, MAX_AUDIT_REFUSED_CHARACTERS)
+
+    def _tell_left_out(self, left_out: int) -> None:
+        if left_out:
+            self.audit("refused", "", {"requests": left_out}, "they came too fast for a line each")
+
+    def _put(self, action: str, caller: str, detail: Mapping[str, Any], outcome: str, most_characters: int) -> None:
+        if self._path and not self._lines.put(self._line(action, caller, detail, outcome, most_characters)):
             log.error("The audit log is behind its disk and has no line of: %s by %s: %s", action, caller, outcome)
 
     def drain(self, seconds: float) -> bool:
@@ -67,20 +101,24 @@ class AuditLog:
 
     def close(self) -> None:
         """Writes what waits. Idempotent."""
+        left_out, self._refusals_left_out = self._refusals_left_out, 0
+        self._tell_left_out(left_out)
         self._lines.stop(_STOP_SECONDS)
 
-    def _line(self, action: str, caller: str, detail: Mapping[str, Any], outcome: str) -> bytes:
+    def _line(
+        self, action: str, caller: str, detail: Mapping[str, Any], outcome: str, most_characters: int
+    ) -> bytes:
         moment = datetime.fromtimestamp(self._clock.wall(), timezone.utc).isoformat(timespec="milliseconds")
         shown: Any = dict(detail)
         text = json.dumps(shown, default=str)
-        if len(text) > MAX_AUDIT_TEXT_CHARACTERS:
-            shown = {"truncated": text[:MAX_AUDIT_TEXT_CHARACTERS]}
+        if len(text) > most_characters:
+            shown = {"truncated": text[:most_characters]}
         record = {
             "time": moment.replace("+00:00", "Z"),
-            "caller": caller[:MAX_AUDIT_TEXT_CHARACTERS],
+            "caller": caller[:most_characters],
             "action": action,
             "detail": shown,
-            "outcome": outcome[:MAX_AUDIT_TEXT_CHARACTERS],
+            "outcome": outcome[:most_characters],
         }
         return json.dumps(record, default=str).encode() + b"\n"
 

@@ -133,3 +133,5 @@ MAX_PLUGIN_LINES_PER_SECOND = 200  # that are logged of one script
 # the audit log
 MAX_AUDIT_LINES_WAITING = 10_000  # for a disk that stands still
 MAX_AUDIT_TEXT_CHARACTERS = 4096  # of the detail, the caller or the outcome of a line
+MAX_AUDIT_REFUSED_CHARACTERS = 256  # the same of a line for somebody who may not ask
+MAX_AUDIT_REFUSALS_AT_ONCE = 100  # lines for those who may not ask; then one a second, which tells how many there were

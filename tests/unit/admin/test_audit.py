@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmcache.admin.audit import AuditLog, refuse_unusable
-from lmcache.core.limits import MAX_AUDIT_TEXT_CHARACTERS
+from lmcache.core.limits import MAX_AUDIT_REFUSALS_AT_ONCE, MAX_AUDIT_TEXT_CHARACTERS
 from lmcache.errors import ResourceError
 from manual_clock import ManualClock
 
@@ -66,6 +66,27 @@ def test_a_caller_cannot_make_a_line_as_long_as_it_likes(tmp_path: Path) -> None
     log.audit("quota.put", "c" * 100_000, {"salt": "s" * 100_000}, "o" * 100_000)
     log.close()
     assert (tmp_path / "audit.jsonl").stat().st_size < 5 * MAX_AUDIT_TEXT_CHARACTERS
+
+
+def test_those_who_may_not_ask_cannot_fill_the_disk(tmp_path: Path) -> None:
+    clock = ManualClock()
+    log = AuditLog(str(tmp_path / "audit.jsonl"), clock)
+    for _ in range(10_000):
+        log.audit_refused("quota.put", "192.0.2.9", {"cache_salt": "s" * 4000}, "no token")
+    clock.advance(1.0)
+    log.audit_refused("cache.clear", "192.0.2.9", {}, "no token")
+    log.audit_refused("cache.clear", "192.0.2.9", {}, "no token")
+    log.audit("cache.clear", "127.0.0.1", {}, "ok")
+    log.close()
+    actions = [(record["action"], record["detail"]) for record in lines(tmp_path / "audit.jsonl")]
+    assert len(actions) == MAX_AUDIT_REFUSALS_AT_ONCE + 4
+    assert actions[MAX_AUDIT_REFUSALS_AT_ONCE:] == [
+        ("refused", {"requests": 10_000 - MAX_AUDIT_REFUSALS_AT_ONCE}),
+        ("cache.clear", {}),
+        ("cache.clear", {}),
+        ("refused", {"requests": 1}),
+    ]
+    assert (tmp_path / "audit.jsonl").stat().st_size < 500 * len(actions)
 
 
 def test_a_file_that_cannot_be_opened_is_refused_before_the_start(tmp_path: Path) -> None:

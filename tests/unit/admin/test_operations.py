@@ -21,6 +21,7 @@ from lmcache.admin.operation import Access, Operation
 from lmcache.admin.requests import AdminContext
 from lmcache.admin.server_routes import HealthCheck
 from lmcache.config.spec import ServerConfig
+from lmcache.core.limits import MAX_AUDIT_REFUSALS_AT_ONCE
 from lmcache.telemetry.metrics import Metrics
 from manual_clock import ManualClock
 
@@ -160,6 +161,19 @@ def test_changes_are_recorded_and_so_are_refused_ones(tmp_path: Path) -> None:
     assert (cleared["action"], cleared["detail"]) == ("cache.clear", {"tier": "all", "force": False})
     assert cleared["outcome"] == "ok" and "admin token" in refused["outcome"]
     assert (quota["action"], quota["detail"]) == ("quota.delete", {"cache_salt": "alice"})
+
+
+def test_refused_changes_do_not_fill_the_audit_log(tmp_path: Path) -> None:
+    log = AuditLog(str(tmp_path / "audit.jsonl"), ManualClock())
+    app = build_app(state(audit_log=log), lambda: TOKEN)
+    with TestClient(app, client=("192.0.2.9", 4)) as http:
+        for _ in range(2 * MAX_AUDIT_REFUSALS_AT_ONCE):
+            assert http.put("/quota/" + "x" * 4000).status_code == 403
+    app.state.close()
+    log.close()
+    lines = (tmp_path / "audit.jsonl").read_text().splitlines()
+    assert len(lines) == MAX_AUDIT_REFUSALS_AT_ONCE + 1
+    assert json.loads(lines[-1])["detail"] == {"requests": MAX_AUDIT_REFUSALS_AT_ONCE}
 
 
 def test_a_token_that_is_replaced_counts_at_once(tmp_path: Path) -> None:
