@@ -123,9 +123,9 @@ class _Engine:
         self._model_name = model_name
         self._instance_id = f"replay-{uuid.uuid4().hex[:12]}"
         self._payload_bytes = payload_bytes
-        self._payload = random.Random(1).randbytes(payload_bytes)
         namespace = Namespace(model_name, 1, 0, 0, _LAYOUT)
-        register(client, self._instance_id, namespace, payload_bytes, "lmcache trace replay")
+        register(client, self._instance_id, namespace, payload_bytes, "lmcache trace replay")  # refuses wild sizes
+        self._payload = random.Random(1).randbytes(payload_bytes)
 
     def request(self, name: str, lookup: Lookup, outcome: Outcome) -> None:
         """Looks up, gives the lease back, stores what was missing, and ends."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.limits import MAX_OBJECT_BYTES, MAX_TOKENS_PER_SESSION, MAX_WORLD_SIZE
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.telemetry.events import LookupEvent
 from lmcache.telemetry.lookup_log import line_of
@@ -80,7 +81,7 @@ def _read(file: Path) -> Iterator[Lookup]:
                 return  # the server is still writing it, or was killed while it did
             try:
                 yield _lookup(json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 raise ConfigError(f"{file} line {number} is no lookup ({type(error).__name__}: {error}).") from None
 
 
@@ -90,7 +91,7 @@ def _lookup(record: dict[str, Any]) -> Lookup:
     )
     if len(hashes) != CHUNK_HASH_BYTES * len(record["chunk_hashes"]):
         raise ValueError("a chunk hash is longer than 32 bytes")
-    return Lookup(
+    lookup = Lookup(
         float(record["timestamp"]),
         str(record["model_name"]),
         str(record.get("cache_salt", "")),
@@ -99,6 +100,22 @@ def _lookup(record: dict[str, Any]) -> Lookup:
         chunk_bytes(record.get("dtypes") or [], record.get("shapes") or []),
         int(record.get("hit_chunks", 0)),
     )
+    _check(lookup)
+    return lookup
+
+
+def _check(lookup: Lookup) -> None:
+    """ValueError for what no server has logged. Files may come from elsewhere, and a replay does what they say."""
+    (lookup.model_name + lookup.cache_salt).encode()
+    if not math.isfinite(lookup.seconds):
+        raise ValueError("the timestamp is no number of seconds")
+    for subject, number, least, most in (
+        ("chunk_size", lookup.chunk_tokens, 1, MAX_TOKENS_PER_SESSION),
+        ("the size of a chunk", lookup.chunk_bytes, 0, MAX_OBJECT_BYTES * MAX_WORLD_SIZE),
+        ("hit_chunks", lookup.hit_chunks, 0, lookup.chunks),
+    ):
+        if not least <= number <= most:
+            raise ValueError(f"{subject} is {number}, and must be from {least} to {most}")
 
 
 def chunk_bytes(dtypes: list[str], shapes: list[list[int]]) -> int:

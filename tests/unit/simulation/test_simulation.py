@@ -104,6 +104,35 @@ def test_what_is_no_lookup_is_refused_with_its_line(tmp_path: Path, line: str) -
         read_trace([str(tmp_path)])
 
 
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("timestamp", "NaN"),
+        ("timestamp", "Infinity"),
+        ("chunk_size", "1e999"),
+        ("chunk_size", "0"),
+        ("chunk_size", "1099511627776"),
+        ("shapes", "[[1152921504606846976]]"),
+        ("shapes", "[[-4096]]"),
+        ("hit_chunks", "2"),
+        ("cache_salt", '"\\ud800"'),
+        ("model_name", "[" * 100_000),
+    ],
+)
+def test_figures_that_no_server_logs_are_refused(tmp_path: Path, field: str, text: str) -> None:
+    fields = {"timestamp": "1", "model_name": '"m"', "chunk_size": "16", "chunk_hashes": '["0x11"]', "dtypes": '["uint8"]'}
+    fields |= {"shapes": "[[64]]", "hit_chunks": "1", "cache_salt": '""'}
+
+    def read(changed: dict[str, str]) -> list[Lookup]:
+        line = ",".join(f'"{name}":{value}' for name, value in {**fields, **changed}.items())
+        (tmp_path / "x.jsonl").write_text("{" + line + "}\n")
+        return read_trace([str(tmp_path)])
+
+    assert len(read({})) == 1
+    with pytest.raises(ConfigError, match=r"x\.jsonl line 1 is no lookup"):
+        read({field: text})
+
+
 def test_the_size_of_a_chunk_follows_from_its_tensors() -> None:
     assert chunk_bytes(["bfloat16", "torch.uint8"], [[2, 3], [10]]) == 22
     assert chunk_bytes([], []) == 0
