@@ -16,6 +16,11 @@ LEVEL_VARIABLE = "LMCACHE_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 ROOT_LOGGER = "lmcache"
 _DRAIN_SECONDS = 1.0
+_HARMLESS = {number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160))} | {
+    **{ord(end): " " for end in "\n\r"},
+    **{number: f"\\u{number:04x}" for number in (0x2028, 0x2029)},
+    ord("\t"): "\t",
+}
 FORMAT = "[%(asctime)s] LMCache %(levelname)s: %(message)s"
 
 
@@ -39,8 +44,8 @@ class _Formatter(logging.Formatter):
 
 
 def _one_line(text: str) -> str:
-    """Names come from engines and backends: none may look like a line of its own."""
-    return text.replace("\n", " ").replace("\r", " ")
+    """Names come from engines and backends: none may look like a line of its own, or give orders to a terminal."""
+    return text.translate(_HARMLESS)
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable before Python 3.11

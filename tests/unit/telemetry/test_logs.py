@@ -36,6 +36,9 @@ def test_what_others_named_makes_no_line_of_its_own(stream: io.StringIO) -> None
     logs.configure_logs("INFO", stream=stream)
     logging.getLogger("lmcache.x").info("model %s", "m\n[2026-01-01 00:00:00,000] LMCache INFO: forged\r\n")
     assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("LMCache INFO: forged  \n")
+    logging.getLogger("lmcache.x").info("model %s", "m\x1b]0;title\x07\x9b31m\x85\u2028end\té")
+    assert stream.getvalue().endswith("model m\\x1b]0;title\\x07\\x9b31m\\x85\\u2028end\té\n")
+    assert len(stream.getvalue().splitlines()) == 2
 
 
 def test_a_stack_is_only_for_debug(stream: io.StringIO) -> None:
