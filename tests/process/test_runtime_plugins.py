@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,10 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.core.limits import MAX_PLUGIN_LINE_BYTES, MAX_PLUGIN_LINES_PER_SECOND
+from lmcache.core.limits import (
+    MAX_PLUGIN_BYTES_PER_SECOND,
+    MAX_PLUGIN_LINE_BYTES,
+    MAX_PLUGIN_LINES_PER_SECOND,
+    MIB,
+)
 from lmcache.errors import ConfigError
+from lmcache.runtime_plugins.launcher import PluginLauncher
 from lmcache.runtime_plugins.scripts import find_scripts
 from lmcache.testing.processes import CacheServer
+from manual_clock import ManualClock
 from polling import until
 
 
@@ -109,6 +117,34 @@ print("unfinished", end="")
         assert any("\\xff" in line for line in lines)
         assert any("are left out" in line for line in lines)
         assert max(map(len, lines)) < 2 * MAX_PLUGIN_LINE_BYTES
+
+
+def test_a_flood_of_output_waits_for_its_share(tmp_path: Path) -> None:
+    """Else it would take the processor from engines."""
+    flood = f"""import sys
+for number in range(1, 65):
+    sys.stdout.write("x" * {MIB})
+    sys.stdout.flush()
+    open({str(tmp_path / "written")!r}, "w").write(str(number))
+"""
+    script(tmp_path / "plugins" / "flood.py", flood)
+    clock = ManualClock()
+    launcher = PluginLauncher(find_scripts([str(tmp_path / "plugins")]), dict, clock)
+
+    def written_bytes() -> int:
+        with contextlib.suppress(OSError, ValueError):  # not yet
+            return int((tmp_path / "written").read_text()) * MIB
+        return 0
+
+    launcher.start()
+    try:
+        until(lambda: written_bytes() >= MAX_PLUGIN_BYTES_PER_SECOND)
+        with pytest.raises(AssertionError, match="not so within 1 s"):
+            until(lambda: written_bytes() > MAX_PLUGIN_BYTES_PER_SECOND + MIB, 1.0)
+        clock.advance(1.0)
+        until(lambda: written_bytes() >= 2 * MAX_PLUGIN_BYTES_PER_SECOND)
+    finally:
+        launcher.stop()
 
 
 def test_a_script_that_fails_is_started_again_after_pauses_that_grow(tmp_path: Path) -> None:

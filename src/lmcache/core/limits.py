@@ -129,6 +129,7 @@ assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_W
 MAX_RUNTIME_PLUGINS = 64
 MAX_PLUGIN_LINE_BYTES = 4096  # that are logged of a line
 MAX_PLUGIN_LINES_PER_SECOND = 200  # that are logged of one script
+MAX_PLUGIN_BYTES_PER_SECOND = 4 * MIB  # that are read of one script; beyond, it waits for its pipe
 
 # the audit log
 MAX_AUDIT_LINES_WAITING = 10_000  # for a disk that stands still

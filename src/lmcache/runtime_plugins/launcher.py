@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from lmcache.clock import Clock
-from lmcache.core.limits import MAX_PLUGIN_LINE_BYTES, MAX_PLUGIN_LINES_PER_SECOND
+from lmcache.core.limits import MAX_PLUGIN_BYTES_PER_SECOND, MAX_PLUGIN_LINE_BYTES, MAX_PLUGIN_LINES_PER_SECOND
 from lmcache.runtime_plugins.scripts import Script
 
 log = logging.getLogger("lmcache.plugins")
@@ -83,10 +83,12 @@ class _Plugin:
         self.process: subprocess.Popen[bytes] | None = None
         self.pidfd = -1
         self.due_at: float | None = clock.monotonic()  # None: runs, or is done
+        self.read_at: float | None = None  # when its output is read again; None: it is, or there is none
         self._clock = clock
         self._began_at = 0.0
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._output = _Output(script.name, clock)
+        self._budget_at, self._read_bytes = 0.0, 0  # the second that is counted, and what was read in it
 
     def start(self, environment: Mapping[str, str]) -> None:
         self.due_at = None
@@ -116,6 +118,12 @@ class _Plugin:
         except BlockingIOError:
             return True
         self._output.take(data)
+        now = self._clock.monotonic()
+        if now - self._budget_at >= 1.0:
+            self._budget_at, self._read_bytes = now, 0
+        self._read_bytes += len(data)
+        if self._read_bytes >= MAX_PLUGIN_BYTES_PER_SECOND:
+            self.read_at = self._budget_at + 1.0  # a flood must not take the processor from the server
         return bool(data)
 
     def ended(self, *, stopping: bool) -> None:
@@ -123,6 +131,7 @@ class _Plugin:
         assert self.process is not None
         code = self.process.wait()
         self.read()
+        self.read_at = None
         self._output.end()
         self._release()
         if stopping or code == 0:
@@ -192,6 +201,7 @@ class PluginLauncher:
                     if not any(plugin.process for plugin in self._plugins) or self._clock.monotonic() > self._stop_at:
                         return
                 self._start_due(environment)
+                self._read_due()
                 for key, _ in self._selector.select(self._wait_seconds()):
                     self._handle(key)
         except Exception:  # root of a thread
@@ -209,8 +219,16 @@ class PluginLauncher:
                 self._selector.register(plugin.stdout, selectors.EVENT_READ, plugin)
                 self._selector.register(plugin.pidfd, selectors.EVENT_READ, plugin)
 
+    def _read_due(self) -> None:
+        now = self._clock.monotonic()
+        for plugin in self._plugins:
+            if plugin.read_at is not None and plugin.read_at <= now:
+                plugin.read_at = None
+                self._selector.register(plugin.stdout, selectors.EVENT_READ, plugin)
+
     def _wait_seconds(self) -> float | None:
-        due = [plugin.due_at for plugin in self._plugins if plugin.due_at is not None]
+        times = [at for plugin in self._plugins for at in (plugin.due_at, plugin.read_at)]
+        due = [at for at in times if at is not None]
         if self._stop_at is not None:
             due.append(self._stop_at)
         return max(0.0, min(due) - self._clock.monotonic()) if due else None
@@ -225,5 +243,6 @@ class PluginLauncher:
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(fd)
             plugin.ended(stopping=self._stop_at is not None)
-        elif plugin.process is not None and key.fd == plugin.stdout.fileno() and not plugin.read():
-            self._selector.unregister(key.fd)
+        elif plugin.process is not None and key.fd == plugin.stdout.fileno():
+            if not plugin.read() or plugin.read_at is not None:
+                self._selector.unregister(key.fd)
