@@ -5,6 +5,8 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import os
+import stat
 import threading
 import urllib.parse
 
@@ -25,18 +27,26 @@ def read_token(path: str) -> str:
     if not path:
         return ""
     try:
-        with open(path, "rb") as file:
-            token = file.read(_MAX_TOKEN_BYTES).decode("ascii").strip()
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"--admin-token-file {path} is no file that can be read again; name one.")
+            content = file.read(_MAX_TOKEN_BYTES + 1)
+        token = content.decode("ascii").strip()
     except OSError as error:
         raise ConfigError(f"--admin-token-file {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--admin-token-file {path} must hold one line of ASCII text.") from None
-    if len(token) < _MIN_TOKEN_CHARACTERS or not token.isprintable():
+    if len(token) < _MIN_TOKEN_CHARACTERS or len(content) > _MAX_TOKEN_BYTES or not token.isprintable():
         raise ConfigError(
-            f"--admin-token-file {path} must hold one line of at least {_MIN_TOKEN_CHARACTERS} characters, such as the "
-            "output of `openssl rand -hex 32`."
+            f"--admin-token-file {path} must hold one line of at least {_MIN_TOKEN_CHARACTERS} characters, {_MAX_TOKEN_BYTES} "
+            "at most, such as the output of `openssl rand -hex 32`."
         )
     return token
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A pipe of that name would hold up every request."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class AdminToken:

@@ -257,6 +257,14 @@ def test_token_file(tmp_path: Any) -> None:
     path.write_text("short\n")
     with pytest.raises(ConfigError, match="at least 16"):
         read_token(str(path))
+    path.write_text("x" * 5000)
+    with pytest.raises(ConfigError, match="4096 at most"):
+        read_token(str(path))
+    path.unlink()
+    os.mkfifo(path)  # whose other end nobody has
+    with pytest.raises(ConfigError, match="is no file"):
+        read_token(str(path))
+    path.unlink()
     path.write_text("0123456789abcdef\n")
     assert read_token(str(path)) == "0123456789abcdef"
 
