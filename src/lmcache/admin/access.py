@@ -38,8 +38,8 @@ def read_token(path: str) -> str:
         raise ConfigError(f"--admin-token-file {path} must hold one line of ASCII text.") from None
     if len(token) < _MIN_TOKEN_CHARACTERS or len(content) > _MAX_TOKEN_BYTES or not token.isprintable():
         raise ConfigError(
-            f"--admin-token-file {path} must hold one line of at least {_MIN_TOKEN_CHARACTERS} characters, {_MAX_TOKEN_BYTES} "
-            "at most, such as the output of `openssl rand -hex 32`."
+            f"--admin-token-file {path} must hold one line of at least {_MIN_TOKEN_CHARACTERS} characters, "
+            f"{_MAX_TOKEN_BYTES} at most, such as the output of `openssl rand -hex 32`."
         )
     return token
 

@@ -105,9 +105,7 @@ class AuditLog:
         self._tell_left_out(left_out)
         self._lines.stop(_STOP_SECONDS)
 
-    def _line(
-        self, action: str, caller: str, detail: Mapping[str, Any], outcome: str, most_characters: int
-    ) -> bytes:
+    def _line(self, action: str, caller: str, detail: Mapping[str, Any], outcome: str, most_characters: int) -> bytes:
         moment = datetime.fromtimestamp(self._clock.wall(), timezone.utc).isoformat(timespec="milliseconds")
         shown: Any = dict(detail)
         text = json.dumps(shown, default=str)

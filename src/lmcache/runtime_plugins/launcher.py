@@ -226,6 +226,10 @@ class PluginLauncher:
                 plugin.read_at = None
                 self._selector.register(plugin.stdout, selectors.EVENT_READ, plugin)
 
+    def _read(self, plugin: _Plugin) -> None:
+        if not plugin.read() or plugin.read_at is not None:
+            self._selector.unregister(plugin.stdout)
+
     def _wait_seconds(self) -> float | None:
         times = [at for plugin in self._plugins for at in (plugin.due_at, plugin.read_at)]
         due = [at for at in times if at is not None]
@@ -244,5 +248,4 @@ class PluginLauncher:
                     self._selector.unregister(fd)
             plugin.ended(stopping=self._stop_at is not None)
         elif plugin.process is not None and key.fd == plugin.stdout.fileno():
-            if not plugin.read() or plugin.read_at is not None:
-                self._selector.unregister(key.fd)
+            self._read(plugin)

@@ -164,7 +164,7 @@ class CurveWatch:
             elif path in limited:
                 del clients[key]
                 problems.append(
-                    f"{client.name}{SALTS_SUFFIX} has gone: put it back, or write {path} anew to allow every cache salt."
+                    f"{client.name}{SALTS_SUFFIX} has gone: put it back, or write {path} anew for every cache salt."
                 )
         self._limited = limited
         return replace(access, clients=clients), problems

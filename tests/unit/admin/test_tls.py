@@ -67,9 +67,9 @@ def test_unfinished_handshakes_keep_nobody_out_and_ended_connections_leave_no_tr
             url = f"https://127.0.0.1:{listener.http_port}/healthcheck"
             assert httpx.get(url, verify=trusting(made), timeout=10).status_code == 200
             until(lambda: sum(map(is_open, hoarded)) <= 5)
-        with socket.create_connection(("127.0.0.1", listener.http_port), timeout=10) as raw:
-            with trusting(made).wrap_socket(raw, server_hostname="127.0.0.1") as silent:
-                assert silent.recv(1) == b""  # by then it was looked at whether the one before is silent
+        raw = socket.create_connection(("127.0.0.1", listener.http_port), timeout=10)
+        with trusting(made).wrap_socket(raw, server_hostname="127.0.0.1") as silent:
+            assert silent.recv(1) == b""  # by then it was looked at whether the one before is silent
     finally:
         listener.stop()
     assert "Exception in callback" not in caplog.text

@@ -120,7 +120,13 @@ def test_what_is_no_lookup_is_refused_with_its_line(tmp_path: Path, line: str) -
     ],
 )
 def test_figures_that_no_server_logs_are_refused(tmp_path: Path, field: str, text: str) -> None:
-    fields = {"timestamp": "1", "model_name": '"m"', "chunk_size": "16", "chunk_hashes": '["0x11"]', "dtypes": '["uint8"]'}
+    fields = {
+        "timestamp": "1",
+        "model_name": '"m"',
+        "chunk_size": "16",
+        "chunk_hashes": '["0x11"]',
+        "dtypes": '["uint8"]',
+    }
     fields |= {"shapes": "[[64]]", "hit_chunks": "1", "cache_salt": '""'}
 
     def read(changed: dict[str, str]) -> list[Lookup]:
