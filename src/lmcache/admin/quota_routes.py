@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
+import msgspec
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from lmcache.admin import messages as m
 from lmcache.admin.operation import Access, Call, Operation
 from lmcache.admin.requests import AdminContext
+from lmcache.admin.shared_answer import SharedAnswer
 from lmcache.core.key import DEFAULT_SALT, salt_digest
 from lmcache.core.limits import GIB, MAX_NAME_BYTES
 from lmcache.l1.quota import Quota
@@ -19,6 +23,8 @@ class QuotaRoutes:
     def __init__(self, context: AdminContext) -> None:
         self._context = context
         self._state = context.state  # whose quotas come after this
+        # By whether salts are shown. Everybody may ask, and many salts take a while.
+        self._shared = {shows: SharedAnswer(partial(self._quotas, shows)) for shows in (False, True)}
 
     def operations(self) -> list[Operation]:
         path, public, change = "/quota/{cache_salt:text}", Access.PUBLIC, Access.CHANGE
@@ -32,10 +38,16 @@ class QuotaRoutes:
             Operation("DELETE", path, "The salt has no limit any more", change, self.delete, m.SaltQuota),
         ]
 
-    async def all(self, call: Call) -> m.Quotas:
-        quotas, name = await self._context.in_thread(self._state.quotas.all), _naming(call)
-        shown = sorted((m.Quota(*_figures(quota, name)) for quota in quotas), key=lambda entry: entry.cache_salt)
-        return m.Quotas(shown, self._state.quotas.enforced)
+    async def all(self, call: Call) -> Response:
+        return Response(await self._shared[call.may_read_salts].get(), media_type="application/json")
+
+    async def _quotas(self, shows_salts: bool) -> bytes:
+        def encoded() -> bytes:
+            shown = [m.Quota(*_figures(quota, _naming(shows_salts))) for quota in self._state.quotas.all()]
+            shown.sort(key=lambda entry: entry.cache_salt)
+            return msgspec.json.encode(m.Quotas(shown, self._state.quotas.enforced))
+
+        return await self._context.in_thread(encoded)
 
     async def get(self, call: Call) -> m.SaltQuota:
         salt = _salt(call)
@@ -54,7 +66,7 @@ class QuotaRoutes:
         return self._shown(await self._context.in_thread(lambda: self._state.quotas.delete(salt)), call)
 
     def _shown(self, quota: Quota, call: Call) -> m.SaltQuota:
-        return m.SaltQuota(*_figures(quota, _naming(call)), self._state.quotas.enforced)
+        return m.SaltQuota(*_figures(quota, _naming(call.may_read_salts)), self._state.quotas.enforced)
 
 
 def _salt(call: Call) -> str:
@@ -66,8 +78,8 @@ def _salt(call: Call) -> str:
     return "" if name == DEFAULT_SALT else name
 
 
-def _naming(call: Call) -> Callable[[str], str]:
-    return str if call.may_read_salts else salt_digest
+def _naming(shows_salts: bool) -> Callable[[str], str]:
+    return str if shows_salts else salt_digest
 
 
 def _figures(quota: Quota, name: Callable[[str], str]) -> tuple[str, float, float, bool]:

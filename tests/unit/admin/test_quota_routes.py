@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
 from lmcache._native import L1Core
 from lmcache.admin.app import build_app
 from lmcache.admin.audit import AuditLog
+from lmcache.admin.shared_answer import BURST
 from lmcache.core.limits import GIB
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.l1 import quota as quota_module
@@ -100,6 +103,25 @@ def test_quotas_are_metrics(http: TestClient, tier: Tier) -> None:
     assert metrics.registry.get_sample_value("lmcache_mp_quota_limit_bytes", of_a) == 2 * UNIT
     assert metrics.registry.get_sample_value("lmcache_mp_quota_usage_bytes", of_a) == UNIT
     assert 'cache_salt="b"' not in metrics.exposition().decode()
+
+
+def test_a_storm_of_listings_costs_as_much_as_a_few(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    quotas_of = tier.quotas.all
+    monkeypatch.setattr(tier.quotas, "all", lambda: computed.append(1) or quotas_of())
+    app = build_app(
+        SimpleNamespace(quotas=tier.quotas, metrics=tier.metrics, audit_log=AuditLog("", ManualClock())), lambda: TOKEN
+    )
+
+    async def storm() -> list[int]:
+        transport = httpx.ASGITransport(app, client=("192.0.2.1", 4))
+        async with httpx.AsyncClient(transport=transport, base_url="http://cache.example") as client:
+            answers = await asyncio.gather(*(client.get("/quota") for _ in range(200)))
+        return [answer.status_code for answer in answers]
+
+    assert asyncio.run(storm()) == [200] * 200
+    assert len(computed) <= BURST
+    app.state.close()
 
 
 def test_the_empty_salt_is_default(http: TestClient, tier: Tier) -> None:
