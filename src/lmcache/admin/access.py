@@ -19,7 +19,9 @@ logger = logging.getLogger("lmcache.admin")
 
 _MAX_TOKEN_BYTES = 4096
 _MIN_TOKEN_CHARACTERS = 16
-_FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+_FORWARDED = ("forwarded", "via", "x-real-ip")
+_FORWARDED_PREFIXES = ("x-forwarded-", "x-envoy-")  # proxies beside a container tell no address, and connect by loopback
+_MAX_SHOWN_HEADERS = 5
 
 
 def read_token(path: str) -> str:
@@ -109,8 +111,14 @@ def why_reading_is_refused(request: Request, token: str) -> str:
 def caller_of(request: Request) -> str:
     """For the audit: the address, what it says of others behind it, and whether the token was used."""
     host = request.client.host if request.client is not None else "an unknown address"
-    forwarded = [f"{name}: {request.headers[name][:200]}" for name in _FORWARDED if name in request.headers]
+    forwarded = [f"{name}: {request.headers[name][:200]}" for name in _forwarded(request)[:_MAX_SHOWN_HEADERS]]
     return ", ".join([host, *forwarded, *(["with the admin token"] if _given_token(request) else [])])
+
+
+def _forwarded(request: Request) -> list[str]:
+    """The headers that a proxy has set, in their order."""
+    names = dict.fromkeys(request.headers.keys())
+    return [name for name in names if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)]
 
 
 def _given_token(request: Request) -> str:
@@ -126,7 +134,7 @@ def _from_this_host(request: Request) -> bool:
     """Whether the client is on loopback, no proxy for others, and no page of another site in a local browser."""
     if request.client is None or not is_loopback(request.client.host):
         return False
-    if any(name in request.headers for name in _FORWARDED):
+    if _forwarded(request):
         return False
     origin = request.headers.get("origin")
     return origin is None or _names_loopback(origin)

@@ -214,7 +214,8 @@ def test_an_unexpected_fault_is_answered_without_its_stack(server: FakeServer, h
 def test_a_page_of_another_site_cannot_use_the_browser_of_this_host(server: FakeServer, http: httpx.Client) -> None:
     for origin in ("http://evil.example", "null", "http://[", "http://127.0.0.1.evil.example"):
         assert http.post("/cache/clear", headers={"Origin": origin}).status_code == 403
-    assert http.post("/cache/clear", headers={"X-Forwarded-For": "203.0.113.9"}).status_code == 403
+    for proxied in ({"X-Forwarded-For": "203.0.113.9"}, {"X-Forwarded-Proto": "http"}, {"X-Envoy-Attempt-Count": "1"}):
+        assert http.post("/cache/clear", headers=proxied).status_code == 403
     assert server.cleared == []
     assert http.post("/cache/clear", headers={"Origin": str(http.base_url).rstrip("/")}).status_code == 200
 
