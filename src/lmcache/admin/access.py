@@ -20,7 +20,10 @@ logger = logging.getLogger("lmcache.admin")
 _MAX_TOKEN_BYTES = 4096
 _MIN_TOKEN_CHARACTERS = 16
 _FORWARDED = ("forwarded", "via", "x-real-ip")
-_FORWARDED_PREFIXES = ("x-forwarded-", "x-envoy-")  # proxies beside a container tell no address, and connect by loopback
+_FORWARDED_PREFIXES = (
+    "x-forwarded-",
+    "x-envoy-",
+)  # proxies beside a container tell no address, and connect by loopback
 _MAX_SHOWN_HEADERS = 5
 
 
