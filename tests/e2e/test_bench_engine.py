@@ -30,4 +30,9 @@ def test_questions_about_documents(
     assert figures["labels"]["later question"]["cached_tokens"] == 6 * 1024
     for key in ("ttft_ms", "itl_ms", "tpot_ms", "total_ms"):
         assert 0 < figures[key]["p50"] <= figures[key]["max"]
+    assert main(["describe", "engine", "--url", url, "--format", "json"]) == 0
+    engine = json.loads(capsys.readouterr().out)["metrics"]
+    assert (engine["health"], engine["models"][0]["id"]) == ("OK", str(llama)) and engine["version"]
+    assert engine["num_requests_running"] == 0
+    assert engine["external_prefix_cache_hits"] == 6 * 1024 < engine["external_prefix_cache_queries"]
     stack.wait_clean()

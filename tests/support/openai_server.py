@@ -28,6 +28,8 @@ class OpenAIServer:
         self.paths: list[str] = []
         self.faults: dict[int, str] = {}
         self.tells_usage = True
+        self.gets: list[tuple[str, str]] = []  # paths, and what proved who asked
+        self.answers: dict[str, tuple[int, Any]] = {}  # status and text or JSON of other paths
         self.released = threading.Event()  # ends what stands still
         self._seen: set[tuple[str, ...]] = set()
         self._lock = threading.Lock()
@@ -66,7 +68,13 @@ def _handler(openai: OpenAIServer) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._json(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+            openai.gets.append((self.path, self.headers.get("Authorization", "")))
+            if self.path in openai.answers:
+                self._json(*openai.answers[self.path])
+            elif self.path == "/v1/models":
+                self._json(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+            else:
+                self._json(404, {"detail": "Not Found"})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -128,7 +136,7 @@ def _handler(openai: OpenAIServer) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
         def _json(self, status: int, answer: Any) -> None:
-            text = json.dumps(answer).encode()
+            text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()

@@ -33,12 +33,11 @@ from lmcache.cli.engine_bench.workloads import (
     Turn,
     of_trace,
 )
+from lmcache.cli.http import ENGINE_KEY_VARIABLE, ENGINE_URL
 from lmcache.cli.output import write_file
 from lmcache.config.values import Choice, Number, Whole
 from lmcache.errors import ConfigError, ServerUnavailable
 
-KEY_VARIABLE = "OPENAI_API_KEY"
-_URL = "http://localhost:8000"
 _CONCURRENCY = 8
 _OPEN_CONCURRENCY = 256  # where requests begin at their own times
 _INTERRUPTED = 130
@@ -57,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     except RequestFailed as failed:
         raise ServerUnavailable(
             f"{options.url} cannot be measured, its first request failed: {failed.kind}. Is an engine running there, "
-            f"and are --model, --api and the key in {KEY_VARIABLE} right?"
+            f"and are --model, --api and the key in {ENGINE_KEY_VARIABLE} right?"
         ) from None
     figures = summary(measured)
     result = {
@@ -93,12 +92,14 @@ def _arguments() -> Arguments:
         ],
     )
     arguments.add_value("--workload", Choice((*WORKLOADS, TRACE)), "what is asked", default="long-doc-qa")
-    arguments.add_argument("--url", default=_URL, help="HTTP address of the engine")
+    arguments.add_argument("--url", default=ENGINE_URL, help="HTTP address of the engine")
     arguments.add_argument("--model", default="", metavar="NAME", help="default: the first of GET /v1/models")
     arguments.add_value(
         "--api", Choice(APIS), "the path of requests: /v1/completions or /v1/chat/completions", default="completions"
     )
-    arguments.add_argument("--api-key-file", default="", metavar="FILE", help=f"default: the key in {KEY_VARIABLE}")
+    arguments.add_argument(
+        "--api-key-file", default="", metavar="FILE", help=f"default: the key in {ENGINE_KEY_VARIABLE}"
+    )
     for name, help in (
         ("requests", "how many are sent; of a trace: at most"),
         ("prefixes", "how many different documents, system prompts or agents there are"),
@@ -182,7 +183,7 @@ def _stages(options: argparse.Namespace, shape: Shape) -> Stages:
 
 
 def _headers(options: argparse.Namespace) -> dict[str, str]:
-    key = os.environ.get(KEY_VARIABLE, "")
+    key = os.environ.get(ENGINE_KEY_VARIABLE, "")
     if options.api_key_file:
         try:
             key = Path(options.api_key_file).read_text(encoding="utf-8")
@@ -191,7 +192,7 @@ def _headers(options: argparse.Namespace) -> dict[str, str]:
             raise ConfigError(f"--api-key-file {options.api_key_file} cannot be read: {reason}.") from None
     key = key.strip()
     if not key.isprintable() or not key.isascii():
-        raise ConfigError(f"The key in {options.api_key_file or KEY_VARIABLE} must be one line of ASCII.")
+        raise ConfigError(f"The key in {options.api_key_file or ENGINE_KEY_VARIABLE} must be one line of ASCII.")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -241,11 +242,8 @@ def _compare(options: argparse.Namespace) -> int:
     results = [read_result(path) for path in options.compare]
     comparison(options.compare, results).emit(options)
     if options.plot:
-        names = (
-            options.compare
-            if len(set(options.compare)) > 1
-            else [f"{path} ({n})" for n, path in enumerate(options.compare, 1)]
-        )
+        stems = [Path(path).stem for path in options.compare]
+        names = stems if len(set(stems)) > 1 else [f"{number} {stem}" for number, stem in enumerate(stems, 1)]
         _plot(options, dict(zip(names, results, strict=True)))
     return 0
 

@@ -6,38 +6,43 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache.cli.arguments import Arguments
-from lmcache.cli.http import DEFAULT_URL, HttpRefused, request
+from lmcache.cli.describe_engine import describe_engine
+from lmcache.cli.http import DEFAULT_URL, ENGINE_KEY_VARIABLE, ENGINE_URL, HttpRefused, request
 from lmcache.cli.output import Report, bytes_text, seconds_text
-from lmcache.config import unbuilt
 from lmcache.config.values import Choice
-from lmcache.errors import ConfigError
 
 
 def run(argv: Sequence[str]) -> int:
-    arguments = Arguments("describe", "Shows the health and the figures of a running cache server.")
+    arguments = Arguments(
+        "describe",
+        "Shows the health and the figures of a running cache server (kvcache), or of a vLLM engine (engine), whose key "
+        f"is taken from {ENGINE_KEY_VARIABLE}.",
+        ["lmcache describe", "lmcache describe engine --url http://localhost:8000 --format json"],
+    )
     arguments.add_value("target", Choice(("kvcache", "engine")), "what to describe", nargs="?", default="kvcache")
-    arguments.add_argument("--url", default=DEFAULT_URL, help="the server's HTTP address")
+    arguments.add_argument("--url", default="", help=f"HTTP address (default: {DEFAULT_URL}; engine: {ENGINE_URL})")
     arguments.add_number("--timeout", 10.0, "give up after that long", unit="seconds", above=0)
     options = arguments.read(argv)
     if options.target == "engine":
-        raise ConfigError(f"lmcache describe engine is not built yet: {unbuilt.COMMANDS['describe engine']}.")
-    status = request(options.url, "GET", "/status", timeout_seconds=options.timeout)
+        return describe_engine(options.url or ENGINE_URL, options)
+    url = options.url or DEFAULT_URL
+    status = request(url, "GET", "/status", timeout_seconds=options.timeout)
     try:
         health = "OK"
-        request(options.url, "GET", "/healthcheck", timeout_seconds=options.timeout)
+        request(url, "GET", "/healthcheck", timeout_seconds=options.timeout)
     except HttpRefused as error:
         health = str(error)
-    config = request(options.url, "GET", "/config", timeout_seconds=options.timeout)
+    config = request(url, "GET", "/config", timeout_seconds=options.timeout)
     report = Report("LMCache KV cache server")
     report.add("health", "Health", health)
-    report.add("url", "URL", options.url)
+    report.add("url", "URL", url)
     _add_server(report, status, config)
     _add_l1(report, status["l1"], config)
     for adapter in status["l2"]["adapters"]:
         _add_adapter(report, adapter)
     for instance in status["instances"]:
         _add_instance(report, instance)
-    report.metrics = {"health": health, "url": options.url, **status}
+    report.metrics = {"health": health, "url": url, **status}
     report.emit(options)
     return 0 if health == "OK" else 1
 

@@ -12,7 +12,9 @@ from typing import Any
 from lmcache.errors import ConfigError, LMCacheError, ServerUnavailable
 
 DEFAULT_URL = "http://localhost:8080"
+ENGINE_URL = "http://localhost:8000"
 TOKEN_VARIABLE = "LMCACHE_ADMIN_TOKEN"
+ENGINE_KEY_VARIABLE = "OPENAI_API_KEY"
 _MAX_ANSWER_BYTES = 64 << 20
 
 
@@ -36,10 +38,13 @@ def split_url(url: str) -> tuple[str, str, int | None, str]:
     return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
 
 
-def request(url: str, method: str, path: str, body: Any = None, *, timeout_seconds: float = 10.0) -> Any:
+def request(
+    url: str, method: str, path: str, body: Any = None, *, token: str | None = None, timeout_seconds: float = 10.0
+) -> Any:
     """The decoded JSON answer (text where it is not JSON). ServerUnavailable without an answer, HttpRefused for errors.
 
-    The admin token is taken from LMCACHE_ADMIN_TOKEN."""
+    `token`: what the request proves itself with; unless given, the admin token in LMCACHE_ADMIN_TOKEN, for a cache
+    server alone."""
     scheme, host, port, prefix = split_url(url)
     connection = (
         http.client.HTTPSConnection(host, port, timeout=timeout_seconds, context=ssl.create_default_context())
@@ -49,7 +54,9 @@ def request(url: str, method: str, path: str, body: Any = None, *, timeout_secon
     headers = {"Accept": "application/json"}
     if body is not None:
         headers["Content-Type"] = "application/json"
-    if token := os.environ.get(TOKEN_VARIABLE):
+    if token is None:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+    if token:
         headers["Authorization"] = f"Bearer {token}"
     try:
         connection.request(method, prefix + path, None if body is None else json.dumps(body), headers)
@@ -68,6 +75,7 @@ def request(url: str, method: str, path: str, body: Any = None, *, timeout_secon
         decoded = text
     if answer.status >= 400:
         reason = (decoded.get("error") or decoded.get("reason")) if isinstance(decoded, dict) else None
+        reason = reason.get("message") if isinstance(reason, dict) else reason  # as the OpenAI API has it
         raise HttpRefused(
             answer.status, str(reason) if reason else f"{url} answered {method} {path} with {answer.status}."
         )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
 from lmcache.cli.arguments import Arguments
-from lmcache.cli.http import DEFAULT_URL, request
+from lmcache.cli.http import DEFAULT_URL, ENGINE_KEY_VARIABLE, ENGINE_URL, request
 from lmcache.cli.output import Report
 from lmcache.config.values import Choice
 from lmcache.transport.curve_keys import CurveFiles
 
 _PATHS = {"kvcache": "/healthcheck", "engine": "/health"}
-_ENGINE_URL = "http://localhost:8000"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def run(argv: Sequence[str]) -> int:
         "ping", "Asks a cache server (kvcache) or a vLLM engine (engine) whether it is healthy. Exit code 0: it is."
     )
     arguments.add_value("target", Choice(tuple(_PATHS)), "what to ask", nargs="?", default="kvcache")
-    arguments.add_argument("--url", default="", help=f"HTTP address (default: {DEFAULT_URL}; engine: {_ENGINE_URL})")
+    arguments.add_argument("--url", default="", help=f"HTTP address (default: {DEFAULT_URL}; engine: {ENGINE_URL})")
     arguments.add_argument(
         "--rpc-url",
         default="",
@@ -30,11 +30,11 @@ def run(argv: Sequence[str]) -> int:
     arguments.add_curve()
     arguments.add_number("--timeout", 5.0, "give up after that long", unit="seconds", above=0)
     options = arguments.read(argv)
-    url = options.rpc_url or options.url or (DEFAULT_URL if options.target == "kvcache" else _ENGINE_URL)
+    url = options.rpc_url or options.url or (DEFAULT_URL if options.target == "kvcache" else ENGINE_URL)
     milliseconds = (
         _ping_rpc(url, options.timeout, arguments.curve(options))
         if options.rpc_url
-        else _ping_http(url, _PATHS[options.target], options.timeout)
+        else _ping_http(url, options.target, options.timeout)
     )
     report = Report("Ping")
     report.add("status", "Status", "OK")
@@ -44,9 +44,10 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _ping_http(url: str, path: str, timeout_seconds: float) -> float:
+def _ping_http(url: str, target: str, timeout_seconds: float) -> float:
+    token = os.environ.get(ENGINE_KEY_VARIABLE, "") if target == "engine" else None
     started = time.perf_counter()
-    request(url, "GET", path, timeout_seconds=timeout_seconds)
+    request(url, "GET", _PATHS[target], token=token, timeout_seconds=timeout_seconds)
     return (time.perf_counter() - started) * 1e3
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from lmcache.cli.http import HttpRefused, request
 from lmcache.cli.output import bytes_text
 
-_LINE = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
+_LINE = re.compile(r"([\w:]+)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": " "}
 _METRICS_OFF = 404

@@ -18,7 +18,6 @@ _CLEAR = "POST /cache/clear empties L1, L2 or both"
 COMMANDS: Mapping[str, str] = {
     "coordinator": _ONE_SERVER,
     "controller": _ONE_SERVER,
-    "describe engine": "`lmcache ping engine` tells whether it is alive",
 }
 
 # Options of `lmcache server` by their names with underscores, as in files. Those that are declared in config/spec.py

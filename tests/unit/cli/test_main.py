@@ -183,11 +183,15 @@ def test_ping(capsys: pytest.CaptureFixture[str], http_server: Any) -> None:
     assert "The storage loop did not answer." in err
 
 
-def test_ping_of_an_engine(capsys: pytest.CaptureFixture[str], http_server: Any) -> None:
+def test_ping_of_an_engine(
+    capsys: pytest.CaptureFixture[str], http_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_ADMIN_TOKEN", "0123456789abcdef")
+    monkeypatch.setenv("OPENAI_API_KEY", "engine-key")
     url, answers, seen = http_server
     answers["/health"] = (200, "")
     assert run(capsys, "ping", "engine", "--url", url)[0] == 0
-    assert seen[-1][1] == "/health"
+    assert seen[-1][1:] == ("/health", "Bearer engine-key")
 
 
 def test_clear(capsys: pytest.CaptureFixture[str], http_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
