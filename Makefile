@@ -102,7 +102,7 @@ $(STAMPS)/engine: scripts/install_cpu_engine.py | $(PY)
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/tools: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py test lint curve) "scikit-build-core>=0.10,<1" "nanobind>=2.4,<3"
+	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py test lint curve dashboard) "scikit-build-core>=0.10,<1" "nanobind>=2.4,<3"
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/dist: pyproject.toml | $(PY)

@@ -33,7 +33,7 @@ This page is made from the sources by `scripts/write_http_reference.py`.
 
 
 def page() -> str:
-    state = cast(ServerState, SimpleNamespace(status=None, quotas=None))
+    state = cast(ServerState, SimpleNamespace(status=None, quotas=None, metrics=None))
     context, health = AdminContext(state, lambda: ""), HealthCheck(state)
     try:
         return "\n".join([BEGINNING, *map(section, operations(context, health))])

@@ -22,6 +22,7 @@ from lmcache import __version__
 from lmcache.admin import messages as m
 from lmcache.admin import openapi
 from lmcache.admin.access import caller_of
+from lmcache.admin.history_routes import HistoryRoutes
 from lmcache.admin.object_routes import ObjectRoutes
 from lmcache.admin.operation import Access, Call, Operation
 from lmcache.admin.pin_routes import PinRoutes
@@ -40,7 +41,7 @@ _AUDITED_ITEMS = 600  # of a list, or characters
 def operations(context: AdminContext, health: HealthCheck) -> list[Operation]:
     """All of them."""
     server = ServerRoutes(context, health)
-    table = server.operations() + ObjectRoutes(context).operations()
+    table = server.operations() + HistoryRoutes(context).operations() + ObjectRoutes(context).operations()
     table += PinRoutes(context).operations() + QuotaRoutes(context).operations()
     described: list[dict[str, Any]] = []  # made when it is first asked for
 
@@ -139,13 +140,15 @@ async def _unknown_fault(request: Request, error: Exception) -> Response:
 
 
 def build_app(state: ServerState, token: Callable[[], str] = lambda: "") -> Starlette:
-    """`token` gives the admin token that counts now, "" when only this host may change state."""
+    """`token` gives the admin token that counts now, "" when only this host may change state. `state.context` of the
+    application has what all operations share; at the end comes `state.close()`."""
     context, health = AdminContext(state, token), HealthCheck(state)
     by_path: dict[str, dict[str, Callable[[Request], Awaitable[Response]]]] = {}
     for operation in operations(context, health):
         by_path.setdefault(operation.path, {})[operation.method] = _endpoint(operation, context)
     every_method = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     routes = [Route(path, _by_method(methods), methods=list(methods)) for path, methods in by_path.items()]
+    routes.append(context.dashboard.route())
     routes += [Route(path, _unbuilt(*texts), methods=every_method) for path, texts in unbuilt.HTTP.items()]
     app = Starlette(
         routes=routes,
@@ -157,6 +160,7 @@ def build_app(state: ServerState, token: Callable[[], str] = lambda: "") -> Star
         context.close()
 
     app.state.close = close
+    app.state.context = context
     return app
 
 

@@ -16,10 +16,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lmcache.admin.access import AdminToken
 from lmcache.admin.app import build_app
 from lmcache.admin.connections import ConnectionPlaces, LimitedListener
+from lmcache.admin.history_routes import keep_history
 from lmcache.admin.state import ServerState
 from lmcache.admin.tls import server_context
 from lmcache.core.address import http_listening_host
 from lmcache.errors import ResourceError
+from lmcache.l2.background import spawn
 from lmcache.transport.forks import not_for_children
 from lmcache.transport.listening import listen
 
@@ -159,7 +161,11 @@ class HttpListener:
         config.ssl = self._tls
         self._server = _Server(config)
         self._started.set()
-        await self._server.serve(sockets=self._sockets)
+        sampling = spawn(keep_history(self._app.state.context), "history of metrics")
+        try:
+            await self._server.serve(sockets=self._sockets)
+        finally:
+            sampling.cancel()
 
     async def _dispatch(self, scope: _Scope, receive: Any, send: Any) -> None:
         """The Prometheus port has /metrics and nothing else."""

@@ -125,6 +125,31 @@ class LevelQuery(Struct, frozen=True):
     level: str = ""
 
 
+class HistoryQuery(Struct, frozen=True):
+    """Which samples."""
+
+    since: Annotated[
+        int, Meta(ge=0, le=2**53 - 1, description="only samples after it; seconds since 1970-01-01 UTC")
+    ] = 0
+
+
+class HistorySeries(Struct, frozen=True):
+    """A series of GET /metrics, without the prefix of its name. What has a model and a salt there is summed: over all,
+    for each model, for each salt."""
+
+    name: str
+    labels: dict[str, str]
+    values: Annotated[list[float | None], Meta(description="one for each time; null: there was no such series yet")]
+
+
+class History(Struct, frozen=True):
+    """Samples of the metrics that the dashboard draws."""
+
+    interval_seconds: float
+    times: Annotated[list[int], Meta(description="of the samples, oldest first; seconds since 1970-01-01 UTC")]
+    series: list[HistorySeries]
+
+
 class ClearRequest(Struct, frozen=True):
     """What to empty."""
 
@@ -151,6 +176,14 @@ class ObjectQuery(Struct, frozen=True):
         str, Meta(max_length=MAX_NAME_BYTES, description="only this adapter of l2, by its name in GET /status")
     ] = ""
     model_name: Annotated[str, Meta(max_length=MAX_NAME_BYTES, description="only objects of this model")] = ""
+    key: Annotated[
+        str,
+        Meta(
+            pattern="^[0-9a-f/]{0,129}$",
+            description="only objects with this in their key: all of it, its hash, or a part",
+            extra={"expected": "at most 129 hex digits and a slash"},
+        ),
+    ] = ""
     page_size: Annotated[
         int, Meta(ge=1, le=MAX_HTTP_PAGE, description="at most so many entries; a page may have fewer, even none")
     ] = 1000

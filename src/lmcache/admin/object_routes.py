@@ -76,7 +76,9 @@ class ObjectRoutes:
     # ---- objects -----------------------------------------------------------------------------------------------------
     async def list_objects(self, call: Call) -> Response:
         query: m.ObjectQuery = call.query
-        request = ListingRequest(query.tier, query.adapter, query.model_name, query.page_size, query.page_token)
+        request = ListingRequest(
+            *(query.tier, query.adapter, query.model_name, query.key, query.page_size, query.page_token)
+        )
         cache = self._context.cache
         page = await self._context.in_thread(lambda: cache.list_objects(request))
         body = b'{"entries":[%b],"next_page_token":"%b"}' % (page.text, page.next_page_token.encode())

@@ -1,4 +1,5 @@
-"""What all operations share: the server behind them, who may ask, bodies, parameters, threads for what takes time."""
+"""What all operations share: the server behind them, who may ask, bodies, parameters, threads for what takes time,
+the history of the metrics."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from lmcache.admin.access import may_read_salts, why_reading_is_refused, why_refused
+from lmcache.admin.dashboard_files import DashboardFiles
 from lmcache.admin.jobs import JobTable
 from lmcache.admin.operation import Access, Call, Operation
 from lmcache.admin.state import ServerState
@@ -19,8 +21,10 @@ from lmcache.clock import Clock, SystemClock
 from lmcache.config.struct_settings import keys_of, read
 from lmcache.errors import ConfigError, ServerUnavailable
 from lmcache.service.cache_operations import CacheOperations
+from lmcache.telemetry.history import MetricsHistory
 
 BODY_DEADLINE_SECONDS = 10.0
+METRICS_OFF = "Metrics are off: the server was started with --disable-metrics or --disable-observability."
 
 T = TypeVar("T")
 
@@ -30,7 +34,10 @@ class AdminContext:
 
     def __init__(self, state: ServerState, token: Callable[[], str], clock: Clock | None = None) -> None:
         self.state = state
-        self.jobs = JobTable(clock or SystemClock())
+        clock = clock or SystemClock()
+        self.jobs = JobTable(clock)
+        self.history = MetricsHistory(state.metrics, clock)
+        self.dashboard = DashboardFiles()
         self._token = token
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="lmcache-admin")
 

@@ -6,16 +6,15 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from lmcache import __version__
 from lmcache.admin import messages as m
 from lmcache.admin.operation import Access, Call, Operation
-from lmcache.admin.requests import AdminContext
+from lmcache.admin.requests import METRICS_OFF, AdminContext
 from lmcache.admin.shared_answer import SharedAnswer
 from lmcache.admin.state import ServerState
 from lmcache.config.redact import redacted
@@ -26,8 +25,6 @@ logger = logging.getLogger("lmcache.admin")
 
 HEALTH_BOUND_SECONDS = 2.0
 EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_DASHBOARD = Path(__file__).with_name("dashboard.html")
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 class HealthCheck:
@@ -96,11 +93,8 @@ class ServerRoutes:
 
     async def index(self, call: Call) -> Response:
         """The dashboard for browsers, where it is installed; else a list of the paths."""
-        if "text/html" in call.request.headers.get("accept", "") and _DASHBOARD.exists():
-            return HTMLResponse(
-                _DASHBOARD.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _PAGE_POLICY}
-            )
-        return PlainTextResponse(self.index_text)
+        page = self._context.dashboard.page() if "text/html" in call.request.headers.get("accept", "") else None
+        return page or PlainTextResponse(self.index_text, headers={"Vary": "Accept"})
 
     async def healthcheck(self, call: Call) -> Any:
         reason = await self._health.check()
@@ -126,9 +120,7 @@ class ServerRoutes:
 
     async def metrics(self, call: Call) -> Response:
         if not self._state.metrics.enabled:
-            raise HTTPException(
-                404, "Metrics are off: the server was started with --disable-metrics or --disable-observability."
-            )
+            raise HTTPException(404, METRICS_OFF)
         return Response(await self._metrics[not call.may_read_salts].get(), media_type=EXPOSITION_TYPE)
 
     async def _exposition(self, hides_salts: bool) -> bytes:

@@ -214,6 +214,7 @@ class CacheService:
     def snapshot(self) -> dict[str, Any]:
         """Figures for operators, as JSON values. On the message loop's thread only."""
         instances = self._registry.instances.values()
+        now = self._clock.monotonic()
         return {
             "sessions": sum(len(instance.sessions) for instance in instances),
             "session_bytes": self._sessions.size_bytes,
@@ -221,5 +222,5 @@ class CacheService:
             "reservations": sum(
                 len(worker.reservations) for instance in instances for worker in instance.workers.values()
             ),
-            "instances": [instance.figures() for instance in instances],
+            "instances": [instance.figures(now) for instance in instances],
         }

@@ -65,8 +65,10 @@ class Instance:
         """One registration a rank; workers of the same rank agree in what matters."""
         return {worker.profile.kv_rank: worker.profile for worker in self.workers.values()}
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self, now: float) -> dict[str, Any]:
         """For operators, as JSON values."""
+        registrations = [*([self.scheduler] if self.scheduler else []), *self.workers.values()]
+        quietest = min(registrations, key=lambda registration: registration.last_seen_seconds, default=None)
         profile = self.scheduler.profile if self.scheduler is not None else None
         transfer = [
             {"worker": number, "mode": worker.profile.transfer_mode, "reason": worker.profile.transfer_reason}
@@ -79,6 +81,10 @@ class Instance:
             "ranks": profile.kv_world_size if profile is not None else None,
             "workers": sorted(self.workers),
             "transfer": transfer,
+            # Of the process that was silent longest.
+            "heartbeat_age_seconds": round(now - quietest.last_seen_seconds, 3) if quietest else None,
+            "heartbeat_interval_seconds": quietest.heartbeat_interval_seconds if quietest else None,
+            "silent": any(registration.silent(now) for registration in registrations),
             "sessions": len(self.sessions),
             "leases": len(self.leases),
         }

@@ -67,7 +67,8 @@ def _has_salts(collector: object) -> bool:
     return SALT_LABEL in getattr(collector, "_labelnames", ())
 
 
-def _digest(salt: str) -> str:
+def shown_digest(salt: str) -> str:
+    """What stands for a cache salt where it may not be read."""
     return salt if salt == OVERFLOW_LABEL else salt_digest(salt)
 
 
@@ -294,6 +295,6 @@ class Metrics:
         self._refresh()
         if not self.enabled:
             return b""
-        shown = _digest if hides_salts else str
+        shown = shown_digest if hides_salts else str
         texts = [salt_series.text(metric, SALT_LABEL, shown) for metric in self._with_salts]
         return generate_latest(self._without_salts) + "".join(texts).encode()

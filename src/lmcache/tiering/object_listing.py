@@ -27,17 +27,22 @@ _STEP_RECORDS = 16_384  # looked at for them; a ledger has the same bound
 _TOKEN = re.compile(r"([0-9a-f]{8})\.(\d{1,4})\.(\d{1,10})")
 _L1 = "l1"
 
+_BETWEEN_ENTRIES = re.compile(rb',(?=\{"key":")')  # in no text of an entry: there quotes are escaped
+_KEY = slice(len('{"key":"'), len('{"key":"') + 129)
+
 _Texts = tuple[bytes, bytes, bytes]
 _LEFT_OUT: _Texts = (b"", b"", b"")
 
 
 @dataclass(frozen=True)
 class ListingRequest:
-    """`tier`: l1, l2 or all. `adapter`: only that one of l2. `model_name`: only objects of that model. Empty: any."""
+    """`tier`: l1, l2 or all. `adapter`: only that one of l2. `model_name`: only objects of that model. `key_part`: only
+    objects with it in their key. Empty: any."""
 
     tier: str = "all"
     adapter: str = ""
     model_name: str = ""
+    key_part: str = ""
     page_objects: int = 1000
     page_token: str = ""
 
@@ -72,6 +77,8 @@ class ObjectListing:
         ):
             wanted = min(_STEP_OBJECTS, request.page_objects - objects)
             text, count, start = self._step(sources[position], start, wanted, request.model_name)
+            if request.key_part and count:
+                text, count = _with_key_part(text, request.key_part.encode())
             if count:
                 texts.append(text)
                 objects += count
@@ -113,6 +120,12 @@ class ObjectListing:
             [_of_model(_texts(space, source.name, serde), space, model_name) for space in stored]
         )
         return text, count, held.next_start
+
+
+def _with_key_part(text: bytes, part: bytes) -> tuple[bytes, int]:
+    """Of the entries those that have it in their key, and how many."""
+    found = [entry for entry in _BETWEEN_ENTRIES.split(text) if part in entry[_KEY]]
+    return b",".join(found), len(found)
 
 
 def _of_model(texts: _Texts, namespace: Namespace, model_name: str) -> _Texts:

@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -325,23 +324,6 @@ def test_what_is_documented_and_not_built_is_501_with_one_sentence(http: httpx.C
     assert answer.status_code == 501
     sentence = answer.json()["error"]
     assert " is not built yet: " in sentence and sentence.endswith(".")
-
-
-def test_the_root_is_a_list_or_a_page_for_browsers(http: httpx.Client) -> None:
-    assert "POST /cache/clear" in http.get("/").text
-    page = http.get("/", headers={"Accept": "text/html,*/*"})
-    assert page.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert "://" not in page.text  # nothing is fetched from elsewhere
-    assert "innerHTML" not in page.text
-
-
-def test_without_the_dashboard_a_browser_gets_the_list(
-    http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lmcache.admin.server_routes._DASHBOARD", tmp_path / "dashboard.html")
-    page = http.get("/", headers={"Accept": "text/html,*/*"})
-    assert page.status_code == 200 and "POST /cache/clear" in page.text
 
 
 @pytest.mark.parametrize("flag", ["http_port", "prometheus_port"])

@@ -208,7 +208,7 @@ def test_the_openapi_document_has_every_operation(table: list[Operation]) -> Non
         assert f"#/components/schemas/{name}" in text or name.endswith("Query"), name
     listing = document["paths"]["/cache/objects"]["get"]
     assert {parameter["name"] for parameter in listing["parameters"]} == {
-        *("tier", "adapter", "model_name", "page_size", "page_token"),
+        *("tier", "adapter", "model_name", "key", "page_size", "page_token"),
     }
     assert listing["security"] == [{}, {"admin_token": []}]
     assert msgspec.json.decode(msgspec.json.encode(document)) == document
