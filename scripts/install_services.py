@@ -40,9 +40,11 @@ class Wheels:
 
 @dataclass(frozen=True)
 class DebianPackages:
-    """Names of packages with what they depend on, as far as a small system lacks it."""
+    """Names of packages with what they depend on, as far as a small system lacks it. `with_dependencies`: what else
+    this system lacks of them is asked of apt."""
 
     packages: tuple[str, ...]
+    with_dependencies: bool = False
 
     def install(self) -> None:
         marks = SERVICES / "debian" / ".packages"
@@ -53,7 +55,7 @@ class DebianPackages:
             sys.exit(f"Debian's packages {', '.join(wanted)} need apt-get, which is not here.")
         marks.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="lmcache-services-") as folder:
-            _download(wanted, Path(folder))
+            _download(wanted, Path(folder), with_dependencies=self.with_dependencies)
             for archive in sorted(Path(folder).glob("*.deb")):
                 _run(["dpkg", "-x", str(archive), str(SERVICES / "debian")])
         for package in wanted:
@@ -86,6 +88,10 @@ PARTS: dict[str, tuple[Part, ...]] = {
             )
         ),
     ),
+    "chromium": (
+        DebianPackages(("chromium", "chromium-common"), with_dependencies=True),
+        DebianPackages(("fonts-inter",)),
+    ),
     "azurite": (NodePackages(("azurite@3.35.0",)),),
     "mooncake": (Wheels(("mooncake-transfer-engine-non-cuda>=0.3.13,<0.4",), alone=True),),
     "nixl": (Wheels(("nixl==1.5.1", "nixl-cu12==1.5.1"), alone=True), Wheels(("numpy>=1.26",))),
@@ -109,16 +115,35 @@ def _has_wheel(requirement: str, places: list[str] | None) -> bool:
     return any(True for _ in found)
 
 
-def _download(packages: Sequence[str], folder: Path) -> None:
+def _download(packages: Sequence[str], folder: Path, *, with_dependencies: bool) -> None:
     """Into the folder. Where the system's lists of packages are empty or old, with lists of our own."""
-    if subprocess.run(["apt-get", "download", "-qq", *packages], cwd=folder, capture_output=True).returncode == 0:
+
+    def download(options: Sequence[str]) -> None:
+        names = sorted({*packages, *(_lacking(packages, options) if with_dependencies else ())})
+        _run(["apt-get", "download", "-qq", *options, *names], folder)
+
+    try:
+        download([])
         return
+    except subprocess.CalledProcessError:
+        pass
     state = SERVICES / "apt"
     (state / "lists" / "partial").mkdir(parents=True, exist_ok=True)
     own_lists = ["-o", f"Dir::State::lists={state / 'lists'}", "-o", f"Dir::Cache={state / 'cache'}"]
     (state / "cache" / "archives" / "partial").mkdir(parents=True, exist_ok=True)
     _run(["apt-get", "update", "-qq", *own_lists])
-    _run(["apt-get", "download", "-qq", *own_lists, *packages], folder)
+    download(own_lists)
+
+
+def _lacking(packages: Sequence[str], options: Sequence[str]) -> list[str]:
+    """What `apt-get install` would install."""
+    simulated = subprocess.run(
+        ["apt-get", "install", "--simulate", "--no-install-recommends", *options, *packages],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return re.findall(r"^Inst (\S+)", simulated.stdout, re.MULTILINE)
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> None:

@@ -61,6 +61,7 @@ class SmallEngine:
         on_new_server: Callable[[Client], None] | None = None,
         transfer: WantedTransfer = WantedTransfer.AUTO,
         layout: str = LAYOUT,
+        model_name: str = "model",
         curve: CurveFiles | None = None,
     ) -> None:
         """`address`: a port of this machine, or a URL."""
@@ -74,11 +75,13 @@ class SmallEngine:
         self.instance_id = instance_id or f"engine-{uuid.uuid4().hex[:8]}"
         self.payload_bytes = payload_bytes
         self.layout = layout
+        self.model_name = model_name
         self._heartbeat = heartbeat
 
     def start(self, timeout_seconds: float = CALL_SECONDS) -> SmallEngine:
         self.client.register(
-            m.RegisterInstance(self.instance_id, "model", 1, 1, self._heartbeat, "small engine"), timeout_seconds
+            m.RegisterInstance(self.instance_id, self.model_name, 1, 1, self._heartbeat, "small engine"),
+            timeout_seconds,
         )
         self.client.register(
             m.RegisterWorker(self.instance_id, 0, 0, [self.layout], [self.payload_bytes], True, self._heartbeat),
@@ -129,12 +132,15 @@ class SmallEngine:
     def fill(self, hashes: bytes, slots: Sequence[int], *, salt: str = "") -> None:
         """Writes whole frames, as a worker does."""
         assert self.client.memory is not None
-        template = header_template(Namespace("model", 1, 0, 0, self.layout, salt), self.payload_bytes)
+        template = header_template(self.namespace(salt), self.payload_bytes)
         for chunk_hash, slot in zip(split(hashes), slots, strict=True):
             if slot != NO_SLOT:
                 payload = self.client.memory.view(slot + FRAME_HEADER_BYTES, self.payload_bytes)
                 payload[:] = self.payload(chunk_hash)
                 _native.frame_seal(self.client.memory.address + slot, template, chunk_hash)
+
+    def namespace(self, salt: str) -> Namespace:
+        return Namespace(self.model_name, 1, 0, 0, self.layout, salt)
 
     def payload(self, chunk_hash: bytes) -> bytes:
         """What this chunk's KV is."""
@@ -154,7 +160,7 @@ class SmallEngine:
         memory = self.client.memory
         if memory is None:
             return all(fetched == "" for fetched in self.fetch(reply, salt=salt))
-        of = Namespace("model", 1, 0, 0, self.layout, salt)
+        of = self.namespace(salt)
         frame_bytes = FRAME_HEADER_BYTES + self.payload_bytes
         for chunk_hash, slot in zip(split(reply.hashes), unpack_slots(reply.slots)):  # noqa: B905
             if any(verify_frames([ObjectKey(of, chunk_hash)], [memory.view(slot, frame_bytes)])):
@@ -170,7 +176,7 @@ class SmallEngine:
     def frame(self, chunk_hash: bytes, *, salt: str = "") -> memoryview:
         memory = bytearray(FRAME_HEADER_BYTES + self.payload_bytes)
         memory[FRAME_HEADER_BYTES:] = self.payload(chunk_hash)
-        template = header_template(Namespace("model", 1, 0, 0, self.layout, salt), self.payload_bytes)
+        template = header_template(self.namespace(salt), self.payload_bytes)
         _native.frame_seal(_native.buffer_address(memory), template, chunk_hash)
         return memoryview(memory)
 
@@ -186,7 +192,7 @@ class SmallEngine:
         """What is wrong with each hit chunk, "" for nothing."""
         frame_bytes = FRAME_HEADER_BYTES + self.payload_bytes
         frames = [Frame(0, chunk, memoryview(bytearray(frame_bytes))) for chunk in range(reply.chunks)]
-        of = Namespace("model", 1, 0, 0, self.layout, salt)
+        of = self.namespace(salt)
         faults = []
         for came, frame, chunk_hash in zip(self.mover().fetch(reply.lease, frames), frames, split(reply.hashes)):  # noqa: B905
             if not came:

@@ -24,7 +24,11 @@ class HistoryRoutes:
     def operations(self) -> list[Operation]:
         return [
             Operation(
-                *("GET", "/metrics/history", "Samples of the last hour, a sample every ten seconds; salts as above"),
+                *(
+                    "GET",
+                    "/metrics/history",
+                    "Samples of the last hour, one every ten seconds; salts are digests as in GET /metrics",
+                ),
                 *(Access.PUBLIC, self.history, m.History),
                 query=m.HistoryQuery,
                 refusals={404: "metrics are off"},

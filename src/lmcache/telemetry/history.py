@@ -58,8 +58,8 @@ class Excerpt:
 class MetricsHistory:
     """Thread-safe. Holds HISTORY_SECONDS of at most MAX_HISTORY_SERIES series, 6 MiB; series beyond are left out."""
 
-    def __init__(self, metrics: Metrics, clock: Clock, interval_seconds: float = SAMPLE_SECONDS) -> None:
-        self.interval_seconds = interval_seconds
+    def __init__(self, metrics: Metrics, clock: Clock) -> None:
+        self.interval_seconds = SAMPLE_SECONDS
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.Lock()
