@@ -1,5 +1,5 @@
-"""A server for the dashboard to look at: inside this process, with two L2 tiers, engines of two models and their traffic,
-and with an hour of history in a minute."""
+"""A server for the dashboard to look at: inside this process, with two L2 tiers, engines of two models and their
+traffic, and with an hour of history in a minute."""
 
 from __future__ import annotations
 
