@@ -3,18 +3,19 @@ traffic, and with an hour of history in a minute."""
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from lmcache.clock import SystemClock
-from lmcache.core.limits import GIB
+from lmcache.core.limits import MIB
 from lmcache.protocol import messages as m
 from lmcache.server import Server
 from lmcache.telemetry import history
@@ -29,6 +30,7 @@ PROMPT_CHUNKS = 10
 PROMPTS = 220  # of a model; more than L1 has room for
 TOKENS_PER_SECOND = 8000  # of prefill, as the engines say
 TENANTS = {"Qwen/Qwen3-8B": ("", "search"), "meta-llama/Llama-3.1-70B": ("assistant", "batch", "<b>evil</b>")}
+QUOTAS = {"": 20 * MIB, "search": 8 * MIB, "assistant": 24 * MIB, "batch": 16 * MIB}
 
 
 class LapseClock(SystemClock):
@@ -47,6 +49,8 @@ class Stage:
     server: Server
     valkey: Valkey
     engines: list[SmallEngine]
+    choose: random.Random = field(default_factory=lambda: random.Random(SEED))
+    requests: int = 0  # so far
 
     @property
     def url(self) -> str:
@@ -54,13 +58,14 @@ class Stage:
 
     def traffic(self, requests: int) -> None:
         """Lookups, loads and stores by all engines, more of some prompts than of others."""
-        choose = random.Random(SEED)
-        for number in range(requests):
-            engine = self.engines[number % len(self.engines)]
-            salt = choose.choice(TENANTS[engine.model_name])
-            # The popular ones change slowly, and come in waves.
-            popular = number // 60 + int(abs(choose.gauss(0, 14 if number // 150 % 2 else 45)))
-            self.request(engine, popular % PROMPTS, salt)
+        for _ in range(requests):
+            self.requests += 1
+            engine = self.engines[self.requests % len(self.engines)]
+            salt = self.choose.choice(TENANTS[engine.model_name])
+            # Which ones changes slowly; how many of them comes in waves.
+            spread = 8 + 12 * (1 + math.sin(self.requests / 300))
+            prompt = self.requests // 80 + int(abs(self.choose.gauss(0, spread)))
+            self.request(engine, prompt % PROMPTS, salt)
 
     def request(self, engine: SmallEngine, prompt: int, salt: str) -> None:
         name = uuid.uuid4().hex
@@ -113,8 +118,8 @@ def stage(folder: Path, token_file: Path) -> Iterator[Stage]:
                 admin_token_file=str(token_file),
             )
         )
-        server.quotas.put("search", GIB // 128)
-        server.quotas.put("assistant", GIB // 32)
+        for salt, limit_bytes in QUOTAS.items():
+            server.quotas.put(salt, limit_bytes)
         engines = [
             stack.enter_context(
                 SmallEngine(

@@ -112,6 +112,11 @@ def test_objects_are_listed_page_by_page(operator: Operator, engine: SmallEngine
     assert len(operator.listed(adapter=name)) == 4 * CHUNKS - len(in_l1)
     assert operator.listed(model_name="another") == []
     assert len(operator.listed(model_name="model", page_size=1)) == 4 * CHUNKS
+    key = in_l1[0].key
+    assert {entry.key for entry in operator.listed(key=key, page_size=5)} == {key}
+    assert sorted(entry.tier for entry in operator.listed(key=key[70:110])) == sorted(["l1", name])
+    assert len(operator.listed(key=key[:64], tier="l1")) == CHUNKS  # of one namespace
+    assert "hex digits" in operator.ask("GET", "/cache/objects", status=400, key="x")["detail"]
     assert "There is no adapter" in operator.ask("GET", "/cache/objects", status=400, adapter="none")["detail"]
     assert "begin again" in operator.ask("GET", "/cache/objects", status=400, page_token="00000000.0.0")["detail"]
 

@@ -103,6 +103,22 @@ def test_the_silent_that_come_back_go_on(service: Service) -> None:
     assert service.lookup("r", chunks(1)).chunks == 1
 
 
+def test_operators_see_how_long_the_quietest_process_of_an_engine_is_silent(service: Service) -> None:
+    def seen() -> tuple[Any, ...]:
+        figures = service.registry.instances["engine"].figures(service.clock.monotonic())
+        return tuple(figures[name] for name in ("heartbeat_age_seconds", "heartbeat_interval_seconds", "silent"))
+
+    assert seen() == (0, 10, False)
+    service.clock.advance(15)
+    service.beat()
+    assert seen() == (15, 10, False)  # the worker
+    service.clock.advance(SILENT - 15)
+    service.beat()
+    assert seen() == (SILENT, 10, True)
+    service.beat(0)
+    assert seen() == (0, 10, False)
+
+
 def test_a_dead_worker_makes_its_instance_incomplete(service: Service) -> None:
     service.locks.alive.discard(service.registry.instances["engine"].workers[0].owner)
     service.clock.advance(SILENT)

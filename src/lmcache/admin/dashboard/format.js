@@ -26,9 +26,9 @@ export const plural = (value, noun) => `${count(value)} ${noun}${Math.round(valu
 
 export function rate(value) {
   if (missing(value)) return "–";
-  return value >= 1000 ? `${count(value)}/s` : `${value.toFixed(value >= 100 ? 0 : value >= 10 || value === 0 ? 1 : 2)}/s`;
+  return `${value >= 1000 || value === 0 ? count(value) : value.toFixed(digits(value))}/s`;
 }
-export const perMinute = (value) => (missing(value) ? "–" : `${value >= 100 ? count(value) : value.toFixed(1)}/min`);
+export const perMinute = (value) => (missing(value) ? "–" : `${value >= 100 || value === 0 ? count(value) : value.toFixed(1)}/min`);
 
 export function percent(share) {
   if (missing(share)) return "–";
@@ -47,6 +47,7 @@ export function duration(seconds) {
 }
 
 export const saltName = (salt) => salt || "default";
+export const tierName = (tier) => (tier === "l1" || tier === "l2" ? tier.toUpperCase() : tier);
 export const words = (name) => name.replaceAll("_", " ");
 export const shortKey = (key) => {
   const [space, hash] = key.split("/");

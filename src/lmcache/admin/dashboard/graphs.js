@@ -1,6 +1,6 @@
 // Which charts there are, and what their lines are computed from.
 
-import { bytesPerSecond, duration, percent, perMinute, rate, saltName, words } from "./format.js";
+import { bytesPerSecond, duration, percent, perMinute, rate, saltName, tierName, words } from "./format.js";
 import { ratio, scale, total } from "./history.js";
 
 const SHOWN = 6; // lines of a chart whose number is not known beforehand
@@ -28,7 +28,7 @@ function hitRate(view, by) {
 }
 
 const saved = (view) => colored(view.labelValues("prefill_saved_seconds_total", "tier")
-  .map((tier) => ({ name: words(tier), values: view.perSecond("prefill_saved_seconds_total", { tier }) })));
+  .map((tier) => ({ name: tierName(tier), values: view.perSecond("prefill_saved_seconds_total", { tier }) })));
 
 const throughput = (view) => [
   { name: "engines from L1", values: view.perSecond("tier_hit_bytes_total", { tier: "l1" }), color: 1 },

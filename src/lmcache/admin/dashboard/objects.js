@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { change, checkbox, field, question } from "./dialogs.js";
 import { button, byId, element, forget, show, table, text, toast } from "./dom.js";
-import { bytes, count, duration, plural, saltName, shortKey } from "./format.js";
+import { bytes, count, duration, plural, saltName, shortKey, tierName } from "./format.js";
 
 const PAGE = 1000;
 const PAGES = 20; // that a search looks at before it asks whether to go on
@@ -42,7 +42,7 @@ const FOUND_COLUMNS = [
     cell: (entry) => element("input", { type: "checkbox", value: entry.key, "aria-label": `Choose ${shortKey(entry.key)}`, on: { change: showChosen } }),
   },
   { title: "Object", cell: (entry) => element("code", { title: entry.key }, shortKey(entry.key)) },
-  { title: "Tier", className: "long", cell: (entry) => entry.tier },
+  { title: "Tier", className: "long", cell: (entry) => tierName(entry.tier) },
   { title: "Model", className: "long", cell: (entry) => entry.model_name || "–" },
   { title: "Salt", className: "long wide", cell: (entry) => saltName(entry.cache_salt) },
   { title: "Rank", className: "number wide", cell: (entry) => `${entry.rank} of ${entry.world_size}` },
