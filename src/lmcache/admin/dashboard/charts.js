@@ -8,8 +8,14 @@ const COLORS = 8; // --color-1 and so on, in dashboard.css
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const clock = (time) => new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 
-// `description`: { title, note, unit(value), stacked, logarithmic, top, choices, lines(view, choice) }; lines give
-// [{ name, values, color }] with at most COLORS of them, and `top` is the least that the scale reaches to.
+const decades = (low, high) => {
+  const first = Math.floor(Math.log10(low));
+  return Array.from({ length: Math.ceil(Math.log10(high)) - first + 1 }, (_, at) => 10 ** (first + at));
+};
+
+// `description`: { title, note, unit(value), steps, stacked(choice), logarithmic, top, choices, lines(view, choice) }. Lines are
+// [{ name, values, color }] with at most COLORS of them, and `top` is the least that the scale reaches to, `steps` what its
+// marks may be apart.
 export class Chart {
   #description;
   #plot = null;
@@ -49,7 +55,7 @@ export class Chart {
       this.legend.replaceChildren();
       return;
     }
-    const drawn = JSON.stringify(this.#lines.map(({ name, color }) => [name, color]));
+    const drawn = JSON.stringify([this.#choice, this.#lines.map(({ name, color }) => [name, color])]);
     if (drawn !== this.#drawn || !this.#plot) this.#make(drawn);
     this.#plot.setData([view.times, ...this.#stacks()]);
     this.#tell(null);
@@ -67,13 +73,17 @@ export class Chart {
     this.#drawn = "";
   }
 
-  // What is drawn: the values, or sums of them from the last line up to each.
+  get #isStacked() {
+    return Boolean(this.#description.stacked?.(this.#choice));
+  }
+
+  // What is drawn: the values, or sums of them from the first line up to each.
   #stacks() {
     const values = this.#lines.map((line) => line.values);
-    if (!this.#description.stacked) return values;
-    return values.map((_, from) => values[from].map((_, at) => {
-      const above = values.slice(from).map((list) => list[at]).filter((value) => value !== null);
-      return above.length ? above.reduce((sum, value) => sum + value, 0) : null;
+    if (!this.#isStacked) return values;
+    return values.map((line, to) => line.map((_, at) => {
+      const below = values.slice(0, to + 1).map((list) => list[at]).filter((value) => value !== null);
+      return below.length ? below.reduce((sum, value) => sum + value, 0) : null;
     }));
   }
 
@@ -94,8 +104,10 @@ export class Chart {
   #items = [];
 
   #options() {
-    const { unit, logarithmic, stacked, top = 0 } = this.#description;
-    const axis = { stroke: style("--quiet"), font: "11px system-ui", ticks: { show: false } };
+    const { unit, steps, logarithmic, top = 0 } = this.#description;
+    const stacked = this.#isStacked;
+    const marks = { ...(steps && { incrs: steps }), ...(logarithmic && { splits: (_, __, low, high) => decades(low, high) }) };
+    const axis = { stroke: style("--quiet"), font: "11px Inter, system-ui", ticks: { show: false } };
     const grid = { stroke: style("--grid"), width: 1 };
     const range = (_, low, high) => [0, Math.max(top, (high ?? 0) * 1.08) || 1];
     return {
@@ -107,7 +119,7 @@ export class Chart {
       scales: { x: { time: true }, y: logarithmic ? { distr: 3 } : { range } },
       axes: [
         { ...axis, grid: { show: false }, space: 64, size: 26, values: (_, splits) => splits.map(clock) },
-        { ...axis, grid, size: 62, space: 36, values: (_, splits) => splits.map((value) => (value === null ? "" : unit(value))) },
+        { ...axis, ...marks, grid, size: 62, space: 36, values: (_, splits) => splits.map((value) => (value === null ? "" : unit(value))) },
       ],
       series: [{}, ...this.#lines.map((line) => ({
         label: line.name,
@@ -117,7 +129,7 @@ export class Chart {
         spanGaps: Boolean(logarithmic),
         points: { show: false },
       }))],
-      bands: stacked ? this.#lines.slice(1).map((_, at) => ({ series: [at + 1, at + 2] })) : [],
+      bands: stacked ? this.#lines.slice(1).map((_, at) => ({ series: [at + 2, at + 1] })) : [],
       hooks: { setCursor: [(plot) => this.#tell(plot.cursor.idx)] },
     };
   }

@@ -3,6 +3,8 @@
 import { bytesPerSecond, duration, percent, perMinute, rate, saltName, tierName, words } from "./format.js";
 import { ratio, scale, total } from "./history.js";
 
+const always = () => true;
+const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power);
 const SHOWN = 6; // lines of a chart whose number is not known beforehand
 
 // Tiers have a color each, in all charts: L1 the first, adapters the others in their order.
@@ -35,7 +37,7 @@ const throughput = (view) => [
   ...colored(adapters(view).flatMap((l2_name) => [
     { name: `from ${l2_name}`, values: view.perSecond("l2_loaded_bytes_total", { l2_name }) },
     { name: `to ${l2_name}`, values: view.perSecond("l2_stored_bytes_total", { l2_name }) },
-  ]).slice(0, 7), 2),
+  ]).filter((line) => total(line.values) > 0).slice(0, 7), 2),
 ];
 
 const latency = (view) => [
@@ -62,12 +64,13 @@ export const GRAPHS = [
     note: "share of the tokens asked for",
     unit: percent,
     top: 1,
+    stacked: (by) => by === "tier",
     choices: [["tier", "Tier"], ["model_name", "Model"], ["cache_salt", "Salt"]],
     lines: hitRate,
   },
-  { title: "Prefill time saved", note: "seconds saved each second", unit: (value) => `${duration(value)}/s`, stacked: true, lines: saved },
-  { title: "Throughput", note: "payload between tiers", unit: bytesPerSecond, lines: throughput },
+  { title: "Prefill time saved", note: "seconds saved each second", unit: (value) => `${duration(value)}/s`, stacked: always, lines: saved },
+  { title: "Throughput", note: "payload between tiers", unit: bytesPerSecond, steps: BINARY, lines: throughput },
   { title: "Latency", note: "logarithmic", unit: duration, logarithmic: true, lines: latency },
-  { title: "Misses by reason", note: "requests", unit: perMinute, stacked: true, lines: misses },
+  { title: "Misses by reason", note: "requests", unit: perMinute, stacked: always, lines: misses },
   { title: "Evictions", note: "objects", unit: rate, lines: evictions },
 ];

@@ -1,6 +1,7 @@
 // The last hour of samples, and what is computed from them. A value of a list belongs to the time at the same place.
 
 const KEPT_SECONDS = 3600;
+const POINTS = 90; // of a view at most: what is between samples that are left out is in the increase to the next
 
 const plus = (a, b) => (a === null ? b : b === null ? a : a + b);
 const add = (lists, length) =>
@@ -56,25 +57,32 @@ export class History {
   }
 
   view(seconds) {
-    return new View(this, this.times.findIndex((time) => time >= this.last - seconds));
+    const first = Math.max(0, this.times.findIndex((time) => time >= this.last - seconds));
+    const step = Math.ceil((this.times.length - first) / POINTS);
+    const places = this.times.map((_, at) => at).filter((at) => at >= first && (this.times.length - 1 - at) % step === 0);
+    return new View(this, places);
   }
 }
 
-// The samples from one on. `labels` in its methods: those that a series must have; exactly none for {}.
+// Samples at some places of the history. `labels` in its methods: those that a series must have; exactly none for {}.
 export class View {
-  constructor(history, first) {
-    this.times = history.times.slice(Math.max(0, first));
+  constructor(history, places) {
+    this.times = places.map((at) => history.times[at]);
     this.#all = [...history.series.values()];
-    this.#first = Math.max(0, first);
+    this.#places = places;
   }
 
   #all;
-  #first;
+  #places;
 
   #matching(name, labels) {
     return this.#all.filter((one) => one.name === name
       && (Object.keys(labels).length ? Object.entries(labels).every(([key, value]) => one.labels[key] === value)
         : !("model_name" in one.labels || "cache_salt" in one.labels)));
+  }
+
+  #at(values) {
+    return this.#places.map((at) => values[at]);
   }
 
   // Values of a label that a series has.
@@ -84,13 +92,13 @@ export class View {
   }
 
   gauge(name, labels = {}) {
-    return add(this.#matching(name, labels).map((one) => one.values.slice(this.#first)), this.times.length);
+    return add(this.#matching(name, labels).map((one) => this.#at(one.values)), this.times.length);
   }
 
   // Of a counter, from sample to sample; `null` at the first.
   increase(name, labels = {}) {
-    const lists = this.#matching(name, labels).map((one) => increases(one.values).slice(this.#first));
-    return add(lists, this.times.length).map((value, at) => (at === 0 ? null : value));
+    const lists = this.#matching(name, labels).map((one) => increases(this.#at(one.values)));
+    return add(lists, this.times.length);
   }
 
   perSecond(name, labels = {}) {
