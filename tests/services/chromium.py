@@ -135,7 +135,7 @@ class Chromium:
             if script:
                 page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
             page.call("Page.navigate", url=url)
-            page.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+            page.until(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url)})")
             yield page
         finally:
             with contextlib.suppress(BrowserError):

@@ -21,7 +21,7 @@ const ENGINE_COLUMNS = [
   { title: "Engine", className: "long", cell: (engine) => engine.instance_id },
   { title: "Model", className: "long", cell: (engine) => engine.model_name ?? "–" },
   { title: "Software", className: "wide long", cell: (engine) => engine.engine ?? "–" },
-  { title: "Workers", className: "number", cell: (engine) => `${engine.workers.length} of ${engine.ranks ?? "–"}` },
+  { title: "Workers", className: "number wide", cell: (engine) => `${engine.workers.length} of ${engine.ranks ?? "–"}` },
   { title: "Heartbeat", className: "number", cell: heartbeat },
   { title: "Sessions", className: "number", cell: (engine) => count(engine.sessions) },
   { title: "Leases", className: "number wide", cell: (engine) => count(engine.leases) },

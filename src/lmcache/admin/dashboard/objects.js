@@ -39,11 +39,12 @@ const chosenKeys = () => [...new Set([...byId("found").querySelectorAll("tbody i
 const FOUND_COLUMNS = [
   {
     title: "",
+    className: "tick",
     cell: (entry) => element("input", { type: "checkbox", value: entry.key, "aria-label": `Choose ${shortKey(entry.key)}`, on: { change: showChosen } }),
   },
   { title: "Object", cell: (entry) => element("code", { title: entry.key }, shortKey(entry.key)) },
   { title: "Tier", className: "long", cell: (entry) => tierName(entry.tier) },
-  { title: "Model", className: "long", cell: (entry) => entry.model_name || "–" },
+  { title: "Model", className: "long wide", cell: (entry) => entry.model_name || "–" },
   { title: "Salt", className: "long wide", cell: (entry) => saltName(entry.cache_salt) },
   { title: "Rank", className: "number wide", cell: (entry) => `${entry.rank} of ${entry.world_size}` },
   { title: "Size", className: "number", cell: (entry) => bytes(entry.size_bytes) },
