@@ -108,7 +108,11 @@ def stage(folder: Path, token_file: Path) -> Iterator[Stage]:
         patches.setattr(history, "SAMPLE_SECONDS", history.SAMPLE_SECONDS / LAPSE)
         valkey = stack.enter_context(Valkey(folder / "valkey"))
         valkey.wait_ready()
-        files = {"type": "fs_native", "base_path": str(folder / "files"), "max_capacity_gb": 0.5}
+        eviction = {"eviction_policy": "LRU"}
+        files = {
+            **{"type": "fs_native", "base_path": str(folder / "files")},
+            **{"max_capacity_gb": 0.375, "eviction": eviction},
+        }
         remote = {"type": "resp", "host": LOOPBACK, "port": valkey.port}
         server = stack.enter_context(
             server_within(

@@ -12,6 +12,7 @@ import pytest
 
 from lmcache.admin import dashboard_files
 from lmcache.testing.processes import LOOPBACK
+from polling import until
 from process.dashboard_stage import PROMPTS, TENANTS, Stage, register_many, stage
 from process.support import server_within
 from services.chromium import Chromium, Page
@@ -139,10 +140,14 @@ def test_a_tab_in_the_background_asks_for_nothing_and_catches_up(server: Stage, 
             assert len(page.requests) == asked
             page.bring_to_front()
             page.until("!document.hidden")
-        page.until("document.getElementById('health').innerText === 'healthy'")
+
+        def since() -> list[int]:
+            """What the page had when it asked for samples."""
+            return [int(found[1]) for url in page.requests if (found := re.search(r"history\?since=(\d+)", url))]
+
+        until(lambda: since()[-1] > 0)
         assert len(page.requests) > asked
-        since = [int(found[1]) for url in page.requests if (found := re.search(r"history\?since=(\d+)", url))]
-        assert since[0] == 0 and since == sorted(since) and since[-1] > 0  # only what it lacks
+        assert since()[0] == 0 and since() == sorted(since())  # only what it lacks
 
 
 def test_a_page_that_is_looked_at_for_long_does_not_grow(server: Stage, browser: Chromium) -> None:
