@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,11 +109,8 @@ def stage(folder: Path, token_file: Path) -> Iterator[Stage]:
         patches.setattr(history, "SAMPLE_SECONDS", history.SAMPLE_SECONDS / LAPSE)
         valkey = stack.enter_context(Valkey(folder / "valkey"))
         valkey.wait_ready()
-        eviction = {"eviction_policy": "LRU"}
-        files = {
-            **{"type": "fs_native", "base_path": str(folder / "files")},
-            **{"max_capacity_gb": 0.375, "eviction": eviction},
-        }
+        files: dict[str, Any] = {"type": "fs_native", "base_path": str(folder / "files"), "max_capacity_gb": 0.375}
+        files["eviction"] = {"eviction_policy": "LRU"}
         remote = {"type": "resp", "host": LOOPBACK, "port": valkey.port}
         server = stack.enter_context(
             server_within(

@@ -77,7 +77,7 @@ def in_table(page: Page, selector: str, column: int) -> list[str]:
 
 
 def test_what_operators_ask_first_is_there(server: Stage, browser: Chromium) -> None:
-    with browser.page(server.url, width=1280, height=760) as page:
+    with browser.page(server.url, width=1280, height=775) as page:
         page.until(LOADED)
         assert page.text("#health") == "healthy"
         assert re.fullmatch(r"[1-9]\d?\.\d %", figure(page, 1)), figure(page, 1)  # the hit rate

@@ -45,11 +45,10 @@ _BASE = "{{files}}"  # in a page: the folder of its files, which changes with th
 
 
 class DashboardFiles:
-    """Read once. `has_charts`: whether the extra is there."""
+    """Read once."""
 
     def __init__(self) -> None:
         charts = _chart_files()
-        self.has_charts = bool(charts)
         own = {path.name: path.read_bytes() for path in sorted(FOLDER.glob("*")) if path.suffix in _MEDIA_TYPES}
         self._files = {**own, **charts}
         page = FOLDER / ("dashboard.html" if charts else "figures.html")
