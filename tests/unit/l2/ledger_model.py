@@ -132,7 +132,7 @@ class LedgerModel:
             return evictable[0].key == key
         if self.policy == "S3FIFO":
             return self._s3fifo_victim(evictable).key == key
-        fullness = {record.salt: self._fullness(record.salt) for record in evictable}
+        fullness = {salt: self._fullness(salt) for salt in {record.salt for record in evictable}}
         salt = key.namespace.cache_salt
         oldest = next(record for record in evictable if record.salt == salt)
         return fullness[salt] == max(fullness.values()) and oldest.key == key

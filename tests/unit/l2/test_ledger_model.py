@@ -18,6 +18,7 @@ from unit.l2.ledger_model import FOLDER_BYTES, OVERHEAD_BYTES, UNIT_BYTES, Ledge
 
 STEPS = int(os.environ.get("TEST_LEDGER_STEPS", "1500"))
 ROOM_BYTES = 100_000
+KNOWN_KEYS = 200
 SALTS = ("", "a", "b", "c")
 NAMESPACES = [Namespace(f"model-{model}", 1, 0, 0, "0" * 32, salt) for salt in SALTS for model in range(2)]
 
@@ -42,8 +43,14 @@ class Both:
         for _ in range(fresh):
             chunk_hash = bytes([self.rng.randrange(3)]) + next(self.numbers).to_bytes(31, "big")
             self.keys.append(ObjectKey(self.rng.choice(NAMESPACES), chunk_hash))
-        self.keys = self.keys[-60:]
+        self.forget(self.keys[:-KNOWN_KEYS])
         return self.rng.sample(self.keys, min(len(self.keys), self.rng.randint(1, 8)))
+
+    def forget(self, keys: list[ObjectKey]) -> None:
+        """These are lost and not named again: each step costs the same, however many there are."""
+        self.ledger.lost(keys)
+        self.model.lost(keys)
+        self.keys = self.keys[len(keys) :]
 
     def sizes(self, keys: list[ObjectKey]) -> list[int]:
         return [self.rng.randint(1, 4000) for _ in keys]
