@@ -5,7 +5,7 @@ import { byId, button, element, toast } from "./dom.js";
 
 // Asks in a dialog. `fields`: inputs with a name, or labels around them. The values by name, or null when it was left.
 export function question({ title, sentence, fields = [], action, danger = false }) {
-  const dialog = byId("dialog");
+  const dialog = byId("dialog").cloneNode(); // its own: the event of the last one's end may come after this opens
   const { promise, resolve } = Promise.withResolvers();
   let values = null;
   const confirm = element("button", { className: danger ? "danger filled" : "primary" }, action);
@@ -18,7 +18,8 @@ export function question({ title, sentence, fields = [], action, danger = false 
     dialog.close();
   });
   dialog.addEventListener("close", () => resolve(values), { once: true });
-  dialog.replaceChildren(form);
+  dialog.append(form);
+  byId("dialog").replaceWith(dialog);
   dialog.showModal();
   return promise;
 }
