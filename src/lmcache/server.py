@@ -37,7 +37,7 @@ from lmcache.service.cache_operations import CacheOperations, Registered
 from lmcache.service.cache_service import CacheService
 from lmcache.service.context import ServiceContext, ServiceSettings
 from lmcache.startup import Plan
-from lmcache.stop_signals import STOP_SECONDS, StopRequested, StopSignals
+from lmcache.stop_signals import CLOSE_SECONDS, StopRequested, StopSignals
 from lmcache.telemetry.event_bus import EventBus
 from lmcache.telemetry.line_writer import LineWriter
 from lmcache.telemetry.logs import count_faults
@@ -45,7 +45,8 @@ from lmcache.telemetry.lookup_log import LookupHashLog
 from lmcache.telemetry.metrics import Metrics
 from lmcache.telemetry.otlp import OtlpExporter, interval_seconds
 from lmcache.telemetry.tracing import Tracer
-from lmcache.tiering.storage_loop import CLOSE_SECONDS, StorageLoop, StorageSettings
+from lmcache.tiering import storage_loop
+from lmcache.tiering.storage_loop import StorageLoop, StorageSettings
 from lmcache.transport.rpc_server import RpcServer
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ log = logging.getLogger("lmcache.server")
 
 T = TypeVar("T")
 
-DRAIN_SECONDS = 10.0  # for what is on its way to L2
 EXIT_LEFT_BEHIND = 1  # something hangs in a backend or in the kernel
 _REMOVE_SECONDS = 1.0
 _ANNOUNCE_SECONDS = 1.0
@@ -86,12 +86,14 @@ class Server:
 
     def run(self, signals: StopSignals) -> int:
         """Serves until a signal asks for the end; the exit code. ConfigError or ResourceError when it cannot start."""
+        signals.stop_seconds = self.config.drain_timeout_seconds + CLOSE_SECONDS
         signals.before_forced_end(lambda: remove_files(_REMOVE_SECONDS))
         try:
             self.start(signals.checkpoint)
+            signals.at_forced_end_tell(self._unwritten)
             self._announce()
             signals.stop_requested.wait()
-            log.info("Draining")
+            log.info("Draining for %g s at most: new work is refused", self.config.drain_timeout_seconds)
         except StopRequested:
             log.info("Told to stop before it was ready")
         finally:
@@ -318,9 +320,22 @@ class Server:
     def _refuse_calls(self) -> None:
         self._ready = False
         self.rpc.drain()
+        self.rpc.responsive(_STATUS_SECONDS)  # what it answers meanwhile has begun before, and is drained as well
 
     def _drain_storage(self) -> None:
-        self._left_behind = not self.storage.drain(DRAIN_SECONDS)
+        seconds = self.config.drain_timeout_seconds
+        self._left_behind = not self.storage.drain(seconds)
+        if unwritten := self._unwritten():
+            log.warning("The %g s of --drain-timeout-seconds are over. %s", seconds, unwritten)
+
+    def _unwritten(self) -> str:
+        """A sentence about what L2 was to have and has not; "" for nothing. Any thread."""
+        by_adapter = self.storage.unwritten()
+        if not by_adapter:
+            return ""
+        counts = [f"{objects} for {name}" if name else f"{objects} for any" for name, objects in by_adapter.items()]
+        stay = "they stay in L1 for the next server" if self.config.l1_persist else "they are lost, and computed again"
+        return f"Objects that are not in L2: {', '.join(counts)}; {stay}."
 
     def _close_l1(self) -> None:
         """Removes the file, or leaves it to the next server. Under an operation that has not ended the memory stays
@@ -407,4 +422,4 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-assert DRAIN_SECONDS + CLOSE_SECONDS < STOP_SECONDS
+assert storage_loop.UNDER_WAY_SECONDS + storage_loop.CLOSE_SECONDS < CLOSE_SECONDS

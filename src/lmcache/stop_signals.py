@@ -17,7 +17,9 @@ from collections.abc import Callable
 
 log = logging.getLogger("lmcache.server")
 
-STOP_SECONDS = 20.0  # from the first signal to the end of the process, whatever hangs
+DRAIN_SECONDS = 10.0  # for what is on its way to L2, unless --drain-timeout-seconds says otherwise
+CLOSE_SECONDS = 10.0  # for all else that ends
+STOP_SECONDS = DRAIN_SECONDS + CLOSE_SECONDS  # from the first signal to the end of the process, whatever hangs
 EXIT_OVERDUE = 1
 _LAST_LOG_SECONDS = 0.5
 
@@ -29,12 +31,14 @@ class StopRequested(Exception):
 class StopSignals:
     """Takes the signals from its construction until `close`, both on the main thread.
 
-    The first one sets `stop_requested`. A second one, or STOP_SECONDS without an end, ends the process at once.
+    The first one sets `stop_requested`. A second one, or `stop_seconds` without an end, ends the process at once, with
+    a line in the log that says what was lost.
     """
 
     def __init__(self, stop_seconds: float = STOP_SECONDS) -> None:
         self.stop_requested = threading.Event()
-        self._stop_seconds = stop_seconds
+        self.stop_seconds = stop_seconds  # what holds when the first signal comes
+        self._what_is_lost: Callable[[], str] = str
         self._before_forced_end: list[Callable[[], object]] = []
         self._numbers = {signal.SIGTERM, signal.SIGINT}
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
@@ -59,6 +63,10 @@ class StopSignals:
         """`action` runs on another thread, must end soon, and must wait for no lock without a deadline."""
         self._before_forced_end.append(action)
 
+    def at_forced_end_tell(self, what_is_lost: Callable[[], str]) -> None:
+        """`what_is_lost` gives a sentence, or "" when nothing is. It runs on another thread and may wait for ever."""
+        self._what_is_lost = what_is_lost
+
     def checkpoint(self) -> None:
         """StopRequested once a signal has come."""
         if self.stop_requested.is_set():
@@ -68,20 +76,31 @@ class StopSignals:
         self._next(None)
         if not self._closed:
             self.stop_requested.set()
-        again = self._next(self._stop_seconds)
+        stop_seconds = self.stop_seconds
+        again = self._next(stop_seconds)
         if self._closed:
             os.close(self._reading)
             return
         for action in self._before_forced_end:
             with contextlib.suppress(Exception):  # the process ends in any case
                 action()
+        reason = (
+            f"The server did not end within {stop_seconds:.0f} s of being told to; it ends now, whatever it is doing"
+        )
         if again:
-            os._exit(128 + again)
+            reason = "A second signal ends the server at once"
         # Logged by another thread, as whatever hangs may hang inside a log handler.
-        sentence = "The server did not end within %.0f s of being told to; it ends now, whatever it is doing"
-        threading.Thread(target=log.error, args=(sentence, self._stop_seconds), daemon=True).start()
-        self._next(_LAST_LOG_SECONDS)
-        os._exit(EXIT_OVERDUE)
+        last_line = threading.Thread(target=self._log_last, args=(reason,), daemon=True)
+        last_line.start()
+        last_line.join(_LAST_LOG_SECONDS)
+        os._exit(128 + again if again else EXIT_OVERDUE)
+
+    def _log_last(self, reason: str) -> None:
+        from lmcache.telemetry.logs import drain_logs
+
+        lost = self._what_is_lost()
+        log.error("%s", f"{reason}. {lost}" if lost else reason)
+        drain_logs(_LAST_LOG_SECONDS)
 
     def _next(self, seconds: float | None) -> int:
         """The number of the next signal, 0 when none came in time or after `close`."""

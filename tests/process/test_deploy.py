@@ -23,6 +23,7 @@ from lmcache.integration.vllm.settings import ConnectorSettings
 from lmcache.l2.adapter_config import AdapterConfig
 from lmcache.l2.adapters.folder_config import FsNativeConfig
 from lmcache.startup import read
+from lmcache.stop_signals import CLOSE_SECONDS
 from lmcache.testing.processes import LOOPBACK, ManagedProcess, http_json
 from polling import until
 from process.support import SmallEngine
@@ -158,22 +159,38 @@ def test_kubernetes_shares_memory_socket_and_user() -> None:
     assert policy["podSelector"]["matchLabels"] == LABELS["valkey"]
 
 
-def test_the_service_takes_its_configuration_and_may_write_where_it_points() -> None:
-    folder = DEPLOY / "systemd"
+def service_section() -> configparser.SectionProxy:
     unit = configparser.RawConfigParser(strict=False)
     unit.optionxform = str
-    unit.read(folder / "lmcache.service")
-    service = unit["Service"]
+    unit.read(DEPLOY / "systemd" / "lmcache.service")
+    return unit["Service"]
+
+
+def test_the_service_takes_its_configuration_and_may_write_where_it_points() -> None:
+    service = service_section()
     program_path, *arguments = shlex.split(service["ExecStart"])
     assert arguments == ["server", "--config", "/etc/lmcache/server.yaml"]
     assert shlex.split(service["ExecStartPre"]) == [program_path, "config", "check", *arguments[1:]]
-    loaded, (adapter,) = read(["--config", str(folder / "server.yaml")], {})
+    loaded, (adapter,) = read(["--config", str(DEPLOY / "systemd" / "server.yaml")], {})
     writable = {f"/run/{service['RuntimeDirectory']}", f"/var/lib/{service['StateDirectory']}"}
     assert isinstance(adapter, FsNativeConfig)
     assert Path(loaded.config.host.removeprefix("ipc://")).parent.as_posix() in writable
     assert Path(adapter.base_path).parent.as_posix() in writable
     assert service["ReadWritePaths"] == "/dev/shm"
     assert (service["NoNewPrivileges"], service["CapabilityBoundingSet"]) == ("true", "")
+
+
+def test_what_stops_a_server_waits_for_it_to_drain(tmp_path: Path) -> None:
+    """Its own limit, 10 s beyond --drain-timeout-seconds, comes first: it tells in the log what was lost."""
+    loaded = {which: options_of(which, tmp_path)[0] for which in ("compose", "kubernetes")}
+    loaded["systemd"] = read(["--config", str(DEPLOY / "systemd" / "server.yaml")], {})[0]
+    waits_seconds = {
+        "compose": int(COMPOSE["lmcache"]["stop_grace_period"].removesuffix("s")),
+        "kubernetes": PODS["lmcache-server"]["spec"]["terminationGracePeriodSeconds"],
+        "systemd": int(service_section()["TimeoutStopSec"]),
+    }
+    for which, seconds in waits_seconds.items():
+        assert seconds > loaded[which].config.drain_timeout_seconds + CLOSE_SECONDS, which
 
 
 def test_the_kustomization_names_every_file() -> None:

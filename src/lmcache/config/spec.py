@@ -61,6 +61,7 @@ GROUPS: dict[str, str] = {  # title by the first option of the group
     "l2_adapter": "L2: slower tiers",
     "disable_observability": "Observability",
     "lookup_hash_log_dir": "Lookup log",
+    "drain_timeout_seconds": "The end of the server",
     "runtime_plugin_locations": "Runtime plugins",
     "admin_token_file": "Security",
 }
@@ -232,6 +233,13 @@ class ServerConfig:
     )
     lookup_hash_log_max_files: int = _option(
         Whole(unit="files", minimum=1, maximum=1_000_000), 100, "delete the oldest beyond that many"
+    )
+
+    drain_timeout_seconds: float = _option(
+        Number(unit="seconds", minimum=1, maximum=3600),
+        10.0,
+        "how long a server that is told to stop writes what is queued for L2, while it refuses new work; it ends 10 s "
+        "later at the latest",
     )
 
     runtime_plugin_locations: list[str] = field(

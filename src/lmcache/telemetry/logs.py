@@ -92,6 +92,13 @@ def configure_logs(
     set_level("WARNING" if warnings_only and level in ("DEBUG", "INFO") else level)
 
 
+def drain_logs(seconds: float) -> None:
+    """Waits until what was logged is written, or for that long."""
+    for handler in logging.getLogger(ROOT_LOGGER).handlers:
+        if isinstance(handler, _Handler) and isinstance(handler.stream, LineWriter):
+            handler.stream.drain(seconds)
+
+
 class _FaultCounter(logging.Handler):
     def __init__(self, count: Callable[[str], object]) -> None:
         super().__init__(logging.ERROR)

@@ -54,6 +54,7 @@ OPEN_SECONDS = 120.0
 CLEAR_SECONDS = 60.0
 FLUSH_SECONDS = 10.0
 CLOSE_SECONDS = 5.0  # for all adapters
+UNDER_WAY_SECONDS = 2.0  # for batches that are being written when the time to drain is over
 _MARGIN_SECONDS = 0.1
 _LOOK_SECONDS = 0.1
 _PINS_SECONDS = 0.5  # after its time at most, a pin ends
@@ -136,12 +137,14 @@ class StorageLoop:
             raise
 
     def drain(self, seconds: float) -> bool:
-        """Stores what is queued, ends what runs and closes the adapters, within the time given and CLOSE_SECONDS. False
+        """Stores what is queued, ends what runs and closes the adapters, within the time given, UNDER_WAY_SECONDS and
+        CLOSE_SECONDS. `unwritten` tells what was not stored. False
         when operations of a backend have not ended: they may still touch L1's memory, which must then stay mapped until
         the process ends. From then on nothing is stored or loaded. Idempotent."""
         if self._drained is None:
             try:
-                self._drained = self._wait_for(self._drain(seconds), seconds + CLOSE_SECONDS + 5 * _MARGIN_SECONDS)
+                longest_seconds = seconds + UNDER_WAY_SECONDS + CLOSE_SECONDS + 5 * _MARGIN_SECONDS
+                self._drained = self._wait_for(self._drain(seconds), longest_seconds)
             except LMCacheError:
                 self._drained = False
             if not self._drained:
@@ -189,8 +192,9 @@ class StorageLoop:
         deadline = loop.time() + seconds
         for background in self._background:
             background.cancel()
-        await self._write_back.flush(deadline - loop.time())
-        self._write_back.stop()
+        if not await self._write_back.flush(seconds) and seconds:
+            deadline += UNDER_WAY_SECONDS
+        await self._write_back.finish(deadline - loop.time())
         for task in self._prefetches:
             task.cancel()
         drained = [await runner.drain(deadline - loop.time()) for runner in self.runners]
@@ -292,6 +296,12 @@ class StorageLoop:
             },
             "adapters": [runner.status() for runner in self.runners],
         }
+
+    def unwritten(self) -> dict[str, int]:
+        """Objects by the adapter that was to have them and has not; under "" those that none has taken. Also after
+        `drain`."""
+        nowhere = {"": self._write_back.unstored_objects} if self._write_back.unstored_objects else {}
+        return {**self._write_back.unwritten(), **nowhere}
 
     def flush(self, seconds: float) -> bool:
         """Waits until everything committed so far was handed to the adapters. False when that took longer."""

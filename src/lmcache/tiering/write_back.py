@@ -8,6 +8,7 @@ tried and some adapter took it; objects that none took are kept in unstored.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import Counter, deque
@@ -45,6 +46,8 @@ class WriteBack:
         self._wake = [asyncio.Event() for _ in self._runners]
         self._tasks: list[asyncio.Task[None]] = []
         self._batches = 0  # dequeued, not yet ended
+        self._batch_objects = [0] * len(self._runners)  # of these, by adapter
+        self._is_finishing = False
         self._unstored = Unstored(context, self._remove)
         self._leaving_l1: dict[ObjectKey, QueuedObject] = {}  # but still being read
         self._batch_ended = asyncio.Event()
@@ -218,9 +221,22 @@ class WriteBack:
             return False
         return True
 
-    def stop(self) -> None:
+    async def finish(self, seconds: float) -> None:
+        """Begins no more batches, waits that long for those under way, and ends."""
+        self._is_finishing = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self._batches and (left := deadline - loop.time()) > 0:
+            self._batch_ended.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._batch_ended.wait(), left)
         for task in self._tasks:
             task.cancel()
+
+    def unwritten(self) -> dict[str, int]:
+        """Objects by the adapter that was to have them and has not; also after `finish`. Any thread."""
+        waiting = (len(queue) + in_batches for queue, in_batches in zip(self._queues, self._batch_objects, strict=True))
+        return {runner.name: objects for runner, objects in zip(self._runners, waiting, strict=True) if objects}
 
     def make_room(self, wanted_bytes: int) -> None:
         """Gives up objects that wait in L1 for an adapter, the oldest first, for lack of anything else to evict."""
@@ -240,11 +256,12 @@ class WriteBack:
     async def _write_queue(self, index: int) -> None:
         queue, wake = self._queues[index], self._wake[index]
         while True:
-            while not queue:
+            while not queue or self._is_finishing:
                 wake.clear()
                 await wake.wait()
             batch = self._next_batch(queue)
             self._batches += 1
+            self._batch_objects[index] += len(batch)
             try:
                 await self._store(self._runners[index], batch)
             except Exception:  # the root of a task: one batch must not end all stores
@@ -252,6 +269,7 @@ class WriteBack:
             finally:
                 self._batches -= 1
                 self._finish(batch)
+            self._batch_objects[index] -= len(batch)  # not when the task was cancelled: they were not written
 
     def _next_batch(self, queue: deque[QueuedObject]) -> list[QueuedObject]:
         batch = [queue.popleft()]
