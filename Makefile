@@ -9,7 +9,7 @@ SOURCES := $(shell git ls-files native src pyproject.toml CMakeLists.txt 2>/dev/
 NIGHTLY := $(addprefix nightly-,shapes engine faults kill simulation contract http random cap others)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dist test unit one lint format native native-test nightly soak bench clean $(NIGHTLY)
+.PHONY: help demo dist docs test unit one lint format native native-test nightly soak bench clean $(NIGHTLY)
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -90,6 +90,9 @@ PYTHONS ?= $(PY)
 dist: $(STAMPS)/dist ## source archive and wheels, tried in empty environments, into dist/; PYTHONS="python3.10 python3.12"
 	$(PY) scripts/make_dist.py $(PYTHONS)
 
+docs: $(STAMPS)/tools ## the documentation as a site in build/site; a broken link ends it
+	$(VENV)/bin/zensical build --strict --config-file mkdocs.yml
+
 clean: ## removes builds and the environment
 	rm -rf build dist $(VENV) src/lmcache/_native*
 
@@ -102,7 +105,7 @@ $(STAMPS)/engine: scripts/install_cpu_engine.py | $(PY)
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/tools: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py test lint curve dashboard) "scikit-build-core>=0.10,<1" "nanobind>=2.4,<3"
+	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py test lint curve dashboard docs) "scikit-build-core>=0.10,<1" "nanobind>=2.4,<3"
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/dist: pyproject.toml | $(PY)

@@ -201,10 +201,12 @@ class CacheService:
         instances = self._registry.instances.values()
         leases = [len(instance.leases) for instance in instances]
         reservations = [worker.reservations for instance in instances for worker in instance.workers.values()]
+        now = self._clock.monotonic()
+        metrics.instances.set(len(instances))
+        metrics.instances_silent.set(sum(instance.silent(now) for instance in instances))
         metrics.sessions.set(sum(len(instance.sessions) for instance in instances))
         metrics.leases.set(sum(leases))
         metrics.reservations.set(sum(map(len, reservations)))
-        now = self._clock.monotonic()
         # In the order in which they were given.
         leased_at = [next(iter(instance.leases.values())).leased_at for instance in instances if instance.leases]
         began_at = [held.oldest_began_at for held in reservations]

@@ -61,6 +61,11 @@ class Instance:
         self.leases: dict[int, Session] = {}
         self.tenants: dict[str, Tenant] = {}
 
+    def silent(self, now: float) -> bool:
+        """Whether a part of it that is registered misses its heartbeats."""
+        parts: list[Registration] = [*self.workers.values(), *([self.scheduler] if self.scheduler is not None else [])]
+        return any(part.silent(now) for part in parts)
+
     def by_rank(self) -> dict[int, RegisterWorker]:
         """One registration a rank; workers of the same rank agree in what matters."""
         return {worker.profile.kv_rank: worker.profile for worker in self.workers.values()}

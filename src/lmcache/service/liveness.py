@@ -52,6 +52,7 @@ class LivenessService:
         self, context: ServiceContext, registry: InstanceRegistry, sessions: SessionTable, owners: Owners
     ) -> None:
         self._settings = context.settings
+        self._metrics = context.metrics
         self._core = context.l1.core
         self._clock = context.clock
         self._loop = context.loop
@@ -253,4 +254,7 @@ class LivenessService:
         if self._owners.is_locked(registration.owner):
             registration.lock_seen = True
             return False
-        return registration.lock_seen or registration.silent(now)
+        is_dead = registration.lock_seen or registration.silent(now)
+        if is_dead:
+            self._metrics.registrations_lost.inc()
+        return is_dead

@@ -33,6 +33,7 @@ OVERFLOW_LABEL = "_other"
 MAX_LABEL_SETS = 1024  # tenants and models come from outside: beyond this many pairs they share one series
 
 _ADAPTER = ("l2_name",)
+_TIERS = ("l1", "l2", "socket")
 
 _THROUGHPUT_BUCKETS_GB = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
@@ -140,6 +141,9 @@ class ServiceMetrics(_Group):
     lookup_ceiling_sampled_ratio = _gauge("Share of the chunks that this estimate is made from, 0 to 1")
     lookup_ceiling_distance_ratio = _gauge("Hit rate of an endless cache less the hit rate, since the start")
     misses = _counter("Requests that missed tokens, by the reason of the first one", "reason")
+    instances = _gauge("Engines that are registered")
+    instances_silent = _gauge("Engines of which the scheduler side or a worker is registered and misses its heartbeats")
+    registrations_lost = _counter("Scheduler sides and workers that vanished without taking their leave")
     sessions = _gauge("Requests that engines have open")
     leases = _gauge("Leases that engines hold")
     reservations = _gauge("Reservations that workers fill")
@@ -268,6 +272,8 @@ class Metrics:
         self.events = EventBusMetrics(*build)
         self.faults = FaultMetrics(*build)
         self.otlp = OtlpMetrics(*build)
+        for tier in _TIERS:  # from the start, so that the first such frame is an increase
+            self.service.corrupt_frames.labels(tier)
         if enabled:  # the series by which OpenTelemetry carries resource attributes to Prometheus
             target = Info("target", "What exposes these metrics", registry=self.registry)
             target.info({"service_name": "lmcache", "service_instance_id": service_instance_id})

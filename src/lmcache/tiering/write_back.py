@@ -32,6 +32,8 @@ from lmcache.tiering.unstored import MOST_PERIODS_BETWEEN_OFFERS, PERIOD_SECONDS
 
 log = logging.getLogger("lmcache.tiering")
 
+_DROP_REASONS = ("queue_full", "not_served", "evicted", "not_stored")  # there from the start: the first is an increase
+
 
 class WriteBack:
     """Belongs to the storage loop."""
@@ -41,6 +43,8 @@ class WriteBack:
         self._runners = context.runners
         self._policy = policy
         self._metrics = context.metrics
+        for reason in _DROP_REASONS:
+            self._metrics.l2_store_dropped.labels(reason)
         self._clock = context.clock
         self._queues: list[deque[QueuedObject]] = [deque() for _ in self._runners]
         self._wake = [asyncio.Event() for _ in self._runners]

@@ -1,15 +1,47 @@
-"""The page of metrics says what the sources declare."""
+"""The page of metrics says what the sources declare, the dashboard shows all of it, and tests see each metric move."""
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
+REFERENCE = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+NAMES = re.findall(r"^\| `(lmcache_mp_\w+)` \|", REFERENCE, re.MULTILINE)
+LISTS = ("test_metrics_reference.py", "test_prometheus_rules.py")  # name metrics without moving them
 
 
-def test_the_page_of_metrics_is_current() -> None:
-    script = ROOT / "scripts" / "write_metrics_reference.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], check=False)
-    assert done.returncode == 0, "run scripts/write_metrics_reference.py"
+@pytest.mark.parametrize("script", ["write_metrics_reference.py", "write_grafana_dashboard.py"])
+def test_what_is_made_from_the_declarations_is_current(script: str) -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], check=False)
+    assert done.returncode == 0, f"run scripts/{script}"
+
+
+def test_the_dashboard_shows_every_metric() -> None:
+    shown = set(re.findall(r"lmcache_mp_\w+", (ROOT / "deploy" / "grafana" / "lmcache.json").read_text()))
+    assert len(NAMES) > 80
+    assert [name for name in NAMES if not {name, f"{name}_bucket"} & shown] == []
+
+
+def names_in_tests() -> set[str]:
+    """Metrics that a test names in a string that is not its docstring."""
+    found: set[str] = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text()))) if path.name not in LISTS else []
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                found.update(re.findall(r"lmcache_mp_\w+", node.value))
+    return found
+
+
+def test_each_metric_is_named_by_a_test_that_moves_it() -> None:
+    """Most by tests/process/test_metrics.py, which has a cause for each."""
+    named = names_in_tests()
+    histograms = {name.removesuffix("_count") for name in named if name.endswith("_count")}
+    assert [name for name in NAMES if name not in named | histograms] == []
