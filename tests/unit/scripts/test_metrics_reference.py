@@ -35,8 +35,8 @@ def names_in_tests() -> set[str]:
         nodes = list(ast.walk(ast.parse(path.read_text()))) if path.name not in LISTS else []
         docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                found.update(re.findall(r"lmcache_mp_\w+", node.value))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in docstrings:
+                found.update(re.findall(r"lmcache_mp_\w+", str(node.value)))
     return found
 
 
