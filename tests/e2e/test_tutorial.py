@@ -1,4 +1,4 @@
-"""The tutorial of docs/tutorial/first-hit.md: every command as printed, with the small model, in a network of its own."""
+"""The tutorial of docs/tutorial/first-hit.md: its commands as printed, a small model, a network of their own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 
 from e2e.harness import until
 from lmcache.testing.processes import ManagedProcess, http_json
-from process.test_share_guide import with_own_memory
-from services.network import Network, in_own_network
+from services.network import Network, in_own_network, with_own_memory
 
 pytestmark = pytest.mark.engine
 

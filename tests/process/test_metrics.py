@@ -101,7 +101,6 @@ MOVED: dict[str, tuple[str, ...]] = {
         'lmcache_mp_l2_store_dropped_total{reason="not_stored"}',
         "lmcache_mp_l2_store_unstored",
         "lmcache_mp_l2_store_lost_chunks_total",
-        'lmcache_mp_l2_breaker_state{direction="stores"}',
         'lmcache_mp_l2_breaker_state{direction="loads"}',
         "lmcache_mp_l2_breaker_open",
         "lmcache_mp_l2_buffered_fallbacks",

@@ -3,7 +3,6 @@ own, where every port of the guide is free."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 import shlex
@@ -23,7 +22,7 @@ from polling import until
 from process.support import SmallEngine
 from services import program
 from services.certificates import Certificates
-from services.network import Network, in_own_network
+from services.network import Network, in_own_network, with_own_memory
 from services.redis import VALKEY, Client, Redis
 from services.seaweedfs import ACCESS_KEY, SECRET_KEY, SeaweedFS
 
@@ -33,7 +32,6 @@ FILES = dict(re.findall(r"^```yaml\n# ([\w.]+)\n(.*?)^```", GUIDE, re.MULTILINE 
 SEAWEED_PORTS = {"master": 9333, "volume": 9340, "filer": 8888, "s3": 9000}
 CHUNKS = 12
 RPC_PORTS, HTTP_PORTS = (5555, 5556), (8080, 8081)
-CLONE_NEWNS, MS_REC_PRIVATE = 0x00020000, 0x4000 | 1 << 18
 
 
 class Tour:
@@ -160,17 +158,6 @@ def sealed(tour: Tour) -> None:
         (tour.folder / "b" / "master.key").write_text("5a" * 32)
         with tour.servers("sealed.yaml") as (one, two):
             assert hit(one, tokens) == CHUNKS and hit(two, tokens) == 0
-
-
-def with_own_memory() -> None:
-    """/dev/shm of this thread and of what it starts, so that the names of the guide's servers are free, too."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if (
-        libc.unshare(CLONE_NEWNS)
-        or libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)
-        or libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
-    ):
-        pytest.skip("needs the right to mount")
 
 
 def test_the_tour(tmp_path: Path) -> None:
