@@ -49,7 +49,7 @@ class DrainPlace(Place):
     @property
     def stored_objects(self) -> int:
         path = self.folder / "stored"
-        return len(path.read_text().splitlines()) if path.exists() else 0
+        return len(set(path.read_text().splitlines())) if path.exists() else 0
 
     def slow_server(self, batch_seconds: float, *extra: str) -> CacheServer:
         (self.folder / "slow_adapter.py").write_text(SLOW)

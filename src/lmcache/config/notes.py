@@ -56,6 +56,7 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
     yield ("max_gpu_workers",), "engines copy with threads of their own"
     if not config.l2_adapter:
         yield ("l2_store_policy", "l2_prefetch_policy", "l2_prefetch_max_in_flight"), "there is no --l2-adapter"
+        yield ("drain_timeout_seconds",), "there is no --l2-adapter, so nothing is drained"
         yield ("max_workers", "max_cpu_workers"), "its threads verify what L2 gave back, and there is no --l2-adapter"
     elif not l2.verifies_loads:
         yield ("max_workers", "max_cpu_workers"), "every --l2-adapter verifies on its own threads (num_workers)"
