@@ -130,7 +130,7 @@ class World:
         for medium in self.media:
             medium.faults = NO_FAULTS
         assert await self.store.flush(LONGEST_SECONDS)
-        self.store.stop()
+        await self.store.finish(LONGEST_SECONDS)
         for task in self._background:
             task.cancel()
         for runner in self.runners:
