@@ -1,7 +1,8 @@
 """Fails when a dependency of the package has no bounds, no reason in ARCHITECTURE.md, or a licence that is not known.
 
-Runtime dependencies and extras, not what tests and lint use. Licences are those of the installed packages; one that is
-not installed here is checked where it is. Known vulnerabilities need a database from the network: `pip-audit` has it.
+Runtime dependencies and extras, not what tests, lint, documents and packaging use, which is not shipped. Licences are
+those of the installed packages; one that is not installed here is checked where it is. Known vulnerabilities need a
+database from the network: `pip-audit` has it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_FOR_DEVELOPERS = ("test", "lint")
+_FOR_DEVELOPERS = ("test", "lint", "docs", "dist")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(.*)")
 _LICENCES = re.compile(r"\b(MIT|BSD|Apache|MPL|Mozilla|PSF|ISC)\b", re.IGNORECASE)
 _FORBIDDEN = re.compile(r"\b(AGPL|GPL|SSPL|BUSL|proprietary)\b", re.IGNORECASE)

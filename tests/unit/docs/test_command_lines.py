@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,13 +80,14 @@ class Taken(Exception):
 
 @pytest.fixture
 def parsers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Arguments.read
+    for name in ("read", "read_own"):
+        read = getattr(Arguments, name)
 
-    def read_and_stop(self: Arguments, argv: list[str]) -> None:
-        read(self, argv)
-        raise Taken
+        def read_and_stop(self: Arguments, argv: list[str], read: Any = read) -> None:
+            read(self, argv)
+            raise Taken
 
-    monkeypatch.setattr(Arguments, "read", read_and_stop)
+        monkeypatch.setattr(Arguments, name, read_and_stop)
 
 
 def test_there_are_lines() -> None:
