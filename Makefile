@@ -17,7 +17,7 @@ help: ## this list
 demo: $(STAMPS)/engine $(STAMPS)/package ## a real vLLM on CPU with a small model, cold against cached, in one table
 	@$(VENV)/bin/lmcache demo
 
-READY := $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools $(STAMPS)/services
+READY := $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools $(STAMPS)/docs $(STAMPS)/services
 test: $(READY) lint ## every check: lint, types, C++ and Python tests, real vLLM; suites run side by side
 	$(PY) scripts/run_tests.py
 
@@ -90,7 +90,7 @@ PYTHONS ?= $(PY)
 dist: $(STAMPS)/dist ## source archive and wheels, tried in empty environments, into dist/; PYTHONS="python3.10 python3.12"
 	$(PY) scripts/make_dist.py $(PYTHONS)
 
-docs: $(STAMPS)/tools ## the documentation as a site in build/site; a broken link ends it
+docs: $(STAMPS)/docs ## the documentation as a site in build/site; a broken link ends it
 	$(VENV)/bin/zensical build --strict --config-file mkdocs.yml
 
 clean: ## removes builds and the environment
@@ -105,11 +105,15 @@ $(STAMPS)/engine: scripts/install_cpu_engine.py | $(PY)
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/tools: pyproject.toml | $(PY)
-	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py test lint curve dashboard docs) "scikit-build-core>=0.10,<1" "nanobind>=2.4,<3"
+	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py test lint curve dashboard) "scikit-build-core>=0.10,<1" "nanobind>=2.4,<3"
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/dist: pyproject.toml | $(PY)
 	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py dist)
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/docs: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet $$($(PY) scripts/list_extras.py docs)
 	@mkdir -p $(@D) && touch $@
 
 # What the tests of remote tiers run against.
