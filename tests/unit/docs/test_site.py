@@ -16,7 +16,7 @@ from support.program_sentences import sentences
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-LONGEST_LINES = 270  # of a page that is read; tables of the reference are made
+LONGEST_LINES = 250  # of a page that is read; the reference is made
 SAID = re.compile(r"`([^`\n]*[a-z] [^`\n]*)`")
 
 
@@ -66,7 +66,8 @@ def test_every_page_has_its_place() -> None:
 
 
 def test_pages_are_short() -> None:
-    assert {path.name for path in DOCS.rglob("*.md") if len(path.read_text().splitlines()) > LONGEST_LINES} == set()
+    read = [path for path in DOCS.rglob("*.md") if path.parent.name != "reference"]
+    assert {path.name for path in read if len(path.read_text().splitlines()) > LONGEST_LINES} == set()
 
 
 def test_troubleshooting_quotes_what_the_program_says() -> None:
