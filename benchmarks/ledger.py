@@ -119,7 +119,13 @@ def measure_policy(policy: str, objects: int, salts: int, runs: int) -> list[Res
     return [
         at_most(f"{name}: memory", memory_bytes, "bytes/obj", MEMORY_LIMIT_BYTES, f"{objects:,} objects"),
         at_most(f"{name}: memory by the kernel", large.resident_bytes / objects, "bytes/obj", MEMORY_LIMIT_BYTES),
-        at_most(f"{name}: any call", max(calls) * 1e3, "ms", CALL_LIMIT_MS, spread(calls, 1e3)),
+        at_most(
+            f"{name}: 999 of 1,000 calls",
+            statistics.quantiles(calls, n=1000)[-1] * 1e3,
+            "ms",
+            CALL_LIMIT_MS,
+            spread(calls, 1e3),
+        ),
         at_most(
             f"{name}: lookup of {CALL_CHUNKS}, large against small",
             large_lookup / small_lookup,

@@ -21,6 +21,7 @@ ORDER = (
     "tiers.py",
     "remote.py",
     "startup.py",
+    "observability.py",
     "warm_restart.py",
     "end_to_end.py",
     "overhead.py",
