@@ -116,6 +116,10 @@ def _handler(openai: OpenAIServer) -> type[BaseHTTPRequestHandler]:
                     return
                 if fault == "garbage":
                     self._piece(b"data: <html>\n\n")
+                if fault == "other types":
+                    self._event({"choices": [number]})
+                if fault == "other usage":
+                    self._event({"choices": [], "usage": {"prompt_tokens": "many"}})
             last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
             self._event({"choices": [{"index": 0, "finish_reason": "length", **last}]})
             if openai.tells_usage and "stream_options" in body:

@@ -218,7 +218,11 @@ async def _measure(
     model = options.model or (await models(endpoint))[0]
     asker = Asker(endpoint, Asking(model, options.api, shape.output_tokens, options.token_ids, options.ignore_eos))
     first = Outcome("")
-    await asker.ask(Session((), (Turn(Piece(f"{options.seed} first", 4), ""),)), 0, [], first)
+    asked = asker.ask(Session((), (Turn(Piece(f"{options.seed} first", 4), ""),)), 0, [], first)
+    try:
+        await asyncio.wait_for(asked, options.max_seconds)
+    except asyncio.TimeoutError:
+        raise RequestFailed(f"its answer took longer than --max-seconds {options.max_seconds:g}") from None
     if first.error:
         raise RequestFailed(first.error)
     pace = Pace(_concurrency(options), options.rate, options.speed, options.max_seconds, options.seed)

@@ -16,6 +16,8 @@ APIS = ("completions", "chat")
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _SAID = 160  # characters of what the server says
 _BAD_REQUEST = 400
+_MOST_TOKENS = 1 << 40
+_NO_SUCH_JSON = "what came is not JSON as the OpenAI API has it"
 
 
 @dataclass
@@ -83,14 +85,21 @@ class Asker:
                     if data == b"[DONE]":
                         ended = True
                         break
-                    ended = self._take(_decoded(data), clock() - begun, outcome) or ended
+                    ended = self._taken(data, clock() - begun, outcome) or ended
                 if not ended:
                     raise RequestFailed("the stream ended early")
         finally:
             outcome.total_seconds = clock() - begun
 
+    def _taken(self, data: bytes, seconds: float, outcome: Outcome) -> bool:
+        """As `_take`. RequestFailed for an event of another form."""
+        try:
+            return self._take(_decoded(data), seconds, outcome)
+        except (TypeError, AttributeError, ValueError):
+            raise RequestFailed(_NO_SUCH_JSON) from None
+
     def _take(self, event: dict[str, Any], seconds: float, outcome: Outcome) -> bool:
-        """Whether the event says that the answer is complete."""
+        """Whether the event says that the answer is complete. Raises whatever comes of values of other types."""
         if event.get("error"):
             raise RequestFailed(f"the stream ended with an error: {_message(event)[:_SAID]}")
         ended = False
@@ -106,9 +115,9 @@ class Asker:
                 outcome.last_token_seconds = seconds
                 outcome.output_tokens += 1
         if usage := event.get("usage"):
-            outcome.prompt_tokens = usage.get("prompt_tokens")
-            outcome.output_tokens = usage.get("completion_tokens") or outcome.output_tokens
-            outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            outcome.prompt_tokens = _count(usage.get("prompt_tokens"))
+            outcome.output_tokens = _count(usage.get("completion_tokens")) or outcome.output_tokens
+            outcome.cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
         return ended
 
     def _text(self, choice: dict[str, Any]) -> tuple[str, bool]:
@@ -171,7 +180,7 @@ def said(status: int, body: bytes) -> str:
     """A status, and what the server says to it."""
     try:
         message = _message(json.loads(body))
-    except ValueError:
+    except (ValueError, RecursionError):
         message = body.decode(errors="replace")
     return " ".join(f"HTTP {status}: {message}"[:_SAID].split())
 
@@ -184,8 +193,15 @@ def _message(answer: Any) -> str:
 def _decoded(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise RequestFailed("what came is not JSON as the OpenAI API has it")
+        raise RequestFailed(_NO_SUCH_JSON)
     return found
+
+
+def _count(value: object) -> int | None:
+    """Of tokens. ValueError for what is none."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_TOKENS):
+        raise ValueError
+    return value

@@ -199,21 +199,27 @@ def comparison(paths: Sequence[str], results: Sequence[Mapping[str, Any]]) -> Re
     report = Report(f"{TITLE}, compared")
     first, second = (flat(result["figures"]) for result in results)
     rows, changes = [], {}
-    for name in (name for name in first if name in second):
-        before, after = first[name], second[name]
-        change = after / before - 1 if before else None
+    for name in {**first, **second}:
+        before, after = first.get(name), second.get(name)  # None: that run has no such figure
+        change = after / before - 1 if before and after is not None else None
         changes[name] = {"first": before, "second": after, "change": None if change is None else round(change, 4)}
-        rows.append((name, f"{before:,.2f}", f"{after:,.2f}", "-" if change is None else f"{change:+.1%}"))
+        rows.append((name, _compared(before), _compared(after), "-" if change is None else f"{change:+.1%}"))
     settings = [result["settings"] for result in results]
-    differing = sorted(name for name in settings[0] if settings[0][name] != settings[1].get(name))
+    differing = sorted(
+        name for name in {**settings[0], **settings[1]} if settings[0].get(name) != settings[1].get(name)
+    )
     report.metrics = {"files": list(paths), "figures": changes, "differing_settings": differing}
     for number, path in enumerate(paths, 1):
         report.text(f"{number}: {path}")
     for name in differing:
-        report.text(f"{name}: {settings[0][name]} and {settings[1].get(name)}")
+        report.text(f"{name}: {settings[0].get(name)} and {settings[1].get(name)}")
     report.section("figures")
     report.table(("", "1", "2", "change"), rows)
     return report
+
+
+def _compared(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"
 
 
 def flat(figures: Mapping[str, Any]) -> dict[str, float]:

@@ -52,7 +52,8 @@ class Endpoint:
             raise RequestFailed(f"no connection within {self.silence_seconds:g} s") from None
         except OSError as error:
             raise RequestFailed(f"no connection: {_reason(error)}") from None
-        connection = Connection(reader, writer, self, host, path.removesuffix("/v1"))
+        named = f"[{host}]" if ":" in host else host
+        connection = Connection(reader, writer, self, f"{named}:{port}" if port else named, path.removesuffix("/v1"))
         try:
             yield connection
         except (OSError, EOFError, ValueError) as error:  # ValueError: a line without end, a size that is none
@@ -101,12 +102,7 @@ class Connection:
 
     async def whole(self) -> bytes:
         """The body."""
-        found = b""
-        async for piece in self._pieces():
-            found += piece
-            if len(found) > _MAX_ANSWER_BYTES:
-                raise RequestFailed("the answer is too large")
-        return found
+        return b"".join([piece async for piece in self._pieces()])
 
     async def events(self) -> AsyncIterator[bytes]:
         """The data of each server-sent event."""
@@ -126,13 +122,31 @@ class Connection:
             yield b"\n".join(data)
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
-        if self._headers.get("transfer-encoding", "").lower() == "chunked":
-            while size := int((await self._line()).partition(b";")[0], 16):
-                yield await self._within(self._reader.readexactly(size))
-                await self._line()
-            return
-        left = int(self._headers["content-length"]) if "content-length" in self._headers else None
+        """The body as it comes. RequestFailed for one without end."""
+        taken_bytes = 0
+        async for piece in self._chunks() if self._is_chunked else self._part(self._content_bytes):
+            taken_bytes += len(piece)
+            if taken_bytes > _MAX_ANSWER_BYTES:
+                raise RequestFailed("the answer is too large")
+            yield piece
+
+    @property
+    def _is_chunked(self) -> bool:
+        return self._headers.get("transfer-encoding", "").lower() == "chunked"
+
+    @property
+    def _content_bytes(self) -> int | None:
+        return int(self._headers["content-length"]) if "content-length" in self._headers else None
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        while size := int((await self._line()).partition(b";")[0], 16):
+            async for piece in self._part(size):
+                yield piece
+            await self._line()
+
+    async def _part(self, size_bytes: int | None) -> AsyncIterator[bytes]:
+        """So many bytes of the connection, None for all."""
+        left = size_bytes
         while left is None or left > 0:
             piece = await self._within(self._reader.read(_READ_BYTES if left is None else min(left, _READ_BYTES)))
             if not piece:
