@@ -13,6 +13,7 @@ from typing import Any
 from lmcache.cli import doctor_checks, doctor_options, doctor_server
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.output import Report
+from lmcache.config.load import refuse_unreadable
 from lmcache.config.spec import ServerConfig
 from lmcache.core.address import socket_path
 from lmcache.core.limits import GIB
@@ -47,6 +48,7 @@ def run(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         arguments.read(["--help"])
     options, server_options = arguments.read_own(argv)
+    refuse_unreadable(server_options)
     report = Report("Doctor")
     checks: list[dict[str, Any]] = []
     for verdict in _verdicts(options, server_options):

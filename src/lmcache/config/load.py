@@ -92,6 +92,14 @@ def draft(argv: Sequence[str], environ: Mapping[str, str], problems: Problems) -
     return Loaded(config, sources, frozenset(config.random_names() - set(sources)), read.ignored)
 
 
+def refuse_unreadable(argv: Sequence[str]) -> None:
+    """ConfigError for words that are no option of a server, or an option without its value. What the options are to be
+    is not looked at."""
+    problems = Problems()
+    _read_flags(argv, options(), _Read(problems))
+    problems.raise_all()
+
+
 def parse_adapter_text(where: str, text: str) -> dict[str, Any]:
     """The JSON object of one --l2-adapter. ConfigError begins with `where`."""
     try:
