@@ -7,7 +7,7 @@ from typing import Any
 
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.describe_engine import describe_engine
-from lmcache.cli.http import DEFAULT_URL, ENGINE_KEY_VARIABLE, ENGINE_URL, HttpRefused, request
+from lmcache.cli.http import DEFAULT_URL, ENGINE_KEY_VARIABLE, ENGINE_URL, HttpRefused, answer_of, request
 from lmcache.cli.output import Report, bytes_text, seconds_text
 from lmcache.config.values import Choice
 
@@ -36,13 +36,14 @@ def run(argv: Sequence[str]) -> int:
     report = Report("LMCache KV cache server")
     report.add("health", "Health", health)
     report.add("url", "URL", url)
-    _add_server(report, status, config)
-    _add_l1(report, status["l1"], config)
-    for adapter in status["l2"]["adapters"]:
-        _add_adapter(report, adapter)
-    for instance in status["instances"]:
-        _add_instance(report, instance)
-    report.metrics = {"health": health, "url": url, **status}
+    with answer_of(url):
+        _add_server(report, status, config)
+        _add_l1(report, status["l1"], config)
+        for adapter in status["l2"]["adapters"]:
+            _add_adapter(report, adapter)
+        for instance in status["instances"]:
+            _add_instance(report, instance)
+        report.metrics = {"health": health, "url": url, **status}
     report.emit(options)
     return 0 if health == "OK" else 1
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from lmcache.cli.http import ENGINE_KEY_VARIABLE, HttpRefused, request
+from lmcache.cli.http import ENGINE_KEY_VARIABLE, HttpRefused, answer_of, request
 from lmcache.cli.output import Report
 from lmcache.cli.top_figures import Metrics, parse
 
@@ -41,8 +41,10 @@ def describe_engine(url: str, options: argparse.Namespace) -> int:
     report.add("health", "Health", health)
     report.add("url", "URL", url)
     report.add("version", "Version", version.get("version") if isinstance(version, dict) else None)
-    _add_models(report, models)
-    _add_metrics(report, parse(str(ask("/metrics") or "")))
+    metrics = ask("/metrics")
+    with answer_of(url, "an engine"):
+        _add_models(report, models)
+        _add_metrics(report, parse(str(metrics or "")))
     report.emit(options)
     return 0 if health == "OK" else 1
 

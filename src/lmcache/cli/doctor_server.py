@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache import __version__
 from lmcache.cli.doctor_checks import NOTE, OK, PROBLEM, Verdict
-from lmcache.cli.http import HttpRefused, request
+from lmcache.cli.http import HttpRefused, answer_of, request
 from lmcache.cli.output import bytes_text
 from lmcache.cli.top_figures import Metrics, parse
 from lmcache.errors import LMCacheError
@@ -47,13 +47,19 @@ def server(url: str, timeout_seconds: float) -> Iterator[Verdict]:
         yield Verdict(name, PROBLEM, health, "look at its log; restart it if it stays so.")
     else:
         yield Verdict(name, OK, "healthy")
-    yield versions(version)
-    yield hash_seed(status, os.environ.get("PYTHONHASHSEED", ""))
-    yield from engines(status)
-    yield from adapters(status)
-    yield from memory(status)
-    yield from misses(metrics)
-    yield from faults(metrics)
+    try:
+        with answer_of(url):
+            yield from [
+                versions(version),
+                hash_seed(status, os.environ.get("PYTHONHASHSEED", "")),
+                *engines(status),
+                *adapters(status),
+                *memory(status),
+                *misses(metrics),
+                *faults(metrics),
+            ]
+    except LMCacheError as error:
+        yield Verdict(name, PROBLEM, str(error), "give the --url of a cache server's --http-port.")
 
 
 def _health(url: str, timeout_seconds: float) -> str:
@@ -66,7 +72,8 @@ def _health(url: str, timeout_seconds: float) -> str:
 
 def _metrics(url: str, timeout_seconds: float) -> Metrics:
     try:
-        return parse(str(request(url, "GET", "/metrics", timeout_seconds=timeout_seconds)))
+        with answer_of(url):
+            return parse(str(request(url, "GET", "/metrics", timeout_seconds=timeout_seconds)))
     except HttpRefused as error:
         if error.status != _METRICS_OFF:
             raise

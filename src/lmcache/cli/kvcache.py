@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmcache.cli.arguments import Arguments
-from lmcache.cli.http import DEFAULT_URL, TOKEN_VARIABLE, request
+from lmcache.cli.http import DEFAULT_URL, TOKEN_VARIABLE, answer_of, request
 from lmcache.cli.output import Report, bytes_text
 from lmcache.config.values import Choice
 
@@ -24,7 +24,8 @@ def run(argv: Sequence[str]) -> int:
     report = Report("KV cache clear")
     report.add("status", "Status", "OK")
     report.add("tier", "Tier", options.tier)
-    report.add("objects", "Objects removed", answer["objects"])
-    report.add("bytes", "Bytes freed", answer["bytes"], bytes_text(answer["bytes"]))
+    with answer_of(options.url):
+        report.add("objects", "Objects removed", answer["objects"])
+        report.add("bytes", "Bytes freed", answer["bytes"], bytes_text(answer["bytes"]))
     report.emit(options)
     return 0

@@ -95,7 +95,9 @@ def _failed(error: Exception, exit_code: int, environ: Mapping[str, str], as_jso
 
         print(json.dumps({"error": " ".join(problems), "problems": problems}), file=sys.stderr)
         return exit_code
-    for problem in problems:
+    from lmcache.cli.output import printable
+
+    for problem in map(printable, problems):
         print(problem if problem.startswith("lmcache ") else f"lmcache: {problem}", file=sys.stderr)
     return exit_code
 

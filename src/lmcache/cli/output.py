@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +42,27 @@ class Report:
 
     def render(self, form: str) -> str:
         if form == "json":
-            return json.dumps({"title": self.title, "metrics": self.metrics}, indent=2) + "\n"
-        return "\n".join([f" {self.title} ".center(_WIDTH, "="), *self.lines, "=" * _WIDTH]) + "\n"
+            return json.dumps({"title": self.title, "metrics": _json_value(self.metrics)}, indent=2) + "\n"
+        lines = [f" {self.title} ".center(_WIDTH, "="), *self.lines, "=" * _WIDTH]
+        return "\n".join(map(printable, lines)) + "\n"
 
     def emit(self, options: argparse.Namespace) -> None:
         """Prints or writes, as --format, --output and --quiet ask."""
         write(self.render(options.format), options)
+
+
+def printable(line: str) -> str:
+    """Names come from engines, tenants and servers: none of them gives orders to a terminal, or begins a line."""
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
+
+
+def _json_value(value: Any) -> Any:
+    """The same with null for what JSON has no number for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _json_value(part) for name, part in value.items()}
+    return [_json_value(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def columns_of(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache.cli.arguments import Arguments
-from lmcache.cli.http import DEFAULT_URL, TOKEN_VARIABLE, HttpRefused, request
+from lmcache.cli.http import DEFAULT_URL, TOKEN_VARIABLE, HttpRefused, answer_of, request
 from lmcache.cli.output import Report
 from lmcache.errors import ConfigError, ResourceError
 
@@ -67,7 +67,9 @@ def run(argv: Sequence[str]) -> int:
             f"No engine of the model {body['model_name']!r} is registered at {options.url}: "
             + (f"give --model {' or '.join(known)}." if known else "start one; only engines name their objects.")
         ) from None
-    report_of(body, answer).emit(options)
+    with answer_of(options.url):
+        report = report_of(body, answer)
+    report.emit(options)
     return 0
 
 
@@ -131,7 +133,8 @@ def _only_model(options: argparse.Namespace) -> str:
 
 def _models(options: argparse.Namespace) -> list[str]:
     status = request(options.url, "GET", "/status", timeout_seconds=options.timeout)
-    return sorted({instance["model_name"] for instance in status["instances"] if instance["model_name"]})
+    with answer_of(options.url):
+        return sorted({instance["model_name"] for instance in status["instances"] if instance["model_name"]})
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache.cli.arguments import Arguments
-from lmcache.cli.http import DEFAULT_URL, TOKEN_VARIABLE, request
+from lmcache.cli.http import DEFAULT_URL, TOKEN_VARIABLE, answer_of, request
 from lmcache.cli.output import Report
 from lmcache.config.values import Number
 from lmcache.core.limits import MAX_QUOTA_GB
@@ -35,16 +35,16 @@ def run(argv: Sequence[str]) -> int:
     options = arguments.read(argv[1:])
     if verb == "list":
         answer = request(options.url, "GET", "/quota", timeout_seconds=options.timeout)
-        report = _listed(answer["quotas"])
     else:
         method = {"set": "PUT", "get": "GET", "delete": "DELETE"}[verb]
         path = "/quota/" + urllib.parse.quote(options.cache_salt, safe="")
         body = {"limit_gb": options.limit_gb} if verb == "set" else None
         answer = request(options.url, method, path, body, timeout_seconds=options.timeout)
-        report = _shown(answer)
-    if not answer["enforced"]:
-        report.text("This server does not enforce quotas: it runs without --eviction-policy IsolatedLRU.")
-    report.metrics["enforced"] = answer["enforced"]
+    with answer_of(options.url):
+        report = _listed(answer["quotas"]) if verb == "list" else _shown(answer)
+        if not answer["enforced"]:
+            report.text("This server does not enforce quotas: it runs without --eviction-policy IsolatedLRU.")
+        report.metrics["enforced"] = answer["enforced"]
     report.emit(options)
     return 0
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache.cli.http import HttpRefused, request
-from lmcache.cli.output import bytes_text
+from lmcache.cli.http import HttpRefused, answer_of, request
+from lmcache.cli.output import bytes_text, printable, seconds_text
 
 _LINE = re.compile(r"([\w:]+)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -31,7 +31,7 @@ class Sample:
 
 
 def take(url: str, timeout_seconds: float) -> Sample:
-    """ServerUnavailable or HttpRefused where the server does not tell."""
+    """ServerUnavailable or HttpRefused where the server does not tell, or tells what no cache server does."""
     status = request(url, "GET", "/status", timeout_seconds=timeout_seconds)
     try:
         text = request(url, "GET", "/metrics", timeout_seconds=timeout_seconds)
@@ -39,13 +39,25 @@ def take(url: str, timeout_seconds: float) -> Sample:
         if error.status != _METRICS_OFF:
             raise
         text = ""
-    return Sample(time.monotonic(), status, parse(str(text)))
+    with answer_of(url):
+        sample = Sample(time.monotonic(), status, parse(str(text)))
+        _check(sample)
+    return sample
+
+
+def _check(sample: Sample) -> None:
+    """Whether it can be shown: what has another type raises here, not on the screen."""
+    seen = picture(sample, sample)
+    headline(seen.summary)
+    seconds_text(sample.status["uptime_seconds"])
+    for name, columns in TABLES.items():
+        cells(columns, seen.tables[name])
 
 
 def parse(text: str) -> dict[str, dict[Labels, float]]:
     """The text format of Prometheus: values by name and labels."""
     found: dict[str, dict[Labels, float]] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):  # a name may have what else ends a line
         if match := _LINE.fullmatch(line):
             name, labels, value = match.groups()
             key = tuple((label, _unescaped(value)) for label, value in _LABEL.findall(labels or ""))
@@ -71,12 +83,10 @@ class _Rates:
         """A second, summed over the series with these labels."""
         if self._before is None:
             return None
-        wanted = labels.items()
-        total = 0.0
-        for key, value in self._after.get(_PREFIX + name, {}).items():
-            if wanted <= dict(key).items():
-                total += value - self._before.get(_PREFIX + name, {}).get(key, 0.0)
-        return max(0.0, total) / self._seconds
+        after, before = self._after.get(_PREFIX + name, {}), self._before.get(_PREFIX + name, {})
+        key = tuple(labels.items())
+        keys = [key] if key in after else [known for known in after if labels.items() <= dict(known).items()]
+        return max(0.0, sum(after[known] - before.get(known, 0.0) for known in keys)) / self._seconds
 
     def labels(self, name: str) -> list[dict[str, str]]:
         return [dict(key) for key in self._after.get(_PREFIX + name, {})]
@@ -238,11 +248,7 @@ def arranged(rows: Sequence[Mapping[str, Any]], key: str, *, descending: bool, w
 
 def cells(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Texts of one line, whatever a name has in it."""
-    return [tuple(_plain(column.shown(row[column.key])) for column in columns) for row in rows]
-
-
-def _plain(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return [tuple(printable(column.shown(row[column.key])) for column in columns) for row in rows]
 
 
 def headline(summary: Mapping[str, Any]) -> list[str]:

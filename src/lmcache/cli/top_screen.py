@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from lmcache.cli.output import columns_of, seconds_text
+from lmcache.cli.output import columns_of, printable, seconds_text
 from lmcache.cli.top_figures import TABLES, Sample, arranged, cells, headline, picture, take
 from lmcache.errors import LMCacheError, ResourceError
 
@@ -99,8 +99,6 @@ class _Sampler:
                 sample = take(self.url, self._timeout_seconds)
             except LMCacheError as error:
                 fault = str(error)
-            except (KeyError, TypeError, AttributeError, ValueError):
-                fault = f"{self.url} does not answer as a cache server does."
             with self._lock:
                 self._count += 1
                 if sample is not None:
@@ -216,7 +214,7 @@ class _Screen:
         height, width = self._window.getmaxyx()
         for number, (text, style) in enumerate(self._lines(height)[:height]):
             with contextlib.suppress(curses.error):  # the last place of a screen cannot be written
-                self._window.addnstr(number, 0, text, max(0, width - 1), style)
+                self._window.addnstr(number, 0, printable(text), max(0, width - 1), style)
         self._window.refresh()
 
     def _lines(self, height: int) -> list[tuple[str, int]]:
