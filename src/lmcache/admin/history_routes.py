@@ -44,10 +44,10 @@ class HistoryRoutes:
         )
 
     def _encoded(self, since: int, hides_salts: bool) -> bytes:
-        kept = self._context.history
-        excerpt = kept.since(since, hides_salts=hides_salts)
-        series = [m.HistorySeries(entry.name, entry.labels, entry.values) for entry in excerpt.series]
-        return msgspec.json.encode(m.History(kept.interval_seconds, excerpt.times, series))
+        excerpt = self._context.history.since(since, hides_salts=hides_salts)
+        series, samples = [list(map(msgspec.Raw, texts)) for texts in (excerpt.series, excerpt.samples)]
+        fields = (self._context.history.interval_seconds, excerpt.times, series, samples)
+        return msgspec.json.encode(dict(zip(m.History.__struct_fields__, fields, strict=True)))
 
 
 async def keep_history(context: AdminContext) -> None:

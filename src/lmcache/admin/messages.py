@@ -139,7 +139,6 @@ class HistorySeries(Struct, frozen=True):
 
     name: str
     labels: dict[str, str]
-    values: Annotated[list[float | None], Meta(description="one for each time; null: there was no such series yet")]
 
 
 class History(Struct, frozen=True):
@@ -148,6 +147,12 @@ class History(Struct, frozen=True):
     interval_seconds: float
     times: Annotated[list[int], Meta(description="of the samples, oldest first; seconds since 1970-01-01 UTC")]
     series: list[HistorySeries]
+    samples: Annotated[
+        list[list[float | None]],
+        Meta(
+            description="for each time a value for each series; null, or none at the end: there was no such series yet"
+        ),
+    ]
 
 
 class ClearRequest(Struct, frozen=True):

@@ -29,12 +29,14 @@ export class History {
     return this.times.at(-1) ?? 0;
   }
 
-  // Takes what the server has beyond `last`.
+  // Takes what the server has beyond `last`; all of it where its clock was set back.
   merge(excerpt) {
+    if (excerpt.times.length && excerpt.times[0] <= this.last) this.clear();
     const known = this.times.length;
     this.times.push(...excerpt.times);
     const nothing = Array(excerpt.times.length).fill(null);
-    const given = new Map(excerpt.series.map((one) => [JSON.stringify([one.name, one.labels]), one]));
+    const given = new Map(excerpt.series.map((one, column) =>
+      [JSON.stringify([one.name, one.labels]), { ...one, values: excerpt.samples.map((row) => row[column] ?? null) }]));
     for (const [key, one] of given) {
       if (!this.series.has(key)) this.series.set(key, { ...one, values: Array(known).fill(null) });
     }
