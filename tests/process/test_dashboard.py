@@ -200,6 +200,15 @@ def test_objects_are_found_pinned_and_deleted(server: Stage, browser: Chromium) 
         assert page.problems == []
 
 
+def test_before_a_limit_is_removed_the_page_says_what_that_costs(server: Stage, browser: Chromium) -> None:
+    with browser.page(server.url) as page:
+        page.until(LOADED)
+        page.click("#quotas button", "Remove")
+        assert "keeps nothing in L1" in page.text("#dialog p") and "are evicted" in page.text("#dialog p")
+        page.click("#dialog button", "Cancel")
+        assert page.problems == []
+
+
 def test_a_prompt_is_shown_chunk_by_chunk(server: Stage, browser: Chromium) -> None:
     engine = server.engines[0]
     server.request(engine, 7, "")

@@ -14,12 +14,12 @@ export class Refusal extends Error {
 }
 
 // The decoded answer; a Refusal with the server's sentence where it says no. `expected`: a status beside 2xx whose
-// answer is wanted, too.
-export async function ask(method, path, { body, stop, expected } = {}) {
+// answer is wanted, too. `seconds`: how long it may take.
+export async function ask(method, path, { body, stop, expected, seconds = SECONDS } = {}) {
   const headers = {};
   if (token()) headers.Authorization = `Bearer ${token()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
-  const late = AbortSignal.timeout(SECONDS * 1000);
+  const late = AbortSignal.timeout(seconds * 1000);
   const answer = await fetch(path, {
     method,
     headers,

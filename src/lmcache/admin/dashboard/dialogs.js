@@ -3,6 +3,8 @@
 import { ask, setToken, token } from "./api.js";
 import { byId, button, element, toast } from "./dom.js";
 
+const CHANGE_SECONDS = 75; // the server gives up a little before
+
 // Asks in a dialog. `fields`: inputs with a name, or labels around them. The values by name, or null when it was left.
 export function question({ title, sentence, fields = [], action, danger = false }) {
   const dialog = byId("dialog").cloneNode(); // its own: the event of the last one's end may come after this opens
@@ -30,11 +32,11 @@ export const checkbox = (name, label) => element("label", { className: "check" }
 // Asks the server to change something and says what came of it. What it answered, or null.
 export async function change(method, path, body, told) {
   try {
-    const answer = await ask(method, path, { body });
+    const answer = await ask(method, path, { body, seconds: CHANGE_SECONDS });
     toast(told(answer));
     return answer;
   } catch (error) {
-    toast(error.message, "bad");
+    toast(error.name === "TimeoutError" ? "The server has not answered yet; it may still do this." : error.message, "bad");
     return null;
   }
 }
@@ -48,7 +50,12 @@ export async function askForToken(changed) {
     action: "Use it",
   });
   if (given === null) return;
-  setToken(given.token.trim());
+  const entered = given.token.trim();
+  if (!/^[\x20-\x7e]*$/.test(entered)) {
+    toast("A token is one line of ASCII.", "bad");
+    return;
+  }
+  setToken(entered);
   showToken();
   changed();
 }

@@ -11,18 +11,28 @@ const SHOWN = 100;
 const OWNER = "dashboard";
 
 // ---- search ---------------------------------------------------------------------------------------------------------
-let search = null; // { query, entries, token }
+let search = null; // { query, entries, token, runs }
 
 async function searchOn() {
   const of = search;
+  if (of.runs) return;
+  of.runs = true;
+  try {
+    await takePages(of);
+  } finally {
+    of.runs = false;
+  }
+  if (of === search) showFound();
+}
+
+async function takePages(of) {
   for (let page = 0; page < PAGES && of.entries.length < SHOWN; page += 1) {
     const parameters = new URLSearchParams({ ...of.query, page_size: PAGE, page_token: of.token });
     const answer = await ask("GET", `cache/objects?${parameters}`);
     of.entries.push(...answer.entries);
     of.token = answer.next_page_token;
-    if (!of.token) break;
+    if (!of.token || of !== search) break;
   }
-  if (of === search) showFound();
 }
 
 const guarded = (work) => work().catch((error) => toast(error.message, "bad"));
@@ -30,7 +40,7 @@ const guarded = (work) => work().catch((error) => toast(error.message, "bad"));
 function begin(form) {
   const { key, tier, model } = Object.fromEntries(new FormData(form));
   const where = ["all", "l1", "l2"].includes(tier) ? { tier } : { adapter: tier };
-  search = { query: { ...where, key: key.trim().toLowerCase(), model_name: model.trim() }, entries: [], token: "" };
+  search = { query: { ...where, key: key.trim().toLowerCase(), model_name: model.trim() }, entries: [], token: "", runs: false };
   guarded(searchOn);
 }
 

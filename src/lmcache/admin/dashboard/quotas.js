@@ -23,18 +23,21 @@ async function set(quota, changed) {
   if (await change("PUT", path(given.salt), { limit_gb: Number(given.limit) }, told)) changed();
 }
 
-async function remove(quota, changed) {
+async function remove(quota, enforced, changed) {
   const title = `Remove the limit of ${name(quota.cache_salt)}?`;
-  if (await question({ title, sentence: "What it holds stays.", action: "Remove", danger: true }) === null) return;
+  const sentence = enforced
+    ? `A salt without a limit keeps nothing in L1: the ${bytes(quota.current_usage_gb * GIB)} that it has there are evicted.`
+    : "What it holds stays: limits are not in force.";
+  if (await question({ title, sentence, action: "Remove", danger: true }) === null) return;
   if (await change("DELETE", path(quota.cache_salt), undefined, () => "The limit is removed.")) changed();
 }
 
-function columns(changed) {
+function columns(enforced, changed) {
   const share = (quota) => (quota.limit_gb ? quota.current_usage_gb / quota.limit_gb : 1);
   return [
     { title: "Salt", className: "long", cell: (quota) => name(quota.cache_salt) },
     { title: "In L1", className: "number", cell: (quota) => bytes(quota.current_usage_gb * GIB) },
-    { title: "Limit", className: "number", cell: (quota) => (quota.exists ? bytes(quota.limit_gb * GIB) : "none") },
+    { title: "Limit", className: "number", cell: (quota) => (quota.exists ? bytes(quota.limit_gb * GIB) : enforced ? "none: keeps nothing" : "none") },
     {
       title: "Used",
       className: "number with-bar wide",
@@ -46,7 +49,7 @@ function columns(changed) {
       title: "",
       className: "number",
       cell: (quota) => element("span", { className: "buttons" }, button("Change", () => set(quota, changed)),
-        quota.exists ? button("Remove", () => remove(quota, changed)) : null),
+        quota.exists ? button("Remove", () => remove(quota, enforced, changed)) : null),
     },
   ];
 }
@@ -57,7 +60,7 @@ export function bindQuotas(changed) {
 
 export async function showQuotas(stop, changed) {
   show(byId("quotas"), await ask("GET", "quota", { stop }), ({ quotas, enforced }) => [
-    table(columns(changed), quotas, "No salt has a limit or holds anything."),
+    table(columns(enforced, changed), quotas, "No salt has a limit or holds anything."),
     ...(enforced ? [] : [element("p", { className: "quiet" }, "Limits are not in force: only --eviction-policy IsolatedLRU goes by them.")]),
   ]);
 }
