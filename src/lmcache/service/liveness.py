@@ -130,8 +130,7 @@ class LivenessService:
         previous = instance.workers.get(message.worker_id)
         if previous is not None:
             self._refuse_another(message, previous)
-            del instance.workers[message.worker_id]
-            self._owners.end(previous.owner)
+            self._end_worker(instance, message.worker_id)
         owner = self._owners.take()
         now = self._clock.monotonic()
         instance.workers[message.worker_id] = Worker(
@@ -195,13 +194,18 @@ class LivenessService:
 
     def _remove(self, instance: Instance, worker_id: int, *, graceful: bool) -> None:
         if worker_id != SCHEDULER_SIDE:
-            self._owners.end(instance.workers.pop(worker_id).owner, graceful=graceful)
+            self._end_worker(instance, worker_id, graceful=graceful)
             instance.tenants.clear()
         elif instance.scheduler is not None:
             self._end_scheduler(instance, instance.scheduler, graceful=graceful)
         if instance.scheduler is None and not instance.workers:
             del self._registry.instances[instance.instance_id]
             log.info("Instance %s has gone", instance.instance_id)
+
+    def _end_worker(self, instance: Instance, worker_id: int, *, graceful: bool = False) -> None:
+        worker = instance.workers.pop(worker_id)
+        self._metrics.num_finished_stores.inc(len(worker.reservations))
+        self._owners.end(worker.owner, graceful=graceful)
 
     def _end_scheduler(self, instance: Instance, scheduler: Scheduler, *, graceful: bool = False) -> None:
         self._sessions.end_all(instance)

@@ -155,7 +155,7 @@ class ServiceMetrics(_Group):
     l1_write = _counter("Chunks made resident in L1", unit="chunks")
     l1_read_failure = _counter("Leased chunks that an engine reported as unreadable", unit="chunks")
     num_submitted_stores = _counter("Reservations that were handed slots")
-    num_finished_stores = _counter("Reservations that ended by commit or abort")
+    num_finished_stores = _counter("Reservations that ended, by their commit or with their worker")
     num_submitted_retrieves = _counter("Leases given to engines")
     num_finished_retrieves = _counter("Leases that engines gave back")
     timeouts = _TIMEOUTS

@@ -65,6 +65,25 @@ def test_the_dead_lose_everything_at_once(service: Service) -> None:
     assert service.lookup("s", chunks(2), instance="other").chunks == 0
 
 
+def test_stores_that_end_with_their_worker_are_counted(service: Service) -> None:
+    """What was begun less what has ended is what is under way, whatever has died."""
+
+    def under_way() -> float:
+        return service.sample("num_submitted_stores_total") - service.sample("num_finished_stores_total")
+
+    service.reserve(chunks(1))
+    service.reserve(chunks(2))
+    assert under_way() == 2
+    service.locks.alive.clear()
+    service.register_worker("engine", 0)  # it began again
+    assert under_way() == 0
+    service.reserve(chunks(3))
+    service.locks.alive.clear()
+    service.clock.advance(SILENT)
+    service.liveness.sweep()
+    assert service.registry.instances == {} and under_way() == 0
+
+
 def test_the_death_of_a_process_that_held_its_lock_is_noticed_before_its_silence(service: Service) -> None:
     service.store(chunks(1))
     service.lookup("r", chunks(1))
