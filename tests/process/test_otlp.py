@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmcache.errors import ConfigError
 from lmcache.protocol import messages as m
 from lmcache.server import Server
 from lmcache.startup import plan
+from lmcache.telemetry.otlp import LENGTH_BYTES
 from polling import until
 from process.support import CALL_SECONDS, SmallEngine, server_within, unpack_slots
 
@@ -24,6 +28,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
 from support.otlp_receiver import a_receiver, a_silent_receiver
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+EXPORTER_END_SECONDS = 15.0  # its imports included; each message alone takes its deadline of 5 s
 RECEIVE_SECONDS = 60.0  # the exporter's process begins by importing what it needs
 
 
@@ -134,6 +139,37 @@ def test_a_receiver_that_hangs_or_is_gone_costs_nothing(dead: bool) -> None:
             assert engine.lookup("last", engine.tokens(1)).miss_reason == "not_stored"
             started = time.monotonic()
         assert time.monotonic() - started < 15
+
+
+def test_the_exporters_process_ends_with_a_server_that_was_killed() -> None:
+    """However many messages are in the pipe, for a receiver that takes none of them."""
+    with a_silent_receiver() as silent:
+        messages = [{"endpoint": silent, "service.instance.id": ""}, *[{"offset": 0.0, "spans": []}] * 6]
+        command = [sys.executable, "-m", "lmcache.telemetry.otlp_process"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            assert process.stdin is not None
+            for payload in map(msgspec.msgpack.encode, messages):
+                process.stdin.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+            process.stdin.close()  # as the kernel does
+            try:
+                assert process.wait(EXPORTER_END_SECONDS) == 1
+            finally:
+                process.kill()
+
+
+def test_what_systemd_sends_to_all_processes_of_a_service_leaves_the_last_spans() -> None:
+    with (
+        a_receiver() as receiver,
+        server_within(otlp_endpoint=receiver.endpoint, enable_tracing=True) as server,
+        SmallEngine(server.rpc.endpoint) as engine,
+    ):
+        a_request(engine)
+        until(lambda: receiver.named("request"), RECEIVE_SECONDS)
+        (exporter,) = exporters()
+        os.kill(exporter, signal.SIGTERM)
+        a_request(engine, request="last")
+        until(lambda: len(receiver.named("request")) == 2, RECEIVE_SECONDS)
+        assert exporters() == [exporter]
 
 
 def test_the_exporters_process_is_started_again() -> None:

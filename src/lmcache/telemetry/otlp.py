@@ -31,7 +31,7 @@ _MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
 _GATHER_SECONDS = 1.0
 _MAX_SPANS_A_MESSAGE = 512
 _FIRST_RESTART_SECONDS, _LAST_RESTART_SECONDS = 1.0, 60.0
-_STOP_SECONDS = 2.0
+STOP_SECONDS = 2.0  # for what waits, when the server ends
 _INTERVAL_VARIABLE = "OTEL_METRIC_EXPORT_INTERVAL"  # milliseconds, as OpenTelemetry says
 _INTERVAL_MS = 60_000
 _MIN_INTERVAL_MS = 100
@@ -102,7 +102,7 @@ class OtlpExporter:
     def stop(self) -> None:
         """Sends what waits, or gives up after a moment. Idempotent."""
         self._stopping.set()
-        self._spans.stop(_STOP_SECONDS)
+        self._spans.stop(STOP_SECONDS)
         process, self._process = self._process, None
         if process is None:
             return
@@ -110,10 +110,10 @@ class OtlpExporter:
         closing = threading.Thread(target=_close_quietly, args=(process.stdin,), daemon=True)
         closing.start()  # a pipe that is full may keep it
         try:
-            process.wait(_STOP_SECONDS)
+            process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(_STOP_SECONDS)
+            process.wait(STOP_SECONDS)
 
     # ---- the queue's thread ------------------------------------------------------------------------------------------
     def _send_spans(self, spans: list[Span], dropped: int) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -23,7 +25,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
-from lmcache.telemetry.otlp import LENGTH_BYTES
+from lmcache.telemetry.otlp import LENGTH_BYTES, STOP_SECONDS
 
 PREFIX = "lmcache_mp_"
 _EXPORT_SECONDS = 5.0
@@ -32,6 +34,16 @@ _SCOPE = InstrumentationScope("lmcache")
 _IDS = RandomIdGenerator()
 _NICE = 10  # the server and the engines come first
 _CUMULATIVE = otel.AggregationTemporality.CUMULATIVE
+
+
+def _end_after_the_server() -> None:
+    """A receiver that hangs takes the deadline of each message that is in the pipe. A server that ends waits no longer
+    than this either; one that was killed cannot say so."""
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), 0)  # only the end of whoever writes
+    poll.poll()
+    threading.Event().wait(STOP_SECONDS)
+    os._exit(1)
 
 
 def messages(stream: BinaryIO) -> Iterator[dict[str, Any]]:
@@ -128,8 +140,10 @@ def _histogram_points(name: str, samples: Iterable[Any], started: int, now: int)
 
 def main() -> int:
     os.nice(_NICE)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when it ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # systemd sends it to all processes of a service
+        signal.signal(number, signal.SIG_IGN)  # the server decides when this one ends
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # the server's metrics count what fails
+    threading.Thread(target=_end_after_the_server, daemon=True).start()
     received = messages(sys.stdin.buffer)
     settings = next(received, None)
     if settings is None:
