@@ -7,8 +7,10 @@ processes at that moment is left to the start: ports, locks, free memory and fre
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +19,7 @@ from lmcache.admin.access import read_token
 from lmcache.admin.tls import server_context
 from lmcache.config.load import Loaded, draft
 from lmcache.config.notes import L2Traits, notes
-from lmcache.config.spec import ServerConfig
+from lmcache.config.spec import ServerConfig, flag
 from lmcache.core.address import http_listening_host
 from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
@@ -89,6 +91,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
         limits_salts=any(config.eviction_policy == "IsolatedLRU" for config in configs),
     )
     server_notes = notes(loaded, environ, l2)
+    server_notes += open_secrets(loaded.config)
     return Plan(
         loaded, adapters, store_policy, prefetch_policy, server_notes + _shared_folders(configs) + adapter_notes
     )
@@ -105,6 +108,20 @@ def _check_export(config: ServerConfig, environ: Mapping[str, str], problems: Pr
 def _leaves_verifying(config: ServerConfig, configured: ConfiguredAdapter) -> bool:
     """Whether threads of the server verify what it loads, or what it stores out of a recovered L1."""
     return config.l1_persist or not getattr(configured.adapter, "verifies", False)
+
+
+def open_secrets(config: ServerConfig) -> list[str]:
+    """A note for each file of a secret that everybody on this machine can read or replace by writing to it."""
+    found = []
+    for name in ("admin_token_file", "http_tls_key"):
+        path = getattr(config, name)
+        with contextlib.suppress(OSError):  # it was readable a moment ago
+            mode = stat.S_IMODE(os.stat(path).st_mode) if path else 0
+            if mode & 0o006:
+                found.append(
+                    f"{flag(name)} {path} is open to everybody on this machine (mode {mode:04o}): chmod 600 it."
+                )
+    return found
 
 
 def _shared_folders(configs: Sequence[AdapterConfig]) -> list[str]:

@@ -50,6 +50,17 @@ def test_notes_of_adapters_are_reported_with_the_others(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_secrets_that_everybody_can_read_are_noted(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    for mode, count in ((0o600, 0), (0o640, 0), (0o644, 1), (0o602, 1)):
+        token.chmod(mode)
+        planned = startup.plan([*OPTIONS, "--admin-token-file", str(token)], {})
+        planned.discard()
+        assert len(planned.notes) == count, planned.notes
+    assert f"--admin-token-file {token} is open to everybody on this machine (mode 0602)" in planned.notes[0]
+
+
 def test_a_buffer_in_front_of_l2_has_a_watermark(tmp_path: Path) -> None:
     """What no adapter took makes room there, although the policy evicts nothing."""
     adapter = json.dumps({"type": "fs", "base_path": str(tmp_path / "l2")})

@@ -28,7 +28,7 @@ class Configured:
 def configured(server_options: Sequence[str], environ: Mapping[str, str]) -> Configured:
     """Reads and checks them as `lmcache server` does before it takes anything: files, keys, certificates, the backends
     of adapters."""
-    from lmcache.startup import plan, read
+    from lmcache.startup import open_secrets, plan, read
 
     config: ServerConfig | None = None
     adapters: Sequence[AdapterConfig] = ()
@@ -41,9 +41,10 @@ def configured(server_options: Sequence[str], environ: Mapping[str, str]) -> Con
         count = f"{len(error.problems)} {'problem' if len(error.problems) == 1 else 'problems'}"
         verdict = Verdict("options", PROBLEM, f"a server would not start: {count}", _REMEDIES, tuple(error.problems))
         return Configured(config, adapters, verdict)
-    if planned.notes:
+    own = open_secrets(config)  # `secrets` says more of these
+    if notes := tuple(note for note in planned.notes if note not in own):
         found = "a server would start, and perhaps do something else than is meant"
-        return Configured(config, adapters, Verdict("options", NOTE, found, _REMEDIES, tuple(planned.notes)))
+        return Configured(config, adapters, Verdict("options", NOTE, found, _REMEDIES, notes))
     return Configured(config, adapters, Verdict("options", OK, "a server would start"))
 
 

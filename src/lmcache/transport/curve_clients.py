@@ -84,6 +84,8 @@ def read_access(server_key_file: str, clients_folder: str) -> tuple[CurveAccess,
 def _salts(public_key: Path) -> frozenset[str] | None:
     """ConfigError for a file that is there and cannot be used: its client is then not let in."""
     path = public_key.with_suffix(SALTS_SUFFIX)
+    if os.path.lexists(misnamed := f"{public_key}{SALTS_SUFFIX}"):
+        raise ConfigError(f"{misnamed} limits nobody: the salts of {public_key.name} are in {path.name}; rename it.")
     try:
         with open(path, "rb") as file:
             refuse_open_to_others(str(path), os.fstat(file.fileno()), secret=False)
@@ -166,6 +168,11 @@ class CurveWatch:
                 problems.append(
                     f"{client.name}{SALTS_SUFFIX} has gone: put it back, or write {path} anew for every cache salt."
                 )
+        problems += [
+            f"{path} limits nobody: there is no {path.stem}{PUBLIC_SUFFIX} beside it."
+            for path in sorted(Path(self._paths[1]).glob(f"*{SALTS_SUFFIX}"))
+            if not path.name.endswith(PUBLIC_SUFFIX + SALTS_SUFFIX) and not path.with_suffix(PUBLIC_SUFFIX).exists()
+        ]
         self._limited = limited
         return replace(access, clients=clients), problems
 

@@ -114,6 +114,19 @@ def test_salts_that_cannot_be_read_let_the_client_in_nowhere(folder: Path, conte
     assert salts_of(folder) == {}
 
 
+def test_salts_under_a_name_that_limits_nobody_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "clients" / "a.pub.salts").write_text("tenant")
+    access, problems = access_of(folder)
+    assert not access.clients
+    assert "a.pub.salts limits nobody: the salts of a.pub are in a.salts; rename it." in problems[0]
+    (folder / "clients" / "a.pub.salts").rename(folder / "clients" / "aa.salts")
+    assert access_of(folder)[1] == []  # perhaps of a key that was taken away: no reason to refuse a start
+    logging.getLogger("lmcache").propagate = True
+    with caplog.at_level("ERROR", logger="lmcache.transport"):
+        CurveWatch(str(folder / "server.key"), str(folder / "clients"), lambda before, access: None)
+    assert "aa.salts limits nobody: there is no aa.pub beside it." in caplog.text
+
+
 def test_salts_that_lead_nowhere_let_the_client_in_nowhere(folder: Path) -> None:
     (folder / "clients" / "a.salts").symlink_to(folder / "nothing")
     access, problems = access_of(folder)
