@@ -153,11 +153,11 @@ class Server:
         closers.callback(self._http.stop)
         self._http.start()
         closers.callback(self._drain_storage)
-        closers.callback(self._refuse_calls)
         if scripts := find_scripts(self.config.runtime_plugin_locations):
             plugins = PluginLauncher(scripts, self._plugin_environment, self._clock)
             closers.callback(plugins.stop)
             plugins.start()
+        closers.callback(self._refuse_calls)
 
     def _curve_gate(self) -> CurveGate | None:
         config = self.config

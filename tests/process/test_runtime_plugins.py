@@ -19,12 +19,13 @@ from lmcache.core.limits import (
     MAX_PLUGIN_LINES_PER_SECOND,
     MIB,
 )
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, LMCacheError
 from lmcache.runtime_plugins.launcher import PluginLauncher
 from lmcache.runtime_plugins.scripts import find_scripts
 from lmcache.testing.processes import CacheServer
 from manual_clock import ManualClock
 from polling import until
+from process.support import SmallEngine
 
 
 def script(path: Path, text: str) -> Path:
@@ -72,6 +73,27 @@ def test_scripts_end_with_the_server_and_leave_nobody_behind(tmp_path: Path, num
         until(lambda: not server.alive())
         until(lambda: not any(runs(pid) for pid in found), seconds=10.0)
     (Path("/dev/shm") / server.shm_name).unlink(missing_ok=True)
+
+
+def test_work_is_refused_at_once_however_long_a_script_takes_to_end(tmp_path: Path) -> None:
+    script(
+        tmp_path / "plugins" / "stubborn.sh", "#!/bin/sh\ntrap '' TERM\necho begun\nwhile true; do sleep 0.1; done\n"
+    )
+    with serving(tmp_path) as server, SmallEngine(server.port) as engine:
+        until(lambda: "begun" in server.log())
+        server.popen.send_signal(signal.SIGTERM)
+
+        def is_refused() -> bool:
+            try:
+                engine.lookup("r", engine.tokens(1))
+            except LMCacheError:
+                return True
+            return False
+
+        until(is_refused)
+        assert "stubborn.sh: ended" not in server.log() and server.alive()
+        assert server.popen.wait(20) == 0
+        assert "stubborn.sh: ended" in server.log()
 
 
 def test_the_environment_has_the_whole_configuration_without_secrets(tmp_path: Path) -> None:
