@@ -116,6 +116,13 @@ def test_objects_are_listed_page_by_page(operator: Operator, engine: SmallEngine
     assert {entry.key for entry in operator.listed(key=key, page_size=5)} == {key}
     assert sorted(entry.tier for entry in operator.listed(key=key[70:110])) == sorted(["l1", name])
     assert len(operator.listed(key=key[:64], tier="l1")) == CHUNKS  # of one namespace
+    for part, found in (
+        (key[50:70], {key}),
+        (key[64:], {key}),
+        (f"0{key[1:]}" if key[0] != "0" else f"1{key[1:]}", set()),
+    ):
+        assert {entry.key for entry in operator.listed(key=part, model_name="model")} == found
+    assert len(operator.listed(key="/", tier="l1")) == 2 * CHUNKS and operator.listed(key="/0/") == []
     assert "hex digits" in operator.ask("GET", "/cache/objects", status=400, key="x")["detail"]
     assert "There is no adapter" in operator.ask("GET", "/cache/objects", status=400, adapter="none")["detail"]
     assert "begin again" in operator.ask("GET", "/cache/objects", status=400, page_token="00000000.0.0")["detail"]

@@ -76,7 +76,7 @@ class ObjectListing:
             position < len(sources) and objects < request.page_objects and examined < limits.MAX_HTTP_EXAMINED_OBJECTS
         ):
             wanted = min(_STEP_OBJECTS, request.page_objects - objects)
-            text, count, start = self._step(sources[position], start, wanted, request.model_name)
+            text, count, start = self._step(sources[position], start, wanted, request)
             if request.key_part and count:
                 text, count = _with_key_part(text, request.key_part.encode())
             if count:
@@ -107,18 +107,16 @@ class ObjectListing:
             raise ConfigError("The page token is not of this listing of this server: begin again without one.")
         return int(match[2]), int(match[3])
 
-    def _step(self, source: Runner | None, start: int, wanted: int, model_name: str) -> tuple[bytes, int, int]:
+    def _step(self, source: Runner | None, start: int, wanted: int, request: ListingRequest) -> tuple[bytes, int, int]:
         if source is None:
             page = self._l1.core.list_objects(start, wanted, _STEP_RECORDS)
             namespaces = [self._directory.of_l1_object(digest, chunk_hash) for digest, chunk_hash in page.namespaces]
-            text, count = page.listing([_of_model(_texts(space, _L1, ""), space, model_name) for space in namespaces])
+            text, count = page.listing([_wanted(_texts(space, _L1, ""), space, request) for space in namespaces])
             return text, count, page.next_start
         held = source.ledger.native.list(start, wanted)
         stored = [decode_known(encoded) for encoded in held.namespaces]
         serde = source.serde_name
-        text, count = held.listing(
-            [_of_model(_texts(space, source.name, serde), space, model_name) for space in stored]
-        )
+        text, count = held.listing([_wanted(_texts(space, source.name, serde), space, request) for space in stored])
         return text, count, held.next_start
 
 
@@ -128,10 +126,13 @@ def _with_key_part(text: bytes, part: bytes) -> tuple[bytes, int]:
     return b",".join(found), len(found)
 
 
-def _of_model(texts: _Texts, namespace: Namespace, model_name: str) -> _Texts:
-    if not model_name or (namespace.model_name == model_name and not isinstance(namespace, UnnamedNamespace)):
-        return texts
-    return _LEFT_OUT
+def _wanted(texts: _Texts, namespace: Namespace, request: ListingRequest) -> _Texts:
+    """Leaves out namespaces of another model, and those that a part of a key with a slash is not of: the core passes
+    over their objects, and of millions that is nearly all."""
+    of_model = not isinstance(namespace, UnnamedNamespace) and namespace.model_name == request.model_name
+    end_of_namespace, slash, _ = request.key_part.partition("/")
+    of_key = not slash or texts[0].endswith(f"{end_of_namespace}/".encode())
+    return texts if (of_model or not request.model_name) and of_key else _LEFT_OUT
 
 
 @lru_cache(4096)
