@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from lmcache.cli.main import main
+from lmcache.protocol.tokens import pack_tokens
 from lmcache.testing.processes import CacheServer
+from lmcache.testing.tiny_models import LlamaShape, describe_llama, sample_text
 from polling import until
 from process.support import SmallEngine
 
@@ -53,3 +55,60 @@ def test_a_prompt_is_found_where_it_is(tmp_path: Path, capsys: pytest.CaptureFix
             assert code == 1 and "start the server with --tokenizer-dir, or send tokens" in err
             code, _, err = query(server, "--tokens", str(2**32))
             assert code == 1 and "tokens" in err
+
+
+def test_text_is_the_tokens_that_an_engine_makes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a tokenizer that begins prompts with <s>, and whose file asks for a cut and for padding, as many do."""
+    transformers = pytest.importorskip("transformers")
+    folder = describe_llama(tmp_path / "models" / "small", LlamaShape())
+    plain = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(plain) | _LIKE_OTHERS))
+    text = sample_text(900)
+    (tmp_path / "prompt.txt").write_text(text)
+    prompt = transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids
+    assert prompt[0] == 0 and len(prompt) > 768
+    chunks = len(prompt) // 256
+    options = ("--tokenizer-dir", str(tmp_path / "models"))
+    with CacheServer(tmp_path, l1_size_gb=0.0625, l2_folder=tmp_path / "l2", extra=options) as server:
+        server.wait_ready()
+
+        def found(*words: str) -> list[list[str]]:
+            """The tiers of each full chunk."""
+            url = f"http://127.0.0.1:{server.http_port}"
+            arguments = ["--url", url, "--format", "json", "--text-file", str(tmp_path / "prompt.txt")]
+            assert main(["query", *arguments, *words]) == 0
+            metrics = json.loads(capsys.readouterr().out)["metrics"]
+            assert metrics["prefix_chunks"] == sum(part["chunks"] for part in metrics["ranges"] if part["tiers"])
+            return [part["tiers"] for part in metrics["ranges"] for _ in range(part["chunks"])]
+
+        with SmallEngine(server.port, model_name="small") as engine:
+            assert engine.store(pack_tokens(prompt)) == chunks
+            adapter = server.status()["l2"]["adapters"][0]["name"]
+            until(lambda: server.status()["l2"]["adapters"][0]["objects"] == chunks, 60)
+            assert found() == found("--tokenizer", str(folder)) == [["l1", adapter]] * chunks
+            server.clear("l1")
+            assert found() == [[adapter]] * chunks
+            body = {"model_name": "small", "text": text}
+            assert server.ask(server.http_port, "POST", "/cache/prefetches", body)[0] == 202
+            until(lambda: found() == [["l1", adapter]] * chunks, 60)
+            (folder / "tokenizer.json").write_text(plain)  # prompts begin without <s> from now on
+            assert found() == [[]] * chunks
+
+
+_LIKE_OTHERS = {
+    "truncation": {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0},
+    "padding": {
+        "strategy": {"Fixed": 2048},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 1,
+        "pad_type_id": 0,
+        "pad_token": "</s>",
+    },
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+    },
+}

@@ -51,12 +51,16 @@ class Tokenizers:
 
 
 def load_tokenizer(path: Path, flag: str) -> Any:
-    """What the package tokenizers makes of the file. ConfigError names `flag`, which says where the file is."""
+    """What the package tokenizers makes of the file, for whole prompts, as engines do: many a file asks for a cut
+    or padding. ConfigError names `flag`, which says where the file is."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise ConfigError("Text needs the package tokenizers: pip install 'lmcache[text]', or send tokens.") from None
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     except Exception as error:  # what the package raises has no other type
         raise ConfigError(f"{path.name} of {flag} cannot be read: {error}.") from None

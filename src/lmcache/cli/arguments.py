@@ -35,11 +35,8 @@ class _Formatter(argparse.HelpFormatter):
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, "", [], argparse.SUPPRESS):
-            return action.help
-        kind = action.type.kind if isinstance(action.type, _Typed) else None
-        values = action.default if isinstance(action.default, list) else [action.default]
-        return f"{action.help} (default: {' '.join(kind.show(value) if kind else str(value) for value in values)})"
+        default = default_text(action)
+        return f"{action.help} (default: {default})" if default else action.help
 
 
 class _Typed:
@@ -59,12 +56,22 @@ class _Typed:
             return None
 
 
+def default_text(action: argparse.Action) -> str:
+    """As help shows it, with its unit; "" where there is none."""
+    if action.default in (None, False, "", [], argparse.SUPPRESS):
+        return ""
+    kind = action.type.kind if isinstance(action.type, _Typed) else None
+    values = action.default if isinstance(action.default, list) else [action.default]
+    return " ".join(kind.show(value) if kind else str(value) for value in values)
+
+
 class Arguments(argparse.ArgumentParser):
     """The options of one command, with those that every command has."""
 
     def __init__(self, command: str, description: str, examples: Sequence[str] = ()) -> None:
         """`examples`: command lines that --help ends with."""
         self._problems = Problems()
+        self.examples = tuple(examples)
         super().__init__(
             f"lmcache {command}",
             description=description,

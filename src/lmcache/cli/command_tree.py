@@ -13,7 +13,7 @@ from lmcache.errors import ConfigError
 
 _PATHS = ("FILE", "FILE.svg", "FOLDER", "PATH")
 _PATH_POSITIONALS = ("trace",)
-_OF_A_SERVER = ("server", "config check", "config show")
+WITH_SERVER_OPTIONS = ("server", "config check", "config show", "doctor")
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,22 @@ def commands() -> list[Command]:
     return [_command(name, about) for name, (_, about) in COMMANDS.items()]
 
 
-def _command(name: str, about: str) -> Command:
+def arguments_of(name: str) -> Arguments | None:
+    """The parser of that command; None where what it needs was left out of this installation."""
     from lmcache.cli.main import module_of
 
-    found: list[Option] = []
-    positionals: list[Value] = []
-    with contextlib.suppress(ConfigError):  # left out of this installation
+    with contextlib.suppress(ConfigError):
         try:
             module_of(name).run([*name.split()[1:], DESCRIBE])
         except Described as described:
-            found, positionals = _declared(described.arguments)
-    if name in _OF_A_SERVER:
+            return described.arguments
+    return None
+
+
+def _command(name: str, about: str) -> Command:
+    arguments = arguments_of(name)
+    found, positionals = _declared(arguments) if arguments else ([], [])
+    if name in WITH_SERVER_OPTIONS:
         known = {word for option in found for word in option.flags}
         found += [option for option in _server_options() if not known & set(option.flags)]
     return Command(name, about, tuple(found), tuple(positionals))

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import inspect
 
 from lmcache.config.redact import is_secret, shown
-from lmcache.config.values import nearest, suggestion
+from lmcache.config.values import nearest, range_text, suggestion
 from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
 
@@ -98,9 +98,9 @@ def _expected(kind: inspect.Type, choices: tuple[str, ...]) -> str:
         case inspect.BoolType():
             return "true or false"
         case inspect.IntType(lt=None, multiple_of=None):
-            return "a whole number" + _range(kind.ge, kind.gt, kind.le)
+            return "a whole number" + range_text(kind.ge, kind.gt, kind.le)
         case inspect.FloatType(lt=None, multiple_of=None):
-            return "a number" + _range(kind.ge, kind.gt, kind.le)
+            return "a number" + range_text(kind.ge, kind.gt, kind.le)
         case inspect.StrType(min_length=None, max_length=None, pattern=None):
             return "a string"
         case inspect.StrType(min_length=1, max_length=None, pattern=None):
@@ -114,19 +114,6 @@ def _expected(kind: inspect.Type, choices: tuple[str, ...]) -> str:
             keys = f" with the key{'s' * (len(required) > 1)} {' and '.join(required)}" if required else ""
             return f"an object{keys}"
     return ""
-
-
-def _range(minimum: float | None, above: float | None, maximum: float | None) -> str:
-    low, high = _number(minimum if above is None else above), _number(maximum)
-    if above is not None:
-        return f" above {low}" + f" and up to {high}" * bool(high)
-    if low and high:
-        return f" from {low} to {high}"
-    return f" of at least {low}" if low else f" of at most {high}" if high else ""
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def read(

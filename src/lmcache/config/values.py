@@ -56,6 +56,20 @@ def _quantity(amount: float, unit: str) -> str:
     return f"{text} {singular}"
 
 
+def range_text(minimum: float | None, above: float | None, maximum: float | None) -> str:
+    """ " from 1 to 5", " of at least 1" ..., for the end of a noun; "" without a bound."""
+    low, high = _number(minimum if above is None else above), _number(maximum)
+    if above is not None:
+        return f" above {low}" + f" and up to {high}" * bool(high)
+    if low and high:
+        return f" from {low} to {high}"
+    return f" of at least {low}" if low else f" of at most {high}" if high else ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.15g}" if isinstance(value, float) else str(value)
+
+
 _WITH_UNIT = re.compile(r"\s*[-+]?[0-9][0-9_.]*\s*[A-Za-z%]+\s*")
 
 

@@ -35,6 +35,7 @@ class Line:
     @property
     def words(self) -> list[str]:
         words = [word for word in shlex.split(self.text, comments=True) if word not in ("...", "…", "&")]
+        words = words[: words.index(">")] if ">" in words else words
         while "=" in words[0]:
             del words[0]
         assert words.pop(0) == "lmcache"
