@@ -14,6 +14,7 @@ import pytest
 from e2e.harness import Stack, leave_early, until, whole_chunks
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import sample_tokens
+from support.other_version import PACKAGE_VERSION, other_version
 
 pytestmark = pytest.mark.engine
 
@@ -70,15 +71,6 @@ def test_a_server_killed_during_a_prefill_is_survived_and_found_again(stack: Sta
     stack.wait_clean()
 
 
-OTHER_VERSION = """
-import sys, lmcache, lmcache.protocol.messages as messages
-lmcache.__version__ = "99.0"
-messages.PROTOCOL_VERSION = messages.OLDEST_SUPPORTED_PROTOCOL_VERSION = {protocol}
-from lmcache.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.parametrize("successor", ["itself", "other chunks", "chunks that do not fit"])
 def test_a_server_replaced_at_once_during_a_prefill_is_noticed(
     stack: Stack, prefill_seconds: float, successor: str
@@ -104,17 +96,17 @@ def test_a_server_replaced_at_once_during_a_prefill_is_noticed(
     stack.wait_clean()
 
 
-def test_a_server_of_another_protocol_is_reported_and_not_used(stack: Stack) -> None:
+def test_a_server_of_another_protocol_is_reported_and_not_used_and_one_of_both_is(stack: Stack) -> None:
     prompt = sample_tokens(2048, seed=130)
     warm = cached(stack, prompt)
-    stack.replace_server(program=("-c", OTHER_VERSION.format(protocol=2)))
+    stack.replace_server(program=other_version(2, 3))
     until(lambda: "upgrade the older side" in stack.engine.log())
     away = stack.engine.complete(prompt, max_tokens=4)
     assert (away.token_ids, away.cached_tokens) == (warm.token_ids, 0)
     assert stack.server.status()["instances"] == []
-    stack.replace_server(program=("-c", OTHER_VERSION.format(protocol=1)))
+    stack.replace_server(program=other_version(1, 2))
     stack.wait_registered()
-    assert "(version 99.0" in stack.engine.log()
+    assert f"(version {PACKAGE_VERSION}" in stack.engine.log()
     assert cached(stack, prompt).token_ids == warm.token_ids
     stack.wait_clean()
 

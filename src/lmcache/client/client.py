@@ -261,12 +261,13 @@ class Client:
 
     def _establish(self, connection: Connection) -> None:
         connection.wait_established(_CONTROL_TIMEOUT_SECONDS)
-        message = Hello(PROTOCOL_VERSION, __version__)
+        message = Hello(PROTOCOL_VERSION, __version__, OLDEST_SUPPORTED_PROTOCOL_VERSION)
         hello = connection.submit("hello", message, HelloReply, _CONTROL_TIMEOUT_SECONDS).result()
         if not OLDEST_SUPPORTED_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
             raise VersionError(
                 f"The server at {self.endpoint} ({hello.server_version}) speaks protocol version "
-                f"{hello.protocol_version}, this client {PROTOCOL_VERSION}: upgrade the older side."
+                f"{hello.protocol_version}, this client {OLDEST_SUPPORTED_PROTOCOL_VERSION} to {PROTOCOL_VERSION}: "
+                "upgrade the older side."
             )
         if hello.server_epoch != self.server_epoch:
             self._meet(hello)

@@ -74,8 +74,11 @@ class Message(msgspec.Struct, array_like=True):
 
 # ---- connection ------------------------------------------------------------------------------------------------------
 class Hello(Message):
-    protocol_version: int
+    """The answer names the version that both speak from then on: the newest that both know."""
+
+    protocol_version: int  # the newest that the client speaks
     client_version: Name = ""
+    oldest_protocol_version: int = 0  # that it speaks as well; 0: `protocol_version` alone
 
 
 class HelloReply(Message):

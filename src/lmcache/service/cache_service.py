@@ -108,16 +108,18 @@ class CacheService:
 
     # ---- connection --------------------------------------------------------------------------------------------------
     def _hello(self, message: Hello) -> HelloReply:
-        if not OLDEST_SUPPORTED_PROTOCOL_VERSION <= message.protocol_version <= PROTOCOL_VERSION:
+        oldest = message.oldest_protocol_version or message.protocol_version
+        spoken = min(message.protocol_version, PROTOCOL_VERSION)
+        if spoken < max(oldest, OLDEST_SUPPORTED_PROTOCOL_VERSION):
             raise RemoteError(
                 ErrorCode.UNSUPPORTED_VERSION,
                 f"This server ({__version__}) speaks protocol versions {OLDEST_SUPPORTED_PROTOCOL_VERSION} to "
-                f"{PROTOCOL_VERSION}, the client ({message.client_version[:64] or 'unnamed'}) "
+                f"{PROTOCOL_VERSION}, the client ({message.client_version[:64] or 'unnamed'}) {oldest} to "
                 f"{message.protocol_version}: upgrade the older side.",
             )
         settings, hasher, memory = self._context.settings, self._context.hasher, self._context.l1.memory
         reply = HelloReply(
-            protocol_version=message.protocol_version,
+            protocol_version=spoken,
             server_version=__version__,
             server_epoch=settings.server_epoch,
             chunk_tokens=hasher.chunk_tokens,

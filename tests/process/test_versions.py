@@ -1,0 +1,47 @@
+"""Clients and servers of different protocol versions: one apart they work together, further apart they say no."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmcache.errors import RemoteError
+from lmcache.testing.processes import CacheServer
+from process.support import CALL_SECONDS, SmallEngine
+from support.other_version import other_version
+
+VERSIONS = [(1, 1), (1, 2), (2, 3)]  # the oldest and the newest that a side speaks
+
+
+@pytest.mark.parametrize("served", VERSIONS)
+def test_the_newest_version_that_both_speak_is_spoken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: tuple[int, int]
+) -> None:
+    with CacheServer(tmp_path, l1_size_gb=0.0625, program=other_version(*served)) as server:
+        server.wait_ready()
+        stored = 0
+        for oldest, newest in VERSIONS:
+            monkeypatch.setattr("lmcache.client.client.OLDEST_SUPPORTED_PROTOCOL_VERSION", oldest)
+            monkeypatch.setattr("lmcache.client.client.PROTOCOL_VERSION", newest)
+            engine = SmallEngine(server.port)
+            try:
+                if min(newest, served[1]) < max(oldest, served[0]):
+                    with pytest.raises(RemoteError, match="upgrade the older side") as refusal:
+                        engine.client.connect(CALL_SECONDS)
+                    assert f"{served[0]} to {served[1]}" in str(refusal.value) and f"{oldest} to {newest}" in str(
+                        refusal.value
+                    )
+                    assert server.status()["instances"] == []
+                    continue
+                engine.start()
+                assert engine.client.hello is not None
+                assert engine.client.hello.protocol_version == min(newest, served[1])
+                tokens = engine.tokens(1, 2)
+                stored += engine.store(tokens)
+                found = engine.lookup("r", tokens)
+                assert found.chunks == 2 and engine.read(found)
+                engine.end("r")
+            finally:
+                engine.close()
+        assert stored == 2  # what the first of them has stored, the others find
