@@ -50,7 +50,10 @@ PARTS: dict[str, tuple[Run, ...]] = {
             {"LMCACHE_CONTRACT_STEPS": "50000", "LMCACHE_CONTRACT_SEED": SEED},
         ),
     ),
-    "http": (Run(("tests/process/test_http_fuzz.py",), {"TEST_HTTP_EXAMPLES": "300"}),),
+    "http": (
+        Run(("tests/process/test_http_fuzz.py",), {"TEST_HTTP_EXAMPLES": "300"}),
+        Run(("tests/process/test_hostile.py", "-k", "nearly_right"), {"TEST_HOSTILE_MESSAGES": "1000000"}),
+    ),
     "random": (Run(("tests/unit", "-m", "not slow", f"--hypothesis-seed={SEED}"), {"TEST_LEDGER_STEPS": "100000"}),),
     "cap": (
         Run(("tests/process/test_cap.py",), {"TEST_CAP_STORE_GB": "10"}),

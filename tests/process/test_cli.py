@@ -253,6 +253,17 @@ def test_the_alias_and_the_file_start_the_same_server(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+def test_the_log_can_be_json(tmp_path: Path) -> None:
+    options = ("--log-format", "json", "--max-gpu-workers", "2")
+    with CacheServer(tmp_path, l1_size_gb=0.0625, extra=options) as server:
+        server.wait_ready()
+        assert server.stop() == 0
+    lines = [line for line in server.log().splitlines() if "is ready" not in line]  # which is printed, not logged
+    records = [json.loads(line) for line in lines]
+    assert {"time", "level", "logger", "thread", "message"} <= set.intersection(*map(set, records))
+    assert any("--max-gpu-workers has no effect" in record["message"] for record in records)
+
+
 def test_lookups_are_written_to_the_log(tmp_path: Path) -> None:
     server = CacheServer(tmp_path, l1_size_gb=0.25, extra=["--lookup-hash-log-dir", str(tmp_path / "lookups")])
     try:

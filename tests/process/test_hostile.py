@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import pickle
 import random
 import socket
@@ -20,10 +22,13 @@ from lmcache.core import limits
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer
 from polling import until
-from process.memory_watch import private_bytes
+from process.memory_watch import MemoryWatch, private_bytes
 from process.support import CALL_SECONDS, SmallEngine
 from seeds import SEED
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire_v1.json"
+MESSAGES = int(os.environ.get("TEST_HOSTILE_MESSAGES", "8000"))
+BATCH = 400
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 48
 READY = b"\4\x29\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
 
@@ -165,12 +170,55 @@ def test_well_formed_nonsense_for_every_method(server: CacheServer, honest: Smal
         assert sorted(struct.unpack("<Q", call_id)[0] for call_id, _, _ in answers) == list(range(sent))
         faults = [msgspec.msgpack.decode(payload) for _, status, payload in answers if status == b"internal"]
         assert not faults
-        for instance in [shown["instance_id"] for shown in server.status()["instances"]]:
-            if instance != honest.instance_id:
-                for worker in range(-1, limits.MAX_WORLD_SIZE):
-                    client.send_multipart([bytes(8), b"unregister", msgspec.msgpack.encode([instance, worker])])
-                    assert client.recv_multipart()[1] == b"ok"
+        unregister_all_but(honest.instance_id, server, client)
     honest.end("")
+
+
+def unregister_all_but(kept: str, server: CacheServer, client: Any) -> None:
+    for shown in server.status()["instances"]:
+        if shown["instance_id"] != kept:
+            for worker in (-1, *shown["workers"]):
+                payload = msgspec.msgpack.encode([shown["instance_id"], worker])
+                client.send_multipart([bytes(8), b"unregister", payload])
+                assert client.recv_multipart()[1] == b"ok"
+
+
+def test_messages_that_are_nearly_right(server: CacheServer) -> None:
+    """Those of a real engine with a fault in each, as many as TEST_HOSTILE_MESSAGES says; nothing grows by them."""
+    random_ = random.Random(SEED + 3)
+    golden = json.loads(GOLDEN.read_text())
+    right = {method: bytes.fromhex(golden[request.__name__]) for method, (request, _) in m.METHODS.items()}
+    watch = MemoryWatch(server=lambda: private_bytes(server.pid))
+    with dealer(server) as client:
+        for _ in range(0, MESSAGES, BATCH):
+            for number in range(BATCH):
+                method = random_.choice(list(right))
+                payload = with_a_fault(random_, random_.choice((right[method], random_.choice(list(right.values())))))
+                client.send_multipart([struct.pack("<Q", number), method.encode(), payload])
+            answers = [client.recv_multipart() for _ in range(BATCH)]
+            assert sorted(struct.unpack("<Q", call_id)[0] for call_id, _, _ in answers) == list(range(BATCH))
+            assert not [payload for _, status, payload in answers if status == b"internal"]
+            unregister_all_but("", server, client)
+            watch.sample()
+    print(watch.check())
+    with SmallEngine(server.port) as honest:
+        honest.store(honest.tokens(1, 2))
+        reply = honest.lookup("after", honest.tokens(1, 2))
+        assert reply.chunks == 2 and honest.read(reply)
+
+
+def with_a_fault(random_: random.Random, payload: bytes) -> bytes:
+    at = random_.randrange(len(payload))
+    kind = random_.randrange(4)
+    if kind == 0:
+        return payload[:at] + bytes([payload[at] ^ 1 << random_.randrange(8)]) + payload[at + 1 :]
+    if kind == 1:
+        return payload[:at] + random_.randbytes(random_.randrange(1, 6)) + payload[at:]
+    if kind == 2:
+        return payload[:at]
+    fields = msgspec.msgpack.decode(payload) or [0]
+    fields[random_.randrange(len(fields))] = random_.choice((None, -1, 2**63, 0.5, "", "é", b"", [], [[]], {}, True))
+    return msgspec.msgpack.encode(fields)
 
 
 def test_raw_bytes_on_the_port(server: CacheServer, honest: SmallEngine) -> None:

@@ -120,6 +120,20 @@ def test_a_request_whose_trace_is_not_sampled_is_not_traced() -> None:
         assert len(receiver.named("request")) == 1
 
 
+def test_the_fraction_that_is_traced_is_of_requests_that_bring_no_trace() -> None:
+    with a_receiver() as receiver:
+        with (
+            server_within(otlp_endpoint=receiver.endpoint, enable_tracing=True, trace_sample_rate=0.0) as server,
+            SmallEngine(server.rpc.endpoint) as engine,
+        ):
+            for number in range(20):
+                engine.lookup(f"r{number}", engine.tokens(1))
+                engine.end(f"r{number}")
+            a_request(engine, request="traced")
+            until(lambda: receiver.named("request"), RECEIVE_SECONDS)
+        assert [span.trace_id.hex() for span in receiver.named("request")] == [TRACE_ID]
+
+
 @pytest.mark.parametrize("dead", [False, True])
 def test_a_receiver_that_hangs_or_is_gone_costs_nothing(dead: bool) -> None:
     """Lookups go on, spans beyond the queue are dropped and counted, and the server ends in time."""

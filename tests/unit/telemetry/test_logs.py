@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import re
@@ -57,6 +58,28 @@ def test_a_stack_is_only_for_debug(stream: io.StringIO) -> None:
     logs.set_level("DEBUG")
     fail()
     assert "Traceback" in stream.getvalue()
+
+
+def test_an_object_a_line_whatever_others_named(stream: io.StringIO) -> None:
+    logs.configure_logs("INFO", stream=stream, as_json=True)
+    logger = logging.getLogger("lmcache.x")
+    logger.info("model %s", 'm\n{"level": "ERROR"}\x1b\u2028é')
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logger.exception("It failed")
+    assert len(stream.getvalue().splitlines()) == 2
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert (first["level"], first["logger"], first["thread"]) == ("INFO", "lmcache.x", "MainThread")
+    assert first["message"] == 'model m\n{"level": "ERROR"}\x1b\u2028é'
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
+    assert (second["message"], second["error"], "stack" in second) == ("It failed", "ValueError: two\nlines", False)
+    logs.set_level("DEBUG")
+    try:
+        raise ValueError
+    except ValueError:
+        logger.exception("Again")
+    assert "Traceback" in json.loads(stream.getvalue().splitlines()[2])["stack"]
 
 
 def test_disable_logging_leaves_warnings(stream: io.StringIO) -> None:
