@@ -83,6 +83,7 @@ class Server:
         self._started_at = self._clock.monotonic()
         self._ready = False
         self._left_behind = False
+        self._http: HttpListener | None = None
 
     def run(self, signals: StopSignals) -> int:
         """Serves until a signal asks for the end; the exit code. ConfigError or ResourceError when it cannot start."""
@@ -122,8 +123,9 @@ class Server:
             self.config.host, self.config.port, metrics.rpc, clock=self._clock, curve=self._curve_gate()
         )
         closers.callback(self.rpc.stop)
-        self._http = HttpListener(self)
-        closers.callback(self._http.close)
+        if not self.config.disable_http:
+            self._http = HttpListener(self)
+            closers.callback(self._http.close)
         checkpoint()
         hasher = ChunkHasher(self.config.hash_algorithm, self.config.chunk_size)
         server_epoch = self._environment.random_bytes(SERVER_EPOCH_BYTES)
@@ -150,8 +152,9 @@ class Server:
         self._service.start()
         closers.callback(self._service.close)
         closers.callback(metrics.on_scrape(self._publish_service))
-        closers.callback(self._http.stop)
-        self._http.start()
+        if self._http is not None:
+            closers.callback(self._http.stop)
+            self._http.start()
         closers.callback(self._drain_storage)
         if scripts := find_scripts(self.config.runtime_plugin_locations):
             plugins = PluginLauncher(scripts, self._plugin_environment, self._clock)
@@ -292,7 +295,8 @@ class Server:
 
     def _plugin_environment(self) -> dict[str, str]:
         """The server's own, and its configuration with secrets hidden: an environment is easily printed and kept."""
-        config = {**redacted(self.config), "rpc_endpoint": self.rpc.endpoint, "http_port": self._http.http_port}
+        http_port = self._http.http_port if self._http is not None else None
+        config = {**redacted(self.config), "rpc_endpoint": self.rpc.endpoint, "http_port": http_port}
         extra = self.config.runtime_plugin_config
         return {**os.environ, CONFIG_VARIABLE: json.dumps(config), EXTRA_VARIABLE: json.dumps(extra)}
 
@@ -305,9 +309,13 @@ class Server:
 
     def _ready_line(self) -> str:
         adapters = ", ".join(configured.config.type for configured in self._plan.adapters)
+        http = "off"
+        if self._http is not None:
+            tls = bool(self.config.http_tls_cert)
+            http = f"at {http_url(self.config.http_host, self._http.http_port, tls=tls)}"
         return (
             f"LMCache {__version__} is ready: engines at {self.rpc.endpoint}, "
-            f"HTTP at {http_url(self.config.http_host, self._http.http_port, tls=bool(self.config.http_tls_cert))}, "
+            f"HTTP {http}, "
             f"L1 {self.config.l1_size_gb:g} GB in {self._l1.memory.path}, "
             f"L2 {adapters or 'none'}"
         )

@@ -168,8 +168,9 @@ def _adapter_configs(config: ServerConfig, problems: Problems) -> list[AdapterCo
 def _check_machine(config: ServerConfig, problems: Problems) -> None:
     with problems.collect():
         listening.refuse_unusable_for_engines(config.host, config.port)
-    with problems.collect():
-        listening.refuse_unusable(http_listening_host(config.http_host), config.http_port, "--http-host")
+    if not config.disable_http:
+        with problems.collect():
+            listening.refuse_unusable(http_listening_host(config.http_host), config.http_port, "--http-host")
     with problems.collect():
         read_token(config.admin_token_file)
     with problems.collect():

@@ -101,8 +101,10 @@ class Client:
         transfer: WantedTransfer = WantedTransfer.AUTO,
         on_new_server: Callable[[Client], None] | None = None,
         curve: CurveFiles | None = None,
+        quiet_start: bool = False,
     ) -> None:
-        """`map_memory` False: for those who move no frames. `curve`: for a server that asks for keys."""
+        """`map_memory` False: for those who move no frames. `curve`: for a server that asks for keys. `quiet_start`:
+        until the first server answers, its absence is no news."""
         self.endpoint = connect_endpoint(url)
         self.hello: HelloReply | None = None
         self.memory: EngineMemory | None = None
@@ -113,6 +115,7 @@ class Client:
         self._transfer: Transfer | None = None  # agreed on with the present server
         self._on_new_server = on_new_server
         self._curve = curve
+        self._quiet_start = quiet_start
         self._changed = environment.condition()
         self._state = ClientState.CONNECTING
         self._reason = f"The LMCache server at {self.endpoint} has not answered yet."
@@ -411,7 +414,8 @@ class Client:
             self._ready = None
         news = self._state is not ClientState.UNAVAILABLE or (refusal is not None and reason != self._logged_refusal)
         if news and not self._closing:
-            log.warning("The LMCache server is unavailable, so nothing is cached until it is back: %s", reason)
+            level = logging.DEBUG if self._quiet_start and self.hello is None and refusal is None else logging.WARNING
+            log.log(level, "The LMCache server is unavailable, so nothing is cached until it is back: %s", reason)
         if refusal is not None:
             self._logged_refusal = reason
         self._set_state(ClientState.UNAVAILABLE, reason, refusal)

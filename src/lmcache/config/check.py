@@ -66,7 +66,8 @@ def _names(config: ServerConfig) -> Iterator[Conflict]:
 
 
 def _ports(config: ServerConfig) -> Iterator[Conflict]:
-    names = ["port"] * (not socket_path(config.host)) + ["http_port"] + ["prometheus_port"] * config.metrics_enabled
+    http = [] if config.disable_http else ["http_port"] + ["prometheus_port"] * config.metrics_enabled
+    names = ["port"] * (not socket_path(config.host)) + http
     for index, name in enumerate(names):
         port = getattr(config, name)
         for other in names[:index]:

@@ -17,6 +17,11 @@ _LOOKUP_LOG = (
     "lookup_hash_log_max_files",
 )
 
+_HTTP = (
+    *("http_host", "http_port", "prometheus_port", "admin_token_file", "tokenizer_dir"),
+    *("http_tls_cert", "http_tls_key"),
+)
+
 
 class L2Traits(NamedTuple):
     """What the adapters and the store policy, taken together, mean for options of the server."""
@@ -70,6 +75,8 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
         yield ("quota_file",), f"--eviction-policy {config.eviction_policy} knows no quotas; use IsolatedLRU"
     if not config.metrics_enabled:
         yield ("prometheus_port", "metrics_sample_rate", "service_instance_id"), "metrics are off"
+    if config.disable_http:
+        yield _HTTP, "there is no HTTP listener (--disable-http)"
     if not config.lookup_hash_log_dir:
         yield _LOOKUP_LOG, "there is no --lookup-hash-log-dir"
     if config.disable_observability:

@@ -107,6 +107,7 @@ class ServerConfig:
     http_host: str = _option(Text("HOST"), "0.0.0.0", "address of the HTTP and Prometheus listeners")
     http_port: int = _option(_PORT, 8080, "port of health, status, metrics and administration; 0 takes a free one")
     prometheus_port: int = _option(_PORT, 9090, "port of a listener that has /metrics only; 0 takes a free one")
+    disable_http: bool = _option(Switch(), False, "neither of the two listeners: engines alone reach this server")
 
     l1_size_gb: float = _option(Number(unit=_GB, above=0, maximum=1 << 20), _REQUIRED, "size of L1; 1 GB is 2^30 bytes")
     l1_use_lazy: bool = _option(Switch(), True, "take memory for L1 as it fills, rather than all of it at the start")

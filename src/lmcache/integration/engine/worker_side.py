@@ -182,6 +182,14 @@ class WorkerSide:
         ended, self._ended = self._ended, EndedLoads()
         return ended
 
+    def await_loads(self) -> EndedLoads:
+        """All that were started. For engines whose forward pass needs them at once."""
+        for load in self._loads:
+            for job in load.jobs:
+                while job.wait(_LOOK_SECONDS) is None:
+                    pass
+        return self.ended_loads()
+
     @property
     def loading(self) -> bool:
         """Whether some load has not ended, or its end was not yet seen."""

@@ -6,11 +6,12 @@ nothing and the engine runs as it would without a connector. A fault of ours in 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -34,6 +35,7 @@ from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.errors import LayoutRefused, LMCacheError
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, WorkerReport
 from lmcache.integration.engine.frame_names import WorkerIdentity
+from lmcache.integration.engine.owned_server import OwnedServer
 from lmcache.integration.engine.worker_side import WorkerSide
 from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
 from lmcache.integration.vllm.identity import engine_identity, model_identity, names_media
@@ -89,7 +91,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         self._groups: tuple[CacheGroup, ...] = ()
-        self._settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
+        self._server: OwnedServer | None = None
+        self._settings = self._read_settings(self._kv_transfer_config.kv_connector_extra_config)
         try:
             if not (current_platform.is_cpu() or current_platform.is_cuda()):
                 raise LayoutRefused("Only vLLM for CPU and for NVIDIA GPUs is supported so far.")
@@ -101,6 +104,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if role == KVConnectorRole.SCHEDULER:  # every worker comes to the same: logged once
                 log.error("This engine runs uncached: %s", refusal)
             return
+        self._begin_server(role)
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler_side()
 
@@ -109,6 +113,21 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     # ---- start -------------------------------------------------------------------------------------------------------
+    def _read_settings(self, extra: Mapping[str, Any]) -> ConnectorSettings:
+        return ConnectorSettings.read(extra)
+
+    def _begin_server(self, role: KVConnectorRole) -> None:
+        """The first worker, where it is on the scheduler's machine, is ready earlier: the server starts meanwhile."""
+        order, parallel = self._settings.autostart, self._vllm_config.parallel_config
+        is_beside = parallel.rank == 0 and parallel.distributed_executor_backend in ("uni", "mp")
+        if order is None or not (role == KVConnectorRole.SCHEDULER or is_beside):
+            return
+        self._server = OwnedServer.enter(order, self._environment)
+        try:
+            self._server.begin()
+        except LMCacheError:
+            log.debug("The server cannot be started; the scheduler side says why", exc_info=True)
+
     def _start_scheduler_side(self) -> None:
         # A block that cannot be loaded is computed, never a failed request. vLLM reads this after building us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -142,6 +161,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             media_have_names=self._media_have_names(),
             # Without a process of its own an engine runs no step once its requests have ended.
             await_stores=parallel.world_size > 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING,
+            lookup_timeout_seconds=self._settings.lookup_timeout_seconds,
             local_worker=lambda: _lone_workers.get(self._instance_id),
             environment=self._environment,
         )
@@ -211,6 +231,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return described
 
     def _await_server(self, client: Client) -> None:
+        if self._settings.autostart is not None and not self._is_started(client):
+            return
         insist_seconds = self._settings.mq_timeout_seconds
         try:
             client.connect(SHORT_START_SECONDS if insist_seconds is None else insist_seconds)
@@ -220,6 +242,22 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 raise ConnectionError(
                     f"{error} Start the server, or leave lmcache.mp.mq_timeout out to start the engine without it."
                 ) from error
+
+    def _is_started(self, client: Client) -> bool:
+        """In a worker no server is waited for that the scheduler side starts only later."""
+        client.start()
+        if self._role != KVConnectorRole.SCHEDULER or self._server is None:
+            return False
+        try:
+            self._server.wait(self._settings.wait_timeout_seconds)
+        except LMCacheError as error:
+            log.error("This engine runs uncached, as no server could be started at %s: %s", client.endpoint, error)
+            return self._settings.mq_timeout_seconds is not None
+        worker = _lone_workers.get(self._instance_id)
+        if worker is not None:
+            with contextlib.suppress(LMCacheError):  # it says so itself
+                worker.client.connect(SHORT_START_SECONDS)
+        return True
 
     @property
     def _instance_id(self) -> str:
@@ -359,3 +397,6 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.scheduler_side.close()
         if self.worker_side is not None:
             self.worker_side.close()
+        if self._server is not None:
+            self._server.leave()
+            self._server = None

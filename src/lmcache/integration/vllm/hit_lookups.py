@@ -50,7 +50,8 @@ class HitLookups:
     def _look_up(self, tracked: TrackedRequest) -> bool:
         tracked.worth_loading = None
         recompute = not self._parts.worth_loading(Tier.L2, tracked.session.token_count)
-        if not self._lookups.lookup(tracked.session, recompute=recompute):
+        deadline_seconds = self._parts.lookup_timeout_seconds
+        if not self._lookups.lookup(tracked.session, recompute=recompute, deadline_seconds=deadline_seconds):
             return False
         tracked.move(RequestState.LOOKING_UP)
         return True

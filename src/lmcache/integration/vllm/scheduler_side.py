@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
-from lmcache.client.lookup_client import LookupClient, RequestSession
+from lmcache.client.lookup_client import LOOKUP_SECONDS, LookupClient, RequestSession
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, WorkerReport
 from lmcache.integration.engine.inflight_prefixes import InflightPrefixes
@@ -63,6 +63,7 @@ class SchedulerSide:
         load_or_recompute: bool = True,
         media_have_names: bool = True,
         await_stores: bool = False,
+        lookup_timeout_seconds: float = LOOKUP_SECONDS,
         local_worker: Callable[[], WorkerSide | None] = lambda: None,
         environment: EngineEnvironment = ENGINE_SYSTEM,
     ) -> None:
@@ -89,6 +90,7 @@ class SchedulerSide:
             ranks=ranks,
             loads=loads,
             stores=stores,
+            lookup_timeout_seconds=lookup_timeout_seconds,
         )
         self.requests = self._parts.requests  # by id, from their arrival until nothing is kept of them
         self._step_timer = StepTimer(clock)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache.client.client import Client
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
+from lmcache.client.lookup_client import LOOKUP_SECONDS
 from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.core.address import connect_endpoint, socket_path
 from lmcache.core.key import SERDE_NAME
 from lmcache.core.limits import MAX_HEARTBEAT_SECONDS, MIN_HEARTBEAT_SECONDS
 from lmcache.errors import ConfigError
+from lmcache.integration.engine.server_order import ServerOrder, autostart_order
 from lmcache.transport.curve_keys import CurveFiles
 
 log = logging.getLogger("lmcache.vllm")
@@ -28,7 +31,12 @@ _SAVE_DECODE = "lmcache.mp.save_decode_cache"
 _LOAD_OR_RECOMPUTE = "lmcache.mp.load_or_recompute"
 _LOSSY_SERDE = "lmcache.mp.lossy_serde"
 _CURVE_SERVER, _CURVE_CLIENT = "lmcache.mp.curve_server_key_file", "lmcache.mp.curve_client_key_file"
+_LOOKUP_TIMEOUT = "lmcache.mp.lookup_timeout"
+_AUTOSTART = "lmcache.mp.autostart"
+_SERVER_ARGS, _KEEP = "lmcache.mp.autostart.server_args", "lmcache.mp.autostart.keep"
+_WAIT_TIMEOUT = "lmcache.mp.autostart.wait_timeout"
 SHORT_START_SECONDS = 3.0
+DEFAULT_WAIT_SECONDS = 90.0
 DEFAULT_HEARTBEAT_SECONDS = 10.0
 
 
@@ -39,7 +47,8 @@ class ConnectorSettings:
     Shapes and units: one value a key; times are seconds. `mq_timeout_seconds` is None unless it was given: then a start
     waits so long for the server, and fails without. Otherwise it waits `SHORT_START_SECONDS`, and the engine runs
     uncached until a server is there. `lossy_serde` is the name of the lossy serde whose outcome this engine accepts, ""
-    where it must be given exact KV. `curve` names the files of keys, None where the server asks for none.
+    where it must be given exact KV. `curve` names the files of keys, None where the server asks for none. `autostart`
+    is the server that the engine starts where none answers, None where it starts none.
 
     Errors: ConfigError from `read` names the key and what it may be. A key that is not known is a warning, with the
     nearest known name.
@@ -64,6 +73,9 @@ class ConnectorSettings:
     load_or_recompute: bool = True
     lossy_serde: str = ""
     curve: CurveFiles | None = None
+    autostart: ServerOrder | None = None
+    wait_timeout_seconds: float = DEFAULT_WAIT_SECONDS
+    lookup_timeout_seconds: float = LOOKUP_SECONDS
 
     def client(
         self,
@@ -78,6 +90,7 @@ class ConnectorSettings:
             transfer=self.transfer_mode,
             on_new_server=on_new_server,
             curve=self.curve,
+            quiet_start=self.autostart is not None,
         )
 
     @classmethod
@@ -94,6 +107,11 @@ class ConnectorSettings:
             _SAVE_DECODE,
             _LOAD_OR_RECOMPUTE,
             _LOSSY_SERDE,
+            _LOOKUP_TIMEOUT,
+            _AUTOSTART,
+            _SERVER_ARGS,
+            _WAIT_TIMEOUT,
+            _KEEP,
         )
         for key in extra:
             if key.startswith(_PREFIX) and key not in known:
@@ -105,15 +123,19 @@ class ConnectorSettings:
         except ValueError:
             allowed = ", ".join(mode.value for mode in WantedTransfer)
             raise ConfigError(f"{_TRANSFER} is {extra[_TRANSFER]!r}; it must be one of {allowed}.") from None
+        url, curve = _url(extra), _curve(extra)
         return cls(
-            url=_url(extra),
+            url=url,
             mq_timeout_seconds=_seconds(extra, _TIMEOUT) if _TIMEOUT in extra else None,
             heartbeat_interval_seconds=_heartbeat_seconds(extra),
             transfer_mode=transfer_mode,
             save_decode_cache=_flag(extra, _SAVE_DECODE, default=False),
             load_or_recompute=_flag(extra, _LOAD_OR_RECOMPUTE, default=True),
             lossy_serde=_lossy_serde(extra),
-            curve=_curve(extra),
+            curve=curve,
+            autostart=_autostart(extra, url, curve) if _flag(extra, _AUTOSTART, default=False) else None,
+            wait_timeout_seconds=_seconds(extra, _WAIT_TIMEOUT) if _WAIT_TIMEOUT in extra else DEFAULT_WAIT_SECONDS,
+            lookup_timeout_seconds=_seconds(extra, _LOOKUP_TIMEOUT) if _LOOKUP_TIMEOUT in extra else LOOKUP_SECONDS,
         )
 
 
@@ -150,6 +172,16 @@ def _curve(extra: Mapping[str, Any]) -> CurveFiles | None:
     files = CurveFiles(str(extra[_CURVE_SERVER]), str(extra[_CURVE_CLIENT]))
     files.read()  # refused at the start, not with the first connection
     return files
+
+
+def _autostart(extra: Mapping[str, Any], url: str, curve: CurveFiles | None) -> ServerOrder:
+    arguments = extra.get(_SERVER_ARGS, [])
+    if not isinstance(arguments, (str, list)):
+        raise ConfigError(f"{_SERVER_ARGS} is {arguments!r}; it must be text or a list, such as '--l1-size-gb 20'.")
+    try:
+        return autostart_order(url, arguments, os.environ, keep=_flag(extra, _KEEP, default=False), curve=curve)
+    except ConfigError as error:
+        raise ConfigError(*(f"{_SERVER_ARGS}: {problem}" for problem in error.problems)) from None
 
 
 def _seconds(extra: Mapping[str, Any], key: str) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache.client.lookup_client import LookupClient, RequestSession
+from lmcache.client.lookup_client import LOOKUP_SECONDS, LookupClient, RequestSession
 from lmcache.clock import Clock
 from lmcache.core.limits import MAX_TOKENS_PER_SESSION
 from lmcache.integration.engine.inflight_prefixes import InflightPrefixes
@@ -92,6 +92,7 @@ class SchedulerParts:
     ranks: int  # that hold distinct KV
     loads: bool  # hits are used
     stores: bool  # what is computed is stored
+    lookup_timeout_seconds: float = LOOKUP_SECONDS
     adapters: LoraAdapters = field(default_factory=LoraAdapters)
     requests: dict[str, TrackedRequest] = field(default_factory=dict)
     storing: dict[str, TrackedRequest] = field(default_factory=dict)  # that have, or may get, chunks to store

@@ -54,6 +54,9 @@ def test_the_transfer_mode_is_taken(mode: str) -> None:
         ("lmcache.mp.heartbeat_interval", None, "from 0.05 to 3600 seconds"),
         ("lmcache.mp.mq_timeout", "inf", "seconds above 0"),
         ("lmcache.mp.mq_timeout", "soon", "seconds above 0"),
+        ("lmcache.mp.autostart", "perhaps", "it must be true or false"),
+        ("lmcache.mp.autostart.wait_timeout", 0, "seconds above 0"),
+        ("lmcache.mp.lookup_timeout", -1, "seconds above 0"),
         ("lmcache.mp.lossy_serde", True, "the name of a lossy serde"),
         ("lmcache.mp.lossy_serde", "FP 8", "the name of a lossy serde"),
         ("lmcache.mp.lossy_serde", "f" * 33, "the name of a lossy serde"),
@@ -73,3 +76,26 @@ def test_exact_kv_is_expected_unless_a_lossy_serde_is_named() -> None:
 def test_a_misspelled_key_is_named(caplog: pytest.LogCaptureFixture) -> None:
     ConnectorSettings.read({"lmcache.mp.transfer_mod": "shm"})
     assert "did you mean lmcache.mp.transfer_mode" in caplog.text
+
+
+def test_autostart_is_asked_for_and_says_what_is_started() -> None:
+    assert ConnectorSettings.read({"lmcache.mp.autostart": False}).autostart is None
+    extra = {"lmcache.mp.autostart": True, "lmcache.mp.autostart.server_args": "--l1-size-gb 2", "lmcache.mp.port": 7}
+    order = ConnectorSettings.read({**extra, "lmcache.mp.autostart.keep": True}).autostart
+    assert order is not None
+    assert (order.url, order.keep) == ("tcp://127.0.0.1:7", True)
+    assert " ".join(order.options).endswith("--l1-size-gb 2 --eviction-policy LRU")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (5, "it must be text or a list"),
+        (["--port", "7"], "lmcache.mp.autostart.server_args: --port must be left out: lmcache.mp.port says it."),
+        ("--l1-size 3", "lmcache.mp.autostart.server_args: --l1-size is not an option of lmcache server; did you mean"),
+    ],
+)
+def test_arguments_of_the_server_are_checked_with_the_other_keys(arguments: object, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ConnectorSettings.read({"lmcache.mp.autostart": True, "lmcache.mp.autostart.server_args": arguments})
+    assert sentence in str(refused.value)

@@ -1,0 +1,105 @@
+"""What `lmcache server` is started with for engines that own it, checked as the server itself would check it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache.config.load import draft, load
+from lmcache.config.spec import ServerConfig
+from lmcache.core.address import LOOPBACK, socket_path
+from lmcache.core.problems import Problems
+from lmcache.errors import ConfigError
+from lmcache.integration.engine.run_folder import run_folder
+from lmcache.memory.hugepages import find_hugepages
+from lmcache.memory.server_memory import DIRECTORY
+from lmcache.stop_signals import CLOSE_SECONDS
+from lmcache.transport.curve_keys import CurveFiles
+
+_STOP_SECONDS = CLOSE_SECONDS + 5.0  # beside what it drains; it ends by itself before
+_DEFAULTS = {"l1_size_gb": "5", "eviction_policy": "LRU"}  # of what a server itself insists on
+_OWN_FLAGS = {"--host": "lmcache.mp.host", "--port": "lmcache.mp.port", "--http-host": ""}
+
+
+@dataclass(frozen=True)
+class ServerOrder:
+    """A server to start at `url`. `options`: of `lmcache server`, complete. `leftovers`: paths that it leaves when
+    killed, which it is `stop_seconds` after it was told to end. `keep`: it stays when the last engine has gone.
+    `curve`: the keys of who asks whether it is healthy."""
+
+    url: str
+    options: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    leftovers: tuple[str, ...] = ()
+    stop_seconds: float = _STOP_SECONDS
+    keep: bool = False
+    curve: CurveFiles | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its files: the same for every engine that goes to `url`."""
+        readable = re.sub(r"[^A-Za-z0-9.]+", "-", self.url.rpartition("/")[2])
+        return f"{readable[-40:]}-{hashlib.sha256(self.url.encode()).hexdigest()[:8]}"
+
+
+def private_order(name: str, options: Sequence[str], environ: Mapping[str, str]) -> ServerOrder:
+    """A server at a socket that only this user's processes reach, and by `name` alone. `options`: all but where it
+    listens for engines. No variable of the engine's own configuration gets to it but those of `environ`. ConfigError,
+    or ResourceError where there is no place for the socket."""
+    url = f"ipc://{run_folder() / name}.sock"
+    return _order([*_address(url), *options], environ, url=url)
+
+
+def autostart_order(
+    url: str,
+    arguments: str | Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    keep: bool = False,
+    curve: CurveFiles | None = None,
+) -> ServerOrder:
+    """`arguments`: options of `lmcache server` but the three that say where it listens, as one text or word by word. L1
+    has 5 GB and LRU unless arguments, environment or file say otherwise. ConfigError lists every problem."""
+    words = shlex.split(arguments) if isinstance(arguments, str) else [str(word) for word in arguments]
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag in _OWN_FLAGS:
+            instead = f"{_OWN_FLAGS[flag]} says it" if _OWN_FLAGS[flag] else "HTTP is for this machine alone"
+            raise ConfigError(f"{flag} must be left out: {instead}.")
+    options = [*_address(url), "--http-host", LOOPBACK, *words]
+    given = draft(options, environ, Problems()).sources
+    for name, value in _DEFAULTS.items():
+        if name not in given:
+            options += ["--" + name.replace("_", "-"), value]
+    return _order(options, environ, url=url, keep=keep, curve=curve)
+
+
+def _order(options: Sequence[str], environ: Mapping[str, str], **rest: Any) -> ServerOrder:
+    config = load(options, environ).config
+    return ServerOrder(
+        options=tuple(options),
+        environment=dict(environ),
+        leftovers=_leftovers(config),
+        stop_seconds=config.drain_timeout_seconds + _STOP_SECONDS,
+        **rest,
+    )
+
+
+def _address(url: str) -> list[str]:
+    if socket_path(url):
+        return ["--host", url]
+    host, _, port = url.partition("://")[2].rpartition(":")
+    return ["--host", host.strip("[]"), "--port", port]
+
+
+def _leftovers(config: ServerConfig) -> tuple[str, ...]:
+    paths = [socket_path(config.host)] * bool(socket_path(config.host))
+    if not config.l1_persist:
+        folder = find_hugepages().directory if config.l1_use_hugepages else DIRECTORY
+        paths.append(str(folder / config.shm_name))
+    return tuple(paths)

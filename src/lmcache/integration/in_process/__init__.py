@@ -1,0 +1,1 @@
+"""The configuration of LMCache inside an engine, and the server that it stands for."""

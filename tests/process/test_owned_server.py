@@ -1,0 +1,195 @@
+"""Servers that engines start themselves: shared, ended with the last engine, and gone whatever is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache.integration.engine.run_folder import run_folder
+from lmcache.testing.processes import CacheServer, free_port
+from polling import until
+
+SCRIPT = Path(__file__).with_name("owned_engine.py")
+
+
+class OwnedPlace:
+    """A place for a server, what is there, and engines that use it."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.url = f"tcp://127.0.0.1:{self.port}"
+        self.shm = Path(f"/dev/shm/lmcache-{self.port}")
+        self.engines: list[subprocess.Popen[str]] = []
+
+    def engine(self, *options: str, keep: bool = False) -> subprocess.Popen[str]:
+        command = [sys.executable, str(SCRIPT), self.url, "keep" if keep else "", "--l1-size-gb", "0.0625"]
+        command += ["--http-port", "0", "--prometheus-port", "0", *options]
+        pipe = subprocess.PIPE
+        self.engines.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True))
+        return self.engines[-1]
+
+    def servers(self) -> list[int]:
+        """Their process ids."""
+        word, found = str(self.port).encode(), []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                if b"server" in words and word in words:
+                    found.append(int(folder.name))
+        return found
+
+    def server(self) -> int:
+        (pid,) = self.servers()
+        return pid
+
+    def files(self) -> list[Path]:
+        folder = run_folder()
+        found = list(folder.glob(f"*{self.port}-*")) + [self.shm] * self.shm.exists()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        return found
+
+    def is_clean(self) -> bool:
+        return not self.servers() and not self.files()
+
+
+@pytest.fixture
+def place() -> Iterator[OwnedPlace]:
+    place = OwnedPlace()
+    yield place
+    for engine in place.engines:
+        engine.kill()
+        with engine:  # closes its pipes and waits
+            pass
+    for pid in place.servers():
+        os.kill(pid, signal.SIGKILL)
+    for path in place.files():
+        path.unlink()
+
+
+def says(engine: subprocess.Popen[str]) -> str:
+    assert engine.stdout is not None
+    return engine.stdout.readline().strip()
+
+
+def leave(engine: subprocess.Popen[str]) -> None:
+    assert engine.stdin is not None
+    engine.stdin.close()
+    assert says(engine) == "left"
+    assert engine.wait(10) == 0
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_engines_that_come_at_once_share_one_server_and_the_last_one_ends_it(place: OwnedPlace) -> None:
+    engines = [place.engine() for _ in range(4)]
+    assert [says(engine) for engine in engines] == ["ready"] * 4
+    pid = place.server()
+    late = place.engine()
+    assert says(late) == "ready"
+    for engine in engines:
+        leave(engine)
+    assert place.servers() == [pid]
+    leave(late)
+    until(place.is_clean)
+    again = place.engine()
+    assert says(again) == "ready"
+    assert place.server() != pid
+
+
+def test_an_engine_that_comes_while_the_server_ends_gets_another(place: OwnedPlace) -> None:
+    first = place.engine()
+    assert says(first) == "ready"
+    pid = place.server()
+    leave(first)
+    second = place.engine()
+    assert says(second) == "ready"
+    assert place.server() != pid
+
+
+@pytest.mark.parametrize("killed", ["engine", "engine and server"])
+def test_a_killed_engine_leaves_nothing(place: OwnedPlace, killed: str) -> None:
+    engine = place.engine()
+    assert says(engine) == "ready"
+    if "server" in killed:
+        os.kill(place.server(), signal.SIGKILL)
+    engine.kill()
+    until(place.is_clean)
+
+
+def test_a_killed_server_is_started_again_while_an_engine_lives(place: OwnedPlace) -> None:
+    engine = place.engine()
+    assert says(engine) == "ready"
+    pid = place.server()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: any(other != pid for other in place.servers()) and place.shm.exists())
+    leave(engine)
+    until(place.is_clean)
+
+
+def test_with_its_guardian_a_server_ends_in_order(place: OwnedPlace) -> None:
+    engine = place.engine()
+    assert says(engine) == "ready"
+    os.kill(parent(place.server()), signal.SIGKILL)
+    until(lambda: not place.servers() and not place.shm.exists())
+    second = place.engine()  # what the guardian left, its lock file and its log, hinders nobody
+    assert says(second) == "ready"
+    leave(engine)
+    assert place.servers()
+    leave(second)
+    until(place.is_clean)
+
+
+def test_a_server_of_somebody_else_is_used_and_never_ended(place: OwnedPlace, tmp_path: Path) -> None:
+    with CacheServer(tmp_path, l1_size_gb=0.0625, port=place.port) as server:
+        server.wait_ready()
+        engine = place.engine()
+        assert says(engine) == "ready"
+        assert place.servers() == [server.pid]
+        leave(engine)
+        assert server.status()
+        assert not place.files()
+
+
+def test_a_server_that_is_to_stay_stays_until_it_is_told(place: OwnedPlace) -> None:
+    first, second = place.engine(), place.engine(keep=True)
+    assert (says(first), says(second)) == ("ready", "ready")
+    pid = place.server()
+    leave(first)
+    leave(second)
+    third = place.engine()
+    assert says(third) == "ready"
+    leave(third)
+    assert place.servers() == [pid]
+    os.kill(pid, signal.SIGTERM)
+    until(place.is_clean)
+
+
+def test_why_no_server_could_be_started_is_one_sentence(place: OwnedPlace, tmp_path: Path) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("")
+    engine = place.engine("--l2-adapter", f'{{"type": "fs_native", "base_path": "{folder}"}}')
+    sentence = says(engine)
+    assert sentence.startswith("failed ")
+    assert str(folder) in sentence
+    leave(engine)
+    assert not place.servers()
+    assert not place.shm.exists()
+
+
+def test_a_port_of_another_program_is_named(place: OwnedPlace) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", place.port))  # does not listen: nobody answers, and nobody else may have it
+        engine = place.engine()
+        assert f"Cannot listen on 127.0.0.1:{place.port} because it is in use" in says(engine)
+        leave(engine)
