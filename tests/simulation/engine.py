@@ -20,7 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
@@ -38,7 +46,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -50,6 +58,9 @@ from simulation.world import World
 
 _MASK = 2**64 - 1
 _ENCODER_TOKENS = 1 << 20
+_DRAFTS = 3  # tokens that a head drafts a step
+_WRONG_DRAFTS = 0.25
+_JUNK = 0xBAD
 
 
 Images = Sequence[tuple[int, int, str]]
@@ -67,6 +78,9 @@ class Shape:
     window: int | None = None  # of a second KV cache group
     local: int | None = None  # of a second KV cache group: attention sees multiples of so many tokens
     state: bool = False  # a second KV cache group keeps a recurrent state
+    # A second KV cache group is that of a head, whose KV of a position depends on so many further tokens: EAGLE, or a
+    # chain of heads.
+    head: int = 0
     alone: bool = False  # there is no group of full attention beside it
     prefix_caching: bool = True
     overlapped: bool = False  # the next step is scheduled before the last one's result is known
@@ -155,9 +169,38 @@ def _configs(
             mamba_cache_mode="align",
         )
         groups.append(KVCacheGroupSpec(["layer1"], spec))
+    if shape.head:
+        config.speculative_config = _head(shape.head, config.model_config)
+        config.__class__ = _SecondRunner
+        groups.append(KVCacheGroupSpec(["layer1"], FullAttentionSpec(**common), is_eagle_group=True))
     if shape.alone:
         groups = [KVCacheGroupSpec(["layer0"], groups[1].kv_cache_spec)]
     return config, KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+class _SecondRunner(VllmConfig):
+    """Chains of heads are of the newer of vLLM's two runners, which the workers here stand for."""
+
+    use_v2_model_runner = property(lambda self: True)
+
+
+def _head(lookahead: int, model: ModelConfig) -> SpeculativeConfig:
+    """As far as vLLM's scheduler asks it, which is told nothing of the head's weights."""
+    config: SpeculativeConfig = object.__new__(SpeculativeConfig)
+    draft = copy.copy(model)
+    draft.hf_config = copy.deepcopy(model.hf_config)
+    draft.hf_config.num_nextn_predict_layers = lookahead
+    config.__dict__.update(
+        method="mtp" if lookahead > 1 else "eagle",
+        model=model.model,
+        num_speculative_tokens=_DRAFTS,
+        draft_model_config=draft,
+        disable_eagle_block_drop=False,
+        num_speculative_tokens_per_batch_size=None,
+        parallel_drafting=False,
+        draft_load_config=None,
+    )
+    return config
 
 
 @dataclass
@@ -169,6 +212,12 @@ class _Scheduled:
     samples: bool
     tokens: list[int]  # known when the step was scheduled
     features: tuple[MultiModalFeatureSpec, ...]
+    drafts: list[int]  # the last tokens of the step
+
+    @property
+    def end(self) -> int:
+        """Behind the tokens that are known to be the request's."""
+        return self.start + self.count - len(self.drafts)
 
 
 class Engine:
@@ -285,6 +334,8 @@ class Engine:
         result = self._aggregator.aggregate(results)
         self.world.sleep(self.world.random.choice((0.0, 0.001, 0.005, 0.02)))
         self.scheduler.update_from_output(output, result)
+        if self.shape.head:
+            self.scheduler.update_draft_token_ids(self._drafts([share.request for share in scheduled]))
         self._retire()
 
     def _retire(self) -> None:
@@ -300,7 +351,8 @@ class Engine:
             request = self.scheduler.requests[name]
             blocks = self.scheduler.kv_cache_manager.get_block_ids(name)
             known = request.num_tokens + request.num_output_placeholders
-            end = starts[name] + count
+            drafts = list(output.scheduled_spec_decode_tokens.get(name, ()))
+            end = starts[name] + count - len(drafts)
             # In overlapped scheduling this step's own placeholder is counted already.
             samples = end >= (known - (1 if self.shape.overlapped and request.num_output_placeholders else 0))
             scheduled.append(
@@ -312,6 +364,7 @@ class Engine:
                     samples,
                     list(request.all_token_ids),
                     tuple(request.mm_features),
+                    drafts,
                 )
             )
         return scheduled
@@ -349,9 +402,13 @@ class Engine:
         request, chain = share.request, self.chains[share.request.request_id]
         tokens = self._tokens(share)
         expected = chain.upto(tokens, end, share.features)
+        sampled = self._sample(chain, share) if share.samples else []
         for group, blocks in enumerate(share.blocks):
             values = expected ^ np.uint64(self._flavour(rank, group))
             table = np.array(blocks, dtype=np.int64)
+            if group and self.shape.head:
+                self._advance_head(rank, share, table, tokens, sampled)
+                continue
             is_special = group or self.shape.alone
             if is_special and self.shape.state:
                 self._advance_state(rank, share, table, values)
@@ -368,7 +425,49 @@ class Engine:
             written = slice(share.start, end)
             assert (where[0][written] != 0).all(), "the null block is written"
             self.memory[rank][where[0][written], where[1][written]] = values[written]
-        return [chain.next_token(end)] if share.samples else []
+        return sampled
+
+    def _sample(self, chain: Chain, share: _Scheduled) -> list[int]:
+        """The drafts that are right, and the token behind them."""
+        sampled: list[int] = []
+        for draft in (*share.drafts, None):
+            sampled.append(chain.next_token(share.end + len(sampled)))
+            if draft != sampled[-1]:
+                break
+        return sampled
+
+    def _advance_head(
+        self, rank: int, share: _Scheduled, table: np.ndarray, tokens: list[int], sampled: list[int]
+    ) -> None:
+        """Drafting: the head reads what it has, writes the KV of the accepted tokens as far as the next ones are known,
+        and leaves junk behind."""
+        memory, size, ahead = self.memory[rank], self.shape.block_tokens, self.shape.head
+        known = [*tokens[: share.end], *sampled] if sampled else share.tokens
+        accepted = share.end + max(0, len(sampled) - 1)
+        values = self.chains[share.request.request_id].upto(known, len(known), share.features)
+        values = values[ahead:] ^ np.uint64(self._flavour(rank, 1))  # by position: with so many further tokens
+        seen = np.arange(max(0, share.start - ahead + 1))
+        wrong = np.nonzero(memory[table[seen // size], seen % size] != values[: len(seen)])[0]
+        assert not wrong.size, (
+            f"the head of {share.request.request_id} attends to wrong KV at positions {wrong.tolist()} of {len(seen)}, "
+            f"rank {rank}, blocks {table.tolist()}"
+        )
+        final = np.arange(len(seen), min(accepted, len(values)))
+        memory[table[final // size], final % size] = values[final]
+        junk = np.arange(max(len(seen), len(values)), min(accepted + _DRAFTS, len(table) * size))
+        assert (table[junk // size] != 0).all(), "the null block is written"
+        memory[table[junk // size], junk % size] = _JUNK
+
+    def _drafts(self, requests: Sequence[Request]) -> DraftTokenIds:
+        drafts = []
+        for request in requests:
+            chain, tokens = self.chains[request.request_id], list(request.all_token_ids)
+            for _ in range(_DRAFTS):
+                chain.upto(tokens, len(tokens), request.mm_features)
+                wrong = self.world.random.random() < _WRONG_DRAFTS
+                tokens.append(2 if wrong else chain.next_token(len(tokens)))
+            drafts.append(tokens[-_DRAFTS:])
+        return DraftTokenIds([request.request_id for request in requests], drafts)
 
     def _first_seen(self, start: int) -> int:
         """The first position that a token at `start` attends to in the second group."""
@@ -390,6 +489,8 @@ class Engine:
 
     def _tokens(self, share: _Scheduled) -> Any:
         """The tokens as the worker knows them: with those sampled in steps whose result the scheduler has not seen."""
+        if share.drafts:
+            return [*share.tokens[: share.end], *share.drafts]
         tokens = list(share.tokens)
         chain = self.chains[share.request.request_id]
         while len(tokens) < share.start + share.count:

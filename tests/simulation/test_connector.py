@@ -59,6 +59,11 @@ SHAPES = {
     "sessions, decoded": Shape(sessions=True, blocks=60, extra=DECODED),
     "sessions, decoded, overlapped": Shape(sessions=True, blocks=60, overlapped=True, extra=DECODED),
     "sessions, decoded, small chunks": Shape(sessions=True, block_tokens=8, blocks=120, extra=DECODED),
+    # vLLM's own prefix cache names the blocks of a head by their own tokens alone: what it gives may be of others.
+    "head": Shape(head=1, prefix_caching=False, blocks=80),
+    "head, decoded": Shape(head=1, prefix_caching=False, blocks=80, extra=DECODED),
+    "head, decoded, two ranks": Shape(head=1, prefix_caching=False, blocks=80, ranks=2, extra=DECODED),
+    "chain of heads, decoded": Shape(head=3, prefix_caching=False, blocks=80, extra=DECODED),
     "a window alone": Shape(window=40, alone=True),
     "local attention alone": Shape(local=32, alone=True),
     "a state alone": Shape(state=True, alone=True),

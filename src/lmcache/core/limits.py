@@ -19,6 +19,7 @@ MAX_CURVE_CLIENTS = 4096  # public keys that are let in
 SERVER_EPOCH_BYTES = 16
 PROCESS_ID_BYTES = 16
 MAX_TOKENS_PER_SESSION = 4 * MIB  # 16 MiB of uint32
+MAX_LOOKAHEAD_TOKENS = 256  # behind a chunk that its name covers: they are in the identity
 MAX_CHUNKS_PER_CALL = 16_384
 MAX_OBJECT_GROUPS = 64
 MAX_SLOTS_PER_CALL = MAX_CHUNKS_PER_CALL * MAX_OBJECT_GROUPS  # chunks times namespaces

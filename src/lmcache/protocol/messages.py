@@ -123,6 +123,8 @@ class RegisterInstance(Message):
     tail_tokens: GroupList = []
     # 16 random bytes of the client that registers: they distinguish two engines with one instance id. Empty: not said.
     process: ProcessId = b""
+    # How many tokens behind a chunk its KV depends on, and its name therefore covers (`beginning_identity`).
+    lookahead_tokens: int = 0
 
 
 class RegisterWorker(Message):

@@ -16,3 +16,9 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def beginning_identity(first_tokens: bytes) -> tuple[str, bytes]:
+    """What the identity of a request ends with whose engine registered `lookahead_tokens`: its first tokens, packed.
+    The tokens that are hashed begin behind them."""
+    return "beginning", first_tokens

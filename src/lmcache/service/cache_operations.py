@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from lmcache.core import limits
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet, pack_keys
@@ -17,6 +19,7 @@ from lmcache.errors import ConfigError, LMCacheError, UnknownModel
 from lmcache.l2.runner import Runner
 from lmcache.memory.ownership import STORAGE_OWNER
 from lmcache.protocol.messages import RegisterInstance, RegisterWorker
+from lmcache.protocol.tokens import TOKEN_BYTES, beginning_identity
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import joined, namespaces_of_rank
 from lmcache.tiering.leases import FOREVER
@@ -106,9 +109,12 @@ class CacheOperations:
             )
         namespaces = self._namespaces(registered[0], cache_salt)
         hasher = self._context.hasher
+        identity = b""
+        if ahead := TOKEN_BYTES * registered[0].profile.lookahead_tokens:
+            identity, tokens = msgspec.msgpack.encode(beginning_identity(tokens[:ahead])), tokens[ahead:]
         if len(tokens) // 4 // hasher.chunk_tokens * len(namespaces) > limits.MAX_CHUNKS_PER_CALL:
             raise ConfigError(f"A prompt may have at most {limits.MAX_CHUNKS_PER_CALL} objects here.")
-        return KeyBatch(namespaces, ChunkHashes(hasher.extend(hasher.root(b""), tokens)))
+        return KeyBatch(namespaces, ChunkHashes(hasher.extend(hasher.root(identity), tokens)))
 
     def _namespaces(self, registered: Registered, cache_salt: str) -> NamespaceSet:
         namespaces = joined(

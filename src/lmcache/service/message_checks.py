@@ -40,6 +40,7 @@ def check_instance(message: RegisterInstance) -> None:
         )
     for tokens in message.tail_tokens:
         check_range("number of tail tokens", tokens, 0, limits.MAX_TOKENS_PER_SESSION)
+    check_range("lookahead_tokens", message.lookahead_tokens, 0, limits.MAX_LOOKAHEAD_TOKENS)
     _check_heartbeat(message.heartbeat_interval_seconds)
     if len(message.engine.encode()) > limits.MAX_NAME_BYTES:
         raise RemoteError(ErrorCode.TOO_LARGE, f"The engine's name has more than {limits.MAX_NAME_BYTES} bytes.")

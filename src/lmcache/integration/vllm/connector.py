@@ -41,6 +41,7 @@ from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
 from lmcache.integration.vllm.identity import engine_identity, model_identity, names_media
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.integration.vllm.settings import SHORT_START_SECONDS, ConnectorSettings
+from lmcache.integration.vllm.speculation import longest_drafted_tokens, lookahead_tokens
 from lmcache.integration.vllm.utils import mla_enabled
 from lmcache.protocol.messages import RegisterInstance
 from lmcache.telemetry.logs import ROOT_LOGGER, configure_logs, level_from
@@ -142,6 +143,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._settings.heartbeat_interval_seconds,
                 f"vllm {vllm.__version__}",
                 [group.tail_tokens for group in self._groups],
+                lookahead_tokens=lookahead_tokens(self._vllm_config),
             )
         )
         self._await_server(client)
@@ -162,6 +164,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # Without a process of its own an engine runs no step once its requests have ended.
             await_stores=parallel.world_size > 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING,
             lookup_timeout_seconds=self._settings.lookup_timeout_seconds,
+            lookahead_tokens=lookahead_tokens(self._vllm_config),
+            longest_drafted_tokens=longest_drafted_tokens(self._vllm_config),
             local_worker=lambda: _lone_workers.get(self._instance_id),
             environment=self._environment,
         )

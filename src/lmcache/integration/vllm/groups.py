@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache.errors import LayoutRefused
+from lmcache.integration.vllm.speculation import refuse_speculation
 from lmcache.integration.vllm.weights import refuse_unknown_weights
 
 # Specs whose blocks hold nothing but the KV of their own tokens, written once, and what says how far back later tokens
@@ -18,7 +19,6 @@ _ATTENTION_SPECS = {
 }
 _STATE_SPEC = "MambaSpec"  # the block that ends at a boundary holds the state there, and nothing of its own tokens
 _OPAQUE_QUANTIZATION = (0, 1)  # none, and fp8 with the scales of the weights: a block is nothing but its tokens
-_EXACT_SPECULATION = ("ngram", "ngram_gpu", "suffix", "draft_model")
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,5 @@ def refuse_settings(vllm_config: Any) -> None:
             "Sleep mode takes KV memory away from under copies, which is not supported; start vLLM without "
             "--enable-sleep-mode."
         )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in _EXACT_SPECULATION:
-        raise LayoutRefused(
-            f"Speculation by {speculative.method!r} keeps KV that depends on tokens beyond the chunk; use one of "
-            f"{', '.join(_EXACT_SPECULATION)}, or none."
-        )
+    refuse_speculation(vllm_config)
     refuse_unknown_weights(vllm_config)

@@ -13,6 +13,7 @@ import msgspec
 
 from lmcache.client.content_extras import ContentSpan
 from lmcache.integration.vllm.weights import weights_identity
+from lmcache.protocol.tokens import beginning_identity, pack_tokens
 
 # What an engine makes of an image depends on these too; vLLM's name of the image does not.
 _MEDIA_SETTINGS = (
@@ -68,7 +69,7 @@ def model_identity(vllm_config: Any) -> str:
         "weights": weights_identity(vllm_config),
     }
     # These scale positions by the configured length, so the same weights give other keys at another length.
-    if re.search(r"longrope|dynamic", json.dumps(settings["config"], default=str)):
+    if re.search(r"longrope|dynamic", json.dumps([settings["config"], settings["weights"]], default=str)):
         settings["max_model_len"] = model.max_model_len
     media = getattr(model, "multimodal_config", None)
     if media is not None:
@@ -95,21 +96,32 @@ def names_media(vllm_config: Any) -> bool:
     return media is None or media.mm_processor_cache_gb > 0 or bool(vllm_config.cache_config.enable_prefix_caching)
 
 
-def request_identity(request: Any, adapter_content: str = "", generation: bytes = b"") -> bytes:
+def request_identity(
+    request: Any, adapter_content: str = "", generation: bytes = b"", *, lookahead_tokens: int = 0
+) -> bytes:
     """Bytes that seed a request's first chunk hash; empty for a plain request to the weights that the engine started
-    with. `adapter_content` names what its LoRA adapter is, `generation` weights that came after the first."""
+    with. `adapter_content` names what its LoRA adapter is, `generation` weights that came after the first. With
+    `lookahead_tokens` its first tokens are here, and not among those that are hashed."""
     lora = request.lora_request
-    adapter = ("lora", lora.lora_name, lora.lora_path, adapter_content) if lora is not None else ()
-    weights = ("weights", generation) if generation else ()
-    return msgspec.msgpack.encode(adapter + weights) if adapter or weights else b""
+    parts: tuple[Any, ...] = ("lora", lora.lora_name, lora.lora_path, adapter_content) if lora is not None else ()
+    if generation:
+        parts += ("weights", generation)
+    if lookahead_tokens:
+        parts += beginning_identity(pack_tokens(request.prompt_token_ids[:lookahead_tokens]))
+        first = [span for span in content_spans(request.mm_features) if span.offset < lookahead_tokens]
+        if first:
+            parts += ("contents", first)
+    return msgspec.msgpack.encode(parts) if parts else b""
 
 
-def content_spans(features: Sequence[Any]) -> tuple[ContentSpan, ...]:
-    """What vLLM's multimodal features say of a request's images, audio ..."""
+def content_spans(features: Sequence[Any], first_token: int = 0) -> tuple[ContentSpan, ...]:
+    """What vLLM's multimodal features say of a request's images, audio ... Offsets count from `first_token`, and are
+    negative for what begins before it."""
     if not features:
         return ()
     return tuple(
-        ContentSpan(feature.identifier, feature.mm_position.offset, feature.mm_position.length) for feature in features
+        ContentSpan(feature.identifier, feature.mm_position.offset - first_token, feature.mm_position.length)
+        for feature in features
     )
 
 

@@ -33,6 +33,7 @@ from lmcache.integration.vllm.lora_adapters import LoadedAdapter
 from lmcache.integration.vllm.step_builder import BlockTable, StepBuilder
 from lmcache.integration.vllm.trace_context import trace_parent
 from lmcache.integration.vllm.tracked_request import SchedulerParts, TrackedRequest
+from lmcache.integration.vllm.undrafted_blocks import UndraftedBlocks
 from lmcache.protocol.tokens import pack_tokens
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class SchedulerSide:
         media_have_names: bool = True,
         await_stores: bool = False,
         lookup_timeout_seconds: float = LOOKUP_SECONDS,
+        lookahead_tokens: int = 0,
+        longest_drafted_tokens: int | None = None,
         local_worker: Callable[[], WorkerSide | None] = lambda: None,
         environment: EngineEnvironment = ENGINE_SYSTEM,
     ) -> None:
@@ -71,6 +74,8 @@ class SchedulerSide:
         `stores`: what is computed is stored. `save_decode`: chunks that decoding fills, too. `load_or_recompute`: a hit
         that would be slower than computing is not loaded. `media_have_names`: requests with images ... are cached.
         `await_stores`: a step ends when its stores have read their blocks, because it may be the last one.
+        `lookahead_tokens`: so many tokens behind a chunk enter its name, because its KV depends on them.
+        `longest_drafted_tokens`: what drafts gets no KV in a step with a longer sequence.
         `local_worker`: the only worker, if it is in this process."""
         clock = environment.clock
         self._clock = clock
@@ -91,12 +96,14 @@ class SchedulerSide:
             loads=loads,
             stores=stores,
             lookup_timeout_seconds=lookup_timeout_seconds,
+            lookahead_tokens=lookahead_tokens,
         )
         self.requests = self._parts.requests  # by id, from their arrival until nothing is kept of them
         self._step_timer = StepTimer(clock)
         self._decoded = DecodeStore(self._parts.lookups, self._parts.pins) if save_decode and stores else None
         self._hits = HitLookups(self._parts, takes_decoded=self._decoded is not None)
-        self._steps = StepBuilder(self._parts, self._hits, self._decoded, await_stores=await_stores)
+        undrafted = UndraftedBlocks(self._parts.groups, longest_drafted_tokens)
+        self._steps = StepBuilder(self._parts, self._hits, self._decoded, undrafted, await_stores=await_stores)
 
     def bind(self, block_pool: Any, block_table: BlockTable) -> None:
         """`block_table(request id)` gives the block ids of each group."""
@@ -113,7 +120,8 @@ class SchedulerSide:
         hello = self._client.hello
         if hello is not None and not self._parts.fits(hello):
             return
-        is_short = hello is not None and len(request.prompt_token_ids) < hello.chunk_tokens
+        ahead = self._parts.lookahead_tokens
+        is_short = hello is not None and len(request.prompt_token_ids) - ahead < hello.chunk_tokens
         if is_short and self._decoded is None:
             return
         adapter = self._adapter(request)
@@ -123,11 +131,11 @@ class SchedulerSide:
             request.request_id,
             request.cache_salt or "",
             self._identity(request, adapter),
-            pack_tokens(request.prompt_token_ids),
-            content_spans(request.mm_features),
+            pack_tokens(request.prompt_token_ids[ahead:]),
+            content_spans(request.mm_features, ahead),
             trace_parent=trace_parent(request),
         )
-        tracked = self.requests[request.request_id] = TrackedRequest(request, session, adapter)
+        tracked = self.requests[request.request_id] = TrackedRequest(request, session, adapter, ahead)
         if self._decoded is not None:
             self._parts.storing[request.request_id] = tracked
         if not is_short:
@@ -137,7 +145,7 @@ class SchedulerSide:
         """Whether a key says everything about the request's KV, and is not too long to be sent."""
         return (
             is_cacheable(request, media_have_names=self._media_have_names)
-            and len(request.prompt_token_ids) <= MAX_TOKENS_PER_SESSION
+            and self._parts.lookahead_tokens <= len(request.prompt_token_ids) <= MAX_TOKENS_PER_SESSION
             and len(request.request_id.encode()) <= MAX_NAME_BYTES
             and len((request.cache_salt or "").encode()) <= MAX_NAME_BYTES
         )
@@ -149,7 +157,8 @@ class SchedulerSide:
 
     def _identity(self, request: Any, adapter: LoadedAdapter | None) -> bytes:
         content = adapter.content if adapter is not None else None
-        return request_identity(request, content or "", self._generation)
+        ahead = self._parts.lookahead_tokens
+        return request_identity(request, content or "", self._generation, lookahead_tokens=ahead)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `computed_tokens` that will be loaded, asynchronously); (None, False): not known yet."""

@@ -21,6 +21,7 @@ from lmcache.integration.vllm.chunk_blocks import (
 from lmcache.integration.vllm.decode_store import DecodeStore
 from lmcache.integration.vllm.hit_lookups import HitLookups
 from lmcache.integration.vllm.tracked_request import ActiveLoad, SchedulerParts, TrackedRequest
+from lmcache.integration.vllm.undrafted_blocks import UndraftedBlocks
 
 log = logging.getLogger("lmcache.vllm")
 
@@ -31,12 +32,19 @@ class StepBuilder:
     """Belongs to the scheduler's thread."""
 
     def __init__(
-        self, parts: SchedulerParts, hits: HitLookups, decoded: DecodeStore | None, *, await_stores: bool
+        self,
+        parts: SchedulerParts,
+        hits: HitLookups,
+        decoded: DecodeStore | None,
+        undrafted: UndraftedBlocks,
+        *,
+        await_stores: bool,
     ) -> None:
         """`await_stores`: a step ends when its stores have read their blocks."""
         self._parts = parts
         self._hits = hits
         self._decoded = decoded
+        self._undrafted = undrafted
         self._await_stores = await_stores
         self._block_table: BlockTable = lambda request_id: ()
         self._metadata = self._new_metadata()  # of the step that is being scheduled
@@ -78,6 +86,7 @@ class StepBuilder:
             log.warning("A load for request %s is not possible: no block for a recurrent state", tracked.request_id)
             self._metadata.impossible_loads.append(order)
         blocks = frozenset(block for load in loads for block in array("q", load.blocks) if block != NOT_WRITTEN)
+        self._undrafted.written(blocks)
         tracked.load = ActiveLoad(session.server, answer, external_tokens, blocks, self._parts.clock.monotonic())
         session.answer = None
 
@@ -107,11 +116,13 @@ class StepBuilder:
         metadata, self._metadata = self._metadata, self._new_metadata()
         if self._decoded is not None:
             metadata.stores += self._decoded.next_orders(idle=scheduler_output.total_num_scheduled_tokens == 0)
+        spans = list(_spans(scheduler_output))
+        self._undrafted.note_step(spans, self._block_table)
         if not self._parts.storing:
             return metadata
         offered = scheduler_output.kv_connector_block_state
         offers = offered.boundary_state_offloads if offered is not None else {}
-        for request_id, computed_tokens in _computed_after_step(scheduler_output):
+        for request_id, _, computed_tokens in spans:
             tracked = self._parts.storing.get(request_id)
             if tracked is None:
                 continue
@@ -138,7 +149,7 @@ class StepBuilder:
         # Of what is decoded only known tokens count: drafts may be rejected, placeholders stand for nothing yet.
         known_tokens = tracked.prompt_tokens
         if self._decoded is not None:
-            known_tokens = tracked.request.num_tokens
+            known_tokens = tracked.request.num_tokens - tracked.lookahead_tokens
             self._decoded.learn(tracked, tracked.request, min(computed_tokens, known_tokens))
         server = session.server
         if not session.hashes or server is None or server is not self._parts.lookups.client.hello:
@@ -154,8 +165,12 @@ class StepBuilder:
             del self._parts.storing[tracked.request_id]
         if end <= first or not self._parts.computed_as_named(tracked):
             return None
-        tracked.stored_chunks = end
         block_ids = self._block_table(tracked.request_id)
+        if self._undrafted.among(block_ids, first * chunk_tokens, end * chunk_tokens):
+            self._parts.storing.pop(tracked.request_id, None)  # what follows is of no use without
+            self._parts.prefixes.on_ended(tracked.request_id)
+            return None
+        tracked.stored_chunks = end
         chunks = range(first, end)
         stored = blocks_to_store(self._parts.groups, block_ids, chunks, chunk_tokens, pins.null_block_id, states)
         if stored is None:
@@ -177,18 +192,21 @@ class StepBuilder:
         request, hello = tracked.request, self._parts.lookups.client.hello
         if self._decoded is None or hello is None:
             return
-        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        tokens = min(request.num_computed_tokens, request.num_tokens - max(1, tracked.lookahead_tokens))
         if tokens // hello.chunk_tokens <= tracked.stored_chunks or not self._parts.computed_as_named(tracked):
+            return
+        if self._undrafted.among(block_ids, tracked.stored_chunks * hello.chunk_tokens, tokens):
             return
         blocks_per_chunk = [hello.chunk_tokens // group.block_tokens for group in self._parts.groups]
         self._decoded.keep(tracked, tokens, list(zip(blocks_per_chunk, block_ids, strict=True)))
 
 
-def _computed_after_step(scheduler_output: Any) -> Iterator[tuple[str, int]]:
-    """(request id, tokens whose KV the engine holds once this step has run) of every scheduled request."""
+def _spans(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
+    """(request id, tokens whose KV the engine holds before this step, and once it has run) of every scheduled
+    request."""
     scheduled = scheduler_output.num_scheduled_tokens
     for new in scheduler_output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
+        yield new.req_id, new.num_computed_tokens, new.num_computed_tokens + scheduled[new.req_id]
     cached = scheduler_output.scheduled_cached_reqs
     for request_id, computed_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, computed_tokens + scheduled[request_id]
+        yield request_id, computed_tokens, computed_tokens + scheduled[request_id]

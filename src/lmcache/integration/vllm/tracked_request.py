@@ -35,14 +35,20 @@ class ActiveLoad:
 
 
 class TrackedRequest(RequestStateMachine):
-    """One request of the engine, from `on_new_request` until it has ended and its load has."""
+    """One request of the engine, from `on_new_request` until it has ended and its load has.
 
-    def __init__(self, request: Any, session: RequestSession, adapter: LoadedAdapter | None) -> None:
+    With `lookahead_tokens` the session's tokens are those behind so many: a chunk that ends after n tokens has a name
+    when n + `lookahead_tokens` tokens are known."""
+
+    def __init__(
+        self, request: Any, session: RequestSession, adapter: LoadedAdapter | None, lookahead_tokens: int = 0
+    ) -> None:
         super().__init__(session.request_id)
+        self.lookahead_tokens = lookahead_tokens
         self.request = request
         self.session = session
         self.adapter = adapter  # that the session's identity names
-        self.prompt_tokens = session.token_count
+        self.prompt_tokens = session.token_count  # up to which chunks of the prompt have names
         self.stored_chunks = 0  # stored, being stored, or not to be stored
         self.worth_loading: bool | None = None  # the answer that is held; None: not decided
         self.load: ActiveLoad | None = None
@@ -51,10 +57,10 @@ class TrackedRequest(RequestStateMachine):
     def take_tokens(self, request: Any) -> None:
         """Adds what has been decoded so far, or put in by a streaming session, to the tokens that the server gets."""
         session = self.session
-        known = session.token_count
+        known = session.token_count + self.lookahead_tokens
         if known < request.num_tokens <= MAX_TOKENS_PER_SESSION:
             session.tokens += pack_tokens(list(request.all_token_ids[known:]))
-            session.contents = content_spans(request.mm_features)
+            session.contents = content_spans(request.mm_features, self.lookahead_tokens)
 
     def tokens_were_replaced(self, request: Any) -> bool:
         """Whether tokens that the server has, or will get, are no longer the request's. Further input of a streaming
@@ -68,8 +74,8 @@ class TrackedRequest(RequestStateMachine):
         version = (request.num_tokens, request.num_prompt_tokens, request.arrival_time, self.session.token_count)
         if version == self._compared:
             return False
-        known = self.session.token_count
-        if pack_tokens(list(request.all_token_ids[:known])) != self.session.tokens:
+        first = self.lookahead_tokens
+        if pack_tokens(list(request.all_token_ids[first : first + self.session.token_count])) != self.session.tokens:
             return True
         self._compared = version
         return False
@@ -93,6 +99,7 @@ class SchedulerParts:
     loads: bool  # hits are used
     stores: bool  # what is computed is stored
     lookup_timeout_seconds: float = LOOKUP_SECONDS
+    lookahead_tokens: int = 0  # behind a chunk, on which its KV depends
     adapters: LoraAdapters = field(default_factory=LoraAdapters)
     requests: dict[str, TrackedRequest] = field(default_factory=dict)
     storing: dict[str, TrackedRequest] = field(default_factory=dict)  # that have, or may get, chunks to store

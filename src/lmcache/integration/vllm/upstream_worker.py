@@ -29,6 +29,7 @@ from lmcache.integration.vllm.groups import refuse_settings
 from lmcache.integration.vllm.identity import engine_identity, model_identity
 from lmcache.integration.vllm.instance_id import instance_name, scheduler_process_id
 from lmcache.integration.vllm.settings import ConnectorSettings
+from lmcache.integration.vllm.speculation import has_head
 from lmcache.integration.vllm.upstream_scheduler import chunk_blocks, connect
 from lmcache.integration.vllm.upstream_types import LoadStoreOp, ParallelStrategy
 from lmcache.protocol.messages import HelloReply
@@ -152,6 +153,11 @@ class LMCacheMPWorkerAdapter:
         if config is None:
             raise LayoutRefused("vLLM's configuration is not to be had here, so what it means for KV is not known.")
         refuse_settings(config)
+        if has_head(config):
+            raise LayoutRefused(
+                "vLLM's own connector class names chunks by their own tokens, but the KV of a head (EAGLE, MTP) "
+                "depends on the next one too: unset LMCACHE_USE_UPSTREAM_MP to use LMCache's own."
+            )
         model = config.model_config
         if config.lora_config is not None or model.is_multimodal_model or model.enable_prompt_embeds:
             raise LayoutRefused(

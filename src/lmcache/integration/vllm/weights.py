@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from lmcache.core.rounding import div_ceil
 from lmcache.errors import LayoutRefused
+from lmcache.integration.vllm.speculation import draft_config, lookahead_tokens
 
 # Formats of which every loader reads files of the model's folder as they are. Which of them it picks depends on the
 # format, so that is part of the identity.
@@ -36,10 +37,9 @@ _MAX_HEADER_BYTES = 100 << 20
 def refuse_unknown_weights(vllm_config: Any) -> None:
     """LayoutRefused where two engines that look alike may have other weights."""
     _refuse_source(vllm_config.model_config, vllm_config.load_config)
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method == "draft_model":
-        draft = speculative.draft_model_config
-        _refuse_source(draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config)
+    draft = draft_config(vllm_config)
+    if draft is not None:
+        _refuse_source(draft, _draft_load(vllm_config))
 
 
 def _refuse_source(model: Any, load: Any) -> None:
@@ -73,12 +73,22 @@ def weights_identity(vllm_config: Any) -> dict[str, Any]:
     """Where the weights come from and a sample of them; of all engines that may share KV the same."""
     model = vllm_config.model_config
     settings = _of_model(model, vllm_config.load_config, vllm_config.parallel_config)
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method == "draft_model":
-        load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-        draft = _of_model(speculative.draft_model_config, load, vllm_config.parallel_config)
-        settings["draft"] = [str(speculative.model), draft]
+    draft = draft_config(vllm_config)
+    if draft is not None:
+        settings["draft"] = {
+            **_of_model(draft, _draft_load(vllm_config), vllm_config.parallel_config),
+            "method": vllm_config.speculative_config.method,
+            "model": str(vllm_config.speculative_config.model),
+            "lookahead": lookahead_tokens(vllm_config),
+            "config": draft.hf_config.to_dict(),
+            "dtype": str(draft.dtype),
+            "quantization": str(draft.quantization),
+        }
     return settings
+
+
+def _draft_load(vllm_config: Any) -> Any:
+    return getattr(vllm_config.speculative_config, "draft_load_config", None) or vllm_config.load_config
 
 
 def _of_model(model: Any, load: Any, parallel: Any) -> dict[str, Any]:

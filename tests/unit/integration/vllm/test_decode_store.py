@@ -28,7 +28,7 @@ GROUP = CacheGroup(128, ("layer0",))
 class Chat:
     """One request that decodes; blocks are numbered from 1 in the order of their tokens."""
 
-    def __init__(self, prompt_tokens: int, **fields: Any) -> None:
+    def __init__(self, prompt_tokens: int, lookahead_tokens: int = 0, **fields: Any) -> None:
         self.clock = ManualClock()
         self.client = FakeClient(self.clock)
         self.pool = FakeBlockPool(100)
@@ -39,6 +39,7 @@ class Chat:
             ranks=1,
             workers=1,
             save_decode=True,
+            lookahead_tokens=lookahead_tokens,
             environment=EngineEnvironment(self.clock),
         )
         self.request = request("a", prompt_tokens, **fields)
@@ -94,6 +95,30 @@ def test_a_chunk_that_decoding_fills_is_named_and_stored() -> None:
     (order,) = chat.decode(514)
     assert (blocks(order), order.hashes) == ([3, 4], bytes([1]) * 32)
     assert chat.decode(600) == []
+
+
+def test_with_a_head_a_chunk_is_named_when_the_tokens_behind_it_are_accepted() -> None:
+    chat = Chat(300, lookahead_tokens=1)
+    assert [blocks(order) for order in chat.compute(300).stores] == [[1, 2]]
+    assert chat.decode(512) == []  # the token behind the second chunk is sampled in this step
+    assert chat.client.messages("append") == []
+    assert chat.decode(513) == []
+    (append,) = chat.client.messages("append")
+    assert (append.first_token, len(append.tokens)) == (299, 4 * 213)
+    chat.name_chunks(1, 1)
+    (order,) = chat.decode(514)
+    assert (blocks(order), order.hashes) == ([3, 4], bytes([1]) * 32)
+
+
+@pytest.mark.parametrize(("lookahead_tokens", "computed"), [(1, 512), (3, 514)])
+def test_with_a_head_the_tail_needs_the_tokens_behind_it(lookahead_tokens: int, computed: int) -> None:
+    for upto, kept in ((computed - 1, set()), (computed, {3, 4})):
+        chat = Chat(300, lookahead_tokens=lookahead_tokens)
+        (order,) = chat.compute(300).stores
+        chat.side.step_ended(output(report=WorkerReport(Counter([order.job]))))
+        chat.decode(upto)
+        chat.end()
+        assert chat.pool.pinned() == kept
 
 
 def test_the_tail_is_pinned_named_and_stored_after_the_end() -> None:

@@ -122,7 +122,7 @@ def test_what_cannot_be_proved_is_refused_with_a_sentence(kv_spec: Any, words: s
         ({"load_config": SimpleNamespace(load_format="tensorizer")}, {}, "load_format tensorizer"),
         ({"cache_config": SimpleNamespace(calculate_kv_scales=True)}, {}, "calculate_kv_scales"),
         ({"model_config": SimpleNamespace(enable_sleep_mode=True)}, {}, "Sleep mode"),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, {}, "Speculation by 'eagle'"),
+        ({"speculative_config": SimpleNamespace(method="dflash")}, {}, "Speculation by 'dflash'"),
         ({}, {"enable_kv_transfer": False}, "keeps for itself"),
         ({}, {"host_resident": True}, "keeps for itself"),
     ],

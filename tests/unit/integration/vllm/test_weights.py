@@ -89,10 +89,11 @@ def test_weights_that_are_not_known_are_refused(changes: dict[str, Any], reason:
 def test_a_draft_whose_weights_are_not_known_is_refused_too(tmp_path: Path) -> None:
     both = config(str(tmp_path))
     draft = config("team/draft").model_config
+    draft.dtype = "bfloat16"
     both.speculative_config = SimpleNamespace(method="draft_model", model="team/draft", draft_model_config=draft)
     with pytest.raises(LayoutRefused, match="team/draft"):
         refuse_unknown_weights(both)
-    draft.hf_config = SimpleNamespace(_commit_hash=COMMIT)
+    draft.hf_config = SimpleNamespace(_commit_hash=COMMIT, to_dict=dict)
     refuse_unknown_weights(both)
     assert "draft" in weights_identity(both)
 
