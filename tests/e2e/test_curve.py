@@ -29,6 +29,8 @@ def test_an_engine_hits_when_its_key_is_let_in_and_computes_when_it_is_not(
     stack = start_stack(
         llama,
         l2=False,
+        l1_size_gb=0.125,
+        kv_space_gib=0.25,
         server_flags=[
             *("--zmq-curve-server-key-file", str(tmp_path / "server.key")),
             *("--zmq-curve-client-keys-dir", str(allowed.parent)),
