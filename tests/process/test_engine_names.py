@@ -12,7 +12,8 @@ import pytest
 from lmcache.client.client import Client, ClientState
 from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.errors import RemoteError, ServerUnavailable
-from lmcache.integration.vllm.instance_id import instance_name, scheduler_process_id
+from lmcache.integration.engine.instance_id import instance_name
+from lmcache.integration.vllm.instance_id import scheduler_process_id
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import free_port
 from polling import until
@@ -20,7 +21,7 @@ from process.support import CALL_SECONDS, SmallEngine, server_within
 
 
 def _name_of_engine(answers: Any) -> None:
-    answers.put(instance_name(scheduler_process_id(in_scheduler=False, executor="mp", workers=2)))
+    answers.put(instance_name("vllm", scheduler_process_id(in_scheduler=False, executor="mp", workers=2)))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -29,20 +30,20 @@ def test_workers_started_in_any_way_name_their_engine(method: str) -> None:
     answers = context.SimpleQueue()
     worker = context.Process(target=_name_of_engine, args=(answers,))
     worker.start()
-    assert answers.get() == instance_name(os.getpid())
+    assert answers.get() == instance_name("vllm", os.getpid())
     worker.join()
 
 
 def test_processes_of_an_engine_agree_on_its_name() -> None:
-    mine = instance_name(os.getpid())
-    assert mine == instance_name(scheduler_process_id(in_scheduler=False, executor="uni", workers=1))
-    assert mine == instance_name(scheduler_process_id(in_scheduler=True, executor="", workers=4))
+    mine = instance_name("vllm", os.getpid())
+    assert mine == instance_name("vllm", scheduler_process_id(in_scheduler=False, executor="uni", workers=1))
+    assert mine == instance_name("vllm", scheduler_process_id(in_scheduler=True, executor="", workers=4))
     child = os.fork()
     if child == 0:
-        named = instance_name(scheduler_process_id(in_scheduler=False, executor="mp", workers=2))
+        named = instance_name("vllm", scheduler_process_id(in_scheduler=False, executor="mp", workers=2))
         os._exit(0 if named == mine else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert mine != instance_name(os.getppid())
+    assert mine != instance_name("vllm", os.getppid())
 
 
 @pytest.mark.parametrize("transfer", [WantedTransfer.SHM, WantedTransfer.SOCKET])

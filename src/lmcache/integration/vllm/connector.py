@@ -11,9 +11,9 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import vllm
 from vllm import envs
@@ -34,6 +34,7 @@ from lmcache.device.cpu import PagedGroup, describe_group
 from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.errors import LayoutRefused, LMCacheError
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, WorkerReport
+from lmcache.integration.engine.containment import contained
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.owned_server import OwnedServer
 from lmcache.integration.engine.worker_side import WorkerSide
@@ -54,24 +55,7 @@ KVConnectorWorkerMetadata.register(WorkerReport)
 # The only workers of their engines, by engine, whose scheduler may live in this process too.
 _lone_workers: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _contained(fallback: Any) -> Callable[[Method], Method]:
-    """The root of one call by the engine: an unexpected fault is logged and answered with `fallback`."""
-
-    def wrap(method: Method) -> Method:
-        @functools.wraps(method)
-        def call(self: LMCacheMPConnector, *arguments: Any, **keywords: Any) -> Any:
-            try:
-                return method(self, *arguments, **keywords)
-            except Exception:
-                log.exception("LMCache failed in %s; the engine goes on without it", method.__name__)
-                return fallback() if callable(fallback) else fallback
-
-        return cast(Method, call)
-
-    return wrap
+_contained = functools.partial(contained, log)
 
 
 class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

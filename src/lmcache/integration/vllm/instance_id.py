@@ -1,12 +1,9 @@
-"""The instance id that all processes of one engine derive by themselves: it names the process of its scheduler."""
+"""Which process has the scheduler: its name is the instance id that all processes of an engine derive themselves."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from pathlib import Path
-
-_START_TIME_FIELD = 21  # of /proc/PID/stat, counted from 0
 
 
 def scheduler_process_id(*, in_scheduler: bool, executor: str, workers: int) -> int:
@@ -15,12 +12,3 @@ def scheduler_process_id(*, in_scheduler: bool, executor: str, workers: int) -> 
         return os.getpid()
     parent = multiprocessing.parent_process()  # who asked for this process; with a fork server, not who forked it
     return int(parent.pid) if parent is not None and parent.pid is not None else os.getppid()
-
-
-def instance_name(pid: int) -> str:
-    """Unlike that of any other process on any machine, in any container, before or after."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    # The second field is the program's name in parentheses, which may hold spaces.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return f"vllm-{boot}-{namespace}-{pid}-{fields[_START_TIME_FIELD - 2]}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmcache.core.file_version import file_version
-from lmcache.integration.vllm.weights import files_sample
+from lmcache.integration.engine.weight_files import files_sample
 
 log = logging.getLogger("lmcache.vllm")
 

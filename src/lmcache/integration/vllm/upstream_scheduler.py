@@ -11,8 +11,9 @@ from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
 from lmcache.client.lookup_client import LookupClient, Progress, RequestSession
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
 from lmcache.errors import ConfigError, LMCacheError
+from lmcache.integration.engine.instance_id import instance_name
 from lmcache.integration.vllm.hit_lookups import STEP_WAIT_SECONDS
-from lmcache.integration.vllm.instance_id import instance_name, scheduler_process_id
+from lmcache.integration.vllm.instance_id import scheduler_process_id
 from lmcache.integration.vllm.upstream_types import ParallelStrategy
 from lmcache.protocol.messages import HelloReply, RegisterInstance
 from lmcache.protocol.tokens import pack_tokens
@@ -57,7 +58,7 @@ class LMCacheMPSchedulerAdapter:
         """`context` (a ZMQ context) is not used: the client has its own. ConnectionError without a server."""
         client = Client(server_url, environment=environment, heartbeat_interval_seconds=heartbeat_interval)
         pid = scheduler_process_id(in_scheduler=True, executor="", workers=parallel_strategy.actual_world_size)
-        instance_id = instance_name(pid)
+        instance_id = instance_name("vllm", pid)
         client.declare(
             RegisterInstance(
                 *(instance_id, model_name, parallel_strategy.kv_world_size, 1),

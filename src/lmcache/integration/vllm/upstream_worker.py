@@ -23,11 +23,12 @@ from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.errors import LayoutRefused, LMCacheError, ServerUnavailable, StaleServer
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder, StoreOrder
 from lmcache.integration.engine.frame_names import WorkerIdentity
+from lmcache.integration.engine.instance_id import instance_name
 from lmcache.integration.engine.worker_side import WorkerSide
 from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN
 from lmcache.integration.vllm.groups import refuse_settings
 from lmcache.integration.vllm.identity import engine_identity, model_identity
-from lmcache.integration.vllm.instance_id import instance_name, scheduler_process_id
+from lmcache.integration.vllm.instance_id import scheduler_process_id
 from lmcache.integration.vllm.settings import ConnectorSettings
 from lmcache.integration.vllm.speculation import has_head
 from lmcache.integration.vllm.upstream_scheduler import chunk_blocks, connect
@@ -130,7 +131,7 @@ class LMCacheMPWorkerAdapter:
             heartbeat_interval_seconds=self._heartbeat_seconds,
         )
         self._identity = WorkerIdentity(
-            instance_name(pid),
+            instance_name("vllm", pid),
             strategy.actual_worker_id,
             self._model_name,
             strategy.kv_world_size,
