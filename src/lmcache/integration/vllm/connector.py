@@ -236,8 +236,11 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         client.start()
         if self._role != KVConnectorRole.SCHEDULER or self._server is None:
             return False
+        clock = self._environment.clock
+        began = clock.monotonic()
         try:
             self._server.wait(self._settings.wait_timeout_seconds)
+            log.info("The engine waited %.1f s for the LMCache server", clock.monotonic() - began)
         except LMCacheError as error:
             log.error("This engine runs uncached, as no server could be started at %s: %s", client.endpoint, error)
             return self._settings.mq_timeout_seconds is not None

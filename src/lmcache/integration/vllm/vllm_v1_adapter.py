@@ -7,6 +7,7 @@ order are vLLM's; it never calls `shutdown`: the server ends with the engine's p
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, WorkerReport
+from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN
 from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
 from lmcache.integration.vllm.settings import ConnectorSettings
 
@@ -37,20 +39,28 @@ class LMCacheConnectorV1Impl:
         self._loading: set[str] = set()  # requests whose lease is held
         self._unsettled: Counter[int] = Counter()  # stores of the last step
         self._failed_blocks: set[int] = set()
+        self._metadata = ConnectorMetadata()  # of the step
 
     # ---- the worker's calls ------------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._inner.register_kv_caches(kv_caches)
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: ConnectorMetadata) -> None:
+        self._metadata = connector_metadata
         self._inner.bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Returns when the loads of this step have ended."""
         self._inner.start_load_kv(forward_context, **kwargs)
         worker = self._inner.worker_side
-        if worker is not None:
-            self._failed_blocks |= worker.await_loads().failed_blocks
+        if worker is None:
+            return
+        ended = worker.await_loads()
+        self._failed_blocks |= ended.failed_blocks
+        for order in (*self._metadata.loads, *self._metadata.impossible_loads):
+            if order.request_id in ended.failed_requests:  # of use as a whole only
+                self._failed_blocks.update(block for group in order.groups for block in array("q", group.blocks))
+        self._failed_blocks.discard(NOT_WRITTEN)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
