@@ -51,7 +51,7 @@ def check_answers(results: dict[str, Any]) -> None:
         assert cached == TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 
 
-@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_script_with_autostart_hits_and_leaves_nothing(llama: Path, in_process: bool) -> None:
     port = free_port()
     extra = {
@@ -85,7 +85,7 @@ def private_files() -> set[Path]:
 @pytest.mark.parametrize(
     ("connector", "in_process"),
     [
-        (DYNAMIC, True),
+        pytest.param(DYNAMIC, True, marks=pytest.mark.slow),
         pytest.param(DYNAMIC, False, marks=pytest.mark.slow),
         ({"kv_connector": "LMCacheConnectorV1"}, False),
     ],
