@@ -9,11 +9,14 @@ from pathlib import Path
 from lmcache.errors import ResourceError
 
 
-def run_folder() -> Path:
-    """Made if need be. ResourceError if it is not this user's alone.
+def run_folder_path() -> Path:
+    """Beside L1, which engine and server share in any case; /tmp may be private to a service."""
+    return Path(f"/dev/shm/lmcache-run-{os.geteuid()}")
 
-    Beside L1, which engine and server share in any case; /tmp may be private to a service."""
-    folder = Path(f"/dev/shm/lmcache-run-{os.geteuid()}")
+
+def run_folder() -> Path:
+    """Made if need be. ResourceError if it is not this user's alone."""
+    folder = run_folder_path()
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()

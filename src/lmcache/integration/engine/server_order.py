@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lmcache.config.load import draft, load
@@ -15,7 +14,7 @@ from lmcache.config.spec import ServerConfig
 from lmcache.core.address import LOOPBACK, socket_path
 from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
-from lmcache.integration.engine.run_folder import run_folder
+from lmcache.integration.engine.run_folder import run_folder_path
 from lmcache.memory.hugepages import find_hugepages
 from lmcache.memory.server_memory import DIRECTORY
 from lmcache.stop_signals import CLOSE_SECONDS
@@ -34,7 +33,7 @@ class ServerOrder:
 
     url: str
     options: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    environment: Mapping[str, str]
     leftovers: tuple[str, ...] = ()
     stop_seconds: float = _STOP_SECONDS
     keep: bool = False
@@ -49,9 +48,8 @@ class ServerOrder:
 
 def private_order(name: str, options: Sequence[str], environ: Mapping[str, str]) -> ServerOrder:
     """A server at a socket that only this user's processes reach, and by `name` alone. `options`: all but where it
-    listens for engines. No variable of the engine's own configuration gets to it but those of `environ`. ConfigError,
-    or ResourceError where there is no place for the socket."""
-    url = f"ipc://{run_folder() / name}.sock"
+    listens for engines. ConfigError lists every problem."""
+    url = f"ipc://{run_folder_path() / name}.sock"
     return _order([*_address(url), *options], environ, url=url)
 
 

@@ -24,6 +24,7 @@ log = logging.getLogger("lmcache.vllm")
 
 _PREFIX, _CONNECTOR = "lmcache.", "lmcache.mp."
 _HOST, _PORT = "lmcache.mp.host", "lmcache.mp.port"
+_PASSED = (LEVEL_VARIABLE, "LMCACHE_ADMIN_TOKEN", "LMCACHE_RESP_")
 _REPLICA = re.compile(r"_dp\d+$")  # what vLLM adds to the engine id of a data-parallel replica
 
 
@@ -46,6 +47,7 @@ def in_process_settings(extra: Mapping[str, Any], environ: Mapping[str, str], en
             log.warning("%s: no effect, as the server at %s decides", ", ".join(translation.of_server), settings.url)
         return settings
     name = hashlib.sha256(_REPLICA.sub("", engine_id).encode()).hexdigest()[:16]
-    kept = {key: value for key, value in environ.items() if not key.startswith("LMCACHE_") or key == LEVEL_VARIABLE}
+    # What the variables say is translated; those with secrets, and the level of the log, a server reads by itself.
+    kept = {key: value for key, value in environ.items() if not key.startswith("LMCACHE_") or key.startswith(_PASSED)}
     order = private_order(name, translation.options, {**kept, **adapters_variable(translation.adapters)})
     return replace(settings, url=order.url, autostart=order)
