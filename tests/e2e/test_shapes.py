@@ -17,10 +17,14 @@ import pytest
 from e2e.harness import Stack, until
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import LlamaShape, make_llama, sample_tokens
+from support.tiny_heads import make_glm_with_mtp, make_with_eagle, make_with_medusa
 from support.tiny_hybrids import make_gemma3n, make_gpt_oss, make_llama4, make_qwen3_next
 from support.tiny_shapes import make_deepseek_v2, make_gemma3, make_qwen3
 
 pytestmark = pytest.mark.engine
+
+
+_BLOCK_TOKENS = 128  # of vLLM on CPU
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Shape:
     workers: int | None = None  # where several hold the same
     is_state: bool = False
     accepts_drafts: bool = False  # as many from a hit as from the engine's own cache
+    has_head: bool = False  # the engine's own cache gives up the last block of a hit
     always: bool = False  # not only nightly
 
     @property
@@ -46,7 +51,7 @@ class Shape:
     @property
     def prompt(self) -> list[int]:
         """A little more than the hit, so that ours and one of the engine's own cache end at the same token."""
-        return sample_tokens(self.hit_tokens + 20, seed=1)
+        return sample_tokens(self.hit_tokens + 20 + (_BLOCK_TOKENS if self.has_head else 0), seed=1)
 
 
 def make_multi_query(folder: Path) -> Path:
@@ -66,6 +71,10 @@ TWO_RANKS: dict[str, Any] = {
 MLA: dict[str, Any] = {"prefix_caching": False, "same_tokens": False}
 N_GRAM = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4,"prompt_lookup_min":2}'
 DRAFT = '{"method":"draft_model","model":"{folder}/draft","num_speculative_tokens":2}'
+EAGLE = '{"method":"eagle","model":"{folder}/head","num_speculative_tokens":3}'
+MEDUSA = '{"method":"medusa","model":"{folder}/head","num_speculative_tokens":2}'
+MTP = '{"method":"mtp","num_speculative_tokens":2}'
+HEAD: dict[str, Any] = {"has_head": True, "accepts_drafts": True}
 STATE: dict[str, Any] = {"chunk_tokens": 640, "hit_chunks": 2, "is_state": True}
 HALF_STATE: dict[str, Any] = {**STATE, "chunk_tokens": 384}  # the engine's block is as large as a rank's state
 SHAPES: dict[str, Shape] = {
@@ -81,6 +90,9 @@ SHAPES: dict[str, Shape] = {
     "blocks of 64": Shape(make_qwen3, flags=("--block-size", "64")),
     "n-gram speculation": Shape(make_llama, flags=("--speculative-config", N_GRAM)),
     "draft model": Shape(make_with_draft, flags=("--speculative-config", DRAFT), accepts_drafts=True),
+    "EAGLE": Shape(make_with_eagle, flags=("--speculative-config", EAGLE), **HEAD, always=True),
+    "MTP": Shape(make_glm_with_mtp, flags=("--speculative-config", MTP), **HEAD),
+    "Medusa": Shape(make_with_medusa, flags=("--speculative-config", MEDUSA)),
     "attention sinks": Shape(make_gpt_oss),
     "chunked attention": Shape(make_llama4, hit_chunks=3),  # ends within a chunk of the model's 512 tokens
     "shared KV": Shape(make_gemma3n),

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
 from lmcache import _native
 from lmcache.client import Client
 from lmcache.client.socket_frames import Frame, FrameMover
@@ -21,7 +23,7 @@ from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.environment import SYSTEM, Environment
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.protocol import messages as m
-from lmcache.protocol.tokens import pack_tokens
+from lmcache.protocol.tokens import TOKEN_BYTES, pack_tokens
 from lmcache.server import Server
 from lmcache.startup import Plan
 from lmcache.testing.processes import free_port
@@ -63,8 +65,9 @@ class SmallEngine:
         layout: str = LAYOUT,
         model_name: str = "model",
         curve: CurveFiles | None = None,
+        lookahead_tokens: int = 0,
     ) -> None:
-        """`address`: a port of this machine, or a URL."""
+        """`address`: a port of this machine, or a URL. `lookahead_tokens`: it names chunks as an engine with a head."""
         self.client = Client(
             f"tcp://127.0.0.1:{address}" if isinstance(address, int) else address,
             heartbeat_interval_seconds=heartbeat,
@@ -77,10 +80,14 @@ class SmallEngine:
         self.layout = layout
         self.model_name = model_name
         self._heartbeat = heartbeat
+        self._lookahead_tokens = lookahead_tokens
 
     def start(self, timeout_seconds: float = CALL_SECONDS) -> SmallEngine:
         self.client.register(
-            m.RegisterInstance(self.instance_id, self.model_name, 1, 1, self._heartbeat, "small engine"),
+            m.RegisterInstance(
+                *(self.instance_id, self.model_name, 1, 1, self._heartbeat, "small engine"),
+                lookahead_tokens=self._lookahead_tokens,
+            ),
             timeout_seconds,
         )
         self.client.register(
@@ -113,7 +120,10 @@ class SmallEngine:
         self.client.call("end_session", m.EndSession(self.instance_id, request), CALL_SECONDS)
 
     def hashes(self, tokens: bytes, *, salt: str = "") -> bytes:
-        message = m.Append(self.instance_id, "hashes", salt, 0, tokens)
+        identity = b""
+        if ahead := TOKEN_BYTES * self._lookahead_tokens:
+            identity, tokens = msgspec.msgpack.encode(("beginning", tokens[:ahead])), tokens[ahead:]
+        message = m.Append(self.instance_id, "hashes", salt, 0, tokens, identity)
         reply: m.AppendReply = self.client.call("append", message, CALL_SECONDS)
         self.end("hashes")
         return reply.hashes

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from lmcache.admin import messages as m
+from lmcache.protocol.tokens import pack_tokens
 from lmcache.testing.processes import CacheServer
 from polling import until
 from process.support import SmallEngine
@@ -193,6 +194,16 @@ def test_a_lookup_tells_tiers_and_counts_as_none(operator: Operator, engine: Sma
     assert operator.server.metric("lmcache_mp_lookups_total") == lookups
     assert operator.server.status()["leases"] == operator.server.status()["l1"]["leases"] == 0
     assert "No engine with" in operator.ask("POST", "/cache/lookup", {**body, "model_name": "no"}, 409)["detail"]
+
+
+def test_a_prompt_is_named_as_an_engine_with_a_head_names_it(operator: Operator) -> None:
+    """By its tokens and the next one."""
+    with SmallEngine(operator.server.port, model_name="with a head", lookahead_tokens=1) as engine:
+        assert engine.store(engine.tokens(900, 901) + pack_tokens([7])) == 2
+        body = {"model_name": "with a head"}
+        for behind, found in ([7], 2), ([8], 1), ([], 1):
+            tokens = [900] * 256 + [901] * 256 + behind
+            assert operator.ask("POST", "/cache/lookup", {**body, "tokens": tokens})["prefix_chunks"] == found
 
 
 def test_a_prefetch_warms_l1_to_stay(operator: Operator, engine: SmallEngine) -> None:

@@ -1,0 +1,132 @@
+"""Small models with a head that drafts tokens from the model's hidden states: EAGLE, MTP, Medusa.
+
+A head of random weights would never be right. These do on the next token what the model's only layer does, so that
+many of their drafts are accepted, and which ones depends on the KV that the head has.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lmcache.testing.tiny_models import LlamaShape, common_settings, make_llama, save_model
+
+_MODEL = LlamaShape(num_hidden_layers=1)
+_EMBEDDING_RMS = 0.2  # as `save_model` draws embeddings
+
+
+def make_with_eagle(folder: Path) -> Path:
+    """A Llama of one layer; `head` in its folder is that layer behind the embedding of the next token."""
+    import torch
+
+    model = make_llama(folder, _MODEL)
+    weights = _weights(model)
+    first = "model.layers.0."
+    head = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith(first)}
+    del head["layers.0.input_layernorm.weight"]  # an EAGLE head has none: the weights behind it make up for its scale
+    for part in ("q_proj", "k_proj", "v_proj"):
+        head[f"layers.0.self_attn.{part}.weight"] = head[f"layers.0.self_attn.{part}.weight"] / _EMBEDDING_RMS
+    size = _MODEL.hidden_size
+    source = torch.Generator().manual_seed(7)
+    hidden = 0.0005 * torch.randn(size, size, generator=source)
+    head["fc.weight"] = torch.cat([torch.eye(size), hidden], dim=1).to(torch.bfloat16)
+    config = json.loads((model / "config.json").read_text())
+    _save(folder / "head", head, config)
+    return folder
+
+
+def make_with_medusa(folder: Path) -> Path:
+    """The same Llama; `head` in its folder guesses two tokens from a hidden state and keeps no KV."""
+    import torch
+
+    model = make_llama(folder, _MODEL)
+    size, heads = _MODEL.hidden_size, 2
+    source = torch.Generator().manual_seed(7)
+    head = {}
+    for index in range(heads):
+        for part in ("weight", "bias"):
+            shape = (size, size) if part == "weight" else (size,)
+            head[f"blocks.{index}.layers.0.{part}"] = 0.02 * torch.randn(shape, generator=source).to(torch.bfloat16)
+        head[f"lm_heads.{index}.weight"] = _weights(model)["lm_head.weight"]
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": size,
+        "vocab_size": _MODEL.vocab_size,
+        "num_heads": heads,
+        "num_hidden_layers": 1,
+        "max_paths": 64,
+        "topk": 10,
+        "torch_dtype": "bfloat16",
+    }
+    _save(folder / "head", head, config)
+    return folder
+
+
+def make_glm_with_mtp(folder: Path) -> Path:
+    """A GLM-4.5 of one layer, and a second that is its MTP head: the same behind the embedding of the next token."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    size = 256
+    save_model(
+        folder,
+        lambda: Glm4MoeForCausalLM(
+            Glm4MoeConfig(
+                hidden_size=size,
+                intermediate_size=512,
+                moe_intermediate_size=128,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=64,
+                n_routed_experts=4,
+                n_shared_experts=1,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=0,  # vLLM wants experts in an MTP head
+                num_nextn_predict_layers=1,
+                tie_word_embeddings=False,
+                **common_settings(),
+            )
+        ),
+    )
+    return _add_mtp(folder, size)
+
+
+def _add_mtp(folder: Path, size: int) -> Path:
+    """Behind the model's only layer the one that MTP checkpoints have there: the same, and what leads to it."""
+    import torch
+
+    weights = _weights(folder)
+    to = "model.layers.1."
+    for name in [name for name in weights if name.startswith("model.layers.0.")]:
+        weights[to + name.removeprefix("model.layers.0.")] = weights[name].clone()
+    ones = torch.ones(size, dtype=torch.bfloat16)
+    source = torch.Generator().manual_seed(7)
+    hidden = 0.0005 * torch.randn(size, size, generator=source)
+    weights |= {
+        to + "enorm.weight": ones * _EMBEDDING_RMS,
+        to + "hnorm.weight": ones.clone(),
+        to + "eh_proj.weight": torch.cat([torch.eye(size), hidden], dim=1).to(torch.bfloat16),
+        to + "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        to + "shared_head.norm.weight": ones.clone(),
+        to + "shared_head.head.weight": weights["lm_head.weight"].clone(),
+    }
+    _save(folder, weights, json.loads((folder / "config.json").read_text()))
+    return folder
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(folder / "model.safetensors"))
+
+
+def _save(folder: Path, weights: dict[str, Any], config: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
