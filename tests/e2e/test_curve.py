@@ -11,7 +11,7 @@ from e2e.harness import Stack, until, whole_chunks
 from lmcache.cli.main import main
 from lmcache.testing.tiny_models import sample_tokens
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NOT_LET_IN = "does not let"
 
@@ -30,7 +30,6 @@ def test_an_engine_hits_when_its_key_is_let_in_and_computes_when_it_is_not(
         llama,
         l2=False,
         l1_size_gb=0.125,
-        kv_space_gib=0.25,
         server_flags=[
             *("--zmq-curve-server-key-file", str(tmp_path / "server.key")),
             *("--zmq-curve-client-keys-dir", str(allowed.parent)),
