@@ -67,6 +67,7 @@ class ConnectorMetadata:
     stores: list[StoreOrder] = field(default_factory=list)
     impossible_loads: list[LoadOrder] = field(default_factory=list)  # the engine waits for them: reported as failed
     await_stores: bool = False  # the step ends when their source blocks have been read
+    idle: bool = False  # the engine runs no forward pass in this step
 
 
 @dataclass

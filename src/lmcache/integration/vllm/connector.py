@@ -15,18 +15,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import vllm
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.platforms import current_platform
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache.client.client import Client
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
@@ -37,17 +34,23 @@ from lmcache.integration.engine.connector_metadata import ConnectorMetadata, Wor
 from lmcache.integration.engine.containment import contained
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.owned_server import OwnedServer
-from lmcache.integration.engine.worker_side import WorkerSide
+from lmcache.integration.engine.worker_side import EndedLoads, WorkerSide
+from lmcache.integration.vllm.block_tables import BlockTables
+from lmcache.integration.vllm.chunk_blocks import is_all_or_nothing
 from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
 from lmcache.integration.vllm.identity import engine_identity, model_identity, names_media
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.integration.vllm.settings import SHORT_START_SECONDS, ConnectorSettings
 from lmcache.integration.vllm.speculation import longest_drafted_tokens, lookahead_tokens
+from lmcache.integration.vllm.step_builder import BlockTable
 from lmcache.integration.vllm.utils import mla_enabled
+from lmcache.integration.vllm.versions import fill_unknown_methods, installed_engine, missing_in_pool
 from lmcache.protocol.messages import RegisterInstance
 from lmcache.telemetry.logs import ROOT_LOGGER, configure_logs, level_from
 
 log = logging.getLogger("lmcache.vllm")
+
+ENGINE = installed_engine()
 
 KVConnectorMetadata.register(ConnectorMetadata)
 KVConnectorWorkerMetadata.register(WorkerReport)
@@ -77,14 +80,14 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker_side: WorkerSide | None = None
         self._groups: tuple[CacheGroup, ...] = ()
         self._server: OwnedServer | None = None
+        self._block_tables: BlockTables | None = None
+        self._kv_caches: dict[str, Any] = {}
+        self._failed_blocks: set[int] = set()
         self._settings = self._read_settings(self._kv_transfer_config.kv_connector_extra_config)
         try:
             if not (current_platform.is_cpu() or current_platform.is_cuda()):
                 raise LayoutRefused("Only vLLM for CPU and for NVIDIA GPUs is supported so far.")
-            groups = cacheable_groups(vllm_config, kv_cache_config)
-            if current_platform.is_cuda() and any(group.is_state for group in groups):
-                raise LayoutRefused("This model keeps a recurrent state, which is restored on CPU engines only so far.")
-            self._groups = groups
+            self._groups = self._cacheable_groups()
         except LayoutRefused as refusal:
             if role == KVConnectorRole.SCHEDULER:  # every worker comes to the same: logged once
                 log.error("This engine runs uncached: %s", refusal)
@@ -96,6 +99,10 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @property
     def requires_kv_delivery(self) -> bool:
         return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
 
     # ---- start -------------------------------------------------------------------------------------------------------
     def _read_settings(self, extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -113,6 +120,21 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except LMCacheError:
             log.debug("The server cannot be started; the scheduler side says why", exc_info=True)
 
+    def _cacheable_groups(self) -> tuple[CacheGroup, ...]:
+        """LayoutRefused where this engine has to run uncached."""
+        if ENGINE.refusal:
+            raise LayoutRefused(ENGINE.refusal)
+        groups = cacheable_groups(self._vllm_config, self._kv_cache_config, follows_sleep=ENGINE.follows_sleep)
+        if current_platform.is_cuda() and any(group.is_state for group in groups):
+            raise LayoutRefused("This model keeps a recurrent state, which is restored on CPU engines only so far.")
+        if is_all_or_nothing(groups) and ENGINE.transfer_results is None:
+            raise LayoutRefused(
+                "This model has sliding windows, a recurrent state or several KV cache groups, and this version of "
+                "vLLM cannot take back a load of those that failed; use a later version, or start vLLM with "
+                "--disable-hybrid-kv-cache-manager."
+            )
+        return groups
+
     def _start_scheduler_side(self) -> None:
         # A block that cannot be loaded is computed, never a failed request. vLLM reads this after building us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -125,7 +147,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._kv_ranks,
                 len(self._groups),
                 self._settings.heartbeat_interval_seconds,
-                f"vllm {vllm.__version__}",
+                f"vllm {ENGINE.version}",
                 [group.tail_tokens for group in self._groups],
                 lookahead_tokens=lookahead_tokens(self._vllm_config),
             )
@@ -172,6 +194,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._kv_caches = kv_caches
         if not self._groups:
             return
         parallel = self._vllm_config.parallel_config
@@ -210,7 +233,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             paged = describe(
                 [(name, kv_caches[name]) for name in group.layer_names],
                 engine=engine_identity(
-                    model, vllm.__version__, layers, group.layer_names, on_gpu=on_gpu, state=group.state
+                    model, ENGINE.version, layers, group.layer_names, on_gpu=on_gpu, state=group.state
                 ),
                 block_tokens=group.block_tokens,
                 num_blocks=self._kv_cache_config.num_blocks,
@@ -268,13 +291,39 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _kv_ranks(self) -> int:
         return int(self._vllm_config.parallel_config.world_size) // self._workers_per_kv_rank
 
+    # ---- sleep -------------------------------------------------------------------------------------------------------
+    def unregister_kv_caches(self) -> None:
+        """The memory of the KV caches goes: returns when no copy touches it any more."""
+        worker, self.worker_side = self.worker_side, None
+        if worker is not None:
+            worker.await_stores_read()
+            worker.close()
+
+    def restore_kv_caches(self) -> None:
+        if self.worker_side is None and self._kv_caches:
+            self.register_kv_caches(self._kv_caches)
+
     # ---- the scheduler's calls ---------------------------------------------------------------------------------------
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """All that an engine hands over that does not call `bind_kv_cache_manager`; the others call both."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if not ENGINE.binds_manager:
+            self._block_tables = BlockTables()
+            self._bind(gpu_block_pool, self._block_tables)
+
+    def _bind(self, pool: Any, block_table: BlockTable) -> None:
         if self.scheduler_side is None:
             return
-        pool = kv_cache_manager.block_pool
-        self.scheduler_side.bind(pool, kv_cache_manager.get_block_ids)
+        if missing := missing_in_pool(pool):
+            log.error("This engine runs uncached: its block pool has no %s", ", ".join(missing))
+            self.scheduler_side.close()
+            self.scheduler_side = None
+            return
+        self.scheduler_side.bind(pool, block_table)
         reset_pool = pool.reset_prefix_cache
 
         def reset_without_pins() -> bool:  # vLLM asks no connector before it looks whether a block is in use
@@ -299,16 +348,17 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.scheduler_side is not None:
             self.scheduler_side.after_allocation(request, blocks.get_block_ids(), num_external_tokens)
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         if self.scheduler_side is None or num_external_tokens == 0:
             return {}
         from_disk = min(num_external_tokens, self.scheduler_side.tokens_not_in_l1(request.request_id))
-        split = {CacheHitSource.HOST: num_external_tokens - from_disk, CacheHitSource.DISK: from_disk}
-        return {source: tokens for source, tokens in split.items() if tokens}
+        return ENGINE.split_hit(num_external_tokens - from_disk, from_disk)
 
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
         if self.scheduler_side is None:
             return ConnectorMetadata()
+        if self._block_tables is not None:
+            self._block_tables.follow(scheduler_output)
         return self.scheduler_side.step_metadata(scheduler_output)
 
     @_contained(None)
@@ -346,10 +396,12 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ---- the worker's calls ------------------------------------------------------------------------------------------
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """In a step without a forward pass its stores begin here: some engines then do not call `wait_for_save`."""
         if self.worker_side is not None:
-            # One of vLLM's runners says what runs in the context of the pass, the other in arguments, after the pass.
-            idle_step = not kwargs and getattr(forward_context, "attn_metadata", None) is None
-            self.worker_side.start_loads(self._step_metadata(), idle_step=idle_step)
+            metadata = self._step_metadata()
+            self.worker_side.start_loads(metadata, idle_step=metadata.idle)
+            if metadata.idle:
+                self.worker_side.start_stores(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -359,14 +411,22 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         if self.worker_side is not None:
-            self.worker_side.start_stores(self._step_metadata())
+            metadata = self._step_metadata()
+            if not metadata.idle:
+                self.worker_side.start_stores(metadata)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self.worker_side is None:
-            return KVConnectorTransferResults()
-        ended = self.worker_side.ended_loads()
-        self._failed_blocks = ended.failed_blocks
-        return KVConnectorTransferResults(finished_recving=ended.requests, failed_recving=ended.failed_requests)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        ended = self._ended_loads()
+        return ENGINE.transfer_results(finished_recving=ended.requests, failed_recving=ended.failed_requests)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """What engines call that know no results of whole requests: then no load fails as a whole."""
+        return None, self._ended_loads().requests or None
+
+    def _ended_loads(self) -> EndedLoads:
+        ended = self.worker_side.ended_loads() if self.worker_side is not None else EndedLoads()
+        self._failed_blocks |= ended.failed_blocks
+        return ended
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -374,8 +434,6 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return self.worker_side.report() if self.worker_side is not None else None
-
-    _failed_blocks: set[int] = set()
 
     def _step_metadata(self) -> ConnectorMetadata:
         metadata = self._get_connector_metadata()
@@ -391,3 +449,6 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._server is not None:
             self._server.leave()
             self._server = None
+
+
+ENGINE = replace(ENGINE, unknown=fill_unknown_methods(LMCacheMPConnector))

@@ -7,6 +7,7 @@ from typing import Any
 
 from lmcache.errors import LayoutRefused
 from lmcache.integration.vllm.speculation import refuse_speculation
+from lmcache.integration.vllm.versions import is_transferable
 from lmcache.integration.vllm.weights import refuse_unknown_weights
 
 # Specs whose blocks hold nothing but the KV of their own tokens, written once, and what says how far back later tokens
@@ -42,9 +43,10 @@ class CacheGroup:
         return 1 if self.is_state else chunk_tokens // self.block_tokens
 
 
-def cacheable_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
-    """Every group of the engine, in its order. LayoutRefused when the engine has to run uncached."""
-    refuse_settings(vllm_config)
+def cacheable_groups(vllm_config: Any, kv_cache_config: Any, *, follows_sleep: bool = False) -> tuple[CacheGroup, ...]:
+    """Every group of the engine, in its order. LayoutRefused when the engine has to run uncached. `follows_sleep`: the
+    engine says when it takes KV memory away."""
+    refuse_settings(vllm_config, follows_sleep=follows_sleep)
     groups = []
     for group in kv_cache_config.kv_cache_groups:
         specs = list(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values()) or [group.kv_cache_spec]
@@ -61,7 +63,7 @@ def cacheable_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup
                 _refuse_format(spec)
         if len({type(spec).__name__ == _STATE_SPEC for spec in specs}) > 1:
             raise LayoutRefused("This model has a KV cache group of recurrent states together with attention.")
-        if not group.enable_kv_transfer or group.host_resident:
+        if not is_transferable(group):
             raise LayoutRefused("This model has a KV cache group that the engine keeps for itself.")
         groups.append(
             CacheGroup(
@@ -104,7 +106,7 @@ def _refuse_state(spec: Any) -> None:
             f"cache: start vLLM with --enable-prefix-caching (mamba_cache_mode is {spec.mamba_cache_mode!r}, "
             "not 'align')."
         )
-    if spec.num_speculative_blocks or spec.num_prefill_checkpoint_blocks:
+    if spec.num_speculative_blocks or getattr(spec, "num_prefill_checkpoint_blocks", 0):
         raise LayoutRefused(
             "This model keeps a recurrent state and the engine speculates or takes checkpoints of it inside blocks, "
             "which this version cannot prove to restore; start vLLM without speculation."
@@ -127,7 +129,7 @@ def _refuse_format(spec: Any) -> None:
         )
 
 
-def refuse_settings(vllm_config: Any) -> None:
+def refuse_settings(vllm_config: Any, *, follows_sleep: bool = False) -> None:
     """LayoutRefused where a setting makes KV depend on more than its tokens."""
     parallel = vllm_config.parallel_config
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -143,7 +145,7 @@ def refuse_settings(vllm_config: Any) -> None:
         raise LayoutRefused(
             "calculate_kv_scales makes KV bytes depend on the first prompt that the engine served; leave it out."
         )
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not follows_sleep:
         raise LayoutRefused(
             "Sleep mode takes KV memory away from under copies, which is not supported; start vLLM without "
             "--enable-sleep-mode."

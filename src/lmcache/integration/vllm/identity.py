@@ -35,13 +35,13 @@ def engine_identity(
     """Names whatever gives the bytes of these layers' blocks their meaning: part of the layout fingerprint. `model` is
     what `model_identity` returned.
 
-    The attention kernels of a CPU engine pack K and V per instruction set, so that belongs here, as does the version
-    family: a new one may pack differently. Those of a GPU engine write the same bytes whatever the host's CPU is.
+    The attention kernels of a CPU engine pack K and V per instruction set, so that belongs here, as does the whole
+    version, with what it says of the build: any other may pack differently. Those of a GPU engine write the same bytes
+    whatever the host's CPU is.
     `state`: the tensors of a recurrent state, where these layers keep one.
     """
-    family = ".".join(re.findall(r"\d+", version)[:2])
     kernels = sorted({_kernel(layers[name], on_gpu, state) for name in layer_names if name in layers})
-    return " ".join(("vllm", family, *kernels, model))
+    return " ".join(("vllm", version, *kernels, model))
 
 
 def _kernel(layer: Any, on_gpu: bool, state: str) -> str:

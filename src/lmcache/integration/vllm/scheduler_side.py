@@ -34,6 +34,7 @@ from lmcache.integration.vllm.step_builder import BlockTable, StepBuilder
 from lmcache.integration.vllm.trace_context import trace_parent
 from lmcache.integration.vllm.tracked_request import SchedulerParts, TrackedRequest
 from lmcache.integration.vllm.undrafted_blocks import UndraftedBlocks
+from lmcache.integration.vllm.versions import failed_requests
 from lmcache.protocol.tokens import pack_tokens
 
 if TYPE_CHECKING:
@@ -230,10 +231,11 @@ class SchedulerSide:
             for tracked in self.requests.values():
                 if tracked.load is not None and not tracked.load.blocks.isdisjoint(output.invalid_block_ids):
                     tracked.load.failed = True
+        failed_whole = failed_requests(output)
         for request_id in output.finished_recving or ():
             ended = self.requests.get(request_id)
             if ended is not None and ended.load is not None:
-                ended.load.failed |= request_id in output.failed_recving
+                ended.load.failed |= request_id in failed_whole
                 self._steps.load_ended(ended)
 
     def _take(self, report: WorkerReport) -> None:

@@ -22,6 +22,7 @@ from lmcache.integration.vllm.decode_store import DecodeStore
 from lmcache.integration.vllm.hit_lookups import HitLookups
 from lmcache.integration.vllm.tracked_request import ActiveLoad, SchedulerParts, TrackedRequest
 from lmcache.integration.vllm.undrafted_blocks import UndraftedBlocks
+from lmcache.integration.vllm.versions import boundary_states
 
 log = logging.getLogger("lmcache.vllm")
 
@@ -114,14 +115,14 @@ class StepBuilder:
     # ---- stores ------------------------------------------------------------------------------------------------------
     def build(self, scheduler_output: Any) -> ConnectorMetadata:
         metadata, self._metadata = self._metadata, self._new_metadata()
+        metadata.idle = scheduler_output.total_num_scheduled_tokens == 0
         if self._decoded is not None:
-            metadata.stores += self._decoded.next_orders(idle=scheduler_output.total_num_scheduled_tokens == 0)
+            metadata.stores += self._decoded.next_orders(idle=metadata.idle)
         spans = list(_spans(scheduler_output))
         self._undrafted.note_step(spans, self._block_table)
         if not self._parts.storing:
             return metadata
-        offered = scheduler_output.kv_connector_block_state
-        offers = offered.boundary_state_offloads if offered is not None else {}
+        offers = boundary_states(scheduler_output)
         for request_id, _, computed_tokens in spans:
             tracked = self._parts.storing.get(request_id)
             if tracked is None:

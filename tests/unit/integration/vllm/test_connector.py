@@ -1,7 +1,8 @@
-"""What the connector makes of the engine's calls, where its two runners differ."""
+"""What the connector makes of the engine's calls, where engines and their runners differ."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,23 +11,106 @@ import pytest
 pytest.importorskip("vllm")
 
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata
+from lmcache.integration.engine.worker_side import EndedLoads
+from lmcache.integration.vllm import connector as module
 from lmcache.integration.vllm.connector import LMCacheMPConnector
 
 pytestmark = pytest.mark.engine
 
 
+class FakeWorker:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def start_loads(self, metadata: Any, *, idle_step: bool) -> None:
+        self.calls.append(("loads", idle_step))
+
+    def start_stores(self, metadata: Any) -> None:
+        self.calls.append("stores")
+
+    def ended_loads(self) -> EndedLoads:
+        return EndedLoads({"a"}, {"a"}, {3})
+
+    def await_stores_read(self) -> None:
+        self.calls.append("read")
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+
+def connector(**fields: Any) -> Any:
+    made = LMCacheMPConnector.__new__(LMCacheMPConnector)
+    values = {"worker_side": FakeWorker(), "scheduler_side": None, "_failed_blocks": set(), "_block_tables": None}
+    for name, value in {**values, **fields}.items():
+        setattr(made, name, value)
+    return made
+
+
 @pytest.mark.parametrize(
-    ("metadata", "arguments", "idle"),
-    [
-        ({"layer": 1}, {}, False),  # within the context of a forward pass
-        (None, {"request_ids": ["a"]}, False),  # after it, on GPUs: it may still run
-        (None, {}, True),  # a step without one
-    ],
+    ("idle", "calls"),
+    [(False, [("loads", False), "stores"]), (True, [("loads", True), "stores"])],
 )
-def test_a_step_is_idle_only_without_a_forward_pass(metadata: Any, arguments: dict[str, Any], idle: bool) -> None:
-    seen: list[bool] = []
-    connector = LMCacheMPConnector.__new__(LMCacheMPConnector)
-    connector.worker_side = SimpleNamespace(start_loads=lambda orders, *, idle_step: seen.append(idle_step))
-    connector.bind_connector_metadata(ConnectorMetadata())
-    connector.start_load_kv(SimpleNamespace(attn_metadata=metadata), **arguments)
-    assert seen == [idle]
+@pytest.mark.parametrize("saves_when_idle", [True, False], ids=["always", "not in idle steps"])
+def test_stores_begin_once_whatever_the_engine_calls_in_a_step(
+    idle: bool, calls: list[Any], saves_when_idle: bool
+) -> None:
+    """Some engines do not call `wait_for_save` in a step without a forward pass."""
+    made = connector()
+    made.bind_connector_metadata(ConnectorMetadata(idle=idle))
+    made.start_load_kv(SimpleNamespace())
+    assert made.worker_side.calls == (calls if idle else calls[:1])  # not before the pass has written the blocks
+    if saves_when_idle or not idle:
+        made.wait_for_save()
+    assert made.worker_side.calls == calls
+
+
+def test_ended_loads_in_both_forms() -> None:
+    made = connector()
+    results = made.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == ({"a"}, {"a"})
+    assert made.get_block_ids_with_load_errors() == {3}
+    assert made.get_finished(set()) == (None, {"a"})
+    assert made.get_block_ids_with_load_errors() == {3}
+    assert made.get_block_ids_with_load_errors() == set()
+
+
+def test_an_engine_that_hands_over_its_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[Any] = []
+    side = SimpleNamespace(bind=lambda pool, table: bound.append((pool, table)), step_metadata=lambda step: "orders")
+    pool = SimpleNamespace(
+        **dict.fromkeys(("blocks", "null_block", "num_gpu_blocks", "get_num_free_blocks", "touch", "free_blocks")),
+        reset_prefix_cache=lambda: True,
+    )
+    monkeypatch.setattr(module, "ENGINE", replace(module.ENGINE, binds_manager=False))
+    made = connector(scheduler_side=side)
+    made.bind_gpu_block_pool(pool)
+    empty = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+    new = SimpleNamespace(req_id="a", block_ids=([1, 2],))
+    step = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new], scheduled_cached_reqs=empty)
+    assert made.build_connector_meta(step) == "orders"
+    assert bound[0][0] is pool
+    assert bound[0][1]("a") == ([1, 2],)
+
+
+def test_a_pool_whose_blocks_cannot_be_pinned_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    closed: list[bool] = []
+    made = connector(scheduler_side=SimpleNamespace(close=lambda: closed.append(True)))
+    manager = SimpleNamespace(block_pool=SimpleNamespace(), get_block_ids=lambda request_id: ())
+    made.bind_kv_cache_manager(manager)
+    assert closed
+    assert made.scheduler_side is None
+    assert "This engine runs uncached: its block pool has no blocks" in caplog.text
+
+
+def test_memory_that_goes_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(LMCacheMPConnector, "register_kv_caches", lambda self, caches: registered.append(caches))
+    made = connector(_kv_caches={"layer": "tensor"})
+    worker = made.worker_side
+    made.unregister_kv_caches()
+    made.unregister_kv_caches()
+    assert worker.calls == ["read", "closed"]
+    assert made.worker_side is None
+    made.restore_kv_caches()
+    assert registered == [{"layer": "tensor"}]
+    assert LMCacheMPConnector.supports_sleep_mode(None)

@@ -36,19 +36,21 @@ def engine(folder: Path, *, isa: str = "amx", dtype: str = "auto", version: str 
     return engine_identity(model_identity(config), version, {"layer0": layer}, ("layer0",))
 
 
-def test_the_instruction_set_that_packs_blocks_and_their_type_are_part_of_the_layout(tmp_path: Path) -> None:
+def test_what_decides_the_bytes_of_a_block_is_part_of_the_layout(tmp_path: Path) -> None:
+    """The instruction set and kernel that pack blocks, their type, and the engine's version with its build."""
     pytest.importorskip("torch")
     same = engine(tmp_path)
     assert engine(tmp_path) == same
-    assert engine(tmp_path, version="0.32.7") == same
     others = [
         engine(tmp_path, isa="vec"),
         engine(tmp_path, dtype="fp8"),
         engine(tmp_path, version="0.33.0"),
+        engine(tmp_path, version="0.32.1"),
+        engine(tmp_path, version="0.32.0+gabc1234"),
         engine(tmp_path, quantization="awq"),
         engine(tmp_path, revision="other"),
     ]
-    assert len({same, *others}) == 6
+    assert len({same, *others}) == 8
 
 
 def test_weights_that_were_replaced_in_place_are_another_engine(tmp_path: Path) -> None:
