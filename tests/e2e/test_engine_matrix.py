@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LENGTHS = (2100, 4200)
 CHUNKS = sum(length // 256 for length in LENGTHS)
-SMALL: dict[str, Any] = {"l1_size_gb": 0.25, "kv_space_gib": 0.5}
+SMALL: dict[str, Any] = {"l1_size_gb": 0.25}
 TIGHT_BLOCKS = ("--block-size", "32", "--num-gpu-blocks-override", "128", "--max-model-len", "3000")
 TWO_WORKERS: dict[str, Any] = {
     "workers": 2,
