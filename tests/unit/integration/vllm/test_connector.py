@@ -40,7 +40,12 @@ class FakeWorker:
 
 def connector(**fields: Any) -> Any:
     made = LMCacheMPConnector.__new__(LMCacheMPConnector)
-    values = {"worker_side": FakeWorker(), "scheduler_side": None, "_failed_blocks": set(), "_block_tables": None}
+    values: dict[str, Any] = {
+        "worker_side": FakeWorker(),
+        "scheduler_side": None,
+        "_failed_blocks": set(),
+        "_block_tables": None,
+    }
     for name, value in {**values, **fields}.items():
         setattr(made, name, value)
     return made
