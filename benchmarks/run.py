@@ -13,6 +13,7 @@ ORDER = (
     "ledger.py",
     "rpc.py",
     "copies.py",
+    "pages.py",
     "socket_mode.py",
     "files.py",
     "folders.py",

@@ -39,6 +39,7 @@ def run_small(name: str, *options: str, timeout_seconds: float = 120.0) -> dict[
     [
         ("rpc", ["--runs", "1", "--chunks", "4", "--seconds", "0.2"], 11),
         ("copies", ["--runs", "1"], 8),
+        ("pages", ["--runs", "1"], 12),
         ("kernels", ["--runs", "1", "--chunks", "2"], 12),
         ("serde", ["--runs", "1", "--mib", "1"], 35),
         ("socket_mode", ["--runs", "1", "--chunks", "3"], 5),

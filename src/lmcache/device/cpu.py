@@ -32,14 +32,19 @@ class PagedGroup:
     layers: tuple[LayerLayout, ...]
     segments: tuple[Segment, ...]
     is_state: bool = False  # of a chunk, one block counts: the one with the state at the chunk's end
+    is_page: bool = (
+        False  # an object is one block, whatever the server's chunks are: the engine names its blocks itself
+    )
 
     @property
     def may_be_approximate(self) -> bool:
         """Whether lossy serdes can read this KV. A state is not for them: what it lost, all later tokens would lack."""
-        return not self.is_state and all(layer.dtype == "bfloat16" for layer in self.layers)
+        return not (self.is_state or self.is_page) and all(layer.dtype == "bfloat16" for layer in self.layers)
 
     def layout(self, chunk_tokens: int) -> KVLayout:
         """The layout of one chunk. LayoutRefused when chunks are not whole blocks."""
+        if self.is_page:
+            chunk_tokens = self.block_tokens
         if chunk_tokens % self.block_tokens:
             raise LayoutRefused(
                 f"The server's chunk size of {chunk_tokens} tokens is not a multiple of this engine's block size of "

@@ -204,6 +204,35 @@ class EndSession(Message):
     request_id: Name
 
 
+# ---- objects that the engine names itself (worker side) --------------------------------------------------------------
+class LookupKeys(Message):
+    """As Lookup, for objects that the engine names by hashes of its own, of this worker's rank alone. Nothing is hashed
+    and no tokens are kept; the request lasts until EndSession, and Release and Read take its lease as any other."""
+
+    instance_id: Name
+    worker_id: int
+    request_id: Name
+    cache_salt: Name
+    hashes: Hashes
+    deadline_seconds: float = 30.0
+
+
+class ProbeKeys(Message):
+    """Which objects of this worker's rank there are. Takes nothing, loads nothing. Answered at once where L1 has all,
+    else when every adapter has said what it has, or the deadline has passed."""
+
+    instance_id: Name
+    worker_id: int
+    cache_salt: Name
+    hashes: Hashes
+    deadline_seconds: float = 5.0
+    object_tokens: int = 0  # counted as a lookup of that many tokens an object; 0: not counted
+
+
+class ProbeKeysReply(Message):
+    tiers: Flags  # a byte for each [group][hash]: 0 it is nowhere, 1 in L1, 2 in L2
+
+
 # ---- store (worker side) ---------------------------------------------------------------------------------------------
 class Reserve(Message):
     """Slots for the n chunks that `hashes` names, of this worker's rank, all groups. The scheduler side gets the hashes
@@ -313,6 +342,8 @@ METHODS: dict[str, tuple[type[Message], type[Message]]] = {
     "unregister": (Unregister, Empty),
     "lookup": (Lookup, LookupReply),
     "append": (Append, AppendReply),
+    "lookup_keys": (LookupKeys, LookupReply),
+    "probe_keys": (ProbeKeys, ProbeKeysReply),
     "release": (Release, Empty),
     "end_session": (EndSession, Empty),
     "reserve": (Reserve, ReserveReply),

@@ -28,8 +28,10 @@ from lmcache.service.cache_operations import Registered
 from lmcache.service.client_access import ClientAccess
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import InstanceRegistry
+from lmcache.service.key_probes import KeyProbeService
 from lmcache.service.liveness import LivenessService
 from lmcache.service.lookup import LookupService
+from lmcache.service.lookup_counts import LookupCounts
 from lmcache.service.owners import Owners
 from lmcache.service.session_table import SessionTable
 from lmcache.service.socket_copies import SocketCopies
@@ -43,7 +45,7 @@ from lmcache.transport.rpc_server import Method
 log = logging.getLogger("lmcache.service")
 
 TRANSFER_MODES = [mode.value for mode in TransferMode]
-_MAY_DEFER = ("lookup", "commit", "write", "read", "clear")
+_MAY_DEFER = ("lookup", "lookup_keys", "probe_keys", "commit", "write", "read", "clear")
 _MAX_CLEARS_WAITING = 4
 _STORAGE_SILENT_SECONDS = 5.0
 _TURN_SECONDS = 1.0  # what the message loop gets to end what it is doing
@@ -63,7 +65,9 @@ class CacheService:
         self._registry = InstanceRegistry(context)
         self._sessions = SessionTable(context.l1.core, context.hasher, context.metrics, context.clock)
         self._liveness = LivenessService(context, self._registry, self._sessions, Owners(context, copies))
-        self._lookups = LookupService(context, self._registry, self._sessions)
+        counts = LookupCounts(context)
+        self._lookups = LookupService(context, self._registry, self._sessions, counts)
+        self._probes = KeyProbeService(context, self._registry, counts)
         self._stores = StoreService(context, self._registry)
         self._socket_frames = SocketFrameService(context, self._registry, copies)
         self._access = ClientAccess(self._loop, self._registry)
@@ -92,6 +96,8 @@ class CacheService:
             "unregister": self._liveness.unregister,
             "lookup": self._lookups.lookup,
             "append": self._lookups.append,
+            "lookup_keys": self._lookups.lookup_keys,
+            "probe_keys": self._probes.probe_keys,
             "release": self._lookups.release,
             "end_session": self._lookups.end_session,
             "reserve": self._stores.reserve,

@@ -7,7 +7,6 @@ waits until that is final or the deadline has passed. A lease that arrives after
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,11 +17,23 @@ from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.key_batch import SLOT_BYTES, ChunkHashes, KeyBatch, NamespaceSet, SlotGrid
 from lmcache.core.outcome import MissReason
 from lmcache.errors import RemoteError
-from lmcache.protocol.messages import Append, AppendReply, Empty, EndSession, ErrorCode, Lookup, LookupReply, Release
+from lmcache.protocol.messages import (
+    Append,
+    AppendReply,
+    Empty,
+    EndSession,
+    ErrorCode,
+    Lookup,
+    LookupKeys,
+    LookupReply,
+    Release,
+)
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import Instance, InstanceRegistry, Scheduler, TenantCounters
 from lmcache.service.lookup_counts import LookupCounts
+from lmcache.service.message_checks import check_deadline
 from lmcache.service.miss_reasons import MissReasons
+from lmcache.service.named_keys import NamedKeys
 from lmcache.service.session import LeasedPrefix, Session
 from lmcache.service.session_table import SessionTable
 from lmcache.service.token_chain import Growth, TokenChain
@@ -44,7 +55,7 @@ class _Query(NamedTuple):
 
     instance: Instance
     session: Session
-    counters: TenantCounters
+    counters: TenantCounters | None  # None: no lookup of a request's tokens, and not counted as one
     hashes: bytes  # of the session when the lookup came; it may have grown when it is answered
     total_chunks: int  # that a hit may have
     namespaces: NamespaceSet | None  # None: not every rank has registered
@@ -70,9 +81,11 @@ class _PendingLookup:
 
 
 class LookupService:
-    """Handlers of lookup, append, release and end_session."""
+    """Handlers of lookup, lookup_keys, append, release and end_session."""
 
-    def __init__(self, context: ServiceContext, registry: InstanceRegistry, sessions: SessionTable) -> None:
+    def __init__(
+        self, context: ServiceContext, registry: InstanceRegistry, sessions: SessionTable, counts: LookupCounts
+    ) -> None:
         self._registry = registry
         self._sessions = sessions
         self._l1 = context.l1
@@ -83,7 +96,7 @@ class LookupService:
         self._clock = context.clock
         self._chunk_tokens = context.hasher.chunk_tokens
         self._lease_ttl_seconds = context.settings.lease_ttl_seconds
-        self._counts = LookupCounts(context)
+        self._counts = counts
         self._tracer = context.tracer
         self._reasons = MissReasons(context.l1)
 
@@ -93,8 +106,7 @@ class LookupService:
 
     # ---- handlers ----------------------------------------------------------------------------------------------------
     def lookup(self, message: Lookup) -> LookupReply | Deferred:
-        if not math.isfinite(message.deadline_seconds):
-            raise RemoteError(ErrorCode.BAD_REQUEST, "The deadline must be a number of seconds.")
+        check_deadline(message.deadline_seconds)
         started = self._clock.monotonic()
         instance, scheduler = self._registry.scheduled(message.instance_id)
         plan = self._sessions.plan(instance, message)
@@ -119,22 +131,43 @@ class LookupService:
             reason = MissReason.INSTANCE_INCOMPLETE if total else MissReason.TOO_SHORT
             return self._answer(query, None, 0, reason)
         keys = KeyBatch(namespaces, ChunkHashes(query.hashes)[:total])
+        return self._lease(query, keys, scheduler.owner, message.deadline_seconds, recompute=message.recompute)
+
+    def lookup_keys(self, message: LookupKeys) -> LookupReply | Deferred:
+        """Counted by the probe that went before."""
+        check_deadline(message.deadline_seconds)
+        started = self._clock.monotonic()
+        _, worker = self._registry.worker(message.instance_id, message.worker_id)
+        instance, scheduler = self._registry.scheduled(message.instance_id)
+        named = NamedKeys(message.cache_salt, message.hashes)
+        namespaces = self._registry.tenant(instance, scheduler, message.cache_salt).of_rank(worker.profile)
+        plan = self._sessions.plan_named(instance, message.request_id, named)
+        slots = named.chunks * len(namespaces)
+        session = self._sessions.grow(plan, 2 * named.size_bytes + slots * SLOT_BYTES)
+        query = _Query(instance, session, None, named.hashes, named.chunks, namespaces, False, started)
+        keys = KeyBatch(namespaces, ChunkHashes(named.hashes))
+        return self._lease(query, keys, scheduler.owner, message.deadline_seconds)
+
+    def _lease(
+        self, query: _Query, keys: KeyBatch, owner: int, deadline_seconds: float, *, recompute: bool = False
+    ) -> LookupReply | Deferred:
+        """Answers with the prefix that L1 has, or loads the rest from L2 first."""
         lease_deadline = self._clock.monotonic() + self._lease_ttl_seconds
-        prefix = self._acquire(scheduler.owner, keys, lease_deadline)
+        prefix = self._acquire(owner, keys, lease_deadline)
         chunks = prefix.chunks if prefix is not None else 0
-        if chunks == total:
+        if chunks == keys.chunks:
             return self._answer(query, prefix, chunks, None)
         if self._storage is None:
             return self._answer(query, prefix, chunks, MissReason.NOT_STORED)
-        if message.recompute or message.deadline_seconds <= 0:
-            reason = MissReason.RECOMPUTE_FASTER if message.recompute else MissReason.L2_DEADLINE
+        if recompute or deadline_seconds <= 0:
+            reason = MissReason.RECOMPUTE_FASTER if recompute else MissReason.L2_DEADLINE
             return self._answer(query, prefix, chunks, reason)
         request = PrefetchRequest(
-            owner=scheduler.owner,
+            owner=owner,
             lease_deadline=lease_deadline,
             keys=keys,
             first_chunk=chunks,
-            deadline_seconds=min(message.deadline_seconds, MAX_LOOKUP_DEADLINE_SECONDS),
+            deadline_seconds=min(deadline_seconds, MAX_LOOKUP_DEADLINE_SECONDS),
         )
         return self._load(_PendingLookup(query, keys, prefix), request)
 
@@ -184,7 +217,8 @@ class LookupService:
         session = instance.sessions.get(message.request_id)
         if session is not None:
             self._sessions.end(instance, session)
-            self._touch(instance, scheduler, session.chain)
+            if isinstance(session.chain, TokenChain):
+                self._touch(instance, scheduler, session.chain)
         return Empty()
 
     def _touch(self, instance: Instance, scheduler: Scheduler, chain: TokenChain) -> None:
@@ -298,8 +332,8 @@ class LookupService:
         )
         if query.session.trace is not None:
             self._trace(query.session.trace, query, hit_chunks, reason, l2_times)
-        if self._events is not None and self._events.active:
-            self._publish(self._events, query, hit_chunks)
+        if self._events is not None and self._events.active and isinstance(query.session.chain, TokenChain):
+            self._publish(self._events, query, query.session.chain, hit_chunks)
         miss_reason = reason.value if reason is not None else ""
         if prefix is None:
             return LookupReply(0, 0, 0, query.hashes, b"", miss_reason)
@@ -318,7 +352,7 @@ class LookupService:
         l1 = TierTime("l1", query.started, max(query.started, l1_ended))
         trace.child("mp.lookup_prefetch", query.started, now, attributes, (l1, *l2_times))
 
-    def _publish(self, events: EventBus, query: _Query, hit_chunks: int) -> None:
+    def _publish(self, events: EventBus, query: _Query, chain: TokenChain, hit_chunks: int) -> None:
         scheduler, ranks = query.instance.scheduler, query.instance.by_rank()
         events.publish(
             LookupEvent(
@@ -326,10 +360,10 @@ class LookupService:
                 request_id=query.session.request_id,
                 model_name=scheduler.profile.model_name if scheduler is not None else "",
                 chunk_tokens=self._chunk_tokens,
-                total_tokens=query.session.chain.token_count,
+                total_tokens=chain.token_count,
                 chunk_hashes=query.hashes,
                 hit_chunks=hit_chunks,
-                cache_salt=query.session.chain.cache_salt,
+                cache_salt=chain.cache_salt,
                 tensors=tuple(tensor for _, rank in sorted(ranks.items()) for tensor in rank.tensors),
             )
         )

@@ -35,7 +35,7 @@ class LookupCounts:
     def count(
         self,
         session: Session,
-        counters: TenantCounters,
+        counters: TenantCounters | None,
         namespaces: NamespaceSet | None,
         requested: int,
         hit: int,
@@ -44,11 +44,11 @@ class LookupCounts:
         *,
         resumed: bool,
     ) -> None:
-        """An answer, in chunks; the first `hit_l1` were in L1."""
+        """An answer, in chunks; the first `hit_l1` were in L1. Without counters it is none to a request."""
         if hit:
             self._metrics.l1_read.inc(hit)
         before = session.counted
-        if resumed and before is not None:
+        if counters is None or (resumed and before is not None):
             return
         if before is None:
             counters.lookups.inc()
@@ -65,6 +65,24 @@ class LookupCounts:
             self._misses[reason].inc()
         if new_requested and namespaces is not None and self._seen is not None:
             self._observe(self._seen, session, namespaces, before.requested, new_requested, new_hit)
+
+    def count_probe(
+        self, counters: TenantCounters, namespaces: NamespaceSet, tiers: list[int], object_tokens: int
+    ) -> None:
+        """What an engine asked for that names its objects itself, and goes on to load: the leading ones that there are.
+        `tiers` as in `ProbeKeysReply`, one a chunk."""
+        hit = next((chunk for chunk, tier in enumerate(tiers) if not tier), len(tiers))
+        counters.lookups.inc()
+        counters.requested.inc(len(tiers) * object_tokens)
+        counters.hit.inc(hit * object_tokens)
+        for tier, (tokens, size_bytes) in enumerate(
+            zip((counters.hit_l1, counters.hit_l2), self._hit_bytes, strict=True), start=1
+        ):
+            chunks = tiers[:hit].count(tier)
+            tokens.inc(chunks * object_tokens)
+            size_bytes.inc(chunks * namespaces.chunk_bytes)
+        if hit < len(tiers):
+            self._misses[MissReason.NOT_STORED].inc()
 
     def count_miss(self, reason: MissReason) -> None:
         self._misses[reason].inc()

@@ -23,6 +23,11 @@ def check_range(subject: str, value: int, low: int, high: int) -> None:
         raise RemoteError(ErrorCode.BAD_REQUEST, f"{subject} is {value}; it must be from {low} to {high}.")
 
 
+def check_deadline(seconds: float) -> None:
+    if not math.isfinite(seconds):
+        raise RemoteError(ErrorCode.BAD_REQUEST, "The deadline must be a number of seconds.")
+
+
 def check_instance(message: RegisterInstance) -> None:
     check_name("instance id", message.instance_id)
     check_name("model name", message.model_name)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lmcache.core import limits
 from lmcache.core.key_batch import KeyBatch, SlotGrid
+from lmcache.service.named_keys import NamedKeys
 from lmcache.service.token_chain import TokenChain
 from lmcache.telemetry.tracing import Trace
 
@@ -23,6 +24,11 @@ class LeasedPrefix(NamedTuple):
     def number(self) -> int:
         """The engine's name for it."""
         return self.leases[0]
+
+    def row(self, kv_rank: int, group: int, groups: int) -> int | None:
+        """Of a rank's object group in `slots`; None when the lease does not cover that rank."""
+        row = (kv_rank - self.keys.namespaces[0].rank) * groups + group
+        return row if 0 <= row < len(self.keys.namespaces) else None
 
     @property
     def chunks(self) -> int:
@@ -52,7 +58,7 @@ class Session:
         "trace",
     )
 
-    def __init__(self, request_id: str, chain: TokenChain) -> None:
+    def __init__(self, request_id: str, chain: TokenChain | NamedKeys) -> None:
         self.request_id = request_id
         self.chain = chain
         self.prefix: LeasedPrefix | None = None

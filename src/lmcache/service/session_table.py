@@ -17,6 +17,7 @@ from lmcache.errors import RemoteError
 from lmcache.protocol.messages import ErrorCode
 from lmcache.service.instances import Instance
 from lmcache.service.message_checks import check_name
+from lmcache.service.named_keys import NamedKeys
 from lmcache.service.session import LeasedPrefix, Session, session_bytes
 from lmcache.service.token_chain import Growth, TokenChain, TokenMessage
 from lmcache.telemetry.metrics import ServiceMetrics
@@ -24,12 +25,12 @@ from lmcache.telemetry.tracing import TierTime
 
 
 class Plan(NamedTuple):
-    """A message with tokens that fits its session, or begins one. Good until the session changes."""
+    """A message with tokens that fits its session, or begins one, as named keys do. Good until the session changes."""
 
     instance: Instance
     request_id: str
     session: Session | None
-    chain: TokenChain
+    chain: TokenChain | NamedKeys
     growth: Growth
 
 
@@ -51,8 +52,9 @@ class SessionTable:
 
     def plan(self, instance: Instance, message: TokenMessage) -> Plan:
         session = instance.sessions.get(message.request_id)
-        if session is not None and session.chain.continues(message):
-            chain = session.chain
+        chain = session.chain if session is not None else None
+        if isinstance(chain, TokenChain) and chain.continues(message):
+            pass
         elif message.first_token == 0:
             check_name("request id", message.request_id)
             chain = TokenChain(self._hasher, message.cache_salt, message.identity)
@@ -60,6 +62,11 @@ class SessionTable:
             raise RemoteError(ErrorCode.UNKNOWN_SESSION, "The request has no session; send its tokens from 0.")
         growth = chain.plan(message.first_token, message.tokens, message.extras)
         return Plan(instance, message.request_id, session, chain, growth)
+
+    def plan_named(self, instance: Instance, request_id: str, keys: NamedKeys) -> Plan:
+        """In place of whatever that request had."""
+        check_name("request id", request_id)
+        return Plan(instance, request_id, instance.sessions.get(request_id), keys, keys.growth)
 
     def grow(self, plan: Plan, held_bytes: int | None = None) -> Session:
         """The request's session with the planned tokens in it; now the most recently used one.

@@ -86,8 +86,8 @@ class SocketFrameService:
             raise RemoteError(ErrorCode.ENDED, f"Lease {message.lease} has ended.")
         frame_bytes = self._frame_bytes(worker, message.group)
         check_range("chunk", message.chunk, 0, prefix.chunks - 1)
-        row = worker.profile.kv_rank * len(worker.profile.layouts) + message.group
-        if row >= len(prefix.keys.namespaces):
+        row = prefix.row(worker.profile.kv_rank, message.group, len(worker.profile.layouts))
+        if row is None:
             raise RemoteError(ErrorCode.LAYOUT_CONFLICT, "The lease does not cover the rank of this worker.")
         _check_part(message.offset, message.size_bytes, frame_bytes)
         slot = prefix.slots[row, message.chunk]

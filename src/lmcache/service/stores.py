@@ -12,6 +12,7 @@ from lmcache.errors import RemoteError
 from lmcache.protocol.messages import Commit, CommitReply, ErrorCode, Reserve, ReserveReply, TransferMode
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import InstanceRegistry
+from lmcache.service.named_keys import count_hashes
 from lmcache.service.reservation import Reservation
 from lmcache.telemetry.tracing import StoredTrace, TierTime
 from lmcache.transport.deferred import Deferred
@@ -31,11 +32,7 @@ class StoreService:
 
     def reserve(self, message: Reserve) -> ReserveReply:
         instance, worker = self._registry.worker(message.instance_id, message.worker_id)
-        chunks, rest = divmod(len(message.hashes), CHUNK_HASH_BYTES)
-        if rest or not chunks:
-            raise RemoteError(ErrorCode.BAD_REQUEST, f"{len(message.hashes)} bytes are not hashes of 32 bytes each.")
-        if chunks > limits.MAX_CHUNKS_PER_CALL:
-            raise RemoteError(ErrorCode.TOO_LARGE, f"A call covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
+        chunks = count_hashes(message.hashes)
         if message.wanted and len(message.wanted) != chunks * len(worker.profile.layouts):
             raise RemoteError(ErrorCode.BAD_REQUEST, "`wanted` must have one byte for each object group and chunk.")
         size_bytes = chunks * (CHUNK_HASH_BYTES + SLOT_BYTES * len(worker.profile.layouts))

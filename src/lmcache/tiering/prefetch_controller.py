@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import compress
 
 from lmcache.core import limits
 from lmcache.core.key import ObjectKey
+from lmcache.core.key_batch import KeyBatch
 from lmcache.core.outcome import MissReason
 from lmcache.tiering.checked_policies import CheckedPrefetchPolicy
 from lmcache.tiering.context import TieringContext
@@ -15,6 +17,8 @@ from lmcache.tiering.prefetch import Prefetch, PrefetchRequest, PrefetchResult
 from lmcache.tiering.prefetch_places import PrefetchPlaces, RequestPlace
 
 log = logging.getLogger("lmcache.tiering")
+
+IN_L1, IN_L2 = 1, 2  # where an object was found; 0: nowhere
 
 
 class PrefetchController:
@@ -81,6 +85,18 @@ class PrefetchController:
             place.leave()
             self._running -= 1
             prefetch.give_back()
+
+    async def find(self, keys: KeyBatch, tiers: bytearray) -> None:
+        """Writes IN_L2 over the zeros of `tiers`, [namespace][chunk], where some adapter has the object. What stands
+        there when this is cancelled is true."""
+        namespaces = keys.namespaces.namespaces
+        for runner in (self._runners[index] for index in self._policy.order(namespaces)):
+            missing = [place for place, tier in enumerate(tiers) if not tier]
+            for first in range(0, len(missing), limits.MAX_L2_BATCH_OBJECTS):
+                places = missing[first : first + limits.MAX_L2_BATCH_OBJECTS]
+                exist = await runner.probe([keys.key(*divmod(place, keys.chunks)) for place in places])
+                for place in compress(places, exist):
+                    tiers[place] = IN_L2
 
     def note_use(self, request: PrefetchRequest, chunks: int) -> None:
         """The answer gave that many chunks. Loads touch what they load, batch by batch, and L1's part of a prompt is

@@ -255,18 +255,32 @@ class StorageLoop:
                     self._l1.core.release(result.lease)
                 self._prefetch.note_use(request, result.chunks)
 
-        def begin() -> None:
-            task = self._loop.create_task(run())
-            self._prefetches.add(task)
-            task.add_done_callback(self._prefetches.discard)
-
-        if not self.call_soon(begin):
+        if not self.call_soon(lambda: self._track(run())):
             on_done(PrefetchResult(MissReason.L2_FAILED))
 
         def cancel() -> None:
             self.call_soon(cancelled.set)
 
         return cancel
+
+    def find(self, keys: KeyBatch, tiers: bytearray, deadline_seconds: float, on_done: Callable[[], None]) -> None:
+        """`PrefetchController.find`, as far as the deadline allows. `on_done` is called once, on the storage loop."""
+
+        async def run() -> None:
+            try:
+                work = asyncio.ensure_future(self._prefetch.find(keys, tiers))
+                await asyncio.wait({work}, timeout=deadline_seconds)
+                work.cancel()
+            finally:
+                on_done()
+
+        if not self.call_soon(lambda: self._track(run())):
+            on_done()
+
+    def _track(self, request: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(request)
+        self._prefetches.add(task)
+        task.add_done_callback(self._prefetches.discard)
 
     # ---- administration ----------------------------------------------------------------------------------------------
     def responsive(self, within_seconds: float) -> bool:

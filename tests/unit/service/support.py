@@ -17,8 +17,10 @@ from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.service.context import ServiceContext, ServiceSettings
 from lmcache.service.instances import SCHEDULER_SIDE, InstanceRegistry
+from lmcache.service.key_probes import KeyProbeService
 from lmcache.service.liveness import LivenessService
 from lmcache.service.lookup import LookupService
+from lmcache.service.lookup_counts import LookupCounts
 from lmcache.service.owners import Owners
 from lmcache.service.session_table import SessionTable
 from lmcache.service.socket_copies import SocketCopies
@@ -67,11 +69,18 @@ class Loop:
 
 
 @dataclass
+class Search:
+    tiers: bytearray
+    on_done: Callable[[], None]
+
+
+@dataclass
 class Storage:
-    """Prefetches wait for the test; commits are written down."""
+    """Prefetches and searches wait for the test; commits are written down."""
 
     asked: list[tuple[PrefetchRequest, Callable[[PrefetchResult], None]]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    searched: list[Search] = field(default_factory=list)
     commits: list[tuple[KeyBatch, Committed]] = field(default_factory=list)
     fault: Exception | None = None
 
@@ -81,6 +90,9 @@ class Storage:
         number = len(self.asked)
         self.asked.append((request, on_done))
         return lambda: self.cancelled.append(number)
+
+    def find(self, keys: KeyBatch, tiers: bytearray, deadline_seconds: float, on_done: Callable[[], None]) -> None:
+        self.searched.append(Search(tiers, on_done))
 
     def objects_committed(self, keys: KeyBatch, committed: Committed, trace: Any = None) -> None:
         self.commits.append((keys, committed))
@@ -134,7 +146,9 @@ class Service:
         self.registry = InstanceRegistry(context)
         self.sessions = SessionTable(l1.core, self.hasher, metrics.service, clock)
         self.owners = Owners(context, self.copies)
-        self.lookups = LookupService(context, self.registry, self.sessions)
+        counts = LookupCounts(context)
+        self.lookups = LookupService(context, self.registry, self.sessions, counts)
+        self.probes = KeyProbeService(context, self.registry, counts)
         self.stores = StoreService(context, self.registry)
         self.socket_frames = SocketFrameService(context, self.registry, self.copies)
         self.liveness = LivenessService(context, self.registry, self.sessions, self.owners)

@@ -30,7 +30,8 @@ class GroupLoad:
 class LoadOrder:
     """Copy leased slots into a request's blocks. `slots` and `hashes` are those of the lookup's answer, uncut.
 
-    all_or_nothing: blocks before one that failed are of no use to the engine, which has not what they build on."""
+    all_or_nothing: blocks before one that failed are of no use to the engine, which has not what they build on.
+    first_rank: the rank with which `slots` begins."""
 
     request_id: str
     server_epoch: bytes
@@ -41,6 +42,7 @@ class LoadOrder:
     groups: tuple[GroupLoad, ...]
     lease: int = 0
     all_or_nothing: bool = False
+    first_rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class ShmTransfer:
     def submit_load(self, order: LoadOrder, fence: _native.CudaFence | None) -> list[CopyJob]:
         names = self._names.of(order.cache_salt)
         slots, hit_hashes = SlotGrid(order.slots, order.hit_chunks), ChunkHashes(order.hashes)[: order.hit_chunks]
-        first_row = self._kv_rank * len(self._groups)
+        first_row = (self._kv_rank - order.first_rank) * len(self._groups)
         with self._submitting() as jobs:
             for index, (group, load) in enumerate(zip(self._groups, order.groups, strict=True)):
                 row = slots.row(first_row + index, load.first_chunk)

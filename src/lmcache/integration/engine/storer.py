@@ -17,7 +17,7 @@ from lmcache.core.key_batch import ChunkHashes
 from lmcache.errors import LMCacheError, ResourceError, ServerUnavailable, StaleServer
 from lmcache.integration.engine.connector_metadata import StoreOrder
 from lmcache.integration.engine.frame_names import WorkerIdentity
-from lmcache.integration.engine.transfer_backend import TransferBackend, TransferJob
+from lmcache.integration.engine.transfer_backend import COPIED, TransferBackend, TransferJob
 from lmcache.protocol.messages import Commit, Reserve, ReserveReply
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class _Unsettled:
     server_epoch: bytes
     written: bytes
     reservation: int = 0
+    present: bytes = b""  # alike: what the server had already
     pending: Pending[ReserveReply] | None = None  # the answer that names the reservation is still to come
 
 
@@ -53,8 +54,12 @@ class Storer:
         backend: Callable[[], TransferBackend | None],
         register_again: Callable[[], None],
         environment: EngineEnvironment = ENGINE_SYSTEM,
+        on_stored: Callable[[StoreOrder, bytes], None] = lambda order, stored: None,
     ) -> None:
-        """`register_again` makes the server drop whatever this worker has reserved and does not know of."""
+        """`register_again` makes the server drop whatever this worker has reserved and does not know of. `on_stored` is
+        told once of each order, on its thread, which [group][chunk] the server has now; empty: of none is that known.
+        """
+        self._on_stored = on_stored
         self._clock = environment.clock
         self._client = client
         self._identity = identity
@@ -74,7 +79,7 @@ class Storer:
     def drop(self, order: StoreOrder) -> None:
         """An order that is not to be stored, or cannot be, is over too."""
         self._end(order.job, accepted=False)
-        self._settle(order.job)
+        self._settle(order, b"")
 
     def submit(self, order: StoreOrder, computed: _native.CudaFence | None) -> None:
         """The order's blocks are not read before `computed`."""
@@ -133,6 +138,7 @@ class Storer:
                 _guarded(self._settle_all)
 
     def _store(self, order: StoreOrder, computed: _native.CudaFence | None) -> None:
+        stored = b""
         try:
             try:
                 if computed is not None:
@@ -140,12 +146,14 @@ class Storer:
                 reserved = self._reserve_and_copy(order)
             finally:
                 self._end(order.job)
-            if reserved is not None:
-                self._commit(reserved)
+            committed = self._commit(reserved) if reserved.reservation else 0
+            stored = reserved.present
+            if committed == reserved.written.count(COPIED):  # else it ended before: what it wrote is not published
+                stored = bytes(map(max, stored, reserved.written))
         finally:
-            self._settle(order.job)
+            self._settle(order, stored)
 
-    def _reserve_and_copy(self, order: StoreOrder) -> _Unsettled | None:
+    def _reserve_and_copy(self, order: StoreOrder) -> _Unsettled:
         """Returns when the source blocks are no longer read; what is to be committed then."""
         backend = self._backend()
         if backend is None or backend.server_epoch != order.server_epoch:
@@ -168,8 +176,9 @@ class Storer:
         except ServerUnavailable:
             self._put_off(_Unsettled(order.server_epoch, nothing, pending=pending))
             raise
+        present = _present(reply)
         if reply.reservation == 0:
-            return None
+            return _Unsettled(order.server_epoch, nothing, present=present)
         if order.wanted:
             reply.slots = _only_wanted(reply.slots, order.wanted)
         try:
@@ -181,20 +190,19 @@ class Storer:
         except Exception:
             log.exception("A copy into L1 failed")
             written = nothing
-        return _Unsettled(order.server_epoch, written, reply.reservation)
+        return _Unsettled(order.server_epoch, written, reply.reservation, present)
 
-    def _commit(self, unsettled: _Unsettled) -> bool:
-        """False when the commit has to be repeated."""
+    def _commit(self, unsettled: _Unsettled) -> int | None:
+        """How many objects are published by it; None when the commit has to be repeated."""
         if unsettled.server_epoch != self._client.server_epoch:
-            return True
+            return 0
         identity = self._identity
         message = Commit(identity.instance_id, identity.worker_id, unsettled.reservation, unsettled.written)
         try:
-            self._client.call("commit", message, COMMIT_SECONDS)
+            return int(self._client.call("commit", message, COMMIT_SECONDS).committed)
         except ServerUnavailable:
             self._put_off(unsettled)
-            return False
-        return True
+            return None
 
     def _put_off(self, unsettled: _Unsettled) -> None:
         self._unsettled.append(unsettled)
@@ -215,7 +223,7 @@ class Storer:
         if unsettled.server_epoch != self._client.server_epoch:
             return True
         if unsettled.pending is None:
-            return self._commit(unsettled)
+            return self._commit(unsettled) is not None
         if not unsettled.pending.done():
             self._put_off(unsettled)
         else:
@@ -242,10 +250,11 @@ class Storer:
             self._running -= accepted
             self._changed.notify_all()
 
-    def _settle(self, job: int) -> None:
+    def _settle(self, order: StoreOrder, stored: bytes) -> None:
         with self._changed:
-            self._settled[job] += 1
+            self._settled[order.job] += 1
             self._changed.notify_all()
+        self._on_stored(order, stored)
 
 
 def _guarded(action: Callable[[], None]) -> None:
@@ -269,6 +278,15 @@ def _only_wanted(slots: bytes, wanted: bytes) -> bytes:
     """A server of an earlier version hands out slots for what is not wanted; nothing may be written there."""
     pairs = zip(array("Q", slots), wanted, strict=True)
     return array("Q", [slot if is_wanted else _native.NO_SLOT for slot, is_wanted in pairs]).tobytes()
+
+
+def _present(reply: ReserveReply) -> bytes:
+    """One byte per [group][chunk], 1 where there is no slot because the server has the object, or another worker is
+    storing it. The last chunks may have none for want of room."""
+    slots = array("Q", reply.slots)
+    if not reply.chunks_without_room:
+        return bytes(slot == _native.NO_SLOT for slot in slots)
+    return bytes(len(slots))
 
 
 def _result(job: TransferJob) -> bytes:

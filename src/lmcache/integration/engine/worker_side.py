@@ -18,7 +18,7 @@ from lmcache.device.affinity import engine_cpus, unpinned
 from lmcache.device.cpu import PagedGroup
 from lmcache.device.cuda import Gpu
 from lmcache.errors import LayoutRefused, LMCacheError, StaleServer
-from lmcache.integration.engine.connector_metadata import ConnectorMetadata, LoadOrder, WorkerReport
+from lmcache.integration.engine.connector_metadata import ConnectorMetadata, LoadOrder, StoreOrder, WorkerReport
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.shm_transfer import ShmTransfer
 from lmcache.integration.engine.socket_transfer import SocketTransfer
@@ -58,9 +58,10 @@ class WorkerSide:
         groups: Sequence[PagedGroup],
         gpu: Gpu | None = None,
         environment: EngineEnvironment = ENGINE_SYSTEM,
+        on_stored: Callable[[StoreOrder, bytes], None] = lambda order, stored: None,
     ) -> None:
         """`make_client` gets what the client has to call for every server that it meets; the client is started here.
-        `gpu`: where the groups' memory is, unless in the host's."""
+        `gpu`: where the groups' memory is, unless in the host's. `on_stored` as in `Storer`."""
         self.identity = identity
         self._gpu = gpu
         cpus = engine_cpus()
@@ -74,7 +75,7 @@ class WorkerSide:
         self._say_what_stays_exact()
         with unpinned(cpus):
             self.client = make_client(self._meet)
-            self._storer = Storer(self.client, identity, lambda: self._backend, self._register, environment)
+            self._storer = Storer(self.client, identity, lambda: self._backend, self._register, environment, on_stored)
             self.client.start()
 
     def _say_what_stays_exact(self) -> None:
@@ -84,6 +85,11 @@ class WorkerSide:
                 "%d of %d KV cache groups are not attention in bfloat16: they never go through the lossy serde %s",
                 *(exact, len(self._kv.groups), self.identity.lossy_serde),
             )
+
+    @property
+    def backend(self) -> TransferBackend | None:
+        """To the present server; None while there is none that suits."""
+        return self._backend
 
     # ---- the keeper's thread -----------------------------------------------------------------------------------------
     def _meet(self, client: Client) -> None:
