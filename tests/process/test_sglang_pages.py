@@ -438,7 +438,7 @@ def test_pools_that_cannot_be_kept_exactly_are_left_alone(
     moving = HostPool()
     moving.shared_allocation_domain = object()  # type: ignore[attr-defined]
     mute = HostPool()
-    mute.get_page_buffer_meta = None  # type: ignore[assignment]
+    mute.get_page_buffer_meta = None
     for pool in (moving, mute):
         storage = backend(server.port, pool)
         assert storage.batch_exists(page_keys(1)) == 0
