@@ -32,7 +32,7 @@ lint: $(STAMPS)/tools src/lmcache/_native.pyi ## formatting, lint, types, layers
 	$(PY) -m ruff check $(PYTHON_SOURCES)
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h')
 	$(PY) -m mypy
-	$(VENV)/bin/lint-imports
+	PYTHONPATH=src $(VENV)/bin/lint-imports
 	$(PY) -m vulture
 	$(PY) scripts/check_file_sizes.py
 	$(PY) scripts/check_thread_safety.py

@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from lmcache.telemetry.logs import drain_logs
+
 log = logging.getLogger("lmcache.server")
 
 DRAIN_SECONDS = 10.0  # for what is on its way to L2, unless --drain-timeout-seconds says otherwise
@@ -96,8 +98,6 @@ class StopSignals:
         os._exit(128 + again if again else EXIT_OVERDUE)
 
     def _log_last(self, reason: str) -> None:
-        from lmcache.telemetry.logs import drain_logs
-
         lost = self._what_is_lost()
         log.error("%s", f"{reason}. {lost}" if lost else reason)
         drain_logs(_LAST_LOG_SECONDS)
