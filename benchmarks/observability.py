@@ -208,7 +208,7 @@ def stormed(objects: int, seconds: float) -> list[Result]:
     """A scrape with many salts, and lookups with a million objects in L1 while others ask over HTTP: in turn for
     nothing, the same of another server on this machine, whose answers cost as much processor, and of this one."""
     room_gb = objects * SLOT_BYTES / (1 << 30) * 1.3 + 0.1
-    with engines((), (), l1_size_gb=room_gb) as (engine, other):
+    with engines((), ("--l1-size-gb", "0.25"), l1_size_gb=room_gb) as (engine, other):
         for each in (engine, other):
             for number in range(SALTS):
                 each.store(array.array("I", [number] * CHUNK_TOKENS).tobytes(), f"salt-{number}")
