@@ -432,6 +432,32 @@ def test_wrong_settings_are_refused_by_name(
     assert "did you mean lmcache.mp.cache_salt?" in caplog.text
 
 
+def test_a_fault_of_ours_is_a_miss(
+    server: CacheServer, backend: MakeBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from lmcache.integration.sglang.page_pool import PagePool
+
+    pool = HostPool()
+    storage = backend(server.port, pool)
+
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("a fault of ours")
+
+    for name in ("probe", "load", "store"):
+        monkeypatch.setattr(PagePool, name, fail)
+    keys, indices = page_keys(1, 2), pool.indices(0, 1)
+    transfer = PoolTransfer(PoolName.KV, indices, keys)
+    assert storage.batch_exists(keys, extra_info=None) == 0
+    assert storage.batch_get_v1(keys, indices) == [False] * 2
+    assert storage.batch_set_v1(keys, host_indices=indices) == [False] * 2
+    assert storage.batch_exists_v2(keys, [transfer]).kv_hit_pages == 0
+    assert storage.batch_get_v2([transfer]) == {PoolName.KV: [False] * 2}
+    assert storage.batch_set_v2([transfer], extra_info=None) == {PoolName.KV: [False] * 2}
+    value = torch.zeros(pool.page_bytes, dtype=torch.uint8)
+    assert (storage.exists(keys[0]), storage.get(keys[0], value), storage.set(keys[0], value)) == (False, None, False)
+    assert caplog.text.count("LMCache failed in") == 9
+
+
 def test_pools_that_cannot_be_kept_exactly_are_left_alone(
     server: CacheServer, backend: MakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def contained(log: logging.Logger, fallback: Any) -> Callable[[Method], Method]:
+def contained(log: logging.Logger, fallback: Any, *, of_arguments: bool = False) -> Callable[[Method], Method]:
     """The root of one call by the engine: an unexpected fault is logged and answered with `fallback`, or with what it
-    returns."""
+    returns, for the call's arguments where `of_arguments`."""
 
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
@@ -21,6 +21,8 @@ def contained(log: logging.Logger, fallback: Any) -> Callable[[Method], Method]:
                 return method(self, *arguments, **keywords)
             except Exception:
                 log.exception("LMCache failed in %s; the engine goes on without it", method.__name__)
+                if of_arguments:
+                    return fallback(*arguments, **keywords)
                 return fallback() if callable(fallback) else fallback
 
         return cast(Method, call)

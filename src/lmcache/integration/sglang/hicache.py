@@ -16,13 +16,14 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import sglang
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
 from lmcache.device.cpu import PagedGroup
 from lmcache.errors import ConfigError, LayoutRefused
+from lmcache.integration.engine.containment import contained
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.instance_id import instance_name
 from lmcache.integration.sglang.flat_page import FlatPage
@@ -37,24 +38,11 @@ log = logging.getLogger("lmcache.sglang")
 _KV = "kv"
 _HASH = re.compile("[0-9a-f]{64}")
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _contained(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
-    """The root of one call by the engine: an unexpected fault is logged and answered with `fallback(*arguments)`."""
-
-    def wrap(method: Method) -> Method:
-        @functools.wraps(method)
-        def call(self: LMCacheHiCacheStorage, *arguments: Any, **named: Any) -> Any:
-            try:
-                return method(self, *arguments, **named)
-            except Exception:
-                log.exception("%s failed", method.__name__)
-                return fallback(*arguments)
-
-        return cast(Method, call)
-
-    return wrap
+_contained = functools.partial(contained, log)
+_contained_keys = functools.partial(contained, log, lambda keys, *rest, **named: [False] * len(keys), of_arguments=True)
+_contained_transfers = functools.partial(
+    contained, log, lambda transfers, *rest, **named: _nothing_of(transfers), of_arguments=True
+)
 
 
 class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
@@ -86,7 +74,7 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if str(host_pool_name) != _KV or _KV not in self._pools:
             self._register(host_pool, str(host_pool_name))
 
-    @_contained(lambda *arguments: None)
+    @_contained(None)
     def _register(self, pool: Any, name: str) -> None:
         replaced = self._pools.pop(name, None)
         if replaced is not None:
@@ -117,20 +105,20 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         )
 
     # ---- pages of the pool for KV ------------------------------------------------------------------------------------
-    @_contained(lambda keys, *rest: 0)
+    @_contained(0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         return _leading(self._probe(_KV, keys))
 
-    @_contained(lambda keys, *rest: [False] * len(keys))
+    @_contained_keys()
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         return self._transfer(PagePool.load, _KV, keys, host_indices)
 
-    @_contained(lambda keys, *rest: [False] * len(keys))
+    @_contained_keys()
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         return self._transfer(PagePool.store, _KV, keys, host_indices)
 
     # ---- pages of several pools --------------------------------------------------------------------------------------
-    @_contained(lambda *arguments: PoolTransferResult.empty())
+    @_contained(PoolTransferResult.empty)
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
@@ -148,11 +136,11 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             restorable = [pages for pages in restorable if pages in allowed]
         return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
-    @_contained(lambda transfers, *rest: _nothing_of(transfers))
+    @_contained_transfers()
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         return self._transfer_all(PagePool.load, transfers)
 
-    @_contained(lambda transfers, *rest: _nothing_of(transfers))
+    @_contained_transfers()
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         return self._transfer_all(PagePool.store, transfers)
 
@@ -165,29 +153,28 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         }
 
     # ---- single pages ------------------------------------------------------------------------------------------------
-    @_contained(lambda *arguments: False)
+    @_contained(False)
     def exists(self, key: str) -> bool:
         return bool(self._probe(_KV, [key])[0])
 
-    @_contained(lambda *arguments: None)
+    @_contained(None)
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         """The tensor `target_location`, of a page's size, with the page: its buffers one behind the other."""
         flat = self._flat_page()
         return target_location if flat is not None and flat.get(_hash(key), target_location) else None
 
-    @_contained(lambda keys, *rest: [None] * len(keys))
     def batch_get(
         self, keys: Sequence[str], target_locations: Sequence[Any] | None = None, target_sizes: Any = None
     ) -> list[Any]:
         return [self.get(key, target) for key, target in zip(keys, target_locations or (), strict=True)]
 
-    @_contained(lambda *arguments: False)
+    @_contained(False)
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """`value`: as in `get`."""
         flat = self._flat_page()
         return flat is not None and flat.set(_hash(key), value)
 
-    @_contained(lambda *arguments: False)
+    @_contained(False)
     def batch_set(
         self,
         keys: Sequence[str],
@@ -198,14 +185,14 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return all(self.set(key, value) for key, value in zip(keys, values or (), strict=True))
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
-    @_contained(lambda *arguments: None)
+    @_contained(None)
     def clear(self) -> None:
         """Empties the server: all tiers, what other engines stored too. Pinned objects stay."""
         pool = self._pools.get(_KV)
         if pool is not None:
             pool.clear()
 
-    @_contained(lambda *arguments: None)
+    @_contained(None)
     def get_stats(self) -> Any:
         """SGLang's StorageMetrics of the calls since the last one; None where it keeps none."""
         if not self._config.enable_storage_metrics:
@@ -227,7 +214,7 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         for pool in self._pools.values():
             pool.check_idle()
 
-    @_contained(lambda *arguments: None)
+    @_contained(None)
     def close(self) -> None:
         """Returns when nothing touches the host pools any more."""
         flat, self._flat = self._flat, None
