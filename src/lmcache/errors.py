@@ -44,6 +44,10 @@ class ServerUnavailable(LMCacheError):
     """No answer within the deadline, or no connection."""
 
 
+class KeyRefused(ServerUnavailable):
+    """The server does not let this client's CURVE key in."""
+
+
 class StaleServer(LMCacheError):
     """Slots or leases of a server that has ended since: they name nothing any more. A load is then a miss."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
 import socket
@@ -203,19 +204,34 @@ def test_how_long_a_refusal_takes_does_not_depend_on_what_is_stored(server: Cach
 
 
 # ---- keys that change ------------------------------------------------------------------------------------------------
-def test_a_removed_key_ends_its_connections_and_others_stay(server: CacheServer, keys: Path) -> None:
+def test_a_removed_key_ends_its_connections_and_others_stay(
+    server: CacheServer, keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with engine(server, keys, "all") as steady:
         assert main(["keygen", "leaver", "--folder", str(keys), "-q"]) == 0
         allow(keys, "leaver", None)
         until(lambda: "CURVE keys were read again" in server.log())
-        with engine(server, keys, "leaver") as leaver:
+        with engine(server, keys, "leaver") as leaver, logged_to(caplog, "lmcache.client"):
             assert leaver.store(leaver.tokens(77)) == 1
             (keys / "clients" / "leaver.pub").unlink()
             until(lambda: "does not let" in fails(leaver))
+            until(lambda: any("does not let" in line for line in caplog.messages))  # an engine's log says why
             assert steady.lookup("r", steady.tokens(77)).chunks == 1
         until(lambda: "removed_or_changed" in (keys / "audit.jsonl").read_text())
         records = [json.loads(line) for line in (keys / "audit.jsonl").read_text().splitlines()]
         assert any(record["detail"]["removed_or_changed"] == ["leaver"] for record in records)
+
+
+@contextlib.contextmanager
+def logged_to(caplog: pytest.LogCaptureFixture, name: str) -> Iterator[None]:
+    """What commands have silenced in this process."""
+    logger = logging.getLogger(name)
+    with caplog.at_level(logging.WARNING, logger=name):
+        logger.addHandler(caplog.handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(caplog.handler)
 
 
 def fails(engine: SmallEngine) -> str:

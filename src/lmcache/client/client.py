@@ -20,7 +20,7 @@ from lmcache import __version__
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
 from lmcache.client.transfer_mode import Transfer, WantedTransfer, agree
 from lmcache.core.address import connect_endpoint
-from lmcache.errors import LMCacheError, RemoteError, ServerUnavailable, VersionError
+from lmcache.errors import KeyRefused, LMCacheError, RemoteError, ServerUnavailable, VersionError
 from lmcache.memory.engine_memory import EngineMemory
 from lmcache.protocol.messages import (
     METHODS,
@@ -240,7 +240,7 @@ class Client:
                 pause_seconds = _FIRST_PAUSE_SECONDS
                 self._beat_until_broken(connection)
             except ServerUnavailable as error:
-                self._become_unavailable(str(error), None)
+                self._become_unavailable(str(error), None, tells=isinstance(error, KeyRefused))
             except LMCacheError as error:
                 self._become_unavailable(str(error), error)
                 pause_seconds = _REFUSED_PAUSE_SECONDS
@@ -407,16 +407,19 @@ class Client:
                 self.hello.server_version,
                 self.hello.server_epoch.hex()[:8],
             )
+        self._logged_refusal = ""
         self._set_state(ClientState.READY, "", None)
 
-    def _become_unavailable(self, reason: str, refusal: LMCacheError | None) -> None:
+    def _become_unavailable(self, reason: str, refusal: LMCacheError | None, *, tells: bool = False) -> None:
+        """Logs the first reason, and later ones of somebody who answers (`refusal`, `tells`) and says another."""
         with self._changed:
             self._ready = None
-        news = self._state is not ClientState.UNAVAILABLE or (refusal is not None and reason != self._logged_refusal)
+        tells = tells or refusal is not None
+        news = self._state is not ClientState.UNAVAILABLE or (tells and reason != self._logged_refusal)
         if news and not self._closing:
             level = logging.DEBUG if self._quiet_start and self.hello is None and refusal is None else logging.WARNING
             log.log(level, "The LMCache server is unavailable, so nothing is cached until it is back: %s", reason)
-        if refusal is not None:
+        if tells:
             self._logged_refusal = reason
         self._set_state(ClientState.UNAVAILABLE, reason, refusal)
 

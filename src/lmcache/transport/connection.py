@@ -23,7 +23,7 @@ import zmq
 
 from lmcache.clock import Clock, SystemClock
 from lmcache.core import limits
-from lmcache.errors import ConfigError, ProtocolError, RemoteError, ServerUnavailable
+from lmcache.errors import ConfigError, KeyRefused, ProtocolError, RemoteError, ServerUnavailable
 from lmcache.transport import wire
 from lmcache.transport.curve_keys import z85_encode
 
@@ -121,6 +121,7 @@ class Connection:
         self._next_call_id = 0
         self._decoders: dict[type[Any], Any] = {}
         self._broken: str = ""
+        self._key_refused = False
         self._closed = False
         self._has_large_answers = False
         self._socket = context.socket(zmq.DEALER)
@@ -266,8 +267,11 @@ class Connection:
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def wait_established(self, seconds: float) -> None:
-        """Waits for the greeting of the other side. ServerUnavailable when it does not come."""
+        """Waits for the greeting of the other side. ServerUnavailable when it does not come, KeyRefused when it is a
+        refusal."""
         self._watch(seconds, lambda: self._established)
+        if self._key_refused:
+            raise KeyRefused(self._broken)
         if self._broken or not self._established:
             raise ServerUnavailable(self._broken or f"Nothing answers at {self.endpoint}.")
 
@@ -383,6 +387,7 @@ class Connection:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._key_refused = True
                 self._break(f"The server at {self.endpoint} does not let this client's CURVE key in.")
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._break(
