@@ -75,10 +75,10 @@ class AuditLog:
         """The same for somebody who may not ask, and who can ask as often as the network lets him: neither the disk nor
         the log of the server is filled. The action `refused` counts those that got no line of their own."""
         with self._refusing:
-            now = self._clock.monotonic()
-            gained = (now - self._refused_at) * _REFUSALS_PER_SECOND
+            asked_at = self._clock.monotonic()
+            gained = (asked_at - self._refused_at) * _REFUSALS_PER_SECOND
             self._refusals_left = min(float(MAX_AUDIT_REFUSALS_AT_ONCE), self._refusals_left + gained)
-            self._refused_at = now
+            self._refused_at = asked_at
             if self._refusals_left < 1:
                 self._refusals_left_out += 1
                 return

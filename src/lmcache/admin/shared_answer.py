@@ -32,10 +32,9 @@ class SharedAnswer(Generic[T]):
         return await asyncio.shield(self._next)
 
     async def _run(self) -> T:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        self._budget = min(float(BURST), self._budget + (now - self._refilled_at) / REFILL_SECONDS)
-        self._refilled_at = now
+        asked_at = asyncio.get_running_loop().time()
+        self._budget = min(float(BURST), self._budget + (asked_at - self._refilled_at) / REFILL_SECONDS)
+        self._refilled_at = asked_at
         self._budget -= 1
         if self._budget < 0:
             await asyncio.sleep(-self._budget * REFILL_SECONDS)

@@ -140,7 +140,7 @@ def engines(status: Mapping[str, Any]) -> Iterator[Verdict]:
 def adapters(status: Mapping[str, Any]) -> Iterator[Verdict]:
     for adapter in status["l2"]["adapters"]:
         name = f"adapter {adapter['name']}"
-        paused = [what for what in ("loads", "stores") if adapter[f"{what}_suspended"]]
+        paused = [transfers for transfers in ("loads", "stores") if adapter[f"{transfers}_suspended"]]
         if paused:
             remedy = "the server's log says why; it tries again by itself and goes on when its backend is well."
             yield Verdict(name, PROBLEM, f"{' and '.join(paused)} are suspended after faults", remedy)

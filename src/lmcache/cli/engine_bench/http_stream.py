@@ -52,8 +52,10 @@ class Endpoint:
             raise RequestFailed(f"no connection within {self.silence_seconds:g} s") from None
         except OSError as error:
             raise RequestFailed(f"no connection: {_reason(error)}") from None
-        named = f"[{host}]" if ":" in host else host
-        connection = Connection(reader, writer, self, f"{named}:{port}" if port else named, path.removesuffix("/v1"))
+        shown_host = f"[{host}]" if ":" in host else host
+        connection = Connection(
+            reader, writer, self, f"{shown_host}:{port}" if port else shown_host, path.removesuffix("/v1")
+        )
         try:
             yield connection
         except (OSError, EOFError, ValueError) as error:  # ValueError: a line without end, a size that is none

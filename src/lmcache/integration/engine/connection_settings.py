@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lmcache.client.client import Client
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
@@ -26,6 +26,7 @@ _TRANSFER = "lmcache.mp.transfer_mode"
 _CURVE_SERVER, _CURVE_CLIENT = "lmcache.mp.curve_server_key_file", "lmcache.mp.curve_client_key_file"
 _KEYS = (_CURVE_SERVER, _CURVE_CLIENT, _HOST, _PORT, _HEARTBEAT, _TRANSFER)
 DEFAULT_HEARTBEAT_SECONDS = 10.0
+Default = TypeVar("Default")
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,9 @@ def _curve(extra: Mapping[str, Any]) -> CurveFiles | None:
     return files
 
 
-def read_seconds(extra: Mapping[str, Any], key: str) -> float:
+def read_seconds(extra: Mapping[str, Any], key: str, default: Default) -> float | Default:
+    if key not in extra:
+        return default
     seconds = _number(extra[key])
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{key} is {extra[key]!r}; it must be a number of seconds above 0.")

@@ -89,13 +89,13 @@ class ConnectorSettings(ConnectionSettings):
         url, curve = connection["url"], connection["curve"]
         return cls(
             **connection,
-            mq_timeout_seconds=read_seconds(extra, _TIMEOUT) if _TIMEOUT in extra else None,
+            mq_timeout_seconds=read_seconds(extra, _TIMEOUT, None),
             save_decode_cache=read_flag(extra, _SAVE_DECODE, default=False),
             load_or_recompute=read_flag(extra, _LOAD_OR_RECOMPUTE, default=True),
             lossy_serde=_lossy_serde(extra),
             autostart=_autostart(extra, url, curve) if read_flag(extra, _AUTOSTART, default=False) else None,
-            wait_timeout_seconds=read_seconds(extra, _WAIT_TIMEOUT) if _WAIT_TIMEOUT in extra else DEFAULT_WAIT_SECONDS,
-            lookup_timeout_seconds=read_seconds(extra, _LOOKUP_TIMEOUT) if _LOOKUP_TIMEOUT in extra else LOOKUP_SECONDS,
+            wait_timeout_seconds=read_seconds(extra, _WAIT_TIMEOUT, DEFAULT_WAIT_SECONDS),
+            lookup_timeout_seconds=read_seconds(extra, _LOOKUP_TIMEOUT, LOOKUP_SECONDS),
         )
 
 
