@@ -9,7 +9,7 @@ SOURCES := $(shell git ls-files native src pyproject.toml CMakeLists.txt 2>/dev/
 NIGHTLY := $(addprefix nightly-,shapes engine faults kill simulation contract http random cap others)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dist docs test unit one lint format native native-test nightly soak bench clean $(NIGHTLY)
+.PHONY: help demo dist docs test unit one lint format native native-test nightly matrix soak bench clean $(NIGHTLY)
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -77,6 +77,10 @@ nightly-cap: ## 10 GB under a cap, 200,000 salts
 nightly-others: ## slow tests that no other part has
 $(NIGHTLY): nightly-%: $(READY)
 	$(PY) scripts/nightly.py $* -- $(PYTEST)
+
+VLLM ?=
+matrix: $(READY) ## the connector with every version of vLLM, or VLLM="0.31.0 0.33.0"; writes the tested matrix of README and doctor
+	$(PY) scripts/engine_matrix.py $(VLLM)
 
 SOAK ?= 7200
 soak: $(READY) ## mixed traffic for two hours (SOAK=seconds), a quarter of it without vLLM: memory flat, nothing held at the end

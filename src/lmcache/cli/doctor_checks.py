@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmcache.cli.output import bytes_text
+from lmcache.cli.tested_engines import judge, tested_engines
 from lmcache.core.limits import GIB, MIB
 from lmcache.memory.header import HEADER_BYTES, is_ours
 from lmcache.memory.memory_limit import MemoryProbe
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 DIRECTORY = Path("/dev/shm")
-SUPPORTED_VLLM = "0.32"
 _BLOCK_BYTES = 4096
 _TIMEX_BYTES = 512  # struct timex and to spare; zeros only ask
 _ENGINE_SECONDS = 180.0
@@ -277,11 +277,9 @@ def engine(import_it: bool) -> list[Verdict]:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
         return [Verdict("vLLM", NOTE, "not installed for this Python; the server does not need it, engines do")]
-    if version.startswith(SUPPORTED_VLLM + ".") or version == SUPPORTED_VLLM:
-        verdicts = [Verdict("vLLM", OK, version)]
-    else:
-        remedy = f"use vLLM {SUPPORTED_VLLM}, or see that the connector below loads and test it."
-        verdicts = [Verdict("vLLM", NOTE, f"{version}; tested with {SUPPORTED_VLLM}", remedy)]
+    known, finding = judge(version, tested_engines())
+    remedy = "" if known else "use one of those, or see that the connector below loads and test it."
+    verdicts = [Verdict("vLLM", OK if known else NOTE, f"{version}: {finding}", remedy)]
     if import_it:
         verdicts.append(_connector())
     return verdicts

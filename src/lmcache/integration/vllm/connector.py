@@ -319,9 +319,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.scheduler_side is None:
             return
         if missing := missing_in_pool(pool):
-            log.error("This engine runs uncached: its block pool has no %s", ", ".join(missing))
-            self.scheduler_side.close()
-            self.scheduler_side = None
+            self.run_uncached(f"The engine's block pool has no {', '.join(missing)}.")
             return
         self.scheduler_side.bind(pool, block_table)
         reset_pool = pool.reset_prefix_cache
@@ -331,6 +329,13 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return bool(reset_pool())
 
         pool.reset_prefix_cache = reset_without_pins
+
+    def run_uncached(self, reason: str) -> None:
+        """From the start on. `reason`: a sentence for the log."""
+        side, self.scheduler_side = self.scheduler_side, None
+        if side is not None:
+            log.error("This engine runs uncached: %s", reason)
+            side.close()
 
     @_contained(None)
     def on_new_request(self, request: Any) -> None:

@@ -122,9 +122,16 @@ class LMCacheConnectorV1Impl:
         return self._inner.request_finished(request, block_ids)
 
     def _bind(self) -> None:
-        if not self._is_bound:
-            self._is_bound = True
-            self._inner.bind_kv_cache_manager(self._parent._kv_cache_manager)
+        if self._is_bound:
+            return
+        self._is_bound = True
+        manager = getattr(self._parent, "_kv_cache_manager", None)
+        if manager is not None:
+            self._inner.bind_kv_cache_manager(manager)
+        else:
+            self._inner.run_uncached(
+                "LMCacheConnectorV1 of this version of vLLM does not know the engine's blocks; use LMCacheMPConnector."
+            )
 
     def _load_ended(self, request_id: str) -> None:
         """Of a request that is scheduled anew, or over: frames are verified as they are copied, so that a lease which

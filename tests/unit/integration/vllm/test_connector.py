@@ -14,6 +14,7 @@ from lmcache.integration.engine.connector_metadata import ConnectorMetadata
 from lmcache.integration.engine.worker_side import EndedLoads
 from lmcache.integration.vllm import connector as module
 from lmcache.integration.vllm.connector import LMCacheMPConnector
+from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
 
 pytestmark = pytest.mark.engine
 
@@ -104,7 +105,7 @@ def test_a_pool_whose_blocks_cannot_be_pinned_is_not_used(caplog: pytest.LogCapt
     made.bind_kv_cache_manager(manager)
     assert closed
     assert made.scheduler_side is None
-    assert "This engine runs uncached: its block pool has no blocks" in caplog.text
+    assert "This engine runs uncached: The engine's block pool has no blocks, null_block" in caplog.text
 
 
 def test_memory_that_goes_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,3 +120,14 @@ def test_memory_that_goes_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> Non
     made.restore_kv_caches()
     assert registered == [{"layer": "tensor"}]
     assert LMCacheMPConnector.supports_sleep_mode(None)
+
+
+def test_the_name_for_an_engine_inside_needs_the_engines_block_tables(caplog: pytest.LogCaptureFixture) -> None:
+    side = SimpleNamespace(close=lambda: None, matched_tokens=lambda request, computed: (256, True))
+    impl = LMCacheConnectorV1Impl.__new__(LMCacheConnectorV1Impl)
+    for name, value in {"_inner": connector(scheduler_side=side), "_parent": SimpleNamespace()}.items():
+        setattr(impl, name, value)
+    impl._is_bound, impl._whole_hits, impl._loading = False, set(), set()  # noqa: SLF001
+    assert impl.get_num_new_matched_tokens(SimpleNamespace(request_id="a"), 0) == 0
+    impl.update_state_after_alloc(SimpleNamespace(request_id="a"), 0)
+    assert caplog.text.count("use LMCacheMPConnector") == 1

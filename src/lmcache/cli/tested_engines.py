@@ -1,0 +1,59 @@
+"""The versions of vLLM that were tested with this package, as `make matrix` found them (`tested_engines.json`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FILE = Path(__file__).with_suffix(".json")
+PASSED = "passed"
+_ON_CPU, _ITS_PARTS = "engine on CPU", "its scheduler, without a device"
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """`scenarios`: what each came to, "passed" or else. `runs`: it ran as a whole; otherwise its own scheduler and
+    connector interface ran against both sides of the connector, with blocks that no model filled. `tokens` and `kv`:
+    digests of what it answered and kept in its KV cache, equal where two versions compute the same."""
+
+    version: str
+    runs: bool
+    scenarios: Mapping[str, str] = field(default_factory=dict)
+    tokens: str = ""
+    kv: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.scenarios) and set(self.scenarios.values()) == {PASSED}
+
+
+def tested_engines() -> tuple[EngineResult, ...]:
+    """In the order of their versions."""
+    return tuple(EngineResult(**entry) for entry in json.loads(FILE.read_text()))
+
+
+def markdown_table(engines: Sequence[EngineResult]) -> str:
+    """The README's table: a line a version."""
+    lines = ["| vLLM | ran as | passed |", "|---|---|---|"]
+    for engine in engines:
+        how = _ON_CPU if engine.runs else _ITS_PARTS
+        results = [name if what == PASSED else f"{name}: **{what}**" for name, what in engine.scenarios.items()]
+        lines.append(f"| {engine.version} | {how} | {', '.join(results)} |")
+    return "\n".join(lines)
+
+
+def judge(version: str, engines: Sequence[EngineResult]) -> tuple[bool, str]:
+    """(whether nothing needs to be said, what is known of this version of vLLM). The part behind a + is the build's."""
+    release = version.partition("+")[0]
+    whole = [engine.version for engine in engines if engine.runs and engine.passed]
+    found = next((engine for engine in engines if engine.version == release), None)
+    if found is None:
+        return False, f"not tested; {', '.join(whole)} are"
+    if not found.passed:
+        failed = [name for name, what in found.scenarios.items() if what != PASSED]
+        return False, f"tested, and {', '.join(failed)} failed; {', '.join(whole)} passed everything"
+    if not found.runs:
+        return True, "tested by its own scheduler and connector interface, not as a whole engine"
+    return True, "tested as a whole engine on CPU"

@@ -1,0 +1,64 @@
+"""What is said of a version of vLLM is what `make matrix` found, here, in the README and by `lmcache doctor`."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_matrix import README, RUN_ON_CPU, SOURCES_ONLY, readme_with_table
+from install_cpu_engine import VLLM_VERSION
+from lmcache.cli import doctor_checks
+from lmcache.cli.tested_engines import EngineResult, judge, markdown_table, tested_engines
+
+ENGINES = (
+    EngineResult("0.30.0", True, {"cold": "passed", "l1 hit": "passed"}),
+    EngineResult("0.31.0", True, {"cold": "passed", "l1 hit": "failed"}),
+    EngineResult("0.33.0", False, {"connector interface": "passed"}),
+)
+
+
+def test_the_readme_has_the_table_of_the_file() -> None:
+    assert README.read_text() == readme_with_table(), "run scripts/engine_matrix.py --readme"
+
+
+def test_the_file_says_only_what_the_matrix_runs() -> None:
+    found = {engine.version: engine for engine in tested_engines()}
+    assert set(found) <= {*RUN_ON_CPU, *SOURCES_ONLY}
+    assert {version for version, engine in found.items() if engine.runs} == set(RUN_ON_CPU) & set(found)
+    assert found[VLLM_VERSION].passed
+
+
+@pytest.mark.parametrize(
+    ("version", "is_known", "finding"),
+    [
+        ("0.30.0", True, "tested as a whole engine on CPU"),
+        ("0.30.0+cpu", True, "tested as a whole engine on CPU"),
+        ("0.30.1", False, "not tested; 0.30.0 are"),
+        ("0.31.0", False, "tested, and l1 hit failed; 0.30.0 passed everything"),
+        ("0.33.0", True, "tested by its own scheduler and connector interface, not as a whole engine"),
+    ],
+)
+def test_what_is_known_of_a_version(version: str, is_known: bool, finding: str) -> None:
+    assert judge(version, ENGINES) == (is_known, finding)
+
+
+def test_doctor_says_whether_the_engine_that_it_finds_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdict_of(version: str) -> doctor_checks.Verdict:
+        monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+        (verdict,) = doctor_checks.engine(False)
+        return verdict
+
+    tested = verdict_of(f"{VLLM_VERSION}+cpu")
+    assert (tested.level, tested.remedy) == (doctor_checks.OK, "")
+    assert tested.found == f"{VLLM_VERSION}+cpu: tested as a whole engine on CPU"
+    other = verdict_of("0.99.0")
+    assert other.level == doctor_checks.NOTE
+    assert "0.99.0: not tested" in other.found
+    assert VLLM_VERSION in other.found
+
+
+def test_a_scenario_that_failed_stands_out_in_the_table() -> None:
+    table = markdown_table(ENGINES).splitlines()
+    assert table[2:4] == [
+        "| 0.30.0 | engine on CPU | cold, l1 hit |",
+        "| 0.31.0 | engine on CPU | cold, l1 hit: **failed** |",
+    ]

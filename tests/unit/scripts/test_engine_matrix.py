@@ -1,0 +1,38 @@
+"""What the results of a run become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine_matrix import parts_of_engine, whole_engine
+from lmcache.cli.tested_engines import EngineResult
+
+CASES = """<testsuites><testsuite>
+<testcase classname="e2e.test_engine_matrix" name="test_cold">
+  <properties><property name="tokens" value="t"/><property name="kv" value="k"/></properties></testcase>
+<testcase classname="e2e.test_engine_matrix" name="test_l1_hit"><failure/></testcase>
+<testcase classname="e2e.test_engine_matrix" name="test_abort"><error/></testcase>
+</testsuite></testsuites>"""
+PARTS = """<testsuites><testsuite>
+<testcase classname="tests.simulation.test_connector" name="test_a"/>
+<testcase classname="tests.simulation.test_connector" name="test_b"><failure/></testcase>
+<testcase classname="tests.simulation.test_connector" name="test_c"/>
+<testcase classname="tests.unit.integration.vllm.test_connector" name="test_d"/>
+</testsuite></testsuites>"""
+
+
+def test_a_whole_engine_has_a_result_for_each_scenario(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(CASES)
+    found = whole_engine(EngineResult("1", True), report)
+    assert found.scenarios == {"cold": "passed", "l1 hit": "failed", "abort": "failed"}
+    assert (found.tokens, found.kv, found.passed) == ("t", "k", False)
+
+
+def test_parts_of_an_engine_fail_as_soon_as_a_test_of_them_does(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(PARTS)
+    assert parts_of_engine(EngineResult("1", False), report).scenarios == {
+        "both sides of the connector in its scheduler": "failed",
+        "connector interface": "passed",
+    }
