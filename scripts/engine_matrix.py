@@ -108,7 +108,9 @@ def run(version: str) -> EngineResult:
     print(f"==== vLLM {version}", flush=True)
     command = [str(interpreter), "-m", "pytest", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     command += WHOLE if whole else PARTS
-    subprocess.run(command, cwd=ROOT, timeout=_SECONDS)
+    code = subprocess.run(command, cwd=ROOT, timeout=_SECONDS).returncode
+    if code < 0:
+        raise SystemExit(f"The run with vLLM {version} was ended by signal {-code}: nothing is known of it.")
     found = EngineResult(version, whole)
     if not report.exists():
         return replace(found, scenarios={"start": "failed"})

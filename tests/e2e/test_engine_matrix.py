@@ -48,6 +48,15 @@ def check_loaded(stack: Stack) -> int:
     return loaded
 
 
+def check_hits(stack: Stack, cold: list[Completion]) -> None:
+    def all_hit() -> None:
+        warm = ask_all(stack)
+        assert [answer.token_ids for answer in warm] == [answer.token_ids for answer in cold]
+        assert [answer.cached_tokens for answer in warm] == [whole_chunks(length) for length in LENGTHS]
+
+    stack.unless_machine_stood_still(all_hit)
+
+
 class Run:
     """One engine, and what it computed cold."""
 
@@ -59,12 +68,7 @@ class Run:
         self.stored: Mapping[str, str] = stack.rpc("kv_seen")[0]["stored"]
 
     def answers_again(self) -> None:
-        def all_hit() -> None:
-            warm = ask_all(self.stack)
-            assert [answer.token_ids for answer in warm] == [answer.token_ids for answer in self.cold]
-            assert [answer.cached_tokens for answer in warm] == [whole_chunks(length) for length in LENGTHS]
-
-        self.stack.unless_machine_stood_still(all_hit)
+        check_hits(self.stack, self.cold)
         assert check_loaded(self.stack) == CHUNKS
         self.stack.wait_clean()
 
@@ -146,11 +150,8 @@ def test_tensor_parallel_2(llama: Path, start_stack: Callable[..., Stack]) -> No
     stack.rpc("kv_watch")
     cold = ask_all(stack)
     stack.wait_stored(2 * CHUNKS, in_l2=True)
-    for tier in ("", "l1"):
-        if tier:
-            stack.server.clear(tier)
-        warm = ask_all(stack)
-        assert [answer.token_ids for answer in warm] == [answer.token_ids for answer in cold]
-        assert [answer.cached_tokens for answer in warm] == [whole_chunks(length) for length in LENGTHS]
+    check_hits(stack, cold)
+    stack.server.clear("l1")
+    check_hits(stack, cold)
     assert check_loaded(stack) == 2 * CHUNKS
     stack.wait_clean()
