@@ -26,7 +26,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from install_cpu_engine import NOT_NEEDED, pip_install
-from lmcache.cli.tested_engines import FILE, PASSED, EngineResult, markdown_table, tested_engines
+from lmcache.cli.tested_engines import FILE, PASSED, EngineResult, known_engines, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ROOT / "build" / "engines"
@@ -145,7 +145,7 @@ def result_of(case: ElementTree.Element) -> str:
 
 
 def write(found: list[EngineResult]) -> None:
-    known = {engine.version: engine for engine in (tested_engines() if FILE.exists() else ())}
+    known = {engine.version: engine for engine in (known_engines() if FILE.exists() else ())}
     known.update({engine.version: engine for engine in found})
     ordered = sorted(known.values(), key=lambda engine: [int(part) for part in engine.version.split(".")])
     FILE.write_text(json.dumps([asdict(engine) for engine in ordered], indent=2) + "\n")
@@ -154,7 +154,7 @@ def write(found: list[EngineResult]) -> None:
 def readme_with_table() -> str:
     before, _, rest = README.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    return before + BEGIN + markdown_table(tested_engines()) + "\n" + end + after
+    return before + BEGIN + markdown_table(known_engines()) + "\n" + end + after
 
 
 def main(arguments: list[str]) -> int:

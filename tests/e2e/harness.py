@@ -18,6 +18,7 @@ from support.network import Network
 from support.stand_stills import StandStills
 
 GIVEN_UP = "The LMCache server does not answer"  # what the engine says then
+CONNECTED = "Connected to the LMCache server"  # what each process of the engine says once it asks the server again
 PACKAGE_PARENT = Path(lmcache.__file__).parents[1]  # of the package under test, installed or not
 TESTS = Path(__file__).parents[1]
 PROBE = "e2e.worker_probe.KVProbe"
@@ -180,9 +181,12 @@ class Stack:
 
     # ---- the server --------------------------------------------------------------------------------------------------
     def restart_server(self) -> None:
+        connected = self.engine.log().count(CONNECTED)
         self.server = self._new_server(self.server)
         self.server.wait_ready()
         self.wait_registered()
+        # The server knows of the scheduler a moment before the scheduler does, and until then a request is a miss.
+        until(lambda: self.engine.log().count(CONNECTED) - connected > self._workers, tell=self.engine.log)
 
     def replace_server(self, flags: Sequence[str] = (), **options: Any) -> None:
         """Another server, which is ready, takes the address of this one in the moment that this one is killed."""
@@ -203,7 +207,7 @@ class Stack:
         def registered() -> bool:
             self.engine.check_alive()
             instances = self.server.status()["instances"]
-            return any(len(instance["workers"]) == self._workers for instance in instances)
+            return any(entry["model_name"] and len(entry["workers"]) == self._workers for entry in instances)
 
         until(registered, tell=self.server.status)
 

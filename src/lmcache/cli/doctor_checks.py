@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmcache.cli.output import bytes_text
-from lmcache.cli.tested_engines import judge, tested_engines
+from lmcache.cli.tested_engines import judge, known_engines
 from lmcache.core.limits import GIB, MIB
 from lmcache.memory.header import HEADER_BYTES, is_ours
 from lmcache.memory.memory_limit import MemoryProbe
@@ -277,7 +277,7 @@ def engine(import_it: bool) -> list[Verdict]:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
         return [Verdict("vLLM", NOTE, "not installed for this Python; the server does not need it, engines do")]
-    known, finding = judge(version, tested_engines())
+    known, finding = judge(version, known_engines())
     remedy = "" if known else "use one of those, or see that the connector below loads and test it."
     verdicts = [Verdict("vLLM", OK if known else NOTE, f"{version}: {finding}", remedy)]
     if import_it:

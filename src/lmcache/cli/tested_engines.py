@@ -29,7 +29,7 @@ class EngineResult:
         return bool(self.scenarios) and set(self.scenarios.values()) == {PASSED}
 
 
-def tested_engines() -> tuple[EngineResult, ...]:
+def known_engines() -> tuple[EngineResult, ...]:
     """In the order of their versions."""
     return tuple(EngineResult(**entry) for entry in json.loads(FILE.read_text()))
 
