@@ -17,7 +17,7 @@ import pytest
 from e2e.harness import Stack, until
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import LlamaShape, make_llama, sample_tokens
-from support.tiny_heads import make_glm_with_mtp, make_with_eagle, make_with_medusa
+from support.tiny_heads import make_deepseek_with_mtp, make_glm_with_mtp, make_with_eagle, make_with_medusa
 from support.tiny_hybrids import make_gemma3n, make_gpt_oss, make_llama4, make_qwen3_next
 from support.tiny_shapes import make_deepseek_v2, make_gemma3, make_qwen3
 
@@ -92,6 +92,7 @@ SHAPES: dict[str, Shape] = {
     "draft model": Shape(make_with_draft, flags=("--speculative-config", DRAFT), accepts_drafts=True),
     "EAGLE": Shape(make_with_eagle, flags=("--speculative-config", EAGLE), **HEAD, always=True),
     "MTP": Shape(make_glm_with_mtp, flags=("--speculative-config", MTP), **HEAD),
+    "MLA with MTP": Shape(make_deepseek_with_mtp, flags=("--speculative-config", MTP), **MLA),
     "Medusa": Shape(make_with_medusa, flags=("--speculative-config", MEDUSA)),
     "attention sinks": Shape(make_gpt_oss),
     "chunked attention": Shape(make_llama4, hit_chunks=3),  # ends within a chunk of the model's 512 tokens

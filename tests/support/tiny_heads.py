@@ -95,6 +95,42 @@ def make_glm_with_mtp(folder: Path) -> Path:
     return _add_mtp(folder, size)
 
 
+def make_deepseek_with_mtp(folder: Path) -> Path:
+    """A DeepSeek-V3 of one layer with latent KV (MLA), and its MTP head."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    size = 256
+    save_model(
+        folder,
+        lambda: DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                hidden_size=size,
+                intermediate_size=512,
+                moe_intermediate_size=128,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                kv_lora_rank=512,
+                q_lora_rank=None,
+                qk_nope_head_dim=128,
+                qk_rope_head_dim=64,
+                v_head_dim=128,
+                n_routed_experts=4,
+                n_shared_experts=1,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                topk_method="noaux_tc",
+                first_k_dense_replace=0,
+                num_nextn_predict_layers=1,
+                tie_word_embeddings=False,
+                **common_settings(),
+            )
+        ),
+    )
+    return _add_mtp(folder, size)
+
+
 def _add_mtp(folder: Path, size: int) -> Path:
     """Behind the model's only layer the one that MTP checkpoints have there: the same, and what leads to it."""
     import torch
