@@ -82,6 +82,11 @@ VLLM ?=
 matrix: $(READY) ## the connector with every version of vLLM, or VLLM="0.31.0 0.33.0"; writes the tested matrix of README and doctor
 	$(PY) scripts/engine_matrix.py $(VLLM)
 
+SGLANG := .venv-sglang
+sglang: $(READY) $(STAMPS)/sglang ## a real SGLang on CPU, in an environment of its own: the same tokens computed and loaded
+	$(SGLANG)/bin/python -m pip install --quiet .
+	$(PY) -m pytest tests/hicache
+
 SOAK ?= 7200
 soak: $(READY) ## mixed traffic for two hours (SOAK=seconds), a quarter of it without vLLM: memory flat, nothing held at the end
 	TEST_SOAK_SECONDS=$$(($(SOAK) / 4)) $(PY) -m pytest -s tests/process/test_soak.py
@@ -98,7 +103,7 @@ docs: $(STAMPS)/docs ## the documentation as a site in build/site; a broken link
 	$(VENV)/bin/zensical build --strict --config-file mkdocs.yml
 
 clean: ## removes builds and the environment
-	rm -rf build dist $(VENV) src/lmcache/_native*
+	rm -rf build dist $(VENV) $(SGLANG) src/lmcache/_native*
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -123,6 +128,11 @@ $(STAMPS)/docs: pyproject.toml | $(PY)
 # What the tests of remote tiers run against.
 $(STAMPS)/services: scripts/install_services.py $(STAMPS)/tools | $(PY)
 	$(PY) scripts/install_services.py
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/sglang: scripts/install_sglang.py
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python scripts/install_sglang.py
 	@mkdir -p $(@D) && touch $@
 
 # The engine comes first, so that it and not this package decides the versions of what both need.

@@ -1,0 +1,65 @@
+"""A real SGLang keeps its pages in the cache server: the same tokens computed, loaded, and after a restart of both."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from hicache.harness import PAGE_TOKENS, PYTHON, SGLangServer
+from lmcache.testing.processes import CacheServer
+from lmcache.testing.tiny_models import make_llama
+from polling import until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make sglang` installs SGLang into an environment of its own"),
+]
+
+PAGES = 5
+PROMPT = [random.Random(1).randrange(2, 8000) for _ in range(PAGES * PAGE_TOKENS + 20)]
+OTHER = [random.Random(2).randrange(2, 8000) for _ in range(PAGES * PAGE_TOKENS + 20)]
+
+
+def cache_server(folder: Path, port: int | None = None) -> CacheServer:
+    server = CacheServer(folder, l1_size_gb=0.25, l2_folder=folder / "l2", port=port, log_name=f"cache-{port}.log")
+    server.wait_ready()
+    return server
+
+
+def test_tokens_are_the_same_computed_loaded_and_after_a_restart(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = make_llama(tmp_path / "model")
+    with cache_server(tmp_path) as cache:
+        with SGLangServer(tmp_path, model, cache.port, log_name="sglang-1.log") as engine:
+            engine.wait_ready()
+            computed = engine.generate(PROMPT)
+            assert computed.cached_tokens == 0
+            until(lambda: cache.status()["l1"]["objects"] >= PAGES, 60.0)
+            other = engine.generate(OTHER)
+            assert other.tokens != computed.tokens, "tokens that do not depend on the prompt prove nothing"
+            until(engine.flush, 60.0)
+            loaded = engine.generate(PROMPT)
+            assert loaded.tokens == computed.tokens
+            assert loaded.from_storage == PAGES * PAGE_TOKENS
+            until(lambda: len(list((tmp_path / "l2").rglob("*.data"))) >= 2 * PAGES, 60.0)
+        until(lambda: not cache.status()["instances"], 60.0)
+        assert not cache.status()["l1"]["leased_objects"]
+        cache.kill()
+    with cache_server(tmp_path) as cache, SGLangServer(tmp_path, model, cache.port, log_name="sglang-2.log") as engine:
+        engine.wait_ready()
+        restarted = engine.generate(PROMPT)
+        assert restarted.tokens == computed.tokens
+        assert restarted.from_storage == PAGES * PAGE_TOKENS
+        cache.kill()  # SGLang goes on without it
+        uncached = engine.generate([*OTHER[:PAGE_TOKENS], *PROMPT])
+        assert uncached.from_storage == 0
+        assert engine.generate(OTHER).tokens == other.tokens
+        with cache_server(tmp_path, cache.port) as later:
+            until(lambda: bool(later.status()["instances"]), 60.0)
+            until(engine.flush, 60.0)
+            again = engine.generate(PROMPT)
+            assert again.tokens == computed.tokens
+            assert again.from_storage == PAGES * PAGE_TOKENS
+        assert "Traceback" not in engine.log()
