@@ -85,7 +85,7 @@ matrix: $(READY) ## the connector with every version of vLLM, or VLLM="0.31.0 0.
 SGLANG := .venv-sglang
 sglang: $(READY) $(STAMPS)/sglang ## a real SGLang on CPU, in an environment of its own: the same tokens computed and loaded
 	$(SGLANG)/bin/python -m pip install --quiet .
-	$(PY) -m pytest tests/hicache
+	$(PY) -m pytest -s tests/hicache
 
 SOAK ?= 7200
 soak: $(READY) ## mixed traffic for two hours (SOAK=seconds), a quarter of it without vLLM: memory flat, nothing held at the end

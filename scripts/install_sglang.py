@@ -1,4 +1,4 @@
-"""Installs SGLang into the environment that runs this script, one of its own: it wants another torch than vLLM.
+"""Installs SGLang into the environment that runs this script, one of its own: it asks for other versions than vLLM.
 
 The wheel asks for CUDA libraries and kernels that a machine without a GPU neither needs nor can use. So it goes in
 without its dependencies, followed by the plain packages that its modules import; tests/hicache/shim stands in for

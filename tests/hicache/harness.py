@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +16,16 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("TEST_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
 PAGE_TOKENS = 64
 START_SECONDS = 600.0
+STARTED = "The server is fired up and ready to roll!"
 
 
 class Answer(NamedTuple):
-    """Of one request. `from_storage`: how many tokens of the prompt came from the cache server."""
+    """Of one request, and how long it took. `from_storage`: tokens of the prompt that came from the cache server."""
 
     tokens: tuple[int, ...]
     cached_tokens: int
     from_storage: int
+    seconds: float
 
 
 class SGLangServer(ManagedProcess):
@@ -69,14 +72,20 @@ class SGLangServer(ManagedProcess):
             "input_ids": prompt,
             "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
         }
+        began = time.monotonic()
         status, answer = http_json(self.port, "POST", "/generate", body, timeout_seconds=300.0)
+        seconds = time.monotonic() - began
         assert status == 200, answer
         meta = answer["meta_info"]
         details = meta.get("cached_tokens_details") or {}
-        return Answer(tuple(answer["output_ids"]), meta["cached_tokens"], details.get("storage", 0))
+        return Answer(tuple(answer["output_ids"]), meta["cached_tokens"], details.get("storage", 0), seconds)
 
     def flush(self) -> bool:
         """Empties SGLang's own caches; False while requests are under way."""
         with contextlib.suppress(OSError):
             return http_json(self.port, "POST", "/flush_cache", timeout_seconds=30.0)[0] == 200
         return False
+
+    def log_since_started(self) -> str:
+        """What comes before may hold a traceback of SGLang's own: it calls itself before it listens."""
+        return self.log().split(STARTED, 1)[1]
