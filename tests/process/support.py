@@ -7,6 +7,7 @@ import struct
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,9 +27,10 @@ from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import TOKEN_BYTES, pack_tokens
 from lmcache.server import Server
 from lmcache.startup import Plan
-from lmcache.testing.processes import free_port
+from lmcache.testing.processes import CacheServer, free_port
 from lmcache.tiering.policy_selection import select_prefetch_policy, select_store_policy
 from lmcache.transport.curve_keys import CurveFiles
+from polling import until
 
 LAYOUT = "5e" * 16
 CALL_SECONDS = 20.0
@@ -48,6 +50,30 @@ def server_within(environment: Environment = SYSTEM, **settings: Any) -> Iterato
         yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def checked_server(folder: Path, l1_size_gb: float) -> Iterator[CacheServer]:
+    """A server as a process. Unless the test ended it, at the end nothing is held, nothing went wrong in its log, and
+    it stops with code 0."""
+    with CacheServer(folder, l1_size_gb=l1_size_gb) as server:
+        try:
+            server.wait_ready()
+            yield server
+            if server.alive():
+                until(lambda: not held(server))
+                assert "Traceback" not in server.log()
+                assert server.stop() == 0
+        finally:
+            (Path("/dev/shm") / server.shm_name).unlink(missing_ok=True)
+
+
+def held(server: CacheServer) -> list[int]:
+    """What engines have not given back yet: empty when nothing."""
+    status = server.status()
+    l1 = status["l1"]
+    counts = [*(status[name] for name in ("sessions", "leases", "reservations")), l1["staged"], l1["leased_objects"]]
+    return [count for count in counts if count]
 
 
 class SmallEngine:

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from lmcache.errors import ConfigError  # noqa: E402
 from lmcache.testing.processes import CacheServer  # noqa: E402
 from polling import until  # noqa: E402
+from process.support import checked_server  # noqa: E402
 from support.sglang_stand_in import (  # noqa: E402
     HostPool,
     PoolHitPolicy,
@@ -32,13 +33,8 @@ MakeBackend = Callable[..., Any]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[CacheServer]:
-    with CacheServer(tmp_path, l1_size_gb=0.0625) as server:
-        server.wait_ready()
+    with checked_server(tmp_path, 0.0625) as server:
         yield server
-        if server.alive():
-            until(lambda: not held(server))
-            assert "Traceback" not in server.log()
-        (Path("/dev/shm") / server.shm_name).unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -67,12 +63,6 @@ def idle(storage: Any) -> bool:
     except AssertionError:
         return False
     return True
-
-
-def held(server: CacheServer) -> list[int]:
-    status = server.status()
-    l1 = status["l1"]
-    return [n for n in (status["sessions"], status["leases"], status["reservations"], l1["leased_objects"]) if n]
 
 
 @pytest.mark.parametrize("mode", ["shm", "socket"])

@@ -23,31 +23,19 @@ from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer
 from polling import until
-from process.support import CALL_SECONDS, SmallEngine, split, unpack_slots
+from process.support import CALL_SECONDS, SmallEngine, checked_server, split, unpack_slots
 
 PAYLOAD = 3 * MAX_PAYLOAD_PART_BYTES // 2  # a frame goes in two parts
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[CacheServer]:
-    with CacheServer(tmp_path, l1_size_gb=0.125) as server:
-        server.wait_ready()
+    with checked_server(tmp_path, 0.125) as server:
         yield server
-        if server.alive():
-            until(lambda: not held(server))
-            assert "Traceback" not in server.log()
-            assert server.stop() == 0
-        (Path("/dev/shm") / server.shm_name).unlink(missing_ok=True)
 
 
 def over_socket(server: CacheServer, **options: Any) -> SmallEngine:
     return SmallEngine(server.port, transfer=WantedTransfer.SOCKET, payload_bytes=PAYLOAD, **options)
-
-
-def held(server: CacheServer) -> list[int]:
-    status = server.status()
-    l1 = status["l1"]
-    return [n for n in (status["leases"], status["reservations"], l1["staged"], l1["leased_objects"]) if n]
 
 
 def test_both_modes_share_the_same_bytes(server: CacheServer) -> None:

@@ -141,15 +141,7 @@ class PagePool:
     def load(self, hashes: bytes, pages: bytes) -> list[bool]:
         """Whether each page holds what was stored under its hash. What follows a page that is missing is not loaded;
         a page that is not loaded may hold anything."""
-        loaded: list[bool] = []
-        started = self._clock.monotonic()
-        for part, blocks in zip(_parts(hashes, CHUNK_HASH_BYTES), _parts(pages, _BLOCK_BYTES), strict=True):
-            loaded += self._load(part, blocks)
-            if not all(loaded):
-                break
-        with self._lock:
-            self._note_traffic(self._traffic.loads, sum(loaded), started)
-        return loaded + [False] * (len(hashes) // CHUNK_HASH_BYTES - len(loaded))
+        return self._move(self._load, hashes, pages, lambda traffic: traffic.loads)
 
     def _load(self, hashes: bytes, pages: bytes) -> list[bool]:
         count = len(hashes) // CHUNK_HASH_BYTES
@@ -206,15 +198,7 @@ class PagePool:
     # ---- stores ------------------------------------------------------------------------------------------------------
     def store(self, hashes: bytes, pages: bytes) -> list[bool]:
         """Whether the server has each page now."""
-        stored: list[bool] = []
-        started = self._clock.monotonic()
-        for part, blocks in zip(_parts(hashes, CHUNK_HASH_BYTES), _parts(pages, _BLOCK_BYTES), strict=True):
-            stored += self._store(part, blocks)
-            if not all(stored):
-                break
-        with self._lock:
-            self._note_traffic(self._traffic.stores, sum(stored), started)
-        return stored + [False] * (len(hashes) // CHUNK_HASH_BYTES - len(stored))
+        return self._move(self._store, hashes, pages, lambda traffic: traffic.stores)
 
     def _store(self, hashes: bytes, pages: bytes) -> list[bool]:
         count = len(hashes) // CHUNK_HASH_BYTES
@@ -275,10 +259,26 @@ class PagePool:
         elif self._said.due("failure"):
             log.warning("The LMCache server did not give %s, which count as missing: %s", subject, error)
 
-    def _note_traffic(self, calls: deque[tuple[int, float]], pages: int, started: float) -> None:
-        seconds = self._clock.monotonic() - started
-        if pages and seconds > 0:
-            calls.append((pages, pages * self.page_bytes / seconds / 1e9))
+    def _move(
+        self,
+        move_part: Callable[[bytes, bytes], list[bool]],
+        hashes: bytes,
+        pages: bytes,
+        calls: Callable[[PoolTraffic], deque[tuple[int, float]]],
+    ) -> list[bool]:
+        """Whether each page was moved: part by part, to the end of the first part that lacks a page. `calls`: where in
+        the traffic the call is noted."""
+        moved: list[bool] = []
+        started = self._clock.monotonic()
+        for part, blocks in zip(_parts(hashes, CHUNK_HASH_BYTES), _parts(pages, _BLOCK_BYTES), strict=True):
+            moved += move_part(part, blocks)
+            if not all(moved):
+                break
+        seconds, count = self._clock.monotonic() - started, sum(moved)
+        if count and seconds > 0:
+            with self._lock:
+                calls(self._traffic).append((count, count * self.page_bytes / seconds / 1e9))
+        return moved + [False] * (len(hashes) // CHUNK_HASH_BYTES - len(moved))
 
 
 def _parts(packed: bytes, item_bytes: int) -> Sequence[bytes]:
