@@ -368,6 +368,7 @@ class Client:
     def _leave(self, connection: Connection) -> None:
         """What this client held need not wait until the server misses it."""
         with self._changed:
+            self._reason = _CLOSED
             self._ready = None
             owners = list(self._owners)
         self._set_state(ClientState.CLOSED, _CLOSED, None)
@@ -413,6 +414,7 @@ class Client:
     def _become_unavailable(self, reason: str, refusal: LMCacheError | None, *, tells: bool = False) -> None:
         """Logs the first reason, and later ones of somebody who answers (`refusal`, `tells`) and says another."""
         with self._changed:
+            self._reason = reason  # before it is read: calls fail from here on
             self._ready = None
         tells = tells or refusal is not None
         news = self._state is not ClientState.UNAVAILABLE or (tells and reason != self._logged_refusal)

@@ -1,6 +1,7 @@
 import contextlib
 import errno
 import itertools
+import logging
 import socket
 import threading
 import time
@@ -227,6 +228,25 @@ def test_a_call_of_an_unknown_instance_makes_the_client_look_at_once(server: Fak
         with pytest.raises(RemoteError, match="register first"):
             client.call("end_session", m.EndSession("engine", "r"), 5.0)
         server.wait_for(lambda: ("engine", -1) in server.registered)
+
+
+def test_a_call_says_why_from_the_moment_that_the_server_is_gone(server: FakeServer) -> None:
+    said: list[str] = []
+
+    class CallsMeanwhile(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "is unavailable" in record.getMessage():
+                with pytest.raises(ServerUnavailable) as caught:
+                    client.call("noop", m.Empty(), 1.0)
+                said.append(str(caught.value))
+
+    handler = CallsMeanwhile()
+    logging.getLogger("lmcache").addHandler(handler)
+    with a_client(server.port) as client:
+        client.connect(5)
+        server.rpc.stop()
+        (sentence,) = until(lambda: said)
+    assert "closed the connection" in sentence
 
 
 def test_another_token_in_a_ping_means_another_server(server: FakeServer) -> None:
