@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,9 +23,34 @@ from lmcache.testing.processes import CacheServer, VllmEngine
 from lmcache.testing.tiny_models import LlamaShape, describe_llama, sample_tokens
 from measure import MIB, Result, at_least, at_most, command_line, median_seconds, report, spread
 
-# KV of an 8B Llama: 32 layers of 8 heads with 128 dimensions, K and V beside each other, bf16.
-LAYERS, HEADS, BLOCK_TOKENS, CONTENT = 32, 8, 16, 2 * 128
-CHUNK_TOKENS = 256
+BLOCK_TOKENS, CHUNK_TOKENS = 16, 256
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """`content`: elements of a token and head, K and V beside each other. With 1 head: MLA, without that dimension."""
+
+    name: str
+    layers: int
+    heads: int
+    content: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def tensors(self, blocks: int) -> torch.Tensor:
+        """[layer, block, head, token, content], random bytes."""
+        heads = (self.heads,) if self.heads > 1 else ()
+        size = (self.layers, blocks, *heads, BLOCK_TOKENS, self.content)
+        return torch.randint(
+            0, 256, (*size[:-1], size[-1] * self.dtype.itemsize), dtype=torch.uint8, device="cuda"
+        ).view(self.dtype)
+
+
+KV_SHAPES = (
+    KVShape("8B", 32, 8, 2 * 128),
+    KVShape("70B", 80, 8, 2 * 128),
+    KVShape("MLA", 61, 1, 576),
+    KVShape("8B fp8", 32, 8, 2 * 128, torch.uint8),
+)
 SHAPE_8B = LlamaShape(
     hidden_size=4096,
     intermediate_size=14336,
@@ -38,20 +64,23 @@ SHAPE_8B = LlamaShape(
 DECODED_TOKENS = 256
 
 
-def copies(chunks: int, runs: int, threads: int) -> list[Result]:
-    """Chunks between the tensors of an engine and pinned memory, sealed and verified, as a worker does it."""
+def copies(shape: KVShape, size_bytes: int, runs: int, threads: int) -> list[Result]:
+    """About `size_bytes` in chunks between the tensors of an engine and pinned memory, sealed and verified, as a worker
+    does it. What comes back is compared."""
     per_chunk = CHUNK_TOKENS // BLOCK_TOKENS
+    chunk_bytes = shape.tensors(per_chunk).nbytes
+    chunks = max(1, size_bytes // chunk_bytes)
     blocks = chunks * per_chunk
-    kv = torch.randn(LAYERS, blocks, HEADS, BLOCK_TOKENS, CONTENT, device="cuda").to(torch.bfloat16)
+    kv = shape.tensors(blocks)
     group = describe_gpu_group(
-        [(f"layer{layer}", kv[layer]) for layer in range(LAYERS)],
+        [(f"layer{layer}", kv[layer]) for layer in range(shape.layers)],
         engine="benchmark",
         block_tokens=BLOCK_TOKENS,
         num_blocks=blocks,
     )
     gpu = Gpu([group], 0)
     payload_bytes = group.layout(CHUNK_TOKENS).payload_bytes
-    frame_bytes = _native.FRAME_HEADER_BYTES + payload_bytes
+    frame_bytes = _native.FRAME_HEADER_BYTES + -(-payload_bytes // 4096) * 4096
     arena = Region(chunks * frame_bytes)
     pinning = gpu.pin_buffer(arena.address, arena.size_bytes)
     pinning.wait(60.0)
@@ -77,22 +106,32 @@ def copies(chunks: int, runs: int, threads: int) -> list[Result]:
         return chunks * payload_bytes / statistics.median(seconds) / 1e9
 
     store = median_seconds(lambda: finish(copier.submit_store(number, slots, packed, hashes, template)), runs)
+    original = kv.view(torch.uint8).clone()
+    kv.zero_()
+    torch.cuda.synchronize()
     load = median_seconds(lambda: finish(copier.submit_load(number, slots, packed, hashes, digest)), runs)
+    is_same = torch.equal(kv.view(torch.uint8), original)
     to_host = gb_per_second(median_seconds(lambda: one_copy(host, device), runs))
     to_device = gb_per_second(median_seconds(lambda: one_copy(device, host), runs))
     copier.close()
     pinning.close()
+    size = f"{chunks} chunks, {chunks * payload_bytes // MIB} MiB"
     results = [
-        Result("one pinned copy to the host", to_host, "GB/s", detail=f"{chunks * payload_bytes // MIB} MiB"),
-        Result("one pinned copy to the GPU", to_device, "GB/s"),
-        Result(f"store of {chunks} chunks", gb_per_second(store), "GB/s", detail=f"by {gpu.copy_methods.best} copies"),
-        Result(f"load of {chunks} chunks", gb_per_second(load), "GB/s"),
-        at_least("store / pinned copy", gb_per_second(store) / to_host, "ratio", 0.9, spread(store, 1000)),
-        at_least("load / pinned copy", gb_per_second(load) / to_device, "ratio", 0.9, spread(load, 1000)),
+        at_least(f"{shape.name}: KV that comes back as it was", float(is_same), "ratio", 1.0, size),
+        Result(f"{shape.name}: one pinned copy to the host", to_host, "GB/s"),
+        Result(f"{shape.name}: one pinned copy to the GPU", to_device, "GB/s"),
+        Result(f"{shape.name}: store", gb_per_second(store), "GB/s", detail=f"by {gpu.copy_methods.best} copies"),
+        Result(f"{shape.name}: load", gb_per_second(load), "GB/s"),
+        at_least(
+            f"{shape.name}: store / pinned copy", gb_per_second(store) / to_host, "ratio", 0.9, spread(store, 1000)
+        ),
+        at_least(
+            f"{shape.name}: load / pinned copy", gb_per_second(load) / to_device, "ratio", 0.9, spread(load, 1000)
+        ),
     ]
     for way, way_store, way_load in gpu.copy_methods.trials:
-        results.append(Result(f"{way} copies in the trial: store", way_store, "GB/s"))
-        results.append(Result(f"{way} copies in the trial: load", way_load, "GB/s"))
+        results.append(Result(f"{shape.name}: {way} copies in the trial: store", way_store, "GB/s"))
+        results.append(Result(f"{shape.name}: {way} copies in the trial: load", way_load, "GB/s"))
     return results
 
 
@@ -156,7 +195,7 @@ def engines(tokens: int, runs: int, l1_size_gb: float) -> list[Result]:
 
 def main() -> int:
     parser = command_line(__doc__, runs=7)
-    parser.add_argument("--chunks", type=int, default=32)
+    parser.add_argument("--size-mib", type=int, default=1024, help="of KV that is copied, of each shape")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--l1-size-gb", type=float, default=16.0)
@@ -166,7 +205,9 @@ def main() -> int:
     if missing:
         print(missing, file=sys.stderr)
         return report([], arguments.json)
-    results = copies(arguments.chunks, arguments.runs, arguments.threads)
+    results = []
+    for shape in KV_SHAPES:
+        results += copies(shape, arguments.size_mib * MIB, arguments.runs, arguments.threads)
     if not arguments.copies_only:
         results += engines(arguments.tokens, arguments.runs, arguments.l1_size_gb)
     return report(results, arguments.json)

@@ -95,6 +95,7 @@ class Gpu:
     ) -> None:
         """LayoutRefused says in a sentence why the GPU cannot be used. `ordinal`: as the engine counts its devices.
         `current_stream`: the stream that the calling thread launches on, torch's unless given."""
+        self._ordinal = ordinal
         runs: Counter[int] = Counter()
         for group in groups:
             runs.update(segment[2] for segment in group.segments)
@@ -109,6 +110,16 @@ class Gpu:
             "KV is copied to and from GPU %d by %s copies (store/load GB/s: %s; one large copy: %.1f)",
             *(ordinal, self.copy_methods.best, tried, self.copy_methods.one_copy_gb_per_second),
         )
+
+    @property
+    def address(self) -> str:
+        """On the PCI bus, as sysfs writes it; "" where torch does not tell."""
+        import torch
+
+        properties = torch.cuda.get_device_properties(self._ordinal) if torch.cuda.is_available() else None
+        if not hasattr(properties, "pci_bus_id"):
+            return ""
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
     def fence(self) -> _native.CudaFence:
         """The end of what this thread has launched so far. ResourceError when the device has failed."""

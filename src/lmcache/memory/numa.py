@@ -34,8 +34,8 @@ class NumaPlacement:
         return f"interleaved over NUMA nodes {nodes}" if self.interleave else f"bound to NUMA nodes {nodes}"
 
 
-def parse_nodes(text: str) -> tuple[int, ...]:
-    """A list of the kernel's form, 0-3,5. ValueError where it is none."""
+def parse_nodes(text: str, limit: int = _MAX_NODES) -> tuple[int, ...]:
+    """Numbers below `limit` in the kernel's form, 0-3,5: nodes, or CPUs. ValueError where it is none."""
     nodes: set[int] = set()
     for part in text.split(","):
         found = _RANGE.fullmatch(part.strip())
@@ -43,8 +43,8 @@ def parse_nodes(text: str) -> tuple[int, ...]:
             raise ValueError(f"{part!r} is no node and no range of nodes")
         first = int(found[1])
         last = int(found[2]) if found[2] else first
-        if not first <= last < _MAX_NODES:
-            raise ValueError(f"{part!r} is no range of nodes below {_MAX_NODES}")
+        if not first <= last < limit:
+            raise ValueError(f"{part!r} is no range of nodes below {limit}")
         nodes.update(range(first, last + 1))
     return tuple(sorted(nodes))
 

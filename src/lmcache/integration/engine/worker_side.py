@@ -14,7 +14,7 @@ from lmcache import _native
 from lmcache.client.client import Client
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
 from lmcache.core.limits import MAX_TENSORS
-from lmcache.device.affinity import engine_cpus, unpinned
+from lmcache.device.affinity import engine_cpus, near_cpus, unpinned
 from lmcache.device.cpu import PagedGroup
 from lmcache.device.cuda import Gpu
 from lmcache.errors import LayoutRefused, LMCacheError, StaleServer
@@ -64,7 +64,7 @@ class WorkerSide:
         `gpu`: where the groups' memory is, unless in the host's. `on_stored` as in `Storer`."""
         self.identity = identity
         self._gpu = gpu
-        cpus = engine_cpus()
+        cpus = near_cpus(engine_cpus(), gpu.address if gpu is not None else "")
         self._kv = WorkerKV(identity, tuple(groups), min(_MAX_COPY_THREADS, len(cpus)), gpu, environment)
         self._backend: TransferBackend | None = None
         self._loads: list[_Load] = []
