@@ -102,7 +102,7 @@ class Checks:
         return subprocess.run(arguments, cwd=ROOT, env=self._environment, capture_output=True, text=True, check=False)
 
     def tests(self, name: str, *arguments: str, under: Sequence[str] = ()) -> Iterator[Row]:
-        done = self._command(*under, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+        done = self._command(*under, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments)
         yield suite_row(name, done.returncode, done.stdout + done.stderr)
 
     def speeds(self) -> Iterator[Row]:
@@ -135,8 +135,8 @@ class Checks:
 def suite_row(name: str, code: int, output: str) -> Row:
     """`output` of pytest: its last line, and why when something failed. Nothing run is no success."""
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", output)
-    said = ", ".join(f"{count} {what}" for count, what in counts) or "no test ran"
-    ok = code == 0 and any(what == "passed" for _, what in counts)
+    said = ", ".join(f"{count} {outcome}" for count, outcome in counts) or "no test ran"
+    ok = code == 0 and any(outcome == "passed" for _, outcome in counts)
     return Row(name, said if ok else f"{said}; code {code}\n{output[-1500:]}", ok=ok)
 
 
@@ -148,10 +148,10 @@ def speed_rows(results: Sequence[dict[str, Any]]) -> Iterator[Row]:
 
 def stream_rows(steps: dict[str, float]) -> Iterator[Row]:
     yield Row("a decoding step alone", f"{steps['alone']:.3f} ms")
-    for what, moved in (("storing", "stored"), ("loading", "loaded")):
-        ratio = steps[what] / steps["alone"]
-        value = f"{steps[what]:.3f} ms, {ratio:.2f} times, {steps[moved]:.0f} chunks {moved}"
-        yield Row(f"a decoding step while {what}", value, ok=steps[moved] > 0)
+    for work, moved in (("storing", "stored"), ("loading", "loaded")):
+        ratio = steps[work] / steps["alone"]
+        value = f"{steps[work]:.3f} ms, {ratio:.2f} times, {steps[moved]:.0f} chunks {moved}"
+        yield Row(f"a decoding step while {work}", value, ok=steps[moved] > 0)
 
 
 def line(row: Row) -> str:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache import _native
 from lmcache.core.limits import MIB
@@ -116,7 +116,9 @@ class Gpu:
         """On the PCI bus, as sysfs writes it; "" where torch does not tell."""
         import torch
 
-        properties = torch.cuda.get_device_properties(self._ordinal) if torch.cuda.is_available() else None
+        if not torch.cuda.is_available():
+            return ""
+        properties: Any = torch.cuda.get_device_properties(self._ordinal)
         if not hasattr(properties, "pci_bus_id"):
             return ""
         return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
