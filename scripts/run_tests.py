@@ -34,7 +34,7 @@ class Suite:
 
 LANES = (
     (
-        Suite("engines", (*PYTEST, "tests/e2e", "tests/gpu")),
+        Suite("engines", (*PYTEST, "tests/e2e", "tests/gpu", "tests/hicache")),
         Suite("processes", (*PYTEST, "tests/process", "tests/faults")),
     ),
     (
