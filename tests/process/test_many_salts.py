@@ -20,7 +20,7 @@ from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer
 from polling import until
 from process.memory_watch import MIB, private_bytes
-from process.support import CALL_SECONDS, unpack_slots
+from process.support import CALL_SECONDS, SmallEngine, unpack_slots
 
 SALTS = int(os.environ.get("TEST_SALTS", "60000"))
 STORES = 2000  # as many of them store a chunk, too
@@ -30,6 +30,9 @@ PAYLOAD_BYTES = 64
 CALLS_AT_ONCE = 256
 LAYOUTS = [f"{group:032x}" for group in range(GROUPS)]
 CHUNK_TOKENS = 16
+FOLDER_SALTS = 4000  # of which the empty folders alone took all of SMALL_FOLDER_GB where they stayed
+SMALL_FOLDER_GB = 0.03
+OWN_FOLDERS = {".lmcache", "quarantine"}
 MOST_GROWTH_BYTES = 16 * MIB  # what 8,000 salts of six namespaces take where each is remembered
 
 
@@ -114,3 +117,50 @@ def test_the_memory_for_salts_is_bounded(server: CacheServer) -> None:
         assert growth_bytes < MOST_GROWTH_BYTES
     finally:
         client.close()
+
+
+def test_a_small_folder_has_room_for_salts_without_end(tmp_path: Path) -> None:
+    """What was evicted leaves no folder behind; a second server shares the folder while both still store."""
+    folder = tmp_path / "shared"
+    adapter = {"type": "fs_native", "base_path": str(folder), "max_capacity_gb": SMALL_FOLDER_GB}
+    extra = ["--chunk-size", str(CHUNK_TOKENS), "--l2-adapter"]
+    extra += [json.dumps({**adapter, "eviction": {"eviction_policy": "LRU"}})]
+
+    def store(server: CacheServer, engine: SmallEngine, salts: list[str]) -> None:
+        """And the last of them is found again in the folder."""
+        tokens = engine.tokens(1)
+        hashes = engine.hashes(tokens)
+        for salt in salts:
+            reply = engine.reserve(hashes, salt=salt)
+            engine.fill(hashes, unpack_slots(reply.slots), salt=salt)
+            assert engine.commit(reply.reservation) == 1
+        server.clear("l1")
+        found = engine.lookup("last", tokens, salt=salts[-1])
+        assert found.chunks == 1 and engine.read(found, salt=salts[-1])
+        engine.end("last")
+        shown = adapter_status(server)
+        assert not shown["full"] and shown["objects"] > 100, shown
+
+    with CacheServer(tmp_path, l1_size_gb=0.0625, extra=extra) as first:
+        first.wait_ready()
+        with SmallEngine(first.port, payload_bytes=PAYLOAD_BYTES) as engine:
+            store(first, engine, [f"user {number}" for number in range(FOLDER_SALTS)])
+            until(lambda: len(folders_of_objects(folder)) == 2 * adapter_status(first)["objects"])
+            with CacheServer(tmp_path, l1_size_gb=0.0625, extra=extra, log_name="second.log") as second:
+                second.wait_ready()
+                with SmallEngine(second.port, payload_bytes=PAYLOAD_BYTES) as other:
+                    store(second, other, [f"guest {number}" for number in range(200)])
+                    store(first, engine, [f"late user {number}" for number in range(200)])
+                assert second.stop() == 0
+            first.clear("all")
+            until(lambda: not folders_of_objects(folder))
+            store(first, engine, [f"new user {number}" for number in range(200)])
+
+
+def adapter_status(server: CacheServer) -> dict[str, Any]:
+    (shown,) = server.status()["l2"]["adapters"]
+    return dict(shown)
+
+
+def folders_of_objects(base: Path) -> list[Path]:
+    return [path for path in base.rglob("*") if path.is_dir() and path.relative_to(base).parts[0] not in OWN_FOLDERS]

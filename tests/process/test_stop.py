@@ -421,6 +421,41 @@ print(signals.stop_requested.wait(10))
 """
 
 
+HOLDING = """
+import logging, sys
+from lmcache.stop_signals import StopSignals
+from lmcache.telemetry.logs import configure_logs
+configure_logs("INFO")
+signals = StopSignals()
+handler = logging.getLogger("lmcache").handlers[0]
+held = {"handler": handler.acquire, "logging": getattr(logging, "_acquireLock", None) or logging._lock.acquire}
+if sys.argv[1] in held:
+    held[sys.argv[1]]()
+print("holds it", flush=True)
+while True:
+    if sys.argv[1] == "event":
+        signals.stop_requested.wait(0)
+"""
+
+
+@pytest.mark.parametrize(("held", "processes"), [("handler", 1), ("logging", 1), ("event", 8)])
+def test_a_second_signal_ends_a_process_whatever_its_main_thread_holds(held: str, processes: int) -> None:
+    """A lock of the log, or that of the event which says that the server is to stop: taken and given back all the time,
+    so that a signal meets it in some of several processes."""
+    command = [sys.executable, "-c", HOLDING, held]
+    for _ in range(processes):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "holds it\n"
+                for _ in range(2):
+                    process.send_signal(signal.SIGTERM)
+                    time.sleep(0.05)  # two at the same instant are one
+                assert process.wait(2.0) == 128 + signal.SIGTERM
+            finally:
+                process.kill()
+
+
 def test_what_is_sent_to_a_forked_child_is_not_for_the_server() -> None:
     """A child shares the descriptors of its parent, the one that signals are written to included."""
     done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=30)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 
+import httpx
 import pytest
 
 from lmcache.testing.processes import CacheServer
 from process.support import NO_SLOT, SmallEngine, unpack_slots
+from services.network import Network, in_own_network
 
 SALTS = ("", "a", "aa", "b", "_default", "a/b", "a\0", " ")
+ELSEWHERE = "192.0.2.9"
+TOKEN = "a token of an operator"
 CHUNKS = 24
 QUESTIONS = 300
 # How often the answer about another tenant's prompt takes longer than that about nobody's, of pairs in turn. By chance
@@ -98,3 +103,30 @@ def test_the_time_of_an_answer_tells_nothing(server: CacheServer, tier: str) -> 
         own = [seconds(known[number % 6], "one") for number in range(6)]
         print(f"its own: {1e3 * min(own):.2f} ms, nobody's: {1e3 * sorted(p[1] for p in pairs)[QUESTIONS // 2]:.2f} ms")
         server.clear("all")
+
+
+def test_salts_are_digests_to_who_asks_from_another_address(tmp_path: Path) -> None:
+    """Of a server that listens on all addresses, on both ports; the token shows them."""
+    (tmp_path / "token").write_text(TOKEN)
+    digest = "salt-2bd806c97f0e"  # the first 12 digits of SHA-256 of "alice"
+    with_token = {"Authorization": f"Bearer {TOKEN}"}
+
+    def test(_: Network) -> None:
+        subprocess.run(["ip", "address", "add", f"{ELSEWHERE}/32", "dev", "lo"], check=True)
+        extra = ["--http-host", "0.0.0.0", "--admin-token-file", str(tmp_path / "token"), "--prometheus-port", "9111"]
+        with CacheServer(tmp_path, l1_size_gb=0.0625, extra=extra) as server, httpx.Client() as http:
+            server.wait_ready()
+            with SmallEngine(server.port) as engine:
+                assert engine.store(engine.tokens(1), salt="alice") == 1
+                assert engine.lookup("own", engine.tokens(1), salt="alice").chunks == 1
+                engine.end("own")
+            quota = f"http://127.0.0.1:{server.http_port}/quota/alice"
+            assert http.put(quota, json={"limit_gb": 1}, headers=with_token).status_code == 200
+            for page in (f"{server.http_port}/quota", f"{server.http_port}/metrics", "9111/metrics"):
+                seen = http.get(f"http://{ELSEWHERE}:{page}").text
+                assert digest in seen and "alice" not in seen, page
+                assert "alice" in http.get(f"http://{ELSEWHERE}:{page}", headers=with_token).text, page
+                assert "alice" in http.get(f"http://127.0.0.1:{page}").text, page
+            assert http.put(quota.replace("127.0.0.1", ELSEWHERE), json={"limit_gb": 2}).status_code in (401, 403)
+
+    in_own_network(test)
