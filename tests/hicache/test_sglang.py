@@ -78,3 +78,27 @@ def test_tokens_are_the_same_computed_loaded_and_after_a_restart(tmp_path: Path)
             assert again.tokens == computed.tokens
             assert again.from_storage == PAGES * PAGE_TOKENS
         assert "Traceback" not in engine.log_since_started()
+
+
+def test_after_weights_were_replaced_no_page_of_the_previous_ones_is_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model, other = make_llama(tmp_path / "model"), make_llama(tmp_path / "other", seed=1)
+    with cache_server(tmp_path) as cache, SGLangServer(tmp_path, model, cache.port, log_name="sglang.log") as engine:
+        engine.wait_ready()
+        computed = engine.generate(PROMPT)
+        until(lambda: cache.status()["l1"]["objects"] >= PAGES, 60.0)
+        until(engine.flush, 60.0)
+        assert engine.generate(PROMPT).from_storage == PAGES * PAGE_TOKENS
+        status, answer = engine.ask(
+            engine.port, "POST", "/update_weights_from_disk", {"model_path": str(other)}, timeout_seconds=120.0
+        )
+        assert status == 200 and answer["success"], answer
+        objects = cache.status()["l1"]["objects"]
+        replaced = engine.generate(PROMPT)
+        assert replaced.tokens != computed.tokens
+        assert replaced.cached_tokens == replaced.from_storage == 0
+        assert engine.generate(OTHER).from_storage == 0
+        until(engine.flush, 60.0)
+        assert engine.generate(PROMPT).from_storage == 0
+        assert cache.status()["l1"]["objects"] == objects
+        assert "This engine runs uncached, because its weights were replaced" in engine.log()

@@ -4,9 +4,11 @@ is missing, in either transfer mode and whatever becomes of the server."""
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +114,41 @@ def test_single_pages_as_tensors(server: CacheServer, backend: MakeBackend) -> N
     assert storage.get(other, target) is None
     assert storage.batch_get([key, other], [target, target])[1] is None
     assert storage.batch_set([other, key], [value, value])
+
+
+@pytest.mark.parametrize("changed", [{"model_path": "/same"}, {"weight_version": "2"}])
+def test_after_weights_were_replaced_the_engine_runs_uncached(
+    server: CacheServer,
+    backend: MakeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, str],
+) -> None:
+    """By what SGLang notes; attached anew under another name of weights it caches again, without a name it does not."""
+    noted: list[Any] = [("startup", {"page_size": 64})]
+    context = SimpleNamespace(overrides_log=lambda: noted)
+    module = ModuleType("sglang.srt.runtime_context")
+    module.get_context = lambda: context  # type: ignore[attr-defined]
+    module.get_server_args = lambda: SimpleNamespace(model_path="/model", revision=None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    pool, value = HostPool("layer_first"), torch.zeros(HostPool().page_bytes, dtype=torch.uint8)
+    storage = backend(server.port, pool)
+    keys = page_keys(1, 2)
+    assert storage.batch_set_v1(keys, pool.indices(0, 1)) == [True] * 2
+    noted.append(("another setting", {"page_size": 32}))
+    assert storage.batch_exists(keys) == 2 and storage.get(keys[0], value) is value
+    noted.append(("an update", changed))
+    assert storage.batch_exists(keys) == 0 and not storage.exists(keys[0])
+    assert storage.batch_get_v1(keys, pool.indices(0, 1)) == [False] * 2
+    assert storage.batch_set_v1(page_keys(3), pool.indices(0)) == [False]
+    assert storage.get(keys[0], value) is None and not storage.set(page_keys(4)[0], value)
+    assert server.status()["l1"]["objects"] == 2
+    assert caplog.text.count("This engine runs uncached, because its weights were replaced") == 1
+    again = backend(server.port, pool, weights_id="w2")
+    assert again.batch_exists(keys) == 0
+    assert again.batch_set_v1(keys, pool.indices(0, 1)) == [True] * 2 and again.batch_exists(keys) == 2
+    assert backend(server.port, pool, weights_id="").batch_set_v1(keys, pool.indices(0, 1)) == [False] * 2
+    assert "they were replaced while it ran" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", [0, 1, -1])

@@ -229,7 +229,7 @@ def test_every_load_ends_when_the_server_dies(
     engine.close()
 
 
-@pytest.mark.parametrize("refused", ["images", "embeddings", "lora", "ray", "window"])
+@pytest.mark.parametrize("refused", ["images", "embeddings", "lora", "ray", "window", "weights"])
 def test_what_token_ids_alone_do_not_tell_apart_runs_uncached(
     upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer, caplog: pytest.LogCaptureFixture, refused: Any
 ) -> None:
@@ -238,6 +238,8 @@ def test_what_token_ids_alone_do_not_tell_apart_runs_uncached(
     )
     if refused == "lora":
         engine_config.lora_config = object()
+    if refused == "weights":
+        engine_config.weight_transfer_config = object()
     if refused == "window":
         engine_config.compilation_config.static_forward_context["layer"] = SimpleNamespace(
             sliding_window=4096, kv_cache_dtype="auto"

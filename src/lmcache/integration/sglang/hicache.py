@@ -37,6 +37,7 @@ log = logging.getLogger("lmcache.sglang")
 
 _KV = "kv"
 _HASH = re.compile("[0-9a-f]{64}")
+_WEIGHT_FIELDS = frozenset(("model_path", "weight_version"))
 
 _contained = functools.partial(contained, log)
 _contained_keys = functools.partial(contained, log, lambda keys, *rest, **named: [False] * len(keys), of_arguments=True)
@@ -63,6 +64,7 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._flat: FlatPage | None = None
         self._once = LogLimiter()
         self._weights = ""
+        self._weight_updates = 0
 
     # ---- pools -------------------------------------------------------------------------------------------------------
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -88,7 +90,11 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._pools[name] = self._pool(name, group)
 
     def _engine_identity(self) -> str:
-        self._weights = self._weights or weights_identity(_server_args(), self._settings.weights_id)
+        if not self._weights:
+            self._weight_updates = _weight_updates()
+            self._weights = weights_identity(
+                _server_args(), self._settings.weights_id, replaced=self._weight_updates > 0
+            )
         return engine_identity(getattr(sglang, "__version__", ""), self._weights)
 
     def _pool(self, name: str, group: PagedGroup) -> PagePool:
@@ -225,14 +231,25 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             pool.close()
 
     # ---- parts -------------------------------------------------------------------------------------------------------
+    def _pool_in_use(self, name: str) -> PagePool | None:
+        """None where its pages are not cached, or are those of other weights."""
+        if _weight_updates() == self._weight_updates:
+            return self._pools.get(name)
+        if self._once.due("weights"):
+            log.error(
+                "This engine runs uncached, because its weights were replaced, and SGLang names pages as before: detach "
+                "the storage backend and attach it with another lmcache.mp.weights_id"
+            )
+        return None
+
     def _probe(self, name: str, keys: Sequence[str]) -> bytes:
-        pool = self._pools.get(name)
+        pool = self._pool_in_use(name)
         return pool.probe(b"".join(map(_hash, keys))) if pool is not None and keys else bytes(len(keys))
 
     def _transfer(
         self, move: Callable[[PagePool, bytes, bytes], list[bool]], name: str, keys: Sequence[str], host_indices: Any
     ) -> list[bool]:
-        pool = self._pools.get(name)
+        pool = self._pool_in_use(name)
         if pool is None or not keys:
             return [False] * len(keys)
         pages = pages_of(host_indices, pool.page_tokens, len(keys))
@@ -243,7 +260,9 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return move(pool, b"".join(map(_hash, keys)), pages)
 
     def _flat_page(self) -> FlatPage | None:
-        if self._flat is None and _KV in self._groups and _KV in self._pools:
+        if self._pool_in_use(_KV) is None:
+            return None
+        if self._flat is None and _KV in self._groups:
             self._flat = FlatPage(self._groups[_KV], lambda group: self._pool(f"{_KV}/flat", group))
         return self._flat
 
@@ -280,3 +299,15 @@ def _server_args() -> Any:
         return get_server_args()
     except (ImportError, ValueError):
         return None
+
+
+def _weight_updates() -> int:
+    """How often SGLang has noted that this process serves other weights: each update from disk, and each that was
+    called with another `weight_version`. 0 where this version keeps no such log."""
+    try:
+        from sglang.srt.runtime_context import get_context
+
+        noted = get_context().overrides_log()
+    except (ImportError, AttributeError):
+        return 0
+    return sum(not _WEIGHT_FIELDS.isdisjoint(fields) for _, fields in noted)

@@ -43,15 +43,18 @@ def engine_identity(version: str, weights: str) -> str:
     return " ".join(("sglang", ".".join(re.findall(r"\d+", version)[:2]), weights))
 
 
-def weights_identity(server_args: Any, weights_id: str) -> str:
+def weights_identity(server_args: Any, weights_id: str, *, replaced: bool = False) -> str:
     """16 hex digits over what decides KV values beyond the model's name. Reads the weight files: to be called once.
-    LayoutRefused where two engines that look alike may have other weights."""
+    LayoutRefused where two engines that look alike may have other weights. `replaced`: they are not those that this
+    engine started with."""
     settings: dict[str, Any] = {"id": weights_id}
     if server_args is not None:
         settings |= {name: str(getattr(server_args, name, None)) for name in _SETTINGS}
     if not weights_id:
         if server_args is None:
             raise LayoutRefused(_unknown("this version of SGLang does not tell which weights it has loaded"))
+        if replaced:
+            raise LayoutRefused(_unknown("they were replaced while it ran"))
         settings["weights"] = _sample(server_args, server_args.model_path, server_args.revision)
         draft = getattr(server_args, "speculative_draft_model_path", None)
         if draft:

@@ -165,6 +165,11 @@ class LMCacheMPWorkerAdapter:
                 "vLLM's own connector class looks up by token ids alone, which do not tell images, LoRA adapters or "
                 "prompt embeddings apart: unset LMCACHE_USE_UPSTREAM_MP to use LMCache's own."
             )
+        if getattr(config, "weight_transfer_config", None) is not None:
+            raise LayoutRefused(
+                "vLLM's own connector class does not tell when weights are replaced, which --weight-transfer-config is "
+                "for, and KV of the previous ones would be found: unset LMCACHE_USE_UPSTREAM_MP to use LMCache's own."
+            )
         if str(config.parallel_config.distributed_executor_backend) not in ("uni", "mp", "None"):
             raise LayoutRefused("vLLM's own connector class is served with the executors uni and mp only.")
         if not kv_caches:
