@@ -70,7 +70,8 @@ def test_a_transfer_moves_exactly_its_ranges(tmp_path: Path) -> None:
     opened.close()
 
 
-def test_memory_and_files_of_the_settings_are_registered_once(tmp_path: Path) -> None:
+def test_memory_and_files_of_the_settings_are_registered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = nixl.note_registrations(monkeypatch)
     memory, opened = FrameMemory(8), Opened(tmp_path, 4)
     region = Range(memory.address(0), 4 * memory.slot_bytes)  # the other half is outside
     agent = Agent(AgentSettings(WHERE, "POSIX", {}, region, files=opened.fds))
@@ -83,6 +84,8 @@ def test_memory_and_files_of_the_settings_are_registered_once(tmp_path: Path) ->
             buffer[:] = bytes(buffer.nbytes)
         assert agent.transfer_files("READ", ranges_of(half), opened.fds) == [True] * 4
         assert [bytes(buffer) for buffer in half] == before
+    # Memory and files with the agent; then what lies outside, once for a transfer: none, four buffers, two.
+    assert [count for _, count in noted] == [1, 4, 4, 4, 2, 2]
     agent.close()
     opened.close()
 

@@ -246,7 +246,9 @@ def test_without_persistence_nothing_of_the_pool_stays(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_memory_that_was_lent_is_registered_once(tmp_path: Path) -> None:
+def test_memory_that_was_lent_is_registered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = nixl.note_registrations(monkeypatch)
+
     async def whole() -> None:
         adapter, inventory, memory = adapter_of(spec(tmp_path)), RecordingInventory(), FrameMemory(6)
         adapter.lend_memory(_native.buffer_address(memory.buffers[0]), 4 * memory.slot_bytes)  # and two outside
@@ -257,6 +259,14 @@ def test_memory_that_was_lent_is_registered_once(tmp_path: Path) -> None:
             buffer[:] = bytes(buffer.nbytes)
         assert await adapter.load(wanted, memory.buffers) == [LOADED] * 6
         assert all(memory.holds(at, key) for at, key in enumerate(wanted))
+        at_open = len(noted)
+        for _ in range(3):
+            assert await adapter.load(wanted[:4], memory.buffers[:4]) == [LOADED] * 4
+            assert await adapter.delete(wanted[:4]) == [True] * 4
+            assert await adapter.store(wanted[:4], memory.buffers[:4]) == [STORED] * 4
+        assert len(noted) == at_open
+        assert await adapter.load(wanted[4:5], memory.buffers[4:5]) == [LOADED]  # what lies outside is, each time
+        assert len(noted) == at_open + 1
         await adapter.close()
 
     asyncio.run(whole())

@@ -237,8 +237,8 @@ class LMCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             return self._pools.get(name)
         if self._once.due("weights"):
             log.error(
-                "This engine runs uncached, because its weights were replaced, and SGLang names pages as before: detach "
-                "the storage backend and attach it with another lmcache.mp.weights_id"
+                "This engine runs uncached, because its weights were replaced, and SGLang names pages as before: "
+                "detach the storage backend and attach it with another lmcache.mp.weights_id"
             )
         return None
 
