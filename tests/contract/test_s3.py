@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,13 @@ class TestS3(S3Contract):
 
         assert self.server.certificates is not None
         authority = str(self.server.certificates.ca)
+        context = ssl.create_default_context(cafile=authority)
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        with (
+            socket.create_connection((LOOPBACK, self.server.tls_port)) as plain,
+            context.wrap_socket(plain, server_hostname=LOOPBACK) as connection,
+        ):
+            assert connection.selected_alpn_protocol() == "h2"  # so what follows goes by either protocol
         for prefer_http2 in (True, False):
             life(tls_ca=authority, s3_prefer_http2=prefer_http2)
         with pytest.raises(ResourceError, match=r"is not trusted \(.*\); see tls_ca"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import statistics
 import struct
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -174,6 +177,24 @@ def test_throttled_requests_are_tried_again_and_counted(stub: S3Stub) -> None:
         assert adapter.status()["throttled_requests"] == 1
 
     run(stub, test)
+
+
+def test_a_server_that_throttles_is_asked_again_at_growing_distances(stub: S3Stub) -> None:
+    """Each distance is drawn at random below a bound that doubles, so it is the mean over objects that grows."""
+    asked: dict[str, list[float]] = defaultdict(list)
+    refusals = 3
+
+    def throttle(handler: Handler) -> bool:
+        asked[handler.name].append(time.monotonic())
+        return len(asked[handler.name]) <= refusals and handler.refuse(503, "SlowDown")
+
+    async def test(adapter: Adapter, _: RecordingInventory) -> None:
+        stub.fault = of_objects(throttle)
+        await stored(adapter, 12)
+
+    run(stub, test)
+    means = [statistics.mean(times[n + 1] - times[n] for times in asked.values()) for n in range(refusals)]
+    assert len(asked) == 12 and means[0] < means[2] and means[2] > 0.03, means
 
 
 def test_a_server_without_conditional_requests(stub: S3Stub) -> None:

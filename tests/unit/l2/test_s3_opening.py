@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +15,8 @@ import pytest
 from lmcache.errors import ConfigError, LMCacheError, ResourceError
 from lmcache.l2.adapter import Adapter
 from lmcache.testing.contract_run import RecordingInventory
+from lmcache.testing.processes import LOOPBACK
+from services.certificates import Certificates
 from support.s3_run import run, stored
 from support.s3_stub import Handler, S3Stub
 
@@ -169,3 +176,55 @@ def test_a_proxy_that_is_not_there(stub: S3Stub, monkeypatch: pytest.MonkeyPatch
     assert "by the proxy that HTTP_PROXY names" in str(refused(stub, endpoint="http://nowhere.invalid/bucket"))
     monkeypatch.setenv("NO_PROXY", "nowhere.invalid")
     assert "has no address" in str(refused(stub, endpoint="http://nowhere.invalid/bucket"))
+
+
+@contextmanager
+def tls_listener(certificates: Certificates) -> Iterator[tuple[int, list[tuple[str | None, bytes]]]]:
+    """One that would speak either protocol: its port, and of each connection what was agreed on and how it begins. It
+    hangs up then."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates.server_cert, certificates.server_key)
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    seen: list[tuple[str | None, bytes]] = []
+
+    def serve() -> None:
+        while True:
+            accepted, _ = listener.accept()
+            accepted.settimeout(5.0)
+            with accepted:
+                if stopped.is_set():
+                    return
+                with context.wrap_socket(accepted, server_side=True) as connection:
+                    beginning = connection.recv(16)
+                    seen.append((connection.selected_alpn_protocol(), beginning))
+
+    stopped = threading.Event()
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = listener.getsockname()[1]
+        try:
+            yield port, seen
+        finally:
+            stopped.set()
+            socket.create_connection((LOOPBACK, port)).close()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("prefer_http2", "protocol", "beginning"), [(True, "h2", b"PRI * HTTP/2.0"), (False, "http/1.1", b"GET /bucket?")]
+)
+def test_http2_is_spoken_where_it_is_preferred_and_the_server_can(
+    tmp_path: Path, prefer_http2: bool, protocol: str, beginning: bytes
+) -> None:
+    async def nothing(*_: object) -> None:
+        raise AssertionError("it was not to open")
+
+    certificates = Certificates(tmp_path)
+    with tls_listener(certificates) as (port, seen), S3Stub() as stub:
+        endpoint = f"https://{LOOPBACK}:{port}/bucket"
+        with pytest.raises(ResourceError, match="cannot be reached"):
+            run(stub, nothing, endpoint, s3_prefer_http2=prefer_http2, tls_ca=str(certificates.ca))
+    spoken = [(agreed, began) for agreed, began in seen if began]  # some end with the check of the certificate
+    assert spoken and {agreed for agreed, _ in spoken} == {protocol}
+    assert all(began.startswith(beginning) for _, began in spoken), spoken
