@@ -13,9 +13,11 @@ FOLDER = Path(sys.prefix) / "services"
 REQUIRED = "TEST_SERVICES_REQUIRED"  # set by `make test` and `make nightly`: what is missing is a failure then
 
 
-def missing(part: str) -> NoReturn:
-    """Ends the test: the part is not installed, or cannot run here."""
+def missing(part: str, *, installed: bool = True) -> NoReturn:
+    """Ends the test: the part is not installed, or this machine does not give it."""
     sentence = f"{part} is not installed; `python scripts/install_services.py` does it."
+    if not installed:
+        sentence = f"{part} is not to be had on this machine."
     if os.environ.get(REQUIRED):
         pytest.fail(sentence)
     pytest.skip(sentence)

@@ -15,9 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from services import FOLDER, debian_environment, program
+from services import FOLDER, debian_environment, missing, program
 
 NFT = FOLDER / "debian" / "usr" / "sbin" / "nft"
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
@@ -31,7 +29,7 @@ class Network:
         self._nft = Path(shutil.which("nft") or program(NFT, "nft"))
         libc = ctypes.CDLL(None, use_errno=True)
         if os.geteuid() != 0 or libc.unshare(CLONE_NEWNET) != 0:
-            pytest.skip("needs the right to make a network namespace")
+            missing("The right to make a network namespace", installed=False)
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         self._rules("add table inet test", "add chain inet test faults { type filter hook input priority 0; }")
 
@@ -56,7 +54,7 @@ class Network:
         environment = {**os.environ, **debian_environment()}
         done = subprocess.run([self._nft, "; ".join(rules)], env=environment, capture_output=True, text=True)
         if done.returncode:
-            pytest.skip(f"this kernel refuses a packet filter: {done.stderr.strip()}")
+            missing(f"A packet filter ({done.stderr.strip()})", installed=False)
 
 
 def in_own_network(test: Callable[[Network], None]) -> None:
@@ -72,7 +70,7 @@ def with_own_memory() -> None:
         or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
         or libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
     ):
-        pytest.skip("needs the right to mount")
+        missing("The right to mount", installed=False)
 
 
 def with_files(files: Mapping[str, Path], test: Callable[[], None]) -> None:
@@ -82,11 +80,11 @@ def with_files(files: Mapping[str, Path], test: Callable[[], None]) -> None:
     def run() -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if os.geteuid() != 0 or libc.unshare(CLONE_NEWNS) != 0:
-            pytest.skip("needs the right to make a mount namespace")
+            missing("The right to make a mount namespace", installed=False)
         mounts = [(bytes(source), target.encode(), MS_BIND) for target, source in files.items()]
         for source, target, flags in ((b"none", b"/", MS_REC | MS_PRIVATE), *mounts):
             if libc.mount(source, target, None, flags, None) != 0:
-                pytest.skip(f"this kernel refuses a mount: {os.strerror(ctypes.get_errno())}")
+                missing(f"A mount ({os.strerror(ctypes.get_errno())})", installed=False)
         test()
 
     _in_own_thread(run)
