@@ -1,5 +1,5 @@
-"""`resp` and `s3` on a network that loses packets, swallows all of them or resets connections: exact bytes or misses, within
-the timeout, and as before once the network is well."""
+"""`resp` and `s3` on a network that loses packets, swallows all of them or resets connections: exact bytes or misses,
+within the timeout, and as before once the network is well."""
 
 from __future__ import annotations
 
