@@ -1,5 +1,5 @@
-"""What grants access to a remote tier is shown nowhere: not in the log, on a page, among the arguments of the process, or
-by a crash."""
+"""What grants access to a remote tier is shown nowhere: not in the log, on a page, among the arguments of the process,
+or by a crash."""
 
 from __future__ import annotations
 
