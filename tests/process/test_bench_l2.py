@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,21 @@ import pytest
 
 from lmcache.cli.main import main
 from lmcache.testing.processes import LOOPBACK
-from services import nixl
+from polling import until
+from services import mooncake, nixl
+from services.azurite import Azurite
 from services.certificates import Certificates
-from services.redis import Redis, Valkey
+from services.mooncake import Master, Peer
+from services.redis import Redis, Sentinel, Valkey, cluster
 from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, SeaweedFS
 
 SECRET = "planted-secret"
+SMALL = ["--objects", "20", "--object-mib", "0.06", "--rounds", "2"]
 
 
 def bench(capsys: pytest.CaptureFixture[str], adapter: dict[str, Any]) -> dict[str, Any]:
     """The figures. The text names the plain program."""
-    small = ["--objects", "20", "--object-mib", "0.06", "--rounds", "2"]
-    command = ["bench", "l2", "--l2-adapter", json.dumps(adapter), *small]
+    command = ["bench", "l2", "--l2-adapter", json.dumps(adapter), *SMALL]
     assert main(command) == 0, capsys.readouterr().err
     text = capsys.readouterr().out
     assert main([*command, "--format", "json"]) == 0
@@ -54,6 +59,51 @@ def test_resp_over_tls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         adapter = {"type": "resp", "host": LOOPBACK, "port": server.tls_port, "tls": True}
         assert "Plain SET and GET" in bench(capsys, {**adapter, "tls_ca": str(certificates.ca)})["text"]
         assert server.keys() == []
+
+
+def test_resp_in_a_cluster_and_behind_sentinels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with cluster(tmp_path / "cluster") as nodes:
+        adapter = {"type": "resp", "host": LOOPBACK, "port": nodes[0].port, "cluster": True, "num_workers": 2}
+        text = bench(capsys, adapter)["text"]
+        assert "Plain SET and GET, write, 2 connections to each of 3 servers" in text
+        assert not any(node.keys() for node in nodes)
+    with Redis(tmp_path / "redis") as server:
+        server.wait_ready()
+        with Sentinel(tmp_path / "sentinel", server) as sentinel:
+            until(lambda: sentinel.master_port() == server.port)
+            named = {"master": "kv", "nodes": [f"{LOOPBACK}:{sentinel.port}"]}
+            assert "Plain SET and GET" in bench(capsys, {"type": "resp", "sentinel": named})["text"]
+            assert server.keys() == []
+
+
+def test_mooncake_beside_its_client(tmp_path: Path) -> None:
+    """In a process of its own: Mooncake's clients end for good."""
+    with Master(tmp_path) as master, Peer(tmp_path, master) as peer:
+        master.wait_ready()
+        peer.wait_ready()
+        adapter = json.dumps({"type": "mooncake_store", **mooncake.setup_keys(master, 0)})
+        command = [sys.executable, "-m", "lmcache.cli.main", "bench", "l2", "--l2-adapter", adapter, *SMALL]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert "Plain Mooncake, write, one batch, tcp" in done.stdout and "identical" in done.stdout
+
+
+def test_nixl_object_stores_beside_plain_transfers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    nixl.need()
+    with SeaweedFS(tmp_path / "server") as server:
+        server.wait_ready()
+        server.make_bucket("shared")
+        params = {**nixl.s3_params(server, "shared"), "object_prefix": "kv"}
+        adapter = {"type": "nixl_store", "backend": "OBJ", "pool_size": 32, "backend_params": params}
+        assert "Plain NIXL, read, OBJ, all objects at once" in bench(capsys, adapter)["text"]
+        # NIXL cannot delete: what stays is below a name that no server uses.
+        assert {name.rpartition("/")[0].rpartition("/")[0] for name in server.names("shared")} == {"kv/bench"}
+    with Azurite(tmp_path / "azurite") as azure:
+        azure.wait_ready()
+        azure.make_container("cache")
+        params = {"connection_string": azure.connection_string, "container_name": "cache"}
+        adapter = {"type": "nixl_store", "backend": "AZURE_BLOB", "pool_size": 32, "backend_params": params}
+        assert "Plain NIXL, read, AZURE_BLOB, all objects at once" in bench(capsys, adapter)["text"]
 
 
 def test_s3_beside_awscrt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from lmcache.core.limits import MAX_L2_BATCH_OBJECTS, MIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import LMCacheError, ResourceError
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
+from lmcache.l2.adapters.nixl_config import NixlStoreConfig
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 
@@ -37,8 +38,9 @@ def run(argv: Sequence[str]) -> int:
     arguments = Arguments(
         "bench l2",
         "Stores, looks up, loads and verifies objects through one L2 adapter, beside plain copies and a plain program "
-        "of the same run: file I/O, SET and GET, awscrt, NIXL. Works in a folder of its own below that of the adapter, "
-        "or under names of its own, and removes them.",
+        "of the same run: file I/O, SET and GET, awscrt, NIXL, Mooncake. Works in a folder of its own below that of "
+        "the adapter, or under names of its own, and removes them, but for objects that went through NIXL, which cannot "
+        "delete any.",
     )
     arguments.add_argument("--l2-adapter", required=True, metavar="JSON", help="as for lmcache server")
     arguments.add_whole("--objects", 32, "objects a round", minimum=1, maximum=65_536)
@@ -51,6 +53,9 @@ def run(argv: Sequence[str]) -> int:
         if config.folder:
             key = "file_path" if "backend_params" in spec else "base_path"
             config = parse_adapter(_moved(spec, stack.enter_context(_folder_below(config.folder, key))), 0)
+        elif isinstance(config, NixlStoreConfig):  # a pool of objects, which belongs to one server
+            params = {**spec["backend_params"], "object_prefix": f"{config.object_prefix}/bench"}
+            config = parse_adapter({**spec, "backend_params": params}, 0)
         report = asyncio.run(_Bench(build(config), options).run())
     report.emit(options)
     return 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +13,16 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from lmcache import _native
-from lmcache.cli.bench_plain_resp import RespConnection
+from lmcache.cli.bench_plain_mooncake import PlainMooncake
+from lmcache.cli.bench_plain_nixl import PlainNixl, PlainNixlObjects
+from lmcache.cli.bench_plain_resp import RespConnections
 from lmcache.errors import LMCacheError
 from lmcache.l2.adapter_config import AdapterConfig
-from lmcache.l2.adapters import nixl_agent
 from lmcache.l2.adapters.folder_config import FsConfig
-from lmcache.l2.adapters.nixl_config import NixlConfig
+from lmcache.l2.adapters.mooncake_config import MooncakeConfig
+from lmcache.l2.adapters.nixl_config import NixlConfig, NixlStoreConfig
 from lmcache.l2.adapters.resp_config import RespConfig
+from lmcache.l2.adapters.resp_servers import find_servers
 from lmcache.l2.adapters.s3_client import connect
 from lmcache.l2.adapters.s3_config import S3Config
 
@@ -51,7 +52,11 @@ def plain_program(config: AdapterConfig, objects: int) -> PlainProgram | None:
         return PlainFiles(config)
     if isinstance(config, NixlConfig) and config.folder:
         return PlainNixl(config, objects)
-    if isinstance(config, RespConfig) and not config.cluster and config.sentinel is None:
+    if isinstance(config, NixlStoreConfig):
+        return PlainNixlObjects(config, objects)
+    if isinstance(config, MooncakeConfig):
+        return PlainMooncake(config)
+    if isinstance(config, RespConfig):
         return PlainResp(config)
     if isinstance(config, S3Config) and config.location.is_virtual is not None:
         return PlainS3(config)
@@ -103,79 +108,20 @@ class PlainFiles:
         self._threads.shutdown()
 
 
-class PlainNixl:
-    """An agent with files that are open and registered, and one transfer for all of them."""
-
-    name = "Plain NIXL"
-
-    def __init__(self, config: NixlConfig, objects: int) -> None:
-        self._nixl = nixl = nixl_agent.load_bindings(config.where)
-        self._agent_name = f"plain-{uuid.uuid4().hex}"
-        settings = nixl.nixlAgentConfig(False, False, 0, nixl.NIXL_THREAD_SYNC_NONE)
-        self._agent = nixl.nixlAgent(self._agent_name, settings)
-        parameters = {"ios_pool_size": "1024"} if config.backend == "POSIX" else {}
-        self._backend = self._agent.createBackend(config.backend, {**parameters, **config.plugin_params})
-        self._folder = Path(config.folder) / "plain"
-        self._folder.mkdir(exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if config.use_odirect else 0)
-        self._files = [os.open(self._folder / str(index), flags, 0o600) for index in range(objects)]
-        self._register(nixl.FILE_SEG, [(0, nixl_agent.MAX_FILE_BYTES, file, "") for file in self._files])
-        self._known: set[int] = set()  # addresses that are registered
-        self.how = f"{config.backend}, files open already, {_cache(config.use_odirect)}"
-
-    def write(self, pieces: Sequence[memoryview]) -> None:
-        self._move(self._nixl.NIXL_WRITE, pieces)
-
-    def read(self, pieces: Sequence[memoryview]) -> None:
-        self._move(self._nixl.NIXL_READ, pieces)
-
-    def _move(self, operation: Any, pieces: Sequence[memoryview]) -> None:
-        nixl = self._nixl
-        places = [(_native.buffer_address(piece), piece.nbytes, 0) for piece in pieces]
-        new = [place for place in places if place[0] not in self._known]
-        if new:
-            self._register(nixl.DRAM_SEG, [(*place, "") for place in new])
-            self._known.update(place[0] for place in new)
-        files = [(0, piece.nbytes, file) for piece, file in zip(pieces, self._files, strict=True)]
-        handle = self._agent.createXferReq(
-            operation,
-            nixl.nixlXferDList(nixl.DRAM_SEG, places),
-            nixl.nixlXferDList(nixl.FILE_SEG, files),
-            self._agent_name,
-            "",
-            [self._backend],
-        )
-        status = self._agent.postXferReq(handle)
-        while status == nixl.NIXL_IN_PROG:
-            time.sleep(20e-6)
-            status = self._agent.getXferStatus(handle)
-        self._agent.releaseXferReq(handle)
-        if status != nixl.NIXL_SUCCESS:
-            raise LMCacheError(f"A plain transfer of NIXL in {self._folder} failed: {status}.")
-
-    def _register(self, kind: Any, descriptors: list[tuple[int, int, int, str]]) -> None:
-        self._agent.registerMem(self._nixl.nixlRegDList(kind, descriptors), [self._backend])
-
-    def clean_up(self) -> None:
-        """Its files stay open until the end, as those of a pool do."""
-
-    def close(self) -> None:
-        del self._agent
-        for file in self._files:
-            os.close(file)
-
-
 class PlainResp:
-    """SET and GET from and to memory, a thread for each connection."""
+    """SET and GET from and to memory, a thread for each connection; in a cluster one to each server."""
 
     name = "Plain SET and GET"
 
     def __init__(self, config: RespConfig) -> None:
         self._prefix = f"{config.prefix}/bench-{uuid.uuid4().hex}"
-        self._connections = [RespConnection(config) for _ in range(config.num_workers)]
+        servers = find_servers(config)
+        self._connections = [RespConnections(config, servers) for _ in range(config.num_workers)]
         self._threads = ThreadPoolExecutor(config.num_workers)
         self._count = 0
         self.how = f"{config.num_workers} connections"
+        if len(servers.addresses) > 1:
+            self.how += f" to each of {len(servers.addresses)} servers"
 
     def write(self, pieces: Sequence[memoryview]) -> None:
         self._count = len(pieces)
@@ -190,11 +136,11 @@ class PlainResp:
     def _key(self, index: int) -> str:
         return f"{self._prefix}/{index}"
 
-    def _each(self, act: Callable[[RespConnection, int], None]) -> None:
+    def _each(self, act: Callable[[RespConnections, int], None]) -> None:
         """Objects are dealt out as connections become free, as among workers of the adapter."""
         turns, lock = iter(range(self._count)), threading.Lock()
 
-        def work(connection: RespConnection) -> None:
+        def work(connection: RespConnections) -> None:
             while True:
                 with lock:
                     index = next(turns, None)

@@ -1,24 +1,54 @@
-"""A blocking connection to Redis or Valkey that sends from memory and receives into memory, and does nothing else."""
+"""Blocking connections to Redis or Valkey that send from memory and receive into memory, and do nothing else."""
 
 from __future__ import annotations
 
+import binascii
 import socket
 import ssl
 
 from lmcache.errors import LMCacheError
 from lmcache.l2.adapters.resp_config import RespConfig
+from lmcache.l2.adapters.resp_servers import SLOTS, Servers
+from lmcache.l2.native_resp import Address
 
 _LINE_BYTES = 65_536
 _EXPIRE_SECONDS = 3600  # what a benchmark that was killed leaves
 
 
+class RespConnections:
+    """One to each server. Of one thread at a time."""
+
+    def __init__(self, config: RespConfig, servers: Servers) -> None:
+        self._slots = servers.slots
+        self._connections = [RespConnection(config, address) for address in servers.addresses]
+
+    def store(self, name: str, value: memoryview) -> None:
+        self._of(name).store(name, value)
+
+    def load(self, name: str, value: memoryview) -> None:
+        self._of(name).load(name, value)
+
+    def delete(self, name: str) -> None:
+        self._of(name).delete(name)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def _of(self, name: str) -> RespConnection:
+        """In a cluster CRC-16/XMODEM of a name tells its slot."""
+        slot = binascii.crc_hqx(name.encode(), 0) % SLOTS
+        at = next((position for first, last, position in self._slots if first <= slot <= last), 0)
+        return self._connections[at]
+
+
 class RespConnection:
     """Of one thread at a time. LMCacheError where the server does not answer as it should."""
 
-    def __init__(self, config: RespConfig) -> None:
+    def __init__(self, config: RespConfig, address: Address) -> None:
         self._where = config.where
         try:
-            self._socket = _connected(config)
+            self._socket = _connected(config, address)
         except OSError as error:
             raise LMCacheError(f"{config.where}: the plain program cannot connect: {error}.") from None
         username, password = config.credentials()
@@ -87,8 +117,8 @@ class RespConnection:
         return LMCacheError(f"{self._where}: the plain program was answered {line.decode(errors='replace')!r}.")
 
 
-def _connected(config: RespConfig) -> socket.socket:
-    host, port = config.address
+def _connected(config: RespConfig, address: Address) -> socket.socket:
+    host, port = address
     if not port:
         plain = socket.socket(socket.AF_UNIX)
         plain.settimeout(config.timeout_seconds)
