@@ -4,8 +4,9 @@
 
 `nixl`: `nixl_store` on files beside a program that does nothing but post the same bytes to NIXL's POSIX plugin, through
 the page cache and past it. `s3`: `s3` on SeaweedFS beside a plain awscrt program (remote_s3.py). `resp`: `resp` on
-Valkey beside redis-benchmark and redis-py (remote_resp.py). All move objects of 4 MiB, in turns; target: 95% of the
-plain program, for `resp` 80% of redis-benchmark and twice redis-py.
+Valkey beside redis-benchmark and redis-py (remote_resp.py). `mooncake`: `mooncake_store` beside a client of Mooncake
+that moves all objects in one batch, both to and from the memory of another process. All move objects of 4 MiB, in turns;
+target: 95% of the plain program, 90% for Mooncake, for `resp` 80% of redis-benchmark and twice redis-py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from lmcache import _native
-from lmcache.cli.bench_timing import Region
+from lmcache.cli.bench_plain_mooncake import PlainMooncake
+from lmcache.cli.bench_timing import Region, timed
 from lmcache.clock import SystemClock
 from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
@@ -30,11 +32,12 @@ from lmcache.core.limits import FRAME_HEADER_BYTES, L2_LOAD_BATCH_BYTES, L2_STOR
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.adapters import nixl_agent
+from lmcache.l2.adapters.mooncake_config import MooncakeConfig
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from measure import MIB, Result, at_least, command_line, report, spread
 from remote_resp import resp
-from remote_s3 import s3
+from remote_s3 import TESTS, s3
 
 NAMESPACE = Namespace("bench", 1, 0, 0, "0" * 32)
 
@@ -155,15 +158,49 @@ async def _nixl(folder: Path, rounds: int, direct: bool, frame_bytes: int) -> li
     return [_result(f"nixl_store, {kind}, {operation}", operation, seconds, frames) for operation in ("store", "load")]
 
 
-def _result(name: str, operation: str, seconds: dict[tuple[str, str], list[float]], frames: Frames) -> Result:
+async def mooncake(folder: Path, rounds: int, small: bool) -> list[Result]:
+    sys.path.append(str(TESTS))  # the service is that of the tests
+    from services.mooncake import Master, Peer, setup_keys
+
+    frames = Frames(L2_STORE_BATCH_BYTES // (4 * MIB), MIB // 4 if small else 4 * MIB)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    with Master(folder) as master, Peer(folder, master, 4 * frames.size_bytes) as peer:
+        master.wait_ready()
+        peer.wait_ready()
+        config = parse_adapter({"type": "mooncake_store", **setup_keys(master, 0)}, 0)
+        assert isinstance(config, MooncakeConfig)
+        runner = Runner(build(config), Metrics().l2, SystemClock())
+        runner.lend_memory(frames.region.address, frames.size_bytes)
+        await runner.open()
+        plain = PlainMooncake(config)
+        for number in range(rounds + 1):  # the first one warms up
+            for program in ("plain", "ours") if number % 2 else ("ours", "plain"):
+                if program == "plain":
+                    took = [timed(lambda: plain.write(frames.views)), timed(lambda: plain.read(frames.views))]
+                    plain.clean_up()
+                else:
+                    took = [await in_batches(frames, L2_STORE_BATCH_BYTES, runner.store, StoreOutcome.STORED)]
+                    took.append(await in_batches(frames, L2_LOAD_BATCH_BYTES, runner.load, LoadOutcome.LOADED))
+                    await runner.clear()
+                for operation, each in zip(("store", "load"), took, strict=True):
+                    if number:
+                        seconds.setdefault((operation, program), []).append(each)
+        plain.close()
+        assert await runner.drain(10) and await runner.close(30)
+    return [_result(f"mooncake_store, {operation}", operation, seconds, frames, 0.9) for operation in ("store", "load")]
+
+
+def _result(
+    name: str, operation: str, seconds: dict[tuple[str, str], list[float]], frames: Frames, target: float = 0.95
+) -> Result:
     ours, plain = seconds[operation, "ours"], seconds[operation, "plain"]
     ratio = statistics.median(plain) / statistics.median(ours)
     figures = [frames.size_bytes / statistics.median(values) / 1e9 for values in (ours, plain)]
     detail = f"{figures[0]:.2f} GB/s, plain {figures[1]:.2f}; ms {spread(ours, 1e3)}, plain {spread(plain, 1e3)}"
-    return at_least(f"{name} of {frames.frame_bytes // MIB or 0.25:g} MiB", ratio, "of plain", 0.95, detail)
+    return at_least(f"{name} of {frames.frame_bytes // MIB or 0.25:g} MiB", ratio, "of plain", target, detail)
 
 
-PARTS = {"nixl": nixl, "resp": resp, "s3": s3}
+PARTS = {"nixl": nixl, "resp": resp, "s3": s3, "mooncake": mooncake}
 
 
 def main() -> int:

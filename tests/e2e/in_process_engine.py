@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 def main(model: str, cache_port: int, calls: list[list[Any]], options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
+    from vllm.lora.request import LoRARequest
 
     transfer = KVTransferConfig(
         kv_connector="LMCacheMPConnector",
@@ -35,14 +37,17 @@ def main(model: str, cache_port: int, calls: list[list[Any]], options: dict[str,
     results: list[Any] = []
     for kind, *arguments in calls:
         if kind == "ask":
-            tokens, max_tokens = arguments
+            tokens, max_tokens, *lora = arguments
+            adapter = LoRARequest(**lora[0]) if lora else None
             sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-            (output,) = llm.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False)
+            (output,) = llm.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False, lora_request=adapter)
             results.append([list(output.outputs[0].token_ids), output.num_cached_tokens])
         elif kind == "rpc":
             method, parameters = arguments
             llm.collective_rpc(method, kwargs=parameters)
             results.append(None)
+        elif kind == "copy":
+            results.append(bool(shutil.copytree(*arguments, dirs_exist_ok=True)))
         elif kind == "reset":
             results.append(llm.reset_prefix_cache(**arguments[0]))
     print("\nRESULTS " + json.dumps(results), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from lmcache.testing.processes import CacheServer
 from lmcache.testing.tiny_models import make_llama, sample_tokens
+from support.tiny_shapes import make_lora
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -37,9 +39,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
 
 
 def run_engine(
-    model: Path, server: CacheServer, calls: list[list[Any]], *, ranks: int = 1, load_format: str = "auto"
+    model: Path, server: CacheServer, calls: list[list[Any]], *, ranks: int = 1, load_format: str = "auto", **more: Any
 ) -> list[Any]:
-    options = {"tensor_parallel_size": ranks, "load_format": load_format}
+    """What each call gave. `more`: options of the engine."""
+    options = {"tensor_parallel_size": ranks, "load_format": load_format, **more}
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks)) if ranks > 1 else "0-1"}
     command = [sys.executable, str(Path(__file__).with_name("in_process_engine.py")), str(model), str(server.port)]
     done = subprocess.run(
@@ -54,15 +57,16 @@ def run_engine(
     return list(json.loads(results[0].removeprefix("RESULTS ")))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_kv_of_previous_weights_is_neither_served_nor_found_under_the_new_name(
-    llama: Path, tmp_path_factory: pytest.TempPathFactory, server: CacheServer
+    llama: Path, tmp_path_factory: pytest.TempPathFactory, server: CacheServer, ranks: int
 ) -> None:
     other = make_llama(tmp_path_factory.mktemp("other-weights") / "llama", seed=1)
     ask = ["ask", sample_tokens(PROMPT_TOKENS, seed=5), 8]
     reload = ["rpc", "reload_weights", {"weights_path": str(other)}]
     calls = [ask, LOCAL, ask, reload, WITH_CONNECTOR, ask, LOCAL, ask, WITH_CONNECTOR, ask]
     cold, emptied, warm, _, reset, new, emptied_again, new_warm, reset_again, new_again = run_engine(
-        llama, server, calls
+        llama, server, calls, ranks=ranks
     )
     assert (emptied, reset, emptied_again, reset_again) == (True, True, True, True)
     assert cold[1] == 0
@@ -72,8 +76,28 @@ def test_kv_of_previous_weights_is_neither_served_nor_found_under_the_new_name(
     assert new_warm == [new[0], CHUNKED_TOKENS]
     assert new_again == [new[0], 0]
     # Engines that start with the one or the other weights find what such an engine stored, or nothing.
-    assert run_engine(llama, server, [ask]) == [[cold[0], CHUNKED_TOKENS]]
-    assert run_engine(other, server, [ask]) == [[new[0], 0]]
+    assert run_engine(llama, server, [ask], ranks=ranks) == [[cold[0], CHUNKED_TOKENS]]
+    assert run_engine(other, server, [ask], ranks=ranks) == [[new[0], 0]]
+
+
+def test_an_adapter_that_is_loaded_in_place_is_served_its_own_kv_alone(
+    llama: Path, tmp_path_factory: pytest.TempPathFactory, server: CacheServer
+) -> None:
+    """Its files change under a running engine, which reads them again: first to other weights, then back."""
+    folder = tmp_path_factory.mktemp("adapters")
+    before, after = (str(make_lora(folder / name, llama, seed=seed)) for seed, name in enumerate(("before", "after")))
+    trained = str(shutil.copytree(before, folder / "trained"))
+    lora = {"lora_name": "trained", "lora_int_id": 1, "lora_path": trained, "load_inplace": True}
+    ask = ["ask", sample_tokens(PROMPT_TOKENS, seed=80), 8, lora]
+    base = ["ask", ask[1], 8]
+    calls = [ask, LOCAL, ask, ["copy", after, trained], LOCAL, ask, LOCAL, ask, ["copy", before, trained], LOCAL, ask]
+    answers = run_engine(llama, server, [*calls, LOCAL, base], enable_lora=True, max_lora_rank=8)
+    cold, warm, new, new_warm, back, plain = (answer for answer in answers if isinstance(answer, list))
+    assert cold[1] == 0 and warm == [cold[0], CHUNKED_TOKENS]
+    assert new[0] != cold[0] and new[1] == 0
+    assert new_warm == [new[0], CHUNKED_TOKENS]
+    assert back == [cold[0], CHUNKED_TOKENS]
+    assert plain[0] not in (cold[0], new[0]) and plain[1] == 0
 
 
 def test_made_up_weights_do_not_find_the_kv_of_those_in_the_folder(llama: Path, server: CacheServer) -> None:

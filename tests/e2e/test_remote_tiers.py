@@ -14,6 +14,8 @@ import pytest
 from e2e.harness import Stack, until, whole_chunks
 from lmcache.testing.processes import LOOPBACK, Completion, ManagedProcess
 from lmcache.testing.tiny_models import sample_tokens
+from services import mooncake, nixl
+from services.mooncake import Master, Peer
 from services.redis import Valkey
 from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, SeaweedFS
 from support.network import Network, network_to
@@ -23,11 +25,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PROMPT_TOKENS = 2200
 CHUNKS = PROMPT_TOKENS // 256
 ANSWER_TOKENS = 24
+MOONCAKE_BYTES = 256 << 20
 DELAY_SECONDS = 0.1  # of 256 KiB, so that loads are under way when the service is killed
 
 TIMEOUT_SECONDS = 60  # of the adapters: what a busy machine delays must not become a miss
 
-Shared = tuple[ManagedProcess, Network, dict[str, Any]]
+# The service and what leads to it, where there is one that can be killed and slowed down from here, and the adapter.
+Shared = tuple[ManagedProcess | None, Network | None, dict[str, Any]]
 
 
 @contextmanager
@@ -55,10 +59,28 @@ def s3(folder: Path) -> Iterator[Shared]:
             yield service, network, adapter
 
 
+@contextmanager
+def mooncake_store(folder: Path) -> Iterator[Shared]:
+    """In the memory of a third process."""
+    with Master(folder) as master:
+        master.wait_ready()
+        with Peer(folder, master, MOONCAKE_BYTES) as peer:
+            peer.wait_ready()
+            yield None, None, {"type": "mooncake_store", **mooncake.setup_keys(master, 0)}
+
+
+@contextmanager
+def nixl_files(folder: Path) -> Iterator[Shared]:
+    """One folder of both servers."""
+    nixl.need()
+    params = {"file_path": str(folder / "shared"), "use_direct_io": "false"}
+    yield None, None, {"type": "nixl_store_dynamic", "backend": "POSIX", "backend_params": params}
+
+
 class Machines:
     """Two machines, each with a server and an engine, and the service behind both."""
 
-    def __init__(self, service: ManagedProcess, network: Network, first: Stack, second: Stack) -> None:
+    def __init__(self, service: ManagedProcess | None, network: Network | None, first: Stack, second: Stack) -> None:
         self.service = service
         self.network = network
         self.both = (first, second)
@@ -82,7 +104,7 @@ def ask(stack: Stack, prompt: list[int], **options: Any) -> Completion:
     return stack.engine.complete(prompt, max_tokens=ANSWER_TOKENS, **options)
 
 
-@pytest.fixture(scope="module", params=[valkey, s3], ids=["resp", "s3"])
+@pytest.fixture(scope="module", params=[valkey, s3, mooncake_store, nixl_files], ids=["resp", "s3", "mooncake", "nixl"])
 def machines(
     request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Machines]:
@@ -157,10 +179,12 @@ def test_both_at_once_on_one_prompt(machines: Machines) -> None:
         stack.wait_clean()
 
 
+@pytest.mark.parametrize("machines", [valkey, s3], ids=["resp", "s3"], indirect=True)
 def test_a_service_that_is_killed_costs_misses(machines: Machines) -> None:
     """The last test of a service: nothing comes after it."""
     prompts = [sample_tokens(PROMPT_TOKENS, seed=10 + number) for number in range(4)]
     first = machines.both[0]
+    assert machines.network is not None and machines.service is not None
     machines.clear()
     cold = [ask(first, prompt) for prompt in prompts]
     first.wait_stored(CHUNKS * len(prompts), in_l2=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmcache.testing.gpu import why_no_gpu
-from services import nixl, program
+from services import mooncake, nixl, program
 from services.redis import VALKEY
 from services.seaweedfs import WEED
 
@@ -136,12 +136,14 @@ def test_the_benchmark_of_gpus_says_why_it_cannot_run() -> None:
     assert done.stderr.startswith("This needs ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("part", "count"), [("nixl", 4), ("resp", 10), ("s3", 2)])
+@pytest.mark.parametrize(("part", "count"), [("nixl", 4), ("resp", 10), ("s3", 2), ("mooncake", 2)])
 def test_the_adapters_of_remote_tiers_are_measured_small(tmp_path: Path, part: str, count: int) -> None:
     if part == "nixl":
         nixl.need()
     elif part == "resp":
         program(VALKEY, "Valkey")
+    elif part == "mooncake":
+        mooncake.need()
     else:
         program(WEED, "SeaweedFS")
     figures = run_small("remote", part, "--small", "--folder", str(tmp_path))

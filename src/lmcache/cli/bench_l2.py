@@ -39,8 +39,8 @@ def run(argv: Sequence[str]) -> int:
         "bench l2",
         "Stores, looks up, loads and verifies objects through one L2 adapter, beside plain copies and a plain program "
         "of the same run: file I/O, SET and GET, awscrt, NIXL, Mooncake. Works in a folder of its own below that of "
-        "the adapter, or under names of its own, and removes them, but for objects that went through NIXL, which cannot "
-        "delete any.",
+        "the adapter, or under names of its own, and removes them, but for objects that went through NIXL, which "
+        "cannot delete any.",
     )
     arguments.add_argument("--l2-adapter", required=True, metavar="JSON", help="as for lmcache server")
     arguments.add_whole("--objects", 32, "objects a round", minimum=1, maximum=65_536)
