@@ -5,8 +5,8 @@
 `nixl`: `nixl_store` on files beside a program that does nothing but post the same bytes to NIXL's POSIX plugin, through
 the page cache and past it. `s3`: `s3` on SeaweedFS beside a plain awscrt program (remote_s3.py). `resp`: `resp` on
 Valkey beside redis-benchmark and redis-py (remote_resp.py). `mooncake`: `mooncake_store` beside a client of Mooncake
-that moves all objects in one batch, both to and from the memory of another process. All move objects of 4 MiB, in turns;
-target: 95% of the plain program, 90% for Mooncake, for `resp` 80% of redis-benchmark and twice redis-py.
+that moves all objects in one batch, both to and from the memory of another process. All move objects of 4 MiB, in
+turns; target: 95% of the plain program, 90% for Mooncake, for `resp` 80% of redis-benchmark and twice redis-py.
 """
 
 from __future__ import annotations

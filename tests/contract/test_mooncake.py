@@ -15,13 +15,15 @@ from lmcache.l2.adapters import mooncake_client
 from lmcache.l2.adapters.mooncake import MooncakeAdapter
 from lmcache.l2.adapters.mooncake_config import MooncakeConfig
 from lmcache.testing.adapter_contract import AdapterContract, build_from
+from lmcache.testing.processes import free_port
 from services import mooncake
 from services.mooncake import Master, Peer
 
 
-@pytest.fixture(scope="module", autouse=True)
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
-    with Master(tmp_path_factory.mktemp("mooncake")) as master:
+@pytest.fixture(scope="module", autouse=True, params=[False, True], ids=["handshake", "metadata server"])
+def master(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    port = free_port() if request.param else 0
+    with Master(tmp_path_factory.mktemp("mooncake"), metadata_port=port) as master:
         master.wait_ready()
         yield master
 

@@ -44,11 +44,13 @@ class Master(ManagedProcess):
 
     name = "Mooncake's master"
 
-    def __init__(self, folder: Path, port: int = 0, **others: object) -> None:
-        """`others` are options of the program."""
+    def __init__(self, folder: Path, port: int = 0, *, metadata_port: int = 0, **others: object) -> None:
+        """`metadata_port`: it is the metadata server, too, which otherwise is none. `others` are options of the
+        program."""
         need()
         self.folder = folder
         self.port = port or free_port()
+        self.metadata_port = metadata_port
         spec = importlib.util.find_spec("mooncake")
         assert spec is not None and spec.submodule_search_locations
         program = Path(spec.submodule_search_locations[0]) / "mooncake_master"
@@ -60,6 +62,12 @@ class Master(ManagedProcess):
             "client_ttl": 3,
             **others,
         }
+        if metadata_port:
+            options |= {
+                "enable_http_metadata_server": "true",
+                "http_metadata_server_host": LOOPBACK,
+                "http_metadata_server_port": metadata_port,
+            }
         super().__init__(
             [str(program), *(f"--{name}={value}" for name, value in options.items())], folder / "master.log"
         )
@@ -68,11 +76,16 @@ class Master(ManagedProcess):
     def address(self) -> str:
         return f"{LOOPBACK}:{self.port}"
 
+    @property
+    def metadata_server(self) -> str:
+        return f"http://{LOOPBACK}:{self.metadata_port}/metadata" if self.metadata_port else "P2PHANDSHAKE"
+
     def wait_ready(self, timeout_seconds: float = READY_SECONDS) -> None:
         def answers() -> bool:
             self.check_alive()
             with suppress(OSError):
-                socket.create_connection((LOOPBACK, self.port), 1.0).close()
+                for port in filter(None, (self.port, self.metadata_port)):
+                    socket.create_connection((LOOPBACK, port), 1.0).close()
                 return True
             return False
 
@@ -81,14 +94,14 @@ class Master(ManagedProcess):
     def restarted(self) -> Master:
         """Another one at the same address, after this one has ended."""
         assert not self.alive()
-        return Master(self.folder, self.port)
+        return Master(self.folder, self.port, metadata_port=self.metadata_port)
 
 
 def setup_keys(master: Master, segment_bytes: int = SEGMENT_BYTES) -> dict[str, Any]:
-    """Of a client without a metadata server."""
+    """Of a client."""
     return {
         "local_hostname": LOOPBACK,
-        "metadata_server": "P2PHANDSHAKE",
+        "metadata_server": master.metadata_server,
         "master_server_addr": master.address,
         "protocol": "tcp",
         "global_segment_size": str(segment_bytes),
