@@ -6,7 +6,8 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from process.nursery import Nursery
 from process.support import SmallEngine
 from services import nixl
 from services.azurite import Azurite
-from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, SeaweedFS
+from services.mooncake import Master
+from services.network import in_own_network, with_files
+from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, Credentials, SeaweedFS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "documented-commands.md"
 PLAIN = "lmcache server --l1-size-gb 100 --eviction-policy LRU"
@@ -78,6 +81,7 @@ def fitted(command: str, folder: Path) -> tuple[dict[str, str], list[str]]:
         '"max_dax_size_gb": 100, "slot_bytes": 268435456': '"max_dax_size_gb": 0.1, "slot_bytes": 1048576',
         "<account_name>": "devstoreaccount1",
         "<container_name>": CONTAINER,
+        '"3221225472"': '"67108864"',
     }.items():
         command = command.replace(old, new)
     for flag, size in (("--l1-size-gb", "0.05"), ("--l1-init-size-gb", "0.01")):
@@ -175,6 +179,54 @@ def test_the_azure_line_runs_with_azurite(nursery: Nursery, tmp_path: Path) -> N
         server.wait_ready()
         server.make_container(CONTAINER)
         with_server(nursery, row, tmp_path, {"AZURE_STORAGE_CONNECTION_STRING": server.connection_string})
+
+
+def in_a_network_where_names_are_local(names: str, folder: Path, test: Callable[[Nursery], None]) -> None:
+    """In which every port is free, and these names mean this machine. It has an address of a local network, too."""
+
+    def with_nursery() -> None:
+        for command in (
+            "link add lan type veth peer name other",
+            "address add 192.168.77.1/24 dev lan",
+            "link set lan up",
+            "link set other up",
+        ):
+            subprocess.run(["ip", *command.split()], check=True)
+        nursery = Nursery()
+        try:
+            test(nursery)
+        finally:
+            nursery.close()
+
+    (folder / "hosts").write_text(f"127.0.0.1 localhost {names}\n")
+    in_own_network(lambda _: with_files({"/etc/hosts": folder / "hosts"}, with_nursery))
+
+
+def test_the_line_for_minio_runs_with_seaweedfs(tmp_path: Path) -> None:
+    pytest.importorskip("awscrt", reason="awscrt is not installed")
+    (row,) = [row for row in SERVERS if row.comes == "runs with SeaweedFS as minio.local"]
+
+    def test(nursery: Nursery) -> None:
+        ports = {"master": 9333, "volume": 9340, "filer": 8888, "s3": 9000}
+        with SeaweedFS(tmp_path / "seaweedfs", ports=ports, credentials=Credentials("minio", "minio123")) as server:
+            server.wait_ready()
+            server.make_bucket("lmcache")
+            log = with_server(nursery, row, tmp_path, {})
+            assert len(server.names("lmcache")) == 3
+        assert "minio123" not in log
+
+    in_a_network_where_names_are_local("minio.local", tmp_path, test)
+
+
+def test_the_line_for_mooncake_runs_with_a_master_and_its_metadata_server(tmp_path: Path) -> None:
+    (row,) = [row for row in SERVERS if row.comes == "runs with Mooncake"]
+
+    def test(nursery: Nursery) -> None:
+        with Master(tmp_path, 50051, metadata_port=8080) as master:
+            master.wait_ready()
+            with_server(nursery, row, tmp_path, {})
+
+    in_a_network_where_names_are_local("node01", tmp_path, test)
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=name_of)

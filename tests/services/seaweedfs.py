@@ -35,6 +35,14 @@ GRPC_OFFSET = 10_000  # every part listens on a second port
 LAST_PORT = 65_535
 
 
+class Credentials(NamedTuple):
+    access_key: str
+    secret_key: str
+
+
+OWN = Credentials(ACCESS_KEY, SECRET_KEY)
+
+
 class Answer(NamedTuple):
     status: int
     headers: Mapping[str, str]
@@ -53,18 +61,24 @@ class SeaweedFS(ManagedProcess):
         certificates: Certificates | None = None,
         domain: str = "",
         ports: Mapping[str, int] | None = None,
+        credentials: Credentials = OWN,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "data").mkdir(exist_ok=True)
         self.folder = folder
         self.ports = dict(ports or _free_ports("master", "volume", "filer", "s3"))
-        self._settings: dict[str, Any] = {"certificates": certificates, "domain": domain}
+        self.credentials = credentials
+        self._settings: dict[str, Any] = {
+            "certificates": certificates,
+            "domain": domain,
+            "credentials": credentials,
+        }
         self.certificates = certificates
         self.port = self.ports["s3"]
         self.tls_port = self.ports.setdefault("s3.port.https", free_port()) if certificates else 0
         identity = {
             "name": "test",
-            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+            "credentials": [{"accessKey": credentials.access_key, "secretKey": credentials.secret_key}],
             "actions": ["Admin", "Read", "Write", "List", "Tagging"],
         }
         reader = {
@@ -124,7 +138,7 @@ class SeaweedFS(ManagedProcess):
         connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=10.0)
         text = urlencode(sorted((query or {}).items()), quote_via=quote)
         host = f"localhost:{self.port}"  # 127.0.0.1 may be the host of a bucket
-        signed = sign(method, host, path, text, body)
+        signed = sign(method, host, path, text, body, self.credentials)
         with contextlib.closing(connection):
             connection.request(method, f"{path}?{text}" if text else path, body or None, {**signed, **headers})
             response = connection.getresponse()
@@ -136,7 +150,7 @@ class SeaweedFS(ManagedProcess):
         return [part.partition("</Key>")[0] for part in body.split("<Key>")[1:]]
 
 
-def sign(method: str, host: str, path: str, query: str, body: bytes) -> dict[str, str]:
+def sign(method: str, host: str, path: str, query: str, body: bytes, credentials: Credentials) -> dict[str, str]:
     """The headers of AWS Signature Version 4."""
     now = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     digest = hashlib.sha256(body).hexdigest()
@@ -146,11 +160,11 @@ def sign(method: str, host: str, path: str, query: str, body: bytes) -> dict[str
     canonical = f"{method}\n{quote(path)}\n{query}\n{lines}\n{names}\n{digest}"
     scope = f"{now[:8]}/{REGION}/s3/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{hashlib.sha256(canonical.encode()).hexdigest()}"
-    key = f"AWS4{SECRET_KEY}".encode()
+    key = f"AWS4{credentials.secret_key}".encode()
     for part in scope.split("/"):
         key = hmac.digest(key, part.encode(), "sha256")
     signature = hmac.new(key, text.encode(), "sha256").hexdigest()
-    credential = f"Credential={ACCESS_KEY}/{scope}"
+    credential = f"Credential={credentials.access_key}/{scope}"
     headers["Authorization"] = f"AWS4-HMAC-SHA256 {credential}, SignedHeaders={names}, Signature={signature}"
     return headers
 
