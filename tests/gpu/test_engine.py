@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ TOKENS = 2000
 
 
 @pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_a_hit_gives_the_same_tokens(tmp_path: Path) -> None:
     make_llama(tmp_path / "model")
     prompt = sample_tokens(TOKENS, seed=1)

@@ -43,8 +43,31 @@ def test_figures_have_a_verdict_where_they_have_a_target() -> None:
 
 
 def test_a_stream_counts_beside_what_was_moved() -> None:
-    alone, storing, loading = stream_rows({"alone": 2.0, "storing": 2.5, "stored": 64, "loading": 2.0, "loaded": 0})
+    measured = {"alone": 2.0, "storing": 2.5, "stored": 64, "loading": 2.0, "loaded": 0}
+    alone, storing, loading = stream_rows(measured, limit=None)
     assert alone.ok is None and storing == Row(
         "a decoding step while storing", "2.500 ms, 1.25 times, 64 chunks stored", ok=True
     )
     assert loading.ok is False
+
+
+def test_on_a_gpu_a_stream_may_hardly_slow_down() -> None:
+    measured = {"alone": 2.0, "storing": 2.08, "stored": 64, "loading": 2.05, "loaded": 64}
+    _, storing, loading = stream_rows(measured, limit=1.03)
+    assert (storing.ok, loading.ok) == (False, True)
+    assert storing.value == "2.080 ms, 1.04 times, 64 chunks stored  at most 1.03"
+
+
+def test_a_machine_without_vllm_skips_what_needs_it() -> None:
+    """The check runs the whole folder, and torch alone is asked of the machine."""
+    without = "import sys; sys.modules['vllm'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    path = str(SCRIPT.parent.parent / "tests" / "gpu" / "test_engine.py")
+    done = subprocess.run(
+        [sys.executable, "-c", without, "-p", "no:cacheprovider", "-rs", path],
+        cwd=SCRIPT.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "1 skipped" in done.stdout and "needs vLLM" in done.stdout, done.stdout + done.stderr
