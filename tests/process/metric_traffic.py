@@ -215,6 +215,9 @@ def a_backend_that_fails(watched: Watched) -> None:
     engine.end("hanging")
     watched.see("lmcache_mp_l2_breaker_open")
     watched.see('lmcache_mp_misses_total{reason="l2_deadline"}')
+    with watched.lookup(watched.tokens(3000)) as reply:  # what the adapter has is not known, and it is not asked
+        assert not reply.chunks
+    watched.see('lmcache_mp_misses_total{reason="l2_suspended"}')
     told()
 
 
@@ -225,11 +228,24 @@ def an_l1_that_is_full(watched: Watched) -> None:
     watched.see("lmcache_mp_l1_allocation_failure_chunks_total")
 
 
+def a_tenant_beyond_its_quota(watched: Watched) -> None:
+    """It keeps its newest objects; of the others it is said why they went."""
+    kept = 2 * CHUNKS
+    http_json(watched.server.http_port, "PUT", "/quota/tenant", {"limit_gb": (kept + 0.5) * FRAME_BYTES / GIB})
+    for first in range(0, 2 * kept, CHUNKS):
+        watched.engine.store(watched.tokens(first), salt="tenant")
+    watched.see("lmcache_mp_l1_evicted_chunks_total", lambda chunks: chunks >= kept)
+    with watched.lookup(watched.tokens(0), salt="tenant") as reply:
+        assert not reply.chunks
+    watched.see('lmcache_mp_misses_total{reason="over_quota"}')
+
+
 SCENARIOS: dict[str, Callable[[Watched], None]] = {
     "hits": hits_and_stores,
     "engines": engines_that_fail,
     "backend": a_backend_that_fails,
     "full": an_l1_that_is_full,
+    "quota": a_tenant_beyond_its_quota,
 }
 
 
@@ -246,6 +262,7 @@ def options_of(scenario: str, folder: Path) -> list[str]:
         "engines": ["--l1-write-ttl-seconds", "1"],
         "backend": ["--l2-store-policy", "skip_l1", "--l2-adapter", json.dumps(controlled)],
         "full": ["--eviction-policy", "noop"],
+        "quota": ["--eviction-policy", "IsolatedLRU"],
     }[scenario]
 
 

@@ -106,8 +106,10 @@ MOVED: dict[str, tuple[str, ...]] = {
         "lmcache_mp_l2_buffered_fallbacks",
         "lmcache_mp_timeouts_total",
         'lmcache_mp_misses_total{reason="l2_deadline"}',
+        'lmcache_mp_misses_total{reason="l2_suspended"}',
     ),
     "full": ("lmcache_mp_l1_allocation_failure_chunks_total",),
+    "quota": ('lmcache_mp_misses_total{reason="over_quota"}',),
 }
 # They are seen to move elsewhere (tests/unit/scripts/test_metrics_reference.py names all), and have no series here.
 WITHOUT_SERIES = {

@@ -108,6 +108,29 @@ def test_a_request_is_a_trace_with_a_child_for_each_tier(tmp_path: Path, monkeyp
     assert latency.unit == "s" and sum(point.count for point in latency.histogram.data_points) > 5
 
 
+def test_what_came_from_l2_is_below_the_lookup_that_asked_for_it(tmp_path: Path) -> None:
+    adapters = [{"type": "fs", "base_path": str(tmp_path)}]
+    with a_receiver() as receiver:
+        with (
+            server_within(otlp_endpoint=receiver.endpoint, enable_tracing=True, l2_adapter=adapters) as server,
+            SmallEngine(server.rpc.endpoint) as engine,
+        ):
+            a_request(engine)
+            until(lambda: [span for span in receiver.spans if span.name.startswith("l2 ")], RECEIVE_SECONDS)
+            server.clear("l1")
+            found = engine.lookup("from L2", engine.tokens(1, 2))
+            engine.client.call("release", m.Release(engine.instance_id, found.lease), CALL_SECONDS)
+            engine.end("from L2")
+            until(lambda: len(receiver.named("request")) == 2, RECEIVE_SECONDS)
+    assert found.chunks == 2
+    _, request = receiver.named("request")
+    (lookup,) = [span for span in receiver.named("mp.lookup_prefetch") if span.parent_span_id == request.span_id]
+    (loaded,) = [span for span in receiver.spans if span.name.startswith("l2 ") and span.trace_id == request.trace_id]
+    assert loaded.parent_span_id == lookup.span_id
+    assert lookup.start_time_unix_nano <= loaded.start_time_unix_nano <= loaded.end_time_unix_nano
+    assert {item.key: item.value.int_value for item in loaded.attributes}["objects"] == 2
+
+
 def test_a_request_whose_trace_is_not_sampled_is_not_traced() -> None:
     with a_receiver() as receiver:
         with (
