@@ -44,6 +44,7 @@ class Controlled(Adapter):
         return [outcome] * len(keys)
     async def load(self, keys, buffers):
         told = self.told("load")
+        if told == "slow": await asyncio.sleep(0.3)
         while self.told("load") == "hangs": await asyncio.sleep(0.1)
         for key, buffer in zip(keys, buffers): buffer[:] = self.frames.get(key, buffer)
         if told == "damages": buffers[0][5000] ^= 1
@@ -82,9 +83,16 @@ class Watched:
             self.values.setdefault(name, set()).add(value)
         return found
 
-    def see(self, name: str, is_there: Callable[[float], bool] = lambda value: value > 0) -> None:
-        """Looks until the metric has such a value."""
-        until(lambda: is_there(self.look().get(name, 0.0)), 30.0, tell=lambda: f"{name} of {self.look()}")
+    def see(self, name: str, is_there: Callable[[float], bool] = lambda value: value > 0) -> float:
+        """Looks until the metric has such a value, which is returned."""
+        seen: list[float] = []
+
+        def look() -> bool:
+            seen.append(self.look().get(name, 0.0))
+            return is_there(seen[-1])
+
+        until(look, 30.0, tell=lambda: f"{name} of {self.look()}")
+        return seen[-1]
 
     def moved(self, name: str) -> bool:
         """Whether it had two values, or one that is not 0 if it is there from its first event on."""
@@ -100,6 +108,12 @@ class Watched:
         reply = self.engine.lookup(request, tokens, salt=salt, deadline_seconds=seconds)
         yield reply
         self.engine.end(request)
+
+    def tell_backend(self, **what: str) -> None:
+        """What the controlled adapter is to do from now on, by direction."""
+        path = self.server.log_path.parent / "told.json"
+        path.with_suffix(".new").write_text(json.dumps(what))
+        path.with_suffix(".new").replace(path)
 
     def stored_in_l2(self, objects: int) -> None:
         until(lambda: self.server.status()["l2"]["adapters"][0]["objects"] >= objects, 30.0, tell=self.server.status)
@@ -182,14 +196,7 @@ def damage(frame: memoryview) -> memoryview:
 
 def a_backend_that_fails(watched: Watched) -> None:
     """Slow, full, failing, damaging, hanging: each for some objects."""
-    tell = watched.server.log_path.parent / "told.json"
-
-    def told(**what: str) -> None:
-        path = tell.with_suffix(".new")
-        path.write_text(json.dumps(what))
-        path.replace(tell)
-
-    engine = watched.engine
+    told, engine = watched.tell_backend, watched.engine
     told(store="slow")
     for first in range(0, 4 * CHUNKS, CHUNKS):
         engine.store(watched.tokens(first))
@@ -249,20 +256,25 @@ SCENARIOS: dict[str, Callable[[Watched], None]] = {
 }
 
 
+def controlled_adapter(folder: Path) -> str:
+    """Its setting. Its module and what it is told lie in the folder."""
+    (folder / "controlled_adapter.py").write_text(CONTROLLED)
+    (folder / "told.json").write_text("{}")
+    place = {"type": "plugin", "module_path": "controlled_adapter", "class_name": "Controlled"}
+    return json.dumps({**place, "adapter_params": {"path": str(folder / "told.json")}, "timeout_seconds": 1})
+
+
 def options_of(scenario: str, folder: Path) -> list[str]:
     """Of the server that the scenario is for. Its files lie in the folder."""
     files: dict[str, Any] = {"type": "fs_native", "base_path": str(folder / "l2"), "serde": {"type": "exponent"}}
     files |= {"max_capacity_gb": 2 * L1_FRAMES * FRAME_BYTES / GIB, "eviction": {"eviction_policy": "LRU"}}
-    controlled: dict[str, Any] = {"type": "plugin", "module_path": "controlled_adapter", "class_name": "Controlled"}
-    controlled |= {"adapter_params": {"path": str(folder / "told.json")}, "timeout_seconds": 1}
-    (folder / "controlled_adapter.py").write_text(CONTROLLED)
-    (folder / "told.json").write_text("{}")
     return {
         "hits": ["--metrics-sample-rate", "1", "--lookup-hash-log-dir", str(folder), "--l2-adapter", json.dumps(files)],
         "engines": ["--l1-write-ttl-seconds", "1"],
-        "backend": ["--l2-store-policy", "skip_l1", "--l2-adapter", json.dumps(controlled)],
+        "backend": ["--l2-store-policy", "skip_l1", "--l2-adapter", controlled_adapter(folder)],
         "full": ["--eviction-policy", "noop"],
         "quota": ["--eviction-policy", "IsolatedLRU"],
+        "units": ["--metrics-sample-rate", "1", "--l2-adapter", controlled_adapter(folder)],
     }[scenario]
 
 

@@ -110,18 +110,18 @@ def test_a_request_is_a_trace_with_a_child_for_each_tier(tmp_path: Path, monkeyp
 
 def test_what_came_from_l2_is_below_the_lookup_that_asked_for_it(tmp_path: Path) -> None:
     adapters = [{"type": "fs", "base_path": str(tmp_path)}]
-    with a_receiver() as receiver:
-        with (
-            server_within(otlp_endpoint=receiver.endpoint, enable_tracing=True, l2_adapter=adapters) as server,
-            SmallEngine(server.rpc.endpoint) as engine,
-        ):
-            a_request(engine)
-            until(lambda: [span for span in receiver.spans if span.name.startswith("l2 ")], RECEIVE_SECONDS)
-            server.clear("l1")
-            found = engine.lookup("from L2", engine.tokens(1, 2))
-            engine.client.call("release", m.Release(engine.instance_id, found.lease), CALL_SECONDS)
-            engine.end("from L2")
-            until(lambda: len(receiver.named("request")) == 2, RECEIVE_SECONDS)
+    with (
+        a_receiver() as receiver,
+        server_within(otlp_endpoint=receiver.endpoint, enable_tracing=True, l2_adapter=adapters) as server,
+        SmallEngine(server.rpc.endpoint) as engine,
+    ):
+        a_request(engine)
+        until(lambda: [span for span in receiver.spans if span.name.startswith("l2 ")], RECEIVE_SECONDS)
+        server.clear("l1")
+        found = engine.lookup("from L2", engine.tokens(1, 2))
+        engine.client.call("release", m.Release(engine.instance_id, found.lease), CALL_SECONDS)
+        engine.end("from L2")
+        until(lambda: len(receiver.named("request")) == 2, RECEIVE_SECONDS)
     assert found.chunks == 2
     _, request = receiver.named("request")
     (lookup,) = [span for span in receiver.named("mp.lookup_prefetch") if span.parent_span_id == request.span_id]

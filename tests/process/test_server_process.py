@@ -18,6 +18,7 @@ import pytest
 
 from lmcache.client.client import ClientState
 from lmcache.errors import RemoteError, ServerUnavailable
+from lmcache.memory.numa import online_nodes
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer, stop_running
 from polling import until
@@ -399,3 +400,16 @@ def test_a_server_without_stderr_serves(tmp_path: Path) -> None:
         finally:
             server.terminate()
         assert server.wait(20) == 0
+
+
+def test_on_which_nodes_l1_lies_is_said_at_the_start(tmp_path: Path) -> None:
+    node = online_nodes()[-1]
+    with CacheServer(tmp_path, l1_size_gb=0.0625, extra=["--l1-numa", f"bind:{node}"]) as server:
+        server.wait_ready()
+        (said,) = [line for line in server.log().splitlines() if "NUMA" in line]
+        assert f"L1 {shm_of(server)} is bound to NUMA nodes {node}; the machine has " in said
+        maps = Path(f"/proc/{server.pid}/numa_maps").read_text().splitlines()
+        assert {line.split()[1] for line in maps if "file=/dev/shm/" in line} == {f"bind:{node}"}
+        with SmallEngine(server.port) as engine:
+            assert engine.store(engine.tokens(1, 2)) == 2
+        assert server.stop() == 0

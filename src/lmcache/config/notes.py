@@ -47,6 +47,8 @@ def _without_effect(loaded: Loaded, l2: L2Traits) -> Iterator[str]:
         for name in names:
             if name in loaded.sources and getattr(config, name) != _default(config, name):
                 yield f"{loaded.sources[name]} has no effect: {reason}."
+    if "engine_type" in loaded.sources:  # which nobody gives without a reason, as it is what it is without
+        yield f"{loaded.sources['engine_type']} has no effect: default is the only type that is built."
 
 
 def _default(config: ServerConfig, name: str) -> object:

@@ -359,6 +359,7 @@ def notes_on(*argv: str, environ: dict[str, str] | None = None, l2: L2Traits = V
     ("argv", "said"),
     [
         (["--max-gpu-workers", "2"], "--max-gpu-workers has no effect: engines copy with threads of their own."),
+        (["--engine-type", "default"], "--engine-type has no effect: default is the only type that is built."),
         (
             ["--max-cpu-workers", "2"],
             "--max-cpu-workers has no effect: its threads verify what L2 gave back, and there",
