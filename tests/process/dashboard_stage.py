@@ -35,14 +35,24 @@ QUOTAS = {"": 20 * MIB, "search": 8 * MIB, "assistant": 24 * MIB, "batch": 16 * 
 
 
 class LapseClock(SystemClock):
-    """A time of day that goes on `LAPSE` times as fast."""
+    """A time of day that goes on `lapse` times as fast."""
 
-    def __init__(self) -> None:
+    def __init__(self, lapse: int) -> None:
         self._began = (super().wall(), self.monotonic())
+        self._lapse = lapse
 
     def wall(self) -> float:
         wall, monotonic = self._began
-        return wall + LAPSE * (self.monotonic() - monotonic)
+        return wall + self._lapse * (self.monotonic() - monotonic)
+
+
+@contextmanager
+def hasty_history(lapse: int) -> Iterator[None]:
+    """Of servers that begin meanwhile: it has a sample every ten seconds of that many times as fast a clock."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("lmcache.admin.requests.SystemClock", lambda: LapseClock(lapse))
+        patches.setattr(history, "SAMPLE_SECONDS", history.SAMPLE_SECONDS / lapse)
+        yield
 
 
 @dataclass
@@ -104,9 +114,7 @@ class Stage:
 @contextmanager
 def stage(folder: Path, token_file: Path) -> Iterator[Stage]:
     with ExitStack() as stack:
-        patches = stack.enter_context(pytest.MonkeyPatch.context())
-        patches.setattr("lmcache.admin.requests.SystemClock", LapseClock)
-        patches.setattr(history, "SAMPLE_SECONDS", history.SAMPLE_SECONDS / LAPSE)
+        stack.enter_context(hasty_history(LAPSE))
         valkey = stack.enter_context(Valkey(folder / "valkey"))
         valkey.wait_ready()
         files: dict[str, Any] = {"type": "fs_native", "base_path": str(folder / "files"), "max_capacity_gb": 0.375}

@@ -53,6 +53,7 @@ USER = 10001
 PASSWORD = "planted-secret"
 L1_GB = 0.0625
 UNITS = {"g": 1, "Gi": 1, "gb": 1}
+MOST_EXPOSED = 20  # in tenths of the level, of which 100 is the worst
 CLONE_NEWNS, MS_BIND, MS_REC_PRIVATE = 0x00020000, 0x1000, 0x4000 | 1 << 18
 
 
@@ -178,6 +179,27 @@ def test_the_service_takes_its_configuration_and_may_write_where_it_points() -> 
     assert Path(adapter.base_path).parent.as_posix() in writable
     assert service["ReadWritePaths"] == "/dev/shm"
     assert (service["NoNewPrivileges"], service["CapabilityBoundingSet"]) == ("true", "")
+
+
+def test_systemd_finds_the_service_hardly_exposed() -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("there is no systemd-analyze")
+    unit = DEPLOY / "systemd" / "lmcache.service"
+    command = [analyze, "security", "--offline=true", "--no-pager", f"--threshold={MOST_EXPOSED:.0f}", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "Overall exposure level" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stdout.splitlines()[-1]
+
+
+def test_the_image_is_checked_as_its_service_is() -> None:
+    server = (DEPLOY / "Dockerfile").read_text().split("AS server\n")[1].split("\nFROM ")[0]
+    (line,) = [line for line in server.splitlines() if line.startswith("HEALTHCHECK ")]
+    options, _, command = line.removeprefix("HEALTHCHECK ").partition(" CMD ")
+    compose = COMPOSE["lmcache"]["healthcheck"]
+    assert ["CMD", *json.loads(command)] == compose["test"]
+    times = dict(option.removeprefix("--").split("=") for option in options.split())
+    assert times == {name.replace("_", "-"): value for name, value in compose.items() if name != "test"}
 
 
 def test_what_stops_a_server_waits_for_it_to_drain(tmp_path: Path) -> None:

@@ -61,8 +61,15 @@ function health(adapter) {
 const PLACED = new Set(["name", "type", "serde", "objects", "used_bytes", "capacity_bytes", "inventory_complete", "full",
   "loads_suspended", "stores_suspended", "loads_in_flight", "stores_in_flight"]);
 
+// An adapter knows the order of its objects, not their times. While it is full, what it has over what leaves in a second
+// is how long its objects stay.
+function stay(adapter, evicted, seconds) {
+  return evicted ? `≈ ${duration((adapter.objects * seconds) / evicted)}` : "–";
+}
+
 function adapterCard(adapter, view) {
   const labels = { l2_name: adapter.name };
+  const evicted = view.total("l2_evicted_objects_total", labels);
   const [share, used] = fill(adapter.used_bytes, adapter.capacity_bytes);
   const kind = adapter.serde && adapter.serde !== "none" ? `${adapter.type} · ${adapter.serde}` : adapter.type;
   const more = Object.entries(adapter).filter(([name]) => !PLACED.has(name))
@@ -71,7 +78,8 @@ function adapterCard(adapter, view) {
     ["Objects", count(adapter.objects)],
     ["Under way", `${plural(adapter.loads_in_flight, "load")}, ${plural(adapter.stores_in_flight, "store")}`],
     ["Waiting to be stored", count(view.latest("l2_store_queue_depth", labels) ?? 0)],
-    ["Evicted", count(view.total("l2_evicted_objects_total", labels))],
+    ["Age when evicted", stay(adapter, evicted, view.seconds)],
+    ["Evicted", count(evicted)],
   ], more);
 }
 

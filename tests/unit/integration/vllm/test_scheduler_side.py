@@ -58,28 +58,6 @@ def test_tokens_are_sent_once_with_the_first_question() -> None:
     assert array("I", lookup.tokens).tolist() == list(range(600))
 
 
-TRACE_PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-@pytest.mark.parametrize(
-    ("headers", "sent"),
-    [
-        ({"traceparent": TRACE_PARENT, "tracestate": "vendor=1"}, TRACE_PARENT),
-        ({"tracestate": "vendor=1"}, ""),
-        ({"traceparent": TRACE_PARENT[:-1]}, ""),
-        ({"traceparent": TRACE_PARENT.replace("-", "_")}, ""),
-        ({"traceparent": "x" * 70_000}, ""),
-        (None, ""),
-    ],
-    ids=["whole", "none", "cut", "other marks", "long", "no headers"],
-)
-def test_a_request_tells_the_server_its_trace(headers: dict[str, str] | None, sent: str) -> None:
-    engine = Engine()
-    engine.side.on_new_request(request("a", 600, trace_headers=headers))
-    (lookup,) = engine.client.messages("lookup")
-    assert lookup.trace_parent == sent
-
-
 def test_prompts_that_cannot_hit_ask_nothing() -> None:
     engine = Engine()
     engine.side.on_new_request(request("short", 255))
