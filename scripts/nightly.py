@@ -51,7 +51,9 @@ PARTS: dict[str, tuple[Run, ...]] = {
         ),
     ),
     "http": (
-        Run(("tests/process/test_http_fuzz.py",), {"TEST_HTTP_EXAMPLES": "300"}),
+        Run(
+            ("tests/process/test_http_fuzz.py",), {"TEST_HTTP_EXAMPLES": "300", "TEST_HTTP_FAULTY_REQUESTS": "1000000"}
+        ),
         Run(("tests/process/test_hostile.py", "-k", "nearly_right"), {"TEST_HOSTILE_MESSAGES": "1000000"}),
     ),
     "random": (Run(("tests/unit", "-m", "not slow", f"--hypothesis-seed={SEED}"), {"TEST_LEDGER_STEPS": "100000"}),),

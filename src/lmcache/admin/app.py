@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -35,6 +35,7 @@ from lmcache.errors import ConfigError, LMCacheError, UnknownModel
 
 logger = logging.getLogger("lmcache.admin")
 
+GONE = "The client went away in the middle of its request."
 _AUDITED_ITEMS = 600  # of a list, or characters
 
 
@@ -96,6 +97,9 @@ def _endpoint(operation: Operation, context: AdminContext) -> Callable[[Request]
         except LMCacheError as fault:
             outcome = str(fault)
             raise
+        except ClientDisconnect:
+            outcome = GONE
+            raise
         finally:
             detail = {**request.path_params, **_summary(getattr(request.state, "body", None))}
             record(operation.action, caller_of(request), detail, outcome)
@@ -134,6 +138,11 @@ async def _known_fault(request: Request, error: Exception) -> Response:
     return problem(status, str(error))
 
 
+async def _gone(request: Request, error: Exception) -> Response:
+    """Nobody reads it. Clients may do this as often as they like, so it is not logged."""
+    return problem(400, GONE)
+
+
 async def _unknown_fault(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return problem(500, f"The server failed to answer ({type(error).__name__}); its log says more.")
@@ -152,7 +161,12 @@ def build_app(state: ServerState, token: Callable[[], str] = lambda: "") -> Star
     routes += [Route(path, _unbuilt(*texts), methods=every_method) for path, texts in unbuilt.HTTP.items()]
     app = Starlette(
         routes=routes,
-        exception_handlers={HTTPException: _http_error, LMCacheError: _known_fault, Exception: _unknown_fault},
+        exception_handlers={
+            HTTPException: _http_error,
+            LMCacheError: _known_fault,
+            ClientDisconnect: _gone,
+            Exception: _unknown_fault,
+        },
     )
 
     def close() -> None:

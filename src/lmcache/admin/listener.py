@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -63,6 +64,13 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._silence.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Where an answer has begun, or was the last one of this connection, there is no place for another."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def _progress(self) -> tuple[object, int]:
         unsent_bytes = 0

@@ -436,6 +436,30 @@ def test_what_has_no_end_is_not_held(listener: HttpListener, http: httpx.Client,
     assert http.get("/healthcheck").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("request_", "more"),
+    [
+        (b"POST /cache/clear HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", b""),
+        (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"no length\r\n"),
+    ],
+    ids=["gone in its body", "faulty after the answer"],
+)
+def test_what_clients_do_wrong_is_no_fault_of_the_server(
+    listener: HttpListener, http: httpx.Client, caplog: pytest.LogCaptureFixture, request_: bytes, more: bytes
+) -> None:
+    with socket.create_connection(("127.0.0.1", listener.http_port), timeout=10) as raw:
+        raw.sendall(request_)
+        if more:
+            assert b" 404 " in raw.recv(65536)
+            raw.sendall(more)
+        else:
+            raw.shutdown(socket.SHUT_WR)
+        while raw.recv(65536):
+            pass
+    assert http.get("/healthcheck").status_code == 200
+    assert not [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+
+
 def test_stop_closes_both_ports(server: FakeServer) -> None:
     listener = HttpListener(server)
     listener.start()
