@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,6 +244,32 @@ def test_objects_move_between_tiers(operator: Operator, engine: SmallEngine) -> 
         "There is no tier"
         in operator.ask("POST", "/cache/moves", {"from": "l1", "to": "l9", "keys": keys}, 400)["detail"]
     )
+
+
+def test_objects_move_from_an_adapter_to_another(tmp_path: Path) -> None:
+    adapters = [{"type": "fs_native", "base_path": str(tmp_path / name)} for name in ("near", "far")]
+    extra = [word for adapter in adapters for word in ("--l2-adapter", json.dumps(adapter))]
+    with CacheServer(tmp_path, l1_size_gb=0.0625, extra=extra) as server:
+        server.wait_ready()
+        operator = Operator(server)
+        with operator.http, SmallEngine(server.port) as engine:
+            tokens = engine.tokens(*range(CHUNKS))
+            assert engine.store(tokens) == CHUNKS
+            near, far = (adapter["name"] for adapter in operator.ask("GET", "/status")["l2"]["adapters"])
+            until(lambda: len(operator.listed(adapter=near)) == len(operator.listed(adapter=far)) == CHUNKS)
+            operator.stored_in_l2(CHUNKS)
+            keys = [entry.key for entry in operator.listed(tier="l1")]
+            assert operator.ask("DELETE", "/cache/objects", {"keys": keys, "tier": "l2"})["deleted"] == CHUNKS
+            for from_, to in (("l1", near), (near, far)):
+                job = operator.ask("POST", "/cache/moves", {"from": from_, "to": to, "keys": keys}, 202)
+                done = operator.finished(job["request_id"])
+                assert (done["status"], done["objects_done"], done["objects_failed"]) == ("done", CHUNKS, 0), done
+            assert operator.listed(adapter=near) == operator.listed(tier="l1") == []
+            assert {entry.key for entry in operator.listed(adapter=far)} == set(keys)
+            found = engine.lookup("moved", tokens)
+            assert (found.chunks, found.chunks_l1) == (CHUNKS, 0) and engine.read(found)
+            engine.end("moved")
+        assert server.stop() == 0, server.log()
 
 
 def test_a_pin_outlasts_eviction_and_ends_by_its_time(operator: Operator, engine: SmallEngine) -> None:

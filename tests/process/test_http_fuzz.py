@@ -128,6 +128,7 @@ def right_requests(server: CacheServer) -> list[Request]:
         arguments = case.as_transport_kwargs(base_url=url)
         made = requests.Request(**{key: arguments[key] for key in arguments.keys() & ACCEPTED}).prepare()
         body = made.body.encode() if isinstance(made.body, str) else made.body or b""
+        assert isinstance(body, bytes)
         found.append(Request(str(made.method), made.path_url.encode(), body))
 
     for operation in operations:
@@ -136,7 +137,7 @@ def right_requests(server: CacheServer) -> list[Request]:
 
 
 ACCEPTED = {"method", "url", "headers", "params", "json", "data"}
-VALUES = (None, -1, 2**63, 2**70, 0.5, 1e308, "", "é\0", "x" * 5000, [], [[]], {}, True)
+VALUES: tuple[Any, ...] = (None, -1, 2**63, 2**70, 0.5, 1e308, "", "é\0", "x" * 5000, [], [[]], {}, True)
 LINES = (
     b"X: \xff\r\n",
     b"Authorization: Bearer x\r\n",
