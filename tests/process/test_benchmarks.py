@@ -90,8 +90,10 @@ def test_the_benchmark_of_answers_runs_small(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_of_the_start_runs_small() -> None:
+    """The server starts with the packages that are counted, and with no other."""
     figures = run_small("startup", "--runs", "1", "--idle-seconds", "0.2")
-    assert len(figures) == 4
+    assert len(figures) == 6
+    assert 8 <= figures["server: packages"] <= 25 and 5 <= figures["server: disk"] <= 80
     assert figures.pop("server: idle processor") >= 0
     assert all(value > 0 for value in figures.values()), figures
 
