@@ -1,5 +1,5 @@
-"""What the server costs before anybody uses it: packages, disk, start, memory, idle processor time, and the start of its
-command. All of it with a copy of the installed package and of what it requires without extras, and with nothing else."""
+"""What the server costs before anybody uses it: packages, disk, start, memory, idle processor time; and the start of
+its command. All with a copy of the installed package and of what it requires without extras, and with nothing else."""
 
 from __future__ import annotations
 
