@@ -2,7 +2,7 @@
 
 Runtime dependencies and extras, not what tests, lint, documents and packaging use, which is not shipped. Licences are
 those of the installed packages; one that is not installed here is checked where it is. Known vulnerabilities need a
-database from the network: `pip-audit` has it.
+database from the network: audit_dependencies.py asks it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from e2e.harness import Stack, leave_early, until, whole_chunks
+from lmcache.integration.engine.connection_settings import DEFAULT_HEARTBEAT_SECONDS
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import sample_tokens
 from support.other_version import PACKAGE_VERSION, other_version
@@ -90,7 +91,9 @@ def test_a_server_replaced_at_once_during_a_prefill_is_noticed(
         stack.replace_server()
         replaced_at, chunk = time.monotonic(), 256
     stack.wait_registered()
-    print(f"{successor}: registered {time.monotonic() - replaced_at:.2f} s after the previous server was killed")
+    registered_seconds = time.monotonic() - replaced_at
+    print(f"{successor}: registered {registered_seconds:.2f} s after the previous server was killed")
+    assert registered_seconds < DEFAULT_HEARTBEAT_SECONDS  # of misses, and no more
     assert stack.engine.complete(prompt, max_tokens=4).token_ids == survived.token_ids
     until(lambda: stack.engine.complete(prompt).cached_tokens == PROMPT // chunk * chunk)
     stack.wait_clean()
