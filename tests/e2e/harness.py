@@ -8,12 +8,14 @@ import mmap
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import lmcache
 from lmcache import _native
-from lmcache.testing.processes import LOOPBACK, CacheServer, VllmEngine
+from lmcache.testing.processes import LOOPBACK, CacheServer, Completion, VllmEngine
+from lmcache.testing.tiny_models import sample_tokens
 from support.network import Network
 from support.stand_stills import StandStills
 
@@ -50,6 +52,17 @@ def leave_early(engine: VllmEngine, prompt: list[int], after_seconds: float) -> 
     assert connection.sock is not None
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
+
+
+def push_each_other_out(stack: Stack) -> tuple[list[list[int]], list[Completion]]:
+    """Prompts of whose requests some were preempted, as they did not find room together, and their answers."""
+    prompts = [sample_tokens(1100, seed=10 + index) for index in range(6)]
+    before = stack.engine_metric("vllm:num_preemptions_total")
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: stack.engine.complete(prompt, max_tokens=300), prompts))
+    assert [len(answer.token_ids) for answer in answers] == [300] * len(prompts)
+    assert stack.engine_metric("vllm:num_preemptions_total") > before
+    return prompts, answers
 
 
 class Stack:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.harness import Stack, leave_early, until, whole_chunks
+from e2e.harness import Stack, leave_early, push_each_other_out, until, whole_chunks
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import sample_tokens
 
@@ -132,12 +131,7 @@ def test_abort(run: Run) -> None:
 def test_preemption(llama: Path, start_stack: Callable[..., Stack]) -> None:
     stack = start_stack(llama, prefix_caching=True, engine_flags=TIGHT_BLOCKS, **SMALL)
     stack.rpc("kv_watch")
-    prompts = [sample_tokens(1100, seed=10 + index) for index in range(6)]
-    before = stack.engine_metric("vllm:num_preemptions_total")
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: stack.engine.complete(prompt, max_tokens=300), prompts))
-    assert [len(answer.token_ids) for answer in answers] == [300] * len(prompts)
-    assert stack.engine_metric("vllm:num_preemptions_total") > before
+    prompts, answers = push_each_other_out(stack)
     stack.forget_prefixes()
     alone = [stack.engine.complete(prompt, max_tokens=1) for prompt in prompts]
     assert [answer.token_ids for answer in alone] == [answer.token_ids[:1] for answer in answers]

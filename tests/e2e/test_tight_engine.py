@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from e2e.harness import Stack, leave_early, until
+from e2e.harness import Stack, leave_early, push_each_other_out, until
 from lmcache.testing.tiny_models import sample_tokens
 
 pytestmark = pytest.mark.engine
@@ -105,12 +105,7 @@ def test_spoilt_chunks_in_l1_are_computed_again(stack: Stack) -> None:
 
 
 def test_preempted_requests_come_back_from_the_cache(stack: Stack) -> None:
-    prompts = [sample_tokens(1100, seed=10 + index) for index in range(6)]
-    before = stack.engine_metric("vllm:num_preemptions_total")
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: stack.engine.complete(prompt, max_tokens=300), prompts))
-    assert [len(answer.token_ids) for answer in answers] == [300] * len(prompts)
-    assert stack.engine_metric("vllm:num_preemptions_total") > before
+    prompts, answers = push_each_other_out(stack)
     alone = stack.engine.complete(prompts[0], max_tokens=1)
     assert alone.token_ids == answers[0].token_ids[:1]
     check_bytes(stack)
