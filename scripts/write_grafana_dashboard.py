@@ -154,6 +154,10 @@ ROWS: dict[str, Sequence[Panel]] = {
                 rate("num_finished_retrieves", text="leases back"),
             ],
         ),
+        Panel(
+            "Throughput between engines and L1",
+            [quantile(0.5, "l0_l1_store_throughput", text="store"), quantile(0.5, "l0_l1_load_throughput", text="load")],
+        ),
     ),
     "L1": (
         Panel("Bytes in L1", [value("l1_memory_usage_bytes")]),

@@ -50,6 +50,8 @@ MOVED: dict[str, tuple[str, ...]] = {
         "lmcache_mp_num_finished_stores_total",
         "lmcache_mp_num_submitted_retrieves_total",
         "lmcache_mp_num_finished_retrieves_total",
+        "lmcache_mp_l0_l1_store_throughput_GB_per_second_count",
+        "lmcache_mp_l0_l1_load_throughput_GB_per_second_count",
         'lmcache_mp_calls_total{method="lookup"}',
         "lmcache_mp_call_seconds_count",
         "lmcache_mp_l1_evicted_chunks_total",

@@ -207,7 +207,8 @@ class LookupService:
         if message.recomputed:
             self._counts.count_miss(MissReason.RECOMPUTE_FASTER)
         if message.loaded_tokens and not unreadable:
-            self._counts.count_loaded(prefix, message.loaded_tokens, message.prefill_seconds)
+            held_seconds = self._clock.monotonic() - session.leased_at
+            self._counts.count_loaded(prefix, message.loaded_tokens, message.prefill_seconds, held_seconds)
         if unreadable:
             self._remove_unreadable(prefix, unreadable)
         return Empty()

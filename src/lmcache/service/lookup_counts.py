@@ -10,6 +10,7 @@ from lmcache._native import SeenChunks
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.key_batch import NamespaceSet
 from lmcache.core.outcome import MissReason
+from lmcache.core.rounding import div_ceil
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import TenantCounters
 from lmcache.service.session import CountedLookup, LeasedPrefix, Session
@@ -87,10 +88,16 @@ class LookupCounts:
     def count_miss(self, reason: MissReason) -> None:
         self._misses[reason].inc()
 
-    def count_loaded(self, prefix: LeasedPrefix, tokens: int, prefill_seconds: float) -> None:
-        """An engine loaded that many tokens at the end of the hit, and would have computed them in that time."""
-        most = prefix.chunks * self._chunk_tokens
-        if not 0 < tokens <= most or not 0 < prefill_seconds <= _MOST_PREFILL_SECONDS:
+    def count_loaded(self, prefix: LeasedPrefix, tokens: int, prefill_seconds: float, held_seconds: float) -> None:
+        """An engine held the lease for so long, loaded that many tokens at the end of the hit, and would have computed
+        them in `prefill_seconds`."""
+        if not 0 < tokens <= prefix.chunks * self._chunk_tokens:
+            return
+        if held_seconds > 0:
+            first = prefix.chunks - div_ceil(tokens, self._chunk_tokens)
+            size_bytes = prefix.keys.namespaces.hit_bytes(first, prefix.chunks, prefix.chunks)
+            self._metrics.l0_l1_load_throughput.observe(size_bytes / held_seconds / 1e9)
+        if not 0 < prefill_seconds <= _MOST_PREFILL_SECONDS:
             return
         from_l2 = min(tokens, (prefix.chunks - prefix.l1_chunks) * self._chunk_tokens)
         for counter, part in zip(self._prefill_saved, (tokens - from_l2, from_l2), strict=True):

@@ -93,8 +93,15 @@ class StoreService:
             stored = StoredTrace(reserved.trace, store)
         if committed.objects:
             self._metrics.l1_write.inc(committed.objects)
+            self._time_copy(reserved, committed.objects, now - reserved.began_at)
             self._storage.objects_committed(reserved.keys, committed, stored)
         return CommitReply(committed.objects)
+
+    def _time_copy(self, reserved: Reservation, objects: int, seconds: float) -> None:
+        namespaces = reserved.keys.namespaces
+        if seconds > 0:
+            size_bytes = objects * namespaces.chunk_bytes / len(namespaces)
+            self._metrics.l0_l1_store_throughput.observe(size_bytes / seconds / 1e9)
 
     def _commit_late(self, message: Commit, deferred: Deferred) -> None:
         try:

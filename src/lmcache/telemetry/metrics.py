@@ -98,8 +98,8 @@ def _latencies(text: str, *labels: str) -> Histogram:
     return _declared(Histogram, text, labels, unit="seconds", buckets=_LATENCY_BUCKETS_SECONDS)
 
 
-def _throughput(text: str) -> Histogram:
-    return _declared(Histogram, text, _ADAPTER, unit="GB_per_second", buckets=_THROUGHPUT_BUCKETS_GB)
+def _throughput(text: str, *labels: str) -> Histogram:
+    return _declared(Histogram, text, labels, unit="GB_per_second", buckets=_THROUGHPUT_BUCKETS_GB)
 
 
 class _Group:
@@ -158,6 +158,8 @@ class ServiceMetrics(_Group):
     num_finished_stores = _counter("Reservations that ended, by their commit or with their worker")
     num_submitted_retrieves = _counter("Leases given to engines")
     num_finished_retrieves = _counter("Leases that engines gave back")
+    l0_l1_store_throughput = _throughput("Bytes that a worker stored over time from its reservation to its commit")
+    l0_l1_load_throughput = _throughput("Bytes of a hit that an engine loaded over time that it held the lease")
     timeouts = _TIMEOUTS
     corrupt_frames = _CORRUPT_FRAMES
 
@@ -209,8 +211,8 @@ class L2Metrics(_Group):
     l2_prefetch_failure = _counter("Objects that prefetches could not load, by reason", "reason", unit="chunks")
     l2_evicted_objects = _counter("Objects evicted from L2", *_ADAPTER)
     l2_usage_bytes = _gauge("Bytes that the adapter holds", *_ADAPTER)
-    l2_store_throughput = _throughput("Bytes stored over time of a batch")
-    l2_load_throughput = _throughput("Bytes loaded over time of a batch")
+    l2_store_throughput = _throughput("Bytes stored over time of a batch", *_ADAPTER)
+    l2_load_throughput = _throughput("Bytes loaded over time of a batch", *_ADAPTER)
     l2_store = _latencies("A store batch, from its begin to its end", *_ADAPTER)
     l2_load = _latencies("A load batch, from its begin to its end", *_ADAPTER)
     l2_probe = _latencies("Asking an adapter which objects it has", *_ADAPTER)

@@ -173,6 +173,17 @@ def test_prefill_saved_is_what_the_engine_measured(service: Service) -> None:
     assert service.sample("prefill_saved_seconds_total", tier="l1") == pytest.approx(0.5)
 
 
+def test_the_speed_of_a_load_is_in_gb_per_second(service: Service) -> None:
+    """Of what the engine loaded, which is the end of the hit, over the time that it held the lease."""
+    service.store(chunks(1, 2, 3))
+    lease = service.lookup("a", chunks(1, 2, 3)).lease
+    service.clock.advance(0.5)
+    service.lookups.release(m.Release("engine", lease, loaded_tokens=CHUNK_TOKENS + 1))
+    assert service.sample("l0_l1_load_throughput_GB_per_second_count") == 1
+    wanted = 2 * FRAME_BYTES / 0.5 / 1e9
+    assert service.sample("l0_l1_load_throughput_GB_per_second_sum") == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e9])
 def test_prefill_that_is_no_measure_is_left_out(service: Service, seconds: float) -> None:
     service.store(chunks(1))

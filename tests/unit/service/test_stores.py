@@ -43,6 +43,16 @@ def test_a_commit_is_idempotent_and_tells_the_storage_loop_once(service: Service
     assert keys.hashes.packed == service.hashes(tokens)
 
 
+def test_the_speed_of_a_store_is_in_gb_per_second(service: Service) -> None:
+    """Of what was committed, from the reservation on."""
+    reply = service.reserve(chunks(1, 2, 3))
+    service.clock.advance(0.25)
+    assert service.commit(reply.reservation, b"\1\1\0") == 2
+    assert service.sample("l0_l1_store_throughput_GB_per_second_count") == 1
+    wanted = 2 * FRAME_BYTES / 0.25 / 1e9
+    assert service.sample("l0_l1_store_throughput_GB_per_second_sum") == pytest.approx(wanted)
+
+
 def test_an_abort_publishes_nothing(service: Service) -> None:
     reply = service.reserve(chunks(1, 2))
     assert service.commit(reply.reservation, b"\0\0") == 0
