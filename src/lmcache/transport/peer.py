@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 from collections import deque
@@ -32,6 +33,7 @@ class Peer:
     """Nothing here waits. OSError: the connection has ended."""
 
     __slots__ = (
+        "_has_more",
         "_joined",
         "_sock",
         "_unsent",
@@ -51,6 +53,7 @@ class Peer:
         self._sock = sock
         self._unsent: deque[tuple[memoryview, Bulk | None]] = deque()
         self._joined = bytearray()  # small answers, behind all of `_unsent`
+        self._has_more = False  # may have arrived, than was taken
         self.fd = sock.fileno()
         self.name = name
         self.closed = False
@@ -73,6 +76,7 @@ class Peer:
         room = self.reader.body_room
         if room is None:
             data = self._sock.recv(RECEIVE_BYTES)
+            self._has_more = len(data) == RECEIVE_BYTES
             if data:
                 self.reader.feed(data)
             return bool(data)
@@ -85,6 +89,12 @@ class Peer:
     def next_message(self) -> Message | None:
         """As MessageReader.next; what the protocol itself answers is queued."""
         message = self.reader.next()
+        if message is None and self._has_more and self.reader.is_in_body:
+            # The rest has mostly arrived as well: to wait for it would be one more turn of the message loop.
+            self._has_more = False
+            with contextlib.suppress(OSError):  # the next turn hears of it
+                self.receive()
+            message = self.reader.next()
         if self.reader.replies:
             for reply in self.reader.replies:
                 self._join(reply)

@@ -81,6 +81,11 @@ class MessageReader:
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
     @property
+    def is_in_body(self) -> bool:
+        """What arrives next goes to `body_room`."""
+        return self._body is not None
+
+    @property
     def body_room(self) -> memoryview | None:
         """Where the next bytes belong; None when they are to be given to `feed`."""
         return memoryview(self._body)[self._filled :] if self._body is not None else None
