@@ -156,7 +156,10 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Throughput between engines and L1",
-            [quantile(0.5, "l0_l1_store_throughput", text="store"), quantile(0.5, "l0_l1_load_throughput", text="load")],
+            [
+                quantile(0.5, "l0_l1_store_throughput", text="store"),
+                quantile(0.5, "l0_l1_load_throughput", text="load"),
+            ],
         ),
     ),
     "L1": (
