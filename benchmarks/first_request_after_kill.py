@@ -12,6 +12,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from engines import SETTLE_SECONDS, prompt_of
 from lmcache.testing.demo import wait_until_stored
@@ -42,7 +43,7 @@ class Restarts:
         """The seconds from the new server's being ready until the engine, both sides of it, has found it."""
         previous, connected = self.server, self.engine.log().count(CONNECTED)
         previous.kill()
-        place = {"port": previous.port, "http_port": previous.http_port, "shm_name": previous.shm_name}
+        place: dict[str, Any] = {"port": previous.port, "http_port": previous.http_port, "shm_name": previous.shm_name}
         self.server = self._running.enter_context(CacheServer(self._folder, l2_folder=self._folder / "l2", **place))
         self.server.wait_ready()
         began = time.perf_counter()

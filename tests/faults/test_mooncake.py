@@ -94,7 +94,7 @@ def test_two_servers_share_what_a_third_machine_holds(master: Master, tmp_path: 
 @pytest.mark.slow  # Mooncake's client looks for it every few seconds
 @pytest.mark.parametrize("has_metadata_server", [False, True])
 def test_a_master_that_is_gone_costs_misses_until_it_is_back(tmp_path: Path, has_metadata_server: bool) -> None:
-    async def test() -> None:
+    async def test(master: Master) -> None:
         wanted = keys(4)
         async with opened(adapter_of(mooncake.setup_keys(master))) as adapter:
             assert await stored(adapter, wanted) == [STORED] * 4
@@ -112,7 +112,7 @@ def test_a_master_that_is_gone_costs_misses_until_it_is_back(tmp_path: Path, has
 
     with Master(tmp_path, metadata_port=free_port() if has_metadata_server else 0) as master:
         master.wait_ready()
-        asyncio.run(test())
+        asyncio.run(test(master))
 
 
 @pytest.mark.slow  # as long as Mooncake waits for its master
