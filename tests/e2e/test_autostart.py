@@ -43,12 +43,12 @@ def run_script(model: Path, transfer: dict[str, Any], **environment: str) -> tup
     return json.loads(line.removeprefix("RESULTS ")), output
 
 
-def check_answers(results: dict[str, Any]) -> None:
+def check_answers(results: dict[str, Any], log: str) -> None:
     cold, *warm = results["answers"]
     assert cold[1] == 0
     for tokens, cached, _ in warm:
         assert tokens == cold[0]
-        assert cached == TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
+        assert cached == TOKENS // CHUNK_TOKENS * CHUNK_TOKENS, log
 
 
 @pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -65,7 +65,7 @@ def test_a_script_with_autostart_hits_and_leaves_nothing(llama: Path, in_process
         {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra},
         VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1",
     )
-    check_answers(results)
+    check_answers(results, log)
     assert "unavailable" not in log
     until(lambda: not Path(f"/dev/shm/lmcache-{port}").exists(), 20)
     until(lambda: not list(run_folder().glob(f"*{port}-*")), 20)
@@ -103,6 +103,6 @@ def test_a_script_with_the_configuration_inside_the_engine_hits_and_leaves_nothi
         LMCACHE_CONFIG_FILE=str(file),
         VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1",
     )
-    check_answers(results)
+    check_answers(results, log)
     assert "unavailable" not in log
     until(lambda: private_files() <= before, 20)
