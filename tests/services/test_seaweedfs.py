@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from polling import until
-from services import seaweedfs
 from services.certificates import Certificates
 from services.seaweedfs import SeaweedFS
 
@@ -20,7 +19,7 @@ def test_it_keeps_objects_and_checks_who_asks(tmp_path: Path, monkeypatch: pytes
         assert server.call("GET", "/cache/some/name").body == b"value"
         assert server.call("GET", "/cache/other").status == 404 == server.call("GET", "/elsewhere/name").status
         assert server.names("cache") == ["some/name"]
-        monkeypatch.setattr(seaweedfs, "SECRET_KEY", "another one")
+        monkeypatch.setattr(server, "credentials", server.credentials._replace(secret_key="another one"))
         assert server.call("GET", "/cache/some/name").status == 403
         monkeypatch.undo()
         server.kill()
