@@ -202,12 +202,10 @@ class Page:
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def click(self, selector: str, label: str = "") -> None:
-        """The first such element, with that text where there are several."""
+        """The first such element, as soon as there is one, with that text where there are several."""
         found = f"[...document.querySelectorAll({json.dumps(selector)})]"
         found += f".find((each) => ['', each.textContent.trim()].includes({json.dumps(label)}))"
-        assert self.evaluate(f"(() => {{ const found = {found}; found?.click(); return Boolean(found); }})()"), (
-            f"there is no {selector} {label}"
-        )
+        self.until(f"(() => {{ const found = {found}; found?.click(); return Boolean(found); }})()")
 
     def fill(self, selector: str, value: str) -> None:
         self.evaluate(

@@ -43,6 +43,7 @@ def show(url: str, interval_seconds: float, timeout_seconds: float) -> int:
     locale.setlocale(locale.LC_ALL, "")
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGHUP, _leave)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
     sampler = _Sampler(url, interval_seconds, timeout_seconds)
     try:
         return curses.wrapper(lambda window: _Screen(window, sampler).run())
