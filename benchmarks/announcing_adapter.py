@@ -54,8 +54,8 @@ class AnnouncingAdapter(Adapter):
         asked, announced = self._asked, 0
         while announced < self._objects:
             count = min(SLICE_OBJECTS, self._objects - announced)
-            named, asked = asked[: count * CHUNK_HASH_BYTES], asked[count * CHUNK_HASH_BYTES :]
-            hashes = named + os.urandom(count * CHUNK_HASH_BYTES - len(named))
+            youngest, asked = asked[: count * CHUNK_HASH_BYTES], asked[count * CHUNK_HASH_BYTES :]
+            hashes = youngest + os.urandom(count * CHUNK_HASH_BYTES - len(youngest))
             sizes, rows = array("Q", [FRAME_BYTES]) * count, array("I", range(count))
             inventory.found(ObjectColumns([NAMESPACE], array("I", [0]) * count, hashes, sizes, rows))
             announced += count
@@ -67,11 +67,11 @@ class AnnouncingAdapter(Adapter):
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         template = header_template(NAMESPACE, PAYLOAD_BYTES)
-        there = [key.namespace == NAMESPACE and key.chunk_hash in self._known for key in keys]
-        for key, buffer, known in zip(keys, buffers, there, strict=True):
+        held = [key.namespace == NAMESPACE and key.chunk_hash in self._known for key in keys]
+        for key, buffer, known in zip(keys, buffers, held, strict=True):
             if known:
                 _native.frame_seal(_native.buffer_address(buffer), template, key.chunk_hash)
-        return [LoadOutcome.LOADED if known else LoadOutcome.MISSING for known in there]
+        return [LoadOutcome.LOADED if known else LoadOutcome.MISSING for known in held]
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         return [FRAME_BYTES if key.chunk_hash in self._known else None for key in keys]

@@ -65,11 +65,11 @@ def install_alone(packages: dict[str, metadata.Distribution], folder: Path) -> N
     """As pip would: their files, compiled. Commands, which lie outside of the packages' folder, are left out."""
     for package in packages.values():
         for file in package.files or ():
-            there = Path(str(file.locate()))
-            if there.is_file() and ".." not in file.parts and "__pycache__" not in file.parts:
-                here = folder / file
-                here.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(there, here)
+            source = Path(str(file.locate()))
+            if source.is_file() and ".." not in file.parts and "__pycache__" not in file.parts:
+                copy = folder / file
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, copy)
     compileall.compile_dir(folder, quiet=1)
 
 

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lmcache.testing.tiny_models import LlamaShape, common_settings, make_llama, save_model
+from lmcache.testing.tiny_models import LlamaShape, make_llama, save_model
+from support.tiny_shapes import expert_settings, latent_settings
 
 _MODEL = LlamaShape(num_hidden_layers=1)
 _EMBEDDING_RMS = 0.2  # as `save_model` draws embeddings
@@ -68,74 +69,49 @@ def make_glm_with_mtp(folder: Path) -> Path:
     """A GLM-4.5 of one layer, and a second that is its MTP head: the same behind the embedding of the next token."""
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-    size = 256
     save_model(
         folder,
         lambda: Glm4MoeForCausalLM(
             Glm4MoeConfig(
-                hidden_size=size,
-                intermediate_size=512,
-                moe_intermediate_size=128,
                 num_hidden_layers=1,
-                num_attention_heads=4,
                 num_key_value_heads=2,
                 head_dim=64,
-                n_routed_experts=4,
-                n_shared_experts=1,
-                num_experts_per_tok=2,
-                n_group=1,
-                topk_group=1,
                 first_k_dense_replace=0,  # vLLM wants experts in an MTP head
                 num_nextn_predict_layers=1,
                 tie_word_embeddings=False,
-                **common_settings(),
+                **expert_settings(),
             )
         ),
     )
-    return _add_mtp(folder, size)
+    return _add_mtp(folder)
 
 
 def make_deepseek_with_mtp(folder: Path) -> Path:
     """A DeepSeek-V3 of one layer with latent KV (MLA), and its MTP head."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    size = 256
     save_model(
         folder,
         lambda: DeepseekV3ForCausalLM(
             DeepseekV3Config(
-                hidden_size=size,
-                intermediate_size=512,
-                moe_intermediate_size=128,
                 num_hidden_layers=1,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                kv_lora_rank=512,
-                q_lora_rank=None,
-                qk_nope_head_dim=128,
-                qk_rope_head_dim=64,
-                v_head_dim=128,
-                n_routed_experts=4,
-                n_shared_experts=1,
-                num_experts_per_tok=2,
-                n_group=1,
-                topk_group=1,
                 topk_method="noaux_tc",
                 first_k_dense_replace=0,
                 num_nextn_predict_layers=1,
                 tie_word_embeddings=False,
-                **common_settings(),
+                **latent_settings(),
             )
         ),
     )
-    return _add_mtp(folder, size)
+    return _add_mtp(folder)
 
 
-def _add_mtp(folder: Path, size: int) -> Path:
+def _add_mtp(folder: Path) -> Path:
     """Behind the model's only layer the one that MTP checkpoints have there: the same, and what leads to it."""
     import torch
 
     weights = _weights(folder)
+    size = weights["model.embed_tokens.weight"].shape[1]
     to = "model.layers.1."
     for name in [name for name in weights if name.startswith("model.layers.0.")]:
         weights[to + name.removeprefix("model.layers.0.")] = weights[name].clone()

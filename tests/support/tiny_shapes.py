@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from lmcache.testing.tiny_models import common_settings, save_model
 
@@ -56,6 +57,35 @@ def make_qwen3(folder: Path, *, seed: int = 0) -> Path:
     )
 
 
+def expert_settings() -> dict[str, Any]:
+    """Of models with experts, beside their layers and the heads of their keys and values."""
+    return {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_attention_heads": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        **common_settings(),
+    }
+
+
+def latent_settings() -> dict[str, Any]:
+    """Of DeepSeek's models, whose KV is a latent vector of 576 values a token and layer (MLA)."""
+    return {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        **expert_settings(),
+    }
+
+
 def make_deepseek_v2(folder: Path, *, seed: int = 0) -> Path:
     """A DeepSeek-V2 of three layers, one without experts: a latent vector of 576 values a token and layer (MLA)."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -64,24 +94,9 @@ def make_deepseek_v2(folder: Path, *, seed: int = 0) -> Path:
         folder,
         lambda: DeepseekV2ForCausalLM(
             DeepseekV2Config(
-                hidden_size=256,
-                intermediate_size=512,
-                moe_intermediate_size=128,
                 num_hidden_layers=3,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                kv_lora_rank=512,
-                q_lora_rank=None,
-                qk_nope_head_dim=128,
-                qk_rope_head_dim=64,
-                v_head_dim=128,
-                n_routed_experts=4,
-                n_shared_experts=1,
-                num_experts_per_tok=2,
-                n_group=1,
-                topk_group=1,
                 first_k_dense_replace=1,
-                **common_settings(),
+                **latent_settings(),
             )
         ),
         seed=seed,

@@ -39,7 +39,9 @@ def markdown_table(engines: Sequence[EngineResult]) -> str:
     lines = ["| vLLM | ran as | passed |", "|---|---|---|"]
     for engine in engines:
         how = _ON_CPU if engine.runs else _ITS_PARTS
-        results = [name if what == PASSED else f"{name}: **{what}**" for name, what in engine.scenarios.items()]
+        results = [
+            name if outcome == PASSED else f"{name}: **{outcome}**" for name, outcome in engine.scenarios.items()
+        ]
         lines.append(f"| {engine.version} | {how} | {', '.join(results)} |")
     return "\n".join(lines)
 
@@ -52,7 +54,7 @@ def judge(version: str, engines: Sequence[EngineResult]) -> tuple[bool, str]:
     if found is None:
         return False, f"not tested; {', '.join(whole)} are"
     if not found.passed:
-        failed = [name for name, what in found.scenarios.items() if what != PASSED]
+        failed = [name for name, outcome in found.scenarios.items() if outcome != PASSED]
         return False, f"tested, and {', '.join(failed)} failed; {', '.join(whole)} passed everything"
     if not found.runs:
         return True, "tested by its own scheduler and connector interface, not as a whole engine"
