@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import pluggy
 import pytest
 
 from e2e.harness import Stack
@@ -18,19 +19,34 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
+_running: list[Stack] = []  # one at most
+_LOG_END = 8000  # characters that the report of a failed test shows
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pluggy.Result[pytest.TestReport], None]:
+    """A failed test shows the logs of its server and of its engine."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        for stack in _running:
+            report.sections.append(("log of the server", stack.server.log()[-_LOG_END:]))
+            report.sections.append(("log of the engine", stack.engine.log()[-_LOG_END:]))
+
+
 @pytest.fixture(scope="module")
 def start_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Stack]]:
     """Starts a server and an engine; only one pair runs at a time."""
-    running: list[Stack] = []
 
     def start(model: Path, **options: Any) -> Stack:
-        for previous in running:
-            previous.close()
-        running.clear()
+        close()
         stack = Stack(model, tmp_path_factory.mktemp("stack"), **options)
-        running.append(stack)
+        _running.append(stack)
         return stack
 
+    def close() -> None:
+        while _running:
+            _running.pop().close()
+
     yield start
-    for stack in running:
-        stack.close()
+    close()

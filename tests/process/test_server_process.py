@@ -243,6 +243,15 @@ def test_a_busy_port_is_one_sentence(server: CacheServer, tmp_path: Path) -> Non
         assert not shm_of(second).exists()
 
 
+def test_a_server_that_crashes_says_where_its_threads_were(tmp_path: Path) -> None:
+    with CacheServer(tmp_path) as server:
+        server.wait_ready()
+        server.signal_group(signal.SIGSEGV)
+        assert server.popen.wait(timeout=30) == -signal.SIGSEGV
+        assert "Segmentation fault" in server.log() and "server.py" in server.log()
+        shm_of(server).unlink()
+
+
 def test_what_a_killed_server_left_is_reclaimed(tmp_path: Path) -> None:
     with CacheServer(tmp_path, l1_size_gb=0.0625) as first:
         first.wait_ready()

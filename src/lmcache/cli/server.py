@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import sys
@@ -52,6 +53,8 @@ def _serve(options: Sequence[str], signals: StopSignals, *, as_json: bool) -> No
         stream=LineWriter(sys.stderr.fileno()) if sys.stderr else None,  # None: started with 2>&-
         as_json=config.log_format == "json",
     )
+    if sys.stderr:
+        faulthandler.enable()  # a crash shows where each thread was
     for sentence in planned.notes:
         logger.warning("%s", sentence)
     server = Server(planned)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
 
 from lmcache import _native
-from lmcache.core.rounding import round_up
 
 _PREFAULT_THREADS = 2
 
@@ -29,6 +29,7 @@ _FAILED = ctypes.c_void_p(-1).value
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+_ADDRESS_TRIES = 100
 
 
 def map_shared(
@@ -39,23 +40,27 @@ def map_shared(
     The kernel makes large pages only where address and offset in the file agree. Unmapped with the last view of it,
     unless the caller says that it never is. OSError when it cannot be mapped.
     """
-    reserved_bytes = size_bytes + align_bytes
-    start = _mmap(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-    address = start + -start % align_bytes
-    try:
-        _mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd)
-    except OSError:
-        _libc.munmap(start, reserved_bytes)
-        raise
-    end = address + round_up(size_bytes, mmap.PAGESIZE)
-    for hole, until in ((start, address), (end, start + reserved_bytes)):
-        if until > hole:
-            _libc.munmap(hole, until - hole)
+    address = _map_aligned(fd, size_bytes, align_bytes, flags)
     whole = (ctypes.c_char * size_bytes).from_address(address)
     if is_unmapped:
         unmapping = weakref.finalize(whole, _libc.munmap, address, size_bytes)
         unmapping.atexit = False  # type: ignore[misc]  # threads may still use it; the kernel unmaps it anyway
     return memoryview(whole).cast("B")
+
+
+def _map_aligned(fd: int, size_bytes: int, align_bytes: int, flags: int) -> int:
+    """The address. It is proposed to the kernel, never enforced: MAP_FIXED that fails leaves a hole where it was to be,
+    which another thread's memory may fill before it is unmapped here."""
+    searched_bytes = size_bytes + align_bytes
+    for _ in range(_ADDRESS_TRIES):
+        start = _mmap(None, searched_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        _libc.munmap(start, searched_bytes)
+        wanted = start + -start % align_bytes
+        address = _mmap(wanted, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
+        if address == wanted:
+            return address
+        _libc.munmap(address, size_bytes)  # another thread has mapped memory there
+    raise OSError(errno.EAGAIN, "other threads map memory all the time")
 
 
 def replace_by_private_pages(address: int, size_bytes: int) -> None:
