@@ -16,6 +16,7 @@ import pytest
 
 from lmcache import _native
 from lmcache.clock import SystemClock
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import AdapterError, ResourceError
 from lmcache.l2.adapters import folder
 from lmcache.l2.adapters.nixl_agent import Agent, AgentSettings, Range, refuse_missing_plugin
@@ -23,6 +24,7 @@ from lmcache.l2.adapters.nixl_files import NixlFiles, ranges_of, write_plainly
 from lmcache.l2.adapters.nixl_lanes import Lanes
 from lmcache.testing.frames import FrameMemory, keys
 from services import nixl
+from unit.l2.support import OneServer, run
 
 T = TypeVar("T")
 
@@ -226,3 +228,23 @@ def test_loading_nixl_does_not_load_torch() -> None:
 def test_buffer_addresses_are_what_ranges_name() -> None:
     memory = FrameMemory(2)
     assert ranges_of(memory.buffers)[1] == (_native.buffer_address(memory.buffers[1]), memory.slot_bytes)
+
+
+def test_what_another_server_stored_is_found_when_it_is_asked_for(tmp_path: Path) -> None:
+    """Also by a server whose adapter has nothing to do with NIXL."""
+    params = {"file_path": str(tmp_path), "use_direct_io": "false"}
+    by_nixl = {"type": "nixl_store_dynamic", "backend": "POSIX", "backend_params": params}
+    plain = {"type": "fs_native", "base_path": str(tmp_path), "io_engine": "posix"}
+
+    async def whole() -> None:
+        async with OneServer(by_nixl) as first, OneServer(by_nixl) as second, OneServer(plain) as third:
+            assert await first.store(4) == [StoreOutcome.STORED] * 4
+            for other in (second, third):
+                assert other.runner.knows(keys(4)) == [False] * 4, "nobody told it"
+                assert all(await other.runner.probe(keys(4)))
+                assert await other.load(4) == [LoadOutcome.LOADED] * 4
+                assert await other.load(4, seed=9) == [LoadOutcome.MISSING] * 4
+            assert await third.store(2, seed=5) == [StoreOutcome.STORED] * 2
+            assert await first.load(2, seed=5) == [LoadOutcome.LOADED] * 2
+
+    run(whole)
