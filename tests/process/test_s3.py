@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import struct
+import subprocess
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -134,6 +137,60 @@ def test_no_secret_is_shown(tmp_path: Path, service: list[SeaweedFS]) -> None:
     assert refused.popen.wait(60) == 1
     assert "the secret key is not that of the access key" in refused.log()
     assert SECRET_KEY not in refused.log() and ACCESS_KEY not in refused.log()
+
+
+class Clock:
+    """That of a server process, which a test can put wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self._skew, library = folder / "skew", folder / "clock_skew.so"
+        self.tell_wrong(0)
+        source = Path(__file__).parents[1] / "support" / "clock_skew.c"
+        compiler = os.environ.get("CC", "cc")
+        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+        self.environment = {"LD_PRELOAD": str(library), "CLOCK_SKEW": str(self._skew)}
+
+    def tell_wrong(self, seconds: int) -> None:
+        with self._skew.open("r+b" if self._skew.exists() else "wb") as file:
+            file.write(struct.pack("<q", seconds))
+
+
+def test_a_wrong_clock_costs_misses_until_it_is_right(tmp_path: Path, service: list[SeaweedFS]) -> None:
+    """SeaweedFS takes no request that was signed more than a quarter of an hour ago, or in future."""
+    clock = Clock(tmp_path)
+    extra = ["--l2-adapter", json.dumps(adapter(service[-1], prefix="skewed", timeout_seconds=5))]
+    environment = {**BY_ENVIRONMENT, **clock.environment}
+    clock.tell_wrong(-3600)
+    with CacheServer(tmp_path, l1_size_gb=L1_GB, extra=extra, environment=environment, log_name="early.log") as early:
+        assert early.popen.wait(60) == 1
+        assert "the clock of this machine differs from that of" in early.log()
+    clock.tell_wrong(0)
+    with running(tmp_path, "skewed", *extra, environment=environment) as server, SmallEngine(server.port) as engine:
+        tokens = engine.tokens(*range(300, 300 + CHUNKS))
+        assert engine.store(tokens) == CHUNKS
+        until(lambda: stored(server, CHUNKS))
+        for seconds in (-3600, 3700):
+            clock.tell_wrong(seconds)
+            server.clear("l1")
+            suspended = server.log().count("loads are suspended for")
+
+            def misses_until_suspended(before: int = suspended) -> bool:
+                assert engine.lookup("wrong", tokens, deadline_seconds=2.0).chunks == 0
+                return server.log().count("loads are suspended for") > before
+
+            until(misses_until_suspended, 60.0, tell=server.log)
+            assert "(403): set the clock of this machine" in server.log()
+            assert engine.store(engine.tokens(abs(seconds))) == 1  # in L1
+            clock.tell_wrong(0)
+
+            def hits() -> bool:
+                found = engine.lookup("right", tokens)
+                return bool(found.chunks == CHUNKS and engine.read(found))
+
+            until(hits, 90.0, tell=lambda: (figures(server), server.log()[-2000:]))
+            for request in ("wrong", "right"):
+                engine.end(request)
+        until(lambda: not server.status()["l1"]["leases"])
 
 
 def test_a_service_that_is_killed_and_comes_back(tmp_path: Path, service: list[SeaweedFS]) -> None:
