@@ -42,7 +42,7 @@ class Asked:
         adapter = {
             "type": "plugin",
             "module_path": announcing_adapter.__file__,
-            "class_name": announcing_adapter.AnnouncingAdapter.__name__,
+            "class_name": "AnnouncingAdapter",
             "adapter_params": {"objects": objects, "prompts": prompts},
             "eviction": {"eviction_policy": "LRU"},
         }
