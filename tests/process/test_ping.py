@@ -21,7 +21,7 @@ def server() -> Iterator[Server]:
 
 
 def test_a_ping_tells_of_a_storage_loop_that_hangs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache.service.cache_service._STORAGE_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("lmcache.service.cache_service.STORAGE_SILENT_SECONDS", 0.2)
     client = Client(server.status()["rpc_endpoint"])
     client.connect(10.0)
     go_on = threading.Event()

@@ -178,7 +178,7 @@ def test_an_engine_without_its_server_runs_uncached(
 ) -> None:
     port = free_port()
     monkeypatch.setenv("LMCACHE_SERVER_URL", f"tcp://127.0.0.1:{port}")
-    monkeypatch.setattr(adapter, "_START_SECONDS", 0.1)
+    monkeypatch.setattr(adapter, "START_SECONDS", 0.1)
     engine = Engine(adapter, mpi, model)
     assert engine.run(PROMPT).matched == 0
     options: dict[str, Any] = {"port": port, "l1_size_gb": 0.0625, "extra": ("--chunk-size", str(CHUNK_TOKENS))}

@@ -80,7 +80,7 @@ class Engine:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
         settings = config(port, **model)
-        monkeypatch.setattr(upstream_worker, "_current_config", lambda: settings)
+        monkeypatch.setattr(upstream_worker, "current_config", lambda: settings)
         kind = upstream.LMCacheMPConnectorUpstream
         self.worker = kind(settings, KVConnectorRole.WORKER, None)
         self.layers = {f"layer{i}": torch.zeros(BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.bfloat16) for i in range(2)}
@@ -169,7 +169,7 @@ class Ranks(Engine):
         self.workers, self.memory = [], []
         for rank in range(ranks):
             settings = config(port, rank=rank, ranks=ranks, **model)
-            monkeypatch.setattr(upstream_worker, "_current_config", lambda settings=settings: settings)
+            monkeypatch.setattr(upstream_worker, "current_config", lambda settings=settings: settings)
             self.workers.append(kind(settings, KVConnectorRole.WORKER, None))
             self.memory.append({"layer": torch.zeros(BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.bfloat16)})
             self.workers[rank].register_kv_caches(self.memory[rank])

@@ -30,7 +30,7 @@ logger = logging.getLogger("lmcache.admin")
 
 SILENCE_SECONDS = 10.0
 
-_MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 _START_SECONDS = 10.0
 _STOP_SECONDS = 5.0
 _GRACE_SECONDS = 2
@@ -102,7 +102,7 @@ class HttpListener:
         token = AdminToken(config.admin_token_file)
         self._tls = server_context(config.http_tls_cert, config.http_tls_key)
         host = http_listening_host(config.http_host)
-        places = ConnectionPlaces(_MAX_CONNECTIONS)
+        places = ConnectionPlaces(MAX_CONNECTIONS)
         self._sockets = [_limited(listen(host, config.http_port, "--http-port"), places)]
         self.http_port: int = self._sockets[0].getsockname()[1]
         self.prometheus_port: int | None = None
@@ -161,7 +161,7 @@ class HttpListener:
             proxy_headers=False,  # who calls is who connected: see access.py
             server_header=False,
             date_header=False,
-            limit_concurrency=16 * _MAX_CONNECTIONS,  # a burst may come before those that lost their place are closed
+            limit_concurrency=16 * MAX_CONNECTIONS,  # a burst may come before those that lost their place are closed
             timeout_keep_alive=5,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )

@@ -27,8 +27,8 @@ log = logging.getLogger("lmcache.device")
 DRIVER = "libcuda.so.1"
 _TRIAL_BYTES = 16 * MIB  # of GPU memory, for a moment
 # Pinning holds up other calls of the driver, and a frame that reaches from one piece into the next is copied twice.
-_PIECE_BYTES = 512 * MIB
-_LOOK_SECONDS = 0.2
+PIECE_BYTES = 512 * MIB
+LOOK_SECONDS = 0.2
 
 
 def describe_gpu_group(
@@ -163,16 +163,16 @@ class Pinning:
             previous_bytes = -1
             while self.pinned_bytes < self._size_bytes:
                 present_bytes = self._present_bytes()
-                piece_bytes = min(_PIECE_BYTES, present_bytes - self.pinned_bytes)
+                piece_bytes = min(PIECE_BYTES, present_bytes - self.pinned_bytes)
                 # A whole piece, or what there is once it has stopped to grow.
-                if piece_bytes == _PIECE_BYTES or (
+                if piece_bytes == PIECE_BYTES or (
                     piece_bytes > 0 and present_bytes in (previous_bytes, self._size_bytes)
                 ):
                     self._device.register_memory(self._address + self.pinned_bytes, piece_bytes)
                     self.pinned_bytes += piece_bytes
                     pause_seconds = 0.0
                 else:
-                    pause_seconds = _LOOK_SECONDS
+                    pause_seconds = LOOK_SECONDS
                 previous_bytes = present_bytes
                 if self._closed.wait(pause_seconds):
                     return

@@ -47,7 +47,7 @@ log = logging.getLogger("lmcache.service")
 TRANSFER_MODES = [mode.value for mode in TransferMode]
 _MAY_DEFER = ("lookup", "lookup_keys", "probe_keys", "commit", "write", "read", "clear")
 _MAX_CLEARS_WAITING = 4
-_STORAGE_SILENT_SECONDS = 5.0
+STORAGE_SILENT_SECONDS = 5.0
 _TURN_SECONDS = 1.0  # what the message loop gets to end what it is doing
 
 
@@ -148,7 +148,7 @@ class CacheService:
         if self._storage_probed_at is None:
             self._storage_probed_at = now
             self._storage.call_soon(lambda: self._loop.post(self._storage_answered))
-        return now - self._storage_probed_at < _STORAGE_SILENT_SECONDS
+        return now - self._storage_probed_at < STORAGE_SILENT_SECONDS
 
     def _storage_answered(self) -> None:
         self._storage_probed_at = None

@@ -382,7 +382,7 @@ def test_who_does_not_take_answers_loses_the_connection(
 
 @pytest.fixture
 def few_places(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("lmcache.admin.listener._MAX_CONNECTIONS", 5)
+    monkeypatch.setattr("lmcache.admin.listener.MAX_CONNECTIONS", 5)
     return 5
 
 

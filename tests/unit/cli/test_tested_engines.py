@@ -27,6 +27,12 @@ def test_the_file_says_only_what_the_matrix_runs() -> None:
     assert found[VLLM_VERSION].passed
 
 
+def test_every_version_that_ran_gave_the_same_tokens_and_the_same_kv() -> None:
+    ran = [engine for engine in known_engines() if engine.runs]
+    assert len(ran) > 1 and all(engine.tokens and engine.kv for engine in ran)
+    assert len({(engine.tokens, engine.kv) for engine in ran}) == 1
+
+
 @pytest.mark.parametrize(
     ("version", "is_known", "finding"),
     [

@@ -89,8 +89,8 @@ def test_without_a_driver_the_sentence_says_so() -> None:
 
 
 def test_memory_is_pinned_as_it_comes(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache.device.cuda._PIECE_BYTES", 1 << 20)
-    monkeypatch.setattr("lmcache.device.cuda._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("lmcache.device.cuda.PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr("lmcache.device.cuda.LOOK_SECONDS", 0.001)
     memory = mmap.mmap(-1, 5 << 20)
     present = [0]
     device = _native.CudaDevice(fake_cuda.path, 0)

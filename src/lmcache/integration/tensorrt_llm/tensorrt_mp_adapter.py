@@ -41,7 +41,7 @@ except ImportError:  # where they were before they had a package
 log = logging.getLogger("lmcache.tensorrt_llm")
 
 _contained = functools.partial(contained, log)
-_START_SECONDS = 3.0  # that a start waits for the server; the engine runs uncached until there is one
+START_SECONDS = 3.0  # that a start waits for the server; the engine runs uncached until there is one
 
 # The workers of this process that have a pool, by the number of the arguments that they share with their scheduler.
 _workers: weakref.WeakValueDictionary[int, LMCacheMPKvConnectorWorker] = weakref.WeakValueDictionary()
@@ -49,7 +49,7 @@ _workers: weakref.WeakValueDictionary[int, LMCacheMPKvConnectorWorker] = weakref
 
 def _await_server(client: Client) -> None:
     try:
-        client.connect(_START_SECONDS)
+        client.connect(START_SECONDS)
     except LMCacheError as error:
         log.warning("This engine starts without a cache, and uses it once it is there: %s", error)
 

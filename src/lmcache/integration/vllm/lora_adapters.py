@@ -13,7 +13,7 @@ from lmcache.integration.engine.weight_files import files_sample
 
 log = logging.getLogger("lmcache.vllm")
 
-_MAX_ADAPTERS_KEPT = 1024
+MAX_ADAPTERS_KEPT = 1024
 _FILES = ("adapter_model.*", "adapter_config.json")  # the latter scales what the weights say
 
 _Stamps = tuple[tuple[str, tuple[int, ...]], ...]
@@ -117,7 +117,7 @@ class LoraAdapters:
     def _keep(self, key: _Key, adapter: LoadedAdapter) -> None:
         self._kept[key] = adapter
         self._latest[key.number] = key
-        if len(self._kept) > _MAX_ADAPTERS_KEPT:
+        if len(self._kept) > MAX_ADAPTERS_KEPT:
             oldest, _ = self._kept.popitem(last=False)
             if self._latest.get(oldest.number) == oldest:
                 del self._latest[oldest.number]

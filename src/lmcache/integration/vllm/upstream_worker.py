@@ -85,7 +85,7 @@ class LMCacheMPWorkerAdapter:
         self._strategy = parallel_strategy
         self._timeout_seconds = mq_timeout
         self._heartbeat_seconds = heartbeat_interval
-        self._config = (engine_config or _current_config)()
+        self._config = (engine_config or current_config)()
         self.worker_side: WorkerSide | None = None
         self._hasher: ChunkHasher | None = None
         self._lookups: LookupClient | None = None
@@ -368,7 +368,7 @@ def _is_local(layer: Any) -> bool:
     return any(getattr(layer, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
 
 
-def _current_config() -> Any:
+def current_config() -> Any:
     from vllm.config import get_current_vllm_config_or_none
 
     return get_current_vllm_config_or_none()

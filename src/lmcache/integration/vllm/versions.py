@@ -16,7 +16,7 @@ from typing import Any
 
 # What the engine has to call for stores and loads to end: without one of them blocks would stay pinned for ever, or a
 # failed load would count as KV.
-_HOOKS = (
+HOOKS = (
     *("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output"),
     *("register_kv_caches", "bind_connector_metadata", "start_load_kv", "wait_for_save", "get_finished"),
     *("get_block_ids_with_load_errors", "build_connector_worker_meta", "on_new_request", "has_pending_push_work"),
@@ -65,7 +65,7 @@ class EngineInterface:
 def probe(base: Any, *, version: str, hit_sources: Any = None) -> EngineInterface:
     """`base`: the module of vLLM's connector base class; `hit_sources`: its `CacheHitSource`, where it has one."""
     connector = base.KVConnectorBase_V1
-    missing = [name for name in _HOOKS if not hasattr(connector, name)]
+    missing = [name for name in HOOKS if not hasattr(connector, name)]
     if not (hasattr(connector, _BINDS_MANAGER) or hasattr(connector, _BINDS_POOL)):
         missing.append(_BINDS_MANAGER)
     return EngineInterface(

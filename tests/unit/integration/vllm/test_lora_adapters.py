@@ -130,7 +130,7 @@ def test_of_two_adapters_with_one_number_it_is_not_known_which_the_engine_has(
 
 
 def test_an_adapter_in_use_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_ADAPTERS_KEPT", 4)
+    monkeypatch.setattr(module, "MAX_ADAPTERS_KEPT", 4)
     used = lora(save(tmp_path / "used", b"one"))
     adapters = LoraAdapters()
     named(adapters, used)

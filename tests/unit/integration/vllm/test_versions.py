@@ -11,7 +11,7 @@ import pytest
 from lmcache.integration.vllm import versions
 from lmcache.integration.vllm.block_tables import BlockTables
 
-HOOKS = versions._HOOKS  # noqa: SLF001
+HOOKS = versions.HOOKS
 
 
 def base(*more: str, without: str = "", **module: Any) -> Any:
