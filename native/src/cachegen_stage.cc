@@ -6,6 +6,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "lmcache/rounding.h"
+
 namespace lmcache {
 namespace {
 
@@ -235,7 +237,7 @@ public:
 
     std::size_t max_encoded_bytes(std::size_t source_bytes) const override {
         const std::size_t groups = source_bytes / kGroupBytes;
-        const std::size_t blocks = (groups + kBlockGroups - 1) / kBlockGroups;
+        const std::size_t blocks = div_ceil(groups, kBlockGroups);
         return source_bytes + 2 * groups + blocks * (sizeof(BlockHeader) + 2 * kinds_);  // at most a word an element
     }
 

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "copy_paths.h"
+#include "lmcache/rounding.h"
 
 namespace lmcache {
 namespace {
@@ -185,7 +186,7 @@ LMCACHE_ISA void copy_all(const Runs& all, LaneChecksum& checksum) {
     }
     // A short run is prefetched while the run `lead` before it is copied, a long one in part, while the one before it
     // is.
-    const std::size_t lead = (kPrefetchBytes + runs.run_bytes - 1) / runs.run_bytes;
+    const std::size_t lead = div_ceil(kPrefetchBytes, runs.run_bytes);
     Prefetch prefetch{0, static_cast<std::ptrdiff_t>(lead) * runs.source_stride};
     if (lead == 1) {
         prefetch.near_bytes = (runs.run_bytes - kPrefetchBytes) / Isa::kBlockBytes * Isa::kBlockBytes;

@@ -6,6 +6,8 @@
 #include <bit>
 #include <new>
 
+#include "lmcache/rounding.h"
+
 namespace lmcache {
 
 std::uint32_t Ghosts::fingerprint_of(std::uint64_t key_hash) {
@@ -18,7 +20,7 @@ void Ghosts::remember(std::size_t count) {
     constexpr std::size_t kMaxGhosts = std::size_t{1} << 28;
     count = std::clamp<std::size_t>(count, kBucketGhosts, kMaxGhosts);
     limit_ = static_cast<std::uint32_t>(count);
-    const std::size_t needed = std::bit_ceil((count + kBucketGhosts - 1) / kBucketGhosts);
+    const std::size_t needed = std::bit_ceil(div_ceil(count, kBucketGhosts));
     if (needed > count_) map(needed);
 }
 

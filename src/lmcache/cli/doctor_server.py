@@ -171,7 +171,7 @@ def memory(status: Mapping[str, Any]) -> Iterator[Verdict]:
         yield Verdict(
             "L1",
             NOTE,
-            f"{bytes_text(l1['quarantined_bytes'])} are set aside: an engine vanished while it wrote there",
+            f"{bytes_text(l1['quarantined_bytes'])} are in quarantine: an engine vanished while it wrote there",
             "they come back when it is known to be gone; kill what is left of it.",
         )
     if l1["allocation_failures"]:

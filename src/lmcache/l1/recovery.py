@@ -56,7 +56,7 @@ def recover(
         recovered.size_bytes / MIB,
         clock.monotonic() - began,
         f"; {recovered.refused} were not whole and are dropped" if recovered.refused else "",
-        f"; {recovered.quarantined_bytes / MIB:.1f} MiB are set aside until nobody writes there"
+        f"; {recovered.quarantined_bytes / MIB:.1f} MiB are in quarantine until nobody writes there"
         if recovered.quarantined
         else "",
     )

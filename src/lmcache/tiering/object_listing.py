@@ -91,11 +91,11 @@ class ObjectListing:
     def _sources(self, request: ListingRequest) -> list[Runner | None]:
         """None stands for L1."""
         if request.adapter:
-            named = [runner for runner in self._runners if runner.name == request.adapter]
-            if not named or request.tier == _L1:
+            runners = [runner for runner in self._runners if runner.name == request.adapter]
+            if not runners or request.tier == _L1:
                 names = ", ".join(runner.name for runner in self._runners) or "none"
                 raise ConfigError(f'There is no adapter "{request.adapter}" in this tier; the adapters of l2: {names}.')
-            return list(named)
+            return list(runners)
         first: list[Runner | None] = [] if request.tier == "l2" else [None]
         return first if request.tier == _L1 else [*first, *self._runners]
 

@@ -78,7 +78,7 @@ def test_a_server_that_is_well() -> None:
         ({"full": True}, NOTE, "full with 1.0 KiB", '"max_capacity_gb"'),
         ({"buffered_fallbacks": 7}, NOTE, "7 operations wanted O_DIRECT", '"use_odirect"'),
         ({"abandoned": 2}, NOTE, "2 operations did not end in time", "stands still"),
-        ({"quarantined_bytes": 1024}, NOTE, "1.0 KiB are set aside", "kill what is left"),
+        ({"quarantined_bytes": 1024}, NOTE, "1.0 KiB are in quarantine", "kill what is left"),
         ({"allocation_failures": 5}, NOTE, "5 chunks found no room", "larger --l1-size-gb"),
     ],
 )

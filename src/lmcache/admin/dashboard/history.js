@@ -35,21 +35,21 @@ export class History {
     const known = this.times.length;
     this.times.push(...excerpt.times);
     const nothing = Array(excerpt.times.length).fill(null);
-    const given = new Map(excerpt.series.map((one, column) =>
-      [JSON.stringify([one.name, one.labels]), { ...one, values: excerpt.samples.map((row) => row[column] ?? null) }]));
-    for (const [key, one] of given) {
-      if (!this.series.has(key)) this.series.set(key, { ...one, values: Array(known).fill(null) });
+    const given = new Map(excerpt.series.map((series, column) =>
+      [JSON.stringify([series.name, series.labels]), { ...series, values: excerpt.samples.map((row) => row[column] ?? null) }]));
+    for (const [key, series] of given) {
+      if (!this.series.has(key)) this.series.set(key, { ...series, values: Array(known).fill(null) });
     }
-    for (const [key, one] of this.series) one.values.push(...(given.get(key)?.values ?? nothing));
+    for (const [key, series] of this.series) series.values.push(...(given.get(key)?.values ?? nothing));
     this.#drop(this.times.findIndex((time) => time >= this.last - KEPT_SECONDS));
   }
 
   #drop(oldest) {
     if (oldest <= 0) return;
     this.times.splice(0, oldest);
-    for (const [key, one] of this.series) {
-      one.values.splice(0, oldest);
-      if (one.values.every((value) => value === null)) this.series.delete(key);
+    for (const [key, series] of this.series) {
+      series.values.splice(0, oldest);
+      if (series.values.every((value) => value === null)) this.series.delete(key);
     }
   }
 
@@ -78,9 +78,9 @@ export class View {
   #places;
 
   #matching(name, labels) {
-    return this.#all.filter((one) => one.name === name
-      && (Object.keys(labels).length ? Object.entries(labels).every(([key, value]) => one.labels[key] === value)
-        : !("model_name" in one.labels || "cache_salt" in one.labels)));
+    return this.#all.filter((series) => series.name === name
+      && (Object.keys(labels).length ? Object.entries(labels).every(([key, value]) => series.labels[key] === value)
+        : !("model_name" in series.labels || "cache_salt" in series.labels)));
   }
 
   #at(values) {
@@ -89,17 +89,17 @@ export class View {
 
   // Values of a label that a series has.
   labelValues(name, label) {
-    const found = this.#all.filter((one) => one.name === name && label in one.labels).map((one) => one.labels[label]);
+    const found = this.#all.filter((series) => series.name === name && label in series.labels).map((series) => series.labels[label]);
     return [...new Set(found)];
   }
 
   gauge(name, labels = {}) {
-    return add(this.#matching(name, labels).map((one) => this.#at(one.values)), this.times.length);
+    return add(this.#matching(name, labels).map((series) => this.#at(series.values)), this.times.length);
   }
 
   // Of a counter, from sample to sample; `null` at the first.
   increase(name, labels = {}) {
-    const lists = this.#matching(name, labels).map((one) => increases(this.#at(one.values)));
+    const lists = this.#matching(name, labels).map((series) => increases(this.#at(series.values)));
     return add(lists, this.times.length);
   }
 

@@ -33,7 +33,7 @@ export function showEngines(instances) {
   filter.hidden = instances.length < FILTERED_FROM;
   const wanted = filter.hidden ? "" : filter.value.toLowerCase();
   const shown = instances
-    .filter((one) => `${one.instance_id} ${one.model_name ?? ""}`.toLowerCase().includes(wanted))
+    .filter((engine) => `${engine.instance_id} ${engine.model_name ?? ""}`.toLowerCase().includes(wanted))
     .sort((a, b) => Number(b.silent) - Number(a.silent) || a.instance_id.localeCompare(b.instance_id, undefined, { numeric: true }));
   byId("engine-count").textContent = wanted ? `${shown.length} of ${instances.length}` : String(instances.length);
   const nothing = instances.length ? "No engine has that in its name or model." : "No engine is registered.";

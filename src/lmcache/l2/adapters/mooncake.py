@@ -229,11 +229,11 @@ def _loaded(code: int, buffer: memoryview) -> LoadOutcome:
 def _sizes(store: Store, names: list[str]) -> tuple[Sequence[int], dict[str, int]]:
     """A code each, 0 or less for what is not there; and the sizes of those that are."""
     codes = _checked(store.batch_is_exist(names), names)
-    there = [name for name, code in zip(names, codes, strict=True) if code > 0]
-    if not there:
+    stored = [name for name, code in zip(names, codes, strict=True) if code > 0]
+    if not stored:
         return codes, {}
-    sizes = {name: _size(replicas) for name, replicas in store.batch_get_replica_desc(there).items()}
-    for name in there:  # on disks of other machines alone, whose replicas do not tell it; or the master is gone by now
+    sizes = {name: _size(replicas) for name, replicas in store.batch_get_replica_desc(stored).items()}
+    for name in stored:  # on disks of other machines alone, whose replicas do not tell it; or the master is gone by now
         if sizes.get(name) is None:
             size = sizes[name] = store.get_size(name)
             if size < 0 and size not in _ABSENT:

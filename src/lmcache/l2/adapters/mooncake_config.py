@@ -75,8 +75,8 @@ class MooncakeConfig(AdapterConfig, frozen=True, kw_only=True):
     @property
     def services(self) -> dict[str, tuple[str, int]]:
         """Host and port of what the client talks to at its start, by the key that names it."""
-        named = {"master_server_addr": self.master_server_addr, "metadata_server": self.metadata_server}
-        found = {name: _ADDRESS.fullmatch(address) for name, address in named.items()}
+        addresses = {"master_server_addr": self.master_server_addr, "metadata_server": self.metadata_server}
+        found = {name: _ADDRESS.fullmatch(address) for name, address in addresses.items()}
         return {name: (match[1].strip("[]"), int(match[2])) for name, match in found.items() if match}
 
     def idle_keys(self) -> dict[str, str]:
