@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lmcache.integration.engine.run_folder import run_folder
-from lmcache.testing.processes import CacheServer, free_port
+from lmcache.testing.processes import CacheServer
 from polling import until
-
-SCRIPT = Path(__file__).with_name("owned_engine.py")
-
-
-class OwnedPlace:
-    """A place for a server, what is there, and engines that use it."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.url = f"tcp://127.0.0.1:{self.port}"
-        self.shm = Path(f"/dev/shm/lmcache-{self.port}")
-        self.engines: list[subprocess.Popen[str]] = []
-
-    def engine(self, *options: str, keep: bool = False) -> subprocess.Popen[str]:
-        command = [sys.executable, str(SCRIPT), self.url, "keep" if keep else "", "--l1-size-gb", "0.0625"]
-        command += ["--http-port", "0", "--prometheus-port", "0", *options]
-        pipe = subprocess.PIPE
-        self.engines.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True))
-        return self.engines[-1]
-
-    def servers(self) -> list[int]:
-        """Their process ids."""
-        word, found = str(self.port).encode(), []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if b"server" in words and word in words:
-                    found.append(int(folder.name))
-        return found
-
-    def server(self) -> int:
-        (pid,) = self.servers()
-        return pid
-
-    def files(self) -> list[Path]:
-        folder = run_folder()
-        found = list(folder.glob(f"*{self.port}-*")) + [self.shm] * self.shm.exists()
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        return found
-
-    def is_clean(self) -> bool:
-        return not self.servers() and not self.files()
+from process.owned_place import OwnedPlace
 
 
 @pytest.fixture
@@ -185,6 +140,14 @@ def test_why_no_server_could_be_started_is_one_sentence(place: OwnedPlace, tmp_p
     leave(engine)
     assert not place.servers()
     assert not place.shm.exists()
+
+
+def test_an_engine_waits_no_longer_than_it_was_told(place: OwnedPlace) -> None:
+    with socket.create_server(("127.0.0.1", place.port)):  # takes connections and never says a word
+        engine = place.engine(wait_seconds=0.5)
+        assert says(engine).startswith("failed It was not ready within 0.5 s; ")
+        leave(engine)
+    assert not place.servers()
 
 
 def test_a_port_of_another_program_is_named(place: OwnedPlace) -> None:
