@@ -8,6 +8,7 @@ import pluggy
 import pytest
 
 from e2e.harness import Stack
+from e2e.offline_runs import run_script
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,13 @@ def pytest_runtest_makereport() -> Generator[None, pluggy.Result[pytest.TestRepo
         for stack in _running:
             report.sections.append(("log of the server", stack.server.log()[-_LOG_END:]))
             report.sections.append(("log of the engine", stack.engine.log()[-_LOG_END:]))
+
+
+@pytest.fixture(scope="session")
+def computed(llama: Path) -> list[list[int]]:
+    """What offline_script.py answers without a connector."""
+    results, _ = run_script(llama, {}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    return [tokens for tokens, _, _ in results["answers"]]
 
 
 @pytest.fixture(scope="module")

@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.harness import PACKAGE_PARENT, until
+from e2e.harness import until
+from e2e.offline_runs import CHUNK_TOKENS, SCRIPT_SECONDS, SETTINGS, TOKENS, command, results_of, run_script
 from lmcache.integration.engine.run_folder import run_folder
-from lmcache.testing.processes import free_port
-
-SCRIPT = Path(__file__).with_name("offline_script.py")
-TOKENS, CHUNK_TOKENS = 1200, 256
-
-
-def run_script(model: Path, transfer: dict[str, Any], **environment: str) -> tuple[dict[str, Any], str]:
-    """Its results and its log; it has ended by itself, with exit code 0."""
-    settings = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "PYTHONPATH": str(PACKAGE_PARENT),
-        **environment,
-    }
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), str(model), json.dumps(transfer), str(TOKENS)],
-        env=settings,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    output = ended.stdout + ended.stderr
-    assert ended.returncode == 0, output[-3000:]
-    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("RESULTS ")]
-    return json.loads(line.removeprefix("RESULTS ")), output
+from lmcache.testing.processes import ManagedProcess, free_port, http_json
+from process.owned_place import OwnedPlace
 
 
 def check_answers(results: dict[str, Any], log: str) -> None:
@@ -51,24 +23,89 @@ def check_answers(results: dict[str, Any], log: str) -> None:
         assert cached == TOKENS // CHUNK_TOKENS * CHUNK_TOKENS, log
 
 
-@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_script_with_autostart_hits_and_leaves_nothing(llama: Path, in_process: bool) -> None:
-    port = free_port()
+def autostart(port: int, server_args: str = "--l1-size-gb 0.25 --http-port 0 --prometheus-port 0") -> dict[str, Any]:
     extra = {
         "lmcache.mp.port": port,
         "lmcache.mp.autostart": True,
-        "lmcache.mp.autostart.server_args": "--l1-size-gb 0.25 --http-port 0 --prometheus-port 0",
+        "lmcache.mp.autostart.server_args": server_args,
         "lmcache.mp.load_or_recompute": False,
     }
+    return {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_script_with_autostart_hits_and_leaves_nothing(llama: Path, in_process: bool) -> None:
+    port = free_port()
     results, log = run_script(
         llama,
-        {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra},
+        autostart(port),
         VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1",
     )
     check_answers(results, log)
     assert "unavailable" not in log
     until(lambda: not Path(f"/dev/shm/lmcache-{port}").exists(), 20)
     until(lambda: not list(run_folder().glob(f"*{port}-*")), 20)
+
+
+@pytest.mark.slow
+def test_a_script_that_is_killed_while_it_generates_leaves_nothing(llama: Path, tmp_path: Path) -> None:
+    place, http_port = OwnedPlace(), free_port()
+    transfer = autostart(place.port, f"--l1-size-gb 0.25 --http-port {http_port} --prometheus-port 0")
+    with ManagedProcess(command(llama, transfer), tmp_path / "script.log", SETTINGS) as script:
+
+        def has_stored() -> bool:
+            script.check_alive()
+            try:
+                return bool(http_json(http_port, "GET", "/status")[1]["l1"]["objects"])
+            except OSError:
+                return False
+
+        until(has_stored, SCRIPT_SECONDS, every=0.01, tell=script.log)
+        assert place.servers() and place.files()
+        script.kill()
+    until(place.is_clean, 30)
+
+
+@pytest.mark.slow
+def test_an_engine_whose_server_cannot_start_answers_uncached_and_says_why(
+    llama: Path, computed: list[list[int]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    adapter = json.dumps({"type": "fs_native", "base_path": str(tmp_path / "file")})
+    place = OwnedPlace()
+    options = f"--l1-size-gb 0.25 --http-port 0 --prometheus-port 0 --l2-adapter '{adapter}'"
+    results, log = run_script(llama, autostart(place.port, options), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert [answer[:2] for answer in results["answers"]] == [[tokens, 0] for tokens in computed]
+    said = [line for line in log.splitlines() if "runs uncached, as no server could be started" in line]
+    assert said and all(str(tmp_path / "file") in line for line in said), log[-3000:]
+    assert "Traceback" not in log
+    until(place.is_clean, 20)
+
+
+@pytest.mark.slow
+def test_two_engines_that_start_at_once_share_one_server(llama: Path, tmp_path: Path) -> None:
+    place = OwnedPlace()
+    scripts = [
+        ManagedProcess(command(llama, autostart(place.port)), tmp_path / f"script-{number}.log", SETTINGS)
+        for number in range(2)
+    ]
+    seen: set[int] = set()
+
+    def have_ended() -> bool:
+        seen.update(place.servers())
+        return not any(script.alive() for script in scripts)
+
+    try:
+        until(have_ended, SCRIPT_SECONDS, tell=lambda: [script.log()[-2000:] for script in scripts])
+    finally:
+        ended = [script.stop() for script in scripts]
+    assert ended == [0, 0], [script.log()[-3000:] for script in scripts]
+    answers = [results_of(script.log())["answers"] for script in scripts]
+    assert len({tuple(tokens) for each in answers for tokens, _, _ in each}) == 1
+    for each in answers:
+        assert [cached for _, cached, _ in each[1:]] == [TOKENS // CHUNK_TOKENS * CHUNK_TOKENS] * 2
+    assert len(seen) == 1, "one server for both"
+    until(place.is_clean, 30)
 
 
 DYNAMIC = {

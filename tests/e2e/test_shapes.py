@@ -17,7 +17,13 @@ import pytest
 from e2e.harness import Stack, until
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import LlamaShape, make_llama, sample_tokens
-from support.tiny_heads import make_deepseek_with_mtp, make_glm_with_mtp, make_with_eagle, make_with_medusa
+from support.tiny_heads import (
+    make_deepseek_with_mtp,
+    make_glm_with_mtp,
+    make_with_eagle,
+    make_with_eagle3,
+    make_with_medusa,
+)
 from support.tiny_hybrids import make_gemma3n, make_gpt_oss, make_llama4, make_qwen3_next
 from support.tiny_shapes import make_deepseek_v2, make_gemma3, make_qwen3
 
@@ -72,6 +78,7 @@ MLA: dict[str, Any] = {"prefix_caching": False, "same_tokens": False}
 N_GRAM = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4,"prompt_lookup_min":2}'
 DRAFT = '{"method":"draft_model","model":"{folder}/draft","num_speculative_tokens":2}'
 EAGLE = '{"method":"eagle","model":"{folder}/head","num_speculative_tokens":3}'
+EAGLE_3 = '{"method":"eagle3","model":"{folder}/head","num_speculative_tokens":3}'
 MEDUSA = '{"method":"medusa","model":"{folder}/head","num_speculative_tokens":2}'
 MTP = '{"method":"mtp","num_speculative_tokens":2}'
 HEAD: dict[str, Any] = {"has_head": True, "accepts_drafts": True}
@@ -91,6 +98,7 @@ SHAPES: dict[str, Shape] = {
     "n-gram speculation": Shape(make_llama, flags=("--speculative-config", N_GRAM)),
     "draft model": Shape(make_with_draft, flags=("--speculative-config", DRAFT), accepts_drafts=True),
     "EAGLE": Shape(make_with_eagle, flags=("--speculative-config", EAGLE), **HEAD, always=True),
+    "EAGLE-3": Shape(make_with_eagle3, flags=("--speculative-config", EAGLE_3), **HEAD),
     "MTP": Shape(make_glm_with_mtp, flags=("--speculative-config", MTP), **HEAD),
     "MLA with MTP": Shape(make_deepseek_with_mtp, flags=("--speculative-config", MTP), **MLA),
     "Medusa": Shape(make_with_medusa, flags=("--speculative-config", MEDUSA)),
@@ -167,13 +175,18 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
     assert drafts > 0 or not shape.accepts_drafts
     assert own.cached_tokens == (shape.hit_tokens if shape.prefix_caching else 0)
 
+    hits: list[tuple[Any, ...]] = []
+
     def same_again(where: str) -> None:
         if shape.prefix_caching:
             stack.forget_prefixes()
         before = accepted_drafts(stack)
         warm = ask(stack, shape)
+        accepted = accepted_drafts(stack) - before
         if shape.accepts_drafts:
-            assert accepted_drafts(stack) - before == drafts, where
+            assert accepted == drafts, where
+        hits.append((warm.token_ids, warm.logprobs, accepted))
+        assert hits[-1] == hits[0], where  # wherever it came from
         assert warm.cached_tokens == shape.hit_tokens, where
         if shape.same_tokens:
             assert (warm.token_ids, warm.logprobs) == (cold.token_ids, own.logprobs), where

@@ -37,6 +37,33 @@ def make_with_eagle(folder: Path) -> Path:
     return folder
 
 
+def make_with_eagle3(folder: Path) -> Path:
+    """A Llama of one layer; `head` in its folder is that layer, which sees the embedding of the next token beside what
+    the layer made of this one. Its result lacks the embedding that the layer adds, so embeddings are small here."""
+    import torch
+
+    model = make_llama(folder, _MODEL)
+    weights = _weights(model)
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] / 50
+    config = json.loads((model / "config.json").read_text())
+    _save(model, weights, config)
+    first, size = "model.layers.0.", _MODEL.hidden_size
+    head = {
+        name.replace(first, "midlayer."): tensor.clone() for name, tensor in weights.items() if name.startswith(first)
+    }
+    source = torch.Generator().manual_seed(7)
+    for part in ("q_proj", "k_proj", "v_proj"):
+        name = f"midlayer.self_attn.{part}.weight"
+        hidden = 0.0005 * torch.randn(head[name].shape, generator=source)
+        head[name] = torch.cat([head[name], hidden.to(torch.bfloat16)], dim=1)
+    head["midlayer.hidden_norm.weight"] = torch.ones(size, dtype=torch.bfloat16)
+    head["fc.weight"] = (0.0001 * torch.randn(size, size, generator=source)).to(torch.bfloat16)
+    head["norm.weight"] = weights["model.norm.weight"].clone()
+    head["lm_head.weight"] = weights["lm_head.weight"].clone()
+    _save(folder / "head", head, {**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}})
+    return folder
+
+
 def make_with_medusa(folder: Path) -> Path:
     """The same Llama; `head` in its folder guesses two tokens from a hidden state and keeps no KV."""
     import torch
