@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from lmcache.integration.engine.run_folder import run_folder
+from lmcache.integration.engine.server_guardian import READY
 from lmcache.testing.processes import free_port
 
 SCRIPT = Path(__file__).with_name("owned_engine.py")
@@ -42,6 +43,10 @@ class OwnedPlace:
     def server(self) -> int:
         (pid,) = self.servers()
         return pid
+
+    def says_ready(self) -> bool:
+        """To its guardian. It answers engines a moment earlier."""
+        return any(READY in path.read_bytes() for path in run_folder().glob(f"*{self.port}-*.log"))
 
     def files(self) -> list[Path]:
         folder = run_folder()

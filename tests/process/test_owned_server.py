@@ -27,7 +27,7 @@ def place() -> Iterator[OwnedPlace]:
     for pid in place.servers():
         os.kill(pid, signal.SIGKILL)
     for path in place.files():
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def says(engine: subprocess.Popen[str]) -> str:
@@ -86,6 +86,7 @@ def test_a_killed_server_is_started_again_while_an_engine_lives(place: OwnedPlac
     engine = place.engine()
     assert says(engine) == "ready"
     pid = place.server()
+    until(place.says_ready)  # a server that dies before is one that could not be started
     os.kill(pid, signal.SIGKILL)
     until(lambda: any(other != pid for other in place.servers()) and place.shm.exists())
     leave(engine)
