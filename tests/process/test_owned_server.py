@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,20 @@ def test_engines_that_come_at_once_share_one_server_and_the_last_one_ends_it(pla
     again = place.engine()
     assert says(again) == "ready"
     assert place.server() != pid
+
+
+@pytest.mark.skipif(find_library("gomp") is None or len(os.sched_getaffinity(0)) < 2, reason="needs libgomp, two CPUs")
+def test_a_server_runs_on_all_cpus_of_an_engine_whose_threads_are_pinned(
+    place: OwnedPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", str(find_library("gomp")))
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", " ".join(map(str, sorted(os.sched_getaffinity(0)))))
+    engine = place.engine()
+    assert says(engine) == "ready"
+    assert len(os.sched_getaffinity(engine.pid)) == 1
+    assert os.sched_getaffinity(place.server()) == os.sched_getaffinity(0)
+    leave(engine)
+    until(place.is_clean)
 
 
 def test_an_engine_that_comes_while_the_server_ends_gets_another(place: OwnedPlace) -> None:

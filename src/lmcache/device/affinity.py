@@ -10,19 +10,17 @@ from pathlib import Path
 
 from lmcache.memory.numa import parse_nodes
 
-PROC, SYSFS = Path("/proc"), Path("/sys")
+SYSFS = Path("/sys")
 _MAX_CPUS = 1 << 16
 
 
 def engine_cpus() -> set[int]:
-    """The CPUs that this engine may use. It pins threads one to a CPU, in some of its processes the main thread as
-    well: all threads of this process are asked, and of its ancestors that run the same program."""
-    process, program = os.getpid(), _program_of(os.getpid())
-    cpus: set[int] = os.sched_getaffinity(0)
-    while program and _program_of(process) == program:
-        cpus |= _cpus_of_threads(process)
-        process = _parent_of(process)
-    return cpus
+    """The CPUs that this worker may use. Its own threads are pinned one to a CPU, so its parent is asked."""
+    own = os.sched_getaffinity(0)
+    try:
+        return own | os.sched_getaffinity(os.getppid())
+    except OSError:
+        return own
 
 
 def near_cpus(cpus: set[int], gpu_address: str = "", sysfs: Path = SYSFS) -> set[int]:
@@ -31,31 +29,6 @@ def near_cpus(cpus: set[int], gpu_address: str = "", sysfs: Path = SYSFS) -> set
     node = _node_of_gpu(gpu_address, sysfs) if gpu_address else _node_of(os.sched_getaffinity(0), sysfs)
     near = cpus & _cpus_of(node, sysfs) if node is not None else set()
     return near or cpus
-
-
-def _program_of(process: int) -> str:
-    """ "" where that is not known."""
-    try:
-        return os.readlink(PROC / str(process) / "exe")
-    except OSError:
-        return ""
-
-
-def _parent_of(process: int) -> int:
-    """0 where that is not known."""
-    try:
-        return int((PROC / str(process) / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def _cpus_of_threads(process: int) -> set[int]:
-    cpus: set[int] = set()
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(PROC / str(process) / "task"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                cpus |= os.sched_getaffinity(int(thread))
-    return cpus
 
 
 def _node_of_gpu(address: str, sysfs: Path) -> int | None:

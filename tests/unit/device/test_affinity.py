@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,23 +58,3 @@ def test_threads_run_where_they_were_meant_to() -> None:
     with unpinned({first}):
         assert os.sched_getaffinity(0) == {first}
     assert os.sched_getaffinity(0) == before
-
-
-_PINS_ITS_MAIN_THREAD = """
-import os, subprocess, sys, threading
-from lmcache.device.affinity import engine_cpus
-done = threading.Event()
-threading.Thread(target=done.wait).start()
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-print(sorted(engine_cpus()), flush=True)
-subprocess.run([sys.executable, "-c", "from lmcache.device.affinity import engine_cpus; print(sorted(engine_cpus()))"])
-done.set()
-"""
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_an_engine_whose_main_threads_are_pinned_has_all_cpus_of_its_threads() -> None:
-    """Run by a shell, so that these tests are no part of it."""
-    shell = ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, _PINS_ITS_MAIN_THREAD]
-    ended = subprocess.run(shell, capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines() == [str(sorted(os.sched_getaffinity(0)))] * 2

@@ -160,6 +160,7 @@ class OwnedServer:
                     stdin=subprocess.PIPE,
                     stdout=writing,
                     stderr=subprocess.DEVNULL,
+                    env=dict(order.environment),
                     start_new_session=True,
                 )
             assert starter.stdin is not None

@@ -22,6 +22,9 @@ from lmcache.transport.curve_keys import CurveFiles
 
 _STOP_SECONDS = CLOSE_SECONDS + 5.0  # beside what it drains; it ends by itself before
 _DEFAULTS = {"l1_size_gb": "5", "eviction_policy": "LRU"}  # of what a server itself insists on
+# In the environment of a worker, whose OpenMP library is preloaded: it would put the threads of the server on the CPU
+# of one compute thread, which leaves them no time.
+_PINS_THREADS = {"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES"}
 _OWN_FLAGS = {"--host": "lmcache.mp.host", "--port": "lmcache.mp.port", "--http-host": ""}
 
 
@@ -81,7 +84,7 @@ def _order(options: Sequence[str], environ: Mapping[str, str], **rest: Any) -> S
     config = load(options, environ).config
     return ServerOrder(
         options=tuple(options),
-        environment=dict(environ),
+        environment={name: value for name, value in environ.items() if name not in _PINS_THREADS},
         leftovers=_leftovers(config),
         stop_seconds=config.drain_timeout_seconds + _STOP_SECONDS,
         **rest,

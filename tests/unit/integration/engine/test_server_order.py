@@ -21,6 +21,11 @@ def test_a_server_needs_no_arguments() -> None:
     assert order.leftovers == ("/dev/shm/lmcache-6000",)
 
 
+def test_a_server_is_not_pinned_as_the_threads_of_its_engine_are() -> None:
+    order = autostart_order(URL, [], {"GOMP_CPU_AFFINITY": "0 1", "KMP_AFFINITY": "compact", "LANG": "C"})
+    assert order.environment == {"LANG": "C"}
+
+
 def test_what_is_said_anywhere_is_no_default(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("eviction_policy: S3FIFO\n")
