@@ -337,7 +337,7 @@ class VllmEngine(ManagedProcess):
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # one that ends meanwhile
                 program = (folder / "comm").read_text().strip()
-                if program.startswith("VLLM::") and os.getsid(int(folder.name)) == self.pid:
+                if program.startswith("VLLM::") and os.getpgid(int(folder.name)) == self.pid:
                     self._parts[int(folder.name)] = program
         return seconds
 
