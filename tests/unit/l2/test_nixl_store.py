@@ -15,6 +15,7 @@ from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapter_types import build, check, parse_adapter
+from lmcache.l2.adapters import nixl_store
 from lmcache.l2.adapters.nixl_config import NixlStoreConfig
 from lmcache.l2.adapters.nixl_file_pool import refuse_too_few_descriptors
 from lmcache.l2.adapters.nixl_store import NixlStoreAdapter
@@ -248,6 +249,7 @@ def test_without_persistence_nothing_of_the_pool_stays(tmp_path: Path) -> None:
 
 def test_memory_that_was_lent_is_registered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = nixl.note_registrations(monkeypatch)
+    monkeypatch.setattr(nixl_store, "READ_LANES", 1)  # each begins when it is needed, and registers then
 
     async def whole() -> None:
         adapter, inventory, memory = adapter_of(spec(tmp_path)), RecordingInventory(), FrameMemory(6)
