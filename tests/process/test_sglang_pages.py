@@ -373,12 +373,12 @@ def test_evicted_pages_are_misses_and_the_others_exact(server: CacheServer, back
         kept[number] = pool.page(0)
         assert storage.batch_set_v1(page_keys(number), pool.indices(0)) == [True]
     hits = []
-    for number in numbers:
+    for number in reversed(numbers):  # L1 may still evict: of what is left, what nobody has read yet
         if storage.batch_get_v1(page_keys(number), pool.indices(1)) == [True]:
             hits.append(number)
             assert pool.page(1) == kept[number]
     assert 10 < len(hits) < 32
-    assert hits[-1] == numbers[-1]
+    assert hits[0] == numbers[-1]
 
 
 def test_more_pages_than_l1_holds(server: CacheServer, backend: MakeBackend) -> None:
