@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -378,24 +379,37 @@ def test_slots_lie_inside_the_memory_and_apart(server: CacheServer) -> None:
         assert engine.commit(reply.reservation, bytes(50)) == 0
 
 
-def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
-    os.mkfifo(log)
-    reader = os.open(log, os.O_RDWR | os.O_NONBLOCK)
-    for size_bytes in (4096, 1):  # until it is full: all that the server writes, its ready line too, has to wait
-        with pytest.raises(BlockingIOError):
-            while True:
-                os.write(reader, bytes(size_bytes))
+@contextlib.contextmanager
+def full_pipe(path: Path) -> Iterator[None]:
+    """Whatever is written there has to wait."""
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     try:
-        with CacheServer(tmp_path, l1_size_gb=0.0625) as server:
-            server.wait_ready()
-            for _ in range(3):
-                with SmallEngine(server.port) as engine:  # each comes and goes with a log line
-                    engine.store(engine.tokens(1))
-            assert server.status()["instances"] == []
-            assert server.stop() == 0
+        for size_bytes in (4096, 1):
+            with pytest.raises(BlockingIOError):
+                while True:
+                    os.write(reader, bytes(size_bytes))
+        yield
     finally:
         os.close(reader)
+
+
+def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path: Path) -> None:
+    with full_pipe(tmp_path / "server.log"), CacheServer(tmp_path, l1_size_gb=0.0625) as server:
+        server.wait_ready()  # its ready line waits, too
+        for _ in range(3):
+            with SmallEngine(server.port) as engine:  # each comes and goes with a log line
+                engine.store(engine.tokens(1))
+        assert server.status()["instances"] == []
+        assert server.stop() == 0
+
+
+def test_a_server_whose_log_nobody_reads_can_crash(tmp_path: Path) -> None:
+    with full_pipe(tmp_path / "server.log"), CacheServer(tmp_path, l1_size_gb=0.0625) as server:
+        server.wait_ready()
+        server.signal_group(signal.SIGSEGV)
+        assert server.popen.wait(timeout=30) == -signal.SIGSEGV
+        shm_of(server).unlink()
 
 
 def test_a_server_without_stderr_serves(tmp_path: Path) -> None:

@@ -36,6 +36,13 @@ def run(argv: Sequence[str]) -> int:
             return _serve(options, signals, as_json=own.format == "json")
 
 
+def _show_crashes(fd: int) -> None:
+    """A crash writes there where each thread was, and ends the process also where nobody reads it: what is full takes
+    nothing. A socket, as of systemd's journal, cannot be opened a second time and gets nothing."""
+    with contextlib.suppress(OSError):
+        faulthandler.enable(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC))
+
+
 def _serve(options: Sequence[str], signals: StopSignals, *, as_json: bool) -> NoReturn:
     """Ends the process. ConfigError or ResourceError: refused before anything was started."""
     from lmcache.cli.main import guarded
@@ -54,7 +61,7 @@ def _serve(options: Sequence[str], signals: StopSignals, *, as_json: bool) -> No
         as_json=config.log_format == "json",
     )
     if sys.stderr:
-        faulthandler.enable()  # a crash shows where each thread was
+        _show_crashes(sys.stderr.fileno())
     for sentence in planned.notes:
         logger.warning("%s", sentence)
     server = Server(planned)
