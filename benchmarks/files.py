@@ -123,7 +123,7 @@ class Bench:
                 if number:
                     self.times[program].append(seconds)
         shutil.rmtree(folder)
-        await self.runner.layers.eviction.delete(keys)
+        await self.runner.layers.deletion.delete(keys)
         await asyncio.to_thread(os.sync)
 
     async def _ours(self, which: str, keys: Sequence[ObjectKey], views: Sequence[memoryview]) -> float:

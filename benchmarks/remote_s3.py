@@ -121,7 +121,7 @@ class S3Bench:
                     seconds = await self._ours(ours, keys)
                 if number:
                     self._times[program].append(seconds)
-        await self._runner.layers.eviction.delete(keys)
+        await self._runner.layers.deletion.delete(keys)
 
     async def _ours(self, which: str, keys: Sequence[ObjectKey]) -> float:
         """In the batches of the storage loop."""

@@ -154,7 +154,7 @@ class Bench:
             if number:
                 self.ratios[ours].append(speeds["we"] / speeds["fio"])
                 self.speeds[ours].append((speeds["we"], speeds["fio"], alone))
-        await self.runner.layers.eviction.delete(keys)
+        await self.runner.layers.deletion.delete(keys)
 
     async def _ours(self, which: str, keys: Sequence[ObjectKey]) -> float:
         operation: Callable[..., Awaitable[Sequence[object]]] = (

@@ -1,4 +1,7 @@
-"""Fails when a source file has grown past the limit. A file has one subject; one that needs more room has two."""
+"""Fails when a source file has grown past the limit. A file has one subject; one that needs more room has two.
+
+A layer adds one behaviour to an adapter, hence the lower limit of their folder.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_LINES = 600
+LIMIT_LINES_OF_FOLDERS = {"src/lmcache/l2/layers": 120}
 
 
 def main() -> int:
@@ -16,9 +20,10 @@ def main() -> int:
     for name in tracked.splitlines():
         if not name.endswith((".py", ".pyi", ".cc", ".h")) or not (ROOT / name).exists():
             continue
+        limit = LIMIT_LINES_OF_FOLDERS.get(str(Path(name).parent), LIMIT_LINES)
         lines = len((ROOT / name).read_text().splitlines())
-        if lines > LIMIT_LINES:
-            too_long.append(f"{name}: {lines} lines, at most {LIMIT_LINES}")
+        if lines > limit:
+            too_long.append(f"{name}: {lines} lines, at most {limit}")
     print("\n".join(too_long))
     return 1 if too_long else 0
 

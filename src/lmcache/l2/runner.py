@@ -28,7 +28,7 @@ from lmcache.l2.adapter import ObjectColumns, RegistersMemory
 from lmcache.l2.adapter_config import AdapterConfig
 from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.layers.context import AdapterContext
-from lmcache.l2.layers.eviction import DELETE_SLICE_OBJECTS
+from lmcache.l2.layers.deletion import DELETE_SLICE_OBJECTS
 from lmcache.l2.layers.operation import Batch, Operation, SharedRelease
 from lmcache.l2.layers.stack import LayerStack
 from lmcache.telemetry.logs import level_of
@@ -137,7 +137,7 @@ class Runner:
 
     async def _delete_at_end(self, seconds: float) -> None:
         objects = len(self.ledger)
-        deleting = asyncio.get_running_loop().create_task(self.layers.eviction.delete_all())
+        deleting = asyncio.get_running_loop().create_task(self.layers.deletion.delete_all())
         done, _ = await asyncio.wait({deleting}, timeout=max(0.0, seconds))
         if not done:
             deleting.cancel()  # between two slices; one that is under way ends with the adapter
@@ -350,7 +350,7 @@ class Runner:
         pin, stays."""
         stored = self.stored_keys(keys)
         free = [key for key, is_held in zip(stored, self.ledger.held(stored), strict=True) if not is_held]
-        gone = set(compress(free, await self.layers.eviction.delete(free))) if free else set()
+        gone = set(compress(free, await self.layers.deletion.delete(free))) if free else set()
         self.publish()
         return [key in gone for key in stored]
 
@@ -360,7 +360,7 @@ class Runner:
         objects, used_bytes = len(self.ledger), self.ledger.used_bytes
         for keys in self.ledger.pages(DELETE_SLICE_OBJECTS):
             if doomed := [key for key in keys if key not in kept]:
-                await self.layers.eviction.delete(doomed)
+                await self.layers.deletion.delete(doomed)
             await asyncio.sleep(0)
         self.publish()
         return max(0, objects - len(self.ledger)), max(0, used_bytes - self.ledger.used_bytes)

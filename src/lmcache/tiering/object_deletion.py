@@ -9,7 +9,7 @@ from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import pack_keys
 from lmcache.errors import AdapterError
 from lmcache.l1.store import L1Store
-from lmcache.l2.layers.eviction import DELETE_SLICE_OBJECTS
+from lmcache.l2.layers.deletion import DELETE_SLICE_OBJECTS
 from lmcache.l2.runner import Runner
 from lmcache.tiering.pins import Pins
 

@@ -113,7 +113,7 @@ class Mixed:
             case 2:
                 await runner.layers.eviction.evict(self.dice.randrange(1, 200_000))
             case 3:
-                await runner.layers.eviction.delete(runner.stored_keys(chosen))
+                await runner.layers.deletion.delete(runner.stored_keys(chosen))
             case 4 if self.dice.random() < 0.05:
                 await runner.clear()
             case 4 | 5 | 6 | 7:

@@ -17,8 +17,8 @@ from lmcache.errors import AdapterError
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
 from lmcache.l2.circuit_breaker import CircuitBreaker
 from lmcache.l2.layers.breaker import BreakerLayer
+from lmcache.l2.layers.concurrency_limit import ConcurrencyLimit
 from lmcache.l2.layers.deadline import DeadlineLayer
-from lmcache.l2.layers.limits import ConcurrencyLimit
 from lmcache.l2.layers.operation import Batch, Operation, SharedRelease
 from lmcache.l2.layers.retries import RetryLayer
 from lmcache.l2.runner import Runner
@@ -40,7 +40,7 @@ def test_who_waited_in_vain_for_a_backend_that_hangs_is_forgotten() -> None:
         for task in given_up:
             task.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
-        assert not held_items(limit, "lmcache.l2.layers.limits")
+        assert not held_items(limit, "lmcache.l2.layers.concurrency_limit")
         limit.release()
         assert await limit.acquire(0)
 

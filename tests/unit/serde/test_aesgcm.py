@@ -98,7 +98,7 @@ def test_an_object_of_a_key_that_is_gone_is_replaced_when_it_is_stored_again(tmp
 
 
 def test_a_server_takes_the_keys_of_a_file_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache.l2.layers.serde._REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("lmcache.l2.layers.serde_queue.REFRESH_SECONDS", 0.0)
 
     async def test() -> None:
         wanted = keys(2)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 
-from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import HELD, StoreOutcome
-from lmcache.errors import AdapterError, CapacityError
 from lmcache.l2.accounting import CapacityReservation
+from lmcache.l2.layers.charged_store import store_charged
 from lmcache.l2.layers.context import AdapterContext
 from lmcache.l2.layers.eviction import AdapterEviction
 from lmcache.l2.layers.operation import Batch, Operation
@@ -78,39 +76,8 @@ class CapacityLayer:
         return outcomes
 
     async def _write(self, batch: Batch, reservation: CapacityReservation, operation: Operation) -> list[StoreOutcome]:
-        transfer = partial(self._transfer, reservation)
+        transfer = partial(store_charged, self._context.adapter, reservation)
         return await self._inner.run_batch(transfer, batch, StoreOutcome.FAILED, operation)
-
-    async def _transfer(
-        self, reservation: CapacityReservation, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]
-    ) -> list[StoreOutcome]:
-        """Counts what is there when the write ends, also when nobody waits for it any more."""
-        try:
-            outcomes = await self._context.adapter.store(keys, buffers)
-        except CapacityError:
-            return [StoreOutcome.FULL] * len(keys)
-        stored = [index for index, outcome in enumerate(outcomes) if outcome is StoreOutcome.STORED]
-        if stored:
-            reservation.stored([keys[index] for index in stored], [buffers[index].nbytes for index in stored])
-        there = [index for index, outcome in enumerate(outcomes) if outcome is StoreOutcome.ALREADY_THERE]
-        if not there:
-            return outcomes
-        sizes = await self._sizes_there([keys[index] for index in there], [buffers[index].nbytes for index in there])
-        held = {index: size for index, size in zip(there, sizes, strict=True) if size is not None}
-        if held:
-            reservation.stored([keys[index] for index in held], list(held.values()))
-        return [
-            StoreOutcome.FAILED if outcome is StoreOutcome.ALREADY_THERE and index not in held else outcome
-            for index, outcome in enumerate(outcomes)
-        ]
-
-    async def _sizes_there(self, keys: Sequence[ObjectKey], sizes_bytes: Sequence[int]) -> Sequence[int | None]:
-        """What another server stored may have another size than what was to be stored now, as servers differ in what a
-        serde makes of an object and in the alignment of frames. None where it is gone meanwhile."""
-        try:
-            return await self._context.adapter.probe(keys)
-        except AdapterError:
-            return sizes_bytes
 
     def note_room(self) -> None:
         if self._full.succeeded():

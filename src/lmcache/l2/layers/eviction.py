@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 from lmcache.core.key import ObjectKey
-from lmcache.errors import AdapterError
 from lmcache.l2.accounting import CapacityReservation
-from lmcache.l2.layers.breaker import BreakerLayer
 from lmcache.l2.layers.context import AdapterContext
-
-DELETE_SLICE_OBJECTS = 1024
+from lmcache.l2.layers.deletion import DELETE_SLICE_OBJECTS, AdapterDeletion
 
 
 class Freed(NamedTuple):
@@ -22,32 +18,13 @@ class Freed(NamedTuple):
 
 
 class AdapterEviction:
-    def __init__(self, context: AdapterContext, stores: BreakerLayer) -> None:
+    def __init__(self, context: AdapterContext, deletion: AdapterDeletion) -> None:
         self._context = context
         self._ledger = context.ledger
-        self._stores = stores
+        self._deletion = deletion
         self._taking_turns = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
-
-    async def delete_all(self) -> None:
-        for keys in self._ledger.pages(DELETE_SLICE_OBJECTS):
-            if keys:
-                await self.delete(keys)
-            await asyncio.sleep(0)  # a suspended backend refuses without a pause
-
-    async def delete(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
-        """Which of them are gone. What a fault of the backend leaves there stays known."""
-        are_gone = await self._delete(keys)
-        self._ledger.lost([key for key, is_gone in zip(keys, are_gone, strict=True) if is_gone])
-        return are_gone
-
-    async def _delete(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
-        """Which of them are gone."""
-        try:
-            return await self._stores.run(partial(self._context.adapter.delete, keys), self._context.operation())
-        except AdapterError:
-            return [False] * len(keys)
 
     async def evict(self, wanted_bytes: int) -> Freed:
         """At least that many bytes, if the policy and the backend let it. Ends when the backend is suspended."""
@@ -71,13 +48,13 @@ class AdapterEviction:
                     break
                 chosen_bytes += victims.size_bytes
                 undeleted.append(victims.keys)
-                are_gone = await self._delete(victims.keys)
+                are_gone = await self._deletion.delete_uncounted(victims.keys)
                 gone = [key for key, is_gone in zip(victims.keys, are_gone, strict=True) if is_gone]
                 undeleted[-1] = [key for key, is_gone in zip(victims.keys, are_gone, strict=True) if not is_gone]
                 freed_bytes += self._ledger.evicted(gone)
                 objects += len(gone)
                 self._wake_waiting()
-                if self._stores.is_suspended:
+                if self._deletion.is_suspended:
                     break
         finally:
             for keys in reversed(undeleted):  # the youngest first: each then finds its previous place at once

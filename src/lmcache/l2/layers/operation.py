@@ -69,7 +69,7 @@ class Batch:
 
 
 class CallLayer(Protocol):
-    """A layer to which all calls of an adapter are alike. The others (`InventoryLayer`, `CapacityLayer`) have the
+    """A layer to which all calls of an adapter are alike. The others (`SerdeLayer`, `CapacityLayer`) have the
     methods of the adapter contract, each with an `Operation` beside its arguments."""
 
     async def run(self, start: Start[T], operation: Operation) -> T:

@@ -19,10 +19,11 @@ from __future__ import annotations
 from lmcache.core import limits
 from lmcache.l2.layers.breaker import BreakerLayer
 from lmcache.l2.layers.capacity import CapacityLayer
+from lmcache.l2.layers.concurrency_limit import ConcurrencyLimit
 from lmcache.l2.layers.context import AdapterContext
 from lmcache.l2.layers.deadline import DeadlineLayer
+from lmcache.l2.layers.deletion import AdapterDeletion
 from lmcache.l2.layers.eviction import AdapterEviction
-from lmcache.l2.layers.limits import ConcurrencyLimit
 from lmcache.l2.layers.retries import RetryLayer
 from lmcache.l2.layers.serde import LoadBatch, SerdeLayer
 from lmcache.serde.base import Chain
@@ -48,7 +49,8 @@ class LayerStack:
         # A question what the backend has must not queue behind long loads of others.
         self._probe_limit = ConcurrencyLimit(context.name, limits.L2_MAX_PROBES_IN_FLIGHT, self.loads.deadline)
         self.probes = BreakerLayer("loads", context.name, self.loads.circuit, context.on_change, self._probe_limit)
-        self.eviction = AdapterEviction(context, self.stores.breaker)
+        self.deletion = AdapterDeletion(context, self.stores.breaker)
+        self.eviction = AdapterEviction(context, self.deletion)
         self.capacity = CapacityLayer(context, self.eviction, self.stores.retries)
         self.serde = SerdeLayer(context, serde, self.capacity, load_batch, self.stores.breaker) if serde else None
 
