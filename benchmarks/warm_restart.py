@@ -13,7 +13,7 @@ from lmcache import _native
 from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
-from lmcache.l1.store import L1Store
+from lmcache.l1.store import L1Options, L1Store
 from lmcache.memory.restart_compatibility import RestartCompatibility
 from lmcache.testing.frames import batch_of
 from measure import MIB, at_most, command_line, report, spread
@@ -48,11 +48,13 @@ def main() -> int:
             began = time.perf_counter()
             store = L1Store.open(
                 name,
-                compatibility.capacity_bytes,
                 os.urandom(16),
-                policy="LRU",
-                init_bytes=compatibility.capacity_bytes,
-                compatibility=compatibility,
+                L1Options(
+                    compatibility.capacity_bytes,
+                    policy="LRU",
+                    init_bytes=compatibility.capacity_bytes,
+                    compatibility=compatibility,
+                ),
             )
             took = time.perf_counter() - began
             with closing(store) as l1:

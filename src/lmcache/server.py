@@ -26,7 +26,7 @@ from lmcache.environment import SYSTEM, Environment
 from lmcache.errors import ServerUnavailable
 from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
-from lmcache.l1.store import L1Store
+from lmcache.l1.store import L1Options, L1Store
 from lmcache.memory import numa
 from lmcache.memory.large_pages import LargePageGauge
 from lmcache.memory.restart_compatibility import RestartCompatibility
@@ -184,16 +184,18 @@ class Server:
             )
         l1 = L1Store.open(
             config.shm_name,
-            config.l1_size_bytes,
             server_epoch,
-            policy=config.eviction_policy,
-            align_bytes=config.l1_align_bytes,
-            init_bytes=config.l1_init_size_bytes if config.l1_use_lazy else None,
-            hugepages=config.l1_use_hugepages,
+            L1Options(
+                config.l1_size_bytes,
+                policy=config.eviction_policy,
+                align_bytes=config.l1_align_bytes,
+                init_bytes=config.l1_init_size_bytes if config.l1_use_lazy else None,
+                hugepages=config.l1_use_hugepages,
+                compatibility=compatibility,
+                placement=numa.placement(config.l1_numa),
+            ),
             metrics=self.metrics.l1,
             clock=self._clock,
-            compatibility=compatibility,
-            placement=numa.placement(config.l1_numa),
             checkpoint=checkpoint,
         )
         if config.metrics_enabled:

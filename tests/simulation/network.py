@@ -17,7 +17,7 @@ from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import KeyBatch, SlotGrid
 from lmcache.core.outcome import MissReason
 from lmcache.errors import RemoteError, ServerUnavailable
-from lmcache.l1.store import L1Store
+from lmcache.l1.store import L1Options, L1Store
 from lmcache.memory.ownership import STORAGE_OWNER
 from lmcache.protocol.messages import METHODS
 from lmcache.service.cache_service import CacheService
@@ -117,7 +117,9 @@ class SimServer:
         self.paused_until = 0.0
         name = f"lmcache-simulated-{os.getpid()}-{next(_names)}"
         metrics = Metrics()
-        self.l1 = L1Store.open(name, capacity, self.server_epoch, policy="LRU", metrics=metrics.l1, clock=world)
+        self.l1 = L1Store.open(
+            name, self.server_epoch, L1Options(capacity, policy="LRU"), metrics=metrics.l1, clock=world
+        )
         self.loop = _Loop(world)
         self.storage = _L2(world, objects)
         self.storage.l1 = self.l1

@@ -24,7 +24,7 @@ from lmcache.core.frame import header_template, verify_frames
 from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet
 from lmcache.core.limits import FRAME_HEADER_BYTES, GIB
-from lmcache.l1.store import L1Store
+from lmcache.l1.store import L1Options, L1Store
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
@@ -159,7 +159,7 @@ class World:
         return [ObjectKey(of, hashlib.sha256(f"{number}/{chunk}".encode()).digest()) for chunk in range(chunks)]
 
     async def put(self, owner: int) -> None:
-        """Reserves, copies chunk after chunk, commits - or aborts, or is so late that its slots were set aside."""
+        """Reserves, copies chunk after chunk, commits - or aborts, or is so late that its slots were quarantined."""
         keys, core = self.prompt(), self.l1.core
         of = keys[0].namespace
         hashes = b"".join(key.chunk_hash for key in keys)
@@ -252,7 +252,7 @@ class World:
 def open_l1(setting: Setting, loop: SimulatedLoop) -> Iterator[L1Store]:
     name = f"lmcache-test-simulation-{os.getpid()}-{os.urandom(4).hex()}"
     size_bytes = setting.l1_slots * FRAME_BYTES
-    l1 = L1Store.open(name, size_bytes, bytes(16), policy=setting.l1_policy, init_bytes=None, clock=loop)
+    l1 = L1Store.open(name, bytes(16), L1Options(size_bytes, policy=setting.l1_policy, init_bytes=None), clock=loop)
     try:
         yield l1
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from lmcache._native import Acquired, L1Core, Removed, Reserved
 from lmcache.clock import Clock, SystemClock
@@ -18,6 +19,24 @@ from lmcache.memory.numa import NumaPlacement
 from lmcache.memory.restart_compatibility import RestartCompatibility
 from lmcache.memory.server_memory import ServerMemory
 from lmcache.telemetry.metrics import L1Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class L1Options:
+    """What an operator decides about L1.
+
+    Without `init_bytes` all of `capacity_bytes` is taken before L1 opens. With it L1 is lazy: that much is prepared in
+    the background, more as it fills. With `compatibility` the memory stays at the end, and what a previous server left
+    that was compatible is resident at once; that stays on its NUMA nodes, whatever `placement` says.
+    """
+
+    capacity_bytes: int  # of slots
+    policy: str  # of eviction, by its name
+    align_bytes: int = 4096
+    init_bytes: int | None = None
+    hugepages: bool = False
+    compatibility: RestartCompatibility | None = None
+    placement: NumaPlacement | None = None
 
 
 class L1Store:
@@ -35,8 +54,8 @@ class L1Store:
 
     >>> from lmcache.core.key import Namespace
     >>> from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet
-    >>> from lmcache.l1.store import L1Store
-    >>> store = L1Store.open(name, 1 << 20, server_epoch=bytes(16), policy="LRU")
+    >>> from lmcache.l1.store import L1Options, L1Store
+    >>> store = L1Store.open(name, bytes(16), L1Options(1 << 20, policy="LRU"))
     >>> namespaces = NamespaceSet((Namespace("model", 1, 0, 0, "00" * 16),), frame_bytes=(8192,))
     >>> keys = KeyBatch(namespaces, ChunkHashes(b"a" * 32 + b"b" * 32))
     >>> reserved = store.reserve(1, keys, deadline=60.0)
@@ -73,53 +92,45 @@ class L1Store:
     def open(
         cls,
         name: str,
-        capacity_bytes: int,
         server_epoch: bytes,
+        options: L1Options,
         *,
-        policy: str,
-        align_bytes: int = 4096,
-        init_bytes: int | None = None,
-        hugepages: bool = False,
         metrics: L1Metrics | None = None,
         clock: Clock | None = None,
-        compatibility: RestartCompatibility | None = None,
         checkpoint: Callable[[], object] = lambda: None,
         probe: MemoryProbe | None = None,
-        placement: NumaPlacement | None = None,
     ) -> L1Store:
-        """Makes shared memory `name` for `capacity_bytes` of slots. ResourceError when the machine does not give it.
-
-        With `init_bytes` L1 is lazy: that much is prepared in the background, more as it fills. None takes all of it
-        before this returns. With `compatibility` the memory stays at the end, and what a previous server left that was
-        compatible is resident at once; that stays on its NUMA nodes, whatever `placement` says. `checkpoint` is called
-        between the steps of what takes long; what it raises ends this.
-        """
+        """Makes shared memory `name`. ResourceError when the machine does not give it. `checkpoint` is called between
+        the steps of what takes long; what it raises ends this."""
         clock = clock or SystemClock()
+        capacity_bytes, align_bytes, compatibility = options.capacity_bytes, options.align_bytes, options.compatibility
         first_offset = compatibility.first_offset if compatibility else max(HEADER_BYTES, align_bytes)
         size_bytes = first_offset + capacity_bytes
         recovered = None
         if compatibility is not None:
             recovered = ServerMemory.recover(
-                name, size_bytes, server_epoch, compatibility, hugepages=hugepages, probe=probe
+                name, size_bytes, server_epoch, compatibility, hugepages=options.hugepages, probe=probe
             )
         memory = recovered or ServerMemory.create(
-            name, size_bytes, server_epoch, hugepages=hugepages, compatibility=compatibility, probe=probe
+            name, size_bytes, server_epoch, hugepages=options.hugepages, compatibility=compatibility, probe=probe
         )
         try:
-            if placement is not None:
-                memory.place(placement)
-            core = L1Core(capacity_bytes, first_offset, align_bytes, policy, slot_table=memory.slot_table_address)
+            if options.placement is not None:
+                memory.place(options.placement)
+            core = L1Core(
+                capacity_bytes, first_offset, align_bytes, options.policy, slot_table=memory.slot_table_address
+            )
             growth = Growth(memory, core, capacity_bytes, first_offset, clock)
             store = cls(memory, core, metrics, align_bytes=align_bytes, growth=growth)
-            store.evicts = policy != "noop"
+            store.evicts = options.policy != "noop"
             if recovered is not None:
                 store.recovered = recover(memory, core, growth.recover(), first_offset, align_bytes, clock)
                 if metrics is not None:
                     metrics.l1_adopted.inc(store.recovered.objects)
-            if init_bytes is None:
+            if options.init_bytes is None:
                 growth.commit_all(checkpoint)
             else:
-                growth.start(init_bytes)
+                growth.start(options.init_bytes)
         except BaseException:
             memory.close()
             raise

@@ -16,7 +16,7 @@ from lmcache import _native
 from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES, MIB
-from lmcache.l1.store import L1Store
+from lmcache.l1.store import L1Options, L1Store
 from lmcache.memory.engine_memory import EngineMemory
 from lmcache.memory.ownership import STORAGE_OWNER
 from lmcache.memory.restart_compatibility import PAGE_OFFSET, TABLE_OFFSET, RestartCompatibility
@@ -41,11 +41,13 @@ def open_l1(name: str, start: int, compatibility: RestartCompatibility = COMPATI
     server_epoch = EPOCHS[start % 2]
     return L1Store.open(
         name,
-        compatibility.capacity_bytes,
         server_epoch,
-        policy="LRU",
-        init_bytes=compatibility.capacity_bytes,
-        compatibility=compatibility,
+        L1Options(
+            compatibility.capacity_bytes,
+            policy="LRU",
+            init_bytes=compatibility.capacity_bytes,
+            compatibility=compatibility,
+        ),
     )
 
 
@@ -170,7 +172,9 @@ def test_memory_that_went_missing_is_not_believed_in(name: str, caplog: pytest.L
 def test_a_lazy_l1_goes_on_growing(name: str) -> None:
     compatibility = RestartCompatibility(64 * MIB, 4096, 256, "blake3", bytes(32))
     small = L1Store.open(
-        name, compatibility.capacity_bytes, EPOCHS[0], policy="LRU", init_bytes=MIB, compatibility=compatibility
+        name,
+        EPOCHS[0],
+        L1Options(compatibility.capacity_bytes, policy="LRU", init_bytes=MIB, compatibility=compatibility),
     )
     put(small, keys(8))
     small.close()
@@ -180,7 +184,7 @@ def test_a_lazy_l1_goes_on_growing(name: str) -> None:
         assert all(resident(l1, keys(8))) and l1.stats()["evicted_objects"] == 0
 
 
-def test_many_objects_are_taken_over_quickly(name: str) -> None:
+def test_many_objects_are_recovered_quickly(name: str) -> None:
     """The benchmark has the figure; this has ten times that."""
     compatibility = RestartCompatibility(256 * MIB, 4096, 256, "blake3", bytes(32))
     wanted = keys(20_000)

@@ -22,7 +22,7 @@ from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import GIB, MIB
 from lmcache.errors import ResourceError, ServerUnavailable
 from lmcache.l1 import growth
-from lmcache.l1.store import L1Store
+from lmcache.l1.store import L1Options, L1Store
 from lmcache.memory.engine_memory import EngineMemory
 from lmcache.memory.server_memory import ServerMemory
 from lmcache.telemetry.metrics import Metrics
@@ -68,7 +68,7 @@ def committed(store: L1Store) -> int:
 
 
 def test_a_large_lazy_l1_is_ready_at_once_and_fills_in_the_background(name: str) -> None:
-    store = L1Store.open(name, 4 * GIB, EPOCH, policy="LRU", init_bytes=256 * MIB)
+    store = L1Store.open(name, EPOCH, L1Options(4 * GIB, policy="LRU", init_bytes=256 * MIB))
     try:
         assert committed(store) < GIB
         until(lambda: committed(store) >= GIB)  # the headroom beyond what is used
@@ -79,7 +79,7 @@ def test_a_large_lazy_l1_is_ready_at_once_and_fills_in_the_background(name: str)
 
 @pytest.mark.usefixtures("small_steps")
 def test_the_background_stays_ahead_of_use(name: str) -> None:
-    store = L1Store.open(name, 32 * MIB, EPOCH, policy="LRU", init_bytes=2 * MIB)
+    store = L1Store.open(name, EPOCH, L1Options(32 * MIB, policy="LRU", init_bytes=2 * MIB))
     try:
         until(lambda: committed(store) == 4 * MIB)
         put(store, 3, MIB)
@@ -94,7 +94,7 @@ def test_the_background_stays_ahead_of_use(name: str) -> None:
 
 @pytest.mark.usefixtures("small_steps")
 def test_a_reservation_grows_l1_rather_than_evict(name: str) -> None:
-    store = L1Store.open(name, 32 * MIB, EPOCH, policy="LRU", init_bytes=2 * MIB)
+    store = L1Store.open(name, EPOCH, L1Options(32 * MIB, policy="LRU", init_bytes=2 * MIB))
     try:
         assert store.growth is not None
         until(lambda: committed(store) == 4 * MIB)
@@ -118,7 +118,7 @@ def test_when_the_machine_has_no_more_l1_evicts_and_asks_again_later(
 ) -> None:
     clock = ManualClock()
     machine = machine_with(tmp_path, 1000)
-    store = L1Store.open(name, 32 * MIB, EPOCH, policy="LRU", init_bytes=4 * MIB, clock=clock, probe=machine)
+    store = L1Store.open(name, EPOCH, L1Options(32 * MIB, policy="LRU", init_bytes=4 * MIB), clock=clock, probe=machine)
     try:
         assert store.growth is not None
         until(lambda: committed(store) == 4 * MIB)
@@ -146,7 +146,7 @@ def test_when_the_machine_has_no_more_l1_evicts_and_asks_again_later(
 
 
 def test_an_eager_l1_has_all_its_memory_before_it_opens(name: str) -> None:
-    store = L1Store.open(name, 16 * MIB, EPOCH, policy="noop")
+    store = L1Store.open(name, EPOCH, L1Options(16 * MIB, policy="noop"))
     try:
         assert committed(store) == 16 * MIB
         assert os.stat(store.memory.path).st_blocks * 512 == 16 * MIB + 4096
@@ -157,13 +157,13 @@ def test_an_eager_l1_has_all_its_memory_before_it_opens(name: str) -> None:
 
 def test_what_cannot_be_had_leaves_nothing_behind(name: str) -> None:
     with pytest.raises(ResourceError, match="L1 needs"):
-        L1Store.open(name, 1 << 44, EPOCH, policy="LRU", init_bytes=MIB)
+        L1Store.open(name, EPOCH, L1Options(1 << 44, policy="LRU", init_bytes=MIB))
     with pytest.raises(ValueError, match="policy"):
-        L1Store.open(name, 16 * MIB, EPOCH, policy="guess", init_bytes=MIB)
+        L1Store.open(name, EPOCH, L1Options(16 * MIB, policy="guess", init_bytes=MIB))
 
 
 def test_slots_lie_aligned_behind_the_header(name: str) -> None:
-    store = L1Store.open(name, 16 * MIB, EPOCH, policy="LRU", align_bytes=65536, init_bytes=16 * MIB)
+    store = L1Store.open(name, EPOCH, L1Options(16 * MIB, policy="LRU", align_bytes=65536, init_bytes=16 * MIB))
     try:
         slots = reserve(store, 2, store.frame_bytes(100_000)).slots
         assert struct.unpack("<2Q", slots) == (65536, 65536 + 131072)
@@ -178,7 +178,7 @@ def test_slots_lie_aligned_behind_the_header(name: str) -> None:
     [(1, 4096, 8192), (4096, 4096, 8192), (4097, 4096, 12288), (2 * MIB, 4096, 2 * MIB + 4096), (5, 65536, 65536)],
 )
 def test_frame_bytes(name: str, payload_bytes: int, align_bytes: int, expected: int) -> None:
-    store = L1Store.open(name, MIB, EPOCH, policy="LRU", align_bytes=align_bytes, init_bytes=MIB)
+    store = L1Store.open(name, EPOCH, L1Options(MIB, policy="LRU", align_bytes=align_bytes, init_bytes=MIB))
     try:
         assert store.frame_bytes(payload_bytes) == expected
     finally:
@@ -187,7 +187,7 @@ def test_frame_bytes(name: str, payload_bytes: int, align_bytes: int, expected: 
 
 def test_metrics_follow_the_core(name: str) -> None:
     metrics = Metrics()
-    store = L1Store.open(name, 4 * MIB, EPOCH, policy="LRU", init_bytes=4 * MIB, metrics=metrics.l1)
+    store = L1Store.open(name, EPOCH, L1Options(4 * MIB, policy="LRU", init_bytes=4 * MIB), metrics=metrics.l1)
     try:
         put(store, 4, MIB)
         put(store, 2, MIB, first=10)
@@ -206,7 +206,7 @@ def test_metrics_follow_the_core(name: str) -> None:
 
 
 def test_idle_means_that_nobody_holds_anything(name: str) -> None:
-    store = L1Store.open(name, 4 * MIB, EPOCH, policy="LRU", init_bytes=4 * MIB)
+    store = L1Store.open(name, EPOCH, L1Options(4 * MIB, policy="LRU", init_bytes=4 * MIB))
     try:
         reservation = reserve(store, 1, MIB).reservation
         with pytest.raises(AssertionError, match="'reservations': 1, 'staged': 1"):
@@ -221,7 +221,7 @@ def test_idle_means_that_nobody_holds_anything(name: str) -> None:
 
 
 def test_engines_can_map_ahead_what_the_server_has_filled(name: str) -> None:
-    store = L1Store.open(name, 16 * MIB, EPOCH, policy="LRU")
+    store = L1Store.open(name, EPOCH, L1Options(16 * MIB, policy="LRU"))
     try:
         engine = EngineMemory.attach(store.memory.path, store.memory.size_bytes, EPOCH)
         assert engine.prefault_present(2) == store.memory.size_bytes
@@ -244,7 +244,7 @@ def mapped_kib(address: int, kind: str = "Rss") -> int:
 
 @pytest.mark.usefixtures("small_steps")
 def test_mapping_ahead_follows_growth(name: str) -> None:
-    store = L1Store.open(name, 32 * MIB, EPOCH, policy="LRU", align_bytes=65536, init_bytes=2 * MIB)
+    store = L1Store.open(name, EPOCH, L1Options(32 * MIB, policy="LRU", align_bytes=65536, init_bytes=2 * MIB))
     engine = EngineMemory.attach(store.memory.path, store.memory.size_bytes, EPOCH)
     try:
         engine.map_ahead()
@@ -308,7 +308,7 @@ def test_engines_leave_small_pages_as_they_are(name: str, monkeypatch: pytest.Mo
 
 
 def test_mapping_ahead_makes_no_memory(name: str) -> None:
-    store = L1Store.open(name, 2 * GIB, EPOCH, policy="LRU", init_bytes=MIB)
+    store = L1Store.open(name, EPOCH, L1Options(2 * GIB, policy="LRU", init_bytes=MIB))
     try:
         assert store.growth is not None
         store.growth.stop()
@@ -377,7 +377,7 @@ def test_a_sample_is_about_as_large_as_asked_for() -> None:
 
 def test_a_closed_l1_gives_its_memory_back_and_its_addresses_stay(name: str) -> None:
     """A thread that outlives L1 finds zeros, writes where nobody reads, and gets no signal."""
-    store = L1Store.open(name, 8 * MIB, EPOCH, policy="LRU")
+    store = L1Store.open(name, EPOCH, L1Options(8 * MIB, policy="LRU"))
     address, view = store.address_of(4096), store.memory.view(4096, 4096)
     store.close()
     del view
@@ -389,7 +389,7 @@ def test_a_closed_l1_gives_its_memory_back_and_its_addresses_stay(name: str) -> 
 
 
 def test_memory_in_use_keeps_its_bytes(name: str) -> None:
-    store = L1Store.open(name, 8 * MIB, EPOCH, policy="LRU")
+    store = L1Store.open(name, EPOCH, L1Options(8 * MIB, policy="LRU"))
     address = store.address_of(4096)
     ctypes.memset(address, 7, 4096)
     store.close(in_use=True)
@@ -406,7 +406,7 @@ def test_a_start_can_be_ended_while_memory_is_taken(name: str) -> None:
             raise Enough
 
     with pytest.raises(Enough):
-        L1Store.open(name, 64 * MIB, EPOCH, policy="LRU", checkpoint=checkpoint)
+        L1Store.open(name, EPOCH, L1Options(64 * MIB, policy="LRU"), checkpoint=checkpoint)
     assert not os.path.exists(f"/dev/shm/{name}")
 
 
@@ -430,7 +430,7 @@ def test_growth_that_is_stopped_before_it_sleeps_does_not_sleep(name: str, monke
 
     is_stopping = False
     monkeypatch.setattr(growth, "threading", SimpleNamespace(Event=Late, Thread=threading.Thread))
-    store = L1Store.open(name, 64 * MIB, EPOCH, policy="LRU", init_bytes=MIB)
+    store = L1Store.open(name, EPOCH, L1Options(64 * MIB, policy="LRU", init_bytes=MIB))
     try:
         assert store.growth is not None
         until(lambda: store.stats()["committed_bytes"] == MIB)

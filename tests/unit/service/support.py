@@ -12,7 +12,7 @@ from typing import Any
 from lmcache._native import Committed
 from lmcache.core.chunking import ChunkHasher
 from lmcache.core.key_batch import KeyBatch
-from lmcache.l1.store import L1Store
+from lmcache.l1.store import L1Options, L1Store
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.service.context import ServiceContext, ServiceSettings
@@ -243,7 +243,11 @@ def a_service(
     """Whatever the test did: at its end every engine leaves, and nothing may be held any more."""
     clock, metrics = ManualClock(), Metrics()
     l1 = L1Store.open(
-        f"lmcache-unit-service-{os.getpid()}", capacity_bytes, bytes(16), policy="LRU", metrics=metrics.l1, clock=clock
+        f"lmcache-unit-service-{os.getpid()}",
+        bytes(16),
+        L1Options(capacity_bytes, policy="LRU"),
+        metrics=metrics.l1,
+        clock=clock,
     )
     try:
         service = Service(l1, clock, metrics, with_l2=with_l2, events=events)

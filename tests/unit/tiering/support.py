@@ -17,7 +17,7 @@ from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet
 from lmcache.core.limits import FRAME_HEADER_BYTES
-from lmcache.l1.store import L1Store
+from lmcache.l1.store import L1Options, L1Store
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import keys, namespace
@@ -157,7 +157,9 @@ def open_rig(
     """After the test nothing is leased or reserved, and nothing is left in /dev/shm."""
     metrics = Metrics()
     name = f"lmcache-test-l2-{os.getpid()}-{time.monotonic_ns()}"
-    l1 = L1Store.open(name, slots * FRAME_BYTES, os.urandom(16), policy=l1_policy, init_bytes=slots * FRAME_BYTES)
+    l1 = L1Store.open(
+        name, os.urandom(16), L1Options(slots * FRAME_BYTES, policy=l1_policy, init_bytes=slots * FRAME_BYTES)
+    )
     beside = {name: options.pop(name) for name in ("clock", "salt_limits", "rng") if name in options}
     try:
         storage = StorageLoop(l1, list(adapters), storage_settings(**options), metrics=metrics.l2, **beside)

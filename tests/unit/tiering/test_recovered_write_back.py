@@ -12,7 +12,7 @@ import pytest
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.core.outcome import StoreOutcome
-from lmcache.l1.store import L1Store
+from lmcache.l1.store import L1Options, L1Store
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
 from lmcache.memory.restart_compatibility import RestartCompatibility
 from lmcache.telemetry.metrics import Metrics
@@ -33,11 +33,13 @@ def open_again(
     metrics = Metrics()
     l1 = L1Store.open(
         name,
-        COMPATIBILITY.capacity_bytes,
         os.urandom(16),
-        policy=l1_policy,
-        init_bytes=COMPATIBILITY.capacity_bytes,
-        compatibility=COMPATIBILITY,
+        L1Options(
+            COMPATIBILITY.capacity_bytes,
+            policy=l1_policy,
+            init_bytes=COMPATIBILITY.capacity_bytes,
+            compatibility=COMPATIBILITY,
+        ),
     )
     storage = StorageLoop(l1, list(adapters), storage_settings(store_policy), metrics=metrics.l2)
     try:

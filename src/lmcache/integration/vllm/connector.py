@@ -39,6 +39,7 @@ from lmcache.integration.vllm.block_tables import BlockTables
 from lmcache.integration.vllm.chunk_blocks import is_all_or_nothing
 from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
 from lmcache.integration.vllm.identity import engine_identity, model_identity, names_media
+from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.integration.vllm.settings import SHORT_START_SECONDS, ConnectorSettings
 from lmcache.integration.vllm.speculation import longest_drafted_tokens, lookahead_tokens
@@ -138,7 +139,6 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _start_scheduler_side(self) -> None:
         # A block that cannot be loaded is computed, never a failed request. vLLM reads this after building us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        parallel = self._vllm_config.parallel_config
         client = self._settings.client(environment=self._environment)
         client.declare(
             RegisterInstance(
@@ -158,7 +158,15 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.info("kv_role is %s: this engine only %s", role.kv_role, "loads" if role.is_kv_consumer else "stores")
         self.scheduler_side = SchedulerSide(
             client,
-            instance_id=self._instance_id,
+            self._instance_id,
+            self._scheduler_options(),
+            local_worker=lambda: _lone_workers.get(self._instance_id),
+            environment=self._environment,
+        )
+
+    def _scheduler_options(self) -> SchedulerOptions:
+        role, parallel = self._kv_transfer_config, self._vllm_config.parallel_config
+        return SchedulerOptions(
             groups=self._groups,
             ranks=self._kv_ranks,
             workers=parallel.world_size,
@@ -172,8 +180,6 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             lookup_timeout_seconds=self._settings.lookup_timeout_seconds,
             lookahead_tokens=lookahead_tokens(self._vllm_config),
             longest_drafted_tokens=longest_drafted_tokens(self._vllm_config),
-            local_worker=lambda: _lone_workers.get(self._instance_id),
-            environment=self._environment,
         )
 
     def _saves_decode(self) -> bool:

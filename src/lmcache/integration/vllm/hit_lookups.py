@@ -26,7 +26,7 @@ class HitLookups:
         self._parts = parts
         self._lookups = parts.lookups
         self._takes_decoded = takes_decoded
-        self._needs_the_end = any(group.tail_tokens for group in parts.groups)
+        self._needs_the_end = any(group.tail_tokens for group in parts.options.groups)
         self._wait_seconds = STEP_WAIT_SECONDS
         self._engine_busy = False
 
@@ -41,7 +41,7 @@ class HitLookups:
         previous = session.server
         if hello is None or not self._parts.fits(hello):
             return False
-        if not (self._look_up(tracked) if self._parts.loads else self._lookups.append(session)):
+        if not (self._look_up(tracked) if self._parts.options.loads else self._lookups.append(session)):
             return False
         if session.server is not previous:  # it holds nothing of this request, and its chunks may be others
             self._parts.store_from(tracked, 0)
@@ -50,7 +50,7 @@ class HitLookups:
     def _look_up(self, tracked: TrackedRequest) -> bool:
         tracked.worth_loading = None
         recompute = not self._parts.worth_loading(Tier.L2, tracked.session.token_count)
-        deadline_seconds = self._parts.lookup_timeout_seconds
+        deadline_seconds = self._parts.options.lookup_timeout_seconds
         if not self._lookups.lookup(tracked.session, recompute=recompute, deadline_seconds=deadline_seconds):
             return False
         tracked.move(RequestState.LOOKING_UP)
@@ -58,7 +58,7 @@ class HitLookups:
 
     def matched_tokens(self, tracked: TrackedRequest, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: not known yet."""
-        if not self._parts.loads:
+        if not self._parts.options.loads:
             return 0
         self._parts.prefixes.on_waiting(tracked.request_id)
         progress = self._answered(tracked, request)
@@ -139,7 +139,7 @@ class HitLookups:
         session = tracked.session
         answer, hello = session.answer, session.server
         assert answer is not None and hello is not None
-        slots = self._parts.ranks * len(self._parts.groups) * answer.chunks
+        slots = self._parts.options.ranks * len(self._parts.options.groups) * answer.chunks
         if (
             answer.chunks * hello.chunk_tokens > session.token_count
             or len(session.hashes) < answer.chunks

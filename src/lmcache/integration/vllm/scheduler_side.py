@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
-from lmcache.client.lookup_client import LOOKUP_SECONDS, LookupClient, RequestSession
+from lmcache.client.lookup_client import LookupClient, RequestSession
 from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, WorkerReport
 from lmcache.integration.engine.inflight_prefixes import InflightPrefixes
@@ -26,10 +26,10 @@ from lmcache.integration.engine.latency_model import LatencyModel, StepTimer
 from lmcache.integration.engine.request_state import InvalidTransition, RequestState
 from lmcache.integration.vllm.block_pins import BlockPins
 from lmcache.integration.vllm.decode_store import DecodeStore
-from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.hit_lookups import HitLookups
 from lmcache.integration.vllm.identity import content_spans, is_cacheable, request_identity
 from lmcache.integration.vllm.lora_adapters import LoadedAdapter
+from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.step_builder import BlockTable, StepBuilder
 from lmcache.integration.vllm.trace_context import trace_parent
 from lmcache.integration.vllm.tracked_request import SchedulerParts, TrackedRequest
@@ -54,57 +54,35 @@ class SchedulerSide:
     def __init__(
         self,
         client: Client,
-        *,
         instance_id: str,
-        groups: Sequence[CacheGroup],
-        ranks: int,
-        workers: int,
-        loads: bool = True,
-        stores: bool = True,
-        save_decode: bool = False,
-        load_or_recompute: bool = True,
-        media_have_names: bool = True,
-        await_stores: bool = False,
-        lookup_timeout_seconds: float = LOOKUP_SECONDS,
-        lookahead_tokens: int = 0,
-        longest_drafted_tokens: int | None = None,
+        options: SchedulerOptions,
+        *,
         local_worker: Callable[[], WorkerSide | None] = lambda: None,
         environment: EngineEnvironment = ENGINE_SYSTEM,
     ) -> None:
-        """`ranks` hold distinct KV; `workers` report, of which several may hold the same KV. `loads`: hits are used;
-        `stores`: what is computed is stored. `save_decode`: chunks that decoding fills, too. `load_or_recompute`: a hit
-        that would be slower than computing is not loaded. `media_have_names`: requests with images ... are cached.
-        `await_stores`: a step ends when its stores have read their blocks, because it may be the last one.
-        `lookahead_tokens`: so many tokens behind a chunk enter its name, because its KV depends on them.
-        `longest_drafted_tokens`: what drafts gets no KV in a step with a longer sequence.
-        `local_worker`: the only worker, if it is in this process."""
+        """`local_worker`: the only worker, if it is in this process."""
         clock = environment.clock
         self._clock = clock
         self._client = client
-        self._media_have_names = media_have_names
+        self._options = options
         self._local_worker = local_worker
         self._random_bytes = environment.random_bytes
         self._generation = b""  # of the weights; those that the engine started with have none
         self._parts = SchedulerParts(
+            options,
             lookups=LookupClient(client, instance_id, environment),
-            pins=BlockPins(workers, clock),
-            prefixes=InflightPrefixes(workers, clock),
+            pins=BlockPins(options.workers, clock),
+            prefixes=InflightPrefixes(options.workers, clock),
             latency=LatencyModel(),
-            skips_slow_loads=load_or_recompute,
             clock=clock,
-            groups=tuple(groups),
-            ranks=ranks,
-            loads=loads,
-            stores=stores,
-            lookup_timeout_seconds=lookup_timeout_seconds,
-            lookahead_tokens=lookahead_tokens,
         )
         self.requests = self._parts.requests  # by id, from their arrival until nothing is kept of them
         self._step_timer = StepTimer(clock)
-        self._decoded = DecodeStore(self._parts.lookups, self._parts.pins) if save_decode and stores else None
-        self._hits = HitLookups(self._parts, takes_decoded=self._decoded is not None)
-        undrafted = UndraftedBlocks(self._parts.groups, longest_drafted_tokens)
-        self._steps = StepBuilder(self._parts, self._hits, self._decoded, undrafted, await_stores=await_stores)
+        keeps_decoded = options.save_decode and options.stores
+        self._decoded = DecodeStore(self._parts.lookups, self._parts.pins) if keeps_decoded else None
+        self._hits = HitLookups(self._parts, takes_decoded=keeps_decoded)
+        undrafted = UndraftedBlocks(options.groups, options.longest_drafted_tokens)
+        self._steps = StepBuilder(self._parts, self._hits, self._decoded, undrafted)
 
     def bind(self, block_pool: Any, block_table: BlockTable) -> None:
         """`block_table(request id)` gives the block ids of each group."""
@@ -121,7 +99,7 @@ class SchedulerSide:
         hello = self._client.hello
         if hello is not None and not self._parts.fits(hello):
             return
-        ahead = self._parts.lookahead_tokens
+        ahead = self._options.lookahead_tokens
         is_short = hello is not None and len(request.prompt_token_ids) - ahead < hello.chunk_tokens
         if is_short and self._decoded is None:
             return
@@ -145,8 +123,8 @@ class SchedulerSide:
     def _has_key(self, request: Any) -> bool:
         """Whether a key says everything about the request's KV, and is not too long to be sent."""
         return (
-            is_cacheable(request, media_have_names=self._media_have_names)
-            and self._parts.lookahead_tokens <= len(request.prompt_token_ids) <= MAX_TOKENS_PER_SESSION
+            is_cacheable(request, media_have_names=self._options.media_have_names)
+            and self._options.lookahead_tokens <= len(request.prompt_token_ids) <= MAX_TOKENS_PER_SESSION
             and len(request.request_id.encode()) <= MAX_NAME_BYTES
             and len((request.cache_salt or "").encode()) <= MAX_NAME_BYTES
         )
@@ -158,7 +136,7 @@ class SchedulerSide:
 
     def _identity(self, request: Any, adapter: LoadedAdapter | None) -> bytes:
         content = adapter.content if adapter is not None else None
-        ahead = self._parts.lookahead_tokens
+        ahead = self._options.lookahead_tokens
         return request_identity(request, content or "", self._generation, lookahead_tokens=ahead)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
@@ -195,7 +173,7 @@ class SchedulerSide:
         session, answer = tracked.session, tracked.session.answer
         if answer is not None:
             tracked.stored_chunks = max(tracked.stored_chunks, answer.chunks)
-        if session.server is not None and self._parts.stores:
+        if session.server is not None and self._options.stores:
             end_chunk = tracked.prompt_tokens // session.server.chunk_tokens
             self._parts.prefixes.on_scheduled(session, tracked.stored_chunks, end_chunk)
         if tracked.state is RequestState.LOOKING_UP:
@@ -290,8 +268,8 @@ class SchedulerSide:
             self._rename(tracked)
         if not self._parts.pins.pool_is_empty:
             log.warning(
-                "KV of former weights may be in use, because requests run or stores have not ended: nothing is cached "
-                "until reset_prefix_cache(reset_connector=True) succeeds"
+                "KV of previous weights may be in use, because requests run or stores have not ended: nothing is "
+                "cached until reset_prefix_cache(reset_connector=True) succeeds"
             )
             return False
         lookups.suspended = False

@@ -38,15 +38,11 @@ class StepBuilder:
         hits: HitLookups,
         decoded: DecodeStore | None,
         undrafted: UndraftedBlocks,
-        *,
-        await_stores: bool,
     ) -> None:
-        """`await_stores`: a step ends when its stores have read their blocks."""
         self._parts = parts
         self._hits = hits
         self._decoded = decoded
         self._undrafted = undrafted
-        self._await_stores = await_stores
         self._block_table: BlockTable = lambda request_id: ()
         self._metadata = self._new_metadata()  # of the step that is being scheduled
 
@@ -55,7 +51,7 @@ class StepBuilder:
         self._block_table = block_table
 
     def _new_metadata(self) -> ConnectorMetadata:
-        return ConnectorMetadata(await_stores=self._await_stores)
+        return ConnectorMetadata(await_stores=self._parts.options.await_stores)
 
     # ---- loads -------------------------------------------------------------------------------------------------------
     def order_load(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
@@ -67,7 +63,7 @@ class StepBuilder:
         null = self._parts.pins.null_block_id
         loads = tuple(
             group_load(group, ids, start_token, answer.chunks, chunk_tokens, null)
-            for group, ids in zip(self._parts.groups, block_ids, strict=True)
+            for group, ids in zip(self._parts.options.groups, block_ids, strict=True)
         )
         tracked.move(RequestState.LOADING)
         order = LoadOrder(
@@ -79,9 +75,9 @@ class StepBuilder:
             answer.slots,
             loads,
             answer.lease,
-            is_all_or_nothing(self._parts.groups),
+            is_all_or_nothing(self._parts.options.groups),
         )
-        if restores_states(self._parts.groups, loads):
+        if restores_states(self._parts.options.groups, loads):
             self._metadata.loads.append(order)
         else:
             log.warning("A load for request %s is not possible: no block for a recurrent state", tracked.request_id)
@@ -160,7 +156,7 @@ class StepBuilder:
         end = min(computed_tokens, known_tokens) // chunk_tokens
         end = min(end, len(session.hashes))
         if end > first:  # what has no room now may have it in a later step
-            blocks_per_chunk = sum(group.blocks_in(chunk_tokens) for group in self._parts.groups)
+            blocks_per_chunk = sum(group.blocks_in(chunk_tokens) for group in self._parts.options.groups)
             end = first + pins.room((end - first) * blocks_per_chunk) // blocks_per_chunk
         if self._decoded is None and end >= known_tokens // chunk_tokens:
             del self._parts.storing[tracked.request_id]
@@ -173,7 +169,9 @@ class StepBuilder:
             return None
         tracked.stored_chunks = end
         chunks = range(first, end)
-        stored = blocks_to_store(self._parts.groups, block_ids, chunks, chunk_tokens, pins.null_block_id, states)
+        stored = blocks_to_store(
+            self._parts.options.groups, block_ids, chunks, chunk_tokens, pins.null_block_id, states
+        )
         if stored is None:
             return None
         job = pins.pin(stored.blocks)
@@ -198,7 +196,7 @@ class StepBuilder:
             return
         if self._undrafted.among(block_ids, tracked.stored_chunks * hello.chunk_tokens, tokens):
             return
-        blocks_per_chunk = [hello.chunk_tokens // group.block_tokens for group in self._parts.groups]
+        blocks_per_chunk = [hello.chunk_tokens // group.block_tokens for group in self._parts.options.groups]
         self._decoded.keep(tracked, tokens, list(zip(blocks_per_chunk, block_ids, strict=True)))
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache.client.lookup_client import LOOKUP_SECONDS, LookupClient, RequestSession
+from lmcache.client.lookup_client import LookupClient, RequestSession
 from lmcache.clock import Clock
 from lmcache.core.limits import MAX_TOKENS_PER_SESSION
 from lmcache.integration.engine.inflight_prefixes import InflightPrefixes
 from lmcache.integration.engine.latency_model import LatencyModel, Tier
 from lmcache.integration.engine.request_state import RequestState, RequestStateMachine
 from lmcache.integration.vllm.block_pins import BlockPins
-from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.identity import content_spans
 from lmcache.integration.vllm.lora_adapters import LoadedAdapter, LoraAdapters
+from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.protocol.messages import HelloReply, LookupReply
 from lmcache.protocol.tokens import pack_tokens
 
@@ -86,26 +85,20 @@ class TrackedRequest(RequestStateMachine):
 
 @dataclass
 class SchedulerParts:
-    """What the parts of one scheduler side share. `skips_slow_loads` False: every hit is loaded."""
+    """What the parts of one scheduler side share."""
 
+    options: SchedulerOptions
     lookups: LookupClient
     pins: BlockPins
     prefixes: InflightPrefixes
     latency: LatencyModel
-    skips_slow_loads: bool
     clock: Clock
-    groups: Sequence[CacheGroup]
-    ranks: int  # that hold distinct KV
-    loads: bool  # hits are used
-    stores: bool  # what is computed is stored
-    lookup_timeout_seconds: float = LOOKUP_SECONDS
-    lookahead_tokens: int = 0  # behind a chunk, on which its KV depends
     adapters: LoraAdapters = field(default_factory=LoraAdapters)
     requests: dict[str, TrackedRequest] = field(default_factory=dict)
     storing: dict[str, TrackedRequest] = field(default_factory=dict)  # that have, or may get, chunks to store
 
     def __post_init__(self) -> None:
-        self._block_tokens = math.lcm(*(group.block_tokens for group in self.groups))
+        self._block_tokens = math.lcm(*(group.block_tokens for group in self.options.groups))
 
     @property
     def is_alone(self) -> bool:
@@ -114,7 +107,7 @@ class SchedulerParts:
 
     def worth_loading(self, tier: Tier, tokens: int) -> bool:
         """While others run, a load is waited for beside their work, which computing would take time from."""
-        return not self.skips_slow_loads or not self.is_alone or self.latency.worth_loading(tier, tokens)
+        return not self.options.load_or_recompute or not self.is_alone or self.latency.worth_loading(tier, tokens)
 
     def note_load(self, tier: Tier, tokens: int, seconds: float) -> None:
         if self.is_alone and tokens > 0:
@@ -125,7 +118,7 @@ class SchedulerParts:
         return hello.chunk_tokens % self._block_tokens == 0
 
     def store_from(self, tracked: TrackedRequest, chunk: int) -> None:
-        if self.stores:
+        if self.options.stores:
             tracked.stored_chunks = chunk
             self.storing[tracked.request_id] = tracked
 

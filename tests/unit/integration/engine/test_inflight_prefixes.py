@@ -11,6 +11,7 @@ from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.integration.engine.connector_metadata import WorkerReport
 from lmcache.integration.engine.inflight_prefixes import PATIENCE_SECONDS
 from lmcache.integration.vllm.groups import CacheGroup
+from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from manual_clock import ManualClock
 from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, output, request, step
@@ -26,10 +27,8 @@ class Burst:
         self.client = FakeClient(self.clock)
         self.side = SchedulerSide(
             self.client,  # type: ignore[arg-type]
-            instance_id="i",
-            groups=[CacheGroup(128, ("layer0",))],
-            ranks=1,
-            workers=workers,
+            "i",
+            SchedulerOptions(groups=[CacheGroup(128, ("layer0",))], ranks=1, workers=workers),
             environment=EngineEnvironment(self.clock),
         )
         self.side.bind(FakeBlockPool(blocks), lambda request_id: (list(range(1, 9)),))

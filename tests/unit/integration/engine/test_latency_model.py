@@ -9,6 +9,7 @@ import pytest
 from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.integration.engine.latency_model import MIN_SAMPLES, PROBE_EVERY, LatencyFit, LatencyModel, StepTimer, Tier
 from lmcache.integration.vllm.groups import CacheGroup
+from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from manual_clock import ManualClock
 from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, output, request, step
@@ -98,10 +99,8 @@ class Alone:
         self.client = FakeClient(self.clock)
         self.side = SchedulerSide(
             self.client,  # type: ignore[arg-type]
-            instance_id="i",
-            groups=(CacheGroup(128, ("layer0",)),),
-            ranks=1,
-            workers=1,
+            "i",
+            SchedulerOptions(groups=(CacheGroup(128, ("layer0",)),), ranks=1, workers=1),
             environment=EngineEnvironment(self.clock),
         )
         self.side.bind(FakeBlockPool(100), lambda name: ([1, 2, 3, 4],))

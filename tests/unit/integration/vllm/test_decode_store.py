@@ -15,6 +15,7 @@ from lmcache.errors import ConfigError, RemoteError, ServerUnavailable
 from lmcache.integration.engine.connector_metadata import WorkerReport
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.identity import content_spans, is_cacheable
+from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.integration.vllm.settings import ConnectorSettings
 from lmcache.protocol.messages import AppendReply
@@ -34,12 +35,8 @@ class Chat:
         self.pool = FakeBlockPool(100)
         self.side = SchedulerSide(
             self.client,  # type: ignore[arg-type]
-            instance_id="i",
-            groups=(GROUP,),
-            ranks=1,
-            workers=1,
-            save_decode=True,
-            lookahead_tokens=lookahead_tokens,
+            "i",
+            SchedulerOptions(groups=(GROUP,), ranks=1, workers=1, save_decode=True, lookahead_tokens=lookahead_tokens),
             environment=EngineEnvironment(self.clock),
         )
         self.request = request("a", prompt_tokens, **fields)

@@ -10,6 +10,7 @@ import pytest
 from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.integration.engine.connector_metadata import WorkerReport
 from lmcache.integration.vllm.groups import CacheGroup
+from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.protocol.messages import AppendReply
 from manual_clock import ManualClock
@@ -25,12 +26,9 @@ class Engine:
         self.pool = FakeBlockPool(100)
         self.side = SchedulerSide(
             self.client,  # type: ignore[arg-type]
-            instance_id="i",
-            groups=(CacheGroup(128, ("layer0",)),),
-            ranks=1,
-            workers=1,
+            "i",
+            SchedulerOptions(groups=(CacheGroup(128, ("layer0",)),), ranks=1, workers=1, **role),
             environment=EngineEnvironment(clock),
-            **role,  # type: ignore[arg-type]
         )
         self.side.bind(self.pool, lambda name: (list(range(1, 21)),))
 

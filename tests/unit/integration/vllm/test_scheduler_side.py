@@ -15,6 +15,7 @@ from lmcache.errors import RemoteError, ServerUnavailable
 from lmcache.integration.engine.connector_metadata import LoadOrder, StoreOrder, WorkerReport
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.hit_lookups import STEP_WAIT_SECONDS
+from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from manual_clock import ManualClock
 from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, output, request, step
@@ -27,16 +28,14 @@ STATE = CacheGroup(128, ("layer2",), tail_tokens=1, state="gdn")
 class Engine:
     """The scheduler side with everything around it."""
 
-    def __init__(
-        self, groups=(FULL,), ranks=1, workers=1, blocks=400, random_bytes=SYSTEM.random_bytes, **options: Any
-    ) -> None:
+    def __init__(self, blocks=400, random_bytes=SYSTEM.random_bytes, local_worker=lambda: None, **options: Any) -> None:
         self.clock = ManualClock()
         environment = EngineEnvironment(self.clock, random_bytes)
         self.client = FakeClient(self.clock)
         self.pool = FakeBlockPool(blocks)
         self.tables: dict[str, tuple[list[int], ...]] = {}
-        engine = {"instance_id": "i", "groups": groups, "ranks": ranks, "workers": workers}
-        self.side = SchedulerSide(self.client, **engine, environment=environment, **options)
+        engine = SchedulerOptions(**{"groups": (FULL,), "ranks": 1, "workers": 1, **options})
+        self.side = SchedulerSide(self.client, "i", engine, local_worker=local_worker, environment=environment)
         self.side.bind(self.pool, lambda request_id: self.tables[request_id])
 
     def settle(self, reply, index: int = -1) -> None:

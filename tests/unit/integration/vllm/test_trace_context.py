@@ -8,6 +8,7 @@ import pytest
 
 from lmcache.client.client import Client
 from lmcache.integration.vllm.groups import CacheGroup
+from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from manual_clock import ManualClock
 from unit.integration.vllm.fakes import FakeClient, request
@@ -29,8 +30,8 @@ TRACE_PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 )
 def test_a_request_tells_the_server_its_trace(headers: dict[str, str] | None, sent: str) -> None:
     client = FakeClient(ManualClock())
-    groups = (CacheGroup(128, ("layer0",)),)
-    side = SchedulerSide(cast(Client, client), instance_id="i", groups=groups, ranks=1, workers=1)
+    options = SchedulerOptions(groups=(CacheGroup(128, ("layer0",)),), ranks=1, workers=1)
+    side = SchedulerSide(cast(Client, client), "i", options)
     side.on_new_request(request("a", 600, trace_headers=headers))
     (lookup,) = client.messages("lookup")
     assert lookup.trace_parent == sent
