@@ -24,7 +24,7 @@ from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.instance_id import instance_name
 from lmcache.integration.engine.worker_side import WorkerSide
 from lmcache.integration.tensorrt_llm.engine_facts import EngineFacts, describe_engine
-from lmcache.integration.tensorrt_llm.scheduler_side import TensorrtSchedulerSide
+from lmcache.integration.tensorrt_llm.leader_side import LeaderSide
 from lmcache.integration.tensorrt_llm.settings import HEARTBEAT_SECONDS, TensorrtSettings
 from lmcache.integration.tensorrt_llm.worker_steps import LoadFailed, WorkerSteps
 from lmcache.protocol.messages import RegisterInstance
@@ -129,10 +129,10 @@ class LMCacheMPKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 class LMCacheMPKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
-        self._side: TensorrtSchedulerSide | None = None
+        self._side: LeaderSide | None = None
 
     @property
-    def side(self) -> TensorrtSchedulerSide | None:
+    def side(self) -> LeaderSide | None:
         """None before the pool is known, and for an engine that runs uncached."""
         if self._side is None:
             worker = _workers.get(id(self._llm_args))
@@ -140,7 +140,7 @@ class LMCacheMPKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[
                 self._side = self._start(worker, worker.facts)
         return self._side
 
-    def _start(self, worker: LMCacheMPKvConnectorWorker, facts: EngineFacts) -> TensorrtSchedulerSide:
+    def _start(self, worker: LMCacheMPKvConnectorWorker, facts: EngineFacts) -> LeaderSide:
         client = worker.settings.client()
         client.declare(
             RegisterInstance(
@@ -153,7 +153,7 @@ class LMCacheMPKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[
             )
         )
         _await_server(client)
-        return TensorrtSchedulerSide(
+        return LeaderSide(
             client,
             worker.instance_id,
             ranks=facts.ranks,

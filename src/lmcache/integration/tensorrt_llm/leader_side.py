@@ -60,7 +60,7 @@ class TensorrtRequest(RequestStateMachine):
         self.load: _Load | None = None
 
 
-class TensorrtSchedulerSide:
+class LeaderSide:
     """Belongs to the leader's thread."""
 
     def __init__(
