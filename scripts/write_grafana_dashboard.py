@@ -166,11 +166,11 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Bytes in L1", [value("l1_memory_usage_bytes")]),
         Panel("Use of L1", [value("l1_usage_ratio"), value("l1_large_page_ratio", text="in large pages")]),
         Panel(
-            "Evicted, refused, taken over",
+            "Evicted, refused, recovered",
             [
                 rate("l1_evicted", text="evicted"),
                 rate("l1_allocation_failure", text="no room"),
-                rate("l1_adopted", text="taken over"),
+                rate("l1_adopted", text="recovered"),
             ],
         ),
         Panel(

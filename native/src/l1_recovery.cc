@@ -14,7 +14,7 @@ namespace lmcache {
 namespace {
 
 // The salt of slots that engines of the previous server may still write: their own is not known.
-constexpr std::string_view kPreviousServerSalt = "(former server)";
+constexpr std::string_view kPreviousServerSalt = "(previous server)";
 
 // Positions in `frames`, least recently used first. The counter of uses wraps around: the order begins after the widest
 // gap.

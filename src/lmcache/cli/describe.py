@@ -77,7 +77,7 @@ def _add_l1(report: Report, l1: dict[str, Any], config: dict[str, Any]) -> None:
         },
     )
     if l1["quarantined_bytes"]:
-        _rows(report, {"Set aside, writer silent": bytes_text(l1["quarantined_bytes"])})
+        _rows(report, {"In quarantine, writer silent": bytes_text(l1["quarantined_bytes"])})
 
 
 def _add_adapter(report: Report, adapter: dict[str, Any]) -> None:

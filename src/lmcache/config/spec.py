@@ -124,7 +124,7 @@ class ServerConfig:
     l1_write_ttl_seconds: float = _option(
         Number(unit="seconds", above=0, maximum=_LONGEST_SECONDS),
         600.0,
-        "how long an engine may be silent before what it was writing is set aside",
+        "how long an engine may be silent before what it was writing is quarantined",
     )
     l1_read_ttl_seconds: float = _option(
         Number(unit="seconds", above=0, maximum=_LONGEST_SECONDS),

@@ -51,7 +51,7 @@ def recover(
     live = array("q", [owner for owner in found.owners if owner == STORAGE_OWNER or memory.owner_alive(owner)])
     recovered = core.recover(found, salts, live.tobytes())
     logger.info(
-        "L1 goes on with %d objects, %.1f MiB, of a former server, found in %.3f s%s%s",
+        "L1 goes on with %d objects, %.1f MiB, of a previous server, found in %.3f s%s%s",
         recovered.objects,
         recovered.size_bytes / MIB,
         clock.monotonic() - began,

@@ -190,7 +190,7 @@ class ServerMemory(L1File):
             if not difference and last_owner > ownership.MAX_OWNERS_EVER:
                 difference = "its last owner number is damaged"
             if difference:
-                logger.warning("L1 starts empty: what a former server left in %s is not used: %s", name, difference)
+                logger.warning("L1 starts empty: what a previous server left in %s is not used: %s", name, difference)
                 previous.close()
                 return None
             memory = cls(str(previous.path), previous.fd, size_bytes, server_epoch)

@@ -252,7 +252,9 @@ class LivenessService:
         if ended.leases:
             log.warning("%d leases ended because their engine lives and did not renew them", ended.leases)
         if ended.reservations:
-            log.warning("%d reservations are set aside: their worker lives and did not renew them", ended.reservations)
+            log.warning(
+                "%d reservations are quarantined: their worker lives and did not renew them", ended.reservations
+            )
 
     def _is_dead(self, registration: Registration, now: float) -> bool:
         if self._owners.is_locked(registration.owner):

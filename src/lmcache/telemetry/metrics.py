@@ -175,7 +175,7 @@ class RpcMetrics(_Group):
 class L1Metrics(_Group):
     """L1's memory and its objects."""
 
-    l1_adopted = _counter("Objects taken over from a former server", unit="chunks")
+    l1_adopted = _counter("Objects recovered from a previous server", unit="chunks")
     l1_evicted = _counter("Objects evicted from L1", unit="chunks")
     l1_memory_usage_bytes = _gauge("Bytes that L1 holds, free slots not counted")
     l1_usage_ratio = _gauge("Used bytes of L1 over its configured size, 0 to 1")

@@ -51,7 +51,7 @@ class RecoveredWriteBack:
         for first in range(0, len(self._objects), PAGE_OBJECTS):
             offered += await self._bring(index, self._due(index, first))
         if offered:
-            log.info("%s: was given %d objects of the former server's L1", runner.name, offered)
+            log.info("%s: was given %d objects of the previous server's L1", runner.name, offered)
 
     def _due(self, index: int, first: int) -> list[int]:
         """The numbers of the objects of a page that this adapter is to have."""
@@ -116,4 +116,4 @@ class RecoveredWriteBack:
     def _remove_corrupt(self, keys: Sequence[ObjectKey]) -> None:
         self._l1.core.remove(*pack_keys(keys))
         self._metrics.corrupt_frames.labels("l1").inc(len(keys))
-        log.warning("L1: %d objects of the former server are corrupt and dropped", len(keys))
+        log.warning("L1: %d objects of the previous server are corrupt and dropped", len(keys))

@@ -123,9 +123,9 @@ def test_an_adapter_with_a_lossy_serde_lacks_no_exact_objects(name: str, caplog:
         rig.put(wanted[200:], tell=False)  # killed before it was stored
     with caplog.at_level(logging.INFO), open_again(name, [ConfiguredAdapter(first.config, front), second]):
         until(lambda: held(front) >= set(wanted))
-        until(lambda: "of the former server's L1" in caplog.text)
+        until(lambda: "of the previous server's L1" in caplog.text)
     said = [record.message for record in caplog.records if "was given" in record.message]
-    assert said == ["mock_0: was given 20 objects of the former server's L1"]
+    assert said == ["mock_0: was given 20 objects of the previous server's L1"]
 
 
 def test_what_is_corrupt_is_not_stored(name: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -140,7 +140,7 @@ def test_what_is_corrupt_is_not_stored(name: str, caplog: pytest.LogCaptureFixtu
         assert wanted[7] not in held(adapter)
         assert rig.resident(wanted) == 7
         assert rig.sample("corrupt_frames_total", tier="l1") == 1
-    assert sum("1 objects of the former server are corrupt" in record.message for record in caplog.records) == 1
+    assert sum("1 objects of the previous server are corrupt" in record.message for record in caplog.records) == 1
 
 
 def test_skip_l1_empties_what_it_found(name: str) -> None:
