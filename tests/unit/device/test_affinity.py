@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache.device.affinity import engine_cpus, near_cpus, unpinned
+from unit.device.topology import make_topology
 
 ALL = set(range(8))
 FIRST, SECOND, ELSEWHERE = "0000:17:00.0", "0000:CA:00.0", "0000:01:00.0"
@@ -15,16 +16,7 @@ FIRST, SECOND, ELSEWHERE = "0000:17:00.0", "0000:CA:00.0", "0000:01:00.0"
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
-    nodes = tmp_path / "devices/system/node"
-    for number, cpus in enumerate(("0-3", "4-5,6-7")):
-        (nodes / f"node{number}").mkdir(parents=True)
-        (nodes / f"node{number}/cpulist").write_text(f"{cpus}\n")
-    (nodes / "online").write_text("0-1\n")
-    for address, node in ((FIRST, 0), (SECOND, 1), (ELSEWHERE, -1)):
-        folder = tmp_path / "bus/pci/devices" / address.lower()
-        folder.mkdir(parents=True)
-        (folder / "numa_node").write_text(f"{node}\n")
-    return tmp_path
+    return make_topology(tmp_path, ["0-3", "4-5,6-7"], {FIRST: 0, SECOND: 1, ELSEWHERE: -1})
 
 
 def test_a_gpus_copies_run_on_its_node(sysfs: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import queue
@@ -22,8 +23,10 @@ from lmcache import _native  # noqa: E402
 from lmcache.client.engine_environment import EngineEnvironment  # noqa: E402
 from lmcache.core.frame import frame_bytes, verify_frames  # noqa: E402
 from lmcache.core.key import Namespace, ObjectKey  # noqa: E402
+from lmcache.device.affinity import engine_cpus, near_cpus  # noqa: E402
+from lmcache.device.cuda import Gpu  # noqa: E402
 from lmcache.errors import RemoteError, ServerUnavailable  # noqa: E402
-from lmcache.integration.engine import socket_transfer  # noqa: E402
+from lmcache.integration.engine import socket_transfer, worker_side  # noqa: E402
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder  # noqa: E402
 from lmcache.integration.engine.frame_names import WorkerIdentity  # noqa: E402
 from lmcache.integration.engine.transfer_backend import WorkerKV  # noqa: E402
@@ -32,6 +35,8 @@ from lmcache.memory.engine_memory import EngineMemory  # noqa: E402
 from lmcache.memory.server_memory import ServerMemory  # noqa: E402
 from lmcache.protocol.messages import CommitReply, Read, ReadReply, ReserveReply  # noqa: E402
 from polling import until  # noqa: E402
+from unit.device.fake_cuda import FakeCuda  # noqa: E402
+from unit.device.topology import make_topology  # noqa: E402
 from unit.integration.engine.workers import (  # noqa: E402
     CHUNK_TOKENS,
     EPOCH,
@@ -42,6 +47,8 @@ from unit.integration.engine.workers import (  # noqa: E402
     packed,
 )
 from unit.integration.vllm.fakes import hello  # noqa: E402
+
+GPU_ADDRESS = "0000:17:00.0"
 
 
 @pytest.fixture
@@ -157,6 +164,30 @@ def test_only_the_chunk_that_does_not_verify_fails(worker: Worker, memory: Serve
     assert worker.ended_loads().failed_blocks == {13, 14}
     report = worker.side.report()
     assert report is not None and report.unreadable == {"r": frozenset({1})}
+
+
+@pytest.mark.skipif(len(engine_cpus()) < 2, reason="needs two CPUs")
+def test_copies_run_on_the_node_of_the_gpu(
+    memory: ServerMemory, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, *_, last = sorted(engine_cpus())
+    sysfs = make_topology(tmp_path, [str(first), str(last)], {GPU_ADDRESS: 1})
+    monkeypatch.setattr(Gpu, "address", GPU_ADDRESS)
+    monkeypatch.setattr(worker_side, "near_cpus", functools.partial(near_cpus, sysfs=sysfs))
+    before, own_cpus = threads_of_ours(), os.sched_getaffinity(0)
+    worker = Worker(memory, "gpu shm")
+    started = threads_of_ours() - before
+    assert {name for _, name in started} >= {"lmcache-copy"}
+    assert [os.sched_getaffinity(thread) for thread, _ in started] == [{last}] * len(started)
+    assert os.sched_getaffinity(0) == own_cpus
+    worker.side.close()
+
+
+def threads_of_ours() -> set[tuple[int, str]]:
+    """Of this process, with their names; a name that is not given is that of the process."""
+    tasks = Path("/proc/self/task").iterdir()
+    named = {(int(task.name), (task / "comm").read_text().strip()) for task in tasks}
+    return {(thread, name) for thread, name in named if name.startswith("lmcache")}
 
 
 def test_bytes_of_another_key_are_never_loaded(worker: Worker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,6 +43,12 @@ class WorkerClient(FakeClient):
         self.heartbeat_interval_seconds = 10.0
         self.declared: list[RegisterWorker] = []
         self.meet: Callable[[FakeClient], None] = lambda client: None
+
+    def start(self) -> None:
+        """Meets its server on a thread that begins here, as the real one does."""
+        keeper = threading.Thread(target=lambda: self.meet(self))
+        keeper.start()
+        keeper.join()
 
     def declare(self, registration: RegisterWorker) -> None:
         self.declared.append(registration)
@@ -96,7 +103,6 @@ class Worker:
         self.slots_given = array("Q", [4096 + SLOT_BYTES * i for i in range(16)])
         self.client.answers["reserve"] = self.reserve
         self.client.answers["commit"] = lambda message: CommitReply(len(message.written))
-        self.client.meet(self.client)
 
     def reserve(self, message: Any) -> ReserveReply:
         count = len(message.hashes) // 32 * len(self.groups)
