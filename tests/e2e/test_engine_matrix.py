@@ -7,6 +7,7 @@ bytes with what the engine itself had when they were stored; what `record_proper
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LENGTHS = (2100, 4200)
 CHUNKS = sum(length // 256 for length in LENGTHS)
 SMALL: dict[str, Any] = {"l1_size_gb": 0.25}
+TIMED_HITS = 9
 TIGHT_BLOCKS = ("--block-size", "32", "--num-gpu-blocks-override", "128", "--max-model-len", "3000")
 TWO_WORKERS: dict[str, Any] = {
     "workers": 2,
@@ -56,11 +58,27 @@ def check_hits(stack: Stack, cold: list[Completion]) -> None:
     stack.unless_machine_stood_still(all_hit)
 
 
+def time_first_tokens(stack: Stack) -> tuple[float, float]:
+    """Milliseconds to the first token of the longer prompt: computed, and the median of hits in L1. Of an engine that
+    is not watched yet, as digests take time, too. The server is empty afterwards."""
+    length = LENGTHS[-1]
+    for seed in (1, 2):  # the first one warms the engine up
+        computed = stack.engine.complete(sample_tokens(length, seed=seed), max_tokens=1)
+    stack.wait_stored(2 * (length // 256), in_l2=True)
+    hits = [stack.engine.complete(sample_tokens(length, seed=2), max_tokens=1) for _ in range(TIMED_HITS)]
+    assert [hit.cached_tokens for hit in hits] == [whole_chunks(length)] * TIMED_HITS
+    stack.wait_clean()
+    stack.server.clear("all")
+    median = statistics.median(hit.time_to_first_token_seconds for hit in hits)
+    return round(1e3 * computed.time_to_first_token_seconds, 1), round(1e3 * median, 1)
+
+
 class Run:
     """One engine, and what it computed cold."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
+        self.computed_ms, self.hit_ms = time_first_tokens(stack)
         stack.rpc("kv_watch")
         self.cold = ask_all(stack)
         stack.wait_stored(CHUNKS, in_l2=True)
@@ -84,8 +102,10 @@ def test_cold(run: Run, record_property: Callable[[str, object], None]) -> None:
     record_property("kv", digest(sorted(run.stored.items())))
 
 
-def test_l1_hit(run: Run) -> None:
+def test_l1_hit(run: Run, record_property: Callable[[str, object], None]) -> None:
     run.answers_again()
+    record_property("hit_ms", run.hit_ms)
+    record_property("computed_ms", run.computed_ms)
 
 
 def test_l2_hit(run: Run) -> None:

@@ -16,13 +16,16 @@ _ON_CPU, _ITS_PARTS = "engine on CPU", "its scheduler, without a device"
 class EngineResult:
     """`scenarios`: what each came to, "passed" or else. `runs`: it ran as a whole; otherwise its own scheduler and
     connector interface ran against both sides of the connector, with blocks that no model filled. `tokens` and `kv`:
-    digests of what it answered and kept in its KV cache, equal where two versions compute the same."""
+    digests of what it answered and kept in its KV cache, equal where two versions compute the same. `hit_ms` and
+    `computed_ms`: time to first token of one prompt, from L1 and without, in the minutes of that run; 0: unmeasured."""
 
     version: str
     runs: bool
     scenarios: Mapping[str, str] = field(default_factory=dict)
     tokens: str = ""
     kv: str = ""
+    hit_ms: float = 0.0
+    computed_ms: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -35,7 +38,7 @@ def known_engines() -> tuple[EngineResult, ...]:
 
 
 def markdown_table(engines: Sequence[EngineResult]) -> str:
-    """The README's table: a line a version."""
+    """The README's table: a line a version, with its times where any was measured."""
     lines = ["| vLLM | ran as | passed |", "|---|---|---|"]
     for engine in engines:
         how = _ON_CPU if engine.runs else _ITS_PARTS
@@ -43,6 +46,10 @@ def markdown_table(engines: Sequence[EngineResult]) -> str:
             name if outcome == PASSED else f"{name}: **{outcome}**" for name, outcome in engine.scenarios.items()
         ]
         lines.append(f"| {engine.version} | {how} | {', '.join(results)} |")
+    if any(engine.hit_ms for engine in engines):
+        times = [f"{engine.hit_ms:.0f} / {engine.computed_ms:.0f} ms" if engine.hit_ms else "" for engine in engines]
+        column = ["first token of 4,200 tokens: from L1 / computed", "---", *times]
+        lines = [f"{line} {cell} |" for line, cell in zip(lines, column, strict=True)]
     return "\n".join(lines)
 
 

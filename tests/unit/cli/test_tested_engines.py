@@ -68,3 +68,11 @@ def test_a_scenario_that_failed_stands_out_in_the_table() -> None:
         "| 0.30.0 | engine on CPU | cold, l1 hit |",
         "| 0.31.0 | engine on CPU | cold, l1 hit: **failed** |",
     ]
+
+
+def test_the_table_has_times_where_they_were_measured() -> None:
+    timed = EngineResult("0.32.0", True, {"cold": "passed"}, hit_ms=41.4, computed_ms=1999.6)
+    lines = markdown_table((ENGINES[0], timed)).splitlines()
+    assert {line.count("|") for line in lines} == {5}
+    assert lines[2] == "| 0.30.0 | engine on CPU | cold, l1 hit |  |"
+    assert lines[3] == "| 0.32.0 | engine on CPU | cold | 41 / 2000 ms |"

@@ -10,7 +10,9 @@ from lmcache.cli.tested_engines import EngineResult
 CASES = """<testsuites><testsuite>
 <testcase classname="e2e.test_engine_matrix" name="test_cold">
   <properties><property name="tokens" value="t"/><property name="kv" value="k"/></properties></testcase>
-<testcase classname="e2e.test_engine_matrix" name="test_l1_hit"><failure/></testcase>
+<testcase classname="e2e.test_engine_matrix" name="test_l1_hit">
+  <properties><property name="hit_ms" value="41.5"/><property name="computed_ms" value="2000.0"/></properties>
+  <failure/></testcase>
 <testcase classname="e2e.test_engine_matrix" name="test_abort"><error/></testcase>
 </testsuite></testsuites>"""
 PARTS = """<testsuites><testsuite>
@@ -27,6 +29,7 @@ def test_a_whole_engine_has_a_result_for_each_scenario(tmp_path: Path) -> None:
     found = whole_engine(EngineResult("1", True), report)
     assert found.scenarios == {"cold": "passed", "l1 hit": "failed", "abort": "failed"}
     assert (found.tokens, found.kv, found.passed) == ("t", "k", False)
+    assert (found.hit_ms, found.computed_ms) == (41.5, 2000.0)
 
 
 def test_parts_of_an_engine_fail_as_soon_as_a_test_of_them_does(tmp_path: Path) -> None:
