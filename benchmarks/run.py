@@ -30,6 +30,7 @@ ORDER = (
     "sharing.py",
     "end_to_end_disk.py",
     "first_request_after_kill.py",
+    "autostart.py",
     "end_to_end_remote.py",
     "agreement.py",
     "gpu.py",

@@ -13,6 +13,7 @@ from e2e.harness import PACKAGE_PARENT
 
 SCRIPT = Path(__file__).with_name("offline_script.py")
 TOKENS, CHUNK_TOKENS = 1200, 256
+ASKED = (TOKENS, 3, 8)
 SCRIPT_SECONDS = 300.0
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -22,14 +23,17 @@ SETTINGS = {
 }
 
 
-def command(model: Path, transfer: dict[str, Any]) -> list[str]:
-    return [sys.executable, str(SCRIPT), str(model), json.dumps(transfer), str(TOKENS)]
+def command(model: Path, transfer: dict[str, Any], asked: tuple[int, int, int] = ASKED) -> list[str]:
+    return [sys.executable, str(SCRIPT), str(model), json.dumps(transfer), *map(str, asked)]
 
 
-def run_script(model: Path, transfer: dict[str, Any], **environment: str) -> tuple[dict[str, Any], str]:
-    """Its results and its log; it has ended by itself, with exit code 0."""
+def run_script(
+    model: Path, transfer: dict[str, Any], asked: tuple[int, int, int] = ASKED, **environment: str
+) -> tuple[dict[str, Any], str]:
+    """Its results and its log; it has ended by itself, with exit code 0. `asked`: tokens of the prompt, how often it is
+    answered, and with how many tokens."""
     ended = subprocess.run(
-        command(model, transfer),
+        command(model, transfer, asked),
         env={**os.environ, **SETTINGS, **environment},
         capture_output=True,
         text=True,

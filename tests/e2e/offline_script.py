@@ -1,6 +1,6 @@
 """What a user's script does: an engine in Python, the same prompt cold and then from the cache.
 
-python offline_script.py MODEL '{"kv_connector": ...}' TOKENS
+python offline_script.py MODEL '{"kv_connector": ...}' PROMPT_TOKENS ANSWERS ANSWER_TOKENS
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 
-def main(model: str, transfer: dict[str, Any], tokens: int) -> None:
+def main(model: str, transfer: dict[str, Any], tokens: int, answers: int, answer_tokens: int) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -29,8 +29,8 @@ def main(model: str, transfer: dict[str, Any], tokens: int) -> None:
     )
     results: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "answers": []}
     prompt = {"prompt_token_ids": [7 + at * 31 % 900 for at in range(tokens)]}
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    for _ in range(3):
+    sampling = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True)
+    for _ in range(answers):
         began = time.perf_counter()
         (output,) = llm.generate(prompt, sampling, use_tqdm=False)
         answer = [list(output.outputs[0].token_ids), output.num_cached_tokens, time.perf_counter() - began]
@@ -39,4 +39,4 @@ def main(model: str, transfer: dict[str, Any], tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -57,6 +57,7 @@ def test_a_benchmark_runs_small(name: str, options: list[str], count: int) -> No
 @pytest.mark.parametrize(
     ("name", "options", "count"),
     [
+        ("autostart", ["--tokens", "1024"], 7),
         ("end_to_end", ["--tokens", "1024"], 7),
         ("end_to_end_disk", ["--tokens", "1024"], 6),
         ("end_to_end_remote", ["--tokens", "1024", "resp"], 4),
