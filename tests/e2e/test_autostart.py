@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from e2e.harness import until
 from e2e.offline_runs import CHUNK_TOKENS, SCRIPT_SECONDS, SETTINGS, TOKENS, command, results_of, run_script
 from lmcache.integration.engine.run_folder import run_folder
-from lmcache.testing.processes import ManagedProcess, free_port, http_json
+from lmcache.testing.processes import ManagedProcess, VllmEngine, free_port, http_json
+from lmcache.testing.tiny_models import sample_tokens
 from process.owned_place import OwnedPlace
 
 
@@ -111,10 +113,39 @@ def test_two_engines_that_start_at_once_share_one_server(llama: Path, tmp_path: 
     until(place.is_clean, 30)
 
 
+@pytest.mark.slow
+def test_replicas_share_the_server_that_one_of_them_starts(llama: Path, tmp_path: Path) -> None:
+    place, http_port = OwnedPlace(), free_port()
+    options = f"--l1-size-gb 0.25 --http-port {http_port} --prometheus-port 0"
+    with VllmEngine(
+        llama,
+        tmp_path,
+        cache_port=place.port,
+        extra_config=autostart(place.port, options)["kv_connector_extra_config"],
+        extra=["--data-parallel-size", "2"],
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": SETTINGS["PYTHONPATH"]},
+    ) as engine:
+        engine.wait_ready()
+        (pid,) = place.servers()
+        for replica in (0, 1):
+            prompt = sample_tokens(TOKENS, seed=replica)
+            cold = engine.complete(prompt, replica=replica)
+            assert cold.cached_tokens == 0
+            wanted = (replica + 1) * (TOKENS // CHUNK_TOKENS)
+            until(lambda: http_json(http_port, "GET", "/status")[1]["l1"]["objects"] == wanted)  # noqa: B023
+            warm = engine.complete(prompt, replica=1 - replica)
+            assert (warm.token_ids, warm.cached_tokens) == (cold.token_ids, TOKENS // CHUNK_TOKENS * CHUNK_TOKENS)
+        assert place.servers() == [pid]
+        engine.stop()
+    until(place.is_clean, 30)
+
+
 DYNAMIC = {
     "kv_connector": "LMCacheConnectorV1Dynamic",
     "kv_connector_module_path": "lmcache.integration.vllm.lmcache_connector_v1",
 }
+PLAIN = {"kv_connector": "LMCacheConnectorV1"}
+ALWAYS_LOADED = {"kv_connector_extra_config": {"lmcache.mp.load_or_recompute": False}}
 
 
 def private_files() -> set[Path]:
@@ -127,9 +158,10 @@ def private_files() -> set[Path]:
     [
         pytest.param(DYNAMIC, True, marks=pytest.mark.slow),
         pytest.param(DYNAMIC, False, marks=pytest.mark.slow),
-        ({"kv_connector": "LMCacheConnectorV1"}, False),
+        pytest.param(PLAIN, True, marks=pytest.mark.slow),
+        (PLAIN, False),
     ],
-    ids=["dynamic-in-process", "dynamic", "plain"],
+    ids=["dynamic-in-process", "dynamic", "plain-in-process", "plain"],
 )
 def test_a_script_with_the_configuration_inside_the_engine_hits_and_leaves_nothing(
     llama: Path, tmp_path: Path, connector: dict[str, str], in_process: bool
@@ -139,10 +171,36 @@ def test_a_script_with_the_configuration_inside_the_engine_hits_and_leaves_nothi
     before = private_files()
     results, log = run_script(
         llama,
-        {**connector, "kv_connector_extra_config": {"lmcache.mp.load_or_recompute": False}},
+        {**connector, **ALWAYS_LOADED},
         LMCACHE_CONFIG_FILE=str(file),
         VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1",
     )
     check_answers(results, log)
     assert "unavailable" not in log
     until(lambda: private_files() <= before, 20)
+
+
+@pytest.mark.slow
+def test_disk_and_remote_store_of_its_configuration_are_found_by_the_next_script(llama: Path, tmp_path: Path) -> None:
+    """`local_cpu: false`, so that nothing but these has KV for long."""
+    disk, remote, file = tmp_path / "disk", tmp_path / "remote", tmp_path / "lmcache.yaml"
+    remote.mkdir()
+    keys = ["chunk_size: 256", "local_cpu: false", "max_local_cpu_size: 0.25", f"local_disk: file://{disk}"]
+    file.write_text("\n".join([*keys, "max_local_disk_size: 1.0", f"remote_url: fs://localhost{remote}", ""]))
+    before = private_files()
+
+    def answers() -> list[list[Any]]:
+        results, log = run_script(llama, {**DYNAMIC, **ALWAYS_LOADED}, LMCACHE_CONFIG_FILE=str(file))
+        assert "unavailable" not in log
+        until(lambda: private_files() <= before, 20)
+        return [answer[:2] for answer in results["answers"]]
+
+    cold, *warm = answers()
+    assert cold[1] == 0
+    hit = [cold[0], TOKENS // CHUNK_TOKENS * CHUNK_TOKENS]
+    assert warm == [hit] * 2
+    for folder in (disk, remote):
+        assert len(list(folder.rglob("*.data"))) == TOKENS // CHUNK_TOKENS
+    assert answers() == [hit] * 3
+    shutil.rmtree(disk)
+    assert answers() == [hit] * 3, "from the remote store"

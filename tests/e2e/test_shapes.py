@@ -46,7 +46,7 @@ class Shape:
     ranks: int = 1  # that each store a part of a chunk
     workers: int | None = None  # where several hold the same
     is_state: bool = False
-    accepts_drafts: bool = False  # as many from a hit as from the engine's own cache
+    accepts_drafts: bool = False  # as many from a hit as from the engine's own cache; some where that is off
     has_head: bool = False  # the engine's own cache gives up the last block of a hit
     always: bool = False  # not only nightly
 
@@ -100,7 +100,7 @@ SHAPES: dict[str, Shape] = {
     "EAGLE": Shape(make_with_eagle, flags=("--speculative-config", EAGLE), **HEAD, always=True),
     "EAGLE-3": Shape(make_with_eagle3, flags=("--speculative-config", EAGLE_3), **HEAD),
     "MTP": Shape(make_glm_with_mtp, flags=("--speculative-config", MTP), **HEAD),
-    "MLA with MTP": Shape(make_deepseek_with_mtp, flags=("--speculative-config", MTP), **MLA),
+    "MLA with MTP": Shape(make_deepseek_with_mtp, flags=("--speculative-config", MTP), **MLA, accepts_drafts=True),
     "Medusa": Shape(make_with_medusa, flags=("--speculative-config", MEDUSA)),
     "attention sinks": Shape(make_gpt_oss),
     "chunked attention": Shape(make_llama4, hit_chunks=3),  # ends within a chunk of the model's 512 tokens
@@ -172,7 +172,7 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
     before = accepted_drafts(stack)
     own = ask(stack, shape) if shape.prefix_caching else cold
     drafts = accepted_drafts(stack) - before
-    assert drafts > 0 or not shape.accepts_drafts
+    assert drafts > 0 or not (shape.accepts_drafts and shape.prefix_caching)
     assert own.cached_tokens == (shape.hit_tokens if shape.prefix_caching else 0)
 
     hits: list[tuple[Any, ...]] = []
@@ -184,7 +184,7 @@ def test_shape(name: str, tmp_path_factory: pytest.TempPathFactory, start_stack:
         warm = ask(stack, shape)
         accepted = accepted_drafts(stack) - before
         if shape.accepts_drafts:
-            assert accepted == drafts, where
+            assert accepted == drafts if shape.prefix_caching else accepted > 0, where
         hits.append((warm.token_ids, warm.logprobs, accepted))
         assert hits[-1] == hits[0], where  # wherever it came from
         assert warm.cached_tokens == shape.hit_tokens, where
