@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,35 @@ def test_the_benchmark_of_dax_runs_small(tmp_path: Path) -> None:
     figures = run_small("dax", "--small", "--rounds", "2", "--folder", str(tmp_path))
     assert len(figures) == 4
     assert all(value > 0 for value in figures.values()), figures
+
+
+def printed_by(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Of a small run, which has no target and leaves nothing."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--small", "--folder", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(folder.iterdir())
+    return done
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "c++")), reason="needs a C++ compiler")
+def test_the_benchmark_of_files_runs_small(tmp_path: Path) -> None:
+    printed = printed_by("files", tmp_path).stdout
+    assert printed.count("fs_native O_DIRECT") == 2 and printed.count("fs_native page cache") == 2
+
+
+def test_the_benchmark_of_tiers_runs_small(tmp_path: Path) -> None:
+    done = printed_by("tiers", tmp_path)
+    assert "raw_block recovery of 1000" in done.stdout and "raw_block lookup" in done.stdout
+    if shutil.which("fio"):
+        assert done.stdout.count("of fio") >= 4
+    else:
+        assert "fio is not installed" in done.stderr
 
 
 def test_the_benchmark_of_folders_runs_small(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import struct
@@ -37,6 +38,7 @@ SCRAMBLED = {"type": "plugin", "factory": "unit.l2.plain_serdes:Scrambled"}
 SHORT_SECONDS = 0.5  # enough to encode on a busy machine
 
 
+@functools.lru_cache(256)  # each takes Python as long as the rest of a test
 def bfloats(key: ObjectKey) -> bytes:
     """A payload of the key's own, of numbers as KV has them."""
     rng = random.Random(key.namespace.digest + key.chunk_hash)

@@ -32,7 +32,10 @@ def names_in_tests() -> set[str]:
     """Metrics that a test names in a string that is not its docstring."""
     found: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text()))) if path.name not in LISTS else []
+        text = path.read_text()
+        if "lmcache_mp_" not in text or path.name in LISTS:
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
         docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in docstrings:
