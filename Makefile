@@ -22,7 +22,7 @@ test: $(READY) lint ## every check: lint, types, C++ and Python tests, real vLLM
 	$(PY) scripts/run_tests.py
 
 unit: native ## the tests that need no engine and start no server, on the sources of this tree
-	PYTHONPATH=src $(PY) -m pytest tests/unit tests/contract -m "not slow and not engine"
+	PYTHONPATH=src $(PY) scripts/run_tests.py units
 
 one: ## tests by path or by a part of their name, Python and C++ alike: make one T=a_full_disk
 	@$(PY) scripts/one.py "$(T)"

@@ -123,8 +123,14 @@ def whole_engine(found: EngineResult, report: Path) -> EngineResult:
     kept = {entry.get("name"): entry.get("value") for case in cases for entry in case.iter("property")}
     names = [(case.get("name") or "").removeprefix("test_").replace("_", " ") for case in cases]
     results = dict(zip(names, map(result_of, cases), strict=True))
-    times = {name: float(kept.get(name) or 0.0) for name in ("hit_ms", "computed_ms")}
-    return replace(found, scenarios=results, tokens=kept.get("tokens") or "", kv=kept.get("kv") or "", **times)
+    return replace(
+        found,
+        scenarios=results,
+        tokens=kept.get("tokens") or "",
+        kv=kept.get("kv") or "",
+        hit_ms=float(kept.get("hit_ms") or 0.0),
+        computed_ms=float(kept.get("computed_ms") or 0.0),
+    )
 
 
 def parts_of_engine(found: EngineResult, report: Path) -> EngineResult:

@@ -1,4 +1,5 @@
 """`make test`: suites side by side, in two lanes of one suite after the other, with a table of results at the end.
+`make unit`, which is `run_tests.py units`: those of units alone, in two lanes of about the same length.
 
 Tests with engines and servers mostly wait for one process that starts, so the second lane, at a lower priority, has a
 core to itself. A suite that fails does not end the others. What a suite prints goes to build/logs; of one that fails
@@ -12,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from results import Outcome, exit_code, table
@@ -21,8 +22,9 @@ from results import Outcome, exit_code, table
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "logs"
 SHOWN_LINES = 200  # of a suite that failed
-ENVIRONMENT = {"TEST_SERVICES_REQUIRED": "1"}  # tests/services: what is missing is a failure
+REQUIRED = {"TEST_SERVICES_REQUIRED": "1"}  # tests/services: what is missing is a failure
 PYTEST = (sys.executable, "-m", "pytest", "-m", "not slow")
+WITHOUT_ENGINE = (*PYTEST[:-1], "not slow and not engine")
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,23 @@ class Suite:
     name: str
     command: tuple[str, ...]
     niceness: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 LANES = (
     (
-        Suite("engines", (*PYTEST, "tests/e2e", "tests/gpu", "tests/hicache")),
-        Suite("processes", (*PYTEST, "tests/process", "tests/faults")),
+        Suite("engines", (*PYTEST, "tests/e2e", "tests/gpu", "tests/hicache"), environment=REQUIRED),
+        Suite("processes", (*PYTEST, "tests/process", "tests/faults"), environment=REQUIRED),
     ),
     (
         Suite("C++", ("make", "--no-print-directory", "native-test"), niceness=5),
-        Suite("units", (*PYTEST, "tests/unit", "tests/contract", "tests/simulation", "tests/services"), niceness=5),
+        Suite("units", (*PYTEST, "tests/unit", "tests/contract", "tests/simulation", "tests/services"), 5, REQUIRED),
     ),
+)
+L2 = "tests/unit/l2"  # and the contract: half of what the units take
+UNIT_LANES = (
+    (Suite("units-of-l2", (*WITHOUT_ENGINE, L2, "tests/contract")),),
+    (Suite("other-units", (*WITHOUT_ENGINE, "tests/unit", f"--ignore={L2}")),),
 )
 
 
@@ -50,7 +58,7 @@ def run_suite(suite: Suite) -> tuple[bool, str]:
     path = LOGS / f"{suite.name}.log"
     command = ["nice", "-n", str(suite.niceness), *suite.command]
     with path.open("wb") as log:
-        environment = {**os.environ, **ENVIRONMENT}
+        environment = {**os.environ, **suite.environment}
         done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
     passed = done.returncode == 0
     return passed, path.read_text(errors="replace")
@@ -77,11 +85,11 @@ def run_lanes(lanes: Sequence[Sequence[Suite]], run: Callable[[Suite], tuple[boo
     return list(outcomes.values())
 
 
-def main() -> int:
-    outcomes = run_lanes(LANES)
+def main(arguments: Sequence[str]) -> int:
+    outcomes = run_lanes(UNIT_LANES if "units" in arguments else LANES)
     print(table(outcomes))
     return exit_code(outcomes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from run_tests import LANES, Suite, run_lanes
+from run_tests import LANES, UNIT_LANES, Suite, run_lanes
 
 TESTS = Path(__file__).parents[2]
 
@@ -15,6 +15,14 @@ def test_every_folder_of_tests_is_in_one_lane() -> None:
     folders = {f"tests/{file.relative_to(TESTS).parts[0]}" for file in TESTS.rglob("test_*.py")}
     named = [word for lane in LANES for suite in lane for word in suite.command if word.startswith("tests/")]
     assert sorted(named) == sorted(folders)
+
+
+def test_every_unit_test_is_in_one_lane_of_their_own() -> None:
+    (of_l2,), (others,) = UNIT_LANES
+    left_out = {word.removeprefix("--ignore=") for word in others.command if word.startswith("--ignore=")}
+    assert {word for word in others.command if word.startswith("tests/")} == {"tests/unit"}
+    assert {word for word in of_l2.command if word.startswith("tests/")} == {*left_out, "tests/contract"}
+    assert all((TESTS.parent / path).is_dir() for path in left_out)
 
 
 def test_a_suite_that_fails_ends_no_other_one(capsys: pytest.CaptureFixture[str]) -> None:
