@@ -23,7 +23,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from lmcache.core.key import salt_digest
-from lmcache.telemetry import salt_series
+from lmcache.telemetry.salt_series import SaltSeries
 
 T = TypeVar("T")
 
@@ -279,7 +279,11 @@ class Metrics:
         if enabled:  # the series by which OpenTelemetry carries resource attributes to Prometheus
             target = Info("target", "What exposes these metrics", registry=self.registry)
             target.info({"service_name": "lmcache", "service_instance_id": service_instance_id})
-            self._with_salts = [metric for metric in built.values() if _has_salts(metric)]
+            with_salts = [metric for metric in built.values() if _has_salts(metric)]
+            self._salt_series = {
+                hides_salts: [SaltSeries(metric, SALT_LABEL, shown) for metric in with_salts]
+                for hides_salts, shown in ((False, str), (True, shown_digest))
+            }
             others = [metric for metric in built.values() if not _has_salts(metric)]
             self._without_salts = _WithoutSalts([target, *others])
 
@@ -303,6 +307,5 @@ class Metrics:
         self._refresh()
         if not self.enabled:
             return b""
-        shown = shown_digest if hides_salts else str
-        texts = [salt_series.text(metric, SALT_LABEL, shown) for metric in self._with_salts]
+        texts = [series.text() for series in self._salt_series[hides_salts]]
         return generate_latest(self._without_salts) + "".join(texts).encode()

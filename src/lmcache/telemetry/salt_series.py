@@ -6,7 +6,6 @@ The library makes an object of every sample before it writes it, which takes sev
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -15,23 +14,34 @@ from prometheus_client.utils import floatToGoString
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
-_KEPT = 8192  # several metrics have the same labels
+class SaltSeries:
+    """Writes one metric as the library does. Lines are kept: most tenants do nothing between two scrapes, and while
+    lines are made of their figures no other thread of the server runs. Thread-safe."""
 
+    def __init__(self, metric: Counter | Gauge, salt_label: str, shown: Callable[[str], str]) -> None:
+        """`shown` is what stands for a cache salt."""
+        (family,) = metric.describe()
+        self._metric = metric
+        self._name = family.name + ("_total" if family.type == "counter" else "")
+        self._heading = f"# HELP {self._name} {family.documentation}\n# TYPE {self._name} {family.type}\n"
+        self._salt_label = salt_label
+        self._shown = shown
+        self._lines: dict[tuple[str, ...], tuple[float, str]] = {}  # of what value, by the values of the labels
 
-def text(metric: Counter | Gauge, salt_label: str, shown: Callable[[str], str]) -> str:
-    """As the library writes it. `shown` is what stands for a cache salt."""
-    (family,) = metric.describe()
-    name = family.name + ("_total" if family.type == "counter" else "")
-    names = tuple(metric._labelnames)
-    lines = [f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}\n"]
-    children: Any = metric._metrics
-    for values, child in list(children.items()):
-        number = floatToGoString(child._value.get())  # type: ignore[no-untyped-call]
-        lines.append(f"{name}{_labels(names, values, salt_label, shown)} {number}\n")
-    return "".join(lines)
+    def text(self) -> str:
+        children: dict[tuple[str, ...], Any] = dict(self._metric._metrics)
+        known, lines = self._lines, {}
+        for values, child in children.items():
+            number = child._value.get()
+            line = known.get(values)
+            if line is None or line[0] != number:
+                line = (number, self._line(values, number))
+            lines[values] = line
+        self._lines = lines  # without those of salts that have gone
+        return self._heading + "".join([text for _, text in lines.values()])
 
-
-@lru_cache(_KEPT)
-def _labels(names: tuple[str, ...], values: tuple[str, ...], salt_label: str, shown: Callable[[str], str]) -> str:
-    texts = {name: shown(value) if name == salt_label else value for name, value in zip(names, values, strict=True)}
-    return "{" + ",".join(f'{name}="{texts[name].translate(_ESCAPES)}"' for name in sorted(names)) + "}"
+    def _line(self, values: tuple[str, ...], number: float) -> str:
+        labels = dict(zip(self._metric._labelnames, values, strict=True))
+        labels[self._salt_label] = self._shown(labels[self._salt_label])
+        shown = ",".join(f'{name}="{labels[name].translate(_ESCAPES)}"' for name in sorted(labels))
+        return f"{self._name}{{{shown}}} {floatToGoString(number)}\n"  # type: ignore[no-untyped-call]
