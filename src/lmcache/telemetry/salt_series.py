@@ -29,9 +29,9 @@ class SaltSeries:
         self._lines: dict[tuple[str, ...], tuple[float, str]] = {}  # of what value, by the values of the labels
 
     def text(self) -> str:
-        children: dict[tuple[str, ...], Any] = dict(self._metric._metrics)
+        children: Any = self._metric._metrics
         known, lines = self._lines, {}
-        for values, child in children.items():
+        for values, child in list(children.items()):
             number = child._value.get()
             line = known.get(values)
             if line is None or line[0] != number:
