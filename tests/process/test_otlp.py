@@ -178,6 +178,34 @@ def test_a_receiver_that_hangs_or_is_gone_costs_nothing(dead: bool) -> None:
         assert time.monotonic() - started < 15
 
 
+def test_lookups_beside_a_receiver_that_hangs_take_as_long_as_without() -> None:
+    def seconds(engine: SmallEngine, name: str) -> float:
+        started = time.perf_counter()
+        engine.lookup(name, engine.tokens(1))
+        taken = time.perf_counter() - started
+        engine.end(name)
+        return taken
+
+    tracing: dict[str, Any] = {"enable_tracing": True, "event_bus_queue_size": 50}
+    with (
+        a_silent_receiver() as silent,
+        server_within(shm_name=f"lmcache-test-{os.getpid()}-plain") as plain,
+        server_within(shm_name=f"lmcache-test-{os.getpid()}-traced", otlp_endpoint=silent, **tracing) as traced,
+        SmallEngine(plain.rpc.endpoint) as beside,
+        SmallEngine(traced.rpc.endpoint) as engine,
+    ):
+        for number in range(2000):  # until everything between the server and the receiver is full
+            seconds(engine, f"filling-{number}")
+            if sample(traced, "lmcache_mp_otlp_dropped_spans_total") > 100:
+                break
+        before = sample(traced, "lmcache_mp_otlp_dropped_spans_total")
+        times = [(seconds(beside, f"r{number}"), seconds(engine, f"r{number}")) for number in range(200)]
+        assert sample(traced, "lmcache_mp_otlp_dropped_spans_total") > before > 100
+        without, hanging = (sorted(taken) for taken in zip(*times, strict=True))
+        assert hanging[100] < 1.5 * without[100], (without[::20], hanging[::20])
+        assert hanging[-1] < 2.0  # the exporter waits for 5 s before it gives a message up
+
+
 def test_the_exporters_process_ends_with_a_server_that_was_killed() -> None:
     """However many messages are in the pipe, for a receiver that takes none of them."""
     with a_silent_receiver() as silent:
