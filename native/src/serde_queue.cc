@@ -1,8 +1,6 @@
 #include "lmcache/serde_queue.h"
 
 #include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <stdexcept>
 #include <string>
@@ -10,7 +8,7 @@
 namespace lmcache {
 namespace {
 
-constexpr int kNice = 10;  // of the threads: what engines and the message loop do goes first
+constexpr int kNicer = 10;  // than the process: what engines and the message loop do goes first
 
 }  // namespace
 
@@ -37,8 +35,8 @@ std::uint64_t SerdeQueue::submit(std::shared_ptr<SerdeJob> job) {
 }
 
 void SerdeQueue::work() noexcept {
-    // A thread is a process to the kernel. Without the right to be nicer it runs like any other.
-    (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kNice);
+    // A thread is a process to the kernel, and 0 is the caller. Everybody may be nicer, up to 19.
+    (void)::setpriority(PRIO_PROCESS, 0, ::getpriority(PRIO_PROCESS, 0) + kNicer);
     JobQueue<SerdeJob>::Piece piece;
     while (queue_.take(piece)) {
         for (std::size_t i = piece.begin; i < piece.end; ++i) {

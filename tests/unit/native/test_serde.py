@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import select
+import sys
+import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +16,7 @@ from lmcache import _native
 from lmcache.core.frame import frame_bytes, header_template
 from lmcache.core.key import Namespace
 from lmcache.testing.frames import FrameMemory
+from polling import until
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "serde_v1.bin"
 SERVED = Namespace("golden/model", 2, 1, 0, "0123456789abcdef0123456789abcdef", "tenant")
@@ -160,6 +164,28 @@ def test_a_queue_that_is_dropped_ends_its_threads_while_they_are_in_python() -> 
     queue.submit(True, [frame] * 20, targets, CHUNK_HASH * 20, templates, array("I", [0] * 20))
     del queue
     assert all(target[:8] == b"LMCFRAME" for target in targets)
+
+
+def test_frames_are_encoded_while_python_runs_and_with_less_priority() -> None:
+    """This thread keeps the interpreter: it makes no call that gives it up, and is not asked to."""
+    before = set(os.listdir("/proc/self/task"))
+    chain = _native.SerdeChain("exponent", [_native.exponent_stage(0.0)])
+    queue = _native.SerdeQueue(chain, 2)
+    frame, target = FrameMemory.of(served_frame()), FrameMemory(1, 8192).buffers[0]
+    templates = 2 * _native.frame_template(SERVED.encode(), SERVED.digest, 0)
+    end, interval = time.monotonic() + 20, sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    try:
+        queue.submit(True, [frame], [target], CHUNK_HASH, templates, array("I", [0]))
+        while target[:8] != b"LMCFRAME" and time.monotonic() < end:
+            pass
+        assert target[:8] == b"LMCFRAME"
+    finally:
+        sys.setswitchinterval(interval)
+    threads = [int(name) for name in set(os.listdir("/proc/self/task")) - before]
+    wanted = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    until(lambda: [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads] == [wanted] * 2)
+    queue.close()
 
 
 def test_bad_arguments_are_refused() -> None:
