@@ -129,6 +129,8 @@ def _with_key_part(text: bytes, part: bytes) -> tuple[bytes, int]:
 def _wanted(texts: _Texts, namespace: Namespace, request: ListingRequest) -> _Texts:
     """Leaves out namespaces of another model, and those that a part of a key with a slash is not of: the core passes
     over their objects, and of millions that is nearly all."""
+    if not request.model_name and not request.key_part:
+        return texts
     of_model = not isinstance(namespace, UnnamedNamespace) and namespace.model_name == request.model_name
     end_of_namespace, slash, _ = request.key_part.partition("/")
     of_key = not slash or texts[0].endswith(f"{end_of_namespace}/".encode())
