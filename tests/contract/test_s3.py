@@ -21,10 +21,11 @@ from lmcache.l2.adapters.s3_client import PART_BYTES, SINGLE_PUT_BYTES
 from lmcache.testing.adapter_contract import AdapterContract, RecordingInventory, build_from
 from lmcache.testing.frames import FrameMemory, keys
 from lmcache.testing.processes import LOOPBACK
+from services import need_package
 from services.certificates import Certificates
 from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, SeaweedFS
 
-pytest.importorskip("awscrt", reason="awscrt is not installed")
+need_package("awscrt")
 
 BUCKET = "lmcache"
 

@@ -18,6 +18,7 @@ from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.testing.frames import keys
 from lmcache.testing.processes import LOOPBACK
 from polling import until
+from services import need_package
 from services.network import Network, in_own_network, with_files
 from services.redis import Client, Valkey
 from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, SeaweedFS
@@ -35,7 +36,7 @@ def valkey(folder: Path, running: ExitStack) -> tuple[int, dict[str, Any]]:
 
 
 def seaweedfs(folder: Path, running: ExitStack) -> tuple[int, dict[str, Any]]:
-    pytest.importorskip("awscrt", reason="awscrt is not installed")
+    need_package("awscrt")
     server = running.enter_context(SeaweedFS(folder / "server"))
     server.wait_ready()
     server.make_bucket("bucket")

@@ -13,7 +13,7 @@ import pytest
 from lmcache.cli.main import main
 from lmcache.testing.processes import LOOPBACK
 from polling import until
-from services import mooncake, nixl
+from services import mooncake, need_package, nixl
 from services.azurite import Azurite
 from services.certificates import Certificates
 from services.mooncake import Master, Peer
@@ -107,7 +107,7 @@ def test_nixl_object_stores_beside_plain_transfers(capsys: pytest.CaptureFixture
 
 
 def test_s3_beside_awscrt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("awscrt", reason="awscrt is not installed")
+    need_package("awscrt")
     with SeaweedFS(tmp_path / "server") as server:
         server.wait_ready()
         server.make_bucket("shared")

@@ -21,7 +21,7 @@ from lmcache.testing.processes import LOOPBACK, free_port, http_json
 from polling import until
 from process.nursery import Nursery
 from process.support import SmallEngine
-from services import nixl
+from services import need_package, nixl
 from services.azurite import Azurite
 from services.mooncake import Master
 from services.network import in_own_network, with_files
@@ -203,7 +203,7 @@ def in_a_network_where_names_are_local(names: str, folder: Path, test: Callable[
 
 
 def test_the_line_for_minio_runs_with_seaweedfs(tmp_path: Path) -> None:
-    pytest.importorskip("awscrt", reason="awscrt is not installed")
+    need_package("awscrt")
     (row,) = [row for row in SERVERS if row.comes == "runs with SeaweedFS as minio.local"]
 
     def test(nursery: Nursery) -> None:

@@ -18,9 +18,10 @@ import yaml
 from lmcache.testing.processes import LOOPBACK, CacheServer, http_json
 from polling import until
 from process.support import SmallEngine
+from services import need_package
 from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, SeaweedFS
 
-pytest.importorskip("awscrt", reason="awscrt is not installed")
+need_package("awscrt")
 
 CHUNKS = 24
 BY_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}

@@ -16,7 +16,7 @@ import yaml
 from lmcache.testing.processes import LOOPBACK, CacheServer, http_json
 from polling import until
 from process.support import SmallEngine
-from services import azurite, mooncake, nixl
+from services import azurite, mooncake, need_package, nixl
 from services.azurite import Azurite
 from services.mooncake import Master, Peer
 from services.redis import Valkey
@@ -62,7 +62,7 @@ def seaweedfs(folder: Path, running: ExitStack) -> SeaweedFS:
 
 
 def s3(folder: Path, running: ExitStack) -> Planted:
-    pytest.importorskip("awscrt", reason="awscrt is not installed")
+    need_package("awscrt")
     server = seaweedfs(folder, running)
     place = {"s3_endpoint": f"{LOOPBACK}:{server.port}/cache", "s3_region": REGION, "disable_tls": True}
     keys = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY}

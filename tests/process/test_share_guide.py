@@ -14,13 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from lmcache.integration.vllm.settings import ConnectorSettings
 from lmcache.testing.processes import LOOPBACK, ManagedProcess, http_json
 from polling import until
 from process.support import SmallEngine
-from services import program
+from services import need_package, program
 from services.certificates import Certificates
 from services.network import Network, in_own_network, with_own_memory
 from services.redis import VALKEY, Client, Redis
@@ -161,7 +159,7 @@ def sealed(tour: Tour) -> None:
 
 
 def test_the_tour(tmp_path: Path) -> None:
-    pytest.importorskip("awscrt", reason="awscrt is not installed")
+    need_package("awscrt")
 
     def test(network: Network) -> None:
         with_own_memory()

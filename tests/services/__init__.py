@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -14,13 +15,20 @@ REQUIRED = "TEST_SERVICES_REQUIRED"  # set by `make test` and `make nightly`: wh
 
 
 def missing(part: str, *, installed: bool = True) -> NoReturn:
-    """Ends the test: the part is not installed, or this machine does not give it."""
+    """Ends the test, or the module that calls this when it is imported: the part is not installed, or this machine does
+    not give it."""
     sentence = f"{part} is not installed; `python scripts/install_services.py` does it."
     if not installed:
         sentence = f"{part} is not to be had on this machine."
     if os.environ.get(REQUIRED):
         pytest.fail(sentence)
-    pytest.skip(sentence)
+    pytest.skip(sentence, allow_module_level=True)
+
+
+def need_package(name: str) -> None:
+    """Ends the test or the module where a Python package of the services is not installed."""
+    if importlib.util.find_spec(name) is None:
+        missing(name)
 
 
 def program(path: Path, part: str) -> Path:

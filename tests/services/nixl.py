@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +9,13 @@ import pytest
 
 from lmcache.l2.adapters import nixl_agent
 from lmcache.testing.processes import LOOPBACK
-from services import missing
+from services import need_package
 from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, SeaweedFS
 
 
 def need() -> None:
     """Ends the test where the package is not installed."""
-    if importlib.util.find_spec("nixl") is None:
-        missing("NIXL")
+    need_package("nixl")
 
 
 def s3_params(server: SeaweedFS, bucket: str) -> dict[str, str]:

@@ -18,10 +18,11 @@ from lmcache.l2.adapter import Adapter
 from lmcache.l2.adapters import s3_client
 from lmcache.testing.contract_run import RecordingInventory
 from lmcache.testing.frames import FrameMemory, keys, namespace
+from services import need_package
 from support.s3_run import SECONDS, run, stored
 from support.s3_stub import Handler, S3Stub
 
-pytest.importorskip("awscrt", reason="awscrt is not installed")
+need_package("awscrt")
 
 LOADED, MISSING, CORRUPT = LoadOutcome.LOADED, LoadOutcome.MISSING, LoadOutcome.CORRUPT
 STORED, THERE = StoreOutcome.STORED, StoreOutcome.ALREADY_THERE

@@ -24,10 +24,11 @@ from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.contract_run import RecordingInventory
 from lmcache.testing.frames import FrameMemory, keys
+from services import need_package
 from support.s3_run import CREDENTIALS, SECONDS, run, stored
 from support.s3_stub import XML, Handler, S3Stub
 
-pytest.importorskip("awscrt", reason="awscrt is not installed")
+need_package("awscrt")
 
 OBJECTS = 6
 

@@ -16,11 +16,12 @@ from lmcache.errors import ConfigError, LMCacheError, ResourceError
 from lmcache.l2.adapter import Adapter
 from lmcache.testing.contract_run import RecordingInventory
 from lmcache.testing.processes import LOOPBACK
+from services import need_package
 from services.certificates import Certificates
 from support.s3_run import run, stored
 from support.s3_stub import Handler, S3Stub
 
-pytest.importorskip("awscrt", reason="awscrt is not installed")
+need_package("awscrt")
 
 
 @pytest.fixture
