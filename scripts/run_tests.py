@@ -8,6 +8,7 @@ the end is shown.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -85,11 +86,13 @@ def run_lanes(lanes: Sequence[Sequence[Suite]], run: Callable[[Suite], tuple[boo
     return list(outcomes.values())
 
 
-def main(arguments: Sequence[str]) -> int:
-    outcomes = run_lanes(UNIT_LANES if "units" in arguments else LANES)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("part", nargs="?", choices=["units"], help="without engines and servers; default: everything")
+    outcomes = run_lanes(UNIT_LANES if parser.parse_args().part else LANES)
     print(table(outcomes))
     return exit_code(outcomes)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -8,7 +8,7 @@
 namespace lmcache {
 namespace {
 
-constexpr int kNicer = 10;  // than the process: what engines and the message loop do goes first
+constexpr int kNicer = 10;  // than the thread that made the queue: what engines and the message loop do goes first
 
 }  // namespace
 

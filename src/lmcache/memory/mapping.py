@@ -65,7 +65,7 @@ def _map_aligned(fd: int, size_bytes: int, align_bytes: int, flags: int) -> int:
 
 def replace_by_private_pages(address: int, size_bytes: int) -> None:
     """Gives back the memory behind a mapping and keeps its addresses, in one step: whoever still reads there finds
-    zeros, whoever writes harms nobody. OSError: it is as it was."""
+    zeros, whoever writes harms nobody. OSError: there is no such memory; it is as it was, or with some kernels gone."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
     _mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
     advise(address, size_bytes, mmap.MADV_DONTDUMP)

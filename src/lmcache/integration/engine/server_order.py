@@ -24,7 +24,7 @@ _STOP_SECONDS = CLOSE_SECONDS + 5.0  # beside what it drains; it ends by itself 
 _DEFAULTS = {"l1_size_gb": "5", "eviction_policy": "LRU"}  # of what a server itself insists on
 # In the environment of a worker, whose OpenMP library is preloaded: it would put the threads of the server on the CPU
 # of one compute thread, which leaves them no time.
-_PINS_THREADS = {"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES"}
+_PINS_THREADS = {"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET", "OMP_PROC_BIND", "OMP_PLACES"}
 _OWN_FLAGS = {"--host": "lmcache.mp.host", "--port": "lmcache.mp.port", "--http-host": ""}
 
 

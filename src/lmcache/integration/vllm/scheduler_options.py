@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache.client.lookup_client import LOOKUP_SECONDS
@@ -13,7 +12,7 @@ from lmcache.integration.vllm.groups import CacheGroup
 class SchedulerOptions:
     """What the engine's model, its role and its settings decide. Does not change while the engine runs."""
 
-    groups: Sequence[CacheGroup]
+    groups: tuple[CacheGroup, ...]
     ranks: int  # that hold distinct KV
     workers: int  # that report, of which several may hold the same KV
     loads: bool = True  # hits are used

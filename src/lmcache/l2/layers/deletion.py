@@ -1,4 +1,4 @@
-"""Deletes from a backend what it is told to. Beside the layers: they use it, the runner and the storage loop do."""
+"""Deletes from a backend. Used by the layers, the runner and the storage loop."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Burst:
         self.side = SchedulerSide(
             self.client,  # type: ignore[arg-type]
             "i",
-            SchedulerOptions(groups=[CacheGroup(128, ("layer0",))], ranks=1, workers=workers),
+            SchedulerOptions(groups=(CacheGroup(128, ("layer0",)),), ranks=1, workers=workers),
             environment=EngineEnvironment(self.clock),
         )
         self.side.bind(FakeBlockPool(blocks), lambda request_id: (list(range(1, 9)),))
