@@ -21,8 +21,11 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from lmcache import _native
 from lmcache.cli.bench_timing import timed
 from lmcache.client.client import Client
+from lmcache.core.frame import header_template
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.protocol.messages import (
     Append,
     Commit,
@@ -36,7 +39,7 @@ from lmcache.protocol.messages import (
 from lmcache.testing.processes import LOOPBACK, CacheServer, free_port
 from measure import Result, at_most, command_line, processor_seconds, report, spread
 
-INSTANCE = "bench-observability"
+INSTANCE, MODEL = "bench-observability", "bench"
 LAYOUT = "0" * 32
 PAYLOAD_BYTES = 512
 SLOT_BYTES = 8192
@@ -68,8 +71,8 @@ class Engine:
 
     def __init__(self, server: CacheServer) -> None:
         self.server = server
-        self.client = Client(f"tcp://{LOOPBACK}:{server.port}", map_memory=False)
-        self.client.register(RegisterInstance(INSTANCE, "bench", 1, 1, 10.0, "bench"), TIMEOUT_SECONDS)
+        self.client = Client(f"tcp://{LOOPBACK}:{server.port}")
+        self.client.register(RegisterInstance(INSTANCE, MODEL, 1, 1, 10.0, "bench"), TIMEOUT_SECONDS)
         self.client.register(RegisterWorker(INSTANCE, 0, 0, [LAYOUT], [PAYLOAD_BYTES]), TIMEOUT_SECONDS)
         self.tokens = array.array("I", range(CHUNKS * CHUNK_TOKENS)).tobytes()
         self.store(self.tokens)
@@ -78,11 +81,21 @@ class Engine:
     def call(self, method: str, message: object) -> object:
         return self.client.call(method, message, TIMEOUT_SECONDS)  # type: ignore[arg-type]
 
-    def store(self, tokens: bytes, salt: str = "") -> None:
+    def store(self, tokens: bytes, salt: str = "", *, is_sealed: bool = True) -> None:
+        """The frames have headers, by which listings tell whose they are. Without, their memory is not touched."""
         hashes = self.call("append", Append(INSTANCE, "store", salt, 0, tokens)).hashes  # type: ignore[attr-defined]
         reserved = self.call("reserve", Reserve(INSTANCE, 0, salt, hashes))
+        if is_sealed:
+            self._seal(hashes, reserved.slots, salt)  # type: ignore[attr-defined]
         self.call("commit", Commit(INSTANCE, 0, reserved.reservation))  # type: ignore[attr-defined]
         self.call("end_session", EndSession(INSTANCE, "store"))
+
+    def _seal(self, hashes: bytes, slots: bytes, salt: str) -> None:
+        assert self.client.memory is not None
+        template = header_template(Namespace(MODEL, 1, 0, 0, LAYOUT, salt), PAYLOAD_BYTES)
+        for number, slot in enumerate(array.array("Q", slots)):
+            chunk_hash = hashes[number * CHUNK_HASH_BYTES : (number + 1) * CHUNK_HASH_BYTES]
+            _native.frame_seal(self.client.memory.address + slot, template, chunk_hash)
 
     def request(self) -> float:
         """Seconds of the lookup of a new request, which is released and ended then."""
@@ -225,7 +238,7 @@ def stormed(objects: int, seconds: float) -> list[Result]:
         page = f"http://{LOOPBACK}:{engine.server.http_port}/metrics"
         scrapes = [timed(lambda: urllib.request.urlopen(page).read()) for _ in range(21)]
         for first in range(1, objects // CHUNKS):
-            engine.store(array.array("I", range(first, first + CHUNKS * CHUNK_TOKENS)).tobytes())
+            engine.store(array.array("I", range(first, first + CHUNKS * CHUNK_TOKENS)).tobytes(), is_sealed=False)
         calm: list[float] = []
         elsewhere: list[float] = []
         here: list[float] = []
