@@ -21,7 +21,7 @@ from lmcache.cli.engine_bench.figures import (
     summary,
 )
 from lmcache.cli.engine_bench.http_stream import Endpoint, RequestFailed
-from lmcache.cli.engine_bench.load import Load, Measured, Pace
+from lmcache.cli.engine_bench.load import Load, Measured, Pace, end
 from lmcache.cli.engine_bench.workloads import (
     TRACE,
     TRACE_OUTPUT_TOKENS,
@@ -215,22 +215,30 @@ async def _measure(
     endpoint: Endpoint, options: argparse.Namespace, shape: Shape, stages: Stages
 ) -> tuple[str, Measured]:
     """The model, and what came of it. RequestFailed where not even a short request is answered."""
-    model = options.model or (await models(endpoint))[0]
-    asker = Asker(endpoint, Asking(model, options.api, shape.output_tokens, options.token_ids, options.ignore_eos))
-    first = Outcome("")
-    asked = asker.ask(Session((), (Turn(Piece(f"{options.seed} first", 4), ""),)), 0, [], first)
+    asking = asyncio.ensure_future(_first_answer(endpoint, options, shape))
     try:
-        await asyncio.wait_for(asked, options.max_seconds)
-    except asyncio.TimeoutError:
-        raise RequestFailed(f"its answer took longer than --max-seconds {options.max_seconds:g}") from None
-    if first.error:
-        raise RequestFailed(first.error)
+        if not (await asyncio.wait({asking}, timeout=options.max_seconds))[0]:
+            raise RequestFailed(f"its answer took longer than --max-seconds {options.max_seconds:g}")
+    finally:
+        await end(asking)
+    model, asker = asking.result()
     pace = Pace(_concurrency(options), options.rate, options.speed, options.max_seconds, options.seed)
     shows = sys.stderr.isatty() and not options.quiet
     measured = await Load(asker, pace, _show_progress if shows else _show_nothing).run(stages)
     if shows:
         print(file=sys.stderr)
     return model, measured
+
+
+async def _first_answer(endpoint: Endpoint, options: argparse.Namespace, shape: Shape) -> tuple[str, Asker]:
+    """The model, and what asks it. RequestFailed where a short request is not answered."""
+    model = options.model or (await models(endpoint))[0]
+    asker = Asker(endpoint, Asking(model, options.api, shape.output_tokens, options.token_ids, options.ignore_eos))
+    outcome = Outcome("")
+    await asker.ask(Session((), (Turn(Piece(f"{options.seed} first", 4), ""),)), 0, [], outcome)
+    if outcome.error:
+        raise RequestFailed(outcome.error)
+    return model, asker
 
 
 def _show_progress(done: int, planned: int) -> None:

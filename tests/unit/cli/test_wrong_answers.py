@@ -58,14 +58,14 @@ def whole(body: Any, status: int = 200) -> Answer:
     return lambda client: client.sendall(head + text)
 
 
-def again(before: bytes, part: bytes) -> Answer:
-    """Something arrives ten times a second, for ever."""
+def again(before: bytes, part: bytes, pause_seconds: float = 0.1) -> Answer:
+    """Something arrives again and again, for ever."""
 
     def answer(client: socket.socket) -> None:
         client.sendall(before)
         while True:
             client.sendall(part)
-            time.sleep(0.1)
+            time.sleep(pause_seconds)
 
     return answer
 
@@ -175,9 +175,18 @@ def test_the_bench_takes_no_answer_without_end(capsys: pytest.CaptureFixture[str
     with answering(endless) as url:
         code, _, err = run(capsys, "bench", "engine", "--url", url)
         assert code == 1 and "the answer is too large" in err
-    with answering(again(OK + b"\r\n", b'data: {"choices": []}\n\n')) as url:
-        code, _, err = run(capsys, "bench", "engine", "--url", url, "--model", "m", "--max-seconds", "0.5")
-        assert code == 1 and "its answer took longer than --max-seconds 0.5" in err
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("pause_seconds", [0.1, 0.0])
+def test_the_bench_waits_for_its_first_answer_no_longer_than_it_may(
+    capsys: pytest.CaptureFixture[str], named: bool, pause_seconds: float
+) -> None:
+    """Also where something comes in the moment in which it gives up."""
+    with answering(again(OK + b"\r\n", b'data: {"choices": []}\n\n', pause_seconds)) as url:
+        model = ["--model", "m"] * named
+        code, _, err = run(capsys, "bench", "engine", "--url", url, *model, "--max-seconds", "0.5")
+    assert code == 1 and "its answer took longer than --max-seconds 0.5" in err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmcache.cli.engine_bench.completions import Asker, Outcome
 from lmcache.cli.engine_bench.workloads import Session, Stages
@@ -67,7 +68,7 @@ class Load:
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             stopping.cancel()
-            await _end(running)
+            await end(running)
         if not running.cancelled() and (error := running.exception()) is not None:
             raise error
         measured.wall_seconds = loop.time() - self._begun
@@ -134,7 +135,7 @@ class Load:
             self._stop.set()
 
 
-async def _end(task: asyncio.Future[None]) -> None:
+async def end(task: asyncio.Future[Any]) -> None:
     """Cancels until it has ended: before Python 3.12 asyncio.wait_for may lose a cancellation."""
     while not task.done():
         task.cancel()
