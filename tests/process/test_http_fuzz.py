@@ -234,7 +234,7 @@ def test_requests_that_are_nearly_right(server: CacheServer) -> None:
             for _ in range(BATCH):
                 request = with_a_fault(random_, random_.choice(right))
                 status = connection.ask(request)
-                assert status < 500 or status in (503, 504), request
+                assert status < 500 or status in (501, 503, 504), request  # 501: a name of the controller by chance
                 statuses[status] += 1
             assert server.ask(server.http_port, "PUT", "/loglevel", {"level": "INFO"})[0] == 200  # a request changed it
             watch.sample()
