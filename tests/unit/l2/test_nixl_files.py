@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -163,6 +165,31 @@ def test_a_write_ends_at_the_first_fault_and_leaves_no_other_file(tmp_path: Path
         values, errors = await files.write(paths, temporary, buffers)
         assert list(errors) == [0, errno.EEXIST, errno.ECANCELED, errno.ECANCELED]
         assert sorted(os.listdir(tmp_path / "a")) == ["0.data", "1.data", "1.data.tmp"]
+
+    with_files(tmp_path, test)
+
+
+def test_folders_that_are_removed_while_they_are_made_cost_no_store(tmp_path: Path) -> None:
+    (key,) = keys(1)
+    buffers = [FrameMemory(1).fill(0, key)]
+    over = threading.Event()
+
+    def remove() -> None:
+        while not over.wait(0.0002):
+            with contextlib.suppress(OSError):
+                (tmp_path / "a").rmdir()
+
+    async def test(files: NixlFiles) -> None:
+        remover = threading.Thread(target=remove)
+        remover.start()
+        try:
+            for number in range(300):
+                path = str(tmp_path / "a" / str(number) / "file.data")
+                assert list((await files.write([path], [path + ".tmp"], buffers)).errors) == [0]
+                await asyncio.to_thread(shutil.rmtree, tmp_path / "a" / str(number))
+        finally:
+            over.set()
+            remover.join()
 
     with_files(tmp_path, test)
 

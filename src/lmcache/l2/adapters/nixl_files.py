@@ -108,13 +108,16 @@ class NixlFiles:
         return self._in_folder(path, self._open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def _in_folder(self, path: str, act: Callable[..., T], *arguments: object) -> T:
-        """Makes the folders above a path where they are missing: other servers remove them while they are empty. The
-        base is never made: it may be a mount that is gone."""
+        """Makes the folders above a path where they are missing: deletes, also of other servers, remove them while they
+        are empty. The base is never made: it may be a mount that is gone."""
+        relative = os.path.relpath(os.path.dirname(path), self._base)
         for _ in range(_FOLDER_ATTEMPTS):
             try:
                 return act(*arguments)
             except FileNotFoundError:
-                folder.make(self._base, os.path.relpath(os.path.dirname(path), self._base))
+                # Removed again meanwhile; where a file is in the way, the act says so.
+                with contextlib.suppress(FileNotFoundError, FileExistsError):
+                    folder.make(self._base, relative)
         return act(*arguments)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
