@@ -111,9 +111,7 @@ class Watched:
 
     def tell_backend(self, **what: str) -> None:
         """What the controlled adapter is to do from now on, by direction."""
-        path = self.server.log_path.parent / "told.json"
-        path.with_suffix(".new").write_text(json.dumps(what))
-        path.with_suffix(".new").replace(path)
+        tell_adapter(self.server.log_path.parent, **what)
 
     def stored_in_l2(self, objects: int) -> None:
         until(lambda: self.server.status()["l2"]["adapters"][0]["objects"] >= objects, 30.0, tell=self.server.status)
@@ -256,12 +254,25 @@ SCENARIOS: dict[str, Callable[[Watched], None]] = {
 }
 
 
-def controlled_adapter(folder: Path) -> str:
-    """Its setting. Its module and what it is told lie in the folder."""
+def controlled_adapter(folder: Path, timeout_seconds: float = 1.0) -> str:
+    """Its setting. Its module, for PYTHONPATH, and what it is told lie in the folder."""
     (folder / "controlled_adapter.py").write_text(CONTROLLED)
-    (folder / "told.json").write_text("{}")
+    tell_adapter(folder)
     place = {"type": "plugin", "module_path": "controlled_adapter", "class_name": "Controlled"}
-    return json.dumps({**place, "adapter_params": {"path": str(folder / "told.json")}, "timeout_seconds": 1})
+    parameters = {"path": str(folder / "told.json")}
+    return json.dumps({**place, "adapter_params": parameters, "timeout_seconds": timeout_seconds})
+
+
+def tell_adapter(folder: Path, **what: str) -> None:
+    """What the controlled adapter is to do from now on, by direction."""
+    path = folder / "told.json"
+    path.with_suffix(".new").write_text(json.dumps(what))
+    path.with_suffix(".new").replace(path)
+
+
+def with_modules_of(folder: Path) -> dict[str, str]:
+    """The environment in which a server finds the folder's modules, beside its own."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 
 def options_of(scenario: str, folder: Path) -> list[str]:
@@ -282,9 +293,8 @@ def options_of(scenario: str, folder: Path) -> list[str]:
 def watched_server(scenario: str, folder: Path) -> Iterator[Watched]:
     folder.mkdir()
     extra = options_of(scenario, folder)
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     l1_gb = L1_FRAMES * FRAME_BYTES / GIB
-    with CacheServer(folder, l1_size_gb=l1_gb, extra=extra, environment={"PYTHONPATH": path}) as server:
+    with CacheServer(folder, l1_size_gb=l1_gb, extra=extra, environment=with_modules_of(folder)) as server:
         server.wait_ready()
         watched = Watched(server)
         watched.look()
