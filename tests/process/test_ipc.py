@@ -46,7 +46,7 @@ def test_engines_and_commands_reach_a_server_at_a_path(path: Path) -> None:
     url = f"ipc://{path}"
     with server_at(path) as server:
         server.wait_ready()
-        assert f"engines at {url}," in server.log()
+        until(lambda: f"engines at {url}," in server.log())  # said when engines are served already
         for first, transfer in ((1, WantedTransfer.SHM), (11, WantedTransfer.SOCKET)):
             with SmallEngine(url, transfer=transfer) as engine:
                 assert (engine.client.memory is None) == (transfer is WantedTransfer.SOCKET)

@@ -163,4 +163,6 @@ def adapter_status(server: CacheServer) -> dict[str, Any]:
 
 
 def folders_of_objects(base: Path) -> list[Path]:
-    return [path for path in base.rglob("*") if path.is_dir() and path.relative_to(base).parts[0] not in OWN_FOLDERS]
+    """Those that go meanwhile may be among them or not."""
+    found = [Path(place) / name for place, names, _ in os.walk(base) for name in names]
+    return [path for path in found if path.relative_to(base).parts[0] not in OWN_FOLDERS]

@@ -82,6 +82,7 @@ def test_an_engine_that_comes_while_the_server_ends_gets_another(place: OwnedPla
     assert says(first) == "ready"
     pid = place.server()
     leave(first)
+    until(place.is_ending)
     second = place.engine()
     assert says(second) == "ready"
     assert place.server() != pid

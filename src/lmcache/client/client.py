@@ -372,9 +372,13 @@ class Client:
             self._ready = None
             owners = list(self._owners)
         self._set_state(ClientState.CLOSED, _CLOSED, None)
-        for instance_id, worker_id in owners:
-            message = Unregister(instance_id, worker_id, self._process)
-            connection.submit("unregister", message, Empty, _CLOSE_TIMEOUT_SECONDS).result()
+        # All are sent before the first answer: a server that stands still meanwhile hears of each when it goes on.
+        farewells = [
+            connection.submit("unregister", Unregister(*key, self._process), Empty, _CLOSE_TIMEOUT_SECONDS)
+            for key in owners
+        ]
+        for farewell in farewells:
+            farewell.result()
 
     def _beat(self, connection: Connection) -> None:
         keys = list(self._owners) or [("", _SCHEDULER_SIDE)]

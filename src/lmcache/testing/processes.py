@@ -240,7 +240,7 @@ class CacheServer(ManagedProcess):
             command += ["--l2-adapter", json.dumps({"type": "fs_native", "base_path": str(l2_folder)})]
         super().__init__([*command, *extra], work_folder / log_name, environment)
 
-    def wait_ready(self, timeout_seconds: float = 30.0) -> float:
+    def wait_ready(self, timeout_seconds: float = 120.0) -> float:
         return self.wait_until_ready(self.http_port, "/healthcheck", timeout_seconds)
 
     def clear(self, tier: str) -> None:

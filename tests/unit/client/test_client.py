@@ -283,7 +283,7 @@ def test_another_protocol_version_is_said_at_once() -> None:
         started = time.monotonic()
         with pytest.raises(Exception, match="speaks protocol version 99"):
             client.connect(30.0)
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 15.0
     server.stop()
 
 

@@ -64,7 +64,7 @@ def test_wait_ends_at_its_own_bound_and_done_never_waits() -> None:
         assert not call.done()
         started = time.monotonic()
         assert not call.wait(0.05)
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 10.0
         assert not call.settled
 
 
@@ -165,8 +165,8 @@ def test_nobody_listening_is_found_out_at_once() -> None:
     connection = Connection(endpoint, context)
     started = time.monotonic()
     with pytest.raises(ServerUnavailable, match="Nothing answers"):
-        connection.wait_established(10.0)
-    assert time.monotonic() - started < 5.0
+        connection.wait_established(20.0)
+    assert time.monotonic() - started < 10.0
     connection.close()
     connection.close()
     context.destroy(linger=0)

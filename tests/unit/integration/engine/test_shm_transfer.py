@@ -42,7 +42,7 @@ def test_a_look_at_a_copy_does_not_last_as_long_as_somebody_elses_wait_for_it(se
     until(lambda: copier.waiting == 1)
     began = time.monotonic()
     assert job.wait(seconds) is None
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 15.0
     copier.end()
     waiter.join(30.0)
     assert results == [b"\x01"]
