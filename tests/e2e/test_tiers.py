@@ -53,6 +53,9 @@ def test_every_tier_gives_what_was_computed(llama: Path, start_stack: Callable[.
 
     stack.wait_stored(chunks, in_l2=True)
     same_again("from L1")
+    computed_seconds = sum(answer.time_to_first_token_seconds for answer in cold)
+    # By what the engine measured of its prefill.
+    assert 0.1 < stack.server.metric("lmcache_mp_prefill_saved_seconds_total") / computed_seconds < 3.0
     stack.server.clear("l1")
     assert stack.server.status()["l1"]["objects"] == 0
     same_again("from L2")
