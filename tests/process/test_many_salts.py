@@ -30,6 +30,7 @@ PAYLOAD_BYTES = 64
 CALLS_AT_ONCE = 256
 LAYOUTS = [f"{group:032x}" for group in range(GROUPS)]
 CHUNK_TOKENS = 16
+HEARTBEAT_SECONDS = 600.0  # none while a test runs: one that a busy machine answers late ends all calls
 FOLDER_SALTS = 4000  # of which the empty folders alone took all of SMALL_FOLDER_GB where they stayed
 SMALL_FOLDER_GB = 0.03
 OWN_FOLDERS = {".lmcache", "quarantine"}
@@ -62,8 +63,9 @@ class Users:
         self.client = client
         self.tokens = bytes(4 * 2 * CHUNK_TOKENS)
         self.waiting: deque[Any] = deque()
-        client.register(m.RegisterInstance("engine", "model", 1, GROUPS, 10.0, "users"), CALL_SECONDS)
-        client.register(m.RegisterWorker("engine", 0, 0, LAYOUTS, [PAYLOAD_BYTES] * GROUPS, True, 10.0), CALL_SECONDS)
+        client.register(m.RegisterInstance("engine", "model", 1, GROUPS, HEARTBEAT_SECONDS, "users"), CALL_SECONDS)
+        worker = m.RegisterWorker("engine", 0, 0, LAYOUTS, [PAYLOAD_BYTES] * GROUPS, True, HEARTBEAT_SECONDS)
+        client.register(worker, CALL_SECONDS)
 
     def send(self, method: str, message: Any) -> None:
         self.waiting.append(self.client.submit(method, message, CALL_SECONDS))
@@ -95,7 +97,7 @@ class Users:
 
 
 def test_the_memory_for_salts_is_bounded(server: CacheServer) -> None:
-    client = Client(f"tcp://127.0.0.1:{server.port}", heartbeat_interval_seconds=10.0)
+    client = Client(f"tcp://127.0.0.1:{server.port}", heartbeat_interval_seconds=HEARTBEAT_SECONDS)
     try:
         users = Users(client)
         warm_bytes = 0

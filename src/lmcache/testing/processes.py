@@ -145,7 +145,7 @@ class ManagedProcess:
             raise ProcessEnded(f"{ended}:\n{self.log()[-_LOG_END:]}")
 
     def ask(
-        self, port: int, method: str, path: str, body: Any = None, timeout_seconds: float = 10.0
+        self, port: int, method: str, path: str, body: Any = None, timeout_seconds: float = 60.0
     ) -> tuple[int, Any]:
         """`http_json` at this process: ProcessEnded as soon as it has ended."""
         with self.connection(port, timeout_seconds) as connection:
