@@ -87,11 +87,11 @@ def figures(scripts: Mapping[str, list[Script]], tokens: int) -> list[Result]:
     ]
     for name in (AUTOSTART, DYNAMIC, PLAIN):
         both = list(zip(scripts[name], by_hand, strict=True))
-        added = [there.start_seconds - here.start_seconds for there, here in both]
+        added = [script.start_seconds - reference.start_seconds for script, reference in both]
         start = statistics.median(added)
         results.append(at_most(f"start: {name} adds", start, "s", ADDED_SECONDS, spread(added)))
         if name != AUTOSTART:
-            ratios = [there.hit_seconds / here.hit_seconds for there, here in both]
+            ratios = [script.hit_seconds / reference.hit_seconds for script, reference in both]
             results.append(at_most(f"hit: {name}", statistics.median(ratios), "x", HIT_RATIO, spread(ratios)))
     return results
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lmcache.core.key import salt_digest
@@ -42,6 +44,15 @@ def hits(engine: SmallEngine, salt: str = "", first: int = 0) -> bool:
     return found
 
 
+@contextmanager
+def serving(tour: Tour, server_line: str) -> Iterator[None]:
+    """Beside the server of a guide, which is ready, and ends in order."""
+    with tour.start(server_line, "server") as server:
+        server.wait_until_ready(HTTP_PORT, "/healthcheck", START_SECONDS)
+        yield
+        assert server.stop() == 0, server.log()
+
+
 def test_engines_are_let_in_by_key(tmp_path: Path) -> None:
     folders = {"/tmp": f"{tmp_path}/keys", "/etc/lmcache": f"{tmp_path}/etc", "lmcache server ...": SMALL_SERVER}
     commands, connector = blocks("let_in_engines_by_key.md", **folders)
@@ -53,8 +64,7 @@ def test_engines_are_let_in_by_key(tmp_path: Path) -> None:
         with_own_memory()
         tour = Tour(tmp_path)
         tour.run("\n".join(preparing))
-        with tour.start(server_line, "server") as server:
-            server.wait_until_ready(HTTP_PORT, "/healthcheck", START_SECONDS)
+        with serving(tour, server_line):
             given = json.loads(
                 f"{{{connector}}}".replace(f"{tmp_path}/etc/engine-1.key", f"{tmp_path}/keys/engine-1.key")
             )
@@ -64,7 +74,6 @@ def test_engines_are_let_in_by_key(tmp_path: Path) -> None:
             names = ("server", "client")
             files = " ".join(f"--curve-{name}-key-file {given[f'lmcache.mp.curve_{name}_key_file']}" for name in names)
             tour.run(f"lmcache ping --rpc-url tcp://localhost:{RPC_PORT} {files}")
-            assert server.stop() == 0, server.log()
 
     in_own_network(test)
 
@@ -77,13 +86,10 @@ def test_tenants_share_a_server(tmp_path: Path) -> None:
     def test(_: Network) -> None:
         with_own_memory()
         tour = Tour(tmp_path)
-        with tour.start(server_line, "server") as server:
-            server.wait_until_ready(HTTP_PORT, "/healthcheck", START_SECONDS)
-            with SmallEngine(RPC_PORT) as engine:
-                shown = [tour.run(line) for line in quotas][-1]
-                assert re.search(r"alice:.* of 20\.", shown) and re.search(r"_default:.* of 10\.", shown), shown
-                assert hits(engine, "alice") and hits(engine)
-            assert server.stop() == 0, server.log()
+        with serving(tour, server_line), SmallEngine(RPC_PORT) as engine:
+            shown = [tour.run(line) for line in quotas][-1]
+            assert re.search(r"alice:.* of 20\.", shown) and re.search(r"_default:.* of 10\.", shown), shown
+            assert hits(engine, "alice") and hits(engine)
         assert json.loads((tmp_path / "quotas.json").read_text()) == {"alice": 20, "_default": 10}
         assert salt_digest("alice") == f"salt-{tour.run(digest)}"
 
@@ -98,11 +104,8 @@ def test_a_tier_is_sized_from_logged_lookups(tmp_path: Path) -> None:
     def test(_: Network) -> None:
         with_own_memory()
         tour = Tour(tmp_path)
-        with tour.start(server_line, "server") as server:
-            server.wait_until_ready(HTTP_PORT, "/healthcheck", START_SECONDS)
-            with SmallEngine(RPC_PORT) as engine:
-                assert all(hits(engine, first=first) for first in (0, 10, 20))
-            assert server.stop() == 0, server.log()
+        with serving(tour, server_line), SmallEngine(RPC_PORT) as engine:
+            assert all(hits(engine, first=first) for first in (0, 10, 20))
         assert "LRU" in tour.run(f"{simulator} --chunk-mb 2")  # a small engine does not say of what shape its KV is
         assert (tmp_path / "sizes.svg").read_text().startswith("<svg")
 
