@@ -93,13 +93,19 @@ def _failed(error: Exception, exit_code: int, environ: Mapping[str, str], as_jso
     if as_json:
         import json
 
-        print(json.dumps({"error": " ".join(problems), "problems": problems}), file=sys.stderr)
+        _say(json.dumps({"error": " ".join(problems), "problems": problems}))
         return exit_code
     from lmcache.cli.output import printable
 
     for problem in map(printable, problems):
-        print(problem if problem.startswith("lmcache ") else f"lmcache: {problem}", file=sys.stderr)
+        _say(problem if problem.startswith("lmcache ") else f"lmcache: {problem}")
     return exit_code
+
+
+def _say(line: str) -> None:
+    """One write: print() writes the newline by itself where stderr is unbuffered, and a log line may come between."""
+    if sys.stderr:  # None: started with 2>&-
+        sys.stderr.write(line + "\n")
 
 
 def _sentence(text: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -147,6 +149,23 @@ def test_errors_may_be_asked_for_as_json(capsys: pytest.CaptureFixture[str]) -> 
     assert "is the server running there?" in json.loads(err)["error"]
     assert json.loads(run(capsys, "--format", "json", "coordinator")[2])["problems"]
     assert len(json.loads(run(capsys, "--format", "json", "server", "--port", "x")[2])["problems"]) == 3
+
+
+def test_each_error_is_written_as_a_whole_line() -> None:
+    """Where Python does not buffer, the log's lines would come between a line and its end."""
+    records, stderr = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps each write apart
+    with records, stderr:
+        for options in ((), ("--format", "json")):
+            command = [sys.executable, "-m", "lmcache.cli.main", *options, "server", "--port", "x"]
+            done = subprocess.run(
+                command, stderr=stderr.fileno(), env={**os.environ, "PYTHONUNBUFFERED": "1"}, timeout=60
+            )
+            assert done.returncode == 2
+        stderr.close()
+        written = list(iter(lambda: records.recv(4096).decode(), ""))
+    assert len(written) == 4
+    assert all(line.endswith(".\n") for line in written[:3])
+    assert written[3].endswith("}\n")
 
 
 def test_help_shows_defaults_with_their_units(capsys: pytest.CaptureFixture[str]) -> None:
