@@ -30,6 +30,7 @@ from lmcache.l2.adapter import ObjectColumns
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.adapters.dax import DaxConfig
 from lmcache.l2.adapters.dax_device import MappedDevice
+from lmcache.l2.native_mapping import NativeMapping
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from measure import MIB, Result, at_least, at_most, command_line, report, spread
@@ -61,21 +62,35 @@ class Bench:
         (folder / "plain").touch()
         self.plain = MappedDevice("plain", str(folder / "plain"), count * self.frame_bytes)
         self.plain.prefault(0)
-        self.times: dict[str, list[float]] = {"write": [], "store": [], "read": [], "load": []}
+        self.times: dict[str, list[float]] = {
+            "write": [],
+            "store": [],
+            "read": [],
+            "load": [],
+            "adapter": [],
+            "engine": [],
+        }
 
     async def run(self, rounds: int) -> list[Result]:
         await self.runner.open()
         adapter: Any = self.runner.adapter
         await adapter.recovery  # which ends with touching the device's pages
+        copier = NativeMapping(self.plain.address, self.plain.size_bytes, threads=self.threads["read"], flush=False)
         for number in range(rounds + 2):
-            await self._round(number)
+            await self._round(number, copier)
+        await copier.close()
         await self.runner.drain(10)
         await self.runner.close(10)
         self.plain.close()
         self.pool.shutdown()
-        return [self._result("store", "write"), self._result("load", "read")]
+        parts = [f"{min(self.times[name]) / self.count * 1e6:.1f}" for name in ("read", "engine", "adapter", "load")]
+        results = [self._result("store", "write"), self._result("load", "read")]
+        results[
+            1
+        ].detail += f"; us an object: copy loop, the native engine, the adapter, all layers: {', '.join(parts)}"
+        return results
 
-    async def _round(self, number: int) -> None:
+    async def _round(self, number: int, copier: NativeMapping) -> None:
         """The first two warm up: they touch every slot once. Who goes first changes from round to round."""
         namespace = Namespace("bench", 1, 0, 0, "0" * 32)
         template = header_template(namespace, self.payload_bytes)
@@ -90,7 +105,27 @@ class Bench:
                 seconds = self._plain(program) if program == plain else await self._ours(program, keys, views)
                 if number > 1:
                     self.times[program].append(seconds)
+        for part, load in (("adapter", self.runner.adapter.load), ("engine", self._copied_by(copier, views))):
+            started = time.perf_counter()
+            await asyncio.gather(*(load(*batch) for batch in self._batches(keys, views)))
+            if number > 1:
+                self.times[part].append(time.perf_counter() - started)
         await self.runner.clear()
+
+    def _batches(
+        self, keys: Sequence[ObjectKey], views: Sequence[memoryview]
+    ) -> Iterator[tuple[Sequence[ObjectKey], Sequence[memoryview]]]:
+        for at in range(0, len(keys), MAX_L2_BATCH_OBJECTS):
+            yield keys[at : at + MAX_L2_BATCH_OBJECTS], views[at : at + MAX_L2_BATCH_OBJECTS]
+
+    def _copied_by(self, copier: NativeMapping, views: Sequence[memoryview]) -> Callable[..., Awaitable[object]]:
+        """The native engine below the adapter, from the plain mapping."""
+        places = {id(view): at * self.frame_bytes for at, view in enumerate(views)}
+
+        def load(_: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Awaitable[object]:
+            return copier.read([places[id(buffer)] for buffer in buffers], buffers)
+
+        return load
 
     def _plain(self, which: str) -> float:
         """As many threads as the adapter has for this, the better of both loops, object by object."""

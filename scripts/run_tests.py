@@ -39,11 +39,12 @@ class Suite:
 LANES = (
     (
         Suite("engines", (*PYTEST, "tests/e2e", "tests/gpu", "tests/hicache"), environment=REQUIRED),
-        Suite("processes", (*PYTEST, "tests/process", "tests/faults"), environment=REQUIRED),
+        Suite("processes", (*PYTEST, "tests/process"), environment=REQUIRED),
     ),
     (
         Suite("C++", ("make", "--no-print-directory", "native-test"), niceness=5),
         Suite("units", (*PYTEST, "tests/unit", "tests/contract", "tests/simulation", "tests/services"), 5, REQUIRED),
+        Suite("faults", (*PYTEST, "tests/faults"), environment=REQUIRED),
     ),
 )
 L2 = "tests/unit/l2"  # and the contract: half of what the units take
