@@ -6,12 +6,14 @@ packages below its `services/node`; nothing outside the environment is changed. 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,6 +65,31 @@ class DebianPackages:
 
 
 @dataclass(frozen=True)
+class Libraries:
+    """Of Debian packages, by their sonames, that a wheel expects of the system. Those that this one lacks are put into
+    `folder` of site-packages, where the wheel looks first."""
+
+    folder: str
+    packages: tuple[tuple[str, str], ...]  # (soname, package)
+
+    def install(self) -> None:
+        folder = Path(sysconfig.get_path("platlib")) / self.folder
+        wanted = {
+            soname: package
+            for soname, package in self.packages
+            if not (folder / soname).exists() and not _is_of_system(soname)
+        }
+        if not wanted:
+            return
+        with tempfile.TemporaryDirectory(prefix="lmcache-services-") as name:
+            _download(sorted(set(wanted.values())), Path(name), with_dependencies=False)
+            for archive in sorted(Path(name).glob("*.deb")):
+                _run(["dpkg", "-x", str(archive), name])
+            for soname in wanted:
+                shutil.copy(next(Path(name).rglob(soname)), folder / soname)
+
+
+@dataclass(frozen=True)
 class NodePackages:
     """Of the npm registry, `name@version`."""
 
@@ -76,7 +103,7 @@ class NodePackages:
             _run(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), *wanted])
 
 
-Part = Wheels | DebianPackages | NodePackages
+Part = Wheels | DebianPackages | Libraries | NodePackages
 
 # A service is what tests/services/NAME.py starts.
 PARTS: dict[str, tuple[Part, ...]] = {
@@ -93,7 +120,17 @@ PARTS: dict[str, tuple[Part, ...]] = {
         DebianPackages(("fonts-inter",)),
     ),
     "azurite": (NodePackages(("azurite@3.35.0",)),),
-    "mooncake": (Wheels(("mooncake-transfer-engine-non-cuda>=0.3.13,<0.4",), alone=True),),
+    "mooncake": (
+        Wheels(("mooncake-transfer-engine-non-cuda>=0.3.13,<0.4",), alone=True),
+        Libraries(
+            "mooncake_transfer_engine_non_cuda.libs",
+            (
+                ("libibverbs.so.1", "libibverbs1"),
+                ("libnl-3.so.200", "libnl-3-200"),
+                ("libnl-route-3.so.200", "libnl-route-3-200"),
+            ),
+        ),
+    ),
     "nixl": (Wheels(("nixl==1.5.1", "nixl-cu12==1.5.1"), alone=True), Wheels(("numpy>=1.26",))),
     "prometheus": (DebianPackages(("prometheus",)),),
     "redis": (
@@ -114,6 +151,14 @@ def _has_wheel(requirement: str, places: list[str] | None) -> bool:
     assert match is not None
     found = importlib.metadata.distributions(name=match[0], path=sys.path if places is None else places)
     return any(True for _ in found)
+
+
+def _is_of_system(soname: str) -> bool:
+    try:
+        ctypes.CDLL(soname)
+    except OSError:
+        return False
+    return True
 
 
 def _download(packages: Sequence[str], folder: Path, *, with_dependencies: bool) -> None:

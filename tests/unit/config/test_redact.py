@@ -48,6 +48,10 @@ def test_users_and_queries_of_urls_are_hidden() -> None:
     assert adapter["plain"] == "https://host/box"
 
 
+def test_a_password_with_a_space_is_hidden() -> None:
+    assert shown({"type": "x", "url": "redis://me:s3 cr3t@host:1/0"})["url"] == f"redis://{HIDDEN}@host:1/0"
+
+
 def test_what_is_no_secret_is_shown() -> None:
     adapter = {"type": "fs_native", "base_path": "/data", "num_workers": 4, "use_odirect": True, "host": "h", "port": 1}
     assert shown(adapter) == adapter

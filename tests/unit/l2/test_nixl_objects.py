@@ -133,6 +133,28 @@ def test_damaged_objects_are_misses_and_their_slots_are_used_again(s3: SeaweedFS
     asyncio.run(whole())
 
 
+@pytest.mark.parametrize("persists", [True, False])
+def test_cleared_objects_and_those_that_are_not_to_persist_leave_no_bytes(s3: SeaweedFS, persists: bool) -> None:
+    """NIXL cannot delete objects: they are written over."""
+    prefix = f"cleared-{persists}"
+    names = [f"/cache/{prefix}/nixl-pool-v1/slot-{slot:08}" for slot in range(SLOTS)]
+
+    async def whole() -> None:
+        adapter, _ = await opened({**s3_pool(s3, prefix), "persist_enabled": persists})
+        wanted = keys(3)
+        assert await store(adapter, wanted) == [StoreOutcome.STORED] * 3
+        if persists:
+            assert (await adapter.clear())[0] == 3
+        else:
+            assert await adapter.delete(wanted) == [True] * 3  # as a server does it at its end
+        await adapter.close()
+
+    asyncio.run(whole())
+    answers = [s3.call("GET", name) for name in names]
+    assert [answer.status for answer in answers] == [200] * 3 + [404] * (SLOTS - 3)
+    assert [answer.body for answer in answers[:3]] == [bytes(4096)] * 3
+
+
 def test_two_servers_on_one_pool_lose_hits_and_never_bytes(s3: SeaweedFS) -> None:
     async def whole() -> None:
         first, _ = await opened(s3_pool(s3, "both"))

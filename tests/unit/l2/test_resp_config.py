@@ -145,5 +145,20 @@ def test_no_secret_is_shown() -> None:
     assert parse_url("redis://user:hunter2@h").password == "hunter2"
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"host": f"redis://user:{SECRET}@h", "port": 1},
+        {"host": f"user:{SECRET}@h", "port": 1},
+        {"sentinel": {"master": "kv", "nodes": [f"redis://user:{SECRET}@h:1"]}},
+        {"sentinel": {"master": "kv", "nodes": [f"user:{SECRET}@h:1"]}},
+    ],
+)
+def test_a_password_at_the_wrong_place_is_refused_and_not_repeated(keys: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match='"host" must be|"nodes" must be') as refusal:
+        config(**keys)
+    assert SECRET not in str(refusal.value)
+
+
 def test_building_touches_nothing() -> None:
     assert build(parse_adapter({**HERE, "port": 1}, 0)).adapter.status()["servers"] == 0

@@ -29,6 +29,7 @@ from lmcache.l2.call_threads import CallThreads
 T = TypeVar("T")
 
 INSTALL = "`pip install 'lmcache[mooncake]'`"
+SYSTEM_LIBRARIES = "libibverbs1 libcurl4 libnuma1"  # which its wheel does not carry
 CONTROL_THREADS = 2  # lookups never wait behind a frame
 CONNECT_SECONDS = 5.0
 SETUP_SECONDS = 15.0
@@ -90,7 +91,7 @@ def load_package(where: str) -> Callable[[], Store]:
     except ImportError as error:
         raise ResourceError(
             f'{where}: the package "mooncake-transfer-engine-non-cuda" cannot be loaded ({error}); '
-            f"install it with {INSTALL}."
+            f"install it with {INSTALL} and, on Debian, `apt-get install {SYSTEM_LIBRARIES}`."
         ) from None
     return cast("Callable[[], Store]", module.MooncakeDistributedStore)
 

@@ -7,6 +7,7 @@ import errno
 import mmap
 import threading
 from collections.abc import Sequence
+from itertools import compress
 from typing import Literal
 
 from lmcache.core.limits import FRAME_HEADER_BYTES
@@ -17,6 +18,8 @@ from lmcache.l2.adapters.dax_format import ENTRY_BYTES
 from lmcache.l2.adapters.nixl_agent import Agent
 from lmcache.l2.adapters.nixl_config import NixlStoreConfig
 from lmcache.l2.adapters.nixl_files import NO_HEADER, ranges_of
+
+_GIVEN_BACK_AT_ONCE = 64
 
 
 class ObjectPool:
@@ -121,7 +124,13 @@ class ObjectPool:
                 self._changed.add(page)
 
     def give_back(self, agent: Agent, slots: Sequence[int]) -> None:
-        return
+        nothing = memoryview(mmap.mmap(-1, FRAME_HEADER_BYTES))
+        for start in range(0, len(slots), _GIVEN_BACK_AT_ONCE):
+            part = slots[start : start + _GIVEN_BACK_AT_ONCE]
+            present = agent.exist([self.objects[slot] for slot in part])
+            written = list(compress(part, present))
+            if any(self.write(agent, written, [nothing] * len(written))):
+                raise OSError(errno.EIO, "NIXL did not write over every object")
 
     def flush(self, agent: Agent) -> None:
         with self._lock:

@@ -67,7 +67,8 @@ class Pool(Protocol):
         ...
 
     def give_back(self, agent: Agent, slots: Sequence[int]) -> None:
-        """The room of slots that nobody uses, where the backend can."""
+        """The room of slots that nobody uses, but for a page where the backend can delete nothing. What they held cannot
+        be read any more. OSError where that is not certain."""
         ...
 
     def flush(self, agent: Agent) -> None:

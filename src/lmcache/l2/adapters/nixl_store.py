@@ -111,6 +111,11 @@ class NixlStoreAdapter(SlotKeeper):
                 await self._lanes[0].run(self._pool.flush)
             except (OSError, AdapterError) as error:
                 log.warning("%s: the order of use was not written: %s", self._name, error)
+            if not self._config.persist_enabled:
+                try:
+                    await self._give_back()
+                except AdapterError as error:
+                    log.warning("%s", error)
         for lanes in self._lanes:
             await lanes.close()
         await in_thread("l2-close", partial(self._pool.close, remove=not self._config.persist_enabled))
@@ -234,9 +239,17 @@ class NixlStoreAdapter(SlotKeeper):
         removed = await self._remove(list(self._objects))
         await self._erase(list(self._unread & set(self._free)))
         self._unread.clear()
-        free = tuple(self._free)
-        await self._lanes[0].run(lambda agent: self._pool.give_back(agent, free))
+        await self._give_back()
         return len(removed), sum(held.frame_bytes for held in removed)
+
+    async def _give_back(self) -> None:
+        free = tuple(self._free)
+        try:
+            await self._lanes[0].run(lambda agent: self._pool.give_back(agent, free))
+        except OSError as error:
+            raise AdapterError(
+                f"{self._name}: objects are deleted, but their bytes may still be in the backend: {error}"
+            ) from None
 
     # ---- slots -------------------------------------------------------------------------------------------------------
     async def _erase(self, slots: Sequence[int]) -> None:

@@ -310,7 +310,8 @@ class RespAdapter(Adapter):
                     raise AdapterError(f"{self._name}: its servers name more than {MAX_L2_LISTED_OBJECTS} objects")
                 cursor.follow(page.cursor)
         namespaces = await namespaces_of(objects, self._control, self._config.prefix)
-        for columns, newer in objects.youngest_first(namespaces, INVENTORY_SLICE, self._searched_until_ns):
+        order = await in_thread("l2-order", objects.youngest_first, namespaces)
+        for columns, newer in objects.slices(namespaces, order, INVENTORY_SLICE, self._searched_until_ns):
             self._inventory.found(columns, newer=newer)
             await asyncio.sleep(0)
         self._searched_until_ns = started_ns - IDLE_TIME_NS

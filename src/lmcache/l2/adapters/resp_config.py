@@ -107,6 +107,8 @@ class RespConfig(AdapterConfig, frozen=True, kw_only=True):
         ways = [bool(self.host or self.port), bool(self.url), self.sentinel is not None]
         if ways.count(True) != 1:
             raise ValueError('give "host" and "port", or "url", or "sentinel": one of them says where the server is.')
+        if "://" in self.host or "@" in self.host:  # not repeated: it may hold a password
+            raise ValueError('"host" must be a host name or an address; a URL is given as "url".')
         if ways[0] and not self.host:
             raise ValueError('the key "host" is required with "port".')
         if ways[0] and self.port is None and not self.host.startswith("/"):
@@ -240,13 +242,15 @@ def _database(parts: SplitResult, rule: str) -> int | None:
 
 
 def parse_address(text: str, default_port: int) -> Address:
-    """host, host:port or [address]:port; ValueError."""
+    """host, host:port or [address]:port; ValueError, which does not repeat what may hold a password."""
+    if "@" in text or "//" in text:
+        raise ValueError('"nodes" must be a list of "host:port", without "://" and "@"; users have keys of their own.')
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    if not host or parts.path or parts.username:
+    if not host or parts.path:
         raise ValueError(f'"nodes" must be a list of "host:port"; got {text!r}.')
     return host, port or default_port
 

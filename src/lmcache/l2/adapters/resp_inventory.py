@@ -82,17 +82,20 @@ class Objects:
             self.used_ns.append(now_ns - page.idle_seconds[row] * 10**9)
         return len(self.positions) < MAX_L2_LISTED_OBJECTS
 
-    def youngest_first(
-        self, namespaces: Sequence[Namespace], slice_objects: int, newer_than_ns: int
-    ) -> Iterator[tuple[ObjectColumns, bool]]:
-        """As an inventory wants them: what was used after that time as newer, then the others. Objects of namespaces
-        that nobody can name go first, so they are told last."""
+    def youngest_first(self, namespaces: Sequence[Namespace]) -> array[int]:
+        """Their rows in the order that an inventory wants. Objects of namespaces that nobody can name are to go first,
+        so they are last. Blocks, for millions a second."""
         unnamed = {index for index, namespace in enumerate(namespaces) if isinstance(namespace, UnnamedNamespace)}
         if unnamed:
             for row, position in enumerate(self.positions):
                 if position in unnamed:
                     self.used_ns[row] = 0
-        order = array("I", _native.youngest_first(memoryview(self.used_ns)))
+        return array("I", _native.youngest_first(memoryview(self.used_ns)))
+
+    def slices(
+        self, namespaces: Sequence[Namespace], order: array[int], slice_objects: int, newer_than_ns: int
+    ) -> Iterator[tuple[ObjectColumns, bool]]:
+        """What was used after that time as newer, then the others."""
         for rows, newer in slices(order, self.used_ns, newer_than_ns, slice_objects):
             yield ObjectColumns(namespaces, self.positions, self.hashes, self.sizes, rows), newer
 
