@@ -67,7 +67,7 @@ class Pool(Protocol):
         ...
 
     def give_back(self, agent: Agent, slots: Sequence[int]) -> None:
-        """The room of slots that nobody uses, but for a page where the backend can delete nothing. What they held cannot
+        """The room of slots that nobody uses, but for a page where the backend deletes nothing. What they held cannot
         be read any more. OSError where that is not certain."""
         ...
 
