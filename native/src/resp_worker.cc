@@ -144,12 +144,9 @@ void RespWorker::run_objects(RespJob& job, std::size_t begin, std::size_t end) {
     }
     for (const Pending& lost : pending) job.results.set(lost.index, io_failure(EAGAIN));
     const std::vector<Split> splits = std::exchange(splits_, {});  // an incomplete one is deleted, which runs objects
-    for (const Split& split : splits) {
-        if (job.act == RespAct::kLoad)
-            job.results.set(split.index, load_split(job, split));
-        else if (job.act == RespAct::kDelete)
-            delete_parts(job.key(split.index), split.manifest, split.manifest.parts);
-    }
+    if (job.act == RespAct::kDelete) return delete_parts_of(job, splits);
+    if (job.act != RespAct::kLoad) return;
+    for (const Split& split : splits) job.results.set(split.index, load_split(job, split));
 }
 
 // Objects of one node, in one pipeline.
@@ -180,10 +177,7 @@ void RespWorker::run_group(RespJob& job, std::span<const Pending> group, std::ve
         }
     }
     end_demoted(node);
-    if (job.act != RespAct::kSize) return;
-    for (const Pending& pending : group)
-        if (job.results.values[pending.index] == RespManifest::kBytes)
-            job.results.set(pending.index, size_of_split(job, pending.index));
+    if (job.act == RespAct::kSize) find_sizes_of_splits(job, group);
 }
 
 void RespWorker::write_group(RespJob& job, std::span<const Pending> group, RespConnection& connection,

@@ -50,6 +50,9 @@ private:
     using Write = std::function<void(RespPipeline&)>;
     // Reads the rest of a reply that is no error; returns an errno.
     using Read = std::function<int(RespConnection&, const RespHead&)>;
+    // The same of one of several names, for reads by its position.
+    using WriteOne = std::function<void(RespPipeline&, const std::string&)>;
+    using ReadOne = std::function<int(RespConnection&, const RespHead&, std::size_t)>;
 
     struct Link {
         std::unique_ptr<RespConnection> connection;
@@ -79,20 +82,26 @@ private:
     bool verify(const RespJob& job, std::size_t index, std::uint64_t size) const;
 
     int exchange(std::string_view name, const Write& write, const Read& read);
-    IoOutcome size_of_split(const RespJob& job, std::size_t index);
+    std::vector<int> exchange_all(std::span<const std::string> names, const WriteOne& write, const ReadOne& read);
+    void find_sizes_of_splits(RespJob& job, std::span<const Pending> group);
     IoOutcome store_split(const RespJob& job, std::size_t index);
     int store_parts(const RespJob& job, std::size_t index, const RespManifest& manifest);
     int publish(ObjectKeyView key, const RespManifest& manifest, bool& is_ours);
     int find_manifest(std::string_view name, std::optional<RespManifest>& found);
+    std::vector<int> find_manifests(std::span<const std::string> names,
+                                    std::vector<std::optional<RespManifest>>& found);
+    std::optional<RespManifest> read_manifest(RespConnection& connection, const RespHead& head);
+    std::vector<std::string> names_of_parts(ObjectKeyView key, const RespManifest& manifest, std::uint32_t parts) const;
     IoOutcome load_split(RespJob& job, const Split& split);
     void delete_parts(ObjectKeyView key, const RespManifest& manifest, std::uint32_t parts);
+    void delete_parts_of(const RespJob& job, std::span<const Split> splits);
     int delete_object(ObjectKeyView key);
-    int unlink(std::string_view name);
+    std::vector<int> unlink_all(std::span<const std::string> names);
 
     void run_page(RespJob& job);
     RespPage read_page(const RespJob& job, RespConnection& connection, std::vector<std::string>& names);
     void keep_unexpiring(RespConnection& connection, std::vector<std::string>& names);
-    bool is_orphan(std::string_view name);
+    bool keep_orphans(std::vector<std::string>& names);
     void describe(RespPage& page, RespConnection& connection, std::span<const std::string> names);
     void run_command(RespJob& job);
     // On a connection to that node, again on a new one where the first had been closed. An errno.

@@ -19,6 +19,7 @@ void RespWorker::run_page(RespJob& job) {
     RespPage page;
     const auto node = context_.nodes.assigned(*job.node);
     if (!node) return job.results.set(0, io_failure(EHOSTUNREACH));
+    limit_ = context_.deadline();  // of the whole page: lookups wait for this thread
     const int fault = on_node(*node, [&](RespConnection& connection) {
         names.clear();
         page = read_page(job, connection, names);
@@ -26,10 +27,14 @@ void RespWorker::run_page(RespJob& job) {
         if (job.act == RespAct::kSweepOrphans) keep_unexpiring(connection, names);
     });
     if (fault != 0) return job.results.set(0, io_failure(fault));
-    if (job.act == RespAct::kSweepOrphans) std::erase_if(names, [&](const auto& name) { return !is_orphan(name); });
-    if (job.act != RespAct::kScan)
-        for (const std::string& name : names) (void)unlink(name);
-    job.results.set(0, {static_cast<std::int64_t>(names.size()), 0});
+    auto count = static_cast<std::int64_t>(names.size());
+    if (job.act != RespAct::kScan) {
+        if (job.act == RespAct::kSweepOrphans && !keep_orphans(names)) return job.results.set(0, io_failure(ETIMEDOUT));
+        const std::vector<int> errors = unlink_all(names);
+        if (std::ranges::count(errors, ETIMEDOUT) != 0) return job.results.set(0, io_failure(ETIMEDOUT));
+        count = std::ranges::count(errors, 0);
+    }
+    job.results.set(0, {count, 0});
     job.results.page = std::move(page);
 }
 
@@ -40,7 +45,7 @@ RespPage RespWorker::read_page(const RespJob& job, RespConnection& connection, s
     RespPipeline commands;
     commands.add({"SCAN", std::to_string(job.cursor), "MATCH",
                   of_objects ? resp_object_pattern(prefix) : resp_part_pattern(prefix), "COUNT", kCount});
-    const RespDeadline deadline = context_.deadline();
+    const RespDeadline deadline = this->deadline();
     connection.write(commands, deadline);
     const RespReply reply = connection.read_reply(deadline);
     if (reply.is_error()) throw RespFault(refuse(reply.text), reply.text);
@@ -61,7 +66,7 @@ RespPage RespWorker::read_page(const RespJob& job, RespConnection& connection, s
 void RespWorker::keep_unexpiring(RespConnection& connection, std::vector<std::string>& names) {
     RespPipeline commands;
     for (const std::string& name : names) commands.add({"TTL", name});
-    const RespDeadline deadline = context_.deadline();
+    const RespDeadline deadline = this->deadline();
     connection.write(commands, deadline);
     std::vector<std::string> kept;
     for (std::string& name : names) {
@@ -71,13 +76,23 @@ void RespWorker::keep_unexpiring(RespConnection& connection, std::vector<std::st
     names = std::move(kept);
 }
 
-// Of a part that does not expire: that is said of it after its manifest was written, so that one which is not there
-// has been deleted or written over.
-bool RespWorker::is_orphan(std::string_view name) {
-    const auto part = parse_resp_part_name(context_.options.prefix, name);
-    std::optional<RespManifest> manifest;
-    const int error = find_manifest(name_of(part->key), manifest);
-    return error == 0 && (!manifest || manifest->write_id != part->write_id);
+// Of parts that do not expire: that is said of them after their manifest was written, so that one which is not there
+// has been deleted or written over. False: too late to tell.
+bool RespWorker::keep_orphans(std::vector<std::string>& names) {
+    std::vector<std::string> objects;
+    for (const std::string& name : names)
+        objects.push_back(name_of(parse_resp_part_name(context_.options.prefix, name)->key));
+    std::vector<std::optional<RespManifest>> manifests;
+    const std::vector<int> errors = find_manifests(objects, manifests);
+    if (std::ranges::count(errors, ETIMEDOUT) != 0) return false;
+    std::vector<std::string> kept;
+    for (std::size_t i = 0; i < names.size(); ++i) {
+        const auto part = parse_resp_part_name(context_.options.prefix, names[i]);
+        const bool is_orphan = errors[i] == 0 && (!manifests[i] || manifests[i]->write_id != part->write_id);
+        if (is_orphan) kept.push_back(std::move(names[i]));
+    }
+    names = std::move(kept);
+    return true;
 }
 
 // Size and last use of each; those that are gone meanwhile are left out.
@@ -88,7 +103,7 @@ void RespWorker::describe(RespPage& page, RespConnection& connection, std::span<
         commands.add({"STRLEN", name});
         commands.add({"GETRANGE", name, "0", kManifestEnd});
     }
-    const RespDeadline deadline = context_.deadline();
+    const RespDeadline deadline = this->deadline();
     connection.write(commands, deadline);
     for (const std::string& name : names) {
         const RespReply idle = connection.read_reply(deadline);  // an error under a policy that counts uses

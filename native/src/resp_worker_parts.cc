@@ -1,6 +1,8 @@
 // Objects that are stored in parts.
 #include <algorithm>
 #include <cerrno>
+#include <functional>
+#include <iterator>
 #include <utility>
 
 #include "resp_worker.h"
@@ -57,24 +59,89 @@ int RespWorker::exchange(std::string_view name, const Write& write, const Read& 
     return EAGAIN;
 }
 
+// A command for each name, in one pipeline to each node. Those that are sent elsewhere go one by one. An errno each.
+std::vector<int> RespWorker::exchange_all(std::span<const std::string> names, const WriteOne& write,
+                                          const ReadOne& read) {
+    std::vector<int> errors(names.size(), 0);
+    std::vector<std::size_t> redirected;
+    std::vector<Pending> pending;
+    for (std::size_t i = 0; i < names.size(); ++i) pending.push_back({i, context_.nodes.node_of(names[i])});
+    std::ranges::stable_sort(pending, {}, &Pending::node);
+    for (auto rest = std::span<const Pending>(pending); !rest.empty();) {
+        const std::uint32_t node = rest[0].node;
+        const auto last = std::ranges::find_if(rest, [&](const Pending& p) { return p.node != node; });
+        auto group = rest.first(static_cast<std::size_t>(last - rest.begin()));
+        rest = rest.subspan(group.size());
+        const int fault = is_late() ? ETIMEDOUT : on_node(node, [&](RespConnection& connection) {
+            const RespDeadline deadline = this->deadline();
+            RespPipeline commands;
+            for (const Pending& each : group) write(commands, names[each.index]);
+            connection.write(commands, deadline);
+            for (; !group.empty(); group = group.subspan(1)) {
+                const std::size_t index = group[0].index;
+                const RespHead head = connection.read_head(deadline);
+                if (!head.is_error())
+                    errors[index] = read(connection, head, index);
+                else if (parse_resp_redirect(head.text))
+                    redirected.push_back(index);
+                else
+                    errors[index] = refuse(head.text);
+            }
+        });
+        for (const Pending& each : group) errors[each.index] = fault;  // those without an answer
+    }
+    for (const std::size_t index : redirected)
+        errors[index] = exchange(
+            names[index], [&](RespPipeline& commands) { write(commands, names[index]); },
+            [&](RespConnection& connection, const RespHead& head) { return read(connection, head, index); });
+    return errors;
+}
+
+std::optional<RespManifest> RespWorker::read_manifest(RespConnection& connection, const RespHead& head) {
+    if (head.kind != '$' || head.number > signed_bytes(RespManifest::kBytes)) not_expected();
+    const std::string image =
+        head.is_null() ? "" : connection.read_text(static_cast<std::uint64_t>(head.number), deadline());
+    return RespManifest::parse(std::as_bytes(std::span(image)));
+}
+
 // What stands under the name of an object: nothing, or something else, is no manifest. An errno.
 int RespWorker::find_manifest(std::string_view name, std::optional<RespManifest>& found) {
     return exchange(
         name, [&](RespPipeline& commands) { commands.add({"GETRANGE", name, "0", kManifestEnd}); },
         [&](RespConnection& connection, const RespHead& head) {
-            if (head.kind != '$' || head.number > signed_bytes(RespManifest::kBytes)) not_expected();
-            const std::string image =
-                head.is_null() ? "" : connection.read_text(static_cast<std::uint64_t>(head.number), deadline());
-            found = RespManifest::parse(std::as_bytes(std::span(image)));
+            found = read_manifest(connection, head);
             return 0;
         });
 }
 
-IoOutcome RespWorker::size_of_split(const RespJob& job, std::size_t index) {
-    std::optional<RespManifest> manifest;
-    const int error = find_manifest(name_of(job.key(index)), manifest);
-    if (error != 0) return io_failure(error);
-    return manifest ? IoOutcome{signed_bytes(manifest->total_bytes), 0} : io_failure(ENOENT);
+// As find_manifest for each. An errno each.
+std::vector<int> RespWorker::find_manifests(std::span<const std::string> names,
+                                            std::vector<std::optional<RespManifest>>& found) {
+    found.assign(names.size(), std::nullopt);
+    return exchange_all(
+        names,
+        [](RespPipeline& commands, const std::string& name) { commands.add({"GETRANGE", name, "0", kManifestEnd}); },
+        [&](RespConnection& connection, const RespHead& head, std::size_t index) {
+            found[index] = read_manifest(connection, head);
+            return 0;
+        });
+}
+
+void RespWorker::find_sizes_of_splits(RespJob& job, std::span<const Pending> group) {
+    std::vector<std::size_t> indexes;
+    std::vector<std::string> names;
+    for (const Pending& each : group)
+        if (job.results.values[each.index] == signed_bytes(RespManifest::kBytes)) {
+            indexes.push_back(each.index);
+            names.push_back(name_of(job.key(each.index)));
+        }
+    std::vector<std::optional<RespManifest>> manifests;
+    const std::vector<int> errors = find_manifests(names, manifests);
+    for (std::size_t i = 0; i < indexes.size(); ++i) {
+        const int error = errors[i] == 0 && !manifests[i] ? ENOENT : errors[i];
+        job.results.set(indexes[i],
+                        error != 0 ? io_failure(error) : IoOutcome{signed_bytes(manifests[i]->total_bytes), 0});
+    }
 }
 
 IoOutcome RespWorker::store_split(const RespJob& job, std::size_t index) {
@@ -91,13 +158,12 @@ IoOutcome RespWorker::store_split(const RespJob& job, std::size_t index) {
         return error != 0 ? io_failure(error) : IoOutcome{signed_bytes(job.sizes[index]), 0};
     }
     // A writer that dies before this leaves parts that expire.
-    for (std::uint32_t part = 0; part < manifest.parts; ++part) {
-        const std::string part_name = manifest.part_name(context_.options.prefix, key, part);
-        const int kept = exchange(
-            part_name, [&](RespPipeline& commands) { commands.add({"PERSIST", part_name}); },
-            [](RespConnection&, const RespHead& head) { return head.kind == ':' ? 0 : EPROTO; });
-        if (kept != 0) return io_failure(kept);
-    }
+    const std::vector<int> kept = exchange_all(
+        names_of_parts(key, manifest, manifest.parts),
+        [](RespPipeline& commands, const std::string& name) { commands.add({"PERSIST", name}); },
+        [](RespConnection&, const RespHead& head, std::size_t) { return head.kind == ':' ? 0 : EPROTO; });
+    if (const auto failed = std::ranges::find_if(kept, std::identity{}); failed != kept.end())
+        return io_failure(*failed);
     return {signed_bytes(job.sizes[index]), 0};
 }
 
@@ -173,17 +239,37 @@ IoOutcome RespWorker::load_split(RespJob& job, const Split& split) {
                                                     : io_failure(EBADMSG);
 }
 
-void RespWorker::delete_parts(ObjectKeyView key, const RespManifest& manifest, std::uint32_t parts) {
-    const Unlimited unlimited(limit_);
-    for (std::uint32_t part = 0; part < parts; ++part) {
-        (void)unlink(manifest.part_name(context_.options.prefix, key, part));
-    }
+std::vector<std::string> RespWorker::names_of_parts(ObjectKeyView key, const RespManifest& manifest,
+                                                    std::uint32_t parts) const {
+    std::vector<std::string> names;
+    for (std::uint32_t part = 0; part < parts; ++part)
+        names.push_back(manifest.part_name(context_.options.prefix, key, part));
+    return names;
 }
 
-int RespWorker::unlink(std::string_view name) {
-    return exchange(
-        name, [&](RespPipeline& commands) { commands.add({"UNLINK", name}); },
-        [](RespConnection&, const RespHead& head) { return head.kind == ':' ? 0 : EPROTO; });
+void RespWorker::delete_parts(ObjectKeyView key, const RespManifest& manifest, std::uint32_t parts) {
+    const Unlimited unlimited(limit_);
+    (void)unlink_all(names_of_parts(key, manifest, parts));
+}
+
+// Those of many small objects in few pipelines.
+void RespWorker::delete_parts_of(const RespJob& job, std::span<const Split> splits) {
+    const Unlimited unlimited(limit_);
+    std::vector<std::string> names;
+    for (const auto& [index, manifest] : splits) {
+        std::ranges::move(names_of_parts(job.key(index), manifest, manifest.parts), std::back_inserter(names));
+        if (names.size() < RespManifest::kMaxParts) continue;
+        (void)unlink_all(names);
+        names.clear();
+    }
+    (void)unlink_all(names);
+}
+
+// An errno each.
+std::vector<int> RespWorker::unlink_all(std::span<const std::string> names) {
+    return exchange_all(
+        names, [](RespPipeline& commands, const std::string& name) { commands.add({"UNLINK", name}); },
+        [](RespConnection&, const RespHead& head, std::size_t) { return head.kind == ':' ? 0 : EPROTO; });
 }
 
 int RespWorker::delete_object(ObjectKeyView key) {

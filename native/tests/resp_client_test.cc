@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -24,6 +25,12 @@ using lmcache::RespClient;
 namespace {
 
 constexpr std::size_t kRoom = 8192;
+
+int times(std::string_view text, std::string_view word) {
+    int found = 0;
+    for (std::size_t at = 0; (at = text.find(word, at)) != std::string_view::npos; at += word.size()) ++found;
+    return found;
+}
 
 // Answers each read of a connection with the next of its answers, the greeting apart; then closes it.
 class FakeServer {
@@ -48,6 +55,7 @@ public:
     }
     std::uint16_t port = 0;
     std::atomic<int> connections{0}, closed{0};
+    std::atomic<int> reads_at_once{0};  // of manifests, in the first piece that has any
 
 private:
     void serve() {
@@ -71,6 +79,7 @@ private:
             const ssize_t got = ::recv(peer, buffer, sizeof buffer, 0);
             if (got <= 0) return;
             seen.assign(buffer, static_cast<std::size_t>(got));
+            if (reads_at_once == 0) reads_at_once = times(seen, "GETRANGE");
             std::string reply;
             if (!is_greeted) {
                 is_greeted = true;
@@ -238,6 +247,48 @@ TEST_CASE(a_cursor_that_is_no_number_fails_the_page_alone) {
         Client client(server);
         CHECK(wait_for(client.client, client.client.submit_scan(0, 0)).errors[0] == EPROTO);
     }
+}
+
+// Answers to the search of a page for parts that do not expire: 30 of as many objects.
+std::vector<std::string> page_of_parts() {
+    constexpr int kParts = 30;
+    std::string names, lives;
+    for (int i = 0; i < kParts; ++i) {
+        const lmcache::RespManifest manifest = lmcache::RespManifest::make(8192, 4096);
+        std::vector<std::byte> key(lmcache::kObjectKeyBytes, std::byte(i));
+        const std::string name =
+            manifest.part_name("t", lmcache::ObjectKeyView(key.data(), lmcache::kObjectKeyBytes), 0);
+        names += "$" + std::to_string(name.size()) + "\r\n" + name + "\r\n";
+        lives += ":-1\r\n";
+    }
+    return {"*2\r\n$1\r\n0\r\n*" + std::to_string(kParts) + "\r\n" + names, lives};
+}
+
+std::string repeated(const std::string& answer, int times) {
+    std::string all;
+    for (int i = 0; i < times; ++i) all += answer;
+    return all;
+}
+
+TEST_CASE(a_page_of_parts_takes_a_round_trip_for_each_step) {
+    auto answers = page_of_parts();
+    answers.push_back(repeated("$-1\r\n", 30));
+    answers.push_back(repeated(":1\r\n", 29) + ":0\r\n");
+    FakeServer server(answers, false);
+    Client client(server);
+    const auto results = wait_for(client.client, client.client.submit_sweep_orphans(0, 0));
+    CHECK(results.errors[0] == 0 && results.values[0] == 30);
+    CHECK(server.connections == 1 && server.reads_at_once == 30);
+}
+
+TEST_CASE(a_page_of_parts_has_one_deadline) {
+    FakeServer server(page_of_parts(), false);  // of the manifests it says nothing
+    auto slow = options();
+    slow.timeout = std::chrono::seconds(2);
+    RespClient client(slow);
+    client.nodes().assign(std::vector<lmcache::RespAddress>{{"127.0.0.1", server.port}}, {});
+    CHECK(wait_for(client, client.submit_sweep_orphans(0, 0)).errors[0] == ETIMEDOUT);
+    CHECK(server.connections == 1);
 }
 
 TEST_CASE(a_server_that_names_nodes_without_end_fails_its_commands_alone) {
