@@ -55,7 +55,7 @@ def test_lost_packets_black_holes_and_resets(
             wanted = keys(8)
             assert await life.store(wanted, 300_000) == [STORED] * 8
             for seed, share in enumerate((0.5, 1.0), start=1):
-                network.lose(port, share)
+                network.lose(port, share=share)
                 began = loop.time()
                 loaded = set(await life.load(wanted, 300_000))
                 stored = set(await life.store(keys(8, seed=seed), 300_000))

@@ -27,7 +27,7 @@ from lmcache.stop_signals import CLOSE_SECONDS
 from lmcache.testing.processes import LOOPBACK, ManagedProcess, http_json
 from polling import until
 from process.support import SmallEngine
-from services import program
+from services import missing, program
 from services.network import Network, in_own_network
 from services.redis import VALKEY, Client
 
@@ -229,7 +229,7 @@ def own_mounts(folder: Path) -> None:
     """Of this thread and of what it starts: /dev/shm, /run with the secrets, and names of hosts."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None):
-        pytest.skip("needs the right to mount")
+        missing("The right to mount", installed=False)
 
     def bind(there: Path, here: Path) -> None:
         here.mkdir(parents=True, exist_ok=True)
@@ -313,7 +313,7 @@ def test_it_runs_confined_and_engines_hit(which: str, tmp_path: Path) -> None:
     def test(network: Network) -> None:
         own_mounts(tmp_path)
         if subprocess.run(confined([sys.executable, "-c", "import lmcache"], own_tmp=True), timeout=60).returncode:
-            pytest.skip(f"user {USER} cannot reach this checkout, or it lies in /tmp")
+            missing(f"A checkout outside of /tmp that user {USER} can reach", installed=False)
         with running(which, tmp_path) as server, SmallEngine(f"ipc://{SOCKET}") as engine:
             assert {int(number) for number in status_of(server, "Uid")} == {USER}
             assert status_of(server, "CapEff") == status_of(server, "CapBnd") == ["0" * 16]

@@ -1,4 +1,4 @@
-"""Cache servers that share one Valkey: both at once on one key, and a network to it that becomes ten times slower."""
+"""Cache servers that share one service: both at once on one key, and a network to it that becomes ten times slower."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import pytest
 
 from lmcache.testing.processes import LOOPBACK, CacheServer
 from polling import STALL_SECONDS, until
+from process.remote_services import FIRST_QUICK, Start
 from process.support import SmallEngine
 from services.redis import Valkey
-from support.network import Network, network_to
+from support.network import network_to
 
 CHUNKS = 8
 REMOTE_REQUESTS = 12  # at once: more than --l2-prefetch-max-in-flight
@@ -83,21 +84,23 @@ def prompt_of(number: int) -> range:
     return range(1000 + 100 * number, 1000 + 100 * number + CHUNKS)
 
 
+def at(port: int) -> dict[str, Any]:
+    return {"type": "resp", "host": LOOPBACK, "port": port}
+
+
 @contextmanager
-def cascade(folder: Path, network: Network, **keys: Any) -> Iterator[CacheServer]:
-    """L1, files, and Valkey behind the network."""
+def cascade(folder: Path, remote: dict[str, Any]) -> Iterator[CacheServer]:
+    """L1, files, and that adapter."""
     files = {"type": "fs_native", "base_path": str(folder / "files")}
-    valkey = {"type": "resp", "host": LOOPBACK, "port": network.port, **keys}
-    extra = ["--l2-adapter", json.dumps(files), "--l2-adapter", json.dumps(valkey)]
+    extra = ["--l2-adapter", json.dumps(files), "--l2-adapter", json.dumps(remote)]
     with CacheServer(folder, l1_size_gb=0.25, extra=extra, log_name="cascade.log") as server:
         server.wait_ready()
         yield server
         assert "Traceback" not in server.log()
 
 
-def fill_by_another_server(folder: Path, valkey: Valkey) -> None:
-    """What the cascade finds in Valkey alone."""
-    adapter = {"type": "resp", "host": LOOPBACK, "port": valkey.port}
+def fill_by_another_server(folder: Path, adapter: dict[str, Any]) -> None:
+    """What the cascade finds in the service alone."""
     extra = ["--l2-adapter", json.dumps(adapter)]
     with CacheServer(folder, l1_size_gb=0.25, extra=extra, log_name="other.log") as server:
         server.wait_ready()
@@ -128,11 +131,14 @@ def valkey(tmp_path: Path) -> Iterator[Valkey]:
         yield server
 
 
-def test_a_slow_service_costs_neither_other_tiers_nor_other_tenants(tmp_path: Path, valkey: Valkey) -> None:
-    fill_by_another_server(tmp_path, valkey)
+@pytest.mark.parametrize("start", FIRST_QUICK)
+def test_a_slow_service_costs_neither_other_tiers_nor_other_tenants(tmp_path: Path, start: Start) -> None:
     numbers = count()
-    with network_to(valkey.port) as network, ExitStack() as stack:
-        server = stack.enter_context(cascade(tmp_path, network))
+    with ExitStack() as stack:
+        service = start(tmp_path, stack)
+        fill_by_another_server(tmp_path, service.adapter)
+        network = stack.enter_context(network_to(service.ports[0]))
+        server = stack.enter_context(cascade(tmp_path, service.adapter_at(network.port)))
         engine = stack.enter_context(SmallEngine(server.port, payload_bytes=PAYLOAD_BYTES))
         on_disk, in_memory = engine.tokens(*range(CHUNKS)), engine.tokens(*range(100, 100 + CHUNKS))
         assert engine.store(on_disk, salt="disk") == CHUNKS
@@ -177,10 +183,10 @@ def test_a_slow_service_costs_neither_other_tiers_nor_other_tenants(tmp_path: Pa
 
 
 def test_a_silent_service_costs_its_deadline_once_and_others_nothing(tmp_path: Path, valkey: Valkey) -> None:
-    fill_by_another_server(tmp_path, valkey)
+    fill_by_another_server(tmp_path, at(valkey.port))
     timeout_seconds = 2.0
     with network_to(valkey.port) as network, ExitStack() as stack:
-        server = stack.enter_context(cascade(tmp_path, network, timeout_seconds=timeout_seconds))
+        server = stack.enter_context(cascade(tmp_path, {**at(network.port), "timeout_seconds": timeout_seconds}))
         near, *remote = (
             stack.enter_context(SmallEngine(server.port, payload_bytes=PAYLOAD_BYTES))
             for _ in range(1 + REMOTE_REQUESTS)
@@ -240,7 +246,7 @@ def test_a_silent_service_costs_its_deadline_once_and_others_nothing(tmp_path: P
 def test_two_servers_at_once_on_one_key(tmp_path: Path, valkey: Valkey) -> None:
     """Of objects in parts, so that each is many values; while one reads, the other clears everything."""
     rounds = 12
-    adapter = {"type": "resp", "host": LOOPBACK, "port": valkey.port, "max_value_bytes": 16_384}
+    adapter = {**at(valkey.port), "max_value_bytes": 16_384}
     extra = ["--l2-adapter", json.dumps(adapter)]
     with ExitStack() as stack:
         servers = [

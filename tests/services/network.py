@@ -11,7 +11,8 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +38,40 @@ class Network:
         """Every packet arrives."""
         self._rules("flush chain inet test faults")
 
-    def lose(self, port: int, share: float = 1.0) -> None:
-        """That share of the packets to and from a TCP port, by chance."""
+    def lose(self, *ports: int, share: float = 1.0) -> None:
+        """That share of the packets to and from TCP ports, by chance."""
         chance = f"numgen random mod 100 < {round(share * 100)} drop" if share < 1 else "drop"
-        self._set(port, chance)
+        self._set(ports, chance)
 
-    def reset(self, port: int) -> None:
-        """Every packet to and from a TCP port is answered with a reset."""
-        self._set(port, "reject with tcp reset")
+    def reset(self, *ports: int) -> None:
+        """Every packet to and from TCP ports is answered with a reset."""
+        self._set(ports, "reject with tcp reset")
 
-    def _set(self, port: int, verdict: str) -> None:
+    def _set(self, ports: Sequence[int], verdict: str) -> None:
         self.well()
-        self._rules(*(f"add rule inet test faults tcp {side} {port} {verdict}" for side in ("dport", "sport")))
+        each = f"{{ {', '.join(map(str, ports))} }}"
+        self._rules(*(f"add rule inet test faults tcp {side} {each} {verdict}" for side in ("dport", "sport")))
 
     def _rules(self, *rules: str) -> None:
         environment = {**os.environ, **debian_environment()}
         done = subprocess.run([self._nft, "; ".join(rules)], env=environment, capture_output=True, text=True)
         if done.returncode:
             missing(f"A packet filter ({done.stderr.strip()})", installed=False)
+
+
+def listening_ports(pid: int) -> list[int]:
+    """TCP ports at which a process waits for connections."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            sockets.add(os.readlink(descriptor))
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    listening = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return sorted({int(row[1].rpartition(":")[2], 16) for row in listening})
 
 
 def in_own_network(test: Callable[[Network], None]) -> None:
@@ -85,6 +102,23 @@ def with_files(files: Mapping[str, Path], test: Callable[[], None]) -> None:
         for source, target, flags in ((b"none", b"/", MS_REC | MS_PRIVATE), *mounts):
             if libc.mount(source, target, None, flags, None) != 0:
                 missing(f"A mount ({os.strerror(ctypes.get_errno())})", installed=False)
+        test()
+
+    _in_own_thread(run)
+
+
+def with_small_disk(folder: Path, size_bytes: int, test: Callable[[], None]) -> None:
+    """Runs it in a thread for which that folder is a disk of that size; what it raises is raised here."""
+
+    def run() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (
+            libc.unshare(CLONE_NEWNS)
+            or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+            or libc.mount(b"tmpfs", bytes(folder), b"tmpfs", 0, f"size={size_bytes}".encode())
+        ):
+            missing("The right to mount", installed=False)
         test()
 
     _in_own_thread(run)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmcache.core.key import ObjectKey
@@ -266,3 +267,43 @@ def test_what_is_on_a_disk_only_is_found(config: MooncakeConfig) -> None:
         assert service.sizes_asked == 1  # each lasts seconds
 
     live(adapter, test)
+
+
+class OldClient(Client):
+    """Whose setup has no keys."""
+
+    def __init__(self, service: Mooncake) -> None:
+        super().__init__(service)
+        self.given: tuple[object, ...] = ()
+
+    def setup(self, *given: object) -> int:
+        if len(given) != 7:
+            raise TypeError("incompatible function arguments")
+        self.given = given
+        return super().setup({})
+
+
+def test_a_client_whose_setup_has_no_keys_is_given_them_by_position(config: MooncakeConfig) -> None:
+    old = OldClient(Mooncake())
+    sized = msgspec.structs.replace(config, global_segment_size="3221225472", local_buffer_size=1 << 20)
+
+    async def test() -> None:
+        address = config.master_server_addr
+        assert old.given == (LOOPBACK, "P2PHANDSHAKE", 3221225472, 1 << 20, "tcp", "", address)
+
+    live(MooncakeAdapter(sized, lambda: old), test)
+
+
+@pytest.mark.parametrize("keys", [{"tenant_id": "one"}, {"global_segment_size": "3 GB"}])
+def test_what_such_a_client_cannot_be_told_is_one_sentence(config: MooncakeConfig, keys: dict[str, Any]) -> None:
+    own = {name: getattr(config, name) for name in ("local_hostname", "metadata_server", "master_server_addr")}
+    spec = parse_adapter({"type": "mooncake_store", **own, **keys}, 0)
+    assert isinstance(spec, MooncakeConfig)
+    adapter = MooncakeAdapter(spec, lambda: OldClient(Mooncake()))
+
+    async def opened() -> None:
+        await adapter.open(RecordingInventory())
+
+    (key,) = keys
+    with pytest.raises(ResourceError, match=f'too old for these keys: it takes .*"{key}"'):
+        asyncio.run(opened())

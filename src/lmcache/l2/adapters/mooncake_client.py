@@ -69,7 +69,7 @@ class Range(NamedTuple):
 class Store(Protocol):
     """What is used of `mooncake.store.MooncakeDistributedStore`. Codes below 0 are faults."""
 
-    def setup(self, _keys: dict[str, str], /) -> int: ...
+    def setup(self, *_keys: dict[str, str] | str | int) -> int: ...
     def register_buffer(self, _address: int, _size: int, /) -> int: ...
     def unregister_buffer(self, _address: int, /) -> int: ...
     def batch_put_from(self, _names: list[str], _addresses: list[int], _sizes: list[int], /) -> list[int]: ...
@@ -265,7 +265,7 @@ class MooncakeClient:
 
     def _set_up(self, is_late: threading.Event) -> Store:
         where, store = self._config.where, self._make_store()
-        if store.setup(self._config.setup_keys):
+        if _setup(store, self._config):
             raise ResourceError(
                 f"{where}: Mooncake's client refuses these keys or found no store; its lines above say why."
             )
@@ -317,6 +317,21 @@ def _registered(places: Sequence[tuple[int, int]], call: Callable[[Store], list[
     finally:
         for address in registered:
             store.unregister_buffer(address)
+
+
+def _setup(store: Store, config: MooncakeConfig) -> int:
+    """ResourceError where the keys need a younger Mooncake."""
+    try:
+        return store.setup(config.setup_keys)
+    except TypeError:  # of a version that takes no keys
+        try:
+            positional = config.positional_setup()
+        except ValueError as error:
+            raise ResourceError(
+                f"{config.where}: the Mooncake that is installed is too old for these keys: {error}; "
+                f"install a younger one with {INSTALL}, or correct it."
+            ) from None
+        return store.setup(*positional)
 
 
 def _end(store: Store, region: Range | None, is_last: bool) -> None:

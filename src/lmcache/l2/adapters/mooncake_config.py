@@ -23,6 +23,16 @@ _OTHER_SETUP_KEYS = (
     "enable_client_http_server",
     "client_http_port",
 )
+# What older versions take, by position, with the values that they have by themselves.
+_POSITIONAL_SETUP = {
+    "local_hostname": "",
+    "metadata_server": "",
+    "global_segment_size": "16777216",
+    "local_buffer_size": "16777216",
+    "protocol": "tcp",
+    "rdma_devices": "",
+    "master_server_addr": "",
+}
 _ADDRESS = re.compile(r"(?:https?://)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})(?:/.*)?")
 
 Bytes = Annotated[
@@ -71,6 +81,16 @@ class MooncakeConfig(AdapterConfig, frozen=True, kw_only=True):
             "local_buffer_size": self.local_buffer_size,
         }
         return {name: _text(value) for name, value in {**own, **self.forwarded}.items() if value not in (None, "")}
+
+    def positional_setup(self) -> tuple[str | int, ...]:
+        """What the setup of a Mooncake without keys is given. ValueError where that cannot say what they say."""
+        keys = {**_POSITIONAL_SETUP, **self.setup_keys}
+        if unknown := [name for name in keys if name not in _POSITIONAL_SETUP]:
+            raise ValueError(f'it takes no "{unknown[0]}"')
+        for name in ("global_segment_size", "local_buffer_size"):
+            if not (keys[name].isascii() and keys[name].isdigit()):
+                raise ValueError(f'it takes "{name}" as a number of bytes, not as {keys[name]!r}')
+        return tuple(int(keys[name]) if name.endswith("_size") else keys[name] for name in _POSITIONAL_SETUP)
 
     @property
     def services(self) -> dict[str, tuple[str, int]]:
