@@ -28,7 +28,8 @@ class Remote:
     process: ManagedProcess
     adapter_at: Callable[[int], dict[str, Any]]  # that asks at another port in place of the first one
     ports: list[int]
-    again: Callable[[], ManagedProcess]  # the same service, after its process has ended
+    again: Callable[[], Any]  # the same service, after its process has ended
+    prepare: Callable[[Any], None] = lambda service: service.wait_ready()  # what was started again
 
     @property
     def adapter(self) -> dict[str, Any]:
@@ -37,6 +38,9 @@ class Remote:
     def restart(self, running: ExitStack) -> None:
         """Returns as soon as the process runs: it may not answer yet."""
         self.process = running.enter_context(self.again())
+
+    def wait_ready(self) -> None:
+        self.prepare(self.process)
 
 
 Start = Callable[[Path, ExitStack], Remote]
@@ -86,7 +90,12 @@ def azure_behind_nixl(folder: Path, running: ExitStack) -> Remote:
         params = {"connection_string": connection, "container_name": BUCKET}
         return {"type": "nixl_store", "backend": "AZURE_BLOB", "pool_size": POOL_OBJECTS, "backend_params": params}
 
-    return Remote(server, adapter_at, [server.port], server.restart)
+    def prepare(again: Azurite) -> None:
+        """Azurite writes down every few seconds which containers there are."""
+        again.wait_ready()
+        assert again.call("PUT", f"/{BUCKET}?restype=container") in (201, 409)
+
+    return Remote(server, adapter_at, [server.port], server.restart, prepare)
 
 
 def mooncake_master(folder: Path, running: ExitStack) -> Remote:

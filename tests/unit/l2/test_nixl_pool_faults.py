@@ -147,6 +147,26 @@ def test_no_slot_is_lost_when_entries_cannot_be_erased(tmp_path: Path) -> None:
     live(tmp_path, test, pool)
 
 
+def test_what_nobody_can_load_keeps_no_slot_though_its_entry_cannot_be_erased(tmp_path: Path) -> None:
+    """The server forgets it, so that nothing else would ever free the slot."""
+    pool = ShakyPool(config_of(tmp_path))
+
+    async def test(adapter: NixlStoreAdapter, _: RecordingInventory) -> None:
+        assert await store(adapter, keys(2)) == [STORED] * 2
+        os.truncate(tmp_path / "nixl_pool_v1" / "slot-00000000", 0)
+        pool.erases_fail = True
+        assert await load(adapter, keys(2)) == [CORRUPT, LOADED]
+        assert adapter.status()["free_slots"] == SLOTS - 1
+        assert await store(adapter, keys(2)) == [STORED, THERE]
+        assert await load(adapter, keys(2)) == [LOADED] * 2
+
+    async def later(adapter: NixlStoreAdapter, _: RecordingInventory) -> None:
+        assert await load(adapter, keys(2)) == [LOADED] * 2
+
+    live(tmp_path, test, pool)
+    live(tmp_path, later)
+
+
 def test_no_slot_is_lost_when_what_could_not_be_deleted_is_stored_anew(tmp_path: Path) -> None:
     pool = ShakyPool(config_of(tmp_path))
 

@@ -208,7 +208,7 @@ class NixlStoreAdapter(SlotKeeper):
                 self._log_once(("read", error), f"cannot read slot {held.slot}: {errno.errorcode.get(error, error)}")
         if useless := [keys[at] for error, (at, _, _) in zip(errors, reading, strict=True) if error in _USELESS]:
             try:
-                await self.delete(useless)
+                await self._remove([object_name(key) for key in useless], are_useless=True)
             except AdapterError as error:
                 log.debug("%s", error)
         return outcomes

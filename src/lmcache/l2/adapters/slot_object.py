@@ -37,8 +37,8 @@ class SlotKeeper:
         """The entries of these in the directory. AdapterError where they stay."""
         raise NotImplementedError
 
-    async def _remove(self, names: Sequence[bytes]) -> list[SlotObject]:
-        """AdapterError where their entries stay: they are there as before."""
+    async def _remove(self, names: Sequence[bytes], *, are_useless: bool = False) -> list[SlotObject]:
+        """AdapterError where their entries stay: they are there as before, but for those that nobody can load."""
         removed = {name: held for name in names if (held := self._objects.pop(name, None)) is not None}
         for held in removed.values():
             held.readers += 1  # until its entry is erased
@@ -47,7 +47,8 @@ class SlotKeeper:
             await self._erase([held.slot for held in reversed(removed.values())])
         except BaseException:
             for name, held in removed.items():
-                held.is_gone = self._objects.setdefault(name, held) is not held  # stored anew meanwhile
+                # Useless: a later start finds that, too, if the slot is not written over until then.
+                held.is_gone = are_useless or self._objects.setdefault(name, held) is not held  # stored anew meanwhile
             raise
         else:
             for held in removed.values():
