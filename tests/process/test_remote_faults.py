@@ -133,7 +133,8 @@ def test_a_network_that_fails_costs_misses_in_time_and_other_tiers_nothing(tmp_p
             well()
             for name, begin in faults(network, remote).items():
                 begin()
-                far_times, near_times = [], []
+                far_times: list[float] = []
+                near_times: list[float] = []
                 until_suspended = time.monotonic() + AGAIN_SECONDS
                 while len(far_times) < 3 or (name != "half" and not is_suspended(server)):
                     assert time.monotonic() < until_suspended, server.status()

@@ -276,15 +276,15 @@ class OldClient(Client):
         super().__init__(service)
         self.given: tuple[object, ...] = ()
 
-    def setup(self, *given: object) -> int:
-        if len(given) != 7:
+    def setup(self, first: object, *others: object) -> int:
+        if not others:
             raise TypeError("incompatible function arguments")
-        self.given = given
+        self.given = (first, *others)
         return super().setup({})
 
 
 def test_a_client_whose_setup_has_no_keys_is_given_them_by_position(config: MooncakeConfig) -> None:
-    old = OldClient(Mooncake())
+    old: Any = OldClient(Mooncake())
     sized = msgspec.structs.replace(config, global_segment_size="3221225472", local_buffer_size=1 << 20)
 
     async def test() -> None:
@@ -299,7 +299,8 @@ def test_what_such_a_client_cannot_be_told_is_one_sentence(config: MooncakeConfi
     own = {name: getattr(config, name) for name in ("local_hostname", "metadata_server", "master_server_addr")}
     spec = parse_adapter({"type": "mooncake_store", **own, **keys}, 0)
     assert isinstance(spec, MooncakeConfig)
-    adapter = MooncakeAdapter(spec, lambda: OldClient(Mooncake()))
+    old: Any = OldClient(Mooncake())
+    adapter = MooncakeAdapter(spec, lambda: old)
 
     async def opened() -> None:
         await adapter.open(RecordingInventory())

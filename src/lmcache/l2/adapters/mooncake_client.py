@@ -69,7 +69,7 @@ class Range(NamedTuple):
 class Store(Protocol):
     """What is used of `mooncake.store.MooncakeDistributedStore`. Codes below 0 are faults."""
 
-    def setup(self, *_keys: dict[str, str] | str | int) -> int: ...
+    def setup(self, _keys: dict[str, str], /) -> int: ...
     def register_buffer(self, _address: int, _size: int, /) -> int: ...
     def unregister_buffer(self, _address: int, /) -> int: ...
     def batch_put_from(self, _names: list[str], _addresses: list[int], _sizes: list[int], /) -> list[int]: ...
@@ -331,7 +331,7 @@ def _setup(store: Store, config: MooncakeConfig) -> int:
                 f"{config.where}: the Mooncake that is installed is too old for these keys: {error}; "
                 f"install a younger one with {INSTALL}, or correct it."
             ) from None
-        return store.setup(*positional)
+        return cast("Callable[..., int]", store.setup)(*positional)
 
 
 def _end(store: Store, region: Range | None, is_last: bool) -> None:
