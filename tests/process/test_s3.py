@@ -225,7 +225,7 @@ def test_a_service_whose_disk_is_full_still_gives_what_it_has(tmp_path: Path) ->
             assert not figures(server)["loads_suspended"]
             until(lambda: not server.status()["l1"]["leases"] and not figures(server)["abandoned"])
 
-    with_small_disk(tmp_path / "small" / "data", 48 << 20, test)
+    with_small_disk(tmp_path / "small" / "data", 32 << 20, test)
 
 
 def test_a_service_that_is_killed_and_comes_back(tmp_path: Path, service: list[SeaweedFS]) -> None:
