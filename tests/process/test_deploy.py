@@ -313,7 +313,7 @@ def test_it_runs_confined_and_engines_hit(which: str, tmp_path: Path) -> None:
     def test(network: Network) -> None:
         own_mounts(tmp_path)
         if subprocess.run(confined([sys.executable, "-c", "import lmcache"], own_tmp=True), timeout=60).returncode:
-            missing(f"A checkout outside of /tmp that user {USER} can reach", installed=False)
+            pytest.skip(f"user {USER} cannot reach this checkout, or it lies in /tmp")
         with running(which, tmp_path) as server, SmallEngine(f"ipc://{SOCKET}") as engine:
             assert {int(number) for number in status_of(server, "Uid")} == {USER}
             assert status_of(server, "CapEff") == status_of(server, "CapBnd") == ["0" * 16]
