@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache.cli.main import main
+from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.testing.processes import CacheServer
 from lmcache.testing.tiny_models import LlamaShape, describe_llama, sample_text
 from polling import until
-from process.support import SmallEngine
+from process.support import CALL_SECONDS, SmallEngine
 
 CHUNKS = 4
 
@@ -93,6 +96,31 @@ def test_text_is_the_tokens_that_an_engine_makes_of_it(tmp_path: Path, capsys: p
             until(lambda: found() == [["l1", adapter]] * chunks, 60)
             (folder / "tokenizer.json").write_text(plain)  # prompts begin without <s> from now on
             assert found() == [[]] * chunks
+
+
+def test_a_long_text_holds_up_no_engine(tmp_path: Path) -> None:
+    """Calls are answered while its tokens are made. One round suffices: others may fall into a stall of the machine."""
+    describe_llama(tmp_path / "models" / "small", LlamaShape())
+    sentence = sample_text(900)
+    body = {"model_name": "small", "text": sentence * (1024 * 1024 // len(sentence))}
+    options = ("--tokenizer-dir", str(tmp_path / "models"))
+    with CacheServer(tmp_path, l1_size_gb=0.0625, extra=options) as server, ThreadPoolExecutor(1) as beside:
+        server.wait_ready()
+        with SmallEngine(server.port, model_name="small") as engine:
+
+            def longest_call_of_the_time() -> float:
+                started = called = time.monotonic()
+                answer, longest = beside.submit(server.ask, server.http_port, "POST", "/cache/lookup", body), 0.0
+                while not answer.done():
+                    engine.client.call("noop", m.Empty(), CALL_SECONDS)
+                    longest, called = max(longest, time.monotonic() - called), time.monotonic()
+                assert answer.result()[0] == 200
+                return longest / (called - started)
+
+            shares: list[float] = []
+            while not shares or (min(shares) > 0.4 and len(shares) < 8):
+                shares.append(longest_call_of_the_time())
+    assert min(shares) <= 0.4, f"the longest call took these shares of the time that a text took: {shares}"
 
 
 _LIKE_OTHERS = {

@@ -23,7 +23,8 @@ class Tokenizers:
         self._loaded: dict[Path, tuple[tuple[int, ...], Any]] = {}  # by file: its version, the tokenizer
 
     def encode(self, model_name: str, text: str) -> Sequence[int]:
-        """With the special tokens that an engine adds to a prompt. ConfigError where there is no tokenizer."""
+        """With the special tokens that an engine adds to a prompt. ConfigError where there is no tokenizer. Other threads
+        run meanwhile: of the package's methods only those for batches release the interpreter."""
         path = self._path(model_name)
         with self._lock:
             version = file_version(path.stat())
@@ -33,7 +34,7 @@ class Tokenizers:
                 while len(self._loaded) >= _KEPT:
                     del self._loaded[next(iter(self._loaded))]
                 self._loaded[path] = known
-        ids: Sequence[int] = known[1].encode(text).ids
+        ids: Sequence[int] = known[1].encode_batch([text])[0].ids
         return ids
 
     def _path(self, model_name: str) -> Path:
