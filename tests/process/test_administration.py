@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +303,66 @@ def test_a_pin_outlasts_eviction_and_ends_by_its_time(operator: Operator, engine
     assert time.monotonic() - began >= 1.5
     operator.ask("POST", "/cache/clear", {"tier": "l1"})
     assert operator.listed(tier="l1") == []
+
+
+_HANGING_ADAPTER = '''
+import asyncio
+from pathlib import Path
+
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.l2.adapter import Adapter
+
+FOLDER = Path(__file__).parent
+
+
+class Hanging(Adapter):
+    """Answers no question until there is a file `go_on`."""
+
+    async def store(self, keys, buffers):
+        return [StoreOutcome.STORED] * len(keys)
+
+    async def load(self, keys, buffers):
+        return [LoadOutcome.MISSING] * len(keys)
+
+    async def probe(self, keys):
+        with open(FOLDER / "asked", "a") as asked:
+            asked.write("x")
+        while not (FOLDER / "go_on").exists():
+            await asyncio.sleep(0.02)
+        return [None] * len(keys)
+
+    async def delete(self, keys, *, corrupt=False):
+        return [False] * len(keys)
+
+    async def clear(self):
+        return 0, 0
+
+    async def close(self):
+        pass
+'''
+
+
+def test_figures_are_answered_beside_lookups_that_wait_for_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "hanging_adapter.py").write_text(_HANGING_ADAPTER)
+    adapter = {"type": "plugin", "module_path": "hanging_adapter", "class_name": "Hanging"}
+    python_path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    with (
+        CacheServer(
+            tmp_path,
+            l1_size_gb=0.0625,
+            extra=["--l2-adapter", json.dumps(adapter)],
+            environment={"PYTHONPATH": python_path},
+        ) as server,
+        ThreadPoolExecutor(2) as beside,
+    ):
+        server.wait_ready()
+        operator, asked = Operator(server), tmp_path / "asked"
+        with SmallEngine(server.port), operator.http:
+            bodies = [{"model_name": "model", "tokens": [number] * 256} for number in (1, 2)]
+            lookups = [beside.submit(operator.ask, "POST", "/cache/lookup", body) for body in bodies]
+            until(lambda: asked.exists() and len(asked.read_text()) == len(lookups))
+            for path in ("/metrics", "/metrics/history?since=0", "/status", "/quota", "/quota/alice"):
+                assert operator.http.get(path).status_code == 200
+            assert not any(lookup.done() for lookup in lookups), "figures waited for the adapter"
+            (tmp_path / "go_on").touch()
+            assert [lookup.result()["prefix_chunks"] for lookup in lookups] == [0, 0]

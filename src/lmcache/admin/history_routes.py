@@ -40,7 +40,7 @@ class HistoryRoutes:
             raise HTTPException(404, METRICS_OFF)
         since, hides_salts = call.query.since, not call.may_read_salts
         return Response(
-            await self._context.in_thread(lambda: self._encoded(since, hides_salts)), media_type="application/json"
+            await self._context.figures(lambda: self._encoded(since, hides_salts)), media_type="application/json"
         )
 
     def _encoded(self, since: int, hides_salts: bool) -> bytes:
@@ -54,7 +54,7 @@ async def keep_history(context: AdminContext) -> None:
     """Takes samples until it is cancelled."""
     while context.state.metrics.enabled:
         try:
-            await context.in_thread(context.history.sample)
+            await context.figures(context.history.sample)
         except LMCacheError as error:  # a part did not answer: the history has a gap
             logger.debug("No sample of the metrics was taken: %s", error)
         await asyncio.sleep(context.history.interval_seconds)

@@ -47,11 +47,11 @@ class QuotaRoutes:
             shown.sort(key=lambda entry: entry.cache_salt)
             return msgspec.json.encode(m.Quotas(shown, self._state.quotas.enforced))
 
-        return await self._context.in_thread(encoded)
+        return await self._context.figures(encoded)
 
     async def get(self, call: Call) -> m.SaltQuota:
         salt = _salt(call)
-        return self._shown(await self._context.in_thread(lambda: self._state.quotas.get(salt)), call)
+        return self._shown(await self._context.figures(lambda: self._state.quotas.get(salt)), call)
 
     async def put(self, call: Call) -> m.SaltQuota:
         salt, limit_gb = _salt(call), call.body.limit_gb

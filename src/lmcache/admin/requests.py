@@ -40,14 +40,21 @@ class AdminContext:
         self.dashboard = DashboardFiles()
         self._token = token
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="lmcache-admin")
+        self._figures = ThreadPoolExecutor(2, thread_name_prefix="lmcache-figures")
 
     def close(self) -> None:
         self.jobs.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._figures):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Runs what may take time, so that no request holds up another kind."""
+        """Runs what may take time, also as long as an adapter that hangs takes it."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def figures(self, compute: Callable[[], T]) -> T:
+        """Runs what computes but waits for no adapter and no disk: what says how the server is does not stand behind
+        what may wait for them."""
+        return await asyncio.get_running_loop().run_in_executor(self._figures, compute)
 
     @property
     def cache(self) -> CacheOperations:

@@ -56,7 +56,7 @@ class ServerRoutes:
         self._context = context
         self._state = context.state
         self._health = health
-        self._status = SharedAnswer(lambda: context.in_thread(self._state.status))
+        self._status = SharedAnswer(lambda: context.figures(self._state.status))
         self._metrics = {True: SharedAnswer(partial(self._exposition, True))}
         self._metrics[False] = SharedAnswer(partial(self._exposition, False))  # by whether salts are hidden
         self.index_text = ""  # the list of all operations
@@ -124,7 +124,7 @@ class ServerRoutes:
         return Response(await self._metrics[not call.may_read_salts].get(), media_type=EXPOSITION_TYPE)
 
     async def _exposition(self, hides_salts: bool) -> bytes:
-        return await self._context.in_thread(lambda: self._state.metrics.exposition(hides_salts=hides_salts))
+        return await self._context.figures(lambda: self._state.metrics.exposition(hides_salts=hides_salts))
 
     async def loglevel(self, call: Call) -> m.Level:
         return m.Level(logs.current_level())  # type: ignore[arg-type]
