@@ -76,7 +76,11 @@ class Server:
         config = plan.config
         self.config = config
         self._plan = plan
-        self.metrics = Metrics(enabled=config.metrics_enabled, service_instance_id=config.service_instance_id or "")
+        self.metrics = Metrics(
+            enabled=config.metrics_enabled,
+            service_instance_id=config.service_instance_id or "",
+            random_bytes=environment.random_bytes,
+        )
         self._environment = environment
         self._clock = environment.clock
         self._closers = contextlib.ExitStack()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -105,10 +107,10 @@ def test_the_time_of_an_answer_tells_nothing(server: CacheServer, tier: str) -> 
         server.clear("all")
 
 
-def test_salts_are_digests_to_who_asks_from_another_address(tmp_path: Path) -> None:
-    """Of a server that listens on all addresses, on both ports; the token shows them."""
+def test_who_asks_from_another_address_learns_of_no_salt(tmp_path: Path) -> None:
+    """Of a server that listens on all addresses, on both ports: digests stand for salts, no guess of a salt can be
+    confirmed, and the token shows them."""
     (tmp_path / "token").write_text(TOKEN)
-    digest = "salt-2bd806c97f0e"  # the first 12 digits of SHA-256 of "alice"
     with_token = {"Authorization": f"Bearer {TOKEN}"}
 
     def test(_: Network) -> None:
@@ -124,9 +126,14 @@ def test_salts_are_digests_to_who_asks_from_another_address(tmp_path: Path) -> N
             assert http.put(quota, json={"limit_gb": 1}, headers=with_token).status_code == 200
             for page in (f"{server.http_port}/quota", f"{server.http_port}/metrics", "9111/metrics"):
                 seen = http.get(f"http://{ELSEWHERE}:{page}").text
-                assert digest in seen and "alice" not in seen, page
+                assert re.search(r"salt-[0-9a-f]{12}", seen) and "alice" not in seen, page
+                assert hashlib.sha256(b"alice").hexdigest()[:12] not in seen, page
                 assert "alice" in http.get(f"http://{ELSEWHERE}:{page}", headers=with_token).text, page
                 assert "alice" in http.get(f"http://127.0.0.1:{page}").text, page
-            assert http.put(quota.replace("127.0.0.1", ELSEWHERE), json={"limit_gb": 2}).status_code in (401, 403)
+            elsewhere = quota.replace("127.0.0.1", ELSEWHERE)
+            assert http.put(elsewhere, json={"limit_gb": 2}).status_code == 403
+            guessed, made_up = http.get(elsewhere), http.get(elsewhere.replace("alice", "nobody"))
+            assert (guessed.status_code, guessed.content) == (403, made_up.content)
+            assert http.get(elsewhere, headers=with_token).json()["exists"]
 
     in_own_network(test)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ def recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 def test_a_trace_is_replayed_as_it_was_and_with_less_memory(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = recorded.read_text()
     assert "tenant" not in text and "secret" not in text
+    (digest,) = set(re.findall("salt-[0-9a-f]+", text))
+    again = recorded.with_name("again.jsonl")
+    figures(capsys, "trace", "record", str(recorded.parent / "log"), "--to", str(again))
+    assert digest not in again.read_text(), "whoever guesses a salt could look for its digest"
     about = figures(capsys, "trace", "info", str(recorded))
     assert about["lookups"] == 40 and about["requested_chunks"] == 120 and about["chunk_tokens"] == [16]
     endless = (30 * 3 + 9) / 120

@@ -14,7 +14,7 @@ from lmcache.admin import messages as m
 from lmcache.admin.operation import Access, Call, Operation
 from lmcache.admin.requests import AdminContext
 from lmcache.admin.shared_answer import SharedAnswer
-from lmcache.core.key import DEFAULT_SALT, salt_digest
+from lmcache.core.key import DEFAULT_SALT
 from lmcache.core.limits import GIB, MAX_NAME_BYTES
 from lmcache.l1.quota import Quota
 
@@ -28,12 +28,14 @@ class QuotaRoutes:
 
     def operations(self) -> list[Operation]:
         path, public, change = "/quota/{cache_salt:text}", Access.PUBLIC, Access.CHANGE
+        one = "The same of one salt; _default is the empty one"
         return [
             Operation(
                 *("GET", "/quota", "What each cache salt may keep, and has; salts are digests without the admin token"),
                 *(public, self.all, m.Quotas),
             ),
-            Operation("GET", path, "The same of one salt; _default is the empty one", public, self.get, m.SaltQuota),
+            # Whoever may ask of a salt that he guesses is told whether there is such a tenant, and what it has.
+            Operation("GET", path, one, Access.READ, self.get, m.SaltQuota),
             Operation(*("PUT", path, "Sets what a salt may keep", change, self.put, m.SaltQuota), body=m.QuotaRequest),
             Operation("DELETE", path, "The salt has no limit any more", change, self.delete, m.SaltQuota),
         ]
@@ -42,8 +44,10 @@ class QuotaRoutes:
         return Response(await self._shared[call.may_read_salts].get(), media_type="application/json")
 
     async def _quotas(self, shows_salts: bool) -> bytes:
+        naming = str if shows_salts else self._state.metrics.salt_digest
+
         def encoded() -> bytes:
-            shown = [m.Quota(*_figures(quota, _naming(shows_salts))) for quota in self._state.quotas.all()]
+            shown = [m.Quota(*_figures(quota, naming)) for quota in self._state.quotas.all()]
             shown.sort(key=lambda entry: entry.cache_salt)
             return msgspec.json.encode(m.Quotas(shown, self._state.quotas.enforced))
 
@@ -66,7 +70,8 @@ class QuotaRoutes:
         return self._shown(await self._context.in_thread(lambda: self._state.quotas.delete(salt)), call)
 
     def _shown(self, quota: Quota, call: Call) -> m.SaltQuota:
-        return m.SaltQuota(*_figures(quota, _naming(call.may_read_salts)), self._state.quotas.enforced)
+        naming = str if call.may_read_salts else self._state.metrics.salt_digest
+        return m.SaltQuota(*_figures(quota, naming), self._state.quotas.enforced)
 
 
 def _salt(call: Call) -> str:
@@ -76,10 +81,6 @@ def _salt(call: Call) -> str:
     if len(name.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
         raise HTTPException(400, f"A cache salt has at most {MAX_NAME_BYTES} bytes.")
     return "" if name == DEFAULT_SALT else name
-
-
-def _naming(shows_salts: bool) -> Callable[[str], str]:
-    return str if shows_salts else salt_digest
 
 
 def _figures(quota: Quota, name: Callable[[str], str]) -> tuple[str, float, float, bool]:

@@ -20,11 +20,12 @@ _ABOUT = {
 }
 _CHANGES = f" From another host the server's admin token is needed, in {TOKEN_VARIABLE}."
 _SHOWS = f" From another host without the server's admin token in {TOKEN_VARIABLE} salts are shown as digests."
+_NEEDED_ELSEWHERE = {"set": _CHANGES, "get": _CHANGES, "list": _SHOWS, "delete": _CHANGES}
 
 
 def run(argv: Sequence[str]) -> int:
     verb = argv[0]
-    arguments = Arguments(f"quota {verb}", _ABOUT[verb] + (_CHANGES if verb in ("set", "delete") else _SHOWS))
+    arguments = Arguments(f"quota {verb}", _ABOUT[verb] + _NEEDED_ELSEWHERE[verb])
     if verb != "list":
         arguments.add_argument("cache_salt", help="the salt; _default is the empty one")
     if verb == "set":

@@ -11,8 +11,9 @@ from lmcache.cli.arguments import Arguments
 from lmcache.cli.output import Report, seconds_text
 from lmcache.cli.trace_replay import replay
 from lmcache.config.values import Text
-from lmcache.core.key import salt_digest
+from lmcache.core.key import SaltDigest
 from lmcache.core.limits import GIB, MIB
+from lmcache.environment import SYSTEM
 from lmcache.errors import ConfigError
 from lmcache.simulation.replay import ceiling, footprint_bytes
 from lmcache.simulation.trace import Lookup, read_trace, write_trace
@@ -28,7 +29,7 @@ def _record(argv: Sequence[str]) -> int:
     arguments = Arguments(
         "trace record",
         "Keeps the lookups of a running server on this machine, which writes them with --lookup-hash-log-dir, or of "
-        "logs, as one file: chunk hashes and sizes; cache salts become digests, request ids numbers.",
+        "logs, as one file: chunk hashes and sizes; cache salts become digests, other ones in every recording, request ids numbers.",
     )
     arguments.add_argument("trace", nargs="*", help="files of the lookup log, or folders of them; none: the server's")
     arguments.add_value("--url", Text("URL"), "HTTP address of the server", default=http.DEFAULT_URL)
@@ -36,7 +37,8 @@ def _record(argv: Sequence[str]) -> int:
     arguments.add_argument("--to", metavar="FILE", required=True, help="the trace that is written")
     options = arguments.read(argv)
     lookups = read_trace(options.trace) if options.trace else _from_server(options.url, options.seconds)
-    write_trace(options.to, [_anonymous(lookup) for lookup in lookups])
+    digest = SaltDigest(SYSTEM.random_bytes(SaltDigest.KEY_BYTES))
+    write_trace(options.to, [dataclasses.replace(lookup, cache_salt=digest(lookup.cache_salt)) for lookup in lookups])
     report = Report("Trace")
     report.add("lookups", f"Lookups in {options.to}", len(lookups), f"{len(lookups):,}")
     report.emit(options)
@@ -51,10 +53,6 @@ def _from_server(url: str, seconds: float) -> list[Lookup]:
     while (left := begun + seconds - time.time()) > 0:
         time.sleep(min(left, _LOOK_SECONDS))
     return [lookup for lookup in read_trace([folder]) if lookup.seconds >= begun]
-
-
-def _anonymous(lookup: Lookup) -> Lookup:
-    return dataclasses.replace(lookup, cache_salt=salt_digest(lookup.cache_salt) if lookup.cache_salt else "")
 
 
 def _info(argv: Sequence[str]) -> int:

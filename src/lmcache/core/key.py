@@ -101,9 +101,21 @@ def stored_serde(namespace: Namespace) -> str:
     return namespace.layout.partition(SERDE_MARK)[2]
 
 
-def salt_digest(cache_salt: str) -> str:
-    """Replaces a cache salt where it must not be shown: the same on every server. "" stays ""."""
-    return f"salt-{hashlib.sha256(cache_salt.encode()).hexdigest()[:12]}" if cache_salt else ""
+class SaltDigest:
+    """Replaces cache salts where they must not be shown. Who lacks the key cannot tell whether a salt that he guesses is
+    among them."""
+
+    KEY_BYTES = 16
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def __call__(self, cache_salt: str) -> str:
+        """ "" stays ""."""
+        if not cache_salt:
+            return ""
+        name = cache_salt.encode(errors="surrogatepass")
+        return f"salt-{hashlib.blake2b(name, key=self._key, digest_size=6).hexdigest()}"
 
 
 class ObjectKey(NamedTuple):

@@ -18,7 +18,7 @@ from prometheus_client.core import Metric
 
 from lmcache.clock import Clock
 from lmcache.core.limits import HISTORY_SECONDS, MAX_HISTORY_SERIES, MAX_HISTORY_TENANTS
-from lmcache.telemetry.metrics import OVERFLOW_LABEL, PREFIX, SALT_LABEL, Metrics, shown_digest
+from lmcache.telemetry.metrics import OVERFLOW_LABEL, PREFIX, SALT_LABEL, Metrics
 
 SAMPLE_SECONDS = 10.0
 
@@ -77,7 +77,7 @@ class MetricsHistory:
                 if key not in self._columns and len(self._columns) < MAX_HISTORY_SERIES:
                     self._columns[key] = len(self._columns)
                     for hides_salts, texts in self._series.items():
-                        texts.append(_described(key, hides_salts=hides_salts))
+                        texts.append(self._described(key, hides_salts=hides_salts))
             row = msgspec.json.encode([_json_number(values.get(key, math.nan)) for key in self._columns])
             taken_at = int(self._clock.wall())
             while self._samples and self._samples[-1][0] >= taken_at:
@@ -112,11 +112,11 @@ class MetricsHistory:
         known.add(value)
         return value
 
-
-def _described(key: _Key, *, hides_salts: bool) -> bytes:
-    name, labels = key
-    shown = {label: shown_digest(text) if hides_salts and label == SALT_LABEL else text for label, text in labels}
-    return msgspec.json.encode({"name": name, "labels": shown})
+    def _described(self, key: _Key, *, hides_salts: bool) -> bytes:
+        name, labels = key
+        digest = self._metrics.shown_digest if hides_salts else str
+        shown = {label: digest(text) if label == SALT_LABEL else text for label, text in labels}
+        return msgspec.json.encode({"name": name, "labels": shown})
 
 
 def _json_number(value: float) -> float | None:

@@ -6,6 +6,7 @@ Names follow OpenTelemetry's Prometheus rule: `lmcache_mp.lookup_hit`, counted i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -22,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from lmcache.core.key import salt_digest
+from lmcache.core.key import SaltDigest
 from lmcache.telemetry.salt_series import SaltSeries
 
 T = TypeVar("T")
@@ -66,11 +67,6 @@ class _WithoutSalts(CollectorRegistry):
 
 def _has_salts(collector: object) -> bool:
     return SALT_LABEL in getattr(collector, "_labelnames", ())
-
-
-def shown_digest(salt: str) -> str:
-    """What stands for a cache salt where it may not be read."""
-    return salt if salt == OVERFLOW_LABEL else salt_digest(salt)
 
 
 # Each declares a metric of a group; `_Group` gives it the name of its attribute.
@@ -259,7 +255,14 @@ class Metrics:
     `enabled=False` keeps every attribute working and exposes nothing.
     """
 
-    def __init__(self, *, enabled: bool = True, service_instance_id: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        enabled: bool = True,
+        service_instance_id: str = "",
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        self.salt_digest = SaltDigest(random_bytes(SaltDigest.KEY_BYTES))
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more line for every series, of no use
         self.enabled = enabled
         self.registry = CollectorRegistry(auto_describe=False)
@@ -282,10 +285,14 @@ class Metrics:
             with_salts = [metric for metric in built.values() if _has_salts(metric)]
             self._salt_series = {
                 hides_salts: [SaltSeries(metric, SALT_LABEL, shown) for metric in with_salts]
-                for hides_salts, shown in ((False, str), (True, shown_digest))
+                for hides_salts, shown in ((False, str), (True, self.shown_digest))
             }
             others = [metric for metric in built.values() if not _has_salts(metric)]
             self._without_salts = _WithoutSalts([target, *others])
+
+    def shown_digest(self, salt: str) -> str:
+        """What stands for a cache salt where it may not be read."""
+        return salt if salt == OVERFLOW_LABEL else self.salt_digest(salt)
 
     def on_scrape(self, refresh: Callable[[], object]) -> Callable[[], None]:
         """Calls `refresh` before every exposition, for figures that are read rather than counted. The function that is
