@@ -11,24 +11,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from lmcache.errors import ConfigError
 from lmcache.protocol import messages as m
 from lmcache.server import Server
 from lmcache.startup import plan
-from lmcache.telemetry.otlp import LENGTH_BYTES
+from lmcache.telemetry.otlp_channel import write_message
 from polling import until
 from process.support import CALL_SECONDS, SmallEngine, server_within, unpack_slots
 
 pytest.importorskip("opentelemetry.sdk")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
 
-from support.otlp_receiver import a_receiver, a_silent_receiver
+from support.otlp_receiver import a_receiver, a_refusing_receiver, a_silent_receiver
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 EXPORTER_END_SECONDS = 60.0  # its imports included; each message alone takes its deadline of 5 s
+NO_ENDPOINTS = (
+    *("localhost:4317", "http://", "https://", "http://:4317", "http://localhost", "http://localhost:", "http://[::1:4317"),
+    *("http://localhost:99999", "http://localhost:0", "http://localhost:port", "http://local host:4317", "grpc://localhost:1"),
+    *("http://localhost:4318/v1/traces", "http://localhost:4317?a=b", "http://localhost:4317#a", "http://me:word@localhost:4317"),
+)
 RECEIVE_SECONDS = 60.0  # the exporter's process begins by importing what it needs
 
 
@@ -178,6 +182,35 @@ def test_a_receiver_that_hangs_or_is_gone_costs_nothing(dead: bool) -> None:
         assert time.monotonic() - started < 15
 
 
+def test_what_a_receiver_does_not_take_is_counted_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With room in the queue for all of it."""
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "300")
+    with (
+        a_refusing_receiver() as refusing,
+        server_within(otlp_endpoint=refusing, enable_tracing=True) as server,
+        SmallEngine(server.rpc.endpoint) as engine,
+    ):
+        a_request(engine)
+        until(lambda: sample(server, "lmcache_mp_otlp_dropped_spans_total") >= 5, RECEIVE_SECONDS)
+        until(lambda: sample(server, "lmcache_mp_otlp_failed_exports_total") >= 2, RECEIVE_SECONDS)
+        said = [record.getMessage() for record in caplog.records if "does not take spans or metrics" in record.msg]
+    assert len(said) == 1 and refusing in said[0] and "UNIMPLEMENTED" in said[0], said
+
+
+def test_spans_that_went_with_the_exporter_are_counted() -> None:
+    with (
+        a_silent_receiver() as silent,
+        server_within(otlp_endpoint=silent, enable_tracing=True) as server,
+        SmallEngine(server.rpc.endpoint) as engine,
+    ):
+        a_request(engine)
+        (exporter,) = until(exporters, RECEIVE_SECONDS)
+        os.kill(exporter, signal.SIGKILL)
+        until(lambda: sample(server, "lmcache_mp_otlp_dropped_spans_total"), RECEIVE_SECONDS)
+
+
 def test_lookups_beside_a_receiver_that_hangs_take_as_long_as_without() -> None:
     def seconds(engine: SmallEngine, name: str) -> float:
         started = time.perf_counter()
@@ -210,12 +243,13 @@ def test_lookups_beside_a_receiver_that_hangs_take_as_long_as_without() -> None:
 def test_the_exporters_process_ends_with_a_server_that_was_killed() -> None:
     """However many messages are in the pipe, for a receiver that takes none of them."""
     with a_silent_receiver() as silent:
-        messages = [{"endpoint": silent, "service.instance.id": ""}, *[{"offset": 0.0, "spans": []}] * 24]
+        settings = {"endpoint": silent, "service.instance.id": "", "started": 0.0}
+        messages: list[dict[str, Any]] = [settings, *[{"offset": 0.0, "spans": []}] * 24]
         command = [sys.executable, "-m", "lmcache.telemetry.otlp_process"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
             assert process.stdin is not None
-            for payload in map(msgspec.msgpack.encode, messages):
-                process.stdin.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+            for message in messages:
+                write_message(process.stdin, message)
             process.stdin.close()  # as the kernel does
             try:
                 assert process.wait(EXPORTER_END_SECONDS) == 1
@@ -238,16 +272,23 @@ def test_what_systemd_sends_to_all_processes_of_a_service_leaves_the_last_spans(
         assert exporters() == [exporter]
 
 
-def test_the_exporters_process_is_started_again() -> None:
+def test_the_exporters_process_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "300")
+    began = time.time()
     with (
         a_receiver() as receiver,
         server_within(otlp_endpoint=receiver.endpoint, enable_tracing=True) as server,
         SmallEngine(server.rpc.endpoint) as engine,
     ):
+        server_began = time.time()
         a_request(engine, request="before")
         until(lambda: receiver.named("request"), RECEIVE_SECONDS)
+        until(lambda: "lmcache_mp.lookups" in receiver.metrics, RECEIVE_SECONDS)
+        counted_from = receiver.metrics["lmcache_mp.lookups"].sum.data_points[0].start_time_unix_nano
+        assert began <= counted_from / 1e9 <= server_began, "counters count since the server's start"
         (exporter,) = exporters()
         os.kill(exporter, signal.SIGKILL)
+        receiver.metrics.clear()
         number = iter(range(1_000_000))
 
         def another_arrives() -> bool:
@@ -256,6 +297,8 @@ def test_the_exporters_process_is_started_again() -> None:
 
         until(another_arrives, RECEIVE_SECONDS)
         assert sample(server, "lmcache_mp_otlp_failed_exports_total")
+        until(lambda: "lmcache_mp.lookups" in receiver.metrics, RECEIVE_SECONDS)
+        assert receiver.metrics["lmcache_mp.lookups"].sum.data_points[0].start_time_unix_nano == counted_from
     assert not exporters(), "it ends with its server"
 
 
@@ -263,8 +306,11 @@ def test_what_cannot_work_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyP
     words = ["--l1-size-gb", "0.1", "--eviction-policy", "LRU"]
     with pytest.raises(ConfigError, match="--enable-tracing needs --otlp-endpoint"):
         plan([*words, "--enable-tracing"], {})
-    with pytest.raises(ConfigError, match="--otlp-endpoint must be http://"):
-        plan([*words, "--otlp-endpoint", "localhost:4317"], {})
+    for endpoint in NO_ENDPOINTS:
+        with pytest.raises(ConfigError, match="--otlp-endpoint must be http://"):
+            plan([*words, "--otlp-endpoint", endpoint], {})
+    for endpoint in ("http://localhost:4317", "http://[::1]:4317/", "https://collector.example"):
+        plan([*words, "--otlp-endpoint", endpoint], {}).discard()
     with pytest.raises(ConfigError, match="OTEL_METRIC_EXPORT_INTERVAL must be milliseconds"):
         plan([*words, "--otlp-endpoint", "http://localhost:4317"], {"OTEL_METRIC_EXPORT_INTERVAL": "often"})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -1,4 +1,5 @@
-"""Receivers of OpenTelemetry's protocol over gRPC: one that keeps what it gets, and one that never answers."""
+"""Receivers of OpenTelemetry's protocol over gRPC: one that keeps what it gets, one that refuses it, and one that
+never answers."""
 
 from __future__ import annotations
 
@@ -49,6 +50,18 @@ def a_receiver() -> Iterator[Receiver]:
     server.start()
     try:
         yield receiver
+    finally:
+        server.stop(None).wait()
+
+
+@contextmanager
+def a_refusing_receiver() -> Iterator[str]:
+    """Speaks gRPC and takes neither spans nor metrics; its endpoint."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield endpoint
     finally:
         server.stop(None).wait()
 

@@ -244,8 +244,8 @@ class EventBusMetrics(_Group):
 class OtlpMetrics(_Group):
     """The export to --otlp-endpoint."""
 
-    otlp_dropped_spans = _counter("Spans that were not exported: the queue was full, or the exporter away")
-    otlp_failed_exports = _counter("Exports of metrics that were not sent, and ends of the exporter")
+    otlp_dropped_spans = _counter("Spans that were not exported: the queue was full, the exporter away, or the receiver did not take them")
+    otlp_failed_exports = _counter("Exports of metrics that were not sent or that the receiver did not take, and ends of the exporter")
 
 
 class Metrics:

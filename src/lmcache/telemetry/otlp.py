@@ -1,37 +1,33 @@
 """Sends spans and metrics to an OpenTelemetry receiver, through a process of its own (otlp_process.py).
 
 The server imports nothing of OpenTelemetry, and a receiver that hangs or dies holds up a pipe that a thread of its own
-writes to. What cannot be sent is dropped and counted.
+writes to. What cannot be sent, or is not taken, is dropped, counted and said in the log.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
-import subprocess
-import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import msgspec
+from urllib.parse import urlsplit
 
 from lmcache.clock import Clock
 from lmcache.errors import ConfigError
 from lmcache.telemetry.batch_queue import BatchQueue
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import Metrics, OtlpMetrics
+from lmcache.telemetry.otlp_channel import STOP_SECONDS, ExporterProcess, Lost
 from lmcache.telemetry.tracing import Span
 
 log = logging.getLogger("lmcache.telemetry")
 
-LENGTH_BYTES = 4
 _MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
 _GATHER_SECONDS = 1.0
 _MAX_SPANS_A_MESSAGE = 512
 _FIRST_RESTART_SECONDS, _LAST_RESTART_SECONDS = 1.0, 60.0
-STOP_SECONDS = 2.0  # for what waits, when the server ends
+_STEADY_SECONDS = 60.0  # after a run of that length the pauses begin anew
 _INTERVAL_VARIABLE = "OTEL_METRIC_EXPORT_INTERVAL"  # milliseconds, as OpenTelemetry says
 _INTERVAL_MS = 60_000
 _MIN_INTERVAL_MS = 100
@@ -39,13 +35,25 @@ _MIN_INTERVAL_MS = 100
 
 def refuse_unusable(endpoint: str, environ: Mapping[str, str]) -> None:
     """ConfigError where `OtlpExporter` could not work."""
-    if not endpoint.startswith(("http://", "https://")):
+    if not _is_endpoint(endpoint):
         raise ConfigError(
             f"--otlp-endpoint must be http://HOST:PORT, or https:// with TLS, of a gRPC receiver; got {endpoint!r}."
         )
     if any(_is_missing(module) for module in _MODULES):
         raise ConfigError("--otlp-endpoint needs the OpenTelemetry SDK; install lmcache[otlp], or drop the option.")
     interval_seconds(environ)
+
+
+def _is_endpoint(text: str) -> bool:
+    """Of what else a URL may have, such as the path of a receiver over HTTP, the exporter would take no notice."""
+    try:
+        url = urlsplit(text)
+        has_port = url.port != 0 if url.port is not None else url.scheme == "https" and not url.netloc.endswith(":")
+    except ValueError:
+        return False
+    rest = url.path.removeprefix("/") + url.query + url.fragment
+    is_plain = text.isprintable() and not set(text) & set(" ?#@")
+    return url.scheme in ("http", "https") and bool(url.hostname) and has_port and not rest and is_plain
 
 
 def _is_missing(module: str) -> bool:
@@ -75,8 +83,13 @@ class OtlpExporter:
         queue_size: int,
         clock: Clock,
         metric_seconds: float,
+        start_process: Callable[[Mapping[str, Any], Lost], ExporterProcess] = ExporterProcess,
     ) -> None:
-        self._settings = {"endpoint": endpoint, "service.instance.id": service_instance_id}
+        self._settings = {
+            "endpoint": endpoint,
+            "service.instance.id": service_instance_id,
+            "started": clock.wall(),  # since when counters count: the exporter's process may be started later, and again
+        }
         self._registry = metrics
         self._metrics: OtlpMetrics = metrics.otlp
         self._clock = clock
@@ -85,9 +98,9 @@ class OtlpExporter:
         self._spans: BatchQueue[Span] = BatchQueue(self._send_spans, queue_size, "lmcache-otlp")
         self._metric_thread = threading.Thread(target=self._export_metrics, name="lmcache-otlp-metrics", daemon=True)
         self._writing = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._restart_at = 0.0
-        self._restart_seconds = _FIRST_RESTART_SECONDS
+        self._start_process = start_process
+        self._process: ExporterProcess | None = None
+        self._restart = RestartPause()
         self._log_limiter = LogLimiter(60.0, clock)
 
     def start(self) -> None:
@@ -104,82 +117,88 @@ class OtlpExporter:
         self._stopping.set()
         self._spans.stop(STOP_SECONDS)
         process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        closing = threading.Thread(target=_close_quietly, args=(process.stdin,), daemon=True)
-        closing.start()  # a pipe that is full may keep it
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_SECONDS)
+        if process is not None:
+            process.close()
 
     # ---- the queue's thread ------------------------------------------------------------------------------------------
     def _send_spans(self, spans: list[Span], dropped: int) -> None:
         offset = self._clock.wall() - self._clock.monotonic()
         for first in range(0, len(spans), _MAX_SPANS_A_MESSAGE):
             batch = spans[first : first + _MAX_SPANS_A_MESSAGE]
-            if not self._send({"offset": offset, "spans": [_packed(span) for span in batch]}):
-                self._metrics.otlp_dropped_spans.inc(len(batch))
+            self._send({"offset": offset, "spans": [_packed(span) for span in batch]}, len(batch))
         self._stopping.wait(_GATHER_SECONDS)  # so that spans go out by the hundred
 
     def _export_metrics(self) -> None:
         while not self._stopping.wait(self._metric_seconds):
             families = [_family(family) for family in self._registry.collect()]
-            if not self._send({"wall": self._clock.wall(), "metrics": families}):
-                self._metrics.otlp_failed_exports.inc()
+            self._send({"wall": self._clock.wall(), "metrics": families}, 0)
 
     # ---- the process -------------------------------------------------------------------------------------------------
-    def _send(self, message: Mapping[str, Any]) -> bool:
+    def _send(self, message: Mapping[str, Any], spans: int) -> None:
+        """`spans`: how many the message has, 0 for metrics."""
         with self._writing:
-            try:
-                process = self._running()
-                if process is None:
-                    return False
-                assert process.stdin is not None
-                payload = msgspec.msgpack.encode(message)
-                process.stdin.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
-                process.stdin.flush()
-            except (OSError, ValueError) as error:
-                self._gone(str(error))
-                return False
-            return True
+            process = self._running()
+            if process is None or not process.send(message, spans):
+                self._count_lost(spans)
 
-    def _running(self) -> subprocess.Popen[bytes] | None:
+    def _running(self) -> ExporterProcess | None:
         """None while one that ended is not to be started again yet."""
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        if self._process is not None:
-            self._gone(f"it ended with {self._process.returncode}")
         now = self._clock.monotonic()
-        if self._stopping.is_set() or now < self._restart_at:
+        if self._process is not None:
+            if not (reason := self._process.why_ended):
+                return self._process
+            self._process.kill()
+            self._process = None
+            self._restart.ended(now)
+            self._gone(reason)
+        if self._stopping.is_set() or not self._restart.due(now):
             return None
-        self._restart_at = now + self._restart_seconds
-        self._restart_seconds = min(2 * self._restart_seconds, _LAST_RESTART_SECONDS)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lmcache.telemetry.otlp_process"], stdin=subprocess.PIPE, start_new_session=True
-        )
-        assert process.stdin is not None
-        payload = msgspec.msgpack.encode(self._settings)
-        process.stdin.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
-        self._process = process
-        return process
+        self._restart.begun(now)
+        try:
+            self._process = self._start_process(self._settings, self._on_lost)
+        except OSError as error:
+            self._gone(str(error))
+        return self._process
 
     def _gone(self, reason: str) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            _close_quietly(process.stdin)
         self._metrics.otlp_failed_exports.inc()
-        if self._log_limiter.due():
+        if self._log_limiter.due("gone"):
             log.warning("The process that exports to --otlp-endpoint is gone (%s); it is started again", reason)
 
+    def _on_lost(self, spans: int, reason: str) -> None:
+        self._count_lost(spans)
+        if not self._stopping.is_set() and self._log_limiter.due("lost"):
+            log.warning(
+                "--otlp-endpoint %s does not take spans or metrics (%s); the metrics otlp_dropped_spans and "
+                "otlp_failed_exports count what is lost",
+                self._settings["endpoint"],
+                reason,
+            )
 
-def _close_quietly(stream: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        stream.close()
+    def _count_lost(self, spans: int) -> None:
+        if spans:
+            self._metrics.otlp_dropped_spans.inc(spans)
+        else:
+            self._metrics.otlp_failed_exports.inc()
+
+
+class RestartPause:
+    """Between two starts of a process that ends: it doubles, and begins anew after a run of _STEADY_SECONDS."""
+
+    def __init__(self) -> None:
+        self._begun_at = self._due_at = 0.0
+        self._pause_seconds = _FIRST_RESTART_SECONDS
+
+    def due(self, now: float) -> bool:
+        return now >= self._due_at
+
+    def begun(self, now: float) -> None:
+        self._begun_at, self._due_at = now, now + self._pause_seconds
+        self._pause_seconds = min(2 * self._pause_seconds, _LAST_RESTART_SECONDS)
+
+    def ended(self, now: float) -> None:
+        if now - self._begun_at >= _STEADY_SECONDS:
+            self._due_at, self._pause_seconds = now, _FIRST_RESTART_SECONDS
 
 
 def _packed(span: Span) -> Sequence[Any]:

@@ -1,11 +1,12 @@
 """`python -m lmcache.telemetry.otlp_process`: exports what a server writes to its standard input.
 
-Messages are a length (4 bytes, little-endian) and msgpack: first the settings, then spans or metrics. It ends with its
-input, so with the server. OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_HEADERS ...) are in force.
+Messages are a length (4 bytes, little-endian) and msgpack: first the settings, then spans or metrics, each answered the same
+way on its standard output, with what failed. It ends with its input, so with the server. OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_HEADERS ...) are in force.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -15,23 +16,24 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
-import msgspec
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.metrics import export as otel
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
-from lmcache.telemetry.otlp import LENGTH_BYTES, STOP_SECONDS
+from lmcache.telemetry.otlp_channel import STOP_SECONDS, read_messages, write_message
 
 PREFIX = "lmcache_mp_"
 _EXPORT_SECONDS = 5.0
 _NANOSECONDS = 1_000_000_000
 _SCOPE = InstrumentationScope("lmcache")
 _IDS = RandomIdGenerator()
+_MAX_FAILURE_CHARACTERS = 300
 _NICE = 10  # the server and the engines come first
 _CUMULATIVE = otel.AggregationTemporality.CUMULATIVE
 
@@ -44,15 +46,6 @@ def _end_after_the_server() -> None:
     poll.poll()
     threading.Event().wait(STOP_SECONDS)
     os._exit(1)
-
-
-def messages(stream: BinaryIO) -> Iterator[dict[str, Any]]:
-    while True:
-        length = stream.read(LENGTH_BYTES)
-        if len(length) < LENGTH_BYTES:
-            return
-        payload = stream.read(int.from_bytes(length, "little"))
-        yield msgspec.msgpack.decode(payload)
 
 
 def otel_name(name: str) -> str:
@@ -138,13 +131,35 @@ def _histogram_points(name: str, samples: Iterable[Any], started: int, now: int)
         )
 
 
+class _Failures(logging.Handler):
+    """Keeps what the library would log, for the server's log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.latest = ""
+        library = logging.getLogger("opentelemetry")
+        library.addHandler(self)
+        library.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.latest = " ".join(record.getMessage().split())[:_MAX_FAILURE_CHARACTERS]
+
+
+def _own_output() -> BinaryIO:
+    """Standard output for the answers alone: what libraries print goes to the server's standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers
+
+
 def main() -> int:
     os.nice(_NICE)
     for number in (signal.SIGINT, signal.SIGTERM):  # systemd sends it to all processes of a service
         signal.signal(number, signal.SIG_IGN)  # the server decides when this one ends
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # the server's metrics count what fails
+    failures = _Failures()
+    answers = _own_output()
     threading.Thread(target=_end_after_the_server, daemon=True).start()
-    received = messages(sys.stdin.buffer)
+    received = read_messages(sys.stdin.buffer)
     settings = next(received, None)
     if settings is None:
         return 0
@@ -153,13 +168,16 @@ def main() -> int:
     insecure = endpoint.startswith("http://")
     span_exporter = OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_SECONDS)
     metric_exporter = OTLPMetricExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_SECONDS)
-    started = 0
+    started = int(settings["started"] * _NANOSECONDS)
     for message in received:
+        failures.latest = ""
         if "spans" in message:
-            span_exporter.export(list(spans(message, resource)))
+            is_taken = span_exporter.export(list(spans(message, resource))) is SpanExportResult.SUCCESS
         else:
-            started = started or int(message["wall"] * _NANOSECONDS)
-            metric_exporter.export(metrics(message, resource, started))
+            result = metric_exporter.export(metrics(message, resource, started))
+            is_taken = result is otel.MetricExportResult.SUCCESS
+        with contextlib.suppress(BrokenPipeError):  # the server was killed
+            write_message(answers, {"failure": "" if is_taken else failures.latest or "it was not taken"})
     return 0
 
 

@@ -1,0 +1,111 @@
+"""The server's end of the process that exports (otlp_process.py): messages go to it, and it answers each with what became
+of it, so that nothing is lost uncounted."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+import msgspec
+
+LENGTH_BYTES = 4
+STOP_SECONDS = 2.0  # for what waits, when the server ends
+_ENDED = "the process that exports has ended"
+
+Lost = Callable[[int, str], object]  # how many spans, 0 for metrics; and why
+
+
+def write_message(stream: BinaryIO, message: Mapping[str, Any]) -> None:
+    payload = msgspec.msgpack.encode(message)
+    stream.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+    stream.flush()
+
+
+def read_messages(stream: BinaryIO) -> Iterator[dict[str, Any]]:
+    """Until the stream ends, also in the middle of a message."""
+    while True:
+        length = stream.read(LENGTH_BYTES)
+        payload = stream.read(int.from_bytes(length, "little"))
+        if len(length) < LENGTH_BYTES or len(payload) < int.from_bytes(length, "little"):
+            return
+        yield msgspec.msgpack.decode(payload)
+
+
+class ExporterProcess:
+    """Invariant: each message that `send` has taken is answered by the process, or lost; `lost` is told of it, on a thread
+    of its own. One thread sends at a time."""
+
+    def __init__(self, settings: Mapping[str, Any], lost: Lost) -> None:
+        """OSError when it cannot be started."""
+        command = [sys.executable, "-m", "lmcache.telemetry.otlp_process"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._unanswered: deque[int] = deque()  # the spans of each message; the pipe bounds them
+        self._has_ended = False
+        self._reading = threading.Thread(target=self._read, name="lmcache-otlp-answers", daemon=True)
+        self._reading.start()
+        self._write(settings)
+
+    @property
+    def why_ended(self) -> str:
+        """ "" while it runs."""
+        code = self._process.poll()
+        return "" if code is None else f"it ended with {code}"
+
+    def send(self, message: Mapping[str, Any], spans: int) -> bool:
+        """False when the process has ended, and the message is the caller's to count."""
+        with self._lock:
+            if self._has_ended:
+                return False
+            self._unanswered.append(spans)
+        self._write(message)
+        return True
+
+    def kill(self) -> None:
+        """Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        self._close_input()
+
+    def close(self) -> None:
+        """Lets it send what it has, and ends it after a moment."""
+        # A pipe that is full may keep whoever closes it.
+        threading.Thread(target=self._close_input, daemon=True).start()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_SECONDS)
+        self._reading.join(STOP_SECONDS)
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            write_message(self._process.stdin, message)  # type: ignore[arg-type]
+        except (OSError, ValueError):  # half a message may be in the pipe: nothing can follow it
+            self._process.kill()
+
+    def _close_input(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as answers:
+            for answer in read_messages(answers):  # type: ignore[arg-type]
+                spans = self._unanswered.popleft()
+                if answer["failure"]:
+                    self._lost(spans, answer["failure"])
+        with self._lock:
+            self._has_ended = True
+        for spans in self._unanswered:
+            self._lost(spans, _ENDED)
