@@ -32,6 +32,7 @@ class Quotas:
         self._limits = limits
         self._file = file
         self._lock = threading.Lock()  # so that the core, `limits` and the file agree
+        self._publishing = threading.Lock()  # not the former, which is held while the file is written
         if file is not None:
             for salt, limit_bytes in file.read().items():
                 self._set(salt, limit_bytes)
@@ -73,11 +74,10 @@ class Quotas:
 
     def publish(self, metrics: QuotaMetrics) -> None:
         """Brings the metrics up to date: the salts with a quota, at most MAX_LABEL_SETS of them."""
-        metrics.quota_limit_bytes.clear()
-        metrics.quota_usage_bytes.clear()
-        for salt, limit_bytes in sorted(self._limits.all().items())[:MAX_LABEL_SETS]:
-            metrics.quota_limit_bytes.labels(salt).set(limit_bytes)
-            metrics.quota_usage_bytes.labels(salt).set(self._core.usage_of(salt))
+        with self._publishing:
+            limits = dict(sorted(self._limits.all().items())[:MAX_LABEL_SETS])
+            metrics.quota_limit_bytes.replace(limits)
+            metrics.quota_usage_bytes.replace({salt: self._core.usage_of(salt) for salt in limits})
 
     def all(self) -> list[Quota]:
         """Of every salt that has a limit or holds something, by name."""

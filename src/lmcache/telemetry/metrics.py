@@ -7,7 +7,7 @@ Names follow OpenTelemetry's Prometheus rule: `lmcache_mp.lookup_hit`, counted i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -53,6 +53,19 @@ class BoundedCounter(Counter):
         return super().labels(*key)
 
 
+class SaltGauge(Gauge):
+    """A gauge of cache salts, all of which are set at once."""
+
+    def replace(self, values: Mapping[str, float]) -> None:
+        """Ends the series of other salts. Whoever reads meanwhile finds every salt that was there and stays. For one thread
+        at a time."""
+        for (salt,) in list(self._metrics):
+            if salt not in values:
+                self.remove(salt)
+        for salt, value in values.items():
+            self.labels(salt).set(value)
+
+
 class _WithoutSalts(CollectorRegistry):
     """Of these collectors those that have no series of cache salts."""
 
@@ -84,6 +97,10 @@ def _by_tenant(text: str, unit: str = "") -> Counter:
 
 def _gauge(text: str, *labels: str) -> Gauge:
     return _declared(Gauge, text, labels)
+
+
+def _by_salt(text: str) -> SaltGauge:
+    return _declared(SaltGauge, text, (SALT_LABEL,))
 
 
 def _ages(text: str) -> Histogram:
@@ -187,8 +204,8 @@ class L1Metrics(_Group):
 class QuotaMetrics(_Group):
     """Cache salts that have a quota."""
 
-    quota_limit_bytes = _gauge("Bytes that a cache salt may keep in L1", SALT_LABEL)
-    quota_usage_bytes = _gauge("Bytes that a cache salt takes in L1", SALT_LABEL)
+    quota_limit_bytes = _by_salt("Bytes that a cache salt may keep in L1")
+    quota_usage_bytes = _by_salt("Bytes that a cache salt takes in L1")
 
 
 class L2Metrics(_Group):

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -102,6 +102,29 @@ def test_quotas_are_metrics(http: TestClient, tier: Tier) -> None:
     assert metrics.registry.get_sample_value("lmcache_mp_quota_limit_bytes", of_a) == 2 * UNIT
     assert metrics.registry.get_sample_value("lmcache_mp_quota_usage_bytes", of_a) == UNIT
     assert 'cache_salt="b"' not in metrics.exposition().decode()
+
+
+def test_whoever_scrapes_while_quotas_are_brought_up_to_date_sees_them_all(tier: Tier) -> None:
+    metrics, scraped = Metrics(), []
+
+    class Core:
+        """Is asked for figures in the middle of it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tier.core, name)
+
+        def usage_of(self, salt: str) -> int:
+            scraped.append(metrics.exposition().decode())
+            return tier.core.usage_of(salt)
+
+    quotas = Quotas(cast(L1Core, Core()), tier.limits, enforced=True)
+    for number in range(20):
+        tier.limits.set(f"tenant-{number}", number)
+    quotas.publish(metrics.quotas)
+    scraped.clear()
+    quotas.publish(metrics.quotas)
+    names = ("quota_limit_bytes", "quota_usage_bytes")
+    assert {page.count(f"\nlmcache_mp_{name}{{") for page in scraped for name in names} == {20}
 
 
 def test_a_storm_of_listings_costs_as_much_as_a_few(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
