@@ -122,7 +122,8 @@ class LookupService:
             )
         # While it waits its hashes are held twice, once for the engine and once for the storage loop.
         session = self._sessions.grow(plan, 2 * total * CHUNK_HASH_BYTES + slots * SLOT_BYTES)
-        if self._tracer is not None and session.trace is None:
+        if self._tracer is not None and not session.trace_is_drawn:
+            session.trace_is_drawn = True
             session.trace = self._tracer.begin(message.request_id, message.trace_parent)
         query = _Query(
             instance, session, tenant.counters, session.chain.hashes, total, namespaces, message.resumed, started

@@ -56,6 +56,7 @@ class Session:
         "prefix",
         "request_id",
         "trace",
+        "trace_is_drawn",
     )
 
     def __init__(self, request_id: str, chain: TokenChain | NamedKeys) -> None:
@@ -63,6 +64,7 @@ class Session:
         self.chain = chain
         self.prefix: LeasedPrefix | None = None
         self.trace: Trace | None = None
+        self.trace_is_drawn = False  # whether it was decided: one draw a request, however often it is looked up
         self.leased_at = 0.0  # when it got that
         self.counted: CountedLookup | None = None  # None: no lookup was answered
         self.cancel_lookup: Callable[[], None] | None = None  # while a lookup waits for L2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,10 +28,12 @@ from lmcache.service.socket_copies import SocketCopies
 from lmcache.service.socket_frames import SocketFrameService
 from lmcache.service.stores import StoreService
 from lmcache.telemetry.metrics import Metrics
+from lmcache.telemetry.tracing import Span, Tracer
 from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
 from lmcache.transport.deferred import Deferred
 from lmcache.transport.timers import Timer
 from manual_clock import ManualClock
+from seeds import SEED
 
 CHUNK_TOKENS = 4
 PAYLOAD_BYTES = 4096
@@ -122,7 +125,16 @@ class CopyThread:
 
 
 class Service:
-    def __init__(self, l1: L1Store, clock: ManualClock, metrics: Metrics, *, with_l2: bool, events: Any = None) -> None:
+    def __init__(
+        self,
+        l1: L1Store,
+        clock: ManualClock,
+        metrics: Metrics,
+        *,
+        with_l2: bool,
+        events: Any = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.l1 = l1
         self.clock = clock
         self.metrics = metrics
@@ -138,6 +150,7 @@ class Service:
             loop=self.loop,  # type: ignore[arg-type]
             storage=self.storage,  # type: ignore[arg-type]
             events=events,
+            tracer=tracer,
             metrics=metrics.service,
             clock=clock,
         )
@@ -238,7 +251,12 @@ def has_answer(deferred: object) -> bool:
 
 @contextlib.contextmanager
 def a_service(
-    *, with_l2: bool = False, capacity_bytes: int = 64 * FRAME_BYTES, events: Any = None
+    *,
+    with_l2: bool = False,
+    capacity_bytes: int = 64 * FRAME_BYTES,
+    events: Any = None,
+    put_span: Callable[[Span], object] | None = None,
+    sample_rate: float = 1.0,
 ) -> Iterator[Service]:
     """Whatever the test did: at its end every engine leaves, and nothing may be held any more."""
     clock, metrics = ManualClock(), Metrics()
@@ -250,7 +268,8 @@ def a_service(
         clock=clock,
     )
     try:
-        service = Service(l1, clock, metrics, with_l2=with_l2, events=events)
+        tracer = Tracer(put_span, sample_rate=sample_rate, clock=clock, rng=random.Random(SEED)) if put_span else None
+        service = Service(l1, clock, metrics, with_l2=with_l2, events=events, tracer=tracer)
         yield service
         service.sessions.check()
         for instance in list(service.registry.instances.values()):

@@ -1,3 +1,4 @@
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from lmcache.errors import AdapterError, RemoteError
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.service import lookup as lookup_module
+from lmcache.telemetry.tracing import Span
 from lmcache.tiering.prefetch import PrefetchResult
 from lmcache.transport.deferred import Deferred
 from unit.service.support import CHUNK_TOKENS, LEASE_TTL, Service, a_service, chunks, has_answer, slots
@@ -68,6 +70,19 @@ def test_a_hit_is_leased_and_released_once(service: Service) -> None:
         service.lookups.release(m.Release("engine", reply.lease))
         assert service.stat("leases") == 0
     assert service.sample("num_submitted_retrieves_total") == service.sample("num_finished_retrieves_total") == 1
+
+
+def test_a_request_is_sampled_once_however_often_it_is_looked_up() -> None:
+    spans: list[Span] = []
+    with a_service(put_span=spans.append, sample_rate=0.1) as service:
+        service.register()
+        for number in range(300):
+            for _ in range(10):
+                service.lookup(f"r{number}", chunks(1))
+            service.end(f"r{number}")
+    names = Counter(span.name for span in spans)
+    assert 5 <= names["request"] <= 70  # of 300 at a rate of 0.1: 30, with a standard deviation of 5
+    assert names["mp.lookup_prefetch"] == 10 * names["request"]
 
 
 def test_the_longest_prefix_hits_and_the_reason_is_reported(service: Service) -> None:
