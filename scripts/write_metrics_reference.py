@@ -8,10 +8,11 @@ import sys
 from prometheus_client.metrics import MetricWrapperBase
 
 from lmcache.core.outcome import MissReason
-from lmcache.telemetry.metrics import PREFIX, Metrics
+from lmcache.telemetry.history import MAX_HISTORY_TENANTS
+from lmcache.telemetry.metrics import MAX_LABEL_SETS, MAX_MODELS_BEYOND, PREFIX, Metrics
 from reference_pages import write_or_check
 
-BEGINNING = """# Metrics
+BEGINNING = f"""# Metrics
 
 `GET /metrics` on the HTTP port, and on `--prometheus-port`, gives them in the Prometheus text format. `--otlp-endpoint`
 sends the same to an OpenTelemetry receiver, where `lmcache_mp_` is `lmcache_mp.`, units are in UCUM and counters have
@@ -20,6 +21,10 @@ second. A histogram `NAME` has the series `NAME_bucket`, `NAME_sum` and `NAME_co
 
 A request counts once in `lookups`, `lookup_requested`, `lookup_hit` and `misses`, however often an engine asks about
 it: with its longest lookup and the best answer before it ran.
+
+Figures with `model_name` and `cache_salt` have a series for each of the first {MAX_LABEL_SETS:,} pairs since the start. Later salts share
+`_other`, one for each model, until the server starts again; beyond {MAX_MODELS_BEYOND} models more, new models do, too. Nothing is left
+out of the sums. `GET /metrics/history`, and so the dashboard, tells the first {MAX_HISTORY_TENANTS} models and the first {MAX_HISTORY_TENANTS} salts apart.
 
 This page is made from the sources by `scripts/write_metrics_reference.py`.
 """
@@ -69,7 +74,9 @@ def text() -> str:
 
 
 def _title(group: object) -> str:
-    return (type(group).__doc__ or "Faults").strip().rstrip(".")
+    title = type(group).__doc__
+    assert title is not None, f"{type(group).__name__} needs a docstring: it is the title of its section"
+    return title.strip().rstrip(".")
 
 
 def _row(metric: MetricWrapperBase) -> str:

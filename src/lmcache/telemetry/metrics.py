@@ -31,7 +31,10 @@ T = TypeVar("T")
 PREFIX = "lmcache_mp_"
 SALT_LABEL = "cache_salt"
 OVERFLOW_LABEL = "_other"
-MAX_LABEL_SETS = 1024  # tenants and models come from outside: beyond this many pairs they share one series
+# Tenants and models come from outside: beyond this many pairs new tenants share a series of their model, and beyond that
+# many models more new models share one, too.
+MAX_LABEL_SETS = 1024
+MAX_MODELS_BEYOND = 64
 
 _ADAPTER = ("l2_name",)
 _TIERS = ("l1", "l2", "socket")
@@ -44,12 +47,16 @@ _AGE_BUCKETS_SECONDS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 
 
 
 class BoundedCounter(Counter):
-    """A counter whose label values come from requests. Label sets beyond MAX_LABEL_SETS are counted under `_other`."""
+    """A counter whose label values, a model and a cache salt, come from requests. Pairs beyond MAX_LABEL_SETS are counted
+    under `_other` in place of the salt, and beyond MAX_MODELS_BEYOND of those in place of the model, too."""
 
     def labels(self, *labelvalues: object, **labelkwargs: object) -> BoundedCounter:
         key = tuple(map(str, labelvalues)) or tuple(str(labelkwargs[name]) for name in self._labelnames)
         if key not in self._metrics and len(self._metrics) >= MAX_LABEL_SETS:
-            key = (OVERFLOW_LABEL,) * len(key)
+            model, _ = key
+            key = (model, OVERFLOW_LABEL)
+            if key not in self._metrics and len(self._metrics) >= MAX_LABEL_SETS + MAX_MODELS_BEYOND:
+                key = (OVERFLOW_LABEL, OVERFLOW_LABEL)
         return super().labels(*key)
 
 
@@ -253,6 +260,8 @@ class L2Metrics(_Group):
 
 
 class EventBusMetrics(_Group):
+    """Events, such as those that the log of lookups is made from."""
+
     event_bus_queue_depth = _gauge("Events waiting for their subscribers")
     event_bus_dropped_events = _counter("Events dropped at a full queue")
     event_bus_subscriber_exceptions = _counter("Faults raised by a subscriber", "subscriber_name")

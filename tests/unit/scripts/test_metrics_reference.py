@@ -22,6 +22,12 @@ def test_what_is_made_from_the_declarations_is_current(script: str) -> None:
     assert done.returncode == 0, f"run scripts/{script}"
 
 
+def test_each_section_of_the_reference_has_a_title_of_its_own() -> None:
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    titles = [line for line in page.splitlines() if line.startswith("## ")]
+    assert len(titles) == len(set(titles)), titles
+
+
 def test_the_dashboard_shows_every_metric() -> None:
     shown = set(re.findall(r"lmcache_mp_\w+", (ROOT / "deploy" / "grafana" / "lmcache.json").read_text()))
     assert len(NAMES) > 80

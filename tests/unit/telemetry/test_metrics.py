@@ -9,7 +9,7 @@ from collections.abc import Callable
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache.telemetry.metrics import MAX_LABEL_SETS, Metrics
+from lmcache.telemetry.metrics import MAX_LABEL_SETS, MAX_MODELS_BEYOND, OVERFLOW_LABEL, Metrics
 
 DOCUMENTED = """
 l1_read_chunks_total l1_write_chunks_total l1_evicted_chunks_total l1_memory_usage_bytes l1_usage_ratio
@@ -83,6 +83,22 @@ def test_labels_from_requests_are_bounded_and_nothing_is_lost() -> None:
     assert len(lines) == MAX_LABEL_SETS + 1
     assert 'lmcache_mp_lookups_total{cache_salt="salt-0",model_name="m"} 2.0' in lines
     assert samples(metrics)["lmcache_mp_lookups_total"] == MAX_LABEL_SETS + 501
+
+
+def test_models_stay_apart_however_many_salts_there_were() -> None:
+    metrics = Metrics()
+    for number in range(MAX_LABEL_SETS):
+        metrics.service.lookups.labels("m", f"salt-{number}").inc()
+    for number in range(MAX_MODELS_BEYOND + 10):
+        for salt in ("late", "later"):
+            metrics.service.lookups.labels(f"m-{number}", salt).inc()
+
+    def value(model: str) -> float | None:
+        labels = {"model_name": model, "cache_salt": OVERFLOW_LABEL}
+        return metrics.registry.get_sample_value("lmcache_mp_lookups_total", labels)
+
+    assert {value(f"m-{number}") for number in range(MAX_MODELS_BEYOND)} == {2}
+    assert value(OVERFLOW_LABEL) == 2 * 10
 
 
 def test_disabled_metrics_work_and_expose_nothing() -> None:
