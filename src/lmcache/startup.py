@@ -91,7 +91,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
         limits_salts=any(config.eviction_policy == "IsolatedLRU" for config in configs),
     )
     server_notes = notes(loaded, environ, l2)
-    server_notes += open_secrets(loaded.config)
+    server_notes += open_secrets(loaded.config) + _missing_folders(loaded.config)
     return Plan(
         loaded, adapters, store_policy, prefetch_policy, server_notes + _shared_folders(configs) + adapter_notes
     )
@@ -122,6 +122,12 @@ def open_secrets(config: ServerConfig) -> list[str]:
                     f"{flag(name)} {path} is open to everybody on this machine (mode {mode:04o}): chmod 600 it."
                 )
     return found
+
+
+def _missing_folders(config: ServerConfig) -> list[str]:
+    if config.disable_http or not config.tokenizer_dir or os.path.isdir(config.tokenizer_dir):
+        return []
+    return [f"--tokenizer-dir {config.tokenizer_dir} is no folder: over HTTP text is refused until it is one."]
 
 
 def _shared_folders(configs: Sequence[AdapterConfig]) -> list[str]:

@@ -61,6 +61,14 @@ def test_secrets_that_everybody_can_read_are_noted(tmp_path: Path) -> None:
     assert f"--admin-token-file {token} is open to everybody on this machine (mode 0602)" in planned.notes[0]
 
 
+def test_a_folder_of_tokenizers_that_is_not_there_is_noted(tmp_path: Path) -> None:
+    options = [*OPTIONS, "--tokenizer-dir", str(tmp_path / "models")]
+    (note,) = startup.plan(options, {}).notes
+    assert note == f"--tokenizer-dir {tmp_path}/models is no folder: over HTTP text is refused until it is one."
+    (tmp_path / "models").mkdir()
+    assert startup.plan(options, {}).notes == []
+
+
 def test_a_buffer_in_front_of_l2_has_a_watermark(tmp_path: Path) -> None:
     """What no adapter took makes room there, although the policy evicts nothing."""
     adapter = json.dumps({"type": "fs", "base_path": str(tmp_path / "l2")})

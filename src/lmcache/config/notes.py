@@ -11,7 +11,6 @@ from lmcache.config.spec import ServerConfig, flag, options
 from lmcache.core.address import socket_path
 
 _LOOKUP_LOG = (
-    "event_bus_queue_size",
     "lookup_hash_log_rotation_interval",
     "lookup_hash_log_rotation_max_size",
     "lookup_hash_log_max_files",
@@ -76,13 +75,31 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
     if config.eviction_policy != "IsolatedLRU" and not l2.limits_salts:
         yield ("quota_file",), f"--eviction-policy {config.eviction_policy} knows no quotas; use IsolatedLRU"
     if not config.metrics_enabled:
-        yield ("prometheus_port", "metrics_sample_rate", "service_instance_id"), "metrics are off"
+        yield ("prometheus_port", "metrics_sample_rate"), "metrics are off"
     if config.disable_http:
         yield _HTTP, "there is no HTTP listener (--disable-http)"
+        if not config.zmq_curve_server_key_file:
+            yield ("audit_log",), "nothing can be changed: there is neither an HTTP listener nor CURVE"
     if not config.lookup_hash_log_dir:
         yield _LOOKUP_LOG, "there is no --lookup-hash-log-dir"
+    if not config.runtime_plugin_locations:
+        yield ("runtime_plugin_config",), "there is no --runtime-plugin-locations"
     if config.disable_observability:
-        yield ("disable_metrics", "disable_logging"), "--disable-observability covers it"
+        covered = ("disable_metrics", "disable_logging", "enable_tracing", "otlp_endpoint", "trace_sample_rate")
+        yield covered, "--disable-observability covers it"
+    yield from _idle_of_telemetry(config)
+
+
+def _idle_of_telemetry(config: ServerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    traces = config.enable_tracing and not config.disable_observability
+    if not traces and not config.lookup_hash_log_dir:
+        yield ("event_bus_queue_size",), "there is neither --lookup-hash-log-dir nor tracing"
+    if not traces and not config.metrics_enabled:
+        yield ("service_instance_id",), "metrics are off"
+    if not traces and not config.disable_observability:
+        yield ("trace_sample_rate",), "there is no --enable-tracing"
+        if not config.metrics_enabled:
+            yield ("otlp_endpoint",), "metrics are off, and there is no --enable-tracing"
 
 
 def _odd(config: ServerConfig, environ: Mapping[str, str], l2: L2Traits) -> Iterator[str]:

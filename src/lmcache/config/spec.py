@@ -212,7 +212,7 @@ class ServerConfig:
     event_bus_queue_size: int = _option(
         Whole(unit="events", minimum=1, maximum=10_000_000),
         10_000,
-        "events kept for the logs; more are dropped, counted",
+        "events kept for the log of lookups, and spans for --otlp-endpoint; more are dropped, counted",
     )
     metrics_sample_rate: float = _option(
         Number(minimum=0, maximum=1, shown_as="FRACTION"),

@@ -348,6 +348,7 @@ def test_what_a_file_that_cannot_be_read_may_hold_is_not_asked_for() -> None:
     assert "No such file" in sentence
 
 
+TRACING = ("--enable-tracing", "--otlp-endpoint", "http://localhost:4317")
 VERIFIES = L2Traits(verifies_loads=True)
 
 
@@ -386,7 +387,20 @@ def notes_on(*argv: str, environ: dict[str, str] | None = None, l2: L2Traits = V
             ["--disable-observability", "--disable-logging"],
             "--disable-logging has no effect: --disable-observability cov",
         ),
-        (["--event-bus-queue-size", "5"], "--event-bus-queue-size has no effect: there is no --lookup-hash-log-dir."),
+        (["--disable-observability", *TRACING], "--enable-tracing has no effect: --disable-observability covers it."),
+        (["--disable-observability", *TRACING], "--otlp-endpoint has no effect: --disable-observability covers it."),
+        (
+            ["--disable-observability", "--trace-sample-rate", "0.5"],
+            "--trace-sample-rate has no effect: --disable-observability covers it.",
+        ),
+        (
+            ["--disable-metrics", "--otlp-endpoint", "http://localhost:4317"],
+            "--otlp-endpoint has no effect: metrics are off, and there is no --enable-tracing.",
+        ),
+        (["--trace-sample-rate", "0.5"], "--trace-sample-rate has no effect: there is no --enable-tracing."),
+        (["--runtime-plugin-config", '{"a": 1}'], "--runtime-plugin-config has no effect: there is no --runtime-plugin-l"),
+        (["--disable-http", "--audit-log", "/a"], "--audit-log has no effect: nothing can be changed: there is neither"),
+        (["--event-bus-queue-size", "5"], "--event-bus-queue-size has no effect: there is neither --lookup-hash-log-dir"),
         (["--lookup-hash-log-max-files", "5"], "--lookup-hash-log-max-files has no effect"),
         (["--lookup-hash-log-rotation-interval", "5"], "--lookup-hash-log-rotation-interval has no effect"),
         (["--lookup-hash-log-rotation-max-size", "5000"], "--lookup-hash-log-rotation-max-size has no effect"),
@@ -415,6 +429,9 @@ def test_notes_are_only_about_what_was_given() -> None:
         == []
     )
     assert notes_on("--max-workers", "2", "--l2-adapter", ADAPTER) == []
+    assert notes_on(*TRACING, "--event-bus-queue-size", "5", "--trace-sample-rate", "0.5") == []
+    assert notes_on(*TRACING, "--disable-metrics", "--service-instance-id", "me") == []
+    assert notes_on("--lookup-hash-log-dir", "/l", "--event-bus-queue-size", "5") == []
     (note,) = notes_on("--max-workers", "2", "--l2-adapter", ADAPTER, l2=L2Traits())
     assert "every --l2-adapter verifies on its own threads" in note
     assert notes_on("--hash-algorithm", "builtin", environ={"PYTHONHASHSEED": "0"}) == []
