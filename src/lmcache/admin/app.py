@@ -101,15 +101,18 @@ def _endpoint(operation: Operation, context: AdminContext) -> Callable[[Request]
             outcome = GONE
             raise
         finally:
-            detail = {**request.path_params, **_summary(getattr(request.state, "body", None))}
+            detail = {**request.path_params, **_summary(*getattr(request.state, "asked", ()))}
             record(operation.action, caller_of(request), detail, outcome)
 
     return audited if operation.access is Access.CHANGE else answer
 
 
-def _summary(body: msgspec.Struct | None) -> dict[str, Any]:
-    """What was asked for, without long lists."""
-    given = msgspec.structs.asdict(body) if body is not None else {}
+def _summary(query: msgspec.Struct | None = None, body: msgspec.Struct | None = None) -> dict[str, Any]:
+    """What was asked for, without long lists. Of what both may say, the body counts where it says something."""
+    given: dict[str, Any] = {}
+    for part in (query, body):
+        named = msgspec.structs.asdict(part) if part is not None else {}
+        given.update({name: value for name, value in named.items() if value or name not in given})
     return {
         name: f"{len(value)} of them" if isinstance(value, (list, str)) and len(value) > _AUDITED_ITEMS else value
         for name, value in given.items()

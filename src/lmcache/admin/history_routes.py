@@ -57,4 +57,6 @@ async def keep_history(context: AdminContext) -> None:
             await context.figures(context.history.sample)
         except LMCacheError as error:  # a part did not answer: the history has a gap
             logger.debug("No sample of the metrics was taken: %s", error)
+        except Exception:  # the root of the task: the next sample may be taken
+            logger.exception("No sample of the metrics was taken, by a fault")
         await asyncio.sleep(context.history.interval_seconds)

@@ -76,7 +76,7 @@ class AdminContext:
             body = await _body(request, operation) if operation.body else None
         except ConfigError as error:
             raise HTTPException(400, " ".join(error.problems)) from None
-        request.state.body = body  # for the audit
+        request.state.asked = (query, body)  # for the audit
         return Call(request, body, query, may_read_salts(request, token))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.testclient import TestClient
@@ -14,7 +16,10 @@ from starlette.testclient import TestClient
 from lmcache.admin import dashboard_files
 from lmcache.admin.app import build_app
 from lmcache.admin.audit import AuditLog
+from lmcache.admin.history_routes import keep_history
+from lmcache.admin.requests import AdminContext
 from lmcache.config.spec import ServerConfig
+from lmcache.errors import ServerUnavailable
 from lmcache.telemetry.metrics import Metrics
 from manual_clock import ManualClock
 
@@ -126,6 +131,33 @@ def test_salts_of_the_history_are_digests_for_those_who_may_not_read_them() -> N
     assert salts(sampled(metrics, "192.0.2.1", {"Authorization": f"Bearer {TOKEN}"})) == {"alice"}
     (digest,) = salts(sampled(metrics, "192.0.2.1"))
     assert digest != "alice" and len(digest) >= 8
+
+
+def test_the_history_goes_on_after_whatever_a_sample_raised(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes: list[BaseException] = [ServerUnavailable("no answer"), RuntimeError("nobody expects this"), EOFError()]
+    taken: list[float] = []
+
+    def sample() -> None:
+        if outcomes:
+            raise outcomes.pop(0)
+        taken.append(1.0)
+
+    async def samples() -> None:
+        async def figures(compute: Callable[[], None]) -> None:
+            compute()
+
+        history = SimpleNamespace(sample=sample, interval_seconds=0)
+        state = SimpleNamespace(metrics=SimpleNamespace(enabled=True))
+        context = SimpleNamespace(state=state, history=history, figures=figures)
+        keeping = asyncio.create_task(keep_history(cast(AdminContext, context)))
+        while not taken and not keeping.done():
+            await asyncio.sleep(0)
+        keeping.cancel()
+
+    asyncio.run(samples())
+    assert taken
+    said = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(said) == 2 and all(record.exc_info for record in said)
 
 
 def test_without_metrics_there_is_no_history() -> None:

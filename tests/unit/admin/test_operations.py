@@ -22,6 +22,7 @@ from lmcache.admin.requests import AdminContext
 from lmcache.admin.server_routes import HealthCheck
 from lmcache.config.spec import ServerConfig
 from lmcache.core.limits import MAX_AUDIT_REFUSALS_AT_ONCE
+from lmcache.telemetry import logs
 from lmcache.telemetry.metrics import Metrics
 from manual_clock import ManualClock
 
@@ -161,6 +162,29 @@ def test_changes_are_recorded_and_so_are_refused_ones(tmp_path: Path) -> None:
     assert (cleared["action"], cleared["detail"]) == ("cache.clear", {"tier": "all", "force": False})
     assert cleared["outcome"] == "ok" and "admin token" in refused["outcome"]
     assert (quota["action"], quota["detail"]) == ("quota.delete", {"cache_salt": "alice"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "level"),
+    [
+        ({"params": {"level": "debug"}}, "debug"),
+        ({"json": {"level": "warning"}}, "warning"),
+        ({"params": {"level": "debug"}, "json": {"level": "warning"}}, "warning"),
+    ],
+)
+def test_a_change_that_is_asked_for_in_the_query_is_recorded_as_it_was(
+    tmp_path: Path, asked: dict[str, Any], level: str
+) -> None:
+    log, before = AuditLog(str(tmp_path / "audit.jsonl"), ManualClock()), logs.current_level()
+    app = build_app(state(audit_log=log), lambda: TOKEN)
+    try:
+        with TestClient(app, client=("127.0.0.1", 4), base_url="http://localhost") as http:
+            assert http.put("/loglevel", **asked).json() == {"level": level.upper()}
+    finally:
+        logs.set_level(before)
+        app.state.close()
+        log.close()
+    assert json.loads((tmp_path / "audit.jsonl").read_text())["detail"] == {"level": level}
 
 
 def test_refused_changes_do_not_fill_the_audit_log(tmp_path: Path) -> None:
