@@ -20,9 +20,10 @@ from lmcache.core.limits import GIB
 from lmcache.errors import ConfigError
 from lmcache.testing.processes import CacheServer, free_port
 from polling import until
-from process.support import NO_SLOT, SmallEngine, server_within, split, unpack_slots
+from process.support import CALL_SECONDS, NO_SLOT, SmallEngine, server_within, split, unpack_slots
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "documented-commands.md"
+ELSEWHERE = "127.0.0.2"
 FRAME_BYTES = 8192
 FRAMES = 100
 OF_FRAMES = FRAMES * FRAME_BYTES / GIB
@@ -59,10 +60,10 @@ def test_where_it_listens_and_how_chunks_are_named_and_placed(tmp_path: Path) ->
     prometheus = free_port()
     options = ("--chunk-size", "512", "--hash-algorithm", "sha256_cbor", "--l1-align-bytes", "65536")
     with (
-        ready(tmp_path / "one", *options, "--prometheus-port", str(prometheus), l1_size_gb=0.0625) as server,
+        ready(tmp_path / "one", *options, "--prometheus-port", str(prometheus), l1_size_gb=0.0625, host=ELSEWHERE) as server,
         ready(tmp_path / "other") as other,
     ):
-        with SmallEngine(server.port) as engine, SmallEngine(other.port) as plain:
+        with SmallEngine(f"tcp://{ELSEWHERE}:{server.port}") as engine, SmallEngine(other.port) as plain:
             for asked, tokens, algorithm, align in (
                 (engine, 512, "sha256_cbor", 65536),
                 (plain, 256, "blake3", 4096),
@@ -79,8 +80,9 @@ def test_where_it_listens_and_how_chunks_are_named_and_placed(tmp_path: Path) ->
         status, text = server.ask(prometheus, "GET", "/metrics")
         assert status == 200 and "lmcache_mp_lookups_total" in str(text)
         assert server.ask(prometheus, "GET", "/status")[0] == 404
-        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", server.port), 5.0):
-            pass  # --host is 127.0.0.1
+        for host, port in (("127.0.0.1", server.port), (ELSEWHERE, other.port)):  # without --host it is 127.0.0.1
+            with pytest.raises(ConnectionRefusedError), socket.create_connection((host, port), CALL_SECONDS):
+                pass
 
 
 @shows("--l1-size-gb", "--l1-use-lazy", "--l1-init-size-gb")

@@ -7,7 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +24,13 @@ from process.support import SmallEngine
 from services import need_package, nixl
 from services.azurite import Azurite
 from services.mooncake import Master
-from services.network import in_own_network, with_files
+from services.network import Network, in_own_network, with_files
 from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, Credentials, SeaweedFS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "documented-commands.md"
 PLAIN = "lmcache server --l1-size-gb 100 --eviction-policy LRU"
 MODULE = "python3 -m lmcache.v1.multiprocess.server"
+ELSEWHERE = "127.0.0.2"
 DEADLINE_SECONDS = 60.0
 DEVICE_BYTES = 320 << 20  # the table of a raw device has 256 MiB
 CONTAINER = "cache"
@@ -50,6 +51,7 @@ ROWS = [
     if match
 ]
 SERVERS = [row for row in ROWS if row.comes.startswith("runs")]
+RUNS = [row for row in SERVERS if row.comes == "runs"]
 REFUSED = [row for row in ROWS if row.comes.startswith("says ")]
 KEYS_ONLY = [row for row in ROWS if row.comes == "takes the keys"]
 
@@ -86,8 +88,6 @@ def fitted(command: str, folder: Path) -> tuple[dict[str, str], list[str]]:
         command = command.replace(old, new)
     for flag, size in (("--l1-size-gb", "0.05"), ("--l1-init-size-gb", "0.01")):
         command = re.sub(rf"{flag} \d+", f"{flag} {size}", command)
-    command = re.sub(r"--host 0.0.0.0 --port \d+", "", command)
-    command = re.sub(r"--prometheus-port \d+", "", command)
     words = shlex.split(command)
     environment = {}
     while "=" in words[0]:
@@ -107,18 +107,27 @@ def nursery() -> Iterator[Nursery]:
     nursery.close()
 
 
-def with_server(nursery: Nursery, row: Row, folder: Path, environment: Mapping[str, str]) -> str:
-    """Starts it, stores and finds every byte again, and stops it: its log."""
+def with_server(
+    nursery: Nursery,
+    row: Row,
+    folder: Path,
+    environment: Mapping[str, str],
+    watch: Callable[[Sequence[str]], None] = lambda words: None,
+) -> str:
+    """Starts it with all that the line says, stores and finds every byte again, and stops it: its log. `watch` is given
+    the words before it ends."""
     own, words = fitted(row.command, folder)
-    port, http_port = free_port(), free_port()
-    shm = f"lmcache-test-{os.getpid()}-{port}"
-    words += ["--host", LOOPBACK, "--port", str(port), "--http-host", LOOPBACK, "--http-port", str(http_port)]
-    words += ["--prometheus-port", str(free_port()), "--shm-name", shm]
+    places = {"--host": LOOPBACK, "--port": str(free_port()), "--http-host": LOOPBACK, "--http-port": str(free_port())}
+    places["--prometheus-port"] = str(free_port())
+    words += [word for flag, value in places.items() if flag not in words for word in (flag, value)]
+    port, http_port = int(value_of("--port", words)), int(value_of("--http-port", words))
+    host = LOOPBACK if value_of("--host", words) == LOOPBACK else ELSEWHERE
+    words += ["--shm-name", f"lmcache-test-{os.getpid()}-{port}"]
     log = folder / "server.log"
     pid = nursery.start(words, log, {**environment, **own})
     try:
         until(lambda: "is ready" in log.read_text() if log.exists() else False, DEADLINE_SECONDS, tell=log.read_text)
-        with SmallEngine(port) as engine:
+        with SmallEngine(f"tcp://{host}:{port}") as engine:
             tokens = engine.tokens(1, 2, 3)
             assert engine.store(tokens) == 3
             if "--l2-adapter" in words:
@@ -130,11 +139,16 @@ def with_server(nursery: Nursery, row: Row, folder: Path, environment: Mapping[s
             reply = engine.lookup("again", tokens)
             assert reply.chunks == 3 and engine.read(reply)
             engine.end("again")
+        watch(words)
     finally:
         os.kill(pid, signal.SIGTERM)
         code = nursery.wait(pid)
     assert code == 0, log.read_text()
     return log.read_text()
+
+
+def value_of(flag: str, words: Sequence[str]) -> str:
+    return words[words.index(flag) + 1]
 
 
 def test_the_table_has_every_kind_of_row() -> None:
@@ -143,7 +157,7 @@ def test_the_table_has_every_kind_of_row() -> None:
     assert all(set(row.documents.split()) <= set("NSFC") for row in ROWS)
 
 
-@pytest.mark.parametrize("row", [row for row in SERVERS if row.comes == "runs"], ids=name_of)
+@pytest.mark.parametrize("row", [row for row in RUNS if "--host" not in row.command], ids=name_of)
 def test_it_runs(nursery: Nursery, row: Row, tmp_path: Path) -> None:
     if '"nixl' in row.command:
         nixl.need()
@@ -153,6 +167,44 @@ def test_it_runs(nursery: Nursery, row: Row, tmp_path: Path) -> None:
             assert f"LMCache DEBUG: {line}" in log
     if '"persist_enabled": false' in row.command:
         assert not list((tmp_path / "data").rglob("*.data"))
+
+
+@pytest.mark.parametrize("row", [row for row in RUNS if "--host" in row.command], ids=name_of)
+def test_it_runs_on_all_addresses_with_all_that_it_says(row: Row, tmp_path: Path) -> None:
+    """In a network where its ports are free, with a receiver of traces where it names one."""
+    if '"nixl' in row.command:
+        nixl.need()
+
+    def watched(words: Sequence[str]) -> None:
+        if "--prometheus-port" in row.command:
+            status, text = http_json(int(value_of("--prometheus-port", words)), "GET", "/metrics")
+            assert status == 200 and "lmcache_mp_lookups_total" in str(text)
+        if "--lookup-hash-log-dir" in row.command:
+            folder = Path(value_of("--lookup-hash-log-dir", words))
+            until(lambda: '"again"' in "".join(path.read_text() for path in folder.iterdir()), DEADLINE_SECONDS)
+
+    def test(_: Network) -> None:
+        nursery = Nursery()
+        try:
+            if "--otlp-endpoint" not in row.command:
+                with_server(nursery, row, tmp_path, {}, watched)
+                return
+            from support.otlp_receiver import a_receiver
+
+            with a_receiver(4317) as receiver:
+
+                def sent(words: Sequence[str]) -> None:
+                    watched(words)
+                    until(lambda: receiver.named("request"), DEADLINE_SECONDS)
+                    until(lambda: "lmcache_mp.lookup_requested" in receiver.metrics, DEADLINE_SECONDS)
+
+                with_server(nursery, row, tmp_path, {"OTEL_METRIC_EXPORT_INTERVAL": "300"}, sent)
+        finally:
+            nursery.close()
+
+    if "--otlp-endpoint" in row.command:
+        need_package("opentelemetry")
+    in_own_network(test)
 
 
 def test_the_object_store_line_runs_with_seaweedfs(nursery: Nursery, tmp_path: Path) -> None:

@@ -41,12 +41,13 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_
 
 
 @contextmanager
-def a_receiver() -> Iterator[Receiver]:
+def a_receiver(port: int = 0) -> Iterator[Receiver]:
+    """At a port of the system's choice for 0."""
     receiver = Receiver()
     server = grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(receiver, server)
-    receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     server.start()
     try:
         yield receiver

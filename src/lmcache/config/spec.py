@@ -191,7 +191,7 @@ class ServerConfig:
         Whole(unit="requests", minimum=1, maximum=4096), 8, "how many requests may wait for one L2 adapter at once"
     )
 
-    disable_observability: bool = _option(Switch(), False, "no metrics, no lookup log, and --disable-logging")
+    disable_observability: bool = _option(Switch(), False, "no metrics, no spans, no lookup log, and --disable-logging")
     disable_metrics: bool = _option(Switch(), False, "no metrics and no Prometheus listener")
     disable_logging: bool = _option(
         Switch(), False, "no lookup log; warnings and errors only, unless LMCACHE_LOG_LEVEL asks for more"
