@@ -109,6 +109,14 @@ def test_the_benchmark_of_the_index_runs_small() -> None:
     assert figures["S3FIFO: index memory"] <= 200
 
 
+def test_the_benchmark_of_being_watched_runs_small() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+    options = ["--runs", "1", "--objects", "1000", "--seconds", "0.2", "--storms", "1"]
+    figures = run_small("observability", *options)
+    assert len(figures) == 6
+    assert all(value > 0 for value in figures.values()), figures
+
+
 def test_the_benchmark_of_dax_runs_small(tmp_path: Path) -> None:
     figures = run_small("dax", "--small", "--rounds", "2", "--folder", str(tmp_path))
     assert len(figures) == 4
