@@ -43,7 +43,8 @@ class Tour:
         (programs / "lmcache").chmod(0o755)
         (programs / "valkey-server").symlink_to(program(VALKEY, "Valkey"))
         path = f"{programs}:/usr/local/bin:/usr/bin:/bin"
-        self.environment = {"PATH": path, "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+        modules = ":".join(path for path in sys.path if path)
+        self.environment = {"PATH": path, "PYTHONPATH": modules, "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
 
     def _command(self, block: str) -> list[str]:
         return ["bash", "-euc", f"cd {shlex.quote(str(self.folder))}\n{block}"]
