@@ -22,9 +22,10 @@ second. A histogram `NAME` has the series `NAME_bucket`, `NAME_sum` and `NAME_co
 A request counts once in `lookups`, `lookup_requested`, `lookup_hit` and `misses`, however often an engine asks about
 it: with its longest lookup and the best answer before it ran.
 
-Figures with `model_name` and `cache_salt` have a series for each of the first {MAX_LABEL_SETS:,} pairs since the start. Later salts share
-`_other`, one for each model, until the server starts again; beyond {MAX_MODELS_BEYOND} models more, new models do, too. Nothing is left
-out of the sums. `GET /metrics/history`, and so the dashboard, tells the first {MAX_HISTORY_TENANTS} models and the first {MAX_HISTORY_TENANTS} salts apart.
+Figures with `model_name` and `cache_salt` have a series for each of the first {MAX_LABEL_SETS:,} pairs since the
+start. Later salts share `_other`, one for each model, until the server starts again; beyond {MAX_MODELS_BEYOND} models more, new
+models do, too. Nothing is left out of the sums. `GET /metrics/history`, and so the dashboard, tells the first
+{MAX_HISTORY_TENANTS} models and the first {MAX_HISTORY_TENANTS} salts apart.
 
 This page is made from the sources by `scripts/write_metrics_reference.py`.
 """

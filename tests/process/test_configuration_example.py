@@ -60,7 +60,9 @@ def test_where_it_listens_and_how_chunks_are_named_and_placed(tmp_path: Path) ->
     prometheus = free_port()
     options = ("--chunk-size", "512", "--hash-algorithm", "sha256_cbor", "--l1-align-bytes", "65536")
     with (
-        ready(tmp_path / "one", *options, "--prometheus-port", str(prometheus), l1_size_gb=0.0625, host=ELSEWHERE) as server,
+        ready(
+            tmp_path / "one", *options, "--prometheus-port", str(prometheus), l1_size_gb=0.0625, host=ELSEWHERE
+        ) as server,
         ready(tmp_path / "other") as other,
     ):
         with SmallEngine(f"tcp://{ELSEWHERE}:{server.port}") as engine, SmallEngine(other.port) as plain:

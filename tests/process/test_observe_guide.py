@@ -1,5 +1,5 @@
-"""The commands of docs/how-to/observe_a_server.md, as printed but for sizes and folders, in a network of their own, where the
-default ports are free."""
+"""The commands of docs/how-to/observe_a_server.md, as printed but for sizes and folders, in a network of their own,
+where the default ports are free."""
 
 from __future__ import annotations
 
@@ -86,6 +86,8 @@ def test_what_it_names_is_there(tmp_path: Path) -> None:
         assert span in tracing
     (scraping,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     (job,) = yaml.safe_load(scraping)["scrape_configs"]
-    assert job["static_configs"] == [{"targets": ["localhost:9090"]}] and set(job["authorization"]) == {"credentials_file"}
+    assert job["static_configs"] == [{"targets": ["localhost:9090"]}] and set(job["authorization"]) == {
+        "credentials_file"
+    }
     for path in re.findall(r"`(deploy/[\w./]+)`", TEXT):
         assert os.path.exists(HOW_TO.parents[1] / path), path

@@ -29,9 +29,28 @@ from support.otlp_receiver import a_receiver, a_refusing_receiver, a_silent_rece
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 EXPORTER_END_SECONDS = 60.0  # its imports included; each message alone takes its deadline of 5 s
 NO_ENDPOINTS = (
-    *("localhost:4317", "http://", "https://", "http://:4317", "http://localhost", "http://localhost:", "http://[::1:4317"),
-    *("http://localhost:99999", "http://localhost:0", "http://localhost:port", "http://local host:4317", "grpc://localhost:1"),
-    *("http://localhost:4318/v1/traces", "http://localhost:4317?a=b", "http://localhost:4317#a", "http://me:word@localhost:4317"),
+    *(
+        "localhost:4317",
+        "http://",
+        "https://",
+        "http://:4317",
+        "http://localhost",
+        "http://localhost:",
+        "http://[::1:4317",
+    ),
+    *(
+        "http://localhost:99999",
+        "http://localhost:0",
+        "http://localhost:port",
+        "http://local host:4317",
+        "grpc://localhost:1",
+    ),
+    *(
+        "http://localhost:4318/v1/traces",
+        "http://localhost:4317?a=b",
+        "http://localhost:4317#a",
+        "http://me:word@localhost:4317",
+    ),
 )
 RECEIVE_SECONDS = 60.0  # the exporter's process begins by importing what it needs
 

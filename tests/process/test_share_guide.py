@@ -44,7 +44,12 @@ class Tour:
         (programs / "valkey-server").symlink_to(program(VALKEY, "Valkey"))
         path = f"{programs}:/usr/local/bin:/usr/bin:/bin"
         modules = ":".join(path for path in sys.path if path)
-        self.environment = {"PATH": path, "PYTHONPATH": modules, "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+        self.environment = {
+            "PATH": path,
+            "PYTHONPATH": modules,
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        }
 
     def _command(self, block: str) -> list[str]:
         return ["bash", "-euc", f"cd {shlex.quote(str(self.folder))}\n{block}"]

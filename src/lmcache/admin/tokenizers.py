@@ -23,8 +23,8 @@ class Tokenizers:
         self._loaded: dict[Path, tuple[tuple[int, ...], Any]] = {}  # by file: its version, the tokenizer
 
     def encode(self, model_name: str, text: str) -> Sequence[int]:
-        """With the special tokens that an engine adds to a prompt. ConfigError where there is no tokenizer. Other threads
-        run meanwhile: of the package's methods only those for batches release the interpreter."""
+        """With the special tokens that an engine adds to a prompt. ConfigError where there is no tokenizer. Other
+        threads run meanwhile: of the package's methods only those for batches release the interpreter."""
         path = self._path(model_name)
         with self._lock:
             version = file_version(path.stat())

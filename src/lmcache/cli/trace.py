@@ -29,7 +29,8 @@ def _record(argv: Sequence[str]) -> int:
     arguments = Arguments(
         "trace record",
         "Keeps the lookups of a running server on this machine, which writes them with --lookup-hash-log-dir, or of "
-        "logs, as one file: chunk hashes and sizes; cache salts become digests, other ones in every recording, request ids numbers.",
+        "logs, as one file: chunk hashes and sizes; cache salts become digests, other ones in every recording, and "
+        "request ids numbers.",
     )
     arguments.add_argument("trace", nargs="*", help="files of the lookup log, or folders of them; none: the server's")
     arguments.add_value("--url", Text("URL"), "HTTP address of the server", default=http.DEFAULT_URL)

@@ -102,8 +102,8 @@ def stored_serde(namespace: Namespace) -> str:
 
 
 class SaltDigest:
-    """Replaces cache salts where they must not be shown. Who lacks the key cannot tell whether a salt that he guesses is
-    among them."""
+    """Replaces cache salts where they must not be shown. Who lacks the key cannot tell whether a salt that he guesses
+    is among them."""
 
     KEY_BYTES = 16
 

@@ -6,7 +6,6 @@ Names follow OpenTelemetry's Prometheus rule: `lmcache_mp.lookup_hit`, counted i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -24,6 +23,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from lmcache.core.key import SaltDigest
+from lmcache.environment import SYSTEM
 from lmcache.telemetry.salt_series import SaltSeries
 
 T = TypeVar("T")
@@ -31,8 +31,8 @@ T = TypeVar("T")
 PREFIX = "lmcache_mp_"
 SALT_LABEL = "cache_salt"
 OVERFLOW_LABEL = "_other"
-# Tenants and models come from outside: beyond this many pairs new tenants share a series of their model, and beyond that
-# many models more new models share one, too.
+# Tenants and models come from outside: beyond this many pairs new tenants share a series of their model, and beyond
+# that many models more new models share one, too.
 MAX_LABEL_SETS = 1024
 MAX_MODELS_BEYOND = 64
 
@@ -47,8 +47,8 @@ _AGE_BUCKETS_SECONDS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 
 
 
 class BoundedCounter(Counter):
-    """A counter whose label values, a model and a cache salt, come from requests. Pairs beyond MAX_LABEL_SETS are counted
-    under `_other` in place of the salt, and beyond MAX_MODELS_BEYOND of those in place of the model, too."""
+    """A counter whose label values, a model and a cache salt, come from requests. Pairs beyond MAX_LABEL_SETS are
+    counted under `_other` in place of the salt, and beyond MAX_MODELS_BEYOND of those in place of the model, too."""
 
     def labels(self, *labelvalues: object, **labelkwargs: object) -> BoundedCounter:
         key = tuple(map(str, labelvalues)) or tuple(str(labelkwargs[name]) for name in self._labelnames)
@@ -64,8 +64,8 @@ class SaltGauge(Gauge):
     """A gauge of cache salts, all of which are set at once."""
 
     def replace(self, values: Mapping[str, float]) -> None:
-        """Ends the series of other salts. Whoever reads meanwhile finds every salt that was there and stays. For one thread
-        at a time."""
+        """Ends the series of other salts. Whoever reads meanwhile finds every salt that was there and stays. For one
+        thread at a time."""
         for (salt,) in list(self._metrics):
             if salt not in values:
                 self.remove(salt)
@@ -270,8 +270,12 @@ class EventBusMetrics(_Group):
 class OtlpMetrics(_Group):
     """The export to --otlp-endpoint."""
 
-    otlp_dropped_spans = _counter("Spans that were not exported: the queue was full, the exporter away, or the receiver did not take them")
-    otlp_failed_exports = _counter("Exports of metrics that were not sent or that the receiver did not take, and ends of the exporter")
+    otlp_dropped_spans = _counter(
+        "Spans that were not exported: the queue was full, the exporter away, or the receiver did not take them"
+    )
+    otlp_failed_exports = _counter(
+        "Exports of metrics that were not sent or that the receiver did not take, and ends of the exporter"
+    )
 
 
 class Metrics:
@@ -286,7 +290,7 @@ class Metrics:
         *,
         enabled: bool = True,
         service_instance_id: str = "",
-        random_bytes: Callable[[int], bytes] = os.urandom,
+        random_bytes: Callable[[int], bytes] = SYSTEM.random_bytes,
     ) -> None:
         self.salt_digest = SaltDigest(random_bytes(SaltDigest.KEY_BYTES))
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more line for every series, of no use

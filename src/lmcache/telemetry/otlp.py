@@ -88,7 +88,7 @@ class OtlpExporter:
         self._settings = {
             "endpoint": endpoint,
             "service.instance.id": service_instance_id,
-            "started": clock.wall(),  # since when counters count: the exporter's process may be started later, and again
+            "started": clock.wall(),  # since when counters count: the process may start later, and again
         }
         self._registry = metrics
         self._metrics: OtlpMetrics = metrics.otlp

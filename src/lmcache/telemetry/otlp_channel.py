@@ -1,5 +1,5 @@
-"""The server's end of the process that exports (otlp_process.py): messages go to it, and it answers each with what became
-of it, so that nothing is lost uncounted."""
+"""The server's end of the process that exports (otlp_process.py): messages go to it, and it answers each with what
+became of it, so that nothing is lost uncounted."""
 
 from __future__ import annotations
 
@@ -37,15 +37,13 @@ def read_messages(stream: BinaryIO) -> Iterator[dict[str, Any]]:
 
 
 class ExporterProcess:
-    """Invariant: each message that `send` has taken is answered by the process, or lost; `lost` is told of it, on a thread
-    of its own. One thread sends at a time."""
+    """Invariant: each message that `send` has taken is answered by the process, or lost; `lost` is told of it, on a
+    thread of its own. One thread sends at a time."""
 
     def __init__(self, settings: Mapping[str, Any], lost: Lost) -> None:
         """OSError when it cannot be started."""
         command = [sys.executable, "-m", "lmcache.telemetry.otlp_process"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._lost = lost
         self._lock = threading.Lock()
         self._unanswered: deque[int] = deque()  # the spans of each message; the pipe bounds them

@@ -1,7 +1,8 @@
 """`python -m lmcache.telemetry.otlp_process`: exports what a server writes to its standard input.
 
-Messages are a length (4 bytes, little-endian) and msgpack: first the settings, then spans or metrics, each answered the same
-way on its standard output, with what failed. It ends with its input, so with the server. OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_HEADERS ...) are in force.
+Messages are a length (4 bytes, little-endian) and msgpack: first the settings, then spans or metrics, each answered the
+same way on its standard output, with what failed. It ends with its input, so with the server. OpenTelemetry's own
+variables (OTEL_EXPORTER_OTLP_HEADERS ...) are in force.
 """
 
 from __future__ import annotations

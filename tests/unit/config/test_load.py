@@ -398,9 +398,18 @@ def notes_on(*argv: str, environ: dict[str, str] | None = None, l2: L2Traits = V
             "--otlp-endpoint has no effect: metrics are off, and there is no --enable-tracing.",
         ),
         (["--trace-sample-rate", "0.5"], "--trace-sample-rate has no effect: there is no --enable-tracing."),
-        (["--runtime-plugin-config", '{"a": 1}'], "--runtime-plugin-config has no effect: there is no --runtime-plugin-l"),
-        (["--disable-http", "--audit-log", "/a"], "--audit-log has no effect: nothing can be changed: there is neither"),
-        (["--event-bus-queue-size", "5"], "--event-bus-queue-size has no effect: there is neither --lookup-hash-log-dir"),
+        (
+            ["--runtime-plugin-config", '{"a": 1}'],
+            "--runtime-plugin-config has no effect: there is no --runtime-plugin-l",
+        ),
+        (
+            ["--disable-http", "--audit-log", "/a"],
+            "--audit-log has no effect: nothing can be changed: there is neither",
+        ),
+        (
+            ["--event-bus-queue-size", "5"],
+            "--event-bus-queue-size has no effect: there is neither --lookup-hash-log-dir",
+        ),
         (["--lookup-hash-log-max-files", "5"], "--lookup-hash-log-max-files has no effect"),
         (["--lookup-hash-log-rotation-interval", "5"], "--lookup-hash-log-rotation-interval has no effect"),
         (["--lookup-hash-log-rotation-max-size", "5000"], "--lookup-hash-log-rotation-max-size has no effect"),

@@ -1,4 +1,4 @@
-"""When the exporter's process is started again, and that nothing is lost uncounted, with a process of the test's own."""
+"""When the exporter's process is started again, and what becomes of what is not taken, with a process of the test's."""
 
 from __future__ import annotations
 
