@@ -7,8 +7,8 @@ import sys
 
 from prometheus_client.metrics import MetricWrapperBase
 
+from lmcache.core.limits import MAX_HISTORY_TENANTS
 from lmcache.core.outcome import MissReason
-from lmcache.telemetry.history import MAX_HISTORY_TENANTS
 from lmcache.telemetry.metrics import MAX_LABEL_SETS, MAX_MODELS_BEYOND, PREFIX, Metrics
 from reference_pages import write_or_check
 
@@ -23,8 +23,8 @@ A request counts once in `lookups`, `lookup_requested`, `lookup_hit` and `misses
 it: with its longest lookup and the best answer before it ran.
 
 Figures with `model_name` and `cache_salt` have a series for each of the first {MAX_LABEL_SETS:,} pairs since the
-start. Later salts share `_other`, one for each model, until the server starts again; beyond {MAX_MODELS_BEYOND} models more, new
-models do, too. Nothing is left out of the sums. `GET /metrics/history`, and so the dashboard, tells the first
+start. Later salts share `_other`, one for each model, until the server starts again; beyond {MAX_MODELS_BEYOND} models
+more, new models do, too. Nothing is left out of the sums. `GET /metrics/history`, and so the dashboard, tells the first
 {MAX_HISTORY_TENANTS} models and the first {MAX_HISTORY_TENANTS} salts apart.
 
 This page is made from the sources by `scripts/write_metrics_reference.py`.

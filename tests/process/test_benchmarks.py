@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmcache.testing.gpu import why_no_gpu
-from services import mooncake, nixl, program
+from services import mooncake, need_package, nixl, program
 from services.redis import VALKEY
 from services.seaweedfs import WEED
 
@@ -110,7 +110,7 @@ def test_the_benchmark_of_the_index_runs_small() -> None:
 
 
 def test_the_benchmark_of_being_watched_runs_small() -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+    need_package("opentelemetry")
     options = ["--runs", "1", "--objects", "1000", "--seconds", "0.2", "--storms", "1"]
     figures = run_small("observability", *options)
     assert len(figures) == 6

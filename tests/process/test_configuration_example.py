@@ -21,6 +21,7 @@ from lmcache.errors import ConfigError
 from lmcache.testing.processes import CacheServer, free_port
 from polling import until
 from process.support import CALL_SECONDS, NO_SLOT, SmallEngine, server_within, split, unpack_slots
+from services import need_package
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "documented-commands.md"
 ELSEWHERE = "127.0.0.2"
@@ -283,7 +284,7 @@ def test_the_log_of_lookups_has_no_more_files(tmp_path: Path) -> None:
 
 @shows("--enable-tracing", "--otlp-endpoint")
 def test_what_is_sent_to_a_receiver(tmp_path: Path) -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+    need_package("opentelemetry")
     from support.otlp_receiver import a_receiver
 
     often = {"OTEL_METRIC_EXPORT_INTERVAL": "300"}

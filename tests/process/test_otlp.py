@@ -20,11 +20,12 @@ from lmcache.startup import plan
 from lmcache.telemetry.otlp_channel import write_message
 from polling import until
 from process.support import CALL_SECONDS, SmallEngine, server_within, unpack_slots
+from services import need_package
+from services.certificates import Certificates
 
-pytest.importorskip("opentelemetry.sdk")
-pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+need_package("opentelemetry")
 
-from support.otlp_receiver import a_receiver, a_refusing_receiver, a_silent_receiver
+from support.otlp_receiver import a_receiver, a_refusing_receiver, a_silent_receiver  # noqa: E402
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 EXPORTER_END_SECONDS = 60.0  # its imports included; each message alone takes its deadline of 5 s
@@ -178,6 +179,18 @@ def test_the_fraction_that_is_traced_is_of_requests_that_bring_no_trace() -> Non
             a_request(engine, request="traced")
             until(lambda: receiver.named("request"), RECEIVE_SECONDS)
         assert [span.trace_id.hex() for span in receiver.named("request")] == [TRACE_ID]
+
+
+def test_a_receiver_by_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificates = Certificates(tmp_path)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(certificates.ca))
+    with (
+        a_receiver(certificate=(certificates.server_cert, certificates.server_key)) as receiver,
+        server_within(otlp_endpoint=receiver.endpoint, enable_tracing=True) as server,
+        SmallEngine(server.rpc.endpoint) as engine,
+    ):
+        a_request(engine)
+        until(lambda: receiver.named("request"), RECEIVE_SECONDS)
 
 
 @pytest.mark.parametrize("dead", [False, True])

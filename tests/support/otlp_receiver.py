@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -41,13 +42,18 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_
 
 
 @contextmanager
-def a_receiver(port: int = 0) -> Iterator[Receiver]:
-    """At a port of the system's choice for 0."""
+def a_receiver(port: int = 0, *, certificate: tuple[Path, Path] | None = None) -> Iterator[Receiver]:
+    """At a port of the system's choice for 0. `certificate` and its key: by TLS."""
     receiver = Receiver()
     server = grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(receiver, server)
-    receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    if certificate is None:
+        receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    else:
+        chain, key = (path.read_bytes() for path in certificate)
+        credentials = grpc.ssl_server_credentials([(key, chain)])
+        receiver.endpoint = f"https://127.0.0.1:{server.add_secure_port(f'127.0.0.1:{port}', credentials)}"
     server.start()
     try:
         yield receiver

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import msgspec
 
@@ -20,13 +20,13 @@ _ENDED = "the process that exports has ended"
 Lost = Callable[[int, str], object]  # how many spans, 0 for metrics; and why
 
 
-def write_message(stream: BinaryIO, message: Mapping[str, Any]) -> None:
+def write_message(stream: IO[bytes], message: Mapping[str, Any]) -> None:
     payload = msgspec.msgpack.encode(message)
     stream.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
     stream.flush()
 
 
-def read_messages(stream: BinaryIO) -> Iterator[dict[str, Any]]:
+def read_messages(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     """Until the stream ends, also in the middle of a message."""
     while True:
         length = stream.read(LENGTH_BYTES)
@@ -87,7 +87,7 @@ class ExporterProcess:
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
-            write_message(self._process.stdin, message)  # type: ignore[arg-type]
+            write_message(self._process.stdin, message)
         except (OSError, ValueError):  # half a message may be in the pipe: nothing can follow it
             self._process.kill()
 
@@ -99,7 +99,7 @@ class ExporterProcess:
     def _read(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as answers:
-            for answer in read_messages(answers):  # type: ignore[arg-type]
+            for answer in read_messages(answers):
                 spans = self._unanswered.popleft()
                 if answer["failure"]:
                     self._lost(spans, answer["failure"])

@@ -332,6 +332,10 @@ def test_the_missing_suffix_is_loaded_and_joined(tiered: Service) -> None:
     assert tiered.stat("leases") == 2
     labels = {"model_name": "model", "cache_salt": ""}
     assert tiered.sample("lookup_hit_l2_tokens_total", **labels) == 2 * CHUNK_TOKENS
+    release = m.Release("engine", reply.lease, loaded_tokens=3 * CHUNK_TOKENS, prefill_seconds=0.6)
+    tiered.lookups.release(release)
+    saved = {tier: tiered.sample("prefill_saved_seconds_total", tier=tier) for tier in ("l1", "l2")}
+    assert saved == {"l1": pytest.approx(0.2), "l2": pytest.approx(0.4)}
     tiered.lookups.release(m.Release("engine", reply.lease))
     assert tiered.stat("leases") == 0
     assert not tiered.timers()
