@@ -1,0 +1,133 @@
+"""Lines of the README, the guides and the reference of commands, as printed but for sizes and folders: servers that keep
+KV, and what is asked of a running one."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lmcache.testing.processes import free_port
+from polling import until
+from process.nursery import Nursery
+from process.support import SmallEngine
+from process.test_documented_commands import Row, with_server
+from process.test_share_guide import Tour
+from process.test_short_guides import RPC_PORT, SMALL_SERVER, hits, serving
+from services import nixl, program
+from services.network import Network, in_own_network, with_own_memory
+from services.redis import VALKEY, Valkey
+from unit.docs.test_command_lines import ROOT, lines_of
+
+HOW_TO = ROOT / "docs" / "how-to"
+COMMANDS = ROOT / "docs" / "reference" / "commands.md"
+# They ask a server and end. Beside them: `top` without --once never ends, zsh's line needs zsh, and of an engine and of a
+# tokenizer there is none here.
+ASKING = ("describe", "top --once", "query --tokens", "doctor", "completion bash", "completion fish")
+
+
+def lines(page: Path, *beginnings: str) -> list[str]:
+    """What is to be typed."""
+    return [line.text for line in lines_of(page) if line.whole and line.text.startswith(tuple(f"lmcache {word}" for word in beginnings))]
+
+
+KEEPING = [
+    *lines(ROOT / "README.md", "server"),
+    *lines(HOW_TO / "store_with_nixl.md", 'server --l1-size-gb 20 --eviction-policy LRU --l2-adapter \'{"type": "nixl'),
+    *lines(COMMANDS, "server --l1-size-gb"),
+]
+IN_FOLDERS = [line for line in KEEPING if '"OBJ"' not in line]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.mark.parametrize("line", IN_FOLDERS, ids=map(str, range(len(IN_FOLDERS))))
+def test_a_server_keeps_kv(nursery: Nursery, line: str, tmp_path: Path) -> None:
+    if '"nixl' in line:
+        nixl.need()
+    with_server(nursery, Row("", line, "runs"), tmp_path, {})
+
+
+def test_a_server_keeps_kv_in_redis(tmp_path: Path) -> None:
+    (line,) = lines(HOW_TO / "keep_kv_in_redis.md", "server")
+    program(VALKEY, "Valkey")
+
+    def test(_: Network) -> None:
+        nursery = Nursery()
+        try:
+            with Valkey(tmp_path / "valkey", port=6379) as service:
+                service.wait_ready()
+                with_server(nursery, Row("", line, "runs"), tmp_path, {})
+        finally:
+            nursery.close()
+
+    in_own_network(test)
+
+
+def test_a_server_at_a_path_is_reached_by_ping(tmp_path: Path) -> None:
+    server_line, ping = (
+        line.replace("/run/lmcache", str(tmp_path)).replace("--l1-size-gb 20", "--l1-size-gb 0.05")
+        for line in lines(HOW_TO / "connect_vllm.md", "server --host ipc:", "ping --rpc-url ipc:")
+    )
+    tour, port = Tour(tmp_path), free_port()
+    ports = f"--http-host 127.0.0.1 --http-port {port} --prometheus-port {free_port()}"
+    with tour.start(f"exec {server_line} {ports}", "server") as server:
+        server.wait_until_ready(port, "/healthcheck", 60.0)
+        assert "ok" in tour.run(ping).lower()
+        assert server.stop() == 0, server.log()
+
+
+def test_scripts_run_beside_the_server(tmp_path: Path) -> None:
+    (line,) = lines(HOW_TO / "run_plugins_beside_the_server.md", "server")
+    plugins, told = tmp_path / "plugins", tmp_path / "told"
+    plugins.mkdir()
+    (plugins / "tell.sh").write_text(f'printf %s "$LMCACHE_RUNTIME_PLUGIN_EXTRA_CONFIG" > {shlex.quote(str(told))}\n')
+    line = line.replace("lmcache server ...", SMALL_SERVER).replace("/etc/lmcache/plugins", str(plugins))
+
+    def test(_: Network) -> None:
+        with_own_memory()
+        with serving(Tour(tmp_path), line):
+            until(lambda: told.exists() and told.read_text())
+        assert json.loads(told.read_text()) == {"heartbeat_url": "http://10.0.0.1/beat"}
+
+    in_own_network(test)
+
+
+def test_what_is_asked_of_a_server(tmp_path: Path) -> None:
+    pages = (ROOT / "README.md", COMMANDS, HOW_TO / "administer_a_server.md")
+    of_all = (line.replace('"$SERVER"', "http://localhost:8080") for page in pages for line in lines(page, *ASKING))
+    asked = [line for line in dict.fromkeys(of_all) if "describe engine" not in line]
+    assert len(asked) >= 9
+    (tmp_path / "prompt.json").write_text(json.dumps([1] * 300))
+    (tmp_path / "server.yaml").write_text("l1_size_gb: 0.05\neviction_policy: LRU\n")
+    for folder in (".local/share/bash-completion/completions", ".config/fish/completions", "lmcache"):
+        (tmp_path / folder).mkdir(parents=True)
+
+    def fitted(line: str) -> str:
+        """An engine's packages are not looked for, and what a machine lacks is no fault of the line."""
+        if line.startswith("lmcache doctor"):
+            command = line.partition(" #")[0].replace("/data/lmcache", str(tmp_path / "lmcache"))
+            return f"{command} --skip-import || test $? = 1"
+        return line
+
+    def test(_: Network) -> None:
+        with_own_memory()
+        tour = Tour(tmp_path)
+        tour.environment["HOME"] = str(tmp_path)
+        with serving(tour, SMALL_SERVER), SmallEngine(RPC_PORT) as engine, ThreadPoolExecutor(4) as beside:
+            assert hits(engine)
+            printed = list(beside.map(tour.run, map(fitted, asked)))
+        for line, text in zip(asked, printed, strict=True):
+            assert text or "completion" in line, line
+        assert len(list(tmp_path.rglob("completions/*"))) == 2
+
+    in_own_network(test)
