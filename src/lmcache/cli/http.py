@@ -78,6 +78,11 @@ def request(
             text = answer.read(_MAX_ANSWER_BYTES).decode(errors="replace")
     except TimeoutError:
         raise ServerUnavailable(f"{url} did not answer {method} {path} within {timeout_seconds:g} s.") from None
+    except ssl.SSLCertVerificationError as error:
+        raise ServerUnavailable(
+            f"{url} shows a certificate that is not trusted here ({error.verify_message}): name the file of its "
+            "authority in SSL_CERT_FILE."
+        ) from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ServerUnavailable(f"nothing answers at {url} ({reason}): is the server running there?") from None

@@ -12,7 +12,8 @@ import pytest
 
 from lmcache.admin.listener import HttpListener
 from lmcache.admin.tls import server_context
-from lmcache.errors import ConfigError
+from lmcache.cli.http import request
+from lmcache.errors import ConfigError, ServerUnavailable
 from polling import until
 from services.certificates import Certificates
 from unit.admin.test_http import FakeServer, hoard, is_open, make_config
@@ -48,6 +49,21 @@ def test_a_replaced_certificate_is_used_by_the_next_connection(tmp_path: Path) -
         assert httpx.get(url, verify=trusting(second)).status_code == 200
         metrics = f"https://127.0.0.1:{listener.prometheus_port}/metrics"
         assert httpx.get(metrics, verify=trusting(second)).status_code == 200
+    finally:
+        listener.stop()
+
+
+def test_commands_trust_an_authority_that_is_named_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Certificates(tmp_path)
+    config = make_config(http_tls_cert=str(made.server_cert), http_tls_key=str(made.server_key))
+    listener = HttpListener(FakeServer(config))
+    listener.start()
+    try:
+        url = f"https://127.0.0.1:{listener.http_port}"
+        with pytest.raises(ServerUnavailable, match="name the file of its authority in SSL_CERT_FILE"):
+            request(url, "GET", "/version")
+        monkeypatch.setenv("SSL_CERT_FILE", str(made.ca))
+        assert request(url, "GET", "/version")["version"]
     finally:
         listener.stop()
 
