@@ -1,5 +1,5 @@
-"""Lines of the README, the guides and the reference of commands, as printed but for sizes and folders: servers that keep
-KV, and what is asked of a running one."""
+"""Lines of the README, the guides and the reference of commands, as printed but for sizes and folders: servers that
+keep KV, and what is asked of a running one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from unit.docs.test_command_lines import ROOT, lines_of
 
 HOW_TO = ROOT / "docs" / "how-to"
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
-# They ask a server and end. Beside them: `top` without --once never ends, zsh's line needs zsh, and of an engine and of a
-# tokenizer there is none here.
+# They ask a server and end. Beside them: `top` without --once never ends, zsh's line needs zsh, and there is neither an
+# engine nor a tokenizer here.
 ASKING = ("describe", "top --once", "query --tokens", "doctor", "completion bash", "completion fish")
 
 
 def lines(page: Path, *beginnings: str) -> list[str]:
     """What is to be typed."""
-    return [line.text for line in lines_of(page) if line.whole and line.text.startswith(tuple(f"lmcache {word}" for word in beginnings))]
+    begun = tuple(f"lmcache {words}" for words in beginnings)
+    return [line.text for line in lines_of(page) if line.whole and line.text.startswith(begun)]
 
 
 KEEPING = [
