@@ -6,6 +6,7 @@ from __future__ import annotations
 import configparser
 import ctypes
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ from services.network import Network, in_own_network
 from services.redis import VALKEY, Client
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+PROJECT = DEPLOY.parent / "pyproject.toml"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
 OBJECTS: dict[tuple[str, str], dict[str, Any]] = {
     (found["kind"], found["metadata"]["name"]): found
@@ -200,6 +202,14 @@ def test_the_image_is_checked_as_its_service_is() -> None:
     assert ["CMD", *json.loads(command)] == compose["test"]
     times = dict(option.removeprefix("--").split("=") for option in options.split())
     assert times == {name.replace("_", "-"): value for name, value in compose.items() if name != "test"}
+
+
+def test_extras_of_the_image_are_ones_of_the_package() -> None:
+    said = [re.findall(r"EXTRAS=([\w,]+)", (DEPLOY / name).read_text()) for name in ("Dockerfile", "README.md")]
+    extras = {extra for texts in said for text in texts for extra in text.split(",")}
+    assert {"s3", "dashboard", "otlp", "curve", "text"} <= extras
+    declared = PROJECT.read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    assert extras <= set(re.findall(r"^([\w-]+) = ", declared, re.MULTILINE))
 
 
 def test_what_stops_a_server_waits_for_it_to_drain(tmp_path: Path) -> None:
