@@ -111,7 +111,7 @@ def test_the_benchmark_of_the_index_runs_small() -> None:
 
 def test_the_benchmark_of_being_watched_runs_small() -> None:
     need_package("opentelemetry")
-    options = ["--runs", "1", "--objects", "1000", "--seconds", "0.2", "--storms", "1"]
+    options = ["--runs", "1", "--objects", "1000", "--salts", "20", "--seconds", "0.2", "--storms", "1"]
     figures = run_small("observability", *options)
     assert len(figures) == 6
     assert all(value > 0 for value in figures.values()), figures
