@@ -29,18 +29,10 @@ GUARDIAN_OFFSET = 1 << 62  # of the byte that it locks: that of owner 0 in memor
 _PR_SET_PDEATHSIG = 1
 _FLOCK = struct.Struct("@hhqqi0q")  # l_type, l_whence, l_start, l_len, l_pid
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
-_STEADY_SECONDS = 60.0  # after a run of that length the pauses begin anew
 _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 4096  # of the server's output, for who asks why it did not start
 _MAX_LOG_BYTES = 4 << 20  # the file of the log is replaced beyond, once
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def pause_after(run_seconds: float, pause_seconds: float) -> float:
-    """Before the next start of a server that ran for so long, after the pause before; 0.0: there was none."""
-    if not pause_seconds or run_seconds >= _STEADY_SECONDS:
-        return _FIRST_PAUSE_SECONDS
-    return min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
 
 class Guardian:
@@ -71,17 +63,16 @@ class Guardian:
             self._report(BUSY)
             return
         threading.Thread(target=self._await_engines, daemon=True).start()
-        pause_seconds = 0.0
+        pause_seconds = _FIRST_PAUSE_SECONDS
         while True:
-            began = time.monotonic()
             server = self._start_server()
             status = self._watch(server)
-            pause_seconds = pause_after(time.monotonic() - began, pause_seconds)
             clean = status == 0
             if not clean:
                 self._remove_leftovers()
             if clean or self._has_lock or not self._was_ready or not self._pause(pause_seconds):
                 break
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
         self._end(clean=clean)
 
     # ---- the engines -------------------------------------------------------------------------------------------------
