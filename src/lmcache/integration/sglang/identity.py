@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +38,8 @@ def pool_place(config: Any, pool_name: str) -> PoolPlace:
 
 
 def engine_identity(version: str, weights: str) -> str:
-    """A new version family may lay pages out differently under the same names."""
-    return " ".join(("sglang", ".".join(re.findall(r"\d+", version)[:2]), weights))
+    """The whole version: any other may lay pages out differently under the same names."""
+    return " ".join(("sglang", version, weights))
 
 
 def weights_identity(server_args: Any, weights_id: str, *, replaced: bool = False) -> str:

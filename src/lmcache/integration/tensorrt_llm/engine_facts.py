@@ -138,7 +138,7 @@ def _refuse_model(config: Mapping[str, Any], max_tokens: int | None) -> None:
 
 
 def _identity(llm_args: Any, version: str, config: Mapping[str, Any]) -> str:
-    """What gives the bytes of a block their meaning: version family, kernels, KV type, weights, configuration."""
+    """What gives the bytes of a block their meaning: the whole version, kernels, KV type, weights, configuration."""
     folder = Path(str(llm_args.model))
     settings = {
         "configs": [(folder / name).read_text() if (folder / name).is_file() else "" for name in _CONFIGS],
@@ -150,6 +150,5 @@ def _identity(llm_args: Any, version: str, config: Mapping[str, Any]) -> str:
     if re.search("longrope|dynamic", json.dumps(config)):
         settings["max_seq_len"] = str(_max_tokens(llm_args))
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    family = ".".join(re.findall(r"\d+", version)[:2])
     backend = str(getattr(llm_args, "attn_backend", ""))
-    return " ".join(("tensorrt_llm", family, backend, _kv_type(llm_args), digest))
+    return " ".join(("tensorrt_llm", version, backend, _kv_type(llm_args), digest))

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from lmcache.errors import LayoutRefused
-from lmcache.integration.sglang.identity import pool_place, weights_identity
+from lmcache.integration.sglang.identity import engine_identity, pool_place, weights_identity
 from support.sglang_stand_in import StorageConfig
 
 
@@ -40,6 +40,12 @@ def test_weights_are_known_by_their_files_and_settings(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(bytes(9_999) + b"x")
     others.append(weights_identity(arguments(folder), ""))
     assert len({first, *others}) == 6
+
+
+def test_another_version_of_the_engine_finds_no_page() -> None:
+    versions = ["0.5.23", "0.5.24", "0.5.23.post1", "0.5.23+gabc1234", "0.6.0"]
+    assert engine_identity("0.5.23", "w") == engine_identity("0.5.23", "w")
+    assert len({engine_identity(version, "w") for version in versions}) == len(versions)
 
 
 def test_a_name_stands_for_weights_that_cannot_be_read(folder: Path) -> None:
