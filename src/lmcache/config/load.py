@@ -92,6 +92,11 @@ def draft(argv: Sequence[str], environ: Mapping[str, str], problems: Problems) -
     return Loaded(config, sources, frozenset(config.random_names() - set(sources)), read.ignored)
 
 
+def is_of_kubernetes(value: str) -> bool:
+    """Of a variable: Kubernetes sets LMCACHE_PORT=tcp://... beside a service that is called lmcache."""
+    return bool(_KUBERNETES_PORT.match(value))
+
+
 def refuse_unreadable(argv: Sequence[str]) -> None:
     """ConfigError for words that are no option of a server, or an option without its value. What the options are to be
     is not looked at."""
@@ -205,8 +210,8 @@ def _read_environment(environ: Mapping[str, str], known: _Known, read: _Read) ->
     names = {variable(name): name for name in known}
     given: dict[str, _Given] = {}
     for key, value in environ.items():
-        if not key.startswith("LMCACHE_") or key in _OF_OTHERS or _KUBERNETES_PORT.match(value):
-            continue  # Kubernetes sets LMCACHE_PORT=tcp://... beside a service that is called lmcache
+        if not key.startswith("LMCACHE_") or key in _OF_OTHERS or is_of_kubernetes(value):
+            continue
         if name := names.get(key):
             given[name] = _Given(key, value)
         elif _KUBERNETES.fullmatch(key):

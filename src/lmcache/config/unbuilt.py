@@ -36,6 +36,17 @@ OPTION_VALUES: Mapping[str, Mapping[str, str]] = {"engine_type": {"blend": _BLEN
 _L1_SIZE = "--l1-size-gb is how much memory this server takes"
 _FOLDER = '--l2-adapter \'{"type": "fs_native", "base_path": ..., "max_capacity_gb": ...}\' keeps KV on a disk'
 _CONNECTOR = "the keys lmcache.mp.* of vLLM's kv_connector_extra_config say what an engine does"
+_REMOTE = "remote_url names the one store behind this machine, extra_config what else it needs"
+_TIERS = "objects go to every tier and are looked for in all: --l2-store-policy and --l2-prefetch-policy decide"
+_LOOKUPS = "the server answers lookups for all ranks, in L1 and behind it"
+_LAZY = "--l1-init-size-gb is how much of L1 is taken at once, the rest as it fills"
+_STATISTICS = "GET /metrics, GET /status and `lmcache top` have a server's figures, --lookup-hash-log-dir its lookups"
+_HTTP_LISTENER = "--http-host and --http-port are where a server answers, for all ranks"
+_HIDDEN_STATES = "KV alone is stored"
+_ENCODER = "what encoders make of media is not stored, KV alone is"
+_COSTS = "--eviction-policy is LRU or S3FIFO, which know no costs"
+_LEASES = "leases end by themselves: --l1-read-ttl-seconds says when"
+_HEARTBEAT = "lmcache.mp.heartbeat_interval is how often an engine is heard of"
 IN_PROCESS_KEYS: Mapping[str, str] = {
     "config_file": "--config or LMCACHE_CONFIG names the file of a server",
     "local_cpu": _L1_SIZE,
@@ -76,11 +87,47 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
     "plugin_locations": _RUNTIME_PLUGINS,
     "extra_config": _CONNECTOR,
     "priority_limit": _CONNECTOR,
+    "retrieve_locations": _TIERS,
+    "store_location": _TIERS,
+    "transfer_channel": _SHARED_FOLDER,
+    "enable_xpyd": "prefill and decode engines that share one server hit what the other stored",
+    "use_gds": _FOLDER,
+    "audit_actual_remote_url": _REMOTE,
+    "external_lookup_client": _LOOKUPS,
+    "lookup_server_worker_ids": _LOOKUPS,
+    "enable_scheduler_bypass_lookup": _LOOKUPS,
+    "hit_miss_ratio": _LOOKUPS,
+    "py_enable_gc": "Python's collector runs in engine and server alike",
+    "script_allowed_imports": "nobody's code runs in the engine; --runtime-plugin-locations runs it beside a server",
+    "enable_chunk_statistics": _STATISTICS,
+    "enable_kv_events": f"nothing is published; {_STATISTICS}",
+    "use_gpu_connector_v3": "how KV leaves the GPU is not to be chosen",
+    "remote_config_url": "LMCACHE_CONFIG_FILE names a file of this machine",
+    "app_id": "LMCACHE_CONFIG_FILE names a file of this machine",
+    "enable_hidden_state_cache": _HIDDEN_STATES,
+    "max_hidden_state_cpu_size": _HIDDEN_STATES,
+    "hidden_state_layers": _HIDDEN_STATES,
+    "hidden_states_retrieve_mode": _HIDDEN_STATES,
+}
+# What LMCache does, unless it is told otherwise, and what changes nothing here.
+IN_PROCESS_IDLE_VALUES: Mapping[str, str] = {
+    "py_enable_gc": "true",
+    "use_gds": "true",
+    "gds_path_sharding": "by_gpu",
 }
 IN_PROCESS_FAMILIES: Mapping[str, str] = {
     "blend_": _BLEND,
     "pd_": IN_PROCESS_KEYS["enable_pd"],
     "nixl_": _SHARED_FOLDER,
+    "gds_": _FOLDER,
+    "maru_": _FOLDER,
+    "cost_aware_": _COSTS,
+    "lmcache_worker_": _HEARTBEAT,
+    "internal_api_server_": _HTTP_LISTENER,
+    "lazy_memory_": _LAZY,
+    "chunk_statistics_": _STATISTICS,
+    "pin_": _LEASES,
+    "ec_": _ENCODER,
 }
 
 ADAPTERS: Mapping[str, str] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import shlex
@@ -13,7 +14,7 @@ from lmcache.config.load import draft, load
 from lmcache.config.spec import ServerConfig
 from lmcache.core.address import LOOPBACK, socket_path
 from lmcache.core.problems import Problems
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, ResourceError
 from lmcache.integration.engine.run_folder import run_folder_path
 from lmcache.memory.hugepages import find_hugepages
 from lmcache.memory.server_memory import DIRECTORY
@@ -22,10 +23,21 @@ from lmcache.transport.curve_keys import CurveFiles
 
 _STOP_SECONDS = CLOSE_SECONDS + 5.0  # beside what it drains; it ends by itself before
 _DEFAULTS = {"l1_size_gb": "5", "eviction_policy": "LRU"}  # of what a server itself insists on
+_FREE_PORTS = {"http_port": "0", "prometheus_port": "0"}  # each address of a machine may have a server of its own
 # In the environment of a worker, whose OpenMP library is preloaded: it would put the threads of the server on the CPU
 # of one compute thread, which leaves them no time.
 _PINS_THREADS = {"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET", "OMP_PROC_BIND", "OMP_PLACES"}
-_OWN_FLAGS = {"--host": "lmcache.mp.host", "--port": "lmcache.mp.port", "--http-host": ""}
+_OWN_FLAGS = {
+    "--host": "lmcache.mp.host says it",
+    "--port": "lmcache.mp.port says it",
+    "--http-host": "HTTP is for this machine alone",
+}
+_HTTP_KEYS = "internal_api_server_enabled, _host and _port_start say it"
+PRIVATE_FLAGS: Mapping[str, str] = {
+    **dict.fromkeys(("--host", "--port"), "the server of this engine has a socket of its own"),
+    **dict.fromkeys(("--http-host", "--http-port", "--prometheus-port"), _HTTP_KEYS),
+    **dict.fromkeys(("--disable-http", "--no-disable-http"), _HTTP_KEYS),
+}
 
 
 @dataclass(frozen=True)
@@ -49,11 +61,33 @@ class ServerOrder:
         return f"{readable[-40:]}-{hashlib.sha256(self.url.encode()).hexdigest()[:8]}"
 
 
+def split_options(arguments: str | Sequence[str], refused: Mapping[str, str] = _OWN_FLAGS) -> list[str]:
+    """Options of `lmcache server`, word by word. `refused`: flags, and why each must be left out. ConfigError names the
+    first of them."""
+    try:
+        words = shlex.split(arguments) if isinstance(arguments, str) else [str(word) for word in arguments]
+    except ValueError as error:
+        reason = str(error).lower()
+        raise ConfigError(f"{arguments!r} cannot be split into words, {reason}: give them as a list.") from None
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag in refused:
+            raise ConfigError(f"{flag} must be left out: {refused[flag]}.")
+    return words
+
+
 def private_order(name: str, options: Sequence[str], environ: Mapping[str, str]) -> ServerOrder:
     """A server at a socket that only this user's processes reach, and by `name` alone. `options`: all but where it
-    listens for engines. ConfigError lists every problem."""
+    listens for engines, L1's size and its policy if need be. ConfigError lists every problem."""
     url = f"ipc://{run_folder_path() / name}.sock"
-    return _order([*_address(url), *options], environ, url=url)
+    options = _complete([*_address(url), *options], environ, _DEFAULTS)
+    loaded = load(options, environ)
+    if loaded.config.l1_persist and "shm_name" not in loaded.sources:
+        raise ConfigError(
+            f"{loaded.sources['l1_persist']} leaves memory that no later engine finds, as the server of this one goes "
+            "by another name at each start: give a --shm-name, or keep KV in local_disk."
+        )
+    return _order(options, environ, url=url)
 
 
 def autostart_order(
@@ -65,19 +99,18 @@ def autostart_order(
     curve: CurveFiles | None = None,
 ) -> ServerOrder:
     """`arguments`: options of `lmcache server` but the three that say where it listens, as one text or word by word. L1
-    has 5 GB and LRU unless arguments, environment or file say otherwise. ConfigError lists every problem."""
-    words = shlex.split(arguments) if isinstance(arguments, str) else [str(word) for word in arguments]
-    for word in words:
-        flag = word.partition("=")[0]
-        if flag in _OWN_FLAGS:
-            instead = f"{_OWN_FLAGS[flag]} says it" if _OWN_FLAGS[flag] else "HTTP is for this machine alone"
-            raise ConfigError(f"{flag} must be left out: {instead}.")
-    options = [*_address(url), "--http-host", LOOPBACK, *words]
-    given = draft(options, environ, Problems()).sources
-    for name, value in _DEFAULTS.items():
-        if name not in given:
-            options += ["--" + name.replace("_", "-"), value]
+    has 5 GB and LRU, and HTTP takes free ports, unless arguments, environment or file say otherwise. ConfigError lists
+    every problem."""
+    options = [*_address(url), "--http-host", LOOPBACK, *split_options(arguments)]
+    options = _complete(options, environ, {**_DEFAULTS, **_FREE_PORTS})
     return _order(options, environ, url=url, keep=keep, curve=curve)
+
+
+def _complete(options: list[str], environ: Mapping[str, str], defaults: Mapping[str, str]) -> list[str]:
+    """With `defaults` of what is said nowhere."""
+    given = draft(options, environ, Problems()).sources
+    missing = [("--" + name.replace("_", "-"), value) for name, value in defaults.items() if name not in given]
+    return [*options, *(word for option in missing for word in option)]
 
 
 def _order(options: Sequence[str], environ: Mapping[str, str], **rest: Any) -> ServerOrder:
@@ -101,6 +134,7 @@ def _address(url: str) -> list[str]:
 def _leftovers(config: ServerConfig) -> tuple[str, ...]:
     paths = [socket_path(config.host)] * bool(socket_path(config.host))
     if not config.l1_persist:
-        folder = find_hugepages().directory if config.l1_use_hugepages else DIRECTORY
-        paths.append(str(folder / config.shm_name))
+        with contextlib.suppress(ResourceError):  # without huge pages the server does not start, and says why
+            folder = find_hugepages().directory if config.l1_use_hugepages else DIRECTORY
+            paths.append(str(folder / config.shm_name))
     return tuple(paths)

@@ -45,6 +45,8 @@ def _folder(where: str, url: SplitResult, extra: Mapping[str, Any]) -> Adapter:
     """The host of fs:// says nothing: a folder is where the machine has it mounted."""
     if not url.path.strip("/"):
         raise ConfigError(f"{where} names no folder; write {url.scheme}:///data/lmcache.")
+    if "," in url.path:
+        raise ConfigError(f"{where} names several folders and KV goes to one: name one.")
     return {"type": "fs", "base_path": url.path, **extra}
 
 

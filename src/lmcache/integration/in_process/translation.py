@@ -5,8 +5,7 @@ A key that is not built is refused by name, with what to use instead, unless its
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,6 @@ from lmcache.errors import ConfigError
 from lmcache.integration.in_process.remote import remote_adapter
 from lmcache.integration.in_process.sources import Given, read_sources
 
-DEFAULT_L1_SIZE_GB = 5.0
 _ADMIN_PORT = 6999
 _GB = Number(unit="GB", minimum=0, maximum=1 << 20)
 _LOSSY = ("fp8", "cachegen")
@@ -28,6 +26,7 @@ KEYS: Mapping[str, Kind] = {
     "local_cpu": Switch(),
     "max_local_cpu_size": Number(unit="GB", above=0, maximum=1 << 20),
     "local_disk": Text("FOLDER"),
+    "local_disk_path_sharding": Choice(("by_gpu",)),  # of several folders, which are refused
     "max_local_disk_size": _GB,
     "remote_url": Text("URL"),
     "remote_serde": Choice(("naive", "zstd", "exponent", *_LOSSY)),
@@ -58,19 +57,22 @@ _OF_CONNECTOR = {"mp_host", "mp_port", "save_decode_cache", "lookup_timeout_ms",
 @dataclass
 class Translation:
     """`options` of a server, but where it listens; `adapters`, its L2; `connector`, keys lmcache.mp.* for the engine;
-    `of_server`: how the keys that a running server would not hear of are named."""
+    `of_server`: how the keys that a running server would not hear of are named; `of_adapters`: those of its L2.
+    `idle`: which key changes nothing beside the others, a sentence each without its full stop."""
 
     options: list[str] = field(default_factory=list)
     adapters: list[dict[str, Any]] = field(default_factory=list)
     connector: dict[str, Any] = field(default_factory=dict)
     of_server: list[str] = field(default_factory=list)
+    of_adapters: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
 
 
 def translate(extra: Mapping[str, Any], environ: Mapping[str, str]) -> Translation:
     """`extra`: kv_connector_extra_config. ConfigError lists every problem, a sentence each."""
     problems = Problems()
-    known = frozenset({*KEYS, *unbuilt.IN_PROCESS_KEYS, *_in_families(extra, environ)})
-    given = read_sources(extra, environ, known, problems)
+    known = frozenset({*KEYS, *unbuilt.IN_PROCESS_KEYS})
+    given = read_sources(extra, environ, known, problems, is_named=lambda name: bool(unbuilt.in_process_key(name)))
     values: dict[str, Any] = {}
     for name, item in given.items():
         with problems.collect():
@@ -83,15 +85,9 @@ def translate(extra: Mapping[str, Any], environ: Mapping[str, str]) -> Translati
         _tiers(values, given, translation)
     _listeners(values, translation)
     _connector(values, translation)
+    translation.idle += _idle(values, given)
     problems.raise_all()
     return translation
-
-
-def _in_families(extra: Mapping[str, Any], environ: Mapping[str, str]) -> set[str]:
-    """Names that are refused by their beginning alone, as far as they are given."""
-    names = {key.removeprefix("lmcache.") for key in extra if key.startswith("lmcache.")}
-    names |= {key.removeprefix("LMCACHE_").lower() for key in environ if key.startswith("LMCACHE_")}
-    return {name for name in names if unbuilt.in_process_key(name)}
 
 
 def _take(name: str, item: Given, values: dict[str, Any]) -> None:
@@ -100,7 +96,7 @@ def _take(name: str, item: Given, values: dict[str, Any]) -> None:
     if item.value is False and isinstance(KEYS.get(name), Text):
         return
     if name not in KEYS:
-        if str(item.value).lower() not in _NOTHING:
+        if str(item.value).lower() not in (*_NOTHING, unbuilt.IN_PROCESS_IDLE_VALUES.get(name)):
             raise ConfigError(f"{item.where} is not built: {unbuilt.in_process_key(name)}.")
         return
     try:
@@ -112,9 +108,10 @@ def _take(name: str, item: Given, values: dict[str, Any]) -> None:
 
 def _memory(values: Mapping[str, Any], given: Mapping[str, Given], translation: Translation) -> None:
     options = translation.options
-    options += ["--l1-size-gb", f"{values.get('max_local_cpu_size', DEFAULT_L1_SIZE_GB):g}"]
-    options += ["--eviction-policy", values.get("cache_policy", "LRU")]
+    if "max_local_cpu_size" in values:
+        options += ["--l1-size-gb", f"{values['max_local_cpu_size']:g}"]
     for name, flag in (
+        ("cache_policy", "--eviction-policy"),
         ("chunk_size", "--chunk-size"),
         ("pre_caching_hash_algorithm", "--hash-algorithm"),
         ("lmcache_instance_id", "--service-instance-id"),
@@ -136,8 +133,9 @@ def _memory(values: Mapping[str, Any], given: Mapping[str, Given], translation: 
 
 def _tiers(values: Mapping[str, Any], given: Mapping[str, Given], translation: Translation) -> None:
     """Disk before remote, as each is asked in the order of the adapters."""
-    folder, size_gb = _path(values.get("local_disk", "")), values.get("max_local_disk_size", 0.0)
+    folder, size_gb = _folder(values, given), values.get("max_local_disk_size", 0.0)
     if folder:
+        translation.of_adapters.append(given["local_disk"].where)
         adapter: dict[str, Any] = {"type": "fs_native", "base_path": folder}
         if size_gb:
             adapter |= {"max_capacity_gb": size_gb, "eviction": {"eviction_policy": values.get("cache_policy", "LRU")}}
@@ -146,6 +144,7 @@ def _tiers(values: Mapping[str, Any], given: Mapping[str, Given], translation: T
         raise ConfigError(f"{given['max_local_disk_size'].where} needs local_disk, the folder to keep KV in.")
     url, extra = values.get("remote_url", ""), values.get("extra_config", {})
     if url:
+        translation.of_adapters.append(given["remote_url"].where)
         adapter = remote_adapter(given["remote_url"].where, url, extra)
         if "blocking_timeout_secs" in values:
             adapter["timeout_seconds"] = values["blocking_timeout_secs"]
@@ -163,8 +162,14 @@ def _tiers(values: Mapping[str, Any], given: Mapping[str, Given], translation: T
         translation.options += ["--l2-store-policy", "skip_l1"]
 
 
-def _path(folder: str) -> str:
-    return folder.removeprefix("file://")
+def _folder(values: Mapping[str, Any], given: Mapping[str, Given]) -> str:
+    folders = [folder.strip() for folder in values.get("local_disk", "").split(",")]
+    if len(folders) > 1:
+        raise ConfigError(
+            f"{given['local_disk'].where} names {len(folders)} folders and KV goes to one: name one, on a file system "
+            "that spans their disks (RAID 0, LVM)."
+        )
+    return str(folders[0]).removeprefix("file://")
 
 
 def _listeners(values: Mapping[str, Any], translation: Translation) -> None:
@@ -176,6 +181,19 @@ def _listeners(values: Mapping[str, Any], translation: Translation) -> None:
     translation.options += ["--http-host", host, "--http-port", str(port), "--prometheus-port", "0"]
 
 
+def _idle(values: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
+    if not values.get("remote_url"):
+        for name in ("remote_serde", "blocking_timeout_secs"):
+            if values.get(name, "naive") != "naive":
+                yield f"{given[name].where} has no effect: there is no remote_url"
+    if not values.get("internal_api_server_enabled"):
+        for name in ("internal_api_server_host", "internal_api_server_port_start"):
+            if name in values:
+                yield f"{given[name].where} has no effect: internal_api_server_enabled is not true"
+    if not values.get("enable_async_loading", True):
+        yield f"{given['enable_async_loading'].where} is false and has no effect: loads go on beside other requests"
+
+
 def _connector(values: Mapping[str, Any], translation: Translation) -> None:
     connector = translation.connector
     for name, key in (("mp_host", "lmcache.mp.host"), ("mp_port", "lmcache.mp.port")):
@@ -185,8 +203,3 @@ def _connector(values: Mapping[str, Any], translation: Translation) -> None:
         connector["lmcache.mp.save_decode_cache"] = values["save_decode_cache"]
     if "lookup_timeout_ms" in values:
         connector["lmcache.mp.lookup_timeout"] = values["lookup_timeout_ms"] / 1e3
-
-
-def adapters_variable(adapters: list[dict[str, Any]]) -> dict[str, str]:
-    """As an environment variable: a command line, which anybody may read, is no place for passwords."""
-    return {"LMCACHE_L2_ADAPTER": json.dumps(adapters)} if adapters else {}

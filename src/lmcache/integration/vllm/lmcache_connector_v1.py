@@ -15,16 +15,15 @@ from dataclasses import replace
 from typing import Any
 
 from lmcache.integration.engine.server_order import private_order
-from lmcache.integration.in_process.translation import adapters_variable, translate
+from lmcache.integration.in_process.server_variables import server_environment
+from lmcache.integration.in_process.translation import translate
 from lmcache.integration.vllm.connector import LMCacheMPConnector
-from lmcache.integration.vllm.settings import ConnectorSettings
-from lmcache.telemetry.logs import LEVEL_VARIABLE
+from lmcache.integration.vllm.settings import ConnectorSettings, private_server_options, without_autostart
 
 log = logging.getLogger("lmcache.vllm")
 
 _PREFIX, _CONNECTOR = "lmcache.", "lmcache.mp."
 _HOST, _PORT = "lmcache.mp.host", "lmcache.mp.port"
-_PASSED = (LEVEL_VARIABLE, "LMCACHE_ADMIN_TOKEN", "LMCACHE_RESP_")
 _REPLICA = re.compile(r"_dp\d+$")  # what vLLM adds to the engine id of a data-parallel replica
 
 
@@ -39,15 +38,16 @@ class LMCacheConnectorV1Dynamic(LMCacheMPConnector):
 def in_process_settings(extra: Mapping[str, Any], environ: Mapping[str, str], engine_id: str) -> ConnectorSettings:
     """ConfigError names each key that is refused, and what to use instead."""
     translation = translate(extra, environ)
+    for sentence in translation.idle:
+        log.warning("%s", sentence)
     own = {key: value for key, value in extra.items() if not key.startswith(_PREFIX) or key.startswith(_CONNECTOR)}
     connector = {**translation.connector, **own}
-    settings = ConnectorSettings.read(connector)
     if _HOST in connector or _PORT in connector:
+        settings = ConnectorSettings.read(connector)
         if translation.of_server:
             log.warning("%s: no effect, as the server at %s decides", ", ".join(translation.of_server), settings.url)
         return settings
     name = hashlib.sha256(_REPLICA.sub("", engine_id).encode()).hexdigest()[:16]
-    # What the variables say is translated; those with secrets, and the level of the log, a server reads by itself.
-    kept = {key: value for key, value in environ.items() if not key.startswith("LMCACHE_") or key.startswith(_PASSED)}
-    order = private_order(name, translation.options, {**kept, **adapters_variable(translation.adapters)})
-    return replace(settings, url=order.url, autostart=order)
+    options = [*translation.options, *private_server_options(connector)]
+    order = private_order(name, options, server_environment(environ, options, translation))
+    return replace(ConnectorSettings.read(without_autostart(connector)), url=order.url, autostart=order)

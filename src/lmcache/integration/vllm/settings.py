@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,10 @@ from lmcache.integration.engine.connection_settings import (
     read_seconds,
     warn_of_unknown_keys,
 )
-from lmcache.integration.engine.server_order import ServerOrder, autostart_order
+from lmcache.integration.engine.server_order import PRIVATE_FLAGS, ServerOrder, autostart_order, split_options
 from lmcache.transport.curve_keys import CurveFiles
+
+log = logging.getLogger("lmcache.vllm")
 
 _TIMEOUT = "lmcache.mp.mq_timeout"
 _SAVE_DECODE = "lmcache.mp.save_decode_cache"
@@ -87,13 +91,17 @@ class ConnectorSettings(ConnectionSettings):
         warn_of_unknown_keys(extra, "kv_connector_extra_config", _KEYS)
         connection = read_connection(extra)
         url, curve = connection["url"], connection["curve"]
+        starts = read_flag(extra, _AUTOSTART, default=False)
+        for key in (_SERVER_ARGS, _KEEP):
+            if extra.get(key) and not starts:
+                log.warning("%s has no effect, as %s is not true", key, _AUTOSTART)
         return cls(
             **connection,
             mq_timeout_seconds=read_seconds(extra, _TIMEOUT, None),
             save_decode_cache=read_flag(extra, _SAVE_DECODE, default=False),
             load_or_recompute=read_flag(extra, _LOAD_OR_RECOMPUTE, default=True),
             lossy_serde=_lossy_serde(extra),
-            autostart=_autostart(extra, url, curve) if read_flag(extra, _AUTOSTART, default=False) else None,
+            autostart=_autostart(extra, url, curve) if starts else None,
             wait_timeout_seconds=read_seconds(extra, _WAIT_TIMEOUT, DEFAULT_WAIT_SECONDS),
             lookup_timeout_seconds=read_seconds(extra, _LOOKUP_TIMEOUT, LOOKUP_SECONDS),
         )
@@ -108,11 +116,40 @@ def _lossy_serde(extra: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def _autostart(extra: Mapping[str, Any], url: str, curve: CurveFiles | None) -> ServerOrder:
+def private_server_options(extra: Mapping[str, Any]) -> list[str]:
+    """Options for a server that no other engine reaches. ConfigError names the key that cannot be had for it."""
+    if not read_flag(extra, _AUTOSTART, default=True):
+        raise ConfigError(f"{_AUTOSTART} is false, and nothing names a server: name one by mp_host, or leave it out.")
+    if read_flag(extra, _KEEP, default=False):
+        raise ConfigError(
+            f"{_KEEP} is true, and no later engine reaches a server that has a socket of its own: use "
+            f"LMCacheMPConnector with {_AUTOSTART}, or keep KV in local_disk."
+        )
+    with _of_server_args():
+        return split_options(_server_args(extra), PRIVATE_FLAGS)
+
+
+def without_autostart(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that mean the same, whoever starts the server and where."""
+    return {key: value for key, value in extra.items() if key not in (_AUTOSTART, _SERVER_ARGS, _KEEP)}
+
+
+def _server_args(extra: Mapping[str, Any]) -> str | list[Any]:
     arguments = extra.get(_SERVER_ARGS, [])
     if not isinstance(arguments, (str, list)):
         raise ConfigError(f"{_SERVER_ARGS} is {arguments!r}; it must be text or a list, such as '--l1-size-gb 20'.")
+    return arguments
+
+
+def _autostart(extra: Mapping[str, Any], url: str, curve: CurveFiles | None) -> ServerOrder:
+    arguments, keep = _server_args(extra), read_flag(extra, _KEEP, default=False)
+    with _of_server_args():
+        return autostart_order(url, arguments, os.environ, keep=keep, curve=curve)
+
+
+@contextlib.contextmanager
+def _of_server_args() -> Iterator[None]:
     try:
-        return autostart_order(url, arguments, os.environ, keep=read_flag(extra, _KEEP, default=False), curve=curve)
+        yield
     except ConfigError as error:
         raise ConfigError(*(f"{_SERVER_ARGS}: {problem}" for problem in error.problems)) from None

@@ -8,16 +8,46 @@ from typing import Any
 import pytest
 
 from lmcache.config.load import load
-from lmcache.config.unbuilt import IN_PROCESS_KEYS
+from lmcache.config.unbuilt import IN_PROCESS_IDLE_VALUES, IN_PROCESS_KEYS, in_process_key
 from lmcache.errors import ConfigError
-from lmcache.integration.in_process.translation import KEYS, adapters_variable, translate
+from lmcache.integration.engine.server_order import private_order
+from lmcache.integration.in_process.server_variables import adapters_variable
+from lmcache.integration.in_process.translation import KEYS, translate
 from lmcache.l2.adapter_types import parse_adapter
+
+# What LMCache's own documents and its `lmcache/v1/config.py` name, aliases and deprecated names included.
+LMCACHE_KEYS = """
+    app_id audit_actual_remote_url blend_check_layers blend_min_tokens blend_recompute_ratios blend_special_str
+    blend_thresholds blocking_timeout_secs cache_policy chunk_size chunk_statistics_auto_exit_target_unique_chunks
+    chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_start_statistics chunk_statistics_strategy
+    controller_pull_url controller_reply_url controller_url cost_aware_ewma_alpha cost_aware_half_life_seconds
+    cufile_buffer_size enable_async_loading enable_blending enable_chunk_statistics enable_controller
+    enable_hidden_state_cache enable_kv_events enable_lazy_memory_allocator enable_nixl enable_p2p enable_pd
+    enable_scheduler_bypass_lookup enable_xpyd external_backends external_lookup_client extra_config gds_backend
+    gds_buffer_size gds_path gds_path_sharding hidden_state_layers hidden_states_retrieve_mode hit_miss_ratio
+    internal_api_server_enabled internal_api_server_host internal_api_server_include_index_list
+    internal_api_server_port_start internal_api_server_socket_path_prefix lazy_memory_expand_trigger_ratio
+    lazy_memory_initial_ratio lazy_memory_safe_size lazy_memory_step_ratio lmcache_instance_id
+    lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time lmcache_worker_ids lmcache_worker_port
+    lmcache_worker_ports local_cpu local_cpu_use_hugepages local_disk local_disk_path_sharding lookup_server_worker_ids
+    lookup_timeout_ms maru_path maru_pool_size max_hidden_state_cpu_size max_local_cpu_size max_local_disk_size
+    min_retrieve_tokens mp_host mp_port nixl_backends nixl_buffer_device nixl_buffer_size nixl_peer_host nixl_peer_port
+    nixl_proxy_host nixl_role numa_mode p2p_host p2p_init_ports p2p_lookup_ports pd_allocation_timeout_sec
+    pd_backend_mode pd_bidirectional pd_buffer_device pd_buffer_size pd_condition_poll_interval_sec pd_max_prefill_len
+    pd_peer_alloc_port pd_peer_host pd_peer_init_port pd_peer_query_port pd_proxy_host pd_proxy_port pd_role
+    pd_shutdown_timeout_sec pd_skip_proxy_notification pin_check_interval_sec pin_timeout_sec plugin_locations
+    pre_caching_hash_algorithm priority_limit py_enable_gc remote_config_url remote_serde remote_storage_plugins
+    remote_url reserve_local_cpu_size retrieve_locations runtime_plugin_locations save_decode_cache save_unfull_chunk
+    script_allowed_imports storage_plugins store_location transfer_channel use_gds use_gpu_connector_v3 use_layerwise
+    ec_connector weka_path
+"""
 
 
 def config_of(extra: dict[str, Any], environ: dict[str, str] | None = None) -> Any:
     """Of the server that results, checked as a server checks it."""
     translation = translate(extra, environ or {})
-    config = load(translation.options, adapters_variable(translation.adapters)).config
+    order = private_order("x", translation.options, adapters_variable(translation.adapters))
+    config = load(order.options, order.environment).config
     for index, adapter in enumerate(config.l2_adapter):
         parse_adapter(adapter, index)
     return config
@@ -129,6 +159,50 @@ def test_what_is_the_connectors_goes_to_the_connector() -> None:
     }
 
 
+@pytest.mark.parametrize("key", sorted(set(LMCACHE_KEYS.split()) - set(KEYS)))
+def test_every_key_of_lmcache_is_refused_by_name_wherever_it_stands(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(f"{key}: x\n")
+    variable = f"LMCACHE_{key.upper()}"
+    rule = f"is not built: {in_process_key(key)}."
+    assert in_process_key(key)
+    assert refusals({f"lmcache.{key}": "x"}) == [f"lmcache.{key} {rule}"]
+    assert refusals({}, {variable: "x"}) == [f"{variable} {rule}"]
+    assert refusals({}, {"LMCACHE_CONFIG_FILE": str(file)}) == [f"{key} in {file} {rule}"]
+
+
+def test_what_changes_nothing_here_is_no_reason_to_refuse() -> None:
+    for key, value in IN_PROCESS_IDLE_VALUES.items():
+        translate({f"lmcache.{key}": value}, {f"LMCACHE_{key.upper()}": value.title()})
+    translate({"lmcache.py_enable_gc": True}, {"LMCACHE_LOCAL_DISK_PATH_SHARDING": "by_gpu"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"remote_serde": "cachegen"}, "lmcache.remote_serde has no effect: there is no remote_url"),
+        (
+            {"blocking_timeout_secs": 3, "local_disk": "/d"},
+            "lmcache.blocking_timeout_secs has no effect: there is no remote_url",
+        ),
+        (
+            {"internal_api_server_port_start": 7777},
+            "lmcache.internal_api_server_port_start has no effect: internal_api_server_enabled is not true",
+        ),
+        (
+            {"internal_api_server_host": "0.0.0.0", "internal_api_server_enabled": False},
+            "lmcache.internal_api_server_host has no effect: internal_api_server_enabled is not true",
+        ),
+        (
+            {"enable_async_loading": False},
+            "lmcache.enable_async_loading is false and has no effect: loads go on beside other requests",
+        ),
+    ],
+)
+def test_a_key_that_changes_nothing_beside_the_others_is_said(keys: dict[str, Any], sentence: str) -> None:
+    assert translate({f"lmcache.{key}": value for key, value in keys.items()}, {}).idle == [sentence]
+
+
 @pytest.mark.parametrize("key", sorted(set(IN_PROCESS_KEYS) - set(KEYS)))
 def test_what_is_not_built_is_refused_by_name_unless_it_asks_for_nothing(key: str) -> None:
     assert refusals({f"lmcache.{key}": "x"}) == [f"lmcache.{key} is not built: {IN_PROCESS_KEYS[key]}."]
@@ -179,6 +253,23 @@ def test_what_is_not_built_is_refused_by_name_unless_it_asks_for_nothing(key: st
             {"lmcache.nixl_buffer_size": 5},
             {},
             f"lmcache.nixl_buffer_size is not built: {IN_PROCESS_KEYS['enable_nixl']}.",
+        ),
+        (
+            {},
+            {"LMCACHE_LOCAL_DISK": "file:///mnt/nvme0/lm,file:///mnt/nvme1/lm"},
+            "LMCACHE_LOCAL_DISK names 2 folders and KV goes to one: name one, on a file system that spans their disks "
+            "(RAID 0, LVM).",
+        ),
+        (
+            {"lmcache.local_disk": "/a, /b,/c"},
+            {},
+            "lmcache.local_disk names 3 folders and KV goes to one: name one, on a file system that spans their disks "
+            "(RAID 0, LVM).",
+        ),
+        (
+            {"lmcache.remote_url": "fs://h:0/a,/b"},
+            {},
+            "lmcache.remote_url names several folders and KV goes to one: name one.",
         ),
         ({}, {"LMCACHE_CONFIG_FILE": "/nowhere.yaml"}, "LMCACHE_CONFIG_FILE /nowhere.yaml cannot be read: "),
     ],

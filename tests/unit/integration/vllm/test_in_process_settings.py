@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from lmcache.config.load import load
+from lmcache.config.spec import ServerConfig
+from lmcache.errors import ConfigError
 from lmcache.integration.vllm.lmcache_connector_v1 import in_process_settings
+
+
+def server_config(extra: dict[str, Any], environ: dict[str, str]) -> ServerConfig:
+    order = in_process_settings(extra, environ, "engine").autostart
+    assert order is not None
+    return load(order.options, order.environment).config
 
 
 def test_an_engine_has_a_server_of_its_own_and_its_replicas_share_it() -> None:
@@ -44,3 +56,76 @@ def test_a_server_that_is_named_is_used_instead(caplog: pytest.LogCaptureFixture
         settings = in_process_settings({"lmcache.mp_port": 7, "lmcache.chunk_size": 128}, {}, "engine")
     assert (settings.url, settings.autostart) == ("tcp://127.0.0.1:7", None)
     assert "lmcache.chunk_size: no effect, as the server at tcp://127.0.0.1:7 decides" in caplog.text
+
+
+def test_options_of_a_server_reach_the_one_that_the_engine_starts(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("max_workers: 3\nl1_size_gb: 7\n")
+    environ = {"LMCACHE_CONFIG": str(file), "LMCACHE_L2_ADAPTER": '{"type": "mock"}', "LMCACHE_L1_SIZE_GB": "8"}
+    config = server_config({}, environ)
+    assert (config.l1_size_gb, config.max_workers, config.l2_adapter) == (8.0, 3, [{"type": "mock"}])
+    assert server_config({"lmcache.max_local_cpu_size": 9}, environ).l1_size_gb == 9.0
+    extra = {"lmcache.max_local_cpu_size": 9, "lmcache.mp.autostart.server_args": "--l1-size-gb 50 --shm-name kept"}
+    config = server_config(extra, {**environ, "LMCACHE_L1_PERSIST": "true"})
+    assert (config.l1_size_gb, config.shm_name, config.l1_persist) == (50.0, "kept", True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "environ", "sentence"),
+    [
+        (
+            {"lmcache.mp.autostart.keep": True},
+            {},
+            "lmcache.mp.autostart.keep is true, and no later engine reaches a server that has a socket of its own",
+        ),
+        ({"lmcache.mp.autostart": False}, {}, "lmcache.mp.autostart is false, and nothing names a server"),
+        (
+            {"lmcache.mp.autostart.server_args": "--http-port 80"},
+            {},
+            "lmcache.mp.autostart.server_args: --http-port must be left out: internal_api_server_enabled, _host",
+        ),
+        (
+            {"lmcache.mp.autostart.server_args": ["--port", "80"]},
+            {},
+            "lmcache.mp.autostart.server_args: --port must be left out: the server of this engine has a socket",
+        ),
+        (
+            {"lmcache.mp.autostart.server_args": "--l1-persist"},
+            {},
+            "--l1-persist leaves memory that no later engine finds",
+        ),
+        ({}, {"LMCACHE_L1_PERSIST": "1"}, "LMCACHE_L1_PERSIST leaves memory that no later engine finds"),
+        ({}, {"LMCACHE_PORT": "5556"}, "LMCACHE_PORT means nothing to an engine that starts its own server"),
+        ({}, {"LMCACHE_HTTP_PORT": "80"}, "LMCACHE_HTTP_PORT means nothing to an engine that starts its own server"),
+        (
+            {"lmcache.local_disk": "/d", "lmcache.remote_url": "redis://h:1"},
+            {"LMCACHE_L2_ADAPTER": '{"type": "mock"}'},
+            "LMCACHE_L2_ADAPTER and lmcache.local_disk and lmcache.remote_url both say where KV goes",
+        ),
+        (
+            {
+                "lmcache.local_disk": "/d",
+                "lmcache.mp.autostart.server_args": ["--l2-adapter", json.dumps({"type": "mock"})],
+            },
+            {},
+            "--l2-adapter and lmcache.local_disk both say where KV goes",
+        ),
+    ],
+)
+def test_what_the_server_of_an_engine_cannot_obey_is_refused(
+    extra: dict[str, Any], environ: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        in_process_settings(extra, environ, "engine")
+    (said,) = refused.value.problems
+    assert said.startswith(sentence)
+
+
+def test_variables_that_kubernetes_sets_beside_a_service_are_none_of_a_server() -> None:
+    assert server_config({}, {"LMCACHE_PORT": "tcp://10.0.0.1:5555"}).l1_size_gb == 5.0
+
+
+def test_a_key_without_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lmcache"):
+        in_process_settings({"lmcache.remote_serde": "cachegen"}, {}, "engine")
+    assert "lmcache.remote_serde has no effect: there is no remote_url" in caplog.text
