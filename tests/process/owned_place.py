@@ -26,7 +26,7 @@ class OwnedPlace:
 
     def engine(self, *options: str, keep: bool = False, wait_seconds: float = 30.0) -> subprocess.Popen[str]:
         command = [sys.executable, str(SCRIPT), self.url, "keep" if keep else "", str(wait_seconds)]
-        command += ["--l1-size-gb", "0.0625", "--http-port", "0", "--prometheus-port", "0", *options]
+        command += ["--l1-size-gb", "0.0625", *options]
         pipe = subprocess.PIPE
         self.engines.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True))
         return self.engines[-1]

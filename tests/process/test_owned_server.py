@@ -132,6 +132,10 @@ def test_a_server_of_somebody_else_is_used_and_never_ended(place: OwnedPlace, tm
         leave(engine)
         assert server.status()
         assert not place.files()
+        killed = place.engine()
+        assert says(killed) == "ready"
+        assert not place.files()  # that nobody would remove
+        killed.kill()
 
 
 def test_a_server_that_is_to_stay_stays_until_it_is_told(place: OwnedPlace) -> None:
@@ -155,9 +159,21 @@ def test_why_no_server_could_be_started_is_one_sentence(place: OwnedPlace, tmp_p
     sentence = says(engine)
     assert sentence.startswith("failed ")
     assert str(folder) in sentence
-    leave(engine)
-    assert not place.servers()
-    assert not place.shm.exists()
+    engine.kill()
+    until(lambda: not place.servers() and [path.suffix for path in place.files()] == [".log"])  # which says why
+
+
+def test_an_engine_that_outlives_its_server_and_is_killed_leaves_nothing(place: OwnedPlace) -> None:
+    engine = place.engine()
+    assert says(engine) == "ready"
+    until(place.says_ready)
+    os.kill(place.server(), signal.SIGTERM)
+    until(lambda: not place.servers())
+    second = place.engine()  # a server that is started meanwhile has a guardian of its own
+    assert says(second) == "ready"
+    engine.kill()
+    second.kill()
+    until(place.is_clean)
 
 
 def test_an_engine_waits_no_longer_than_it_was_told(place: OwnedPlace) -> None:

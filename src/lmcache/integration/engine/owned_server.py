@@ -55,6 +55,7 @@ class OwnedServer:
         self._environment = environment
         self._sides = 0
         self._lock = -1  # carries the shared lock
+        self._is_others = False  # somebody else started it, and no engine has asked for one
         self._starter: subprocess.Popen[bytes] | None = None  # under way
         self._report = -1  # the end of a pipe that the guardian writes to
         self._reported = b""
@@ -62,8 +63,14 @@ class OwnedServer:
     # ---- start -------------------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """Starts the server if nothing is there, without waiting for it. ResourceError if it cannot be tried."""
-        if self._join() and self._starter is None and not self._has_guardian() and not self._listens():
-            self._start()
+        try:
+            self._is_others = self._lock < 0 and not os.path.lexists(self._path(".lock")) and self._listens()
+            if self._is_others:
+                return  # no file is made that nobody would remove if this process is killed
+            if self._join() and self._starter is None and not self._has_guardian() and not self._listens():
+                self._start()
+        except OSError as error:  # no file or lock is left on this machine, or to this process
+            raise ResourceError(f"The files of a server cannot be used: {error.strerror}.") from error
 
     def wait(self, timeout_seconds: float) -> None:
         """Until a healthy server answers, started here if need be. LMCacheError with the reason if none does."""
@@ -72,7 +79,7 @@ class OwnedServer:
         while True:
             self.begin()
             waited_seconds = clock.monotonic() - began
-            if self._lock >= 0 and self._listens():
+            if (self._is_others or self._lock >= 0) and self._listens():
                 try:
                     self._probe()
                     return self._forget_starter()
@@ -116,8 +123,6 @@ class OwnedServer:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:  # the folder was removed in this moment
             return False
-        except OSError as error:
-            raise ResourceError(f"The lock {path} cannot be opened: {error.strerror}.") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock), os.stat(path)):
@@ -127,6 +132,9 @@ class OwnedServer:
         except (BlockingIOError, FileNotFoundError):
             os.close(lock)
             return False
+        except OSError:
+            os.close(lock)
+            raise
         self._lock = lock
         return True
 

@@ -4,6 +4,8 @@ Run as a program, without the package, detached from the engine that started it.
 file for as long as it lives, which the kernel drops however the engine dies. This process waits for the exclusive lock:
 once it has that, no engine is left, and while it has it, none can join. A second lock, on one byte of the same file,
 says that a guardian is there. A server that dies while engines live is started again, and what it left is removed.
+After a server that failed or was told to end this process stays as long as engines do, without the second lock, for the
+lock file to go with the last of them.
 """
 
 import contextlib
@@ -29,10 +31,39 @@ GUARDIAN_OFFSET = 1 << 62  # of the byte that it locks: that of owner 0 in memor
 _PR_SET_PDEATHSIG = 1
 _FLOCK = struct.Struct("@hhqqi0q")  # l_type, l_whence, l_start, l_len, l_pid
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
+_HEALTHY_SECONDS = 60.0  # that a server was ready before its death counts as the first one
 _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 4096  # of the server's output, for who asks why it did not start
 _MAX_LOG_BYTES = 4 << 20  # the file of the log is replaced beyond, once
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class RestartPause:
+    """Doubles from death to death of servers that are not ready for long."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def after(self, ready_seconds: float) -> float:
+        """Seconds to wait after a server that was ready for so long."""
+        longer = min(2 * self._seconds, _LONGEST_PAUSE_SECONDS)
+        self._seconds = longer if longer and ready_seconds < _HEALTHY_SECONDS else _FIRST_PAUSE_SECONDS
+        return self._seconds
+
+
+def pause(wakeup: int, left: int, seconds: float) -> bool:
+    """False at once when a signal to end comes in at `wakeup`, or something at `left`; other signals end no pause."""
+    end = time.monotonic() + seconds
+    while True:
+        ready = select.select([wakeup, left], [], [], max(0.0, end - time.monotonic()))[0]
+        if left in ready or (wakeup in ready and _is_told(wakeup)):
+            return False
+        if not ready:
+            return True
+
+
+def _is_told(wakeup: int) -> bool:
+    return bool(set(os.read(wakeup, 64)) & set(_SIGNALS))
 
 
 class Guardian:
@@ -52,33 +83,40 @@ class Guardian:
         self._log = -1
         self._tail = b""
         self._is_ready = self._was_ready = False
+        self._ready_at = 0.0
+        self._is_told = False  # to end, by a signal
         self._is_reported = False
         self._has_lock = False  # the exclusive one: no engine is left
+        self._is_over = False  # there is no server any more, and will be none
 
     def run(self) -> None:
-        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, GUARDIAN_OFFSET, 1, 0)
         try:
-            fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, request)
+            fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _guardian_lock(fcntl.F_WRLCK))
         except BlockingIOError:
             self._report(BUSY)
             return
         threading.Thread(target=self._await_engines, daemon=True).start()
-        pause_seconds = _FIRST_PAUSE_SECONDS
+        restart_pause = RestartPause()
         while True:
             server = self._start_server()
             status = self._watch(server)
-            clean = status == 0
-            if not clean:
+            ready_seconds = time.monotonic() - self._ready_at if self._is_ready else 0.0
+            if status:
                 self._remove_leftovers()
-            if clean or self._has_lock or not self._was_ready or not self._pause(pause_seconds):
+            clean = status == 0 or self._is_told
+            if clean or self._has_lock or not self._was_ready:
                 break
-            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+            if not pause(self._wakeup, self._left, restart_pause.after(ready_seconds)):
+                clean = True
+                break
         self._end(clean=clean)
 
     # ---- the engines -------------------------------------------------------------------------------------------------
     def _await_engines(self) -> None:
         """On a thread of its own: the lock is waited for without a deadline, as engines run for any time."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        if self._is_over:
+            return
         if os.pread(self._lock, len(KEEP), 0) == KEEP:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
         else:
@@ -119,8 +157,8 @@ class Guardian:
             ready = select.select(watched, [], [], waited)[0]
             if self._output in ready:
                 self._read_output()
-            told = self._wakeup in ready and bool(set(os.read(self._wakeup, 64)) & set(_SIGNALS))
-            if kill_at is None and (told or self._left in ready):
+            self._is_told |= self._wakeup in ready and _is_told(self._wakeup)
+            if kill_at is None and (self._is_told or self._left in ready):
                 kill_at = time.monotonic() + self._order["stop_seconds"]
                 os.kill(server, signal.SIGTERM)
             elif kill_at is not None and time.monotonic() >= kill_at:
@@ -148,6 +186,7 @@ class Guardian:
             self._write_log(data)
             if not self._is_ready and READY in self._tail:
                 self._is_ready = self._was_ready = True
+                self._ready_at = time.monotonic()
                 self._report(STARTED)
 
     def _write_log(self, data: bytes) -> None:
@@ -157,12 +196,6 @@ class Guardian:
                 os.close(self._log)
                 self._log = os.open(self._order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             os.write(self._log, data)
-
-    def _pause(self, seconds: float) -> bool:
-        """False when the end was asked for, or no engine is left."""
-        ready = select.select([self._wakeup, self._left], [], [], seconds)[0]
-        told = self._wakeup in ready and set(os.read(self._wakeup, 64)) & set(_SIGNALS)
-        return not (told or self._left in ready)
 
     def _remove_leftovers(self) -> None:
         for path in self._order["leftovers"]:
@@ -181,10 +214,25 @@ class Guardian:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
         with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while engines live: the last one removes it
-            os.unlink(self._order["lock"])
+            if not self._has_lock:
+                self._outlive_engines()
+            if os.path.samestat(os.fstat(self._lock), os.stat(self._order["lock"])):
+                os.unlink(self._order["lock"])
             os.rmdir(os.path.dirname(self._order["lock"]))
         os._exit(0)  # the thread may still wait for the engines
+
+    def _outlive_engines(self) -> None:
+        """No guardian any more. BlockingIOError where another one has come meanwhile, and will remove the file."""
+        self._is_over = True
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _guardian_lock(fcntl.F_UNLCK))
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _guardian_lock(fcntl.F_WRLCK))
+
+
+def _guardian_lock(kind: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, GUARDIAN_OFFSET, 1, 0)
 
 
 def _become(order: "dict[str, Any]", output: int, guardian: int) -> None:
