@@ -18,16 +18,24 @@ versions.HOOKS = (*versions.HOOKS, "teleport_kv")  # which no vLLM has
 """
 
 
+DYNAMIC = "lmcache.integration.vllm.lmcache_connector_v1"
+
+
 @pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("name", ["LMCacheMPConnector", "LMCacheConnectorV1Dynamic", "LMCacheConnectorV1"])
 def test_it_answers_uncached_and_says_why_once(
-    llama: Path, computed: list[list[int]], tmp_path: Path, in_process: bool
+    llama: Path, computed: list[list[int]], tmp_path: Path, name: str, in_process: bool
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(DEMANDS_MORE)  # of every process of the engine
     with CacheServer(tmp_path, l1_size_gb=0.25) as server:
         server.wait_ready()
         results, log = run_script(
             llama,
-            {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": {"lmcache.mp.port": server.port}},
+            {
+                "kv_connector": name,
+                "kv_connector_extra_config": {"lmcache.mp.port": server.port},
+                **({"kv_connector_module_path": DYNAMIC} if name == "LMCacheConnectorV1Dynamic" else {}),
+            },
             PYTHONPATH=f"{tmp_path}:{PACKAGE_PARENT}",
             VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1",
         )

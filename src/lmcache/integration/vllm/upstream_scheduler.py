@@ -14,6 +14,7 @@ from lmcache.errors import ConfigError, LMCacheError
 from lmcache.integration.engine.instance_id import instance_name
 from lmcache.integration.vllm.hit_lookups import STEP_WAIT_SECONDS
 from lmcache.integration.vllm.instance_id import scheduler_process_id
+from lmcache.integration.vllm.uncached_adapter import CalledAsDeclared
 from lmcache.integration.vllm.upstream_types import ParallelStrategy
 from lmcache.protocol.messages import HelloReply, RegisterInstance
 from lmcache.protocol.tokens import pack_tokens
@@ -40,8 +41,10 @@ def connect(client: Client, timeout_seconds: float) -> HelloReply:
         raise ConnectionError(f"{error} Start the server before the engine.") from error
 
 
-class LMCacheMPSchedulerAdapter:
+class LMCacheMPSchedulerAdapter(CalledAsDeclared):
     """One lookup a request, leased until the request's end: nothing tells this side when its workers have loaded."""
+
+    says_so = True
 
     def __init__(
         self,

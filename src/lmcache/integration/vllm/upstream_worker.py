@@ -31,6 +31,7 @@ from lmcache.integration.vllm.identity import engine_identity, model_identity
 from lmcache.integration.vllm.instance_id import scheduler_process_id
 from lmcache.integration.vllm.settings import ConnectorSettings
 from lmcache.integration.vllm.speculation import has_head
+from lmcache.integration.vllm.uncached_adapter import CalledAsDeclared
 from lmcache.integration.vllm.upstream_scheduler import chunk_blocks, connect
 from lmcache.integration.vllm.upstream_types import LoadStoreOp, ParallelStrategy
 from lmcache.protocol.messages import HelloReply
@@ -61,7 +62,7 @@ class _Serving(NamedTuple):
     hello: HelloReply
 
 
-class LMCacheMPWorkerAdapter:
+class LMCacheMPWorkerAdapter(CalledAsDeclared):
     """Belongs to the worker's thread."""
 
     def __init__(

@@ -2,7 +2,8 @@
 
 That class loads within a step and reports nothing back to the scheduler. So a forward pass waits for its loads, a step
 ends when its stores have read their blocks, and the lease of a hit is held until its request ends. Its calls and their
-order are vLLM's; it never calls `shutdown`: the server ends with the engine's process.
+order are vLLM's. It hands no `shutdown` on, so its object is given ours: an engine that ends in a process that goes on,
+as in a notebook, leaves no server behind.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class LMCacheConnectorV1Impl:
         """`parent`: the object of vLLM's class, which has the KV cache configuration, and later the cache manager."""
         self._inner = _InnerConnector(vllm_config, role, parent._kv_cache_config)
         self._parent = parent
+        parent.shutdown = self.shutdown
         self._workers = vllm_config.parallel_config.world_size
         self._is_bound = False
         self._whole_hits: set[str] = set()  # requests whose last token is part of what is loaded
@@ -120,6 +122,9 @@ class LMCacheConnectorV1Impl:
         self._load_ended(request.request_id)
         self._whole_hits.discard(request.request_id)
         return self._inner.request_finished(request, block_ids)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
 
     def _bind(self) -> None:
         if self._is_bound:

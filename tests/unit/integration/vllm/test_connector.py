@@ -10,10 +10,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata
 from lmcache.integration.engine.worker_side import EndedLoads
 from lmcache.integration.vllm import connector as module
 from lmcache.integration.vllm.connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
 
 pytestmark = pytest.mark.engine
@@ -131,3 +134,44 @@ def test_the_name_for_an_engine_inside_needs_the_engines_block_tables(caplog: py
     assert impl.get_num_new_matched_tokens(SimpleNamespace(request_id="a"), 0) == 0
     impl.update_state_after_alloc(SimpleNamespace(request_id="a"), 0)
     assert caplog.text.count("use LMCacheMPConnector") == 1
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What vLLM makes connectors with, of a version that lacks something."""
+    monkeypatch.setattr(module, "ENGINE", replace(module.ENGINE, missing=("teleport_kv",)))
+    monkeypatch.setattr(module, "configure_logs", lambda level: None)  # of this process: its logs are read here
+    transfer = SimpleNamespace(kv_connector_extra_config={}, engine_id="engine")
+    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(world_size=1))
+
+
+@pytest.mark.parametrize("made", [LMCacheMPConnector, LMCacheConnectorV1Dynamic, LMCacheConnectorV1Impl])
+def test_an_engine_that_lacks_something_is_said_once_and_goes_on(
+    made: Any, engine: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = SimpleNamespace(_kv_cache_config=None, _kv_cache_manager=None)
+    last = parent if made is LMCacheConnectorV1Impl else None
+    worker, scheduler = (made(engine, role, last) for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER))
+    said = [record.getMessage() for record in caplog.records if "uncached" in record.getMessage()]
+    assert len(said) == 1 and "lacks teleport_kv, without which KV cannot be restored exactly" in said[0]
+    request = SimpleNamespace(request_id="a", num_tokens=512)
+    assert scheduler.get_num_new_matched_tokens(request, 0) in (0, (0, False))
+    worker.register_kv_caches({})
+    worker.bind_connector_metadata(scheduler.build_connector_meta(SimpleNamespace()))
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert worker.get_finished(set()) == (None, None)
+    assert scheduler.request_finished(request, []) == (False, None)
+    for side in (worker, scheduler):
+        side.shutdown()
+
+
+def test_an_engine_inside_ends_its_server_although_its_own_class_has_no_end(
+    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(LMCacheMPConnector, "shutdown", lambda self: ended.append(self))
+    parent = SimpleNamespace(_kv_cache_config=None)
+    LMCacheConnectorV1Impl(engine, KVConnectorRole.SCHEDULER, parent)
+    parent.shutdown()
+    assert len(ended) == 1
