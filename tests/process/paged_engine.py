@@ -7,6 +7,7 @@ Run as a script it takes JSON lines and answers each with one: {"do": "store", "
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -191,14 +192,14 @@ class PagedEngine:
         return {"hit": hit, "overwritten": int((self.kv[:, blocks] != 5).any(dim=0).flatten(1).any(dim=1).sum())}
 
     # ---- a running stream --------------------------------------------------------------------------------------------
-    def steps(self, prompt: int, chunks: int, seconds: float) -> dict[str, float]:
+    def steps(self, prompt: int, chunks: int, seconds: float, names: int = 64) -> dict[str, float]:
         """Decoding steps alone, then while what they stand beside is stored, then while it is loaded, with what the
         connector does in each: medians in milliseconds, and how many chunks were moved meanwhile."""
         self._fill(prompt, chunks)
         step = self._decoder()
         self._timed(step, 0.2 * seconds, lambda: 0)
         alone, _ = self._timed(step, seconds, lambda: 0)
-        storing, stored = self._timed(step, seconds, self._storing(prompt, chunks))
+        storing, stored = self._timed(step, seconds, self._storing(prompt, chunks, names))
         self.idle()
         self.store(prompt, chunks)
         loading, loaded = self._timed(step, seconds, self._loading(prompt, chunks))
@@ -233,24 +234,25 @@ class PagedEngine:
             times.append(time.perf_counter() - began)
         return 1000 * statistics.median(times), moved
 
-    def _storing(self, prompt: int, chunks: int) -> Callable[[], int]:
-        """The same blocks again and again, each time as another prompt, named beforehand."""
-        sessions = []
-        for number in range(64):
+    def _storing(self, prompt: int, chunks: int, names: int) -> Callable[[], int]:
+        """The same blocks again and again, as prompts that are named beforehand. Together they are larger than L1, so
+        that a name is gone from there when its turn comes again, and the stores last as long as they are asked for."""
+        named = []
+        for number in range(names):
             session, _ = self._looked_up(10_000 + 100 * prompt + number, chunks)
             self.lookups.give_back(session)
-            sessions.append(session)
+            assert session.server is not None
+            named.append((session.server.server_epoch, session.hashes.packed))
+            self.lookups.end(session)
+        turns = itertools.cycle(named)
         blocks = array("q", self._blocks(0, chunks)).tobytes()
 
         def begin() -> int:
-            if self.side.storing or not sessions:
+            if self.side.storing:
                 return 0
-            session = sessions.pop()
+            epoch, hashes = next(turns)
             self._jobs += 1
-            assert session.server is not None
-            order = StoreOrder(self._jobs, session.server.server_epoch, "", session.hashes.packed, (blocks,))
-            self.side.start_stores(ConnectorMetadata(stores=[order]))
-            self.lookups.end(session)
+            self.side.start_stores(ConnectorMetadata(stores=[StoreOrder(self._jobs, epoch, "", hashes, (blocks,))]))
             return chunks
 
         return begin

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gpu_check
-from gpu_check import Row, line, speed_rows, stream_rows, suite_row, why_no_gpu
+from gpu_check import Checks, Row, line, speed_rows, stream_rows, suite_row, why_no_gpu
 
 SCRIPT = Path(gpu_check.__file__)
 
@@ -56,6 +56,14 @@ def test_on_a_gpu_a_stream_may_hardly_slow_down() -> None:
     _, storing, loading = stream_rows(measured, limit=1.03)
     assert (storing.ok, loading.ok) == (False, True)
     assert storing.value == "2.080 ms, 1.04 times, 64 chunks stored  at most 1.03"
+
+
+def test_a_check_that_cannot_be_made_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("gpu_check.Path.exists", lambda path: False)
+    (row,) = Checks("cuda", "small", {}).sanitizer()
+    assert row.ok is False
+    assert row.value == "not installed: install the CUDA toolkit, or leave the check out with --no-sanitizer"
 
 
 def test_a_machine_without_vllm_skips_what_needs_it() -> None:
