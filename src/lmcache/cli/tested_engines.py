@@ -9,6 +9,7 @@ from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".json")
 PASSED = "passed"
+MAX_HIT_RATIO = 1.1  # that a version's hit may take, to one of the version that the package is developed with
 _ON_CPU, _ITS_PARTS = "engine on CPU", "its scheduler, without a device"
 
 
@@ -17,7 +18,9 @@ class EngineResult:
     """`scenarios`: what each came to, "passed" or else. `runs`: it ran as a whole; otherwise its own scheduler and
     connector interface ran against both sides of the connector, with blocks that no model filled. `tokens` and `kv`:
     digests of what it answered and kept in its KV cache, equal where two versions compute the same. `hit_ms` and
-    `computed_ms`: time to first token of one prompt, from L1 and without, in the minutes of that run; 0: unmeasured."""
+    `computed_ms`: time to first token of one prompt, from L1 and without, in the minutes of that run; 0: unmeasured.
+    `hit_ratio`: such a hit's time to that of the version that the package is developed with, both measured in turns; 0:
+    unmeasured. `explained`: why it is beyond `MAX_HIT_RATIO`, as somebody found out."""
 
     version: str
     runs: bool
@@ -26,6 +29,13 @@ class EngineResult:
     kv: str = ""
     hit_ms: float = 0.0
     computed_ms: float = 0.0
+    hit_ratio: float = 0.0
+    explained: str = ""
+
+    @property
+    def is_slow(self) -> bool:
+        """For no reason that is known."""
+        return self.hit_ratio > MAX_HIT_RATIO and not self.explained
 
     @property
     def passed(self) -> bool:
@@ -47,10 +57,17 @@ def markdown_table(engines: Sequence[EngineResult]) -> str:
         ]
         lines.append(f"| {engine.version} | {how} | {', '.join(results)} |")
     if any(engine.hit_ms for engine in engines):
-        times = [f"{engine.hit_ms:.0f} / {engine.computed_ms:.0f} ms" if engine.hit_ms else "" for engine in engines]
+        times = [_times(engine) if engine.hit_ms else "" for engine in engines]
         column = ["first token of 4,200 tokens: from L1 / computed", "---", *times]
         lines = [f"{line} {cell} |" for line, cell in zip(lines, column, strict=True)]
     return "\n".join(lines)
+
+
+def _times(engine: EngineResult) -> str:
+    said = f"{engine.hit_ms:.0f} / {engine.computed_ms:.0f} ms"
+    if engine.hit_ratio:
+        said += f"; in turns {engine.hit_ratio:.2f} times the reference's"
+    return f"{said} ({engine.explained})" if engine.explained else said
 
 
 def judge(version: str, engines: Sequence[EngineResult]) -> tuple[bool, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine_matrix import parts_of_engine, whole_engine
+from engine_matrix import REFERENCE, TURNS, hit_ratio, parts_of_engine, whole_engine
 from lmcache.cli.tested_engines import EngineResult
 
 CASES = """<testsuites><testsuite>
@@ -39,3 +39,17 @@ def test_parts_of_an_engine_fail_as_soon_as_a_test_of_them_does(tmp_path: Path) 
         "both sides of the connector in its scheduler": "failed",
         "connector interface": "passed",
     }
+
+
+def test_hits_of_a_version_are_compared_with_the_references_in_turns() -> None:
+    """On a machine that is three times as slow in the second turn."""
+    asked: list[str] = []
+    times = iter([44.0, 40.0, 132.0, 120.0, 60.0, 40.0])
+
+    def time(version: str) -> float:
+        asked.append(version)
+        return next(times)
+
+    assert hit_ratio("0.30.0", time) == 1.1
+    assert asked == ["0.30.0", REFERENCE] * TURNS
+    assert hit_ratio("0.30.0", lambda version: 0.0 if version == REFERENCE else 40.0) == 0.0
