@@ -36,7 +36,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ROOT / "build" / "engines"
 RUN_ON_CPU = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 SOURCES_ONLY = ("0.33.0",)
-NOT_RUN_YET = ("0.28.0", "0.29.0", "0.33.0")  # with this script, at a time when the file was checked in
 REFERENCE = VLLM_VERSION
 TURNS = 3
 WHOLE = ("tests/e2e/test_engine_matrix.py",)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache.integration.engine.run_folder import run_folder
 from lmcache.testing.processes import CacheServer
 from polling import until
 from process.owned_place import OwnedPlace
@@ -155,10 +156,18 @@ def test_a_server_that_is_to_stay_stays_until_it_is_told(place: OwnedPlace) -> N
 def test_why_no_server_could_be_started_is_one_sentence(place: OwnedPlace, tmp_path: Path) -> None:
     folder = tmp_path / "file"
     folder.write_text("")
+    old, running = (run_folder() / f"{name}-{place.port}-0.log" for name in ("old", "running"))
+    for path in (old, running):
+        path.touch()
+        os.utime(path, (0, 0))
+    running.with_suffix(".lock").touch()
     engine = place.engine("--l2-adapter", f'{{"type": "fs_native", "base_path": "{folder}"}}')
     sentence = says(engine)
     assert sentence.startswith("failed ")
     assert str(folder) in sentence
+    assert running.exists() and not old.exists()  # logs of long ago go
+    for path in (running, running.with_suffix(".lock")):
+        path.unlink()
     engine.kill()
     until(lambda: not place.servers() and [path.suffix for path in place.files()] == [".log"])  # which says why
 

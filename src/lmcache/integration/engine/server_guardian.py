@@ -35,6 +35,7 @@ _HEALTHY_SECONDS = 60.0  # that a server was ready before its death counts as th
 _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 4096  # of the server's output, for who asks why it did not start
 _MAX_LOG_BYTES = 4 << 20  # the file of the log is replaced beyond, once
+_OLD_LOG_SECONDS = 7 * 86400.0  # that the log of a failed server is kept at least
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -207,6 +208,7 @@ class Guardian:
         """Leaves nothing; the log stays only where it says why the server failed."""
         failed = not clean and not self._has_lock
         if failed:
+            self._remove_old_logs()
             self._report(f"{FAILED} {_last_line(self._tail)}")
         else:
             self._report(f"{FAILED} The server was told to end.")
@@ -220,6 +222,16 @@ class Guardian:
                 os.unlink(self._order["lock"])
             os.rmdir(os.path.dirname(self._order["lock"]))
         os._exit(0)  # the thread may still wait for the engines
+
+    def _remove_old_logs(self) -> None:
+        """Of servers that failed long ago: those that one engine alone may reach have a new name each time."""
+        with contextlib.suppress(OSError), os.scandir(os.path.dirname(self._order["log"])) as entries:
+            for entry in entries:
+                name, dot, kind = entry.name.rpartition(".log")
+                lock = os.path.join(os.path.dirname(entry.path), name + ".lock")
+                is_old = entry.stat().st_mtime < time.time() - _OLD_LOG_SECONDS
+                if dot and kind in ("", ".old") and is_old and not os.path.exists(lock):
+                    os.unlink(entry.path)
 
     def _outlive_engines(self) -> None:
         """No guardian any more. BlockingIOError where another one has come meanwhile, and will remove the file."""
