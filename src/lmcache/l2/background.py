@@ -28,6 +28,21 @@ def spawn(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]
     return task
 
 
+async def until_done(future: asyncio.Future[T]) -> T:
+    """Ends when the future has ended and never before that, also when it is cancelled: until then what was lent to the
+    work behind it is in use."""
+    was_cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            was_cancelled = True
+    if was_cancelled:
+        future.exception()  # seen
+        raise asyncio.CancelledError
+    return future.result()
+
+
 async def in_thread(name: str, call: Callable[..., T], *arguments: Any) -> T:
     """Runs the call on a daemon thread of its own. For rare work; a pool would join its threads when the interpreter
     exits."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from lmcache.errors import AdapterError
-from lmcache.l2.background import in_thread
+from lmcache.l2.background import in_thread, until_done
 
 T = TypeVar("T")
 
@@ -35,16 +35,7 @@ class CallThreads:
             raise AdapterError("the adapter is closed")
         future: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put(partial(self._call, call, future))
-        was_cancelled = False
-        while not future.done():
-            try:
-                await asyncio.wait({future})
-            except asyncio.CancelledError:
-                was_cancelled = True
-        if was_cancelled:
-            future.exception()  # seen
-            raise asyncio.CancelledError
-        return future.result()
+        return await until_done(future)
 
     async def close(self) -> None:
         """Waits for everything that was begun. Idempotent."""

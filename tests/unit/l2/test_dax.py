@@ -20,6 +20,7 @@ from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError, LMCacheError, ResourceError
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.adapters import dax, dax_format
+from lmcache.l2.native_mapping import NativeMapping
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import PAYLOAD_BYTES, FrameMemory, keys, namespace
@@ -146,6 +147,47 @@ def test_a_slot_that_is_read_is_not_written(tmp_path: Path) -> None:
                 missing = [at for at, outcome in enumerate(stored) if outcome is FULL]  # slots that were still read
                 rest = await adapter.store([coming[at] for at in missing], [buffers[at] for at in missing])
                 assert rest == [STORED] * len(missing)
+
+    run(test)
+
+
+def test_a_store_without_memory_gives_back_its_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the objects are written and the entries of those that nobody needs cannot be erased."""
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    async def test() -> None:
+        async with Server(tmp_path / "d") as server:
+            adapter, wanted = server.runner.adapter, keys(SLOTS)
+            frames = [server.memory.fill(slot, key) for slot, key in enumerate(wanted)]
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(NativeMapping, "write", no_memory)
+                await adapter.store(wanted, frames)
+            assert adapter.status()["free_slots"] == SLOTS and adapter.status()["lost_slots"] == 0
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(NativeMapping, "write_records", no_memory)
+                await asyncio.gather(adapter.store(wanted[:8], frames[:8]), adapter.store(wanted[:8], frames[:8]))
+            assert adapter.status()["free_slots"] == SLOTS - 8
+            await adapter.clear()
+            assert await adapter.store(wanted, frames) == [STORED] * SLOTS
+
+    run(test)
+
+
+def test_a_store_that_is_cancelled_ends_with_its_copies(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with Server(tmp_path / "d") as server:
+            adapter, wanted = server.runner.adapter, keys(SLOTS)
+            frames = [server.memory.fill(slot, key) for slot, key in enumerate(wanted)]
+            storing = asyncio.ensure_future(adapter.store(wanted, frames))
+            await asyncio.sleep(0)
+            storing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await storing
+            assert adapter.status()["free_slots"] == SLOTS
+            assert await adapter.store(wanted, frames) == [STORED] * SLOTS
+            assert await server.load(SLOTS) == [LOADED] * SLOTS
 
     run(test)
 

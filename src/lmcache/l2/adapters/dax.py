@@ -13,13 +13,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
-from lmcache import _native
-from lmcache.clock import wall_ns
-from lmcache.core.frame import parse_header
-from lmcache.core.key import Namespace, ObjectKey
+from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES, GIB
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.environment import SYSTEM, Environment
@@ -28,16 +24,14 @@ from lmcache.l2.adapter_config import LOOKUPS_READ_NOTHING, AdapterConfig, Gigab
 from lmcache.l2.adapters import dax_device
 from lmcache.l2.adapters import dax_format as layout
 from lmcache.l2.adapters.dax_device import MappedDevice, refuse_foreign
-from lmcache.l2.adapters.slot_object import SlotKeeper, SlotObject, object_name
-from lmcache.l2.background import in_thread, spawn
-from lmcache.l2.completions import words
+from lmcache.l2.adapters.slot_keeper import SlotKeeper
+from lmcache.l2.background import in_thread, spawn, until_done
 from lmcache.l2.native_mapping import NativeMapping
 from lmcache.telemetry.logs import level_of
 
 log = logging.getLogger("lmcache.l2")
 
 ENTRIES_AT_ONCE = 65_536
-INVENTORY_SLICE = 4096
 
 
 class DaxConfig(AdapterConfig, frozen=True, kw_only=True):
@@ -76,15 +70,10 @@ class DaxConfig(AdapterConfig, frozen=True, kw_only=True):
 
 class DaxAdapter(SlotKeeper):
     def __init__(self, config: DaxConfig, environment: Environment = SYSTEM) -> None:
-        self._name = config.name
-        self._environment = environment
+        super().__init__(config.name, environment)
         self._config = config
         self._path = config.device_path
         self.capacity = Capacity()
-        self._objects: dict[bytes, SlotObject] = {}
-        self._free: list[int] = []
-        self._lost_slots = 0
-        self._recovered = asyncio.Event()
         self.recovery: asyncio.Task[None] | None = None  # reads the directory, then touches the pages
         self._device: MappedDevice | None = None
 
@@ -95,7 +84,7 @@ class DaxAdapter(SlotKeeper):
         return {
             "slots": self._geometry.slots if self._device else 0,
             "free_slots": len(self._free),
-            "lost_slots": self._lost_slots,
+            "lost_slots": len(self._lost),
         }
 
     async def open(self, inventory: Inventory) -> None:
@@ -156,106 +145,40 @@ class DaxAdapter(SlotKeeper):
         await in_thread("l2-close", device.close)
 
     # ---- objects -----------------------------------------------------------------------------------------------------
-    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
-        await self._recovered.wait()
-        outcomes = [StoreOutcome.FAILED] * len(keys)
-        names = [object_name(key) for key in keys]
-        taken: list[tuple[int, int]] = []  # (index, slot)
-        for index, (name, buffer) in enumerate(zip(names, buffers, strict=True)):
-            if name in self._objects:
-                outcomes[index] = StoreOutcome.ALREADY_THERE
-            elif buffer.nbytes > self._geometry.stride:
-                outcomes[index] = StoreOutcome.TOO_LARGE
-            elif self._free:
-                taken.append((index, self._free.pop()))
-            else:
-                outcomes[index] = StoreOutcome.FULL
-        if not taken:
-            return outcomes
-        slots = [slot for _, slot in taken]
-        sizes = [buffers[index].nbytes for index, _ in taken]
-        entries = _native.make_dax_entries(
-            self._id, words(slots), b"".join([names[index] for index, _ in taken]), words(sizes), self._now_ns()
+    def _largest_frame_bytes(self) -> int:
+        return self._geometry.stride
+
+    async def _write(
+        self, names: Sequence[bytes], slots: Sequence[int], frames: Sequence[memoryview]
+    ) -> list[StoreOutcome]:
+        places = [self._geometry.entry_place(slot) for slot in slots]
+        entries = self._entries(self._id, names, slots, frames)
+        copied = await until_done(
+            self._writes.write(self._geometry.slot_places(slots), frames, places, entries, layout.ENTRY_BYTES)
         )
-        written = await self._writes.write(
-            self._geometry.slot_places(slots),
-            [buffers[index] for index, _ in taken],
-            [self._geometry.entry_place(slot) for slot in slots],
-            entries,
-            layout.ENTRY_BYTES,
-        )
-        twice: list[int] = []
-        for copied, (index, slot) in zip(written, taken, strict=True):
-            if not copied:
-                continue
-            name = names[index]
-            if name in self._objects:  # stored by a concurrent call
-                outcomes[index] = StoreOutcome.ALREADY_THERE
-                twice.append(slot)
-            else:
-                outcomes[index] = StoreOutcome.STORED
-                self._objects[name] = SlotObject(slot, buffers[index].nbytes)
-        failed = [slot for copied, (_, slot) in zip(written, taken, strict=True) if not copied]
+        failed = [slot for slot, is_copied in zip(slots, copied, strict=True) if not is_copied]
         if failed:
             self._lose_slot(failed[0])
-        await self._erase(twice + failed[1:])
-        self._free += twice + failed[1:]
-        return outcomes
+            await self._erase(failed[1:])
+        return [StoreOutcome.STORED if is_copied else StoreOutcome.FAILED for is_copied in copied]
 
-    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        outcomes = [LoadOutcome.MISSING] * len(keys)
-        reading: list[SlotObject] = []
-        indices: list[int] = []
-        targets: list[memoryview] = []
-        corrupt: list[ObjectKey] = []
-        objects = self._objects
-        for index, (namespace, chunk_hash) in enumerate(keys):
-            held = objects.get(namespace.digest + chunk_hash)
-            if held is None:
-                continue
-            buffer, frame_bytes = buffers[index], held.frame_bytes
-            if frame_bytes != buffer.nbytes:
-                if frame_bytes > buffer.nbytes:
-                    outcomes[index] = LoadOutcome.CORRUPT
-                    corrupt.append(keys[index])
-                    continue
-                buffer = buffer[:frame_bytes]
-            held.readers += 1
-            indices.append(index)
-            reading.append(held)
-            targets.append(buffer)
-        slots = [held.slot for held in reading]
-        try:
-            results = await self._reads.read(self._geometry.slot_places(slots), targets)
-        finally:
-            for held in reading:
-                self._done_reading(held)
-        if results.count(1) == len(keys):
+    async def _read(
+        self, keys: Sequence[ObjectKey], slots: Sequence[int], targets: Sequence[memoryview]
+    ) -> list[LoadOutcome]:
+        results = await until_done(self._reads.read(self._geometry.slot_places(slots), targets))
+        if results.count(1) == len(slots):
             self._mark_used(slots)
-            return [LoadOutcome.LOADED] * len(keys)
-        for copied, index, held in zip(results, indices, reading, strict=True):
-            outcomes[index] = LoadOutcome.LOADED if copied else LoadOutcome.CORRUPT
-            if not copied and self._objects.get(object_name(keys[index])) is held:
-                del self._objects[object_name(keys[index])]  # its slot stays out of use
-                self._lose_slot(held.slot)
-        self._mark_used([slot for copied, slot in zip(results, slots, strict=True) if copied])
-        if corrupt:
-            await self.delete(corrupt, corrupt=True)
-        return outcomes
+            return [LoadOutcome.LOADED] * len(slots)
+        for slot, is_copied in zip(slots, results, strict=True):
+            if not is_copied:
+                self._lose_slot(slot)
+        self._mark_used([slot for slot, is_copied in zip(slots, results, strict=True) if is_copied])
+        return [LoadOutcome.LOADED if is_copied else LoadOutcome.CORRUPT for is_copied in results]
 
-    async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
-        objects = self._objects
-        found = [objects.get(key.namespace.digest + key.chunk_hash) for key in keys]
-        return [held.frame_bytes if held is not None else None for held in found]
-
-    async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
-        await self._remove([object_name(key) for key in keys])
-        return [True] * len(keys)
-
-    async def clear(self) -> tuple[int, int]:
-        await self._recovered.wait()
-        removed = await self._remove(list(self._objects))
-        return len(removed), sum(held.frame_bytes for held in removed)
+    async def _read_header(self, slot: int) -> memoryview:
+        header = memoryview(bytearray(FRAME_HEADER_BYTES))
+        await self._reads.read([self._geometry.slot_place(slot)], [header])
+        return header
 
     # ---- slots -------------------------------------------------------------------------------------------------------
     async def _erase(self, slots: Sequence[int]) -> None:
@@ -273,11 +196,10 @@ class DaxAdapter(SlotKeeper):
                 layout.USED_BYTES,
             )
 
-    def _now_ns(self) -> int:
-        return wall_ns(self._environment.clock)
-
     def _lose_slot(self, slot: int) -> None:
-        self._lost_slots += 1
+        if slot in self._lost:
+            return
+        self._lost.add(slot)
         log.warning("%s: the medium fails in slot %d of %s; it is not used any more", self._name, slot, self._path)
 
     # ---- recovery ----------------------------------------------------------------------------------------------------
@@ -292,59 +214,13 @@ class DaxAdapter(SlotKeeper):
 
     async def _read_directory(self, inventory: Inventory) -> None:
         entries = memoryview(bytearray(self._geometry.slots * layout.ENTRY_BYTES))
-        unreadable: set[int] = set()
         for first in range(0, self._geometry.slots, ENTRIES_AT_ONCE):
             part = entries[first * layout.ENTRY_BYTES : (first + ENTRIES_AT_ONCE) * layout.ENTRY_BYTES]
             (copied,) = await self._reads.read([self._geometry.entry_place(first)], [part])
             if not copied:
                 part[:] = bytes(len(part))
-                unreadable.update(range(first, first + len(part) // layout.ENTRY_BYTES))
-        self._lost_slots += len(unreadable)
-        directory = await in_thread("l2-recover", _native.read_dax_directory, self._id, entries, self._geometry.stride)
-        slots, names, sizes = directory.slots, directory.names, directory.frame_bytes
-        namespaces = await self._identify(slots, names)
-
-        def index() -> tuple[dict[bytes, SlotObject], list[tuple[ObjectKey, int]], list[int]]:
-            objects: dict[bytes, SlotObject] = {}
-            known: list[tuple[ObjectKey, int]] = []
-            useless: list[int] = []
-            for at, slot, frame_bytes in zip(range(0, len(names), 64), slots, sizes, strict=True):
-                name = names[at : at + 64]
-                namespace = namespaces.get(name[:32])
-                if namespace is None or name in objects:
-                    useless.append(slot)
-                else:
-                    objects[name] = SlotObject(slot, frame_bytes)
-                    known.append((ObjectKey(namespace, name[32:]), frame_bytes))
-            return objects, known, useless
-
-        self._objects, known, useless = await in_thread("l2-recover", index)
-        await self._erase(useless)
-        free = [slot for slot in directory.free if slot not in unreadable]
-        self._free = (useless + free)[::-1]
-        for start in range(0, len(known), INVENTORY_SLICE):
-            inventory.found(known[start : start + INVENTORY_SLICE])
-            await asyncio.sleep(0)
-
-    async def _identify(self, slots: memoryview, names: bytes) -> dict[bytes, Namespace]:
-        """Reads the namespaces, of which the directory has the digests, from the headers of frames. All frames of one
-        are tried: after a power failure the youngest may have no header."""
-        namespaces: dict[bytes, Namespace] = {}
-        for at, slot in zip(range(0, len(names), 64), slots, strict=True):
-            digest = names[at : at + 32]
-            if digest not in namespaces:
-                namespace = await self._namespace_in(slot)
-                if namespace is not None and namespace.digest == digest:
-                    namespaces[digest] = namespace
-        return namespaces
-
-    async def _namespace_in(self, slot: int) -> Namespace | None:
-        header = memoryview(bytearray(FRAME_HEADER_BYTES))
-        await self._reads.read([self._geometry.slot_place(slot)], [header])
-        try:
-            return Namespace.decode(parse_header(header).namespace)
-        except (ValueError, msgspec.MsgspecError):
-            return None
+                self._lost.update(range(first, first + len(part) // layout.ENTRY_BYTES))
+        await self._recover_objects(self._id, entries, inventory)
 
 
 def check(config: DaxConfig) -> list[str]:

@@ -18,12 +18,12 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from lmcache.errors import AdapterError, ResourceError
 from lmcache.l2.adapters.mooncake_config import MooncakeConfig
-from lmcache.l2.background import in_thread, spawn
+from lmcache.l2.background import in_thread, spawn, until_done
 from lmcache.l2.call_threads import CallThreads
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ class MooncakeClient:
     ) -> list[int]:
         """A call that moves objects from or to memory. When it returns, also when it is cancelled, nothing uses that
         memory any more."""
-        return await _to_its_end(self._transfer(call, addresses, sizes))
+        return await until_done(asyncio.ensure_future(self._transfer(call, addresses, sizes)))
 
     async def _transfer(
         self, call: Callable[[Store], list[int]], addresses: Sequence[int], sizes: Sequence[int]
@@ -289,20 +289,6 @@ class MooncakeClient:
                     f"{self._config.where}: nothing answers at {key} {address[0]}:{address[1]} ({error}); start it, or "
                     f"correct {key}."
                 ) from None
-
-
-async def _to_its_end(call: Coroutine[Any, Any, T]) -> T:
-    task = asyncio.ensure_future(call)
-    was_cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            was_cancelled = True
-    if was_cancelled:
-        task.exception()  # seen
-        raise asyncio.CancelledError
-    return task.result()
 
 
 def _registered(places: Sequence[tuple[int, int]], call: Callable[[Store], list[int]], store: Store) -> list[int]:
