@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from lmcache.integration.engine import storer  # noqa: E402
+from lmcache.integration.engine.worker_side import WorkerSide  # noqa: E402
 from lmcache.integration.vllm import upstream_types, upstream_worker  # noqa: E402
 from lmcache.testing.processes import CacheServer, free_port  # noqa: E402
 from polling import until  # noqa: E402
@@ -230,6 +231,29 @@ def test_every_load_ends_when_the_server_dies(
     assert engine.worker.get_block_ids_with_load_errors() == {5, 6, 7, 8}
     engine.finish("hit")
     engine.compute("uncached", [7] * CHUNK_TOKENS, [9, 10, 11, 12])
+    engine.close()
+
+
+def test_a_load_that_cannot_begin_is_computed_and_named(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    engine = Engine(upstream, monkeypatch, server.port)
+    tokens = list(range(CHUNK_TOKENS))
+    engine.fill(1)
+    engine.compute("cold", tokens, [1, 2, 3, 4])
+    until(lambda: server.status()["l1"]["objects"] == 1)
+    assert engine.matched("hit", tokens) == CHUNK_TOKENS
+    engine.allocate("hit", [5, 6, 7, 8], CHUNK_TOKENS)
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerSide, "start_loads", no_memory)
+        engine.load("hit")
+    assert engine.worker.get_block_ids_with_load_errors() == {5, 6, 7, 8}
+    engine.finish("hit")
+    assert not held_items(engine.worker.worker_adapter, upstream_worker.__name__)
+    until(lambda: not held(server))
     engine.close()
 
 

@@ -76,9 +76,16 @@ class ReleaseOutbox:
         """Drops what is confirmed, sends again what was lost; how many messages are still unconfirmed."""
         with self._changed:
             entries, self._unconfirmed = self._unconfirmed, []
-        entries = [entry for entry in entries if self._is_unconfirmed(entry)]
+        unconfirmed: list[_Unconfirmed] = []
+        for entry in entries:
+            try:
+                if self._is_unconfirmed(entry):
+                    unconfirmed.append(entry)
+            except Exception:  # of one message: the others go on, and it is tried again
+                log.exception("%s was not sent to the LMCache server", entry.method)
+                unconfirmed.append(entry)
         with self._changed:
-            self._unconfirmed = entries + self._unconfirmed
+            self._unconfirmed = unconfirmed + self._unconfirmed
             return len(self._unconfirmed)
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.client.release_outbox import ReleaseOutbox
 from lmcache.errors import ServerUnavailable
@@ -28,6 +30,28 @@ def test_notices_that_were_lost_are_sent_again_to_the_same_server_epoch() -> Non
     client.hello = hello(b"epoch-two-epoch-")
     assert outbox.retry() == 0  # the new server has no such lease
     client.hello = present
+    outbox.close()
+
+
+def test_a_fault_of_one_notice_loses_none(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    client = FakeClient(clock)
+    client.answers["release"] = lambda _: ServerUnavailable("away")
+    outbox = ReleaseOutbox(client, EngineEnvironment(clock))  # type: ignore[arg-type]
+    for lease in (1, 2, 3):
+        outbox.send("release", Release("i", lease))
+
+    def no_memory(message: Release) -> Empty:
+        if message.lease == 2:
+            raise MemoryError
+        return Empty()
+
+    client.answers["release"] = no_memory
+    assert outbox.retry() == 3 and "release was not sent" in caplog.text
+    client.answers["release"] = lambda _: Empty()
+    while outbox.retry():
+        pass
+    assert {message.lease for message in client.messages("release")[-3:]} == {1, 2, 3}
     outbox.close()
 
 

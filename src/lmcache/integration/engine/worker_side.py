@@ -158,6 +158,9 @@ class WorkerSide:
             except LMCacheError as error:
                 log.warning("A store is not possible: %s", error)
                 self._storer.drop(order)
+            except Exception:  # the root of one store
+                log.exception("A store failed")
+                self._storer.drop(order)
         if metadata.await_stores:
             self.await_stores_read()
 

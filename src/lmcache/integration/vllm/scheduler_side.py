@@ -159,8 +159,7 @@ class SchedulerSide:
     def _go_uncached(self, tracked: TrackedRequest) -> None:
         log.exception("Request %s goes on uncached", tracked.request_id)
         tracked.recompute()
-        self._parts.storing.pop(tracked.request_id, None)
-        self._parts.prefixes.on_ended(tracked.request_id)
+        self._parts.stores_no_more(tracked)
 
     # ---- loads -------------------------------------------------------------------------------------------------------
     def after_allocation(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
@@ -173,9 +172,7 @@ class SchedulerSide:
         session, answer = tracked.session, tracked.session.answer
         if answer is not None:
             tracked.stored_chunks = max(tracked.stored_chunks, answer.chunks)
-        if session.server is not None and self._options.stores:
-            end_chunk = tracked.prompt_tokens // session.server.chunk_tokens
-            self._parts.prefixes.on_scheduled(session, tracked.stored_chunks, end_chunk)
+        self._parts.announce(tracked)
         if tracked.state is RequestState.LOOKING_UP:
             tracked.move(RequestState.LATE)
         if answer is None:

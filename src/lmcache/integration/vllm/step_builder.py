@@ -128,8 +128,7 @@ class StepBuilder:
                 order = self._store_order(tracked, computed_tokens, states)
             except Exception:  # the root of one request's store: it must not cost the engine its step
                 log.exception("Request %s is not stored", request_id)
-                self._parts.storing.pop(request_id, None)
-                self._parts.prefixes.on_ended(request_id)
+                self._parts.stores_no_more(tracked)
                 continue
             self._parts.prefixes.on_step(request_id, computed_tokens, tracked.stored_chunks)
             if order is not None:
@@ -160,12 +159,12 @@ class StepBuilder:
             end = first + pins.room((end - first) * blocks_per_chunk) // blocks_per_chunk
         if self._decoded is None and end >= known_tokens // chunk_tokens:
             del self._parts.storing[tracked.request_id]
-        if end <= first or not self._parts.computed_as_named(tracked):
+        if end <= first:
             return None
         block_ids = self._block_table(tracked.request_id)
-        if self._undrafted.among(block_ids, first * chunk_tokens, end * chunk_tokens):
-            self._parts.storing.pop(tracked.request_id, None)  # what follows is of no use without
-            self._parts.prefixes.on_ended(tracked.request_id)
+        lacks_drafts = self._undrafted.among(block_ids, first * chunk_tokens, end * chunk_tokens)
+        if lacks_drafts or not self._parts.computed_as_named(tracked):
+            self._parts.stores_no_more(tracked)  # what follows is of no use without these
             return None
         tracked.stored_chunks = end
         chunks = range(first, end)

@@ -127,10 +127,26 @@ class SchedulerParts:
         lora, adapter = tracked.request.lora_request, tracked.adapter
         return lora is None or (adapter is not None and self.adapters.unchanged(lora, adapter))
 
+    def announce(self, tracked: TrackedRequest) -> None:
+        """The request has blocks: others wait for what it computes and stores."""
+        session = tracked.session
+        if (
+            session.server is not None
+            and self.options.stores
+            and tracked.request_id in self.storing
+            and self.computed_as_named(tracked)
+        ):
+            end_chunk = tracked.prompt_tokens // session.server.chunk_tokens
+            self.prefixes.on_scheduled(session, tracked.stored_chunks, end_chunk)
+
+    def stores_no_more(self, tracked: TrackedRequest) -> None:
+        """Nothing more of the request is stored, so nobody waits for it."""
+        self.storing.pop(tracked.request_id, None)
+        self.prefixes.on_ended(tracked.request_id)
+
     def forget(self, tracked: TrackedRequest) -> None:
         """The request is over: the server forgets its session, and every lease."""
         tracked.move(RequestState.ENDED)
         del self.requests[tracked.request_id]
-        self.storing.pop(tracked.request_id, None)
-        self.prefixes.on_ended(tracked.request_id)
+        self.stores_no_more(tracked)
         self.lookups.end(tracked.session)

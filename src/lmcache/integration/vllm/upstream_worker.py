@@ -206,12 +206,8 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
         for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
             try:
                 self._looking_up[request_id] = self._look_up(request_id, op, salt)
-            except LMCacheError as error:
-                log.warning("A load for request %s is not possible: %s", request_id, error)
-                self._fail(request_id, op)
-            except Exception:  # the root of one load
-                log.exception("A load for request %s failed", request_id)
-                self._fail(request_id, op)
+            except Exception as error:  # the root of one load
+                self._fail(request_id, op, error)
 
     def _look_up(self, request_id: str, op: LoadStoreOp, salt: str) -> _Load:
         serving = self._serving(op)
@@ -224,16 +220,14 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
 
     def _start_answered_loads(self, lookups: LookupClient) -> None:
         for request_id, load in list(self._looking_up.items()):
-            progress = lookups.take_answer(load.session)
-            if progress is Progress.WAITING:
-                continue
-            del self._looking_up[request_id]
             try:
+                if lookups.take_answer(load.session) is Progress.WAITING:
+                    continue
                 self._start_load(request_id, load)
-            except LMCacheError as error:
-                log.warning("A load for request %s is not possible: %s", request_id, error)
+            except Exception as error:  # the root of one load
+                self._fail(request_id, load.op, error)
                 lookups.end(load.session)
-                self._fail(request_id, load.op)
+            del self._looking_up[request_id]
 
     def _start_load(self, request_id: str, load: _Load) -> None:
         op, answer = load.op, load.session.answer
@@ -258,10 +252,14 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
             (group,),
             answer.lease,
         )
-        self._loading[request_id] = replace(load, lease=answer.lease)
         serving.worker.start_loads(ConnectorMetadata(loads=[order]), idle_step=False)
+        self._loading[request_id] = replace(load, lease=answer.lease)
 
-    def _fail(self, request_id: str, op: LoadStoreOp) -> None:
+    def _fail(self, request_id: str, op: LoadStoreOp, error: Exception) -> None:
+        if isinstance(error, LMCacheError):
+            log.warning("A load for request %s is not possible: %s", request_id, error)
+        else:
+            log.error("A load for request %s failed", request_id, exc_info=error)
         skipped = op.skip_first_n_tokens // self._block_tokens
         self._failed_blocks.update(op.block_ids[skipped:])
         self._ended.add(request_id)

@@ -30,6 +30,7 @@ from lmcache.errors import RemoteError, ServerUnavailable  # noqa: E402
 from lmcache.integration.engine import socket_transfer, worker_side  # noqa: E402
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder  # noqa: E402
 from lmcache.integration.engine.frame_names import WorkerIdentity  # noqa: E402
+from lmcache.integration.engine.storer import Storer  # noqa: E402
 from lmcache.integration.engine.transfer_backend import WorkerKV  # noqa: E402
 from lmcache.integration.engine.worker_side import WorkerSide  # noqa: E402
 from lmcache.memory.engine_memory import EngineMemory  # noqa: E402
@@ -265,6 +266,21 @@ def test_a_store_that_cannot_be_reserved_ends(worker: Worker, error: Exception) 
     worker.client.answers["reserve"] = worker.reserve
     worker.store(9, [[1, 2]], hashes(10))
     assert worker.ended_stores() == Counter({9: 1})
+
+
+def test_a_store_that_meets_a_fault_ends_and_the_next_is_stored(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    worker.fill(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Storer, "submit", no_memory)
+        worker.store(1, [[1, 2]], hashes(10))
+    assert worker.ended_stores() == Counter({1: 1}) and "A store failed" in caplog.text
+    worker.store(2, [[1, 2]], hashes(10))
+    assert worker.ended_stores() == Counter({2: 1})
 
 
 def test_slots_that_come_too_late_are_given_back(worker: Worker) -> None:
