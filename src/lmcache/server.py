@@ -123,9 +123,7 @@ class Server:
         _tune_process()
         self.audit_log = AuditLog(self.config.audit_log, self._clock)
         closers.callback(self.audit_log.close)
-        self.rpc = RpcServer(
-            self.config.host, self.config.port, metrics.rpc, clock=self._clock, curve=self._curve_gate()
-        )
+        self.rpc = RpcServer(self.config.host, self.config.port, self._clock, metrics.rpc, curve=self._curve_gate())
         closers.callback(self.rpc.stop)
         if not self.config.disable_http:
             self._http = HttpListener(self)

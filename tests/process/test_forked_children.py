@@ -15,10 +15,11 @@ from unit.transport.test_peers import GREETING, READY, hung_up
 
 SERVER = """
 import os, sys, time
+from lmcache.environment import SYSTEM
 from lmcache.transport.listening import listen
 from lmcache.transport.rpc_server import RpcServer
 
-server = RpcServer(sys.argv[1], int(sys.argv[2]))
+server = RpcServer(sys.argv[1], int(sys.argv[2]), SYSTEM.clock)
 server.start({})
 http = listen("localhost", int(sys.argv[3]), "--http-port")
 print(server.endpoint, http.getsockname()[1], flush=True)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from lmcache.cli.bench_plain_mooncake import PlainMooncake
 from lmcache.cli.bench_plain_nixl import PlainNixl, PlainNixlObjects
 from lmcache.cli.bench_plain_resp import RespConnections
+from lmcache.environment import SYSTEM
 from lmcache.errors import LMCacheError
 from lmcache.l2.adapter_config import AdapterConfig
 from lmcache.l2.adapters.folder_config import FsConfig
@@ -115,7 +116,7 @@ class PlainResp:
 
     def __init__(self, config: RespConfig) -> None:
         self._prefix = f"{config.prefix}/bench-{uuid.uuid4().hex}"
-        servers = find_servers(config)
+        servers = find_servers(config, SYSTEM.clock)
         self._connections = [RespConnections(config, servers) for _ in range(config.num_workers)]
         self._threads = ThreadPoolExecutor(config.num_workers)
         self._count = 0

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmcache._native import Acquired, L1Core, Removed, Reserved
-from lmcache.clock import Clock, SystemClock
+from lmcache.clock import Clock
 from lmcache.core import frame
 from lmcache.core.key_batch import KeyBatch
+from lmcache.environment import SYSTEM
 from lmcache.l1.growth import Growth
 from lmcache.l1.overuse import OveruseLog
 from lmcache.l1.recovery import RecoveredL1, recover
@@ -96,13 +97,12 @@ class L1Store:
         options: L1Options,
         *,
         metrics: L1Metrics | None = None,
-        clock: Clock | None = None,
+        clock: Clock = SYSTEM.clock,
         checkpoint: Callable[[], object] = lambda: None,
         probe: MemoryProbe | None = None,
     ) -> L1Store:
         """Makes shared memory `name`. ResourceError when the machine does not give it. `checkpoint` is called between
         the steps of what takes long; what it raises ends this."""
-        clock = clock or SystemClock()
         capacity_bytes, align_bytes, compatibility = options.capacity_bytes, options.align_bytes, options.compatibility
         first_offset = compatibility.first_offset if compatibility else max(HEADER_BYTES, align_bytes)
         size_bytes = first_offset + capacity_bytes

@@ -12,7 +12,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from lmcache import _native
+from lmcache.clock import Clock
 from lmcache.core.key import MAX_SERDE_NAME_CHARACTERS, SERDE_NAME, Namespace, ObjectKey
+from lmcache.environment import SYSTEM
 from lmcache.errors import ConfigError, LMCacheError
 from lmcache.serde.base import Serde, SerdeConfig, Stage
 from lmcache.telemetry.log_limiter import LogLimiter
@@ -41,9 +43,9 @@ class PluginSerdeConfig(SerdeConfig, frozen=True, kw_only=True):
 class GuardedSerde:
     """Takes what the native core passes, and says what goes wrong in code from outside."""
 
-    def __init__(self, inner: Serde) -> None:
+    def __init__(self, inner: Serde, clock: Clock = SYSTEM.clock) -> None:
         self._inner = inner
-        self._log_limiter = LogLimiter(_FAULT_INTERVAL_SECONDS)
+        self._log_limiter = LogLimiter(_FAULT_INTERVAL_SECONDS, clock)
 
     def max_encoded_bytes(self, source_bytes: int) -> int:
         """Below 0 where it failed."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+log = logging.getLogger("lmcache.telemetry")
 
 T = TypeVar("T")
 
@@ -12,11 +15,21 @@ T = TypeVar("T")
 class BatchQueue(Generic[T]):
     """Invariant: `put` never waits for what handles the items. When `limit` items wait, a new one is dropped."""
 
-    def __init__(self, handle: Callable[[list[T], int], object], limit: int, thread_name: str) -> None:
+    def __init__(
+        self,
+        handle: Callable[[list[T], int], object],
+        limit: int,
+        thread_name: str,
+        *,
+        logs_faults: bool = True,
+    ) -> None:
         """`handle` runs on the queue's thread. It gets all that wait, in order, and how many were dropped since the
-        batch before. It must not raise."""
+        batch before. A batch for which it raises counts as dropped. `logs_faults`: False where `handle` writes the
+        log, to which each fault would add a line."""
         self._handle = handle
         self._limit = limit
+        self._thread_name = thread_name
+        self._logs_faults = logs_faults
         self._items: list[T] = []
         self._dropped = 0
         self._handling = False
@@ -62,7 +75,19 @@ class BatchQueue(Generic[T]):
                 items, self._items = self._items, []
                 dropped, self._dropped = self._dropped, 0
                 self._handling = True
-            self._handle(items, dropped)
+            lost = self._lost(items, dropped)
             with self._changed:
+                self._dropped += lost
                 self._handling = False
                 self._changed.notify_all()
+
+    def _lost(self, items: list[T], dropped: int) -> int:
+        """How many items the handler has not handled, or not been told of."""
+        count = len(items)
+        try:
+            self._handle(items, dropped)
+        except Exception:  # the root of the thread: what comes next is handled all the same
+            if self._logs_faults:
+                log.exception("%d items of the thread %s were lost", count, self._thread_name)
+            return count + dropped
+        return 0

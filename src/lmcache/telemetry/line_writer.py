@@ -16,7 +16,7 @@ class LineWriter:
 
     def __init__(self, fd: int, *, max_lines: int = MAX_LOG_LINES_WAITING) -> None:
         self._fd = fd
-        self._lines: BatchQueue[str] = BatchQueue(self._write, max_lines, "log")
+        self._lines: BatchQueue[str] = BatchQueue(self._write, max_lines, "log", logs_faults=False)
         self._lines.start()
 
     def __len__(self) -> int:

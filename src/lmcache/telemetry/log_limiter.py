@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import overload
 
-from lmcache.clock import Clock, SystemClock
+from lmcache.clock import Clock
 
 
 class LogLimiter:
@@ -15,14 +16,20 @@ class LogLimiter:
     the same moment may both be due.
     """
 
+    @overload
+    def __init__(self) -> None: ...
+
+    @overload
+    def __init__(self, interval_seconds: float, clock: Clock) -> None: ...
+
     def __init__(self, interval_seconds: float = math.inf, clock: Clock | None = None) -> None:
         self._interval_seconds = interval_seconds
-        self._clock = clock or SystemClock()
+        self._clock = clock  # None: nothing is due a second time
         self._due_from: dict[Hashable, float] = {}
 
     def due(self, kind: Hashable = None) -> bool:
         """Whether a line of this kind is to be written now; the caller then writes it."""
-        now = self._clock.monotonic()
+        now = self._clock.monotonic() if self._clock is not None else 0.0
         if now < self._due_from.get(kind, -math.inf):
             return False
         self._due_from[kind] = now + self._interval_seconds

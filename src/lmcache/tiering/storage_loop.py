@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lmcache._native import Committed
-from lmcache.clock import Clock, SystemClock
+from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import KeyBatch
@@ -85,12 +85,11 @@ class StorageLoop:
         settings: StorageSettings,
         *,
         metrics: L2Metrics,
-        clock: Clock | None = None,
+        clock: Clock,
         salt_limits: SaltLimits | None = None,
         rng: random.Random | None = None,
     ) -> None:
         """`rng` spreads retries, and is used by the loop's thread alone."""
-        clock = clock or SystemClock()
         self._l1 = l1
         self._prefetches: set[asyncio.Task[None]] = set()
         self._committed: deque[tuple[KeyBatch, Committed, StoredTrace | None]] = deque()

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar, cast, get_type_hints
 import msgspec
 import zmq
 
-from lmcache.clock import Clock, SystemClock
+from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.errors import ConfigError, KeyRefused, ProtocolError, RemoteError, ServerUnavailable
 from lmcache.transport import wire
@@ -105,7 +105,7 @@ class Connection:
         self,
         endpoint: str,
         context: zmq.Context[Any],
-        clock: Clock | None = None,
+        clock: Clock,
         on_trouble: Callable[[Exception], None] | None = None,
         curve: tuple[bytes, bytes] | None = None,
     ) -> None:
@@ -113,7 +113,7 @@ class Connection:
         connection's lock: it may only take notes."""
         self.endpoint = endpoint
         self._on_trouble = on_trouble or (lambda error: None)
-        self._clock = clock or SystemClock()
+        self._clock = clock
         self._lock = threading.Lock()
         self._pendings: dict[int, Pending[Any]] = {}
         self._followers: dict[int, Pending[Any]] = {}

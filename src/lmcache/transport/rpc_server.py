@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lmcache.clock import Clock, SystemClock
+from lmcache.clock import Clock
 from lmcache.errors import RemoteError
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import RpcMetrics
@@ -75,15 +75,15 @@ class RpcServer:
         self,
         bind_host: str,
         port: int,
+        clock: Clock,
         metrics: RpcMetrics | None = None,
         rpc_limits: RpcLimits | None = None,
-        clock: Clock | None = None,
         curve: CurveGate | None = None,
     ) -> None:
         """`curve`: clients have to prove who they are; None: whoever can connect may call."""
         self.caller: CurveClient | None = None  # whose call is being handled; for handlers
         self._curve = curve
-        self._clock = clock or SystemClock()
+        self._clock = clock
         self._limits = rpc_limits or RpcLimits()
         self._metrics = metrics
         self._routes: dict[bytes, _Route] = {}

@@ -13,6 +13,7 @@ import pytest
 from lmcache.client import Client
 from lmcache.client.client import ClientState
 from lmcache.client.engine_environment import EngineEnvironment
+from lmcache.environment import SYSTEM
 from lmcache.errors import ConfigError, RemoteError, ServerUnavailable
 from lmcache.protocol import messages as m
 from lmcache.transport.connection import Connection
@@ -34,7 +35,7 @@ class FakeServer:
         self.registrations = self.hellos = 0
         self.refuse: RemoteError | None = None
         self.changed = threading.Condition()
-        self.rpc = RpcServer("localhost", port)
+        self.rpc = RpcServer("localhost", port, SYSTEM.clock)
         handlers = {
             "hello": self.hello,
             "ping": self.ping,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import socketserver
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from lmcache.l2.adapters.folder_config import FsConfig
 from lmcache.l2.adapters.fs_native import FsNativeAdapter
 from lmcache.l2.adapters.raw_block import RawBlockAdapter
 from lmcache.l2.adapters.raw_config import RawBlockConfig
+from lmcache.l2.adapters.resp import RespAdapter
 from lmcache.testing.contract_run import RecordingInventory
 from lmcache.testing.frames import PAYLOAD_BYTES, FrameMemory, keys
 from manual_clock import ManualClock
@@ -54,6 +57,27 @@ def store_and_load(adapter: Adapter, clock: ManualClock) -> None:
         await adapter.close()
 
     asyncio.run(live())
+
+
+class LoadingServer(socketserver.StreamRequestHandler):
+    """A Redis that has not read its data yet."""
+
+    def handle(self) -> None:
+        while line := self.rfile.readline():
+            words = [self.rfile.read(int(self.rfile.readline()[1:]) + 2) for _ in range(int(line[1:]))]
+            self.wfile.write(b"$9\r\nloading:1\r\n" if words[0] == b"INFO\r\n" else b"+OK\r\n")
+
+
+def test_resp_waits_for_a_server_that_is_loading_by_its_clock() -> None:
+    given, clock = environment()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), LoadingServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        spec = {"type": "resp", "host": "127.0.0.1", "port": server.server_address[1], "timeout_seconds": 60}
+        adapter = RespAdapter(config_of(spec), given)
+        with pytest.raises(ResourceError, match="still loading"):
+            asyncio.run(adapter.open(RecordingInventory()))
+        assert STARTED_SECONDS + 50 < clock.now_seconds < STARTED_SECONDS + 60
+        server.shutdown()
 
 
 def test_dax_draws_its_id_and_marks_times_of_use(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from lmcache.telemetry.batch_queue import BatchQueue
+from lmcache.telemetry.logs import count_faults
 from polling import until
 
 SECONDS = 30.0
@@ -51,6 +54,28 @@ def test_what_is_too_much_is_dropped_and_reported_with_the_next_batch() -> None:
     until(lambda: len(batches) == 3)
     assert batches == [(["first"], 0), (["a", "b"], 2), (["last"], 0)]
     queue.stop(SECONDS)
+
+
+def test_a_fault_of_the_handler_costs_its_batch_alone(caplog: pytest.LogCaptureFixture) -> None:
+    batches: list[tuple[list[str], int]] = []
+    faults: list[str] = []
+
+    def handle(items: list[str], dropped: int) -> None:
+        if items == ["bad"]:
+            raise MemoryError
+        batches.append((items, dropped))
+
+    stop_counting = count_faults(faults.append)
+    for logs_faults in (True, False):
+        queue: BatchQueue[str] = BatchQueue(handle, 2, "test", logs_faults=logs_faults)
+        queue.start()
+        for item in ("bad", "good", "last"):
+            queue.put(item)
+            assert queue.drain(SECONDS)
+        queue.stop(SECONDS)
+    stop_counting()
+    assert batches == [(["good"], 1), (["last"], 0)] * 2
+    assert caplog.text.count("1 items of the thread test were lost") == 1 and faults == ["lmcache.telemetry"]
 
 
 def test_the_end_handles_what_waits_and_does_not_wait_for_what_hangs() -> None:

@@ -17,6 +17,7 @@ from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet
 from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.environment import SYSTEM
 from lmcache.l1.store import L1Options, L1Store
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
 from lmcache.telemetry.metrics import Metrics
@@ -160,6 +161,7 @@ def open_rig(
     l1 = L1Store.open(
         name, os.urandom(16), L1Options(slots * FRAME_BYTES, policy=l1_policy, init_bytes=slots * FRAME_BYTES)
     )
+    options.setdefault("clock", SYSTEM.clock)
     beside = {name: options.pop(name) for name in ("clock", "salt_limits", "rng") if name in options}
     try:
         storage = StorageLoop(l1, list(adapters), storage_settings(**options), metrics=metrics.l2, **beside)

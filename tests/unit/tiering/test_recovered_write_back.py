@@ -12,6 +12,7 @@ import pytest
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.core.outcome import StoreOutcome
+from lmcache.environment import SYSTEM
 from lmcache.l1.store import L1Options, L1Store
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
 from lmcache.memory.restart_compatibility import RestartCompatibility
@@ -41,7 +42,7 @@ def open_again(
             compatibility=COMPATIBILITY,
         ),
     )
-    storage = StorageLoop(l1, list(adapters), storage_settings(store_policy), metrics=metrics.l2)
+    storage = StorageLoop(l1, list(adapters), storage_settings(store_policy), metrics=metrics.l2, clock=SYSTEM.clock)
     try:
         storage.start()
         yield Rig(l1, storage, metrics)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
+from lmcache.environment import SYSTEM
 from lmcache.errors import RemoteError
 from lmcache.telemetry.metrics import RpcMetrics
 from lmcache.transport.connection import Connection
@@ -53,7 +54,7 @@ class Oddities:
 
 @contextlib.contextmanager
 def serving(oddities: Oddities, metrics: RpcMetrics | None = None, **limits: int) -> Iterator[RpcServer]:
-    server = RpcServer("localhost", 0, metrics, RpcLimits(**limits))
+    server = RpcServer("localhost", 0, SYSTEM.clock, metrics, RpcLimits(**limits))
     server.start(oddities.methods())
     try:
         yield server
@@ -64,7 +65,7 @@ def serving(oddities: Oddities, metrics: RpcMetrics | None = None, **limits: int
 @contextlib.contextmanager
 def connected(server: RpcServer) -> Iterator[Connection]:
     context = zmq.Context()
-    connection = Connection(server.endpoint, context)
+    connection = Connection(server.endpoint, context, SYSTEM.clock)
     try:
         connection.wait_established(5.0)
         yield connection

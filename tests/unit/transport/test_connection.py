@@ -5,6 +5,7 @@ import pytest
 import zmq
 
 from lmcache.core import limits
+from lmcache.environment import SYSTEM
 from lmcache.errors import ProtocolError, ServerUnavailable
 from lmcache.transport.connection import Connection
 from manual_clock import ManualClock
@@ -73,7 +74,7 @@ def test_a_call_ends_at_its_deadline_and_its_late_answer_is_ignored() -> None:
     troubles: list[Exception] = []
     with serving(oddities) as server:
         context = zmq.Context()
-        connection = Connection(server.endpoint, context, on_trouble=troubles.append)
+        connection = Connection(server.endpoint, context, SYSTEM.clock, on_trouble=troubles.append)
         call = connection.submit("later", Text(), Text, 0.05)
         with pytest.raises(ServerUnavailable, match="did not answer later in time"):
             call.result()
@@ -117,7 +118,7 @@ def test_when_the_server_goes_every_call_fails_at_once() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    connection = Connection(f"tcp://127.0.0.1:{port}", context)
+    connection = Connection(f"tcp://127.0.0.1:{port}", context, SYSTEM.clock)
     watcher = threading.Thread(target=connection.wait_broken, args=(20.0,))
     call = connection.submit("echo", Text(), Text, 20.0)
     answered = connection.submit("echo", Text(), Text, 20.0)
@@ -162,7 +163,7 @@ def test_nobody_listening_is_found_out_at_once() -> None:
     with serving(Oddities()) as server:
         endpoint = server.endpoint
     context = zmq.Context()
-    connection = Connection(endpoint, context)
+    connection = Connection(endpoint, context, SYSTEM.clock)
     started = time.monotonic()
     with pytest.raises(ServerUnavailable, match="Nothing answers"):
         connection.wait_established(20.0)

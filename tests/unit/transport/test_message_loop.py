@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import zmq
 
+from lmcache.environment import SYSTEM
 from lmcache.errors import RemoteError, ResourceError
 from lmcache.protocol.messages import ErrorCode
 from lmcache.telemetry.metrics import Metrics
@@ -176,7 +177,7 @@ def test_an_answer_given_before_the_handler_returns() -> None:
         deferred.answer(Text("early " + message.text))
         return deferred
 
-    server = RpcServer("localhost", 0)
+    server = RpcServer("localhost", 0, SYSTEM.clock)
     server.start({"echo": Method(Text, at_once, may_defer=True)})
     try:
         with connected(server) as connection:
@@ -246,16 +247,16 @@ def test_a_busy_port_is_refused_with_a_sentence() -> None:
     with serving(Oddities()) as server:
         port = int(server.endpoint.rpartition(":")[2])
         with pytest.raises(ResourceError, match=f"Cannot listen on localhost:{port} because it is in use"):
-            RpcServer("localhost", port)
+            RpcServer("localhost", port, SYSTEM.clock)
 
 
 def test_an_address_that_is_not_here_is_refused_with_a_sentence() -> None:
     with pytest.raises(ResourceError, match=r"Cannot listen on 203\.0\.113\.1:0 because"):
-        RpcServer("203.0.113.1", 0)
+        RpcServer("203.0.113.1", 0, SYSTEM.clock)
 
 
 def test_stop_is_idempotent_even_without_start() -> None:
-    server = RpcServer("localhost", 0)
+    server = RpcServer("localhost", 0, SYSTEM.clock)
     server.stop()
     server.stop()
 

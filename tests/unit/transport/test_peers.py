@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lmcache.environment import SYSTEM
 from lmcache.errors import RemoteError
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport import peers
@@ -30,7 +31,7 @@ KIB = 1024
 
 @contextlib.contextmanager
 def serving_at(path: Path, **limits: int) -> Iterator[RpcServer]:
-    server = RpcServer(f"ipc://{path}", 0, Metrics().rpc, RpcLimits(**limits))
+    server = RpcServer(f"ipc://{path}", 0, SYSTEM.clock, Metrics().rpc, RpcLimits(**limits))
     server.start(Oddities().methods())
     try:
         yield server
@@ -123,7 +124,7 @@ def answers(server: RpcServer) -> bool:
 
 
 def test_many_engines_wait_for_a_server_that_has_not_begun(tmp_path: Path) -> None:
-    server = RpcServer(f"ipc://{tmp_path}/socket", 0)
+    server = RpcServer(f"ipc://{tmp_path}/socket", 0, SYSTEM.clock)
     with contextlib.ExitStack() as many:
         many.callback(server.stop)
         for _ in range(300):

@@ -82,7 +82,7 @@ class RespAdapter(Adapter):
 
     async def open(self, inventory: Inventory) -> None:
         config = self._config
-        self._servers = await in_thread("l2-open", find_servers, config)
+        self._servers = await in_thread("l2-open", find_servers, config, self._clock)
         told_bytes = self._servers.max_value_bytes or MAX_VALUE_BYTES
         max_value_bytes = max(MIN_VALUE_BYTES, min(config.max_value_bytes, told_bytes))
         self.capacity = self._capacity(config, max_value_bytes)
@@ -249,11 +249,11 @@ class RespAdapter(Adapter):
     def _find_any(self) -> Servers:
         """Asks the configured server, else the others of the cluster."""
         try:
-            return find_servers(self._config)
+            return find_servers(self._config, self._clock)
         except (ConfigError, ResourceError):
             for host, port in self._servers.addresses if self._servers.slots else ():
                 try:
-                    return find_servers(self._config, (host, port))
+                    return find_servers(self._config, self._clock, (host, port))
                 except (ConfigError, ResourceError):
                     continue
             raise

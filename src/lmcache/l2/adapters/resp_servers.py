@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache import _native
-from lmcache.clock import Clock, SystemClock
+from lmcache.clock import Clock
+from lmcache.environment import SYSTEM
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapters.resp_config import RespConfig, client_options
 from lmcache.l2.native_resp import Address, Answer, Reply, SlotRange, ask
@@ -19,7 +20,6 @@ MAX_INFO_FIELDS = 10_000
 SLOTS = 16_384  # of a cluster
 MAX_NODES = 1024  # RespNodes::kMaxNodes
 MAX_PORT = 65_535
-_CLOCK = SystemClock()
 
 
 class Deadline:
@@ -41,7 +41,7 @@ class Servers:
     max_value_bytes: int | None = None
 
 
-def find_servers(config: RespConfig, node: Address | None = None, clock: Clock = _CLOCK) -> Servers:
+def find_servers(config: RespConfig, clock: Clock, node: Address | None = None) -> Servers:
     """`node`: of a cluster, to be asked in place of the configured one. ConfigError or ResourceError, a sentence."""
     deadline = Deadline(clock, OWN_SHARE * config.timeout_seconds)
     options = client_options(config)
@@ -214,9 +214,9 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
-def check(config: RespConfig, find: Callable[[RespConfig], Servers] = find_servers) -> list[str]:
-    """As `AdapterType.check`."""
-    limit_bytes, max_memory_bytes = config.limit_bytes, find(config).max_memory_bytes
+def check(config: RespConfig, clock: Clock = SYSTEM.clock) -> list[str]:
+    """What `AdapterType.check` says of this type; asks the servers."""
+    limit_bytes, max_memory_bytes = config.limit_bytes, find_servers(config, clock).max_memory_bytes
     if limit_bytes and max_memory_bytes and limit_bytes > max_memory_bytes:
         return [
             f'{config.where}: "max_capacity_gb" is {limit_bytes} bytes, more than the server\'s maxmemory of '

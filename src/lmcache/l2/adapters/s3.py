@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from lmcache.core.frame import holds_whole_frame
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.environment import SYSTEM, Environment
 from lmcache.errors import AdapterError, ResourceError
 from lmcache.l2.adapter import Adapter, Capacity, Inventory
 from lmcache.l2.adapters.remote_names import RemoteNames
@@ -46,7 +47,8 @@ _UNKNOWN_REQUEST = (405, 501)
 class S3Adapter(Adapter):
     capacity = Capacity()
 
-    def __init__(self, config: S3Config) -> None:
+    def __init__(self, config: S3Config, environment: Environment = SYSTEM) -> None:
+        self._clock = environment.clock
         self.capacity = Capacity(config.limit_bytes)
         self._config = config
         self._name = config.name
@@ -57,7 +59,7 @@ class S3Adapter(Adapter):
         self._throttled = 0
         self._told: dict[bytes, Namespace] = {}  # namespaces of the last scan, by their digests
         self._listed_until_ns = MAX_TIME_NS  # all that the first scan finds is older than what is stored meanwhile
-        self._log_limiter = LogLimiter(LOG_SECONDS)
+        self._log_limiter = LogLimiter(LOG_SECONDS, self._clock)
 
     def status(self) -> dict[str, int]:
         if self._session is None:
@@ -269,7 +271,7 @@ class S3Adapter(Adapter):
         started = loop.time()
         scan = self._inventory.begin_scan()
         contents = BucketContents(self._names, self._told)
-        progress = LogLimiter(LOG_SECONDS)
+        progress = LogLimiter(LOG_SECONDS, self._clock)
         progress.due()  # most listings are over before it is due again
         try:
             async for page in pages(self._run, self._location, self._names.root, tries=PAGE_TRIES):
