@@ -7,9 +7,9 @@ checks the values; its own messages are not used, as they stop at the first prob
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -40,6 +40,16 @@ class Key:
     default_text: str = ""  # where the default depends on the machine
     choices: tuple[str, ...] = ()
     nested: type[msgspec.Struct] | None = None
+    own: type[ReadsItself] | None = None  # the type of a value that is neither a Struct nor plain
+
+
+class ReadsItself(Protocol):
+    """The type of a value that has keys of its own, and which ones, it decides itself."""
+
+    @classmethod
+    def read(cls, given: Any, where: str) -> Any:
+        """ConfigError tells all that is wrong; ValueError: not even the kind of value that is expected."""
+        ...
 
 
 @functools.cache
@@ -68,6 +78,7 @@ def _key(field: msgspec.structs.FieldInfo) -> Key:
         default_text=extra.get("default", ""),
         choices=choices,
         nested=kind.cls if isinstance(kind, inspect.StructType) else None,
+        own=kind.cls if isinstance(kind, inspect.CustomType) else None,
     )
 
 
@@ -162,10 +173,50 @@ def _value(key: Key, given: Any, where: str) -> Any:
     try:
         if given is None:
             raise msgspec.ValidationError("null")
-        return msgspec.convert(given, key.hint)
-    except msgspec.ValidationError as error:
+        return key.own.read(given, where) if key.own is not None else msgspec.convert(given, key.hint)
+    except ValueError as error:  # msgspec's ValidationError is one
         got = "" if is_secret(key.name) else f"; got {shown(given)!r}"
         if not key.expected:
             raise ConfigError(f'{where}: "{key.name}" is not valid: {error}{got}.') from None
         meant = suggestion(given, key.choices) if isinstance(given, str) else ""
         raise ConfigError(f'{where}: "{key.name}" must be {key.expected}{meant}{got}.') from None
+
+
+def built_type(
+    given: Mapping[str, Any],
+    built: Sequence[str],
+    unbuilt: Mapping[str, str],
+    of: str,
+    where: str,
+    *,
+    key: str = "",
+    meant: Callable[[str, Sequence[str]], str] = suggestion,
+) -> str:
+    """The value of "type" in `given`: the name of a built type `of` something. `key`: the key that `given` is the value
+    of. `meant(name, built)` reads after an unknown name."""
+    name, names = given.get("type"), ", ".join(built)
+    if not isinstance(name, str):
+        of_key = f', "{key}"' if key else ""
+        raise ConfigError(f'{where}{of_key}: the key "type" is required and must be one of {names}.')
+    if name in unbuilt:
+        raise ConfigError(f'{where}: the {of} type "{name}" is not built yet ({unbuilt[name]}); built are {names}.')
+    if name not in built:
+        raise ConfigError(f'{where}: unknown {of} type "{name}"{meant(name, built)}; built are {names}.')
+    return name
+
+
+def refuse_nul(given: Mapping[str, Any], where: str) -> None:
+    """No path, address or name can have this character, and the operating system's own refusal names no key."""
+    problems = Problems()
+    for name, value in given.items():
+        if _has_nul(value):
+            problems.add(f'{where}: "{name}" must not have the character NUL (\\u0000) in it.')
+    problems.raise_all()
+
+
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_nul, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_nul, value))
+    return isinstance(value, str) and "\0" in value

@@ -179,7 +179,7 @@ class Choice:
         return str(value)
 
 
-_OUTSIDE = re.compile(r"[^:]+:[A-Za-z_]\w*")
+_OUTSIDE = re.compile(r"[^:\0]+:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)

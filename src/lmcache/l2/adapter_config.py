@@ -12,7 +12,7 @@ from lmcache.config.redact import HIDDEN, is_secret, shown
 from lmcache.config.struct_settings import keys_of
 from lmcache.core.limits import GIB, L2_DEFAULT_TIMEOUT_SECONDS
 from lmcache.errors import ResourceError
-from lmcache.serde import registry
+from lmcache.serde.registry import SerdeChainConfig
 
 MAX_GB = 1 << 30
 
@@ -64,7 +64,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.0
 
     serde: Annotated[
-        dict[str, Any] | list[dict[str, Any]] | None,
+        SerdeChainConfig | None,
         Meta(
             description="what encodes objects on their way (docs/reference/serdes.md); several in the order of storing",
             extra={"expected": 'an object such as {"type": "zstd"}, or a list of them'},
@@ -79,8 +79,8 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     def __post_init__(self) -> None:
-        if self.serde is not None:
-            registry.parse(self.serde, self.where)
+        if 0 < self.max_capacity_gb < 1 / GIB:
+            raise ValueError(f'"max_capacity_gb" of {self.max_capacity_gb:g} is less than a byte; 0 is no limit.')
         if self.eviction is not None and self.limit_bytes is None and not self.bounds_itself:
             raise ValueError('"eviction" needs "max_capacity_gb" above 0: it is a fraction of that.')
 
@@ -143,6 +143,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     def as_json(self) -> dict[str, Any]:
         """Every key, as it may be given to --l2-adapter; those without a value are left out."""
         values = {key.name: getattr(self, key.name) for key in keys_of(type(self), INTERNAL)}
+        values["serde"] = self.serde.given if self.serde is not None else None
         given: dict[str, Any] = msgspec.to_builtins({"type": self.type, **values, **self.forwarded})
         return {name: value for name, value in given.items() if value is not None}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lmcache.config import struct_settings, unbuilt
 from lmcache.config.values import suggestion
+from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
 from lmcache.l2.adapter import Adapter
 from lmcache.l2.adapter_config import INTERNAL, AdapterConfig
@@ -31,7 +32,6 @@ from lmcache.l2.adapters.raw_block import RawBlockAdapter
 from lmcache.l2.adapters.resp import RespAdapter
 from lmcache.l2.adapters.resp_config import RespConfig
 from lmcache.l2.adapters.s3_config import S3Config
-from lmcache.serde import registry
 from lmcache.serde.base import Chain
 
 C = TypeVar("C", bound=AdapterConfig)
@@ -87,19 +87,16 @@ def parse_adapter(spec: Mapping[str, Any], index: int) -> AdapterConfig:
         raise ConfigError(
             f'{where} must be a JSON object such as {{"type": "fs_native", "base_path": "/data/lmcache"}}.'
         )
-    name = spec.get("type")
-    built = ", ".join(TYPES)
-    if not isinstance(name, str):
-        raise ConfigError(f'{where}: the key "type" is required and must be one of {built}.')
-    if name in unbuilt.ADAPTERS:
-        raise ConfigError(
-            f'{where}: the adapter type "{name}" is not built yet ({unbuilt.ADAPTERS[name]}); built are {built}.'
-        )
-    if name not in TYPES:
-        raise ConfigError(f'{where}: unknown adapter type "{name}"{_meant(name)}; built are {built}.')
-    kind = TYPES[name].config
-    own, forwarded = _split(spec, kind) if kind.forwards_other_keys else (spec, {})
-    config: AdapterConfig = struct_settings.read(own, kind, f"{where} ({name})", index=index, forwarded=forwarded)
+    name = struct_settings.built_type(spec, tuple(TYPES), unbuilt.ADAPTERS, "adapter", where, meant=_meant)
+    where = f"{where} ({name})"
+    problems = Problems()
+    with problems.collect():
+        struct_settings.refuse_nul(spec, where)
+    with problems.collect():
+        kind = TYPES[name].config
+        own, forwarded = _split(spec, kind) if kind.forwards_other_keys else (spec, {})
+        config: AdapterConfig = struct_settings.read(own, kind, where, index=index, forwarded=forwarded)
+    problems.raise_all()
     return config
 
 
@@ -118,7 +115,7 @@ def build(config: AdapterConfig) -> ConfiguredAdapter:
 
 
 def _serde(config: AdapterConfig) -> Chain | None:
-    return registry.build(config.serde, config.where) if config.serde is not None else None
+    return config.serde.build(config.where) if config.serde is not None else None
 
 
 def check(config: AdapterConfig) -> list[str]:
@@ -133,11 +130,11 @@ def check(config: AdapterConfig) -> list[str]:
     return found
 
 
-def _meant(name: str) -> str:
+def _meant(name: str, built: Sequence[str]) -> str:
     """ "" or a question that names the type, and what to use where that is not built."""
     meant, key = unbuilt.ADAPTER_ALIASES.get(name.lower().replace("-", "_"), ("", ""))
     if not meant:
-        return suggestion(name, (*TYPES, *unbuilt.ADAPTERS))
+        return suggestion(name, (*built, *unbuilt.ADAPTERS))
     with_key = f" with {key}" if key else ""
     not_built = f" It is not built yet: {unbuilt.ADAPTERS[meant]}" if meant in unbuilt.ADAPTERS else ""
     return f" (did you mean {meant}{with_key}?{not_built})"

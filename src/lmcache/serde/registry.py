@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from lmcache.config import struct_settings, unbuilt
-from lmcache.config.values import suggestion
+from lmcache.config.redact import shown
 from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
 from lmcache.serde.aesgcm import AesGcmConfig, build_aesgcm
@@ -46,36 +46,43 @@ TYPES: dict[str, SerdeType[Any]] = {
 }
 
 
-def parse(spec: SerdeSpec, where: str) -> list[SerdeConfig]:
-    """ConfigError tells all that is wrong, a sentence each, beginning with `where`."""
-    given = [spec] if isinstance(spec, Mapping) else list(spec)
-    if not 1 <= len(given) <= MAX_STAGES:
-        raise ConfigError(
-            f'{where}: "serde" must have 1 to {MAX_STAGES} types; leave the key out to store KV as it is.'
-        )
-    problems = Problems()
-    configs: list[SerdeConfig] = []
-    for item in given:
-        with problems.collect():
-            configs.append(_parse_type(item, where))
-    problems.raise_all()
-    return configs
+class SerdeChainConfig:
+    """The key "serde" of an adapter: what was given, and the stages that it means, in the order of storing."""
 
+    def __init__(self, given: SerdeSpec, stages: Sequence[SerdeConfig]) -> None:
+        self.given = given
+        self.stages = tuple(stages)
 
-def _parse_type(item: Mapping[str, Any], where: str) -> SerdeConfig:
-    name, built = item.get("type"), ", ".join(TYPES)
-    if not isinstance(name, str):
-        raise ConfigError(f'{where}, "serde": the key "type" is required and must be one of {built}.')
-    if name in unbuilt.SERDES:
-        raise ConfigError(
-            f'{where}: the serde type "{name}" is not built yet ({unbuilt.SERDES[name]}); built are {built}.'
-        )
-    if name not in TYPES:
-        raise ConfigError(f'{where}: unknown serde type "{name}"{suggestion(name, tuple(TYPES))}; built are {built}.')
-    config: SerdeConfig = struct_settings.read(item, TYPES[name].config, f'{where}, "serde" ({name})')
-    return config
+    @classmethod
+    def read(cls, given: Any, where: str) -> SerdeChainConfig:
+        """ConfigError tells all that is wrong, a sentence each, beginning with `where`. ValueError: neither an object
+        nor a list of objects."""
+        items = given if isinstance(given, list) else [given]
+        if not all(isinstance(item, Mapping) for item in items):
+            raise ValueError("neither an object nor a list of objects")
+        if not 1 <= len(items) <= MAX_STAGES:
+            raise ConfigError(
+                f'{where}: "serde" must have 1 to {MAX_STAGES} types; leave the key out to store KV as it is.'
+            )
+        problems = Problems()
+        stages: list[SerdeConfig] = []
+        for item in items:
+            with problems.collect():
+                name = struct_settings.built_type(item, tuple(TYPES), unbuilt.SERDES, "serde", where, key="serde")
+                stages.append(struct_settings.read(item, TYPES[name].config, f'{where}, "serde" ({name})'))
+        problems.raise_all()
+        return cls(given, stages)
 
+    def build(self, where: str) -> Chain:
+        """ConfigError or ResourceError."""
+        return Chain([TYPES[stage.type].build(stage, where) for stage in self.stages], where)
 
-def build(spec: SerdeSpec, where: str) -> Chain:
-    """ConfigError or ResourceError."""
-    return Chain([TYPES[config.type].build(config, where) for config in parse(spec, where)], where)
+    def __repr__(self) -> str:
+        """Without what grants access: configurations get into tracebacks and logs."""
+        return repr(shown(self.given))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SerdeChainConfig) and self.stages == other.stages
+
+    def __hash__(self) -> int:
+        return hash(len(self.stages))
