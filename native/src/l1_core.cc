@@ -50,6 +50,7 @@ void L1Core::set_committed(std::uint64_t committed_bytes) {
 
 std::uint32_t L1Core::find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const {
     return keys_.find(key_hash, [&](std::uint32_t index) {
+        mutex_.assert_held();
         const Object& object = objects_[index];
         return object.name_space == name_space && std::memcmp(object.hash.data(), hash, kChunkHashBytes) == 0;
     });
@@ -146,6 +147,7 @@ std::size_t L1Core::remove(NamespaceDigests namespaces, Hashes hashes, Fate fate
     const MutexLock lock(mutex_);
     std::size_t removed = 0;
     for_each_resident(namespaces, hashes, [&](std::size_t, std::uint32_t index) {
+        mutex_.assert_held();
         if (objects_[index].readers != 0) return;
         if (fate != Fate::kUnknown) note_fate(index, fate);
         erase(index);

@@ -79,6 +79,7 @@ std::optional<L1Core::Window> L1Core::best_window(std::uint32_t oldest, std::uin
 std::optional<L1Core::Window> L1Core::window_around(std::uint32_t index, std::uint32_t units) const {
     Window window;
     const auto add = [&](std::uint32_t object) {
+        mutex_.assert_held();
         window.objects.push_back(object);
         if (window.youngest == kNoObject || order_.is_older(window.youngest, object)) window.youngest = object;
     };
@@ -166,7 +167,10 @@ Removed L1Core::evict_while(std::uint64_t target_bytes, Next&& next) {
 
 Removed L1Core::evict(std::uint64_t target_bytes) {
     const MutexLock lock(mutex_);
-    return evict_while(target_bytes, [this] { return order_.victim(); });
+    return evict_while(target_bytes, [this] {
+        mutex_.assert_held();
+        return order_.victim();
+    });
 }
 
 void L1Core::set_limit(std::string_view salt, std::uint64_t limit_bytes) {
@@ -181,6 +185,7 @@ Removed L1Core::enforce_limits(bool spare_new) {
     Removed removed;
     for (const std::uint32_t salt : order_.salts_above_limits()) {  // others may get a number meanwhile: no matter
         const Removed of_salt = evict_while(std::numeric_limits<std::uint64_t>::max(), [&] {
+            mutex_.assert_held();
             const std::uint32_t victim = order_.victim_above_limit(salt);
             return victim != kNoObject && spare_new && objects_[victim].cycle == now ? kNoObject : victim;
         });

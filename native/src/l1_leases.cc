@@ -14,6 +14,7 @@ std::size_t L1Core::probe(NamespaceDigests namespaces, Hashes hashes) {
     std::size_t chunks = hashes.size() / kChunkHashBytes;
     sweep(numbers, hashes,
           [&](std::size_t chunk, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
+              mutex_.assert_held();
               const std::uint32_t index = find(key_hash, numbers[position], hash);
               if (index != kNoObject && objects_[index].state == ObjectState::kResident) return true;
               chunks = chunk;
@@ -27,6 +28,7 @@ std::vector<std::uint32_t> L1Core::resident_prefix(NamespaceDigests namespaces, 
     std::vector<std::uint32_t> indexes;
     indexes.reserve(namespaces.size() * (hashes.size() / kChunkHashBytes));
     sweep(numbers, hashes, [&](std::size_t, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
+        mutex_.assert_held();
         std::uint32_t index = find(key_hash, numbers[position], hash);
         if (index != kNoObject && objects_[index].state != ObjectState::kResident) index = kNoObject;
         if (index == kNoObject && (tails.empty() || tails[position] == 0)) return false;
@@ -108,6 +110,7 @@ Acquired L1Core::acquire_each(Owner owner, NamespaceDigests namespaces, Hashes h
     lease.reading = Reading::kCopy;
     lease.objects.assign(namespaces.size(), kNoObject);
     for_each_resident(namespaces, hashes, [&](std::size_t pair, std::uint32_t index) {
+        mutex_.assert_held();
         lease.objects[pair] = index;
         acquired.slots[pair] = offset_of(objects_[index]);
         hold(index, lease.reading);
@@ -128,6 +131,7 @@ std::size_t L1Core::retain(NamespaceDigests namespaces, Hashes hashes) {
     const MutexLock lock(mutex_);
     std::size_t retained = 0;
     for_each_resident(namespaces, hashes, [&](std::size_t, std::uint32_t index) {
+        mutex_.assert_held();
         Object& object = objects_[index];
         ++retained;
         if (!object.temporary) return;

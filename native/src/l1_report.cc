@@ -152,6 +152,7 @@ void L1Core::check() {
 
     std::size_t extents = 0;
     arena_.for_each([&](const Arena::Extent& extent) {
+        mutex_.assert_held();
         if (extent.tenant == Arena::kFree) return;
         const Object& object = objects_[extent.tenant];
         expect(

@@ -46,6 +46,7 @@ Reserved L1Core::reserve(Owner owner, NamespaceDigests digests, std::string_view
     std::size_t chunks_with_room = chunks;
     sweep(namespaces, hashes,
           [&](std::size_t chunk, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
+              mutex_.assert_held();
               const std::uint32_t found = find(key_hash, namespaces[position], hash);
               if (found == kNoObject) {
                   if (wanted.empty() || wanted[position * chunks + chunk] != 0) absent.emplace_back(position, key_hash);

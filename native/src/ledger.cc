@@ -23,7 +23,7 @@ constexpr std::size_t kMostExamined = 16384;  // records in one call, where most
 // A reference to each namespace of a call that adds objects, for the length of the call.
 class Ledger::References {
 public:
-    References(Ledger& ledger, const LedgerKeys& keys) : ledger_(ledger) {
+    References(Ledger& ledger, const LedgerKeys& keys) LMCACHE_REQUIRES(ledger.mutex_) : ledger_(ledger) {
         for (const LedgerKeys::Namespace& name_space : keys.namespaces) {
             if (name_space.encoded.empty() && ledger.namespaces_.find(name_space.digest) == kNoNamespace)
                 throw std::invalid_argument("a namespace that is not known must be given whole");
@@ -39,6 +39,7 @@ public:
         }
     }
     ~References() {
+        ledger_.mutex_.assert_held();
         for (const std::uint32_t number : numbers_) ledger_.release(number);
     }
     References(const References&) = delete;
@@ -71,6 +72,7 @@ std::vector<std::uint32_t> Ledger::numbers_of(const LedgerKeys& keys) const {
 
 std::uint32_t Ledger::find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const {
     return keys_.find(key_hash, [&](std::uint32_t index) {
+        mutex_.assert_held();
         const Object& object = objects_[index];
         return object.name_space == name_space && std::memcmp(object.hash.data(), hash, kChunkHashBytes) == 0;
     });
@@ -102,6 +104,7 @@ void Ledger::sweep(const LedgerKeys& keys, std::span<const std::uint32_t> number
 template <typename Visit>
 void Ledger::for_each_known(const LedgerKeys& keys, bool reversed, Visit&& visit) {
     sweep(keys, numbers_of(keys), reversed, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
+        mutex_.assert_held();
         const std::uint32_t index = find(key_hash, number, keys.hash(key));
         if (index != kNoObject && objects_[index].state != ObjectState::kDetached) visit(key, index, key_hash);
     });
@@ -116,6 +119,7 @@ std::vector<Known> Ledger::known(const LedgerKeys& keys) const {
     const MutexLock lock(mutex_);
     std::vector<Known> known(keys.size(), Known::kNo);
     sweep(keys, numbers_of(keys), false, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
+        mutex_.assert_held();
         const std::uint32_t index = find(key_hash, number, keys.hash(key));
         if (index == kNoObject || objects_[index].state == ObjectState::kDetached) return;
         known[key] = objects_[index].state == ObjectState::kLeaving ? Known::kLeaving : Known::kYes;
@@ -127,6 +131,7 @@ std::vector<std::uint8_t> Ledger::held(const LedgerKeys& keys) const {
     const MutexLock lock(mutex_);
     std::vector<std::uint8_t> held(keys.size(), 0);
     sweep(keys, numbers_of(keys), false, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
+        mutex_.assert_held();
         const std::uint32_t index = find(key_hash, number, keys.hash(key));
         held[key] = index != kNoObject && objects_[index].readers != 0 ? 1 : 0;
     });
@@ -223,6 +228,7 @@ std::uint64_t Ledger::stored(const LedgerKeys& keys, std::span<const std::uint64
     const References references(*this, keys);
     std::uint64_t bytes = 0;
     sweep(keys, references.numbers(), true, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
+        mutex_.assert_held();
         std::uint32_t index = find(key_hash, number, keys.hash(key));
         if (index == kNoObject) index = add(number, keys.hash(key), key_hash);
         const ObjectState state = objects_[index].state;
@@ -231,6 +237,7 @@ std::uint64_t Ledger::stored(const LedgerKeys& keys, std::span<const std::uint64
         if (state != ObjectState::kDetached) end_counting(index);
         begin_counting(index, charges_bytes[key]);
         become_resident(index, [&] {
+            mutex_.assert_held();
             if (state == ObjectState::kDetached) {
                 order_.enter(index, key_hash);
             } else {
@@ -248,6 +255,7 @@ void Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_
     const std::vector<std::uint64_t> charges_bytes = charges(keys, sizes_bytes);
     const References references(*this, keys);
     sweep(keys, references.numbers(), newer, [&](std::size_t key, std::uint32_t number, std::uint64_t key_hash) {
+        mutex_.assert_held();
         std::uint32_t index = find(key_hash, number, keys.hash(key));
         if (index != kNoObject && objects_[index].state != ObjectState::kDetached) {
             see_again(index, charges_bytes[key]);
@@ -256,10 +264,16 @@ void Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_
         if (index == kNoObject) index = add(number, keys.hash(key), key_hash);
         begin_counting(index, charges_bytes[key]);
         if (newer) {
-            become_resident(index, [&] { order_.enter(index, key_hash); });
+            become_resident(index, [&] {
+                mutex_.assert_held();
+                order_.enter(index, key_hash);
+            });
             order_.to_newest(index);
         } else {
-            become_resident(index, [&] { order_.enter_oldest(index); });
+            become_resident(index, [&] {
+                mutex_.assert_held();
+                order_.enter_oldest(index);
+            });
         }
     });
 }
@@ -272,7 +286,10 @@ void Ledger::see_again(std::uint32_t index, std::uint64_t charge_bytes) {
     leave(index);
     end_counting(index);
     begin_counting(index, charge_bytes);
-    become_resident(index, [&] { order_.enter_again(index); });
+    become_resident(index, [&] {
+        mutex_.assert_held();
+        order_.enter_again(index);
+    });
     order_.to_newest(index);
 }
 
@@ -280,6 +297,7 @@ std::size_t Ledger::touch(const LedgerKeys& keys) {
     const MutexLock lock(mutex_);
     std::size_t touched = 0;
     for_each_known(keys, true, [&](std::size_t, std::uint32_t index, std::uint64_t) {
+        mutex_.assert_held();
         ++touched;
         if (objects_[index].state != ObjectState::kResident) return;
         order_.use(index);
@@ -291,6 +309,7 @@ std::size_t Ledger::touch(const LedgerKeys& keys) {
 void Ledger::lost(const LedgerKeys& keys) {
     const MutexLock lock(mutex_);
     for_each_known(keys, false, [&](std::size_t, std::uint32_t index, std::uint64_t key_hash) {
+        mutex_.assert_held();
         if (objects_[index].state == ObjectState::kLeaving) {
             --leaving_;
         } else {
@@ -306,6 +325,7 @@ public:
 
     std::size_t size() const { return page_.positions.size(); }
     void add(const Object& object) {
+        ledger_.mutex_.assert_held();
         const auto [position, is_new] =
             positions_.try_emplace(object.name_space, static_cast<std::uint32_t>(page_.namespaces.size()));
         if (is_new) page_.namespaces.push_back(ledger_.encoded_[object.name_space]);
@@ -344,6 +364,7 @@ std::uint64_t Ledger::evicted(const LedgerKeys& keys) {
     const MutexLock lock(mutex_);
     std::uint64_t bytes = 0;
     for_each_known(keys, false, [&](std::size_t, std::uint32_t index, std::uint64_t key_hash) {
+        mutex_.assert_held();
         if (objects_[index].state != ObjectState::kLeaving) return;
         bytes += objects_[index].charge();
         --leaving_;
@@ -357,9 +378,13 @@ void Ledger::not_evicted(const LedgerKeys& keys) {
     const MutexLock lock(mutex_);
     // The youngest first: each then finds its place at the old end of its queue.
     for_each_known(keys, true, [&](std::size_t, std::uint32_t index, std::uint64_t) {
+        mutex_.assert_held();
         if (objects_[index].state != ObjectState::kLeaving) return;
         --leaving_;
-        become_resident(index, [&] { order_.enter_again(index); });
+        become_resident(index, [&] {
+            mutex_.assert_held();
+            order_.enter_again(index);
+        });
         order_.put_back(index);
     });
 }
@@ -368,6 +393,7 @@ LedgerHold Ledger::hold(const LedgerKeys& keys) {
     const MutexLock lock(mutex_);
     LedgerHold hold;
     for_each_known(keys, false, [&](std::size_t, std::uint32_t index, std::uint64_t) {
+        mutex_.assert_held();
         Object& object = objects_[index];
         if (object.readers++ == 0 && object.state == ObjectState::kResident) order_.begin_reading(index);
         hold.objects_.push_back(index);
@@ -466,7 +492,7 @@ std::uint8_t Ledger::begin_scan() {
 
 LedgerPage Ledger::list(std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by) const {
     const MutexLock lock(mutex_);
-    const auto age = [&](std::uint8_t scan) { return static_cast<std::uint8_t>(scan_ - scan); };
+    const auto age = [latest = scan_](std::uint8_t scan) { return static_cast<std::uint8_t>(latest - scan); };
     PageBuilder builder(*this);
     for (std::uint32_t index = start; index < objects_.size(); ++index) {
         if (builder.size() == most || index - start == kMostExamined) {

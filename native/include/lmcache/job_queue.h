@@ -83,6 +83,7 @@ public:
     // Threads that run `work`, which returns when take() is false; close() waits for them. Throws std::system_error.
     template <typename Work>
     void start_threads(std::size_t count, const char* name, const Work& work) {
+        MutexLock lock(threads_mutex_);
         for (std::size_t i = 0; i < count; ++i) threads_.emplace_back(name, work);
     }
 
@@ -269,7 +270,7 @@ private:
     bool closing_ LMCACHE_GUARDED_BY(mutex_) = false;
 
     Mutex threads_mutex_;
-    std::vector<SignalMaskedThread> threads_;
+    std::vector<SignalMaskedThread> threads_ LMCACHE_GUARDED_BY(threads_mutex_);
 };
 
 }  // namespace lmcache

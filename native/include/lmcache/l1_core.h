@@ -233,92 +233,96 @@ private:
         bool quarantined = false;
     };
 
-    // Private methods expect mutex_ to be held.
     std::uint64_t hash_object(const Object& object) const { return hash_key_(object.name_space, object.hash.data()); }
-    std::uint32_t find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const;
+    std::uint32_t find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const
+        LMCACHE_REQUIRES(mutex_);
     static void check_tails(NamespaceDigests namespaces, Tails tails);
     static void check_product(NamespaceDigests namespaces, Hashes hashes);
     // The numbers of namespaces, kNoNamespace for one without objects.
-    std::vector<std::uint32_t> numbers_of(NamespaceDigests namespaces) const;
+    std::vector<std::uint32_t> numbers_of(NamespaceDigests namespaces) const LMCACHE_REQUIRES(mutex_);
     // Calls visit(pair, index) for each pair that is resident.
     template <typename Visit>
-    void for_each_resident(NamespaceDigests namespaces, Hashes hashes, Visit&& visit);
+    void for_each_resident(NamespaceDigests namespaces, Hashes hashes, Visit&& visit) LMCACHE_REQUIRES(mutex_);
 
     // Visits keys in order and prefetches the next ones meanwhile.
     // visit(chunk, position in namespaces, key hash, pointer to the chunk hash) returns false to stop.
     template <typename Visit>
-    void sweep(NamespaceNumbers namespaces, Hashes hashes, Visit&& visit) const;
+    void sweep(NamespaceNumbers namespaces, Hashes hashes, Visit&& visit) const LMCACHE_REQUIRES(mutex_);
     // Indexes of the longest prefix of chunks that is resident wherever there is no tail, [chunk][namespace]; kNoObject
     // where one with a tail has nothing.
-    std::vector<std::uint32_t> resident_prefix(NamespaceDigests namespaces, Hashes hashes, Tails tails) const;
+    std::vector<std::uint32_t> resident_prefix(NamespaceDigests namespaces, Hashes hashes, Tails tails) const
+        LMCACHE_REQUIRES(mutex_);
     // Shortens that to the longest usable prefix (tails.h) and drops what lies before the tails.
     static void keep_tails(std::vector<std::uint32_t>& indexes, Tails tails);
 
     std::uint32_t stage(Owner owner, std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash,
-                        std::uint32_t units);
-    bool recover_frame(const RecoveredFrame& frame, const Digest& digest, std::string_view salt);
-    void quarantine_uncommitted(const RecoveredFrames& found, std::span<const Owner> live_owners, Recovered& recovered);
+                        std::uint32_t units) LMCACHE_REQUIRES(mutex_);
+    bool recover_frame(const RecoveredFrame& frame, const Digest& digest, std::string_view salt)
+        LMCACHE_REQUIRES(mutex_);
+    void quarantine_uncommitted(const RecoveredFrames& found, std::span<const Owner> live_owners, Recovered& recovered)
+        LMCACHE_REQUIRES(mutex_);
     // An extent for that object, after evicting what is needed for it; nullopt where there is no room.
-    std::optional<std::uint32_t> allocate(std::uint32_t units, std::uint32_t index, std::uint32_t name_space);
-    void note_overuse(std::uint32_t name_space);
+    std::optional<std::uint32_t> allocate(std::uint32_t units, std::uint32_t index, std::uint32_t name_space)
+        LMCACHE_REQUIRES(mutex_);
+    void note_overuse(std::uint32_t name_space) LMCACHE_REQUIRES(mutex_);
     // Count the memory that an object of the namespace takes, or took.
-    void charge(std::uint32_t name_space, std::uint32_t units);
-    void discharge(std::uint32_t name_space, std::uint32_t units);
+    void charge(std::uint32_t name_space, std::uint32_t units) LMCACHE_REQUIRES(mutex_);
+    void discharge(std::uint32_t name_space, std::uint32_t units) LMCACHE_REQUIRES(mutex_);
     // Adjacent free extents and evictable objects, together as long as asked for.
     struct Window {
         std::vector<std::uint32_t> objects;
         std::uint32_t youngest = kNoObject;
     };
-    std::optional<Window> window_around(std::uint32_t index, std::uint32_t units) const;
-    std::optional<Window> best_window(std::uint32_t oldest, std::uint32_t units) const;
-    bool is_evictable(std::uint32_t index) const;
+    std::optional<Window> window_around(std::uint32_t index, std::uint32_t units) const LMCACHE_REQUIRES(mutex_);
+    std::optional<Window> best_window(std::uint32_t oldest, std::uint32_t units) const LMCACHE_REQUIRES(mutex_);
+    bool is_evictable(std::uint32_t index) const LMCACHE_REQUIRES(mutex_);
     // Prefetches what evicting it and the next ones will read.
-    void prefetch_eviction(std::uint32_t index) const;
-    void count_eviction(std::uint32_t index);
+    void prefetch_eviction(std::uint32_t index) const LMCACHE_REQUIRES(mutex_);
+    void count_eviction(std::uint32_t index) LMCACHE_REQUIRES(mutex_);
     std::uint64_t fate_key(const Digest& digest, const std::uint8_t* hash) const;
-    void note_fate(std::uint32_t index, Fate fate);
-    void note_abandoned(const Reservation& reservation);
+    void note_fate(std::uint32_t index, Fate fate) LMCACHE_REQUIRES(mutex_);
+    void note_abandoned(const Reservation& reservation) LMCACHE_REQUIRES(mutex_);
     // Makes a resident object the most recently used of its queue.
-    void make_newest(std::uint32_t index);
-    std::uint32_t evict_one(std::uint32_t index);
+    void make_newest(std::uint32_t index) LMCACHE_REQUIRES(mutex_);
+    std::uint32_t evict_one(std::uint32_t index) LMCACHE_REQUIRES(mutex_);
     // Evicts the victims that `next` returns, until it returns kNoObject or enough is freed.
     template <typename Next>
     Removed evict_while(std::uint64_t target_bytes, Next&& next) LMCACHE_REQUIRES(mutex_);
     // Removes an object and frees its memory.
-    void erase(std::uint32_t index);
+    void erase(std::uint32_t index) LMCACHE_REQUIRES(mutex_);
     // Removes an object from every structure but the arena.
-    void forget(std::uint32_t index);
-    void hold(std::uint32_t index, Reading reading);
-    void let_go(std::uint32_t index, Reading reading);
-    void end_lease(std::uint64_t id);
-    void end_reservation(std::uint64_t id);
-    void quarantine(Reservation& reservation);
+    void forget(std::uint32_t index) LMCACHE_REQUIRES(mutex_);
+    void hold(std::uint32_t index, Reading reading) LMCACHE_REQUIRES(mutex_);
+    void let_go(std::uint32_t index, Reading reading) LMCACHE_REQUIRES(mutex_);
+    void end_lease(std::uint64_t id) LMCACHE_REQUIRES(mutex_);
+    void end_reservation(std::uint64_t id) LMCACHE_REQUIRES(mutex_);
+    void quarantine(Reservation& reservation) LMCACHE_REQUIRES(mutex_);
 
-    std::uint64_t offset_of(const Object& object) const;
+    std::uint64_t offset_of(const Object& object) const LMCACHE_REQUIRES(mutex_);
     std::uint64_t bytes(std::uint64_t units) const { return units * options_.align_bytes; }
 
     YieldingMutex mutex_;
     L1Options options_;
     KeyHash hash_key_;
-    Arena arena_;      // its tenants are indexes of objects
-    SlotTable slots_;  // its resident words are the permanent resident objects
-    ObjectPool objects_;
-    KeyTable keys_;
-    Namespaces namespaces_;
-    EvictionOrder order_;
-    AgeSamples ages_;
-    Ghosts fates_;
-    std::vector<Overuse> overuses_;
-    std::uint8_t cycle_ = 0;  // calls of enforce_limits(spare_new)
-    ClaimTable<Lease> leases_;
-    ClaimTable<Reservation> reservations_;
-    std::size_t resident_ = 0;
-    std::size_t staged_ = 0;
-    std::size_t leased_objects_ = 0;
-    std::uint64_t quarantined_units_ = 0;
-    std::uint64_t evicted_objects_ = 0;
-    std::uint64_t evicted_units_ = 0;
-    std::uint64_t allocation_failures_ = 0;  // chunks
+    Arena arena_ LMCACHE_GUARDED_BY(mutex_);      // its tenants are indexes of objects
+    SlotTable slots_ LMCACHE_GUARDED_BY(mutex_);  // its resident words are the permanent resident objects
+    ObjectPool objects_ LMCACHE_GUARDED_BY(mutex_);
+    KeyTable keys_ LMCACHE_GUARDED_BY(mutex_);
+    Namespaces namespaces_ LMCACHE_GUARDED_BY(mutex_);
+    EvictionOrder order_ LMCACHE_GUARDED_BY(mutex_);
+    AgeSamples ages_ LMCACHE_GUARDED_BY(mutex_);
+    Ghosts fates_ LMCACHE_GUARDED_BY(mutex_);
+    std::vector<Overuse> overuses_ LMCACHE_GUARDED_BY(mutex_);
+    std::uint8_t cycle_ LMCACHE_GUARDED_BY(mutex_) = 0;  // calls of enforce_limits(spare_new)
+    ClaimTable<Lease> leases_ LMCACHE_GUARDED_BY(mutex_);
+    ClaimTable<Reservation> reservations_ LMCACHE_GUARDED_BY(mutex_);
+    std::size_t resident_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::size_t staged_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::size_t leased_objects_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::uint64_t quarantined_units_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::uint64_t evicted_objects_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::uint64_t evicted_units_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::uint64_t allocation_failures_ LMCACHE_GUARDED_BY(mutex_) = 0;  // chunks
 };
 
 }  // namespace lmcache

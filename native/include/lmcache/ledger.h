@@ -137,52 +137,56 @@ private:
     class References;
     class PageBuilder;
 
-    // Private methods expect mutex_ to be held.
     // kMaxCharge at most: an adapter may find a sparse file of any size.
-    std::vector<std::uint64_t> charges(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes) const;
+    std::vector<std::uint64_t> charges(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_bytes) const
+        LMCACHE_REQUIRES(mutex_);
     std::uint64_t hash_of(const Object& object) const { return hash_key_(object.name_space, object.hash.data()); }
-    std::uint32_t find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const;
+    std::uint32_t find(std::uint64_t key_hash, std::uint32_t name_space, const std::uint8_t* hash) const
+        LMCACHE_REQUIRES(mutex_);
     // By position; kNoNamespace for one without objects.
-    std::vector<std::uint32_t> numbers_of(const LedgerKeys& keys) const;
+    std::vector<std::uint32_t> numbers_of(const LedgerKeys& keys) const LMCACHE_REQUIRES(mutex_);
     // Visits keys, the last one first where `reversed`, while the next ones are on their way from memory:
     // visit(i, number of the namespace, key hash). The object is looked up by then, as visits change what is there.
     template <typename Visit>
-    void sweep(const LedgerKeys& keys, std::span<const std::uint32_t> numbers, bool reversed, Visit&& visit) const;
+    void sweep(const LedgerKeys& keys, std::span<const std::uint32_t> numbers, bool reversed, Visit&& visit) const
+        LMCACHE_REQUIRES(mutex_);
     template <typename Visit>
-    void for_each_known(const LedgerKeys& keys, bool reversed, Visit&& visit);
+    void for_each_known(const LedgerKeys& keys, bool reversed, Visit&& visit) LMCACHE_REQUIRES(mutex_);
 
-    void release(std::uint32_t name_space);
+    void release(std::uint32_t name_space) LMCACHE_REQUIRES(mutex_);
     // A record of that key in the table, counted as nothing yet.
-    std::uint32_t add(std::uint32_t name_space, const std::uint8_t* hash, std::uint64_t key_hash);
+    std::uint32_t add(std::uint32_t name_space, const std::uint8_t* hash, std::uint64_t key_hash)
+        LMCACHE_REQUIRES(mutex_);
     // The record goes, or stays detached while it is read.
-    void drop(std::uint32_t index, std::uint64_t key_hash);
-    void forget(std::uint32_t index, std::uint64_t key_hash);
+    void drop(std::uint32_t index, std::uint64_t key_hash) LMCACHE_REQUIRES(mutex_);
+    void forget(std::uint32_t index, std::uint64_t key_hash) LMCACHE_REQUIRES(mutex_);
     // Known from now on, and no longer.
-    void begin_counting(std::uint32_t index, std::uint64_t charge_bytes);
-    void end_counting(std::uint32_t index);
-    void see_again(std::uint32_t index, std::uint64_t charge_bytes);
+    void begin_counting(std::uint32_t index, std::uint64_t charge_bytes) LMCACHE_REQUIRES(mutex_);
+    void end_counting(std::uint32_t index) LMCACHE_REQUIRES(mutex_);
+    void see_again(std::uint32_t index, std::uint64_t charge_bytes) LMCACHE_REQUIRES(mutex_);
     // Resident and charged to its salt; `enter` is one of the order's ways in. And no longer.
     template <typename Enter>
-    void become_resident(std::uint32_t index, Enter&& enter);
-    void leave(std::uint32_t index);
-    std::size_t new_folders(const LedgerKeys& keys, std::span<const std::uint32_t> numbers) const;
+    void become_resident(std::uint32_t index, Enter&& enter) LMCACHE_REQUIRES(mutex_);
+    void leave(std::uint32_t index) LMCACHE_REQUIRES(mutex_);
+    std::size_t new_folders(const LedgerKeys& keys, std::span<const std::uint32_t> numbers) const
+        LMCACHE_REQUIRES(mutex_);
 
     mutable Mutex mutex_;
     KeyHash hash_key_;
-    ObjectPool objects_;
-    KeyTable keys_;  // of all records
-    Namespaces namespaces_;
-    std::vector<std::string> encoded_;  // by number of the namespace
-    std::size_t encoded_bytes_ = 0;
-    EvictionOrder order_;  // of what is resident
-    FolderCount folders_;
-    LedgerCapacity capacity_;
-    std::uint8_t scan_ = 0;  // the youngest; wraps around
-    std::size_t known_ = 0;  // resident or leaving
-    std::size_t leaving_ = 0;
-    std::size_t held_ = 0;
-    std::uint64_t used_bytes_ = 0;
-    std::uint64_t reserved_bytes_ = 0;
+    ObjectPool objects_ LMCACHE_GUARDED_BY(mutex_);
+    KeyTable keys_ LMCACHE_GUARDED_BY(mutex_);  // of all records
+    Namespaces namespaces_ LMCACHE_GUARDED_BY(mutex_);
+    std::vector<std::string> encoded_ LMCACHE_GUARDED_BY(mutex_);  // by number of the namespace
+    std::size_t encoded_bytes_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    EvictionOrder order_ LMCACHE_GUARDED_BY(mutex_);  // of what is resident
+    FolderCount folders_ LMCACHE_GUARDED_BY(mutex_);
+    LedgerCapacity capacity_ LMCACHE_GUARDED_BY(mutex_);
+    std::uint8_t scan_ LMCACHE_GUARDED_BY(mutex_) = 0;  // the youngest; wraps around
+    std::size_t known_ LMCACHE_GUARDED_BY(mutex_) = 0;  // resident or leaving
+    std::size_t leaving_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::size_t held_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::uint64_t used_bytes_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::uint64_t reserved_bytes_ LMCACHE_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace lmcache

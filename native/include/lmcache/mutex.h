@@ -20,6 +20,8 @@
 #define LMCACHE_ACQUIRE(...) LMCACHE_ATTRIBUTE(acquire_capability(__VA_ARGS__))
 #define LMCACHE_RELEASE(...) LMCACHE_ATTRIBUTE(release_capability(__VA_ARGS__))
 #define LMCACHE_EXCLUDES(...) LMCACHE_ATTRIBUTE(locks_excluded(__VA_ARGS__))
+// Of a function: says that the caller holds the mutex, where the analysis does not see it (in a lambda).
+#define LMCACHE_ASSERTS(...) LMCACHE_ATTRIBUTE(assert_capability(__VA_ARGS__))
 // Of a function whose locking the analysis cannot follow.
 #define LMCACHE_NO_THREAD_SAFETY_ANALYSIS LMCACHE_ATTRIBUTE(no_thread_safety_analysis)
 
@@ -29,6 +31,7 @@ class LMCACHE_CAPABILITY("mutex") Mutex {
 public:
     void lock() LMCACHE_ACQUIRE() { mutex_.lock(); }
     void unlock() LMCACHE_RELEASE() { mutex_.unlock(); }
+    void assert_held() const LMCACHE_ASSERTS(this) {}
 
 private:
     friend class Condition;

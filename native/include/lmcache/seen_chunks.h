@@ -46,17 +46,17 @@ private:
     static std::size_t bucket_of(std::uint64_t chunk) { return chunk & (kBuckets - 1); }
     // How many halvings it survives.
     static unsigned level_of(std::uint64_t chunk);
-    bool is_sampled(std::uint64_t chunk) const { return level_of(chunk) >= halvings_; }
-    std::size_t seen_prefix(std::uint32_t scope, std::span<const std::uint8_t> hashes) const;
-    bool knows(std::uint64_t chunk) const;
-    bool see(std::uint64_t chunk);
+    bool is_sampled(std::uint64_t chunk) const LMCACHE_REQUIRES(mutex_) { return level_of(chunk) >= halvings_; }
+    std::size_t seen_prefix(std::uint32_t scope, std::span<const std::uint8_t> hashes) const LMCACHE_REQUIRES(mutex_);
+    bool knows(std::uint64_t chunk) const LMCACHE_REQUIRES(mutex_);
+    bool see(std::uint64_t chunk) LMCACHE_REQUIRES(mutex_);
 
     Mutex mutex_;
     KeyHash hash_;
-    std::vector<Bucket> buckets_;
-    std::array<std::size_t, kLevels + 1> kept_{};  // by level
-    std::size_t sampled_ = 0;                      // kept, of those that are in the sample
-    unsigned halvings_ = 0;
+    std::vector<Bucket> buckets_ LMCACHE_GUARDED_BY(mutex_);
+    std::array<std::size_t, kLevels + 1> kept_ LMCACHE_GUARDED_BY(mutex_){};  // by level
+    std::size_t sampled_ LMCACHE_GUARDED_BY(mutex_) = 0;                      // kept, of those that are in the sample
+    unsigned halvings_ LMCACHE_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace lmcache

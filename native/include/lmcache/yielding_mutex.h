@@ -26,6 +26,7 @@ public:
         throw Closed("closed");
     }
     void unlock() LMCACHE_RELEASE() LMCACHE_NO_THREAD_SAFETY_ANALYSIS { mutex_.unlock(); }
+    void assert_held() const LMCACHE_ASSERTS(this) {}
 
     // Waits for the holder. From then on nobody gets the mutex, nor gets it back while it yields. Idempotent.
     void close() LMCACHE_NO_THREAD_SAFETY_ANALYSIS {
