@@ -264,7 +264,7 @@ void bind_eviction(nb::class_<Ledger>& ledger) {
     ledger.def("evicted", with_keys<&Ledger::evicted>(), nb::arg("keys"),
                "What has gone of them: its bytes. Those that are not leaving are left as they are.");
     ledger.def("not_evicted", with_keys<&Ledger::not_evicted>(), nb::arg("keys"),
-               "Those that are leaving stay, in their former places.");
+               "Those that are leaving stay, in their previous places.");
     ledger.def("hold", with_keys<&Ledger::hold>(), nb::arg("keys"),
                "Those that are known are no victims until `let_go`.");
     ledger.def("let_go", &Ledger::let_go, nb::arg("hold"), "Idempotent.");

@@ -139,7 +139,7 @@ void bind_batches(nb::class_<RawIndex>& index) {
                 return std::tuple(AsNumbers{std::move(slots)}, number);
             },
             nb::arg("io"), nb::arg("first"), nb::arg("count"), nb::arg("zeros"),
-            "Submits 4096 zeros to free slots, from `first` on, that may have the header of a former object; (slots, "
+            "Submits 4096 zeros to free slots, from `first` on, that may have the header of a previous object; (slots, "
             "number).")
         .def(
             "end_erase",

@@ -144,7 +144,7 @@ SerdeResult seal(std::span<std::byte> destination, FrameHeader stored,
     const std::uint64_t end = kFrameHeaderBytes + payload_bytes;
     const std::uint64_t frame_bytes = round_up<std::uint64_t>(end, kFrameAlignBytes);
     if (frame_bytes > destination.size()) return {SerdeFault::kFailed};
-    std::memset(destination.data() + end, 0, frame_bytes - end);  // nobody's former bytes go to a tier
+    std::memset(destination.data() + end, 0, frame_bytes - end);  // nobody's previous bytes go to a tier
     stored.payload_bytes = payload_bytes;
     stored.serde_params_bytes = static_cast<std::uint32_t>(parameters.size());
     std::memcpy(stored.serde_params, parameters.data(), parameters.size());

@@ -52,6 +52,10 @@ class StaleServer(LMCacheError):
     """Slots or leases of a server that has ended since: they name nothing any more. A load is then a miss."""
 
 
+class OrderRefused(LMCacheError):
+    """One load or store that an engine orders cannot be done; the sentence says why. Its tokens are computed."""
+
+
 class AdapterError(LMCacheError):
     """An L2 adapter could not do an operation. `retryable` tells the runner whether trying again makes sense."""
 

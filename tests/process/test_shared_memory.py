@@ -128,7 +128,7 @@ def test_what_a_killed_server_left_is_replaced_while_engines_keep_their_mapping(
         assert bytes(successor.view(4096, 5)) == bytes(5)
         engine.view(4096, 5)[:] = b"late!"
         assert bytes(successor.view(4096, 5)) == bytes(5)
-        with pytest.raises(ServerUnavailable, match="another life of the server"):
+        with pytest.raises(ServerUnavailable, match="another server epoch"):
             EngineMemory.attach(f"/dev/shm/{name}", SIZE, TOKEN)
         engine.close()
     assert not os.path.exists(f"/dev/shm/{name}")
@@ -257,9 +257,9 @@ def test_a_full_file_system_is_an_error_and_never_sigbus(tmp_path: Path) -> None
 
 def test_attaching_checks_what_it_is_given(name: str) -> None:
     with contextlib.closing(ServerMemory.create(name, SIZE, TOKEN)) as memory:
-        with pytest.raises(ServerUnavailable, match="another life"):
+        with pytest.raises(ServerUnavailable, match="another server epoch"):
             EngineMemory.attach(memory.path, SIZE, OTHER_TOKEN)
-        with pytest.raises(ServerUnavailable, match="another life"):
+        with pytest.raises(ServerUnavailable, match="another server epoch"):
             EngineMemory.attach(memory.path, SIZE + 4096, TOKEN)
         with pytest.raises(ServerUnavailable, match="No such file"):
             EngineMemory.attach(memory.path + "_not", SIZE, TOKEN)

@@ -157,7 +157,7 @@ def test_a_server_that_dies_in_the_middle_of_both_directions(server: CacheServer
             # Numbers of the previous epoch mean nothing to the next, though it may give the same ones out again.
             again = engine.reserve(hashes)
             stale = m.Write(engine.instance_id, 0, b"f" * 16, again.reservation, 0, 0, 0, memoryview(b"late"))
-            with pytest.raises(LMCacheError, match="another life"):
+            with pytest.raises(LMCacheError, match="another server epoch"):
                 engine.client.call("write", stale, CALL_SECONDS)
             assert all(engine.send(hashes, again))
             assert engine.commit(again.reservation) == 20

@@ -124,7 +124,7 @@ class Arguments(argparse.ArgumentParser):
         return found
 
     def read_own(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """As `read`, for a command that takes options of another parser as well: these are the second value."""
+        """Reads like `read`, for a command that takes options of another parser as well: these are the second value."""
         self._describe(argv)
         found, others = self.parse_known_args(list(argv))
         self._problems.raise_all()

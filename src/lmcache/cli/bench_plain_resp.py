@@ -43,7 +43,7 @@ class RespConnections:
 
 
 class RespConnection:
-    """Of one thread at a time. LMCacheError where the server does not answer as it should."""
+    """A connection that one thread at a time uses. LMCacheError where the server does not answer as it should."""
 
     def __init__(self, config: RespConfig, address: Address) -> None:
         self._where = config.where

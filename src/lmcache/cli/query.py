@@ -139,7 +139,7 @@ def _models(options: argparse.Namespace) -> list[str]:
 
 # ---- the answer ------------------------------------------------------------------------------------------------------
 def report_of(body: Mapping[str, Any], answer: Mapping[str, Any]) -> Report:
-    """Of the request and the answer of POST /cache/lookup."""
+    """The report of the request and the answer of POST /cache/lookup."""
     chunk_tokens, chunks, prefix = answer["chunk_tokens"], answer["chunks"], answer["prefix_chunks"]
     report = Report("Query")
     report.add("model_name", "Model", body["model_name"])

@@ -71,7 +71,7 @@ def _unescaped(text: str) -> str:
 
 # ---- rates -----------------------------------------------------------------------------------------------------------
 class _Rates:
-    """Of counters between two samples; without an earlier one of the same server, everything is None."""
+    """Rates of counters between two samples; without an earlier one of the same server, everything is None."""
 
     def __init__(self, before: Sample | None, sample: Sample) -> None:
         same = before is not None and before.status["pid"] == sample.status["pid"]

@@ -140,7 +140,7 @@ class Client:
 
     @property
     def server_epoch(self) -> bytes:
-        """Of the present server; empty before the first HELLO."""
+        """The epoch of the present server; empty before the first HELLO."""
         return self.hello.server_epoch if self.hello is not None else b""
 
     def start(self) -> None:

@@ -64,7 +64,8 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Loaded:
 
 
 def draft(argv: Sequence[str], environ: Mapping[str, str], problems: Problems) -> Loaded:
-    """As `load`, but adds refusals to `problems` and puts a default in place of a refused value, {} for an adapter."""
+    """Loads like `load`, but adds refusals to `problems` and puts a default in place of a refused value, {} for an
+    adapter."""
     known = options()
     read = _Read(problems)
     from_flags = _read_flags(argv, known, read)

@@ -60,7 +60,7 @@ def http_url(host: str, port: int, *, tls: bool = False) -> str:
 
 
 def socket_path(endpoint: str) -> str:
-    """Of an ipc endpoint; "" for others."""
+    """The path of an ipc endpoint; "" for others."""
     scheme, rest = _scheme(endpoint)
     return rest if scheme == _IPC else ""
 

@@ -11,7 +11,7 @@ def file_version(status: os.stat_result) -> tuple[int, ...]:
 
 
 def version_at(path: str) -> tuple[int, ...]:
-    """Of the file of that name. What cannot be looked at has a version, too: the reason why not."""
+    """The version of the file of that name. What cannot be looked at has a version, too: the reason why not."""
     try:
         return file_version(os.stat(path))
     except OSError as error:

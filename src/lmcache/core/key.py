@@ -67,7 +67,7 @@ class UnnamedNamespace(Namespace, frozen=True, cache_hash=True, dict=True):
 
 
 def decode_known(encoded: bytes) -> Namespace:
-    """Of either kind."""
+    """Decodes a namespace of either kind."""
     return UnnamedNamespace.of(encoded[1:]) if encoded.startswith(_UNNAMED) else Namespace.decode(encoded)
 
 

@@ -102,7 +102,7 @@ class NamespaceSet:
 
     @cached_property
     def chunk_bytes(self) -> int:
-        """Of one chunk in all namespaces."""
+        """Bytes of one chunk in all namespaces."""
         return sum(self.frame_bytes)
 
     def hit_bytes(self, first: int, end: int, chunks: int) -> int:
@@ -193,7 +193,7 @@ class SlotGrid:
                 yield divmod(index, self.chunks)
 
     def followed_by(self, other: SlotGrid) -> SlotGrid:
-        """Of the chunks here and, behind them, those of `other`, which has the same namespaces."""
+        """A batch of the chunks here and, behind them, those of `other`, which has the same namespaces."""
         if not self.chunks or not other.chunks:
             return self if self.chunks else other
         rows = (row for index in range(self.namespaces) for row in (self.row(index), other.row(index)))

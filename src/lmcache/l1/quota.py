@@ -80,7 +80,7 @@ class Quotas:
             metrics.quota_usage_bytes.replace({salt: self._core.usage_of(salt) for salt in limits})
 
     def all(self) -> list[Quota]:
-        """Of every salt that has a limit or holds something, by name."""
+        """The quotas of every salt that has a limit or holds something, by name."""
         usage, limits = dict(self._core.salt_usage()), self._limits.all()
         return [
             Quota(salt, limits.get(salt, 0), usage.get(salt, 0), salt in limits) for salt in sorted({*usage, *limits})

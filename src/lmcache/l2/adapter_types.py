@@ -119,7 +119,7 @@ def _serde(config: AdapterConfig) -> Chain | None:
 
 
 def check(config: AdapterConfig) -> list[str]:
-    """As `AdapterType.check`, and a sentence for each key that has no effect."""
+    """What `AdapterType.check` of its type says, and a sentence for each key that has no effect."""
     chain = _serde(config)
     found = [*TYPES[config.type].check(config), *config.notes()]
     if chain is not None and chain.lossy:

@@ -56,7 +56,7 @@ class NativeFiles:
         return await self._completions.wait(self._io.submit_write(paths, temporary_paths, addresses, sizes))
 
     async def read_frames(self, base: str, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> IoResults:
-        """Of the folder `base`. EBADMSG where a file is not the whole frame of its key."""
+        """Reads frames of the folder `base`. EBADMSG where a file is not the whole frame of its key."""
         names = b"".join([namespace.digest + chunk_hash for namespace, chunk_hash in keys])
         return await self._completions.wait(self._io.submit_read_frames(base, list(buffers), names))
 

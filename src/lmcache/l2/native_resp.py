@@ -47,7 +47,8 @@ class NativeResp:
 
     @property
     def changes(self) -> int:
-        """Of failed attempts to connect, redirects and refused writes: which servers there are may have changed."""
+        """Number of failed attempts to connect, redirects and refused writes: which servers there are may have
+        changed."""
         return self._client.changes()
 
     @property
@@ -79,7 +80,7 @@ class NativeResp:
         return _io(await self._completions.wait(self._client.submit_delete(packed_keys)))
 
     async def scan(self, node: int, cursor: int) -> Page | int:
-        """Of the server at that position; an errno where it does not answer."""
+        """Scans the server at that position; an errno where it does not answer."""
         ended = await self._completions.wait(self._client.submit_scan(node, cursor))
         return ended.errors[0] or _page(ended.detail)
 

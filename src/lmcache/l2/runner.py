@@ -73,7 +73,7 @@ class Runner:
 
     # ---- open, drain, close ------------------------------------------------------------------------------------------
     def lend_memory(self, address: int, size_bytes: int) -> None:
-        """As `RegistersMemory.lend_memory`, if the adapter is one."""
+        """Calls `RegistersMemory.lend_memory`, if the adapter is one."""
         if isinstance(self.adapter, RegistersMemory):
             self.adapter.lend_memory(address, size_bytes)
 
@@ -305,7 +305,7 @@ class Runner:
             raise AdapterError("the trial failed")
 
     async def probe(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """As `ask`, where it makes no difference whether the backend answered."""
+        """Asks like `ask`, where it makes no difference whether the backend answered."""
         return (await self.ask(keys)).exist
 
     async def ask(self, keys: Sequence[ObjectKey]) -> ProbeAnswer:
@@ -403,8 +403,8 @@ class Runner:
         return cleared
 
     async def _forget_cleared(self) -> None:
-        """Of what was stored or found while the backend was cleared only that stays which is there: a scan may have
-        found objects before they were deleted."""
+        """Forgets what was stored or found while the backend was cleared and is not there: a scan may have found
+        objects before they were deleted."""
         for keys in self.ledger.pages():
             if not keys:
                 continue
@@ -417,7 +417,7 @@ class Runner:
 
     @property
     def serde_name(self) -> str:
-        """Of what encodes objects here; "" for nothing."""
+        """The name of what encodes objects here; "" for nothing."""
         return self._serde.chain.name if self._serde else ""
 
     # ---- what others see ---------------------------------------------------------------------------------------------

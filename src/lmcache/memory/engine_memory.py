@@ -44,7 +44,7 @@ class EngineMemory(L1File):
                 raise ServerUnavailable(f"{path} is not shared memory of this version of lmcache")
             actual_bytes = os.fstat(fd).st_size
             if header.server_epoch != server_epoch or (header.size_bytes, actual_bytes) != (size_bytes, size_bytes):
-                raise ServerUnavailable(f"{path} belongs to another life of the server; connect again")
+                raise ServerUnavailable(f"{path} belongs to another server epoch; connect again")
             return cls(path, fd, size_bytes, server_epoch)
         except BaseException as error:
             os.close(fd)

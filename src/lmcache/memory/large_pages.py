@@ -17,7 +17,8 @@ _REFRESH_SECONDS = 60.0
 
 
 def large_page_share(path: str, smaps: Path = Path("/proc/self/smaps")) -> float:
-    """Of what this process has mapped of that file and what is in memory, from 0 to 1; 0 where nothing is."""
+    """The share of large pages in what this process has mapped of that file and what is in memory, from 0 to 1; 0 where
+    nothing is."""
     resident = large = 0
     is_wanted = False
     with smaps.open() as lines:
@@ -43,11 +44,11 @@ class LargePageGauge:
         self._asking: threading.Thread | None = None
 
     def refresh(self) -> None:
-        now = self._clock.monotonic()
+        now_seconds = self._clock.monotonic()
         is_asking = self._asking is not None and self._asking.is_alive()
-        if is_asking or now - self._asked_at < _REFRESH_SECONDS:
+        if is_asking or now_seconds - self._asked_at < _REFRESH_SECONDS:
             return
-        self._asked_at = now
+        self._asked_at = now_seconds
         self._asking = threading.Thread(target=self._ask, name="lmcache-smaps", daemon=True)
         self._asking.start()
 

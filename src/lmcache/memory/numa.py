@@ -50,7 +50,7 @@ def parse_nodes(text: str, limit: int = _MAX_NODES) -> tuple[int, ...]:
 
 
 def online_nodes() -> tuple[int, ...]:
-    """Of this machine; node 0 alone where the kernel knows no NUMA."""
+    """The nodes of this machine; node 0 alone where the kernel knows no NUMA."""
     try:
         return parse_nodes(ONLINE.read_text())
     except (OSError, ValueError):

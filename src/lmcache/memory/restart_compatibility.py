@@ -41,7 +41,7 @@ class RestartCompatibility:
 
     @property
     def first_offset(self) -> int:
-        """Of the first slot, in the file."""
+        """The offset of the first slot, in the file."""
         table_bytes = self.capacity_bytes // self.align_bytes * TABLE_WORD_BYTES
         return round_up(TABLE_OFFSET + table_bytes, self.align_bytes)
 

@@ -207,7 +207,7 @@ class ServerMemory(L1File):
 
     @property
     def slot_table_address(self) -> int:
-        """Of the table that the next server finds the slots by; 0 where the file goes with this server."""
+        """The address of the table that the next server finds the slots by; 0 where the file goes with this server."""
         return self.address + TABLE_OFFSET if self._is_kept else 0
 
     def new_owner(self) -> int:

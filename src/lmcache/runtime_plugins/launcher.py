@@ -118,9 +118,9 @@ class _Plugin:
         except BlockingIOError:
             return True
         self._output.take(data)
-        now = self._clock.monotonic()
-        if now - self._budget_at >= 1.0:
-            self._budget_at, self._read_bytes = now, 0
+        now_seconds = self._clock.monotonic()
+        if now_seconds - self._budget_at >= 1.0:
+            self._budget_at, self._read_bytes = now_seconds, 0
         self._read_bytes += len(data)
         if self._read_bytes >= MAX_PLUGIN_BYTES_PER_SECOND:
             self.read_at = self._budget_at + 1.0  # a flood must not take the processor from the server
@@ -137,10 +137,10 @@ class _Plugin:
         if stopping or code == 0:
             log.info("%s: ended", self.script.name)
             return
-        now = self._clock.monotonic()
-        if now - self._began_at >= _STEADY_SECONDS:
+        now_seconds = self._clock.monotonic()
+        if now_seconds - self._began_at >= _STEADY_SECONDS:
             self._pause_seconds = _FIRST_PAUSE_SECONDS
-        self.due_at = now + self._pause_seconds
+        self.due_at = now_seconds + self._pause_seconds
         log.warning("%s: ended with exit code %d; again in %.0f s", self.script.name, code, self._pause_seconds)
         self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 
@@ -208,9 +208,9 @@ class PluginLauncher:
             log.exception("Runtime plugins are not looked after any more")
 
     def _start_due(self, environment: Mapping[str, str]) -> None:
-        now = self._clock.monotonic()
+        now_seconds = self._clock.monotonic()
         for plugin in self._plugins:
-            if plugin.due_at is not None and plugin.due_at <= now:
+            if plugin.due_at is not None and plugin.due_at <= now_seconds:
                 try:
                     plugin.start(environment)
                 except OSError as error:
@@ -220,9 +220,9 @@ class PluginLauncher:
                 self._selector.register(plugin.pidfd, selectors.EVENT_READ, plugin)
 
     def _read_due(self) -> None:
-        now = self._clock.monotonic()
+        now_seconds = self._clock.monotonic()
         for plugin in self._plugins:
-            if plugin.read_at is not None and plugin.read_at <= now:
+            if plugin.read_at is not None and plugin.read_at <= now_seconds:
                 plugin.read_at = None
                 self._selector.register(plugin.stdout, selectors.EVENT_READ, plugin)
 

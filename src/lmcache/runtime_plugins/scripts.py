@@ -81,7 +81,8 @@ def _script(path: Path) -> Script:
 
 
 def _interpreter(beginning: bytes, path: Path) -> list[str]:
-    """Of the first line, as the kernel reads it: a path and at most one argument. Else by the name of the file."""
+    """The interpreter of the first line, as the kernel reads it: a path and at most one argument. Else by the name of
+    the file."""
     line = beginning.split(b"\n")[0]
     words = line[2:].decode(errors="replace").strip().split(None, 1) if line.startswith(b"#!") else []
     return words or [_INTERPRETERS[path.suffix]]

@@ -88,7 +88,7 @@ class CacheOperations:
         return self._listing.page(request)
 
     def keys_of(self, names: Sequence[str]) -> list[ObjectKey]:
-        """Of names NAMESPACE/HASH, each once."""
+        """The keys of names NAMESPACE/HASH, each once."""
         split = [name.split("/") for name in dict.fromkeys(names)]
         return self._directory.keys_of([(bytes.fromhex(digest), bytes.fromhex(chunk)) for digest, chunk in split])
 
@@ -244,7 +244,7 @@ class CacheOperations:
         return len(arrived), run(source.delete(arrived), MOVE_SECONDS).count(False)
 
     def _frame_bytes(self, keys: Sequence[ObjectKey]) -> dict[Namespace, int]:
-        """Of the namespaces that some registered engine has."""
+        """Bytes of a frame in the namespaces that some registered engine has."""
         sizes: dict[Namespace, int] = {}
         for salt in {key.namespace.cache_salt for key in keys}:
             for registered in self._registered("", ""):

@@ -144,11 +144,11 @@ class CacheService:
 
     def _storage_answers(self) -> bool:
         """Probes the storage loop without waiting for it: False once a probe has stayed unanswered for a while."""
-        now = self._clock.monotonic()
+        now_seconds = self._clock.monotonic()
         if self._storage_probed_at is None:
-            self._storage_probed_at = now
+            self._storage_probed_at = now_seconds
             self._storage.call_soon(lambda: self._loop.post(self._storage_answered))
-        return now - self._storage_probed_at < STORAGE_SILENT_SECONDS
+        return now_seconds - self._storage_probed_at < STORAGE_SILENT_SECONDS
 
     def _storage_answered(self) -> None:
         self._storage_probed_at = None
@@ -209,22 +209,24 @@ class CacheService:
         instances = self._registry.instances.values()
         leases = [len(instance.leases) for instance in instances]
         reservations = [worker.reservations for instance in instances for worker in instance.workers.values()]
-        now = self._clock.monotonic()
+        now_seconds = self._clock.monotonic()
         metrics.instances.set(len(instances))
-        metrics.instances_silent.set(sum(instance.silent(now) for instance in instances))
+        metrics.instances_silent.set(sum(instance.silent(now_seconds) for instance in instances))
         metrics.sessions.set(sum(len(instance.sessions) for instance in instances))
         metrics.leases.set(sum(leases))
         metrics.reservations.set(sum(map(len, reservations)))
         # In the order in which they were given.
         leased_at = [next(iter(instance.leases.values())).leased_at for instance in instances if instance.leases]
         began_at = [held.oldest_began_at for held in reservations]
-        metrics.lease_oldest_seconds.set(now - min(leased_at, default=now))
-        metrics.reservation_oldest_seconds.set(now - min((at for at in began_at if at is not None), default=now))
+        metrics.lease_oldest_seconds.set(now_seconds - min(leased_at, default=now_seconds))
+        metrics.reservation_oldest_seconds.set(
+            now_seconds - min((at for at in began_at if at is not None), default=now_seconds)
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """Figures for operators, as JSON values. On the message loop's thread only."""
         instances = self._registry.instances.values()
-        now = self._clock.monotonic()
+        now_seconds = self._clock.monotonic()
         return {
             "sessions": sum(len(instance.sessions) for instance in instances),
             "session_bytes": self._sessions.size_bytes,
@@ -232,5 +234,5 @@ class CacheService:
             "reservations": sum(
                 len(worker.reservations) for instance in instances for worker in instance.workers.values()
             ),
-            "instances": [instance.figures(now) for instance in instances],
+            "instances": [instance.figures(now_seconds) for instance in instances],
         }

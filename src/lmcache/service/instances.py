@@ -34,9 +34,9 @@ class Registration:
         """Whether a message of that process may come from the client that registered."""
         return not process or not self.process or process == self.process
 
-    def silent(self, now: float) -> bool:
+    def silent(self, now_seconds: float) -> bool:
         allowed = limits.HEARTBEAT_MISSES_BEFORE_LOST * self.heartbeat_interval_seconds
-        return now - self.last_seen_seconds > allowed
+        return now_seconds - self.last_seen_seconds > allowed
 
 
 @dataclass
@@ -61,16 +61,16 @@ class Instance:
         self.leases: dict[int, Session] = {}
         self.tenants: dict[str, Tenant] = {}
 
-    def silent(self, now: float) -> bool:
+    def silent(self, now_seconds: float) -> bool:
         """Whether a part of it that is registered misses its heartbeats."""
         parts: list[Registration] = [*self.workers.values(), *([self.scheduler] if self.scheduler is not None else [])]
-        return any(part.silent(now) for part in parts)
+        return any(part.silent(now_seconds) for part in parts)
 
     def by_rank(self) -> dict[int, RegisterWorker]:
         """One registration a rank; workers of the same rank agree in what matters."""
         return {worker.profile.kv_rank: worker.profile for worker in self.workers.values()}
 
-    def figures(self, now: float) -> dict[str, Any]:
+    def figures(self, now_seconds: float) -> dict[str, Any]:
         """For operators, as JSON values."""
         registrations = [*([self.scheduler] if self.scheduler else []), *self.workers.values()]
         quietest = min(registrations, key=lambda registration: registration.last_seen_seconds, default=None)
@@ -87,9 +87,9 @@ class Instance:
             "workers": sorted(self.workers),
             "transfer": transfer,
             # Of the process that was silent longest.
-            "heartbeat_age_seconds": round(now - quietest.last_seen_seconds, 3) if quietest else None,
+            "heartbeat_age_seconds": round(now_seconds - quietest.last_seen_seconds, 3) if quietest else None,
             "heartbeat_interval_seconds": quietest.heartbeat_interval_seconds if quietest else None,
-            "silent": any(registration.silent(now) for registration in registrations),
+            "silent": any(registration.silent(now_seconds) for registration in registrations),
             "sessions": len(self.sessions),
             "leases": len(self.leases),
         }

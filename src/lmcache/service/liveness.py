@@ -101,8 +101,8 @@ class LivenessService:
         elif previous is not None:
             self._end_scheduler(instance, previous)
         owner = self._owners.take()
-        now = self._clock.monotonic()
-        instance.scheduler = Scheduler(owner, now, message.heartbeat_interval_seconds, message.process, message)
+        now_seconds = self._clock.monotonic()
+        instance.scheduler = Scheduler(owner, now_seconds, message.heartbeat_interval_seconds, message.process, message)
         instance.tenants.clear()
         log.info(
             "Instance %s registered: model %s, %d ranks, %d object groups, %s",
@@ -132,9 +132,9 @@ class LivenessService:
             self._refuse_another(message, previous)
             self._end_worker(instance, message.worker_id)
         owner = self._owners.take()
-        now = self._clock.monotonic()
+        now_seconds = self._clock.monotonic()
         instance.workers[message.worker_id] = Worker(
-            owner, now, message.heartbeat_interval_seconds, message.process, message
+            owner, now_seconds, message.heartbeat_interval_seconds, message.process, message
         )
         instance.tenants.clear()
         log.info(
@@ -144,8 +144,8 @@ class LivenessService:
             message.kv_rank,
             f"{message.transfer_mode}: {message.transfer_reason}" if message.transfer_reason else message.transfer_mode,
         )
-        has = self._settings.lossy_serdes
-        for serde in sorted({accepted_lossy_serde(layout) for layout in message.layouts} - {""} - has):
+        served_serdes = self._settings.lossy_serdes
+        for serde in sorted({accepted_lossy_serde(layout) for layout in message.layouts} - {""} - served_serdes):
             log.warning(
                 'It accepts the lossy serde "%s", which no --l2-adapter has: this KV is in L1 alone',
                 serde,
@@ -178,11 +178,11 @@ class LivenessService:
         registration = self._registry.sender(message)
         if registration is None:
             return False
-        now = self._clock.monotonic()
-        registration.last_seen_seconds = now
+        now_seconds = self._clock.monotonic()
+        registration.last_seen_seconds = now_seconds
         is_scheduler, settings = message.worker_id == SCHEDULER_SIDE, self._settings
         ttl_seconds = settings.lease_ttl_seconds if is_scheduler else settings.reservation_ttl_seconds
-        self._core.renew(registration.owner, now + ttl_seconds)
+        self._core.renew(registration.owner, now_seconds + ttl_seconds)
         return True
 
     # ---- end ---------------------------------------------------------------------------------------------------------
@@ -235,20 +235,20 @@ class LivenessService:
 
     def sweep(self) -> None:
         """Ends what nobody renews."""
-        now = self._clock.monotonic()
+        now_seconds = self._clock.monotonic()
         for instance in list(self._registry.instances.values()):
-            if instance.scheduler is not None and self._is_dead(instance.scheduler, now):
+            if instance.scheduler is not None and self._is_dead(instance.scheduler, now_seconds):
                 log.warning("The scheduler side of instance %s has died", instance.instance_id)
                 self._remove(instance, SCHEDULER_SIDE, graceful=False)
             for worker_id, worker in list(instance.workers.items()):
-                if self._is_dead(worker, now):
+                if self._is_dead(worker, now_seconds):
                     log.warning("Worker %d of instance %s has died", worker_id, instance.instance_id)
                     self._remove(instance, worker_id, graceful=False)
         self._owners.release_quarantine()
-        if now >= self._late_io_until:
+        if now_seconds >= self._late_io_until:
             while self._late_io:
                 self._core.abort(self._late_io.pop())
-        ended = self._core.expire(now)
+        ended = self._core.expire(now_seconds)
         if ended.leases:
             log.warning("%d leases ended because their engine lives and did not renew them", ended.leases)
         if ended.reservations:
@@ -256,11 +256,11 @@ class LivenessService:
                 "%d reservations are quarantined: their worker lives and did not renew them", ended.reservations
             )
 
-    def _is_dead(self, registration: Registration, now: float) -> bool:
+    def _is_dead(self, registration: Registration, now_seconds: float) -> bool:
         if self._owners.is_locked(registration.owner):
             registration.lock_seen = True
             return False
-        is_dead = registration.lock_seen or registration.silent(now)
+        is_dead = registration.lock_seen or registration.silent(now_seconds)
         if is_dead:
             self._metrics.registrations_lost.inc()
         return is_dead

@@ -140,13 +140,13 @@ class LookupService:
         started = self._clock.monotonic()
         _, worker = self._registry.worker(message.instance_id, message.worker_id)
         instance, scheduler = self._registry.scheduled(message.instance_id)
-        named = NamedKeys(message.cache_salt, message.hashes)
+        named_keys = NamedKeys(message.cache_salt, message.hashes)
         namespaces = self._registry.tenant(instance, scheduler, message.cache_salt).of_rank(worker.profile)
-        plan = self._sessions.plan_named(instance, message.request_id, named)
-        slots = named.chunks * len(namespaces)
-        session = self._sessions.grow(plan, 2 * named.size_bytes + slots * SLOT_BYTES)
-        query = _Query(instance, session, None, named.hashes, named.chunks, namespaces, False, started)
-        keys = KeyBatch(namespaces, ChunkHashes(named.hashes))
+        plan = self._sessions.plan_named(instance, message.request_id, named_keys)
+        slots = named_keys.chunks * len(namespaces)
+        session = self._sessions.grow(plan, 2 * named_keys.size_bytes + slots * SLOT_BYTES)
+        query = _Query(instance, session, None, named_keys.hashes, named_keys.chunks, namespaces, False, started)
+        keys = KeyBatch(namespaces, ChunkHashes(named_keys.hashes))
         return self._lease(query, keys, scheduler.owner, message.deadline_seconds)
 
     def _lease(
@@ -344,15 +344,15 @@ class LookupService:
     def _trace(
         self, trace: Trace, query: _Query, hit_chunks: int, reason: MissReason | None, l2_times: Sequence[TierTime]
     ) -> None:
-        now = self._clock.monotonic()
+        now_seconds = self._clock.monotonic()
         attributes = (
             ("requested_chunks", query.total_chunks),
             ("hit_chunks", hit_chunks),
             ("miss_reason", reason.value if reason is not None else ""),
         )
-        l1_ended = min((time.started for time in l2_times), default=now)
+        l1_ended = min((time.started for time in l2_times), default=now_seconds)
         l1 = TierTime("l1", query.started, max(query.started, l1_ended))
-        trace.child("mp.lookup_prefetch", query.started, now, attributes, (l1, *l2_times))
+        trace.child("mp.lookup_prefetch", query.started, now_seconds, attributes, (l1, *l2_times))
 
     def _publish(self, events: EventBus, query: _Query, chain: TokenChain, hit_chunks: int) -> None:
         scheduler, ranks = query.instance.scheduler, query.instance.by_rank()

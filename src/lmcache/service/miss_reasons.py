@@ -36,7 +36,7 @@ class MissReasons:
         self._layouts: dict[str, dict[_Shape, None]] = {}  # by model; what was seen first is forgotten first
 
     def of(self, namespaces: NamespaceSet, chunk_hash: bytes) -> MissReason:
-        """Of the first chunk that is missing."""
+        """The reason of the first chunk that is missing."""
         layouts = self._note(namespaces)
         fate = self._core.fate_of(namespaces.digests, chunk_hash)
         if fate is Fate.UNKNOWN and len(layouts) > 1 and self._has_other(namespaces, layouts, chunk_hash):

@@ -26,7 +26,7 @@ class LeasedPrefix(NamedTuple):
         return self.leases[0]
 
     def row(self, kv_rank: int, group: int, groups: int) -> int | None:
-        """Of a rank's object group in `slots`; None when the lease does not cover that rank."""
+        """The row of a rank's object group in `slots`; None when the lease does not cover that rank."""
         row = (kv_rank - self.keys.namespaces[0].rank) * groups + group
         return row if 0 <= row < len(self.keys.namespaces) else None
 

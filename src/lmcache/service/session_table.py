@@ -114,12 +114,12 @@ class SessionTable:
         for lease in prefix.leases:
             self._core.release(lease)
         self._metrics.num_finished_retrieves.inc()
-        now = self._clock.monotonic()
-        self._metrics.lease.observe(now - session.leased_at)
+        now_seconds = self._clock.monotonic()
+        self._metrics.lease.observe(now_seconds - session.leased_at)
         if session.trace is not None:
             chunks = (("chunks", prefix.chunks), ("chunks_from_l2", prefix.chunks - prefix.l1_chunks))
-            l1 = TierTime("l1", session.leased_at, now)
-            session.trace.child("mp.retrieve", session.leased_at, now, chunks, (l1,))
+            l1 = TierTime("l1", session.leased_at, now_seconds)
+            session.trace.child("mp.retrieve", session.leased_at, now_seconds, chunks, (l1,))
 
     def end(self, instance: Instance, session: Session) -> None:
         self._make_idle(instance, session)

@@ -112,7 +112,7 @@ class SocketFrameService:
     # ---- checks ------------------------------------------------------------------------------------------------------
     def _socket_worker(self, message: Write | Read) -> tuple[Instance, Worker]:
         if message.server_epoch != self._server_epoch:
-            raise RemoteError(ErrorCode.ENDED, "What this names belongs to another life of the server.")
+            raise RemoteError(ErrorCode.ENDED, "What this names belongs to another server epoch.")
         instance, worker = self._registry.worker(message.instance_id, message.worker_id)
         if worker.profile.transfer_mode != TransferMode.SOCKET:
             raise RemoteError(ErrorCode.BAD_REQUEST, "This worker registered for shared memory, not for the socket.")

@@ -83,17 +83,17 @@ class StoreService:
             # Quarantined after its deadline: by this call its owner says that it writes no more.
             self._core.abort(message.reservation)
         self._metrics.num_finished_stores.inc()
-        now = self._clock.monotonic()
-        self._metrics.reservation.observe(now - reserved.began_at)
+        now_seconds = self._clock.monotonic()
+        self._metrics.reservation.observe(now_seconds - reserved.began_at)
         stored = None
         if reserved.trace is not None:
             attributes = (("worker", message.worker_id), ("objects", committed.objects))
-            l1 = TierTime("l1", reserved.began_at, now, committed.objects)
-            store = reserved.trace.child("mp.store", reserved.began_at, now, attributes, (l1,))
+            l1 = TierTime("l1", reserved.began_at, now_seconds, committed.objects)
+            store = reserved.trace.child("mp.store", reserved.began_at, now_seconds, attributes, (l1,))
             stored = StoredTrace(reserved.trace, store)
         if committed.objects:
             self._metrics.l1_write.inc(committed.objects)
-            self._time_copy(reserved, committed.objects, now - reserved.began_at)
+            self._time_copy(reserved, committed.objects, now_seconds - reserved.began_at)
             self._storage.objects_committed(reserved.keys, committed, stored)
         return CommitReply(committed.objects)
 

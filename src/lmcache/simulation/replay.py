@@ -21,8 +21,8 @@ _FOREVER = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one policy at one size. Chunks of lookups that asked for them and found them; `ceiling` is what an endless
-    tier would have found."""
+    """The outcome of one policy at one size. Chunks of lookups that asked for them and found them; `ceiling` is what an
+    endless tier would have found."""
 
     policy: str
     capacity_bytes: int

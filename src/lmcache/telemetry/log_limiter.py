@@ -29,10 +29,10 @@ class LogLimiter:
 
     def due(self, kind: Hashable = None) -> bool:
         """Whether a line of this kind is to be written now; the caller then writes it."""
-        now = self._clock.monotonic() if self._clock is not None else 0.0
-        if now < self._due_from.get(kind, -math.inf):
+        now_seconds = self._clock.monotonic() if self._clock is not None else 0.0
+        if now_seconds < self._due_from.get(kind, -math.inf):
             return False
-        self._due_from[kind] = now + self._interval_seconds
+        self._due_from[kind] = now_seconds + self._interval_seconds
         return True
 
     def reset(self) -> None:

@@ -74,7 +74,7 @@ class SaltGauge(Gauge):
 
 
 class _WithoutSalts(CollectorRegistry):
-    """Of these collectors those that have no series of cache salts."""
+    """Those of these collectors that have no series of cache salts."""
 
     def __init__(self, collectors: Sequence[Collector]) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 class _Line(NamedTuple):
     number: float
-    named: str  # the metric and its labels
+    series: str  # the metric and its labels
     text: str  # the whole line
 
 
@@ -41,13 +41,13 @@ class SaltSeries:
             number = child._value.get()
             line = known.get(values)
             if line is None or line.number != number:
-                named = line.named if line is not None else self._named(values)
-                line = _Line(number, named, f"{named} {floatToGoString(number)}\n")  # type: ignore[no-untyped-call]
+                series = line.series if line is not None else self._series_of(values)
+                line = _Line(number, series, f"{series} {floatToGoString(number)}\n")  # type: ignore[no-untyped-call]
             lines[values] = line
         self._lines = lines  # without those of salts that have gone
         return self._heading + "".join([line.text for line in lines.values()])
 
-    def _named(self, values: tuple[str, ...]) -> str:
+    def _series_of(self, values: tuple[str, ...]) -> str:
         labels = dict(zip(self._metric._labelnames, values, strict=True))
         labels[self._salt_label] = self._shown(labels[self._salt_label])
         shown = ",".join(f'{name}="{labels[name].translate(_ESCAPES)}"' for name in sorted(labels))

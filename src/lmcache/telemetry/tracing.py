@@ -46,7 +46,7 @@ class TierTime(NamedTuple):
 
 
 class Trace:
-    """Of one request."""
+    """The trace of one request."""
 
     __slots__ = ("_begun", "_parent_id", "_request_id", "_tracer", "span_id", "trace_id")
 

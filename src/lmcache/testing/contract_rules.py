@@ -394,9 +394,9 @@ class LifeRules(ContractRun):
             end = loop.time() + GONE_WITHIN_SECONDS
             while True:
                 gc.collect()
-                now = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-                if limit is None or loop.time() > end or (now[0] <= limit[0] and now[1] <= limit[1]):
-                    return now
+                counts = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+                if limit is None or loop.time() > end or (counts[0] <= limit[0] and counts[1] <= limit[1]):
+                    return counts
                 await asyncio.sleep(0.02)
 
         self.run(tmp_path, use)  # what is made once in a process is made now

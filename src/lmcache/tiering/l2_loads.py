@@ -106,7 +106,7 @@ class L2Loader:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Of loads that somebody may wait for."""
+        """Bytes of loads that somebody may wait for."""
         return self._bytes_of.total()
 
     async def wait_for_room(self, runner: Runner, size_bytes: int) -> None:

@@ -49,16 +49,16 @@ class NamespaceDirectory:
         self.note([namespace])
         return namespace
 
-    def keys_of(self, named: Sequence[tuple[bytes, bytes]]) -> list[ObjectKey]:
-        """Of (digest, chunk hash). A namespace that nothing here names is an `UnnamedNamespace`."""
+    def keys_of(self, names: Sequence[tuple[bytes, bytes]]) -> list[ObjectKey]:
+        """The keys of pairs (digest, chunk hash). A namespace that nothing here names is an `UnnamedNamespace`."""
         found: dict[bytes, Namespace] = {}
-        for digest, chunk_hash in named:
+        for digest, chunk_hash in names:
             if digest not in found:
                 found[digest] = self.of_l1_object(digest, chunk_hash)
         if any(isinstance(namespace, UnnamedNamespace) for namespace in found.values()):
             self._read_ledgers()
             found = {digest: self._known.get(digest, namespace) for digest, namespace in found.items()}
-        return [ObjectKey(found[digest], chunk_hash) for digest, chunk_hash in named]
+        return [ObjectKey(found[digest], chunk_hash) for digest, chunk_hash in names]
 
     def _read_ledgers(self) -> None:
         for runner in self._runners:

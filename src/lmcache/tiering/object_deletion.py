@@ -23,8 +23,8 @@ class ObjectDeletion:
         self._pins = pins
 
     async def delete(self, keys: Sequence[ObjectKey], tier: str, *, force: bool) -> tuple[int, int, int]:
-        """Of how many keys something was there and nothing is any more, how many stay somewhere in the tier, and how
-        many were not there. AdapterError where an adapter does not say what it has: then nobody knows what is left."""
+        """How many keys were deleted, how many stay somewhere in the tier, and how many were not there. AdapterError
+        where an adapter does not say what it has: then nobody knows what is left."""
         deleted = kept = missing = 0
         silent: set[str] = set()
         for first in range(0, len(keys), DELETE_SLICE_OBJECTS):

@@ -121,7 +121,7 @@ class ObjectListing:
 
 
 def _with_key_part(text: bytes, part: bytes) -> tuple[bytes, int]:
-    """Of the entries those that have it in their key, and how many."""
+    """Those of the entries that have it in their key, and how many."""
     found = [entry for entry in _BETWEEN_ENTRIES.split(text) if part in entry[_KEY]]
     return b",".join(found), len(found)
 

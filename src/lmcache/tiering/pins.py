@@ -142,8 +142,8 @@ class Pins:
             runner.ledger.let_go(hold)
 
     def _end_expired(self) -> None:
-        now = self._clock.monotonic()
-        for pin in [pin for pin in self._pins.values() if pin.deadline <= now]:
+        now_seconds = self._clock.monotonic()
+        for pin in [pin for pin in self._pins.values() if pin.deadline <= now_seconds]:
             self._end(pin)
 
     def _objects(self) -> int:

@@ -123,6 +123,6 @@ def register_store_policy(name: str, policy: type[StorePolicy]) -> None:
 
 
 def register_prefetch_policy(name: str, policy: type[PrefetchPolicy]) -> None:
-    """As `register_store_policy`, for `--l2-prefetch-policy`."""
+    """Registers like `register_store_policy`, for `--l2-prefetch-policy`."""
     if PREFETCH_POLICIES.setdefault(name, policy) is not policy:
         raise ConfigError(f"The prefetch policy {name!r} is registered already.")

@@ -44,11 +44,11 @@ class PrefetchPlaces:
     ) -> ProbeAnswer | None:
         """As the adapter's. None when that takes longer than `patience_seconds`, at once when another question has."""
         loop = asyncio.get_running_loop()
-        now, asked_at = loop.time(), self._asked_at[runner.name]
-        if patience_seconds is not None and any(now - at >= patience_seconds for at in asked_at.values()):
+        now_seconds, asked_at = loop.time(), self._asked_at[runner.name]
+        if patience_seconds is not None and any(now_seconds - at >= patience_seconds for at in asked_at.values()):
             return None
         question = object()
-        asking = loop.create_task(self._ask(question, now, runner, keys))
+        asking = loop.create_task(self._ask(question, now_seconds, runner, keys))
         asking.add_done_callback(_note_fault)
         try:
             await asyncio.wait({asking}, timeout=patience_seconds)
@@ -58,10 +58,12 @@ class PrefetchPlaces:
                 await asyncio.wait({asking})
         return asking.result() if asking.done() and not asking.cancelled() else None
 
-    async def _ask(self, question: object, now: float, runner: Runner, keys: Sequence[ObjectKey]) -> ProbeAnswer:
+    async def _ask(
+        self, question: object, now_seconds: float, runner: Runner, keys: Sequence[ObjectKey]
+    ) -> ProbeAnswer:
         asking, asked_at = self._asking[runner.name], self._asked_at[runner.name]
         await self._take(asking, runner)
-        asked_at[question] = now
+        asked_at[question] = now_seconds
         try:
             return await runner.ask(keys)
         finally:
@@ -91,7 +93,7 @@ def _note_fault(asking: asyncio.Task[Any]) -> None:
 
 
 class RequestPlace:
-    """Of one request."""
+    """The place of one request."""
 
     def __init__(self, places: PrefetchPlaces, runners: Sequence[Runner]) -> None:
         """`runners` in the order in which they are asked."""

@@ -83,7 +83,7 @@ class WriteBack:
         queues are full."""
         refused = []
         full = 0
-        now = self._clock.monotonic()
+        now_seconds = self._clock.monotonic()
         for queued, indices in zip(objects, self.targets(objects), strict=True):
             self._leaving_l1.pop(queued.key, None)  # from before it was evicted and stored again
             taking = [index for index in indices if len(self._queues[index]) < self._queue_objects]
@@ -92,7 +92,7 @@ class WriteBack:
                 refused.append(queued)
                 continue
             queued.adapters_left = len(taking)
-            queued.queued_at = now
+            queued.queued_at = now_seconds
             for index in taking:
                 self._queues[index].append(queued)
         self._count_dropped(full, "queue_full")
@@ -106,10 +106,10 @@ class WriteBack:
         targets: list[Sequence[int]] = []
         unserved = []
         serving = self._serving({queued.key.namespace for queued in objects})
-        for queued, named in zip(objects, self._policy.targets([queued.key for queued in objects]), strict=True):
+        for queued, indices in zip(objects, self._policy.targets([queued.key for queued in objects]), strict=True):
             served = serving[queued.key.namespace]
-            targets.append(named if served is None else [index for index in named if index in served])
-            if named and not targets[-1]:
+            targets.append(indices if served is None else [index for index in indices if index in served])
+            if indices and not targets[-1]:
                 unserved.append(queued)
         if unserved:
             self._note_unserved(unserved)

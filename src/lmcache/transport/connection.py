@@ -361,8 +361,8 @@ class Connection:
         self._on_trouble(error)
 
     def _drop_expired(self) -> None:
-        now = self._clock.monotonic()
-        for pending in [pending for pending in self._pendings.values() if now >= pending.deadline]:
+        now_seconds = self._clock.monotonic()
+        for pending in [pending for pending in self._pendings.values() if now_seconds >= pending.deadline]:
             self._expire(pending)
             self._notify(pending)
 

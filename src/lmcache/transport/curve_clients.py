@@ -155,7 +155,7 @@ class CurveWatch:
             self._on_change(before, access)
 
     def _read(self) -> tuple[CurveAccess, list[str]]:
-        """As `read_access`, without those whose salts have gone."""
+        """Reads like `read_access`, without those whose salts have gone."""
         access, problems = read_access(*self._paths)
         limited = {path: version for path, version in self._limited.items() if version_at(path) == version}
         clients = dict(access.clients)

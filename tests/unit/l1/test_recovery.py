@@ -154,7 +154,7 @@ def test_an_engine_of_the_previous_server_attaches_only_with_the_new_epoch(name:
         put(previous, keys(1))
     with closing(open_l1(name, 1)) as l1:
         EngineMemory.attach(l1.memory.path, size_bytes, EPOCHS[1]).close()
-        with pytest.raises(Exception, match="another life"):
+        with pytest.raises(Exception, match="another server epoch"):
             EngineMemory.attach(l1.memory.path, size_bytes, EPOCHS[0])
 
 

@@ -22,8 +22,8 @@ _NO_SUCH_JSON = "what came is not JSON as the OpenAI API has it"
 
 @dataclass
 class Outcome:
-    """Of one request. Times are seconds since it began, connecting included; where `error` is not empty they are those
-    of what came before."""
+    """What became of one request. Times are seconds since it began, connecting included; where `error` is not empty
+    they are those of what came before."""
 
     label: str
     sent_seconds: float = 0.0  # since the run began
@@ -92,7 +92,7 @@ class Asker:
             outcome.total_seconds = clock() - begun
 
     def _taken(self, data: bytes, seconds: float, outcome: Outcome) -> bool:
-        """As `_take`. RequestFailed for an event of another form."""
+        """Does what `_take` does. RequestFailed for an event of another form."""
         try:
             return self._take(_decoded(data), seconds, outcome)
         except (TypeError, AttributeError, ValueError):
@@ -201,7 +201,7 @@ def _decoded(data: bytes) -> dict[str, Any]:
 
 
 def _count(value: object) -> int | None:
-    """Of tokens. ValueError for what is none."""
+    """A number of tokens. ValueError where it is none."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_TOKENS):
         raise ValueError
     return value

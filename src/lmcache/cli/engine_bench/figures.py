@@ -135,7 +135,7 @@ def each_request(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 # ---- shown -----------------------------------------------------------------------------------------------------------
 def report_of(result: Mapping[str, Any]) -> Report:
-    """Of a run as `--save` keeps it."""
+    """The report of a run as `--save` keeps it."""
     figures, settings = result["figures"], result["settings"]
     report = Report(TITLE)
     report.metrics = dict(result)
@@ -181,7 +181,8 @@ def _shown(key: str, value: float | None) -> str:
 
 # ---- two runs --------------------------------------------------------------------------------------------------------
 def read_result(path: str) -> dict[str, Any]:
-    """Of a file that --save, or --format json with --output, has written. ConfigError names what is wrong with it."""
+    """Reads a file that --save, or --format json with --output, has written. ConfigError names what is wrong with
+    it."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -57,8 +57,8 @@ Stages = Sequence[Sequence[Session]]  # a stage begins when the one before it ha
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a workload; 0 for what it does not have. `prefixes`: how many different openings; `prompt_tokens`: the length
-    of each, or of a whole prompt."""
+    """The shape of a workload; 0 for what it does not have. `prefixes`: how many different openings; `prompt_tokens`:
+    the length of each, or of a whole prompt."""
 
     requests: int
     prefixes: int

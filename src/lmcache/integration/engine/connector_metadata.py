@@ -63,7 +63,7 @@ class StoreOrder:
 
 @dataclass
 class ConnectorMetadata:
-    """Of one step, for every worker."""
+    """The orders of one step, for every worker."""
 
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)

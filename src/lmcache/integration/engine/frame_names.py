@@ -27,7 +27,7 @@ class WorkerIdentity:
 
 @dataclass(frozen=True)
 class FrameName:
-    """Of one object group: the namespace's digest, and a header that lacks hash and checksums."""
+    """What names the frames of one object group: the namespace's digest, and a header that lacks hash and checksums."""
 
     digest: bytes
     template: bytes

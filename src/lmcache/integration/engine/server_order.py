@@ -56,7 +56,7 @@ class ServerOrder:
 
     @property
     def name(self) -> str:
-        """Of its files: the same for every engine that goes to `url`."""
+        """The name of its files: the same for every engine that goes to `url`."""
         readable = re.sub(r"[^A-Za-z0-9.]+", "-", self.url.rpartition("/")[2])
         return f"{readable[-40:]}-{hashlib.sha256(self.url.encode()).hexdigest()[:8]}"
 

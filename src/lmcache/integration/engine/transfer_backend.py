@@ -56,7 +56,7 @@ class WorkerKV:
     environment: EngineEnvironment = ENGINE_SYSTEM
 
     def layouts(self, chunk_tokens: int) -> tuple[KVLayout, ...]:
-        """Of each group. LayoutRefused when the server's chunks do not fit this engine's blocks."""
+        """The layout of each group. LayoutRefused when the server's chunks do not fit this engine's blocks."""
         return tuple(group.layout(chunk_tokens) for group in self.groups)
 
     def layout_names(self, layouts: Sequence[KVLayout]) -> list[str]:

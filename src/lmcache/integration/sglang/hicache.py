@@ -40,9 +40,11 @@ _HASH = re.compile("[0-9a-f]{64}")
 _WEIGHT_FIELDS = frozenset(("model_path", "weight_version"))
 
 _contained = functools.partial(contained, log)
-_contained_keys = functools.partial(contained, log, lambda keys, *rest, **named: [False] * len(keys), of_arguments=True)
+_contained_keys = functools.partial(
+    contained, log, lambda keys, *rest, **keywords: [False] * len(keys), of_arguments=True
+)
 _contained_transfers = functools.partial(
-    contained, log, lambda transfers, *rest, **named: _nothing_of(transfers), of_arguments=True
+    contained, log, lambda transfers, *rest, **keywords: _nothing_of(transfers), of_arguments=True
 )
 
 

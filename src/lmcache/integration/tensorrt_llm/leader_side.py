@@ -204,7 +204,8 @@ class LeaderSide:
         tracked.load, tracked.has_orders, session.answer = _Load(server, answer, len(matched)), True, None
 
     def _slots(self, answer: LookupReply, end_chunk: int) -> bytes:
-        """Of every rank's chunks before `end_chunk`: the last chunk of a hit may be one that the engine computes."""
+        """The slots of every rank's chunks before `end_chunk`: the last chunk of a hit may be one that the engine
+        computes."""
         row = answer.chunks * SLOT_BYTES
         return b"".join(answer.slots[rank * row :][: end_chunk * SLOT_BYTES] for rank in range(self._ranks))
 

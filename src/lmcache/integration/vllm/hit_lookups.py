@@ -84,7 +84,8 @@ class HitLookups:
         return external_tokens if tracked.worth_loading else 0
 
     def take_late_answer(self, tracked: TrackedRequest) -> None:
-        """Of a lookup that nobody waits for: its hashes name what is stored, its lease is given back."""
+        """Takes the answer of a lookup that nobody waits for: its hashes name what is stored, its lease is given
+        back."""
         progress = self._lookups.take_answer(tracked.session)
         if progress is not Progress.WAITING:
             self._lookups.give_back(tracked.session)
@@ -135,7 +136,7 @@ class HitLookups:
         return hello is not None and tracked.session.token_count < hello.chunk_tokens
 
     def _hit_tokens(self, tracked: TrackedRequest) -> int:
-        """Of the answer that is held; 0 where it contradicts itself."""
+        """Tokens of the answer that is held; 0 where it contradicts itself."""
         session = tracked.session
         answer, hello = session.answer, session.server
         assert answer is not None and hello is not None

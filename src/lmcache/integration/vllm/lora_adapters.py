@@ -51,7 +51,7 @@ class LoraAdapters:
         self._running_with: dict[int, Counter[_Key]] = {}  # how many of `_running`, by number
 
     def request_begins(self, request_id: str, lora: Any) -> None:
-        """Of every request with an adapter, before it is named."""
+        """Called for every request with an adapter, before it is named."""
         if request_id not in self._running:
             key = self._running[request_id] = _key(lora)
             self._running_with.setdefault(key.number, Counter())[key] += 1

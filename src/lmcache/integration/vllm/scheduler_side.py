@@ -184,7 +184,7 @@ class SchedulerSide:
             tracked.move(RequestState.IDLE)
 
     def tokens_not_in_l1(self, request_id: str) -> int:
-        """Of the hit that a request is loading, how many tokens L1 did not have when it was asked."""
+        """How many tokens of the hit that a request is loading L1 did not have when it was asked."""
         tracked = self.requests.get(request_id)
         if tracked is None or tracked.load is None:
             return 0

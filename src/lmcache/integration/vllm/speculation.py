@@ -54,7 +54,8 @@ def lookahead_tokens(vllm_config: Any) -> int:
 
 
 def longest_drafted_tokens(vllm_config: Any) -> int | None:
-    """Of a sequence that is drafted for, where what drafts keeps KV and a longer one makes a step leave it out."""
+    """The most tokens of a sequence that is drafted for, where what drafts keeps KV and a longer one makes a step leave
+    it out."""
     draft = draft_config(vllm_config)
     if draft is None or getattr(vllm_config, "use_v2_model_runner", False):
         return None

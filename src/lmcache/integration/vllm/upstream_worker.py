@@ -20,7 +20,7 @@ from lmcache.core.chunking import ChunkHasher
 from lmcache.core.key_batch import ChunkHashes
 from lmcache.device.cpu import PagedGroup, describe_group
 from lmcache.device.cuda import Gpu, describe_gpu_group
-from lmcache.errors import LayoutRefused, LMCacheError, ServerUnavailable, StaleServer
+from lmcache.errors import LayoutRefused, LMCacheError, OrderRefused, ServerUnavailable, StaleServer
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder, StoreOrder
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.instance_id import instance_name
@@ -45,8 +45,8 @@ LOOKUP_SECONDS = 5.0  # L1 has what the scheduler's lookup leased; nothing is lo
 
 @dataclass(frozen=True)
 class _Load:
-    """Of one request. The session is this worker's own: its lookup tells the slots, which this interface has no way to
-    pass from the scheduler's."""
+    """The load of one request. The session is this worker's own: its lookup tells the slots, which this interface has
+    no way to pass from the scheduler's."""
 
     op: LoadStoreOp
     session: RequestSession
@@ -106,7 +106,7 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
 
     @property
     def is_first_rank_of_pp_group(self) -> bool:
-        """Of the ranks that hold the same KV when the model is MLA, the one that stores it."""
+        """Whether this rank stores, of those that hold the same KV when the model is MLA."""
         return self._strategy.actual_worker_id % self._strategy.tp_size == 0
 
     # ---- start -------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
         hit_chunks = op.end // serving.hasher.chunk_tokens
         ranks = self._identity.kv_ranks
         if answer.chunks != hit_chunks or len(answer.slots) != 8 * ranks * hit_chunks:
-            raise LayoutRefused(f"L1 has {answer.chunks} of its {hit_chunks} chunks (any more)")
+            raise OrderRefused(f"L1 has {answer.chunks} of its {hit_chunks} chunks (any more)")
         blocks = array("q", op.block_ids)
         for index in range(op.skip_first_n_tokens // self._block_tokens):
             blocks[index] = NOT_WRITTEN
@@ -348,7 +348,7 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
             raise StaleServer("the server has other chunks than the one that this engine started with")
         whole = not (op.start % hasher.chunk_tokens or op.end % hasher.chunk_tokens)
         if not whole or op.end > len(op.token_ids) or len(op) * self._block_tokens != op.end - op.start:
-            raise LayoutRefused("it does not cover whole chunks")
+            raise OrderRefused("it does not cover whole chunks")
         return _Serving(worker, lookups, hasher, hello)
 
     def _check_policy(self) -> None:

@@ -139,8 +139,8 @@ class LMCacheConnectorV1Impl:
             )
 
     def _load_ended(self, request_id: str) -> None:
-        """Of a request that is scheduled anew, or over: frames are verified as they are copied, so that a lease which
-        ends under a copy costs that copy and nothing else."""
+        """Ends the load of a request that is scheduled anew, or over: frames are verified as they are copied, so that a
+        lease which ends under a copy costs that copy and nothing else."""
         if request_id in self._loading:
             self._loading.discard(request_id)
             self._tell(WorkerReport(), frozenset({request_id}))

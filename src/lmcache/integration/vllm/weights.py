@@ -113,7 +113,7 @@ def _source(model: Any) -> str:
 
 
 def _commit(model: Any) -> str:
-    """Of the hub; empty when it is not known, or for a folder."""
+    """The commit of the hub; empty when it is not known, or for a folder."""
     revision = model.revision
     resolved = getattr(revision, "resolved", None) or revision or ""
     if _COMMIT.fullmatch(str(resolved)):

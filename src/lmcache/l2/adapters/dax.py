@@ -188,11 +188,11 @@ class DaxAdapter(SlotKeeper):
 
     def _mark_used(self, slots: Sequence[int]) -> None:
         """In prefix order, without waiting. A late write marks a free slot or another object, which is harmless."""
-        now = self._now_ns()
+        now_ns = self._now_ns()
         if slots:
             self._writes.write_records(
                 self._geometry.used_places(slots),
-                array("Q", range(now, now - 1000 * len(slots), -1000)).tobytes(),
+                array("Q", range(now_ns, now_ns - 1000 * len(slots), -1000)).tobytes(),
                 layout.USED_BYTES,
             )
 
@@ -224,6 +224,6 @@ class DaxAdapter(SlotKeeper):
 
 
 def check(config: DaxConfig) -> list[str]:
-    """As `AdapterType.check`. The content of a DAX device is only checked when it is mapped."""
+    """The `AdapterType.check` of this type. The content of a DAX device is only checked when it is mapped."""
     dax_device.check(config.where, config.device_path, config.size_bytes)
     return []

@@ -144,7 +144,7 @@ def _folders(path: str, pattern: re.Pattern[str], faults: list[OSError]) -> list
 
 
 def _list_objects(paths: Sequence[str], contents: Contents) -> None:
-    """Of the namespace that was added last."""
+    """Lists the objects of the namespace that was added last."""
     found = _native.scan_folders(paths, _SCAN_THREADS)
     contents.empty += found.empty
     contents.hashes += found.hashes

@@ -51,13 +51,13 @@ class FolderLease:
     def others(self) -> set[str]:
         """Ids of the other live writers. Files of dead ones are removed."""
         self.touch()
-        now = os.fstat(self._fd).st_mtime  # the file system's own clock
+        now_seconds = os.fstat(self._fd).st_mtime  # the file system's own clock
         live = set()
         for path in self._folder.iterdir():
             if path.name == self.id or not _ID.fullmatch(path.name):
                 continue
             try:
-                if _lives(path, now):
+                if _lives(path, now_seconds):
                     live.add(path.name)
                 else:
                     path.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ class FolderLease:
             self._fd = -1
 
 
-def _lives(path: Path, now: float) -> bool:
+def _lives(path: Path, now_seconds: float) -> bool:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         try:
@@ -86,6 +86,6 @@ def _lives(path: Path, now: float) -> bool:
             return True
         elsewhere = os.read(fd, 256) != socket.gethostname().encode()
         starting = path.name.startswith(".")
-        return (elsewhere or starting) and now - os.fstat(fd).st_mtime < SILENT_SECONDS
+        return (elsewhere or starting) and now_seconds - os.fstat(fd).st_mtime < SILENT_SECONDS
     finally:
         os.close(fd)

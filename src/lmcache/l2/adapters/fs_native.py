@@ -455,7 +455,7 @@ def _unwritable(config: FolderSettings, error: OSError) -> ResourceError:
 
 
 def check(config: FolderSettings) -> list[str]:
-    """As `AdapterType.check`."""
+    """The `AdapterType.check` of this type."""
     try:
         for part in ("", config.tmp_folder, folder.OWN_FOLDER):
             refuse_unwritable(os.path.join(config.folder, part))

@@ -78,9 +78,9 @@ class MockAdapter(Adapter):
 
     async def _transfer(self, size_bytes: int) -> None:
         """Waits until the link, which carries one transfer after the other, has carried this one."""
-        now = asyncio.get_running_loop().time()
-        self._link_free_at = max(now, self._link_free_at) + size_bytes / self.bytes_per_second
-        await asyncio.sleep(self._link_free_at - now)
+        now_seconds = asyncio.get_running_loop().time()
+        self._link_free_at = max(now_seconds, self._link_free_at) + size_bytes / self.bytes_per_second
+        await asyncio.sleep(self._link_free_at - now_seconds)
 
 
 def build(config: MockConfig) -> MockAdapter:

@@ -251,7 +251,7 @@ def _size(replicas: Sequence[Any]) -> int | None:
 
 
 def check(config: MooncakeConfig) -> list[str]:
-    """As `AdapterType.check`. The services are asked by `open`."""
+    """The `AdapterType.check` of this type. The services are asked by `open`."""
     mooncake_client.refuse_missing_devices(config)
     mooncake_client.load_package(config.where)
     return []

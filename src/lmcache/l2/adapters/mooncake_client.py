@@ -57,7 +57,7 @@ TRANSFER_FAILED = -800
 
 
 class Range(NamedTuple):
-    """Of memory."""
+    """A range of memory."""
 
     address: int
     size_bytes: int
@@ -106,7 +106,7 @@ def refuse_missing_devices(config: MooncakeConfig) -> None:
 
 
 class ClientEnds:
-    """Of the clients of this process. Mooncake can end all of them at once without the GIL, but only once."""
+    """How the clients of this process end. Mooncake can end all of them at once without the GIL, but only once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -189,7 +189,7 @@ class MooncakeClient:
     async def _transfer(
         self, call: Callable[[Store], list[int]], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        now = asyncio.get_running_loop().time
+        loop_time = asyncio.get_running_loop().time
         outside: list[tuple[int, int]] = []
         if self._config.protocol == "rdma":
             places = zip(addresses, sizes, strict=True)
@@ -197,8 +197,8 @@ class MooncakeClient:
 
         def timed(store: Store) -> tuple[list[int], float]:
             """With the seconds that it took, without those that it waited for a thread."""
-            started = now()
-            return _registered(outside, call, store), now() - started
+            started = loop_time()
+            return _registered(outside, call, store), loop_time() - started
 
         store, (codes, seconds) = await self._run(self._transfers, timed)
         if seconds >= self._late_seconds and any(code == TRANSFER_FAILED for code in codes):
@@ -259,7 +259,7 @@ class MooncakeClient:
         self._store = task.result()
 
     def _end_late(self, task: asyncio.Task[Store]) -> None:
-        """Of a client for which nobody waits any more."""
+        """Ends a client for which nobody waits any more."""
         if not task.cancelled() and task.exception() is None:
             spawn(in_thread("l2-close", _end, task.result(), self._region, False), f"{self._config.name}-close")
 

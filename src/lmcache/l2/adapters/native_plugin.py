@@ -259,7 +259,7 @@ class NativePluginAdapter(Adapter):
 
 
 def check(config: NativePluginConfig) -> list[str]:
-    """As `AdapterType.check`. The object itself is made by `open`: it may connect."""
+    """The `AdapterType.check` of this type. The object itself is made by `open`: it may connect."""
     module = plugin_loader.import_module(config.where, config.module_path)
     plugin_loader.attribute(config.where, module, "class_name", config.class_name)
     return []

@@ -53,7 +53,7 @@ _numbers = itertools.count()
 
 
 class Range(NamedTuple):
-    """Of memory."""
+    """A range of memory."""
 
     address: int
     size_bytes: int
@@ -163,7 +163,7 @@ class Agent:
             ]
 
     def transfer_objects(self, operation: Operation, ranges: Sequence[Range], objects: Sequence[int]) -> list[bool]:
-        """As `transfer_files`, for whole objects by their position in the settings, all of them at once."""
+        """Transfers like `transfer_files`, for whole objects by their position in the settings, all of them at once."""
         with self._registered(ranges, ()):
             begun = [
                 self._begin(operation, [single], self._nixl.OBJ_SEG, [(0, single.size_bytes, at)])

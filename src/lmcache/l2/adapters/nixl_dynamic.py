@@ -56,6 +56,6 @@ class NixlDynamicAdapter(fs_native.FsNativeAdapter):
 
 
 def check(config: NixlDynamicConfig) -> list[str]:
-    """As `AdapterType.check`."""
+    """The `AdapterType.check` of this type."""
     refuse_missing_plugin(config.where, config.backend)
     return fs_native.check(config)

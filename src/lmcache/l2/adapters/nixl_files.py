@@ -37,7 +37,7 @@ class OpenFrame(NamedTuple):
 
 
 class NixlFiles:
-    """As `NativeFiles`, but that payloads are not verified. Construct on the loop that uses it."""
+    """Does what `NativeFiles` does, but that payloads are not verified. Construct on the loop that uses it."""
 
     def __init__(self, base: str, lanes: Lanes, *, direct: bool, clock: Clock) -> None:
         self._base = base
@@ -122,7 +122,8 @@ class NixlFiles:
 
     # ---- reading -----------------------------------------------------------------------------------------------------
     async def read_frames(self, base: str, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> IoResults:
-        """Of the folder `base`. EBADMSG where a file cannot be the frame of its key; its payload is not looked at."""
+        """Reads frames of the folder `base`. EBADMSG where a file cannot be the frame of its key; its payload is not
+        looked at."""
         return await self._lanes.run(lambda agent: self._read(agent, base, keys, buffers))
 
     def _read(self, agent: Agent, base: str, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> IoResults:

@@ -29,7 +29,7 @@ class Lanes:
         await self.open_with(lambda _: None)
 
     async def open_with(self, call: Callable[[Agent], T]) -> T:
-        """As `run`, but for ResourceErrors, which pass."""
+        """Calls like `run`, but for ResourceErrors, which pass."""
         return await self._threads.run(lambda: call(self._usable_agent()))
 
     async def run(self, call: Callable[[Agent], T]) -> T:

@@ -206,7 +206,7 @@ class NixlStoreAdapter(SlotKeeper):
 
 
 def check(config: NixlStoreConfig) -> list[str]:
-    """As `AdapterType.check`."""
+    """The `AdapterType.check` of this type."""
     refuse_missing_plugin(config.where, config.backend)
     if config.backend in OBJECT_BACKENDS:
         return []

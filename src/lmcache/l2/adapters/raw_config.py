@@ -116,7 +116,7 @@ class RawBlockConfig(AdapterConfig, frozen=True, kw_only=True):
 
 
 def check(config: RawBlockConfig) -> list[str]:
-    """As `AdapterType.check`."""
+    """The `AdapterType.check` of this type."""
     try:
         device = raw_device.look_at(
             config.device_path, config.where, direct=config.use_odirect, block_align=config.block_align

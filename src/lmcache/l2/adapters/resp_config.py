@@ -143,7 +143,7 @@ class RespConfig(AdapterConfig, frozen=True, kw_only=True):
 
     @property
     def address(self) -> Address:
-        """Of the server, where no Sentinel says it."""
+        """The address of the server, where no Sentinel says it."""
         if self.url:
             return parse_url(self.url).address
         return (self.host, 0) if self.host.startswith("/") else (self.host, self.port or DEFAULT_PORT)

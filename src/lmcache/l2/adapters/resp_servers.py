@@ -215,7 +215,7 @@ def _number(text: str | None) -> int | None:
 
 
 def check(config: RespConfig, clock: Clock = SYSTEM.clock) -> list[str]:
-    """What `AdapterType.check` says of this type; asks the servers."""
+    """The `AdapterType.check` of this type; asks the servers."""
     limit_bytes, max_memory_bytes = config.limit_bytes, find_servers(config, clock).max_memory_bytes
     if limit_bytes and max_memory_bytes and limit_bytes > max_memory_bytes:
         return [

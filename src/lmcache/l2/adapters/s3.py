@@ -317,7 +317,7 @@ class S3Adapter(Adapter):
 
 
 def check(config: S3Config) -> list[str]:
-    """As `AdapterType.check`. The bucket is asked by `open`."""
+    """The `AdapterType.check` of this type. The bucket is asked by `open`."""
     check_package(config.where)
     return []
 

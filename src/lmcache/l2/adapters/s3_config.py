@@ -46,7 +46,7 @@ class S3Location:
 
     @property
     def bucket_path(self) -> str:
-        """Of requests that concern the bucket."""
+        """The path of requests that concern the bucket."""
         return "/" if self.is_virtual or not self.bucket else f"/{quote(self.bucket)}"
 
     def object_path(self, name: str) -> str:

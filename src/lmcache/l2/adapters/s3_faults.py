@@ -83,7 +83,8 @@ def _of_silence(location: S3Location, fault: Fault, proxy: str) -> str:
 
 
 def _proxy_variable(location: S3Location) -> str:
-    """Of the environment, by whose proxy awscrt asks; "" where it asks itself. Its value may have a password."""
+    """The variable of the environment by whose proxy awscrt asks; "" where it asks itself. Its value may have a
+    password."""
     scheme = "https" if location.tls else "http"
     if not getproxies_environment().get(scheme) or proxy_bypass(location.host):
         return ""

@@ -97,7 +97,7 @@ class Request:
         return bytes(self._received)
 
     def header(self, name: str) -> str:
-        """Of the answer, by its name in lower case; "" where there is none."""
+        """A header of the answer, by its name in lower case; "" where there is none."""
         return _header(self._answer_headers, name)
 
     # ---- callbacks ---------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ class ListPage:
 
 
 def error_code(body: bytes) -> str:
-    """Of an error answer; "" where it has none. Nothing else of it is used: a server may quote what was signed."""
+    """The code of an error answer; "" where it has none. Nothing else of it is used: a server may quote what was
+    signed."""
     match = _CODE.search(body[:4096])
     return match[1].decode() if match else ""
 
@@ -45,7 +46,7 @@ def is_list_page(body: bytes) -> bool:
 
 
 def list_page(body: bytes) -> ListPage:
-    """Of ListObjectsV2. AdapterError where it is none."""
+    """A page of ListObjectsV2. AdapterError where it is none."""
     # A tree is made of what is not an object only: of a thousand objects it costs more than finding their fields.
     head, *parts = body.split(b"<Contents>")
     rows = [_row(part) for part in parts]

@@ -212,7 +212,7 @@ class SlotKeeper:
         self._free += [slot for slot in reversed(slots) if slot not in self._lost]
 
     async def _try_to_erase(self, slots: Sequence[int]) -> None:
-        """Of slots that are written over where their entries stay."""
+        """Erases entries of slots that are written over where their entries stay."""
         try:
             await self._erase(slots)
         except AdapterError as error:

@@ -38,7 +38,7 @@ class CapacityLayer:
         return self._full.would_admit
 
     async def store(self, batch: Batch, operation: Operation) -> list[StoreOutcome]:
-        """Of objects that are not known to be there."""
+        """Stores objects that are not known to be there."""
         largest_bytes = self._ledger.capacity.largest_object_bytes
         largest_stored_bytes = max((buffer.nbytes for buffer in batch.buffers), default=0)
         if largest_bytes is None or largest_stored_bytes <= largest_bytes:

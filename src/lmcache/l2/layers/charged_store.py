@@ -22,11 +22,13 @@ async def store_charged(
     stored = [index for index, outcome in enumerate(outcomes) if outcome is StoreOutcome.STORED]
     if stored:
         reservation.stored([keys[index] for index in stored], [buffers[index].nbytes for index in stored])
-    there = [index for index, outcome in enumerate(outcomes) if outcome is StoreOutcome.ALREADY_THERE]
-    if not there:
+    already_there = [index for index, outcome in enumerate(outcomes) if outcome is StoreOutcome.ALREADY_THERE]
+    if not already_there:
         return outcomes
-    sizes = await _sizes_there(adapter, [keys[index] for index in there], [buffers[index].nbytes for index in there])
-    held = {index: size for index, size in zip(there, sizes, strict=True) if size is not None}
+    sizes = await _sizes_there(
+        adapter, [keys[index] for index in already_there], [buffers[index].nbytes for index in already_there]
+    )
+    held = {index: size for index, size in zip(already_there, sizes, strict=True) if size is not None}
     if held:
         reservation.stored([keys[index] for index in held], list(held.values()))
     return [

@@ -38,7 +38,7 @@ class AdapterDeletion:
         return are_gone
 
     async def delete_uncounted(self, keys: Sequence[ObjectKey]) -> Sequence[bool]:
-        """As `delete`, and the caller tells the ledger."""
+        """Deletes like `delete`, and the caller tells the ledger."""
         try:
             return await self._stores.run(partial(self._context.adapter.delete, keys), self._context.operation())
         except AdapterError:

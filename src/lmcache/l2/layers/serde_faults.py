@@ -21,7 +21,7 @@ _LOAD_OUTCOMES = {0: LoadOutcome.LOADED, _CORRUPT: LoadOutcome.CORRUPT, _UNREADA
 
 
 def load_outcome(fault: int) -> LoadOutcome:
-    """Of an object that was decoded with this fault."""
+    """The outcome of an object that was decoded with this fault."""
     return _LOAD_OUTCOMES.get(fault, LoadOutcome.FAILED)
 
 

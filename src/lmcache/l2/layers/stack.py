@@ -30,7 +30,7 @@ from lmcache.serde.base import Chain
 
 
 class CallLayers:
-    """Of one direction, "loads" or "stores"."""
+    """The layers of one direction, "loads" or "stores"."""
 
     def __init__(self, direction: str, max_running: int, context: AdapterContext) -> None:
         name = context.name
