@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmcache.core.rounding import round_up
+
 MAGIC, VERSION = b"GGUF", 3
 DEFAULT_ALIGN_BYTES = 32
 BLOCK_ELEMENTS = 32  # of Q8_0 and Q4_1
@@ -76,7 +78,7 @@ class GgufFile:
         self.metadata = {reader.string(): reader.value(reader.number("I")) for _ in range(keys)}
         described = [self._tensor(reader) for _ in range(tensors)]
         align = self.metadata.get("general.alignment", DEFAULT_ALIGN_BYTES)
-        start = (reader.offset + align - 1) // align * align
+        start = round_up(reader.offset, align)
         self.tensors = {name: Tensor(shape, kind, start + offset) for name, shape, kind, offset in described}
 
     @staticmethod

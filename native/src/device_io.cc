@@ -14,6 +14,7 @@
 
 #include "lmcache/io_uring.h"
 #include "lmcache/limits.h"
+#include "lmcache/rounding.h"
 
 namespace lmcache {
 namespace {
@@ -120,7 +121,7 @@ private:
         const Transfer& wanted = transfer();
         io_->copied_.fetch_add(1, std::memory_order_relaxed);
         const std::size_t align = std::max<std::size_t>(io_->options_.align_bytes, kHeadBytes);
-        total_bytes_ = (wanted.size + io_->options_.align_bytes - 1) & ~(io_->options_.align_bytes - 1);
+        total_bytes_ = round_up<std::uint64_t>(wanted.size, io_->options_.align_bytes);
         void* memory = nullptr;
         if (const int error = ::posix_memalign(&memory, align, std::max<std::uint64_t>(total_bytes_, 1)); error != 0)
             return io_failure(error);

@@ -9,6 +9,7 @@
 #include <cerrno>
 
 #include "file_folders.h"
+#include "lmcache/rounding.h"
 #include "lmcache/sigbus_guard.h"
 #include "use_times.h"
 
@@ -108,7 +109,7 @@ std::optional<IoOutcome> FileTransfer::plan_part() {
         if (done_bytes_ == 0 && options().read_ahead_bytes != 0)
             wanted = std::min<std::uint64_t>(wanted, options().read_ahead_bytes);
         // Whole blocks, as O_DIRECT asks; the read ends at the end of the file, and the memory is whole blocks too.
-        if (is_direct_) wanted = (wanted + options().block_bytes - 1) & ~(options().block_bytes - 1);
+        if (is_direct_) wanted = round_up<std::uint64_t>(wanted, options().block_bytes);
     }
     part_ = {job_->memory(index_) + done_bytes_, wanted};
     return std::nullopt;

@@ -11,6 +11,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "lmcache/unique_fd.h"
+
 // Newer than the oldest headers that this builds with. A kernel that refuses them gets a ring without them.
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER (1U << 12)
@@ -41,17 +43,17 @@ struct IoUring::Queues {
     ~Queues() {
         if (entries != MAP_FAILED) ::munmap(entries, entries_bytes);
         if (rings != MAP_FAILED) ::munmap(rings, rings_bytes);
-        if (fd >= 0) ::close(fd);
     }
 
     bool map(const io_uring_params& params) {
         rings_bytes = std::max<std::size_t>(params.sq_off.array + params.sq_entries * sizeof(unsigned),
                                             params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe));
-        rings = ::mmap(nullptr, rings_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, IORING_OFF_SQ_RING);
+        rings = ::mmap(nullptr, rings_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(),
+                       IORING_OFF_SQ_RING);
         if (rings == MAP_FAILED) return false;
         entries_bytes = params.sq_entries * sizeof(io_uring_sqe);
-        entries =
-            ::mmap(nullptr, entries_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, IORING_OFF_SQES);
+        entries = ::mmap(nullptr, entries_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(),
+                         IORING_OFF_SQES);
         if (entries == MAP_FAILED) return false;
         sq_tail = at<unsigned>(rings, params.sq_off.tail);
         sq_mask = *at<unsigned>(rings, params.sq_off.ring_mask);
@@ -79,7 +81,7 @@ struct IoUring::Queues {
         return *cq_head != std::atomic_ref<unsigned>(*cq_tail).load(std::memory_order_acquire);
     }
 
-    int fd = -1;
+    UniqueFd fd;
     void* rings = MAP_FAILED;
     std::size_t rings_bytes = 0;
     void* entries = MAP_FAILED;
@@ -98,12 +100,12 @@ std::unique_ptr<IoUring> IoUring::create(unsigned entries, int& error) {
     auto queues = std::make_unique<Queues>();
     io_uring_params params{};
     params.flags = kQuietFlags;
-    queues->fd = setup(entries, params);
-    if (queues->fd < 0 && errno == EINVAL) {
+    queues->fd = UniqueFd(setup(entries, params));
+    if (!queues->fd.valid() && errno == EINVAL) {
         params = {};
-        queues->fd = setup(entries, params);
+        queues->fd = UniqueFd(setup(entries, params));
     }
-    if (queues->fd < 0) {
+    if (!queues->fd.valid()) {
         error = errno;
         return nullptr;
     }
@@ -150,7 +152,7 @@ int IoUring::submit_and_wait() {
     for (;;) {
         const unsigned wanted = q.has_completion() ? 0 : 1;
         const long taken =
-            ::syscall(__NR_io_uring_enter, q.fd, q.unclaimed, wanted, IORING_ENTER_GETEVENTS, nullptr, 0);
+            ::syscall(__NR_io_uring_enter, q.fd.get(), q.unclaimed, wanted, IORING_ENTER_GETEVENTS, nullptr, 0);
         if (taken < 0) {
             if (errno == EINTR) continue;
             // The kernel wants completions to be fetched first, or is short of memory for a moment.

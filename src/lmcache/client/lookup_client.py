@@ -12,6 +12,7 @@ from lmcache.client.content_extras import ContentSpan, content_extras
 from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.client.release_outbox import ReleaseOutbox
 from lmcache.client.server_probe import ServerProbe
+from lmcache.core.chunking import TOKEN_BYTES
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.key_batch import NO_HASHES, ChunkHashes
 from lmcache.errors import LMCacheError
@@ -28,7 +29,6 @@ ReplyT = TypeVar("ReplyT", LookupReply, AppendReply)
 LOOKUP_SECONDS = 30.0
 APPEND_SECONDS = 2.0  # blocks may be pinned meanwhile
 _GRACE_SECONDS = 1.0
-TOKEN_BYTES = 4
 
 _Unsent = tuple[str, str, str, int, bytes, bytes, list[tuple[int, bytes]]]
 

@@ -10,7 +10,7 @@ from lmcache.core.chunk_links import LINKS
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import ConfigError
 
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4  # packed as u32
 _NO_EXTRA = bytes(CHUNK_HASH_BYTES)
 
 ALGORITHMS = ("blake3", *sorted(LINKS))
@@ -36,7 +36,7 @@ class ChunkHasher:
 
     def sample(self) -> bytes:
         """The hash of a fixed chunk, 32 bytes: the same wherever chunks are named the same way."""
-        return self.extend(self.root(b""), bytes(self.chunk_tokens * _TOKEN_BYTES))
+        return self.extend(self.root(b""), bytes(self.chunk_tokens * TOKEN_BYTES))
 
     def extend(self, parent: bytes, tokens: bytes | memoryview, extras: Mapping[int, bytes] | None = None) -> bytes:
         """Hashes of every full chunk in `tokens` (packed little-endian u32), 32 bytes each; a short tail is ignored.
@@ -44,7 +44,7 @@ class ChunkHasher:
         `parent` is the hash of the chunk before, or `root`. `extras` maps the number of a chunk in this call to 32
         bytes of further identity (an image, an adapter); chunks not named have none.
         """
-        chunk_bytes = self.chunk_tokens * _TOKEN_BYTES
+        chunk_bytes = self.chunk_tokens * TOKEN_BYTES
         count = memoryview(tokens).nbytes // chunk_bytes
         packed_extras = bytearray(count * CHUNK_HASH_BYTES) if extras else bytearray()
         for chunk, extra in (extras or {}).items():

@@ -6,7 +6,8 @@ import sys
 from array import array
 from collections.abc import Iterable
 
-TOKEN_BYTES = 4
+from lmcache.core.chunking import TOKEN_BYTES
+
 _TYPE_CODE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 

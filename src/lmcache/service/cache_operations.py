@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import msgspec
 
 from lmcache.core import limits
+from lmcache.core.chunking import TOKEN_BYTES
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet, pack_keys
 from lmcache.errors import ConfigError, LMCacheError, UnknownModel
 from lmcache.l2.runner import Runner
 from lmcache.memory.ownership import STORAGE_OWNER
 from lmcache.protocol.messages import RegisterInstance, RegisterWorker
-from lmcache.protocol.tokens import TOKEN_BYTES, beginning_identity
+from lmcache.protocol.tokens import beginning_identity
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import joined, namespaces_of_rank
 from lmcache.tiering.leases import FOREVER

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from lmcache.core import limits
-from lmcache.core.chunking import ChunkHasher
+from lmcache.core.chunking import TOKEN_BYTES, ChunkHasher
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import RemoteError
 from lmcache.protocol.messages import ErrorCode
-from lmcache.protocol.tokens import TOKEN_BYTES
 from lmcache.service.extras import Extras
 
 _NO_EXTRAS = Extras()

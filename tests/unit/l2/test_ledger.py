@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +12,8 @@ from lmcache._native import Ledger as NativeLedger
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.l2.accounting import CapacityReservation, Ledger
-from lmcache.l2.adapter import Capacity
+from lmcache.l2.adapter import Capacity, ObjectColumns
+from seeds import SEED
 from unit.l2.support import eviction_order
 
 SIZE = 10
@@ -279,3 +282,18 @@ def test_bad_arguments_change_nothing(wanted: list[ObjectKey], sizes: list[int],
         ledger.stored(wanted, sizes)
     assert ledger.stats().objects == 0
     ledger.check()
+
+
+@pytest.mark.parametrize("policy", ["LRU", "IsolatedLRU", "S3FIFO"])
+def test_an_object_takes_110_bytes_at_most(policy: str) -> None:
+    """With hundreds of thousands of them, also right after a table has grown."""
+    ledger = Ledger(policy, lambda: 0, SaltLimits())
+    ledger.capacity = Capacity(1 << 50)
+    namespace, page, objects, rng = key("a").namespace, 1 << 16, 0, random.Random(SEED)
+    for _ in range(5):
+        hashes = rng.randbytes(32 * page)
+        sizes = array("Q", [SIZE]) * page
+        ledger.found(ObjectColumns([namespace], array("I", [0]) * page, hashes, sizes, array("I", range(page))))
+        objects += page
+        stats = ledger.native.stats()
+        assert stats.objects == objects and stats.memory_bytes <= 110 * objects

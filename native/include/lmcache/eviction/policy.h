@@ -5,7 +5,8 @@
 //   s3fifo.h        one for what was never used again, one for what was, and a memory of what has gone
 //   noop.h          one queue that never gives
 //
-// A new policy is a class here, a name in policies.cc, and nothing else.
+// A new policy is a class in a file of its own, a name in policies.cc, and the same name in config/spec.py and
+// l2/adapter_config.py, which offer it.
 #pragma once
 
 #include <cstddef>
