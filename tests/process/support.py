@@ -18,13 +18,14 @@ from lmcache.client.socket_frames import Frame, FrameMover
 from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.config.load import Loaded
 from lmcache.config.spec import ServerConfig
+from lmcache.core.chunking import TOKEN_BYTES
 from lmcache.core.frame import header_template, verify_frames
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.environment import SYSTEM, Environment
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.protocol import messages as m
-from lmcache.protocol.tokens import TOKEN_BYTES, pack_tokens
+from lmcache.protocol.tokens import pack_tokens
 from lmcache.server import Server
 from lmcache.startup import Plan
 from lmcache.testing.processes import CacheServer, free_port

@@ -30,7 +30,7 @@ LOOKUP_SECONDS = 30.0
 APPEND_SECONDS = 2.0  # blocks may be pinned meanwhile
 _GRACE_SECONDS = 1.0
 
-_Unsent = tuple[str, str, str, int, bytes, bytes, list[tuple[int, bytes]]]
+_Lacking = tuple[str, str, str, int, bytes, bytes, list[tuple[int, bytes]]]
 
 
 class Progress(enum.Enum):
@@ -97,8 +97,8 @@ class LookupClient:
         hello = self._server_to_ask()
         if hello is None:
             return False
-        unsent = self._unsent(session, hello)
-        message = Lookup(*unsent, deadline_seconds, recompute, session.resumed, session.trace_parent)
+        ends = deadline_seconds, recompute, session.resumed, session.trace_parent
+        message = Lookup(*self._lacking(session, hello), *ends)
         try:
             pending = self.client.submit("lookup", message, deadline_seconds + grace_seconds)
         except LMCacheError as error:
@@ -138,7 +138,7 @@ class LookupClient:
         hello = self._server_to_ask()
         if hello is None or (session.last_server is not None and session.server is not hello):
             return False
-        message = Append(*self._unsent(session, hello))
+        message = Append(*self._lacking(session, hello))
         try:
             pending = self.client.submit("append", message, APPEND_SECONDS)
         except LMCacheError as error:
@@ -220,7 +220,7 @@ class LookupClient:
     def _server_to_ask(self) -> HelloReply | None:
         return None if self._probe.silent or self.suspended else self.client.hello
 
-    def _unsent(self, session: RequestSession, hello: HelloReply) -> _Unsent:
+    def _lacking(self, session: RequestSession, hello: HelloReply) -> _Lacking:
         """What `Lookup` and `Append` begin with: the request, and what its session at this server lacks."""
         first_token = (session.sent_tokens or 0) if session.server is hello else 0
         return (

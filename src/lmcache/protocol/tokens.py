@@ -13,10 +13,10 @@ _TYPE_CODE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
     """Packs token ids. OverflowError or TypeError for what is not an integer in [0, 2**32)."""
-    packed = array(_TYPE_CODE, tokens)
+    tokens = array(_TYPE_CODE, tokens)
     if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+        tokens.byteswap()
+    return tokens.tobytes()
 
 
 def beginning_identity(first_tokens: bytes) -> tuple[str, bytes]:

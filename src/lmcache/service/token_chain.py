@@ -93,8 +93,8 @@ class TokenChain:
         token_count = first_token + len(tokens) // TOKEN_BYTES
         if token_count > limits.MAX_TOKENS_PER_SESSION:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A session has at most {limits.MAX_TOKENS_PER_SESSION} tokens.")
-        first_chunk, kept_tokens, extra_chunks = self._kept(first_token)
-        tokens = kept_tokens + tokens if kept_tokens else tokens
+        first_chunk, partial_chunk, extra_chunks = self._kept(first_token)
+        tokens = partial_chunk + tokens if partial_chunk else tokens
         new_chunks, partial_bytes = divmod(len(tokens), self._hasher.chunk_tokens * TOKEN_BYTES)
         all_extras = self._with_extras(first_chunk, extra_chunks, extras)
         size_bytes = self._size_bytes(first_chunk + new_chunks, partial_bytes, all_extras)

@@ -73,7 +73,7 @@ class Peer:
 
     def receive(self) -> bool:
         """Takes what has arrived, or some of it. False: the peer has closed the connection."""
-        room = self.reader.body_room
+        room = self.reader.frame_room
         if room is None:
             data = self._sock.recv(RECEIVE_BYTES)
             self._has_more = len(data) == RECEIVE_BYTES
@@ -83,13 +83,13 @@ class Peer:
         count = self._sock.recv_into(room)
         room.release()
         if count:
-            self.reader.body_received(count)
+            self.reader.frame_received(count)
         return bool(count)
 
     def next_message(self) -> Message | None:
         """As MessageReader.next; what the protocol itself answers is queued."""
         message = self.reader.next()
-        if message is None and self._has_more and self.reader.is_in_body:
+        if message is None and self._has_more and self.reader.is_in_frame:
             # The rest has mostly arrived as well: to wait for it would be one more turn of the message loop.
             self._has_more = False
             with contextlib.suppress(OSError):  # the next turn hears of it

@@ -73,7 +73,7 @@ class MessageReader:
         self._frames: Message = []
         self._frame_count = 0
         self._size_bytes = 0  # of the message so far
-        self._body: bytearray | mmap.mmap | None = None  # of a frame that is larger than what was received at once
+        self._large_frame: bytearray | mmap.mmap | None = None  # larger than what was received at once
         self._filled = 0
         self._more = False
         self._forbidden_flags = ~7
@@ -81,17 +81,17 @@ class MessageReader:
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
     @property
-    def is_in_body(self) -> bool:
-        """What arrives next goes to `body_room`."""
-        return self._body is not None
+    def is_in_frame(self) -> bool:
+        """What arrives next goes to `frame_room`."""
+        return self._large_frame is not None
 
     @property
-    def body_room(self) -> memoryview | None:
+    def frame_room(self) -> memoryview | None:
         """Where the next bytes belong; None when they are to be given to `feed`."""
-        return memoryview(self._body)[self._filled :] if self._body is not None else None
+        return memoryview(self._large_frame)[self._filled :] if self._large_frame is not None else None
 
-    def body_received(self, count: int) -> None:
-        """So many bytes were written to `body_room`, which is given up."""
+    def frame_received(self, count: int) -> None:
+        """So many bytes were written to `frame_room`, which is given up."""
         self._filled += count
 
     def feed(self, data: bytes) -> None:
@@ -101,13 +101,13 @@ class MessageReader:
 
     def close(self) -> None:
         """Nothing more is received: lets go what has arrived."""
-        self._data, self._at, self._body, self._frames = b"", 0, None, []
+        self._data, self._at, self._large_frame, self._frames = b"", 0, None, []
 
     @property
     def unfinished_bytes(self) -> int:
         """Memory that waits for the rest of a message, after `next` has returned None."""
-        body = self._body
-        missing = 0 if body is None or isinstance(body, bytearray) else len(body) - self._filled
+        frame = self._large_frame
+        missing = 0 if frame is None or isinstance(frame, bytearray) else len(frame) - self._filled
         return self._size_bytes - missing + len(self._data)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
@@ -117,21 +117,11 @@ class MessageReader:
         if not self._greeted and not self._read_greeting():
             return None
         while True:
-            if self._body is not None:
-                if self._filled < len(self._body):
-                    return None
-                frame: Payload = memoryview(self._body)
-                self._body = None
-            else:
-                taken = self._take_frame()
-                if taken is None:
-                    self._data, self._at = self._data[self._at :], 0
-                    return None
-                if taken is _OBEYED:
-                    return NO_MESSAGE
-                frame = taken
-                if self._body is not None:
-                    continue
+            frame = self._next_frame()
+            if frame is None:
+                return None
+            if frame is _OBEYED:
+                return NO_MESSAGE
             if self.curve is not None:
                 sealed_bytes = len(frame)
                 flags, frame = self.curve.open(frame)
@@ -154,8 +144,21 @@ class MessageReader:
                 self._frames, self._frame_count, self._size_bytes = [], 0, 0
                 return frames
 
+    def _next_frame(self) -> Payload | None:
+        """The next frame if all of it is there, _OBEYED after a command."""
+        if self._large_frame is None:
+            frame = self._take_frame()
+            if frame is None:
+                self._data, self._at = self._data[self._at :], 0
+            if self._large_frame is None:
+                return frame
+        if self._filled < len(self._large_frame):
+            return None
+        large_frame, self._large_frame = self._large_frame, None
+        return memoryview(large_frame)
+
     def _take_frame(self) -> Payload | None:
-        """The next frame if all of it is there, _OBEYED after a command. Of a large one the rest goes to `_body`."""
+        """The next frame of what arrived, _OBEYED after a command. Of a large one the rest goes to `_large_frame`."""
         data, at = self._data, self._at
         left = len(data) - at
         if left < 2:
@@ -172,30 +175,31 @@ class MessageReader:
         if size > left - head:
             if size <= RECEIVE_BYTES:
                 return None
-            self._begin_body(data[at + head :], size)
+            self._begin_frame(data[at + head :], size)
             self._more = bool(flags & MORE)
             self._data, self._at = b"", 0
             return b""
         self._at = at + head + size
-        content = data[at + head : self._at]
+        frame = data[at + head : self._at]
         if flags & _COMMAND:
-            self._obey(content)
+            self._obey(frame)
             return _OBEYED
         if not self.established:
             raise ProtocolError("a message before the handshake")
         self._size_bytes += size
         self._more = bool(flags & MORE)
-        return content
+        return frame
 
-    def _begin_body(self, beginning: bytes, size: int) -> None:
+    def _begin_frame(self, frame: bytes, size: int) -> None:
+        """`frame`: as much of it as has arrived."""
         if not self.established:
             raise ProtocolError("a message before the handshake")
         try:
-            self._body = bytearray(size) if size <= _FROM_HEAP_BYTES else mmap.mmap(-1, size)
+            self._large_frame = bytearray(size) if size <= _FROM_HEAP_BYTES else mmap.mmap(-1, size)
         except (OSError, MemoryError):
             raise ProtocolError(f"there is no memory for a frame of {size} bytes") from None
-        self._body[: len(beginning)] = beginning
-        self._filled = len(beginning)
+        self._large_frame[: len(frame)] = frame
+        self._filled = len(frame)
         self._size_bytes += size
 
     # ---- handshake ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ def receive(reader: MessageReader, data: bytes) -> list[list[bytes]]:
     """What a connection does with bytes that arrive at once."""
     messages = []
     while data:
-        room = reader.body_room
+        room = reader.frame_room
         if room is None:
             reader.feed(data[:RECEIVE_BYTES])
             data = data[RECEIVE_BYTES:]
@@ -17,7 +17,7 @@ def receive(reader: MessageReader, data: bytes) -> list[list[bytes]]:
             count = min(len(room), len(data))
             room[:count] = data[:count]
             room.release()
-            reader.body_received(count)
+            reader.frame_received(count)
             data = data[count:]
         while (message := reader.next()) is not None:
             if message is not NO_MESSAGE:
