@@ -17,7 +17,7 @@ from lmcache.core.limits import GIB
 from lmcache.errors import AdapterError
 from lmcache.l2.adapter import Adapter
 from lmcache.l2.adapter_types import build, parse_adapter
-from lmcache.l2.adapters import s3, s3_inventory, s3_listing
+from lmcache.l2.adapters import s3, s3_inventory, s3_listing, scan_order
 from lmcache.l2.adapters.remote_names import RemoteNames
 from lmcache.l2.adapters.s3_xml import Listed
 from lmcache.l2.runner import Runner
@@ -189,7 +189,7 @@ def test_the_loop_goes_on_while_a_listing_is_sorted(stub: S3Stub, monkeypatch: p
             sorters.append(threading.current_thread().name)
             return _native.youngest_first(times)
 
-    monkeypatch.setattr(s3_inventory, "_native", Watched)
+    monkeypatch.setattr(scan_order, "_native", Watched)
     assert run(stub, told) == OBJECTS and sorters == ["l2-list"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import stat
@@ -13,6 +12,7 @@ from lmcache import _native
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.l2.adapters.dax_format import SUPERBLOCK_BYTES, read_superblock
 from lmcache.memory.mapping import map_shared
+from lmcache.memory.ownership import try_lock_server
 
 MAP_SHARED_VALIDATE = 0x03
 MAP_SYNC = 0x80000
@@ -80,12 +80,8 @@ def _open(where: str, path: str) -> int:
 
 
 def _lock(where: str, path: str, fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ResourceError(
-            f"{where}: {path} is in use by another process; each server needs a device of its own."
-        ) from None
+    if not try_lock_server(fd):
+        raise ResourceError(f"{where}: {path} is in use by another process; each server needs a device of its own.")
 
 
 def _unit_bytes(info: os.stat_result, is_device: bool) -> int:

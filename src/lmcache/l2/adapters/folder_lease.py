@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lmcache.l2.adapters.folder import OWN_FOLDER, make
+from lmcache.memory.ownership import try_lock_server
 
 SILENT_SECONDS = 600.0
 
@@ -80,9 +81,7 @@ class FolderLease:
 def _lives(path: Path, now_seconds: float) -> bool:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock_server(fd):
             return True
         elsewhere = os.read(fd, 256) != socket.gethostname().encode()
         starting = path.name.startswith(".")

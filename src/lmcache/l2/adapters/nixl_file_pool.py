@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import resource
@@ -21,6 +20,7 @@ from lmcache.l2.adapters.folder import FOLDER_MODE
 from lmcache.l2.adapters.nixl_agent import Agent
 from lmcache.l2.adapters.nixl_config import NixlStoreConfig
 from lmcache.l2.adapters.nixl_files import FILE_MODE, ranges_of, read_frames, write_plainly
+from lmcache.memory.ownership import try_lock_server
 
 FOLDER = "nixl_pool_v1"
 DIRECTORY = "directory"
@@ -72,9 +72,7 @@ class FilePool:
                 self._directory = self._open_file(self._folder / DIRECTORY, os.O_RDWR)
             except FileNotFoundError:
                 continue
-            try:
-                fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock_server(self._directory):
                 break
             if os.fstat(self._directory).st_nlink:
                 return

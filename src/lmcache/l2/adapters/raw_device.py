@@ -20,6 +20,7 @@ from lmcache.l2.adapters.raw_format import (
     UnknownVersion,
     decode_superblock,
 )
+from lmcache.memory.ownership import try_lock_server
 
 RELEASE_SECONDS = 5.0
 _RELEASE_POLL_SECONDS = 0.02
@@ -181,12 +182,8 @@ def _open_now(path: str, where: str, *, direct: bool, block_align: int, only_loo
 
 
 def _lock(fd: int, path: str, where: str) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _Busy(
-            f"{where}: {path} is in use by another server; give every server a device or file of its own."
-        ) from None
+    if not try_lock_server(fd):
+        raise _Busy(f"{where}: {path} is in use by another server; give every server a device or file of its own.")
 
 
 def _open(path: str, flags: int, direct: bool) -> tuple[int, bool]:

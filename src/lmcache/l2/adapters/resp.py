@@ -311,7 +311,7 @@ class RespAdapter(Adapter):
                 cursor.follow(page.cursor)
         namespaces = await namespaces_of(objects, self._control, self._config.prefix)
         order = await in_thread("l2-order", objects.youngest_first, namespaces)
-        for columns, newer in objects.slices(namespaces, order, INVENTORY_SLICE, self._searched_until_ns):
+        for columns, newer in objects.slices(namespaces, order, self._searched_until_ns, INVENTORY_SLICE):
             self._inventory.found(columns, newer=newer)
             await asyncio.sleep(0)
         self._searched_until_ns = started_ns - IDLE_TIME_NS

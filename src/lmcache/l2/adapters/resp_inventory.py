@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from lmcache import _native
 from lmcache.clock import Clock, wall_ns
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey, UnnamedNamespace
 from lmcache.core.limits import (
@@ -15,9 +14,8 @@ from lmcache.core.limits import (
     MAX_L2_LISTED_PAGES,
 )
 from lmcache.errors import AdapterError
-from lmcache.l2.adapter import ObjectColumns
 from lmcache.l2.adapters.remote_names import RemoteNames, identify_namespace
-from lmcache.l2.adapters.scan_order import slices
+from lmcache.l2.adapters.scan_order import FoundObjects
 from lmcache.l2.native_resp import NativeResp, Page
 
 MAX_TRIES = 64  # objects of a namespace that are asked for its name
@@ -50,17 +48,14 @@ class ScanCursor:
             self._seen = cursor
 
 
-class Objects:
+class Objects(FoundObjects):
     """In the order in which they were found. An object may be found twice."""
 
     def __init__(self, clock: Clock) -> None:
+        super().__init__()
         self._clock = clock
         self.digests: dict[bytes, int] = {}  # of namespaces, and their positions
         self.first: list[list[bytes]] = []  # of each namespace the first hashes, at most MAX_TRIES
-        self.positions = array("I")
-        self.hashes = bytearray()
-        self.sizes = array("Q")
-        self.used_ns = array("q")
 
     def add(self, page: Page) -> bool:
         """False when no more are taken. Those of too many namespaces are left out: each is asked for its name."""
@@ -76,28 +71,14 @@ class Objects:
                 self.first.append([])
             if len(self.first[position]) < MAX_TRIES:
                 self.first[position].append(chunk_hash)
-            self.positions.append(position)
-            self.hashes += chunk_hash
-            self.sizes.append(page.sizes[row])
-            self.used_ns.append(now_ns - page.idle_seconds[row] * 10**9)
+            self.append(position, chunk_hash, page.sizes[row], now_ns - page.idle_seconds[row] * 10**9)
         return len(self.positions) < MAX_L2_LISTED_OBJECTS
 
     def youngest_first(self, namespaces: Sequence[Namespace]) -> array[int]:
-        """Their rows in the order that an inventory wants. Objects of namespaces that nobody can name are to go first,
-        so they are last. Blocks, for millions a second."""
-        unnamed = {index for index, namespace in enumerate(namespaces) if isinstance(namespace, UnnamedNamespace)}
-        if unnamed:
-            for row, position in enumerate(self.positions):
-                if position in unnamed:
-                    self.used_ns[row] = 0
-        return array("I", _native.youngest_first(memoryview(self.used_ns)))
-
-    def slices(
-        self, namespaces: Sequence[Namespace], order: array[int], slice_objects: int, newer_than_ns: int
-    ) -> Iterator[tuple[ObjectColumns, bool]]:
-        """What was used after that time as newer, then the others."""
-        for rows, newer in slices(order, self.used_ns, newer_than_ns, slice_objects):
-            yield ObjectColumns(namespaces, self.positions, self.hashes, self.sizes, rows), newer
+        """Their rows in the order that an inventory wants."""
+        return self.order_rows(
+            {at for at, namespace in enumerate(namespaces) if isinstance(namespace, UnnamedNamespace)}
+        )
 
 
 async def namespaces_of(objects: Objects, client: NativeResp, prefix: str) -> list[Namespace]:

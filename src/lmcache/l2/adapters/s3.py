@@ -284,7 +284,7 @@ class S3Adapter(Adapter):
         await self._identify(contents)
         self._told = contents.told()
         order = await in_thread("l2-list", contents.youngest_first)
-        for columns, newer in contents.slices(order, self._listed_until_ns):
+        for columns, newer in contents.told_as(order, self._listed_until_ns):
             self._inventory.found(columns, newer=newer)
             await asyncio.sleep(0)
         # By the server's clock. What was stored behind the back of a scan may be as old as its beginning.

@@ -6,36 +6,29 @@ import mmap
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
-from lmcache import _native
 from lmcache.core.key import Namespace, UnnamedNamespace
 from lmcache.core.limits import FRAME_HEADER_BYTES, MAX_L2_LISTED_NAMESPACES
 from lmcache.l2.adapter import ObjectColumns
-from lmcache.l2.adapters import scan_order
 from lmcache.l2.adapters.remote_names import RemoteNames, identify_namespace
 from lmcache.l2.adapters.s3_xml import Listed
+from lmcache.l2.adapters.scan_order import FoundObjects
 
 SLICE_OBJECTS = 4096
 TRIALS = 4  # objects of a namespace whose headers are read before its name is given up
 AT_ONCE = 64  # namespaces
 
 
-class BucketContents:
+class BucketContents(FoundObjects):
     """Objects of names in this scheme; others are neither read nor counted."""
 
     def __init__(self, names: RemoteNames, told: Mapping[bytes, Namespace] | None = None) -> None:
         """`told`: namespaces by their digests, of an earlier scan: their objects are not read again."""
+        super().__init__()
         self._names = names
         self._told = told or {}
         self._namespaces: list[Namespace] = []
         self._position: dict[bytes, int] = {}  # of a digest in `_namespaces`
-        self._positions = array("I")
-        self._hashes = bytearray()
-        self._sizes = array("Q")
-        self._used_ns = array("q")
         self._untold: dict[bytes, list[bytes]] = {}  # digests of unnamed namespaces, and objects to read them from
-
-    def __len__(self) -> int:
-        return len(self._sizes)
 
     def add(self, listed: Sequence[Listed]) -> None:
         parse = self._names.parse
@@ -55,10 +48,7 @@ class BucketContents:
             trials = self._untold.get(digest)
             if trials is not None and len(trials) < TRIALS and size_bytes > FRAME_HEADER_BYTES:
                 trials.append(chunk_hash)
-            self._positions.append(position)
-            self._hashes += chunk_hash
-            self._sizes.append(size_bytes)
-            self._used_ns.append(modified_ns)
+            self.append(position, chunk_hash, size_bytes, modified_ns)
 
     def candidates(self) -> list[str]:
         """Names of objects whose headers `identify` wants next; none when there is nothing left to try."""
@@ -86,23 +76,9 @@ class BucketContents:
         return memoryview(mmap.mmap(-1, FRAME_HEADER_BYTES))
 
     def youngest_first(self) -> array[int]:
-        """The rows. Of unnamed namespaces nobody asks for objects, so that these are the oldest. Takes a second where
-        there are ten million."""
-        unnamed = {self._position[digest] for digest in self._untold}
-        if unnamed:
-            for index, position in enumerate(self._positions):
-                if position in unnamed:
-                    self._used_ns[index] = 0
-        return array("I", _native.youngest_first(memoryview(self._used_ns)))
+        """The rows in the order that an inventory wants."""
+        return self.order_rows({self._position[digest] for digest in self._untold})
 
-    def newest_ns(self, order: array[int]) -> int:
-        """When the last of them was stored; 0 where there is none."""
-        return self._used_ns[order[0]] if order else 0
-
-    def slices(self, order: array[int], newer_than_ns: int) -> Iterator[tuple[ObjectColumns, bool]]:
-        """As an inventory wants them: what was stored after that time as `newer`, then the others."""
-        for rows, newer in scan_order.slices(order, self._used_ns, newer_than_ns, SLICE_OBJECTS):
-            yield self._columns(rows), newer
-
-    def _columns(self, rows: array[int]) -> ObjectColumns:
-        return ObjectColumns(self._namespaces, self._positions, self._hashes, self._sizes, rows)
+    def told_as(self, order: array[int], newer_than_ns: int) -> Iterator[tuple[ObjectColumns, bool]]:
+        """What was stored after that time as newer, then the others."""
+        return self.slices(self._namespaces, order, newer_than_ns, SLICE_OBJECTS)
