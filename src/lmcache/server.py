@@ -91,7 +91,7 @@ class Server:
 
     def run(self, signals: StopSignals) -> int:
         """Serves until a signal asks for the end; the exit code. ConfigError or ResourceError when it cannot start."""
-        signals.stop_seconds = self.config.drain_timeout_seconds + CLOSE_SECONDS
+        signals.end_within(self.config.drain_timeout_seconds + CLOSE_SECONDS)
         signals.before_forced_end(lambda: remove_files(_REMOVE_SECONDS))
         try:
             self.start(signals.checkpoint)

@@ -39,7 +39,7 @@ class StopSignals:
 
     def __init__(self, stop_seconds: float = STOP_SECONDS) -> None:
         self.stop_requested = threading.Event()
-        self.stop_seconds = stop_seconds  # what holds when the first signal comes
+        self._stop_seconds = stop_seconds  # what holds when the first signal comes
         self._what_is_lost: Callable[[], str] = str
         self._before_forced_end: list[Callable[[], object]] = []
         self._numbers = {signal.SIGTERM, signal.SIGINT}
@@ -61,6 +61,10 @@ class StopSignals:
         self._closed = True
         os.close(self._writing)
 
+    def end_within(self, stop_seconds: float) -> None:
+        """From now on that long after the first signal, in place of what the constructor was given."""
+        self._stop_seconds = stop_seconds
+
     def before_forced_end(self, action: Callable[[], object]) -> None:
         """`action` runs on another thread, must end soon, and must wait for no lock without a deadline."""
         self._before_forced_end.append(action)
@@ -78,7 +82,7 @@ class StopSignals:
         self._next(None)
         if not self._closed:
             self.stop_requested.set()
-        stop_seconds = self.stop_seconds
+        stop_seconds = self._stop_seconds
         again = self._next(stop_seconds)
         if self._closed:
             os.close(self._reading)

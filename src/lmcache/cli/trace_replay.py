@@ -27,7 +27,7 @@ from lmcache.client.client import Client
 from lmcache.config.values import Text
 from lmcache.core.frame import header_template
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
-from lmcache.core.key_batch import ChunkHashes
+from lmcache.core.key_batch import ChunkHashes, SlotGrid
 from lmcache.core.limits import FRAME_HEADER_BYTES, MIB
 from lmcache.errors import ConfigError, ResourceError
 from lmcache.protocol import messages as m
@@ -157,11 +157,11 @@ class _Engine:
         memory = self._client.memory
         assert memory is not None
         template = header_template(Namespace(self._model_name, 1, 0, 0, _LAYOUT, salt), self._payload_bytes)
-        slots = struct.unpack(f"<{len(reserved.slots) // 8}Q", reserved.slots)
-        for chunk_hash, slot in zip(ChunkHashes(hashes), slots, strict=True):
-            if slot != _native.NO_SLOT:
-                memory.view(slot + FRAME_HEADER_BYTES, self._payload_bytes)[:] = self._payload
-                _native.frame_seal(memory.address + slot, template, chunk_hash)
+        missing = ChunkHashes(hashes)
+        slots = SlotGrid(reserved.slots, len(missing))
+        for place in slots.places():
+            memory.view(slots[place] + FRAME_HEADER_BYTES, self._payload_bytes)[:] = self._payload
+            _native.frame_seal(memory.address + slots[place], template, missing[place[1]])
         self._client.call("commit", m.Commit(self._instance_id, 0, reserved.reservation), CALL_SECONDS)
 
 
