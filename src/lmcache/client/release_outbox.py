@@ -81,8 +81,9 @@ class ReleaseOutbox:
             try:
                 if self._is_unconfirmed(entry):
                     unconfirmed.append(entry)
-            except Exception:  # of one message: the others go on, and it is tried again
+            except Exception:  # of one message: the others go on, and it is sent again
                 log.exception("%s was not sent to the LMCache server", entry.method)
+                entry.pending = None
                 unconfirmed.append(entry)
         with self._changed:
             self._unconfirmed = unconfirmed + self._unconfirmed
