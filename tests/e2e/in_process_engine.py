@@ -20,7 +20,7 @@ def main(model: str, cache_port: int, calls: list[list[Any]], options: dict[str,
     from vllm.lora.request import LoRARequest
 
     transfer = KVTransferConfig(
-        kv_connector="LMCacheMPConnector",
+        kv_connector=options.pop("kv_connector", "LMCacheMPConnector"),
         kv_role="kv_both",
         kv_connector_extra_config={"lmcache.mp.port": cache_port, "lmcache.mp.load_or_recompute": False},
     )

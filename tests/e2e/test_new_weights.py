@@ -57,16 +57,19 @@ def run_engine(
     return list(json.loads(results[0].removeprefix("RESULTS ")))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "connector"), [(1, "LMCacheMPConnector"), (2, "LMCacheMPConnector"), (1, "LMCacheConnectorV1")]
+)
 def test_kv_of_previous_weights_is_neither_served_nor_found_under_the_new_name(
-    llama: Path, tmp_path_factory: pytest.TempPathFactory, server: CacheServer, ranks: int
+    llama: Path, tmp_path_factory: pytest.TempPathFactory, server: CacheServer, ranks: int, connector: str
 ) -> None:
     other = make_llama(tmp_path_factory.mktemp("other-weights") / "llama", seed=1)
-    ask = ["ask", sample_tokens(PROMPT_TOKENS, seed=5), 8]
+    seed = 5 if connector == "LMCacheMPConnector" else 6  # the server knows none of its prompt
+    ask = ["ask", sample_tokens(PROMPT_TOKENS, seed=seed), 8]
     reload = ["rpc", "reload_weights", {"weights_path": str(other)}]
     calls = [ask, LOCAL, ask, reload, WITH_CONNECTOR, ask, LOCAL, ask, WITH_CONNECTOR, ask]
     cold, emptied, warm, _, reset, new, emptied_again, new_warm, reset_again, new_again = run_engine(
-        llama, server, calls, ranks=ranks
+        llama, server, calls, ranks=ranks, kv_connector=connector
     )
     assert (emptied, reset, emptied_again, reset_again) == (True, True, True, True)
     assert cold[1] == 0
@@ -76,8 +79,8 @@ def test_kv_of_previous_weights_is_neither_served_nor_found_under_the_new_name(
     assert new_warm == [new[0], CHUNKED_TOKENS]
     assert new_again == [new[0], 0]
     # Engines that start with the one or the other weights find what such an engine stored, or nothing.
-    assert run_engine(llama, server, [ask], ranks=ranks) == [[cold[0], CHUNKED_TOKENS]]
-    assert run_engine(other, server, [ask], ranks=ranks) == [[new[0], 0]]
+    assert run_engine(llama, server, [ask], ranks=ranks, kv_connector=connector) == [[cold[0], CHUNKED_TOKENS]]
+    assert run_engine(other, server, [ask], ranks=ranks, kv_connector=connector) == [[new[0], 0]]
 
 
 def test_an_adapter_that_is_loaded_in_place_is_served_its_own_kv_alone(

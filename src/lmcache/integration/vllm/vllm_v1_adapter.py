@@ -2,8 +2,8 @@
 
 That class loads within a step and reports nothing back to the scheduler. So a forward pass waits for its loads, a step
 ends when its stores have read their blocks, and the lease of a hit is held until its request ends. Its calls and their
-order are vLLM's. It hands no `shutdown` on, so its object is given ours: an engine that ends in a process that goes on,
-as in a notebook, leaves no server behind.
+order are vLLM's. It hands neither `shutdown` on nor that the engine resets its caches, so its object is given ours: an
+engine that ends in a process that goes on, as in a notebook, leaves no server behind.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class LMCacheConnectorV1Impl:
         self._inner = _InnerConnector(vllm_config, role, parent._kv_cache_config)
         self._parent = parent
         parent.shutdown = self.shutdown
+        # Its class has the base's answer, which counts as success: KV of previous weights would still be found.
+        parent.reset_cache = self._inner.reset_cache
         self._workers = vllm_config.parallel_config.world_size
         self._is_bound = False
         self._whole_hits: set[str] = set()  # requests whose last token is part of what is loaded

@@ -10,14 +10,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata
 from lmcache.integration.engine.worker_side import EndedLoads
 from lmcache.integration.vllm import connector as module
+from lmcache.integration.vllm import vllm_v1_adapter as impl_module
 from lmcache.integration.vllm.connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
+from unit.integration.vllm.fakes import request
+from unit.integration.vllm.test_new_weights import engine_of, lookups, name_of
 
 pytestmark = pytest.mark.engine
 
@@ -175,3 +180,24 @@ def test_an_engine_inside_ends_its_server_although_its_own_class_has_no_end(
     LMCacheConnectorV1Impl(engine, KVConnectorRole.SCHEDULER, parent)
     parent.shutdown()
     assert len(ended) == 1
+
+
+@pytest.mark.parametrize("blocks_in_use", [False, True])
+def test_a_reset_of_vllms_own_class_gives_later_requests_another_name(
+    monkeypatch: pytest.MonkeyPatch, blocks_in_use: bool
+) -> None:
+    engine = engine_of()
+    monkeypatch.setattr(impl_module, "_InnerConnector", lambda *_: connector(scheduler_side=engine.side))
+    role = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True, get_from_extra_config=lambda key, default: default)
+    monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda self, **_: setattr(self, "_kv_cache_config", None))
+    config = SimpleNamespace(kv_transfer_config=role, parallel_config=SimpleNamespace(world_size=1))
+    its_scheduler = SimpleNamespace(
+        connector=LMCacheConnectorV1(config, KVConnectorRole.SCHEDULER, None), log_stats=False
+    )
+    if blocks_in_use:
+        engine.pool.touch([engine.pool.blocks[1]])
+    engine.side.on_new_request(request("before", 600))
+    assert Scheduler.reset_connector_cache(its_scheduler) is not blocks_in_use
+    engine.side.on_new_request(request("after", 600))
+    identities = [identity for _, _, identity in lookups(engine)]
+    assert identities == ([b""] if blocks_in_use else [b"", name_of(1)])
