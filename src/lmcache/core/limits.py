@@ -113,6 +113,9 @@ MAX_JOBS_WAITING = 64
 MAX_JOBS_KEPT = 256  # that have ended
 MAX_NAMESPACES_REMEMBERED = 16_384  # of objects that operators named or listed
 
+# weights
+MAX_WEIGHT_FILES_READ_AT_ONCE = 8  # of a model, for the sample that names it
+
 # telemetry
 MAX_LOG_LINES_WAITING = 10_000
 

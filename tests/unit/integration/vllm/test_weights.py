@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -11,6 +13,7 @@ from typing import Any, get_args
 import pytest
 
 from lmcache.errors import LayoutRefused
+from lmcache.integration.engine.weight_files import weights_sample
 from lmcache.integration.vllm.weights import refuse_unknown_weights, weights_identity
 
 COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
@@ -38,12 +41,18 @@ def identity(folder: Path, *arguments: Any, **fields: Any) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, bytes]) -> None:
+    header = tensors_header({name: len(content) for name, content in tensors.items()})
+    path.write_bytes(header + b"".join(tensors.values()))
+
+
+def tensors_header(tensors: Mapping[str, int]) -> bytes:
+    """What precedes tensors of these sizes in a safetensors file."""
     header, offset = {}, 0
-    for name, content in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [offset, offset + len(content)]}
-        offset += len(content)
+    for name, size_bytes in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [size_bytes], "data_offsets": [offset, offset + size_bytes]}
+        offset += size_bytes
     encoded = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + b"".join(tensors.values()))
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 @pytest.mark.engine
@@ -159,12 +168,77 @@ def test_one_tensor_of_many_that_was_trained_is_noticed(tmp_path: Path) -> None:
         assert identity(tmp_path) != before
 
 
+def test_each_tensor_of_a_model_of_many_files_has_a_part_in_its_name(tmp_path: Path) -> None:
+    files, tensors, tensor_bytes = 200, 100, 20_000
+    header = tensors_header({f"layer{index}": tensor_bytes for index in range(tensors)})
+    for number in range(files):
+        with (tmp_path / f"model-{number:05}.safetensors").open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + tensors * tensor_bytes)
+    before = weights_sample(tmp_path)
+    with (tmp_path / "model-00100.safetensors").open("r+b") as file:
+        for index in (43, 44, 45):
+            start = len(header) + index * tensor_bytes
+            os.pwrite(file.fileno(), b"1" * tensor_bytes, start)
+            assert weights_sample(tmp_path) != before, index
+            os.pwrite(file.fileno(), bytes(tensor_bytes), start)
+
+
+def test_a_part_of_a_large_tensor_has_a_part_in_the_name_of_its_model(tmp_path: Path) -> None:
+    """Experts of a layer may be one tensor."""
+    path, expert_bytes = tmp_path / "model.safetensors", 9 << 20
+    names = set()
+    for trained in range(3):
+        experts = [b"1" if expert == trained else b"0" for expert in range(3)]
+        write_tensors(path, {"experts": b"".join(content * expert_bytes for content in experts)})
+        names.add(weights_sample(tmp_path))
+    assert len(names) == 3
+
+
+def test_tensors_of_other_names_are_other_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_tensors(path, {"a" * 60_000: bytes(100), "key": b"1" * 9000, "value": b"2" * 9000})
+    before = identity(tmp_path)
+    write_tensors(path, {"a" * 60_000: bytes(100), "value": b"1" * 9000, "key": b"2" * 9000})
+    assert identity(tmp_path) != before
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_each_tensor_that_pytorch_saved_has_a_part_in_the_name(tmp_path: Path, checksums: bool) -> None:
+    path, tensors = tmp_path / "pytorch_model.bin", [bytes(20_000) for _ in range(400)]
+    write_archive(path, tensors, checksums=checksums)
+    before = identity(tmp_path)
+    for index in (0, 7, 200, 399):
+        write_archive(path, [*tensors[:index], b"1" * 20_000, *tensors[index + 1 :]], checksums=checksums)
+        assert identity(tmp_path) != before, index
+
+
+def write_archive(path: Path, tensors: Sequence[bytes], *, checksums: bool) -> None:
+    """As PyTorch does, which leaves checksums out where it is told so."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for number, content in enumerate(tensors):
+            archive.writestr(f"archive/data/{number}", content)
+        if not checksums:
+            for entry in archive.infolist():
+                entry.CRC = 0
+
+
+@pytest.mark.parametrize("content", [b"PK\5\6" + bytes(18), b"PK\3\4" + bytes(26)])
+def test_a_file_that_is_no_archive_is_sampled_by_its_bytes(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    names = set()
+    for filling in (b"0", b"1"):
+        path.write_bytes(filling * 300_000 + content)
+        names.add(identity(tmp_path))
+    assert len(names) == 2
+
+
 @pytest.mark.parametrize(
     "header", [b"", b"\x02", (1 << 40).to_bytes(8, "little"), (7).to_bytes(8, "little") + b"[1,2,3]"]
 )
 def test_a_file_that_is_no_safetensors_is_sampled_by_its_bytes(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(header + bytes(10_000))
+    path.write_bytes(header + bytes(100_000))
     before = identity(tmp_path)
-    path.write_bytes(header + b"1" * 10_000)
+    path.write_bytes(header + b"1" * 100_000)
     assert identity(tmp_path) != before
