@@ -39,7 +39,7 @@ Each option is also an environment variable (`--l1-size-gb` as `LMCACHE_L1_SIZE_
 several values are taken, the flag is repeated, and the variable or key has one value or a list (JSON in the variable).
 
 Exit codes: 0 stopped as asked; 1 the machine refused, or something hung at the end; 2 the options were refused; 128 and
-its number for a second signal, which ends the server at once.
+its number for a second signal, which ends the server at once; the same signal again within 0.5 s is no second one.
 """
 
 MORE = "; or several"

@@ -22,6 +22,9 @@ log = logging.getLogger("lmcache.server")
 DRAIN_SECONDS = 10.0  # for what is on its way to L2, unless --drain-timeout-seconds says otherwise
 CLOSE_SECONDS = 10.0  # for all else that ends
 STOP_SECONDS = DRAIN_SECONDS + CLOSE_SECONDS  # from the first signal to the end of the process, whatever hangs
+# An equal signal this soon after the first is the same one: some programs, GNU timeout for one, send theirs both to the
+# process and to its group.
+REPEAT_SECONDS = 0.5
 EXIT_OVERDUE = 1
 _LAST_LOG_SECONDS = 0.5
 
@@ -34,7 +37,7 @@ class StopSignals:
     """Takes the signals from its construction until `close`, both on the main thread.
 
     The first one sets `stop_requested`. A second one, or `stop_seconds` without an end, ends the process at once, with
-    a line in the log that says what was lost.
+    a line in the log that says what was lost. An equal one within `REPEAT_SECONDS` of the first counts as the first.
     """
 
     def __init__(self, stop_seconds: float = STOP_SECONDS) -> None:
@@ -79,11 +82,14 @@ class StopSignals:
             raise StopRequested
 
     def _watch(self) -> None:
-        self._next(None)
+        first = self._next(None)
+        came_at = time.monotonic()
         if not self._closed:
             self.stop_requested.set()
         stop_seconds = self._stop_seconds
-        again = self._next(stop_seconds)
+        again = self._next(came_at + stop_seconds)
+        while again == first and not self._closed and time.monotonic() - came_at < REPEAT_SECONDS:
+            again = self._next(came_at + stop_seconds)
         if self._closed:
             os.close(self._reading)
             return
@@ -106,9 +112,8 @@ class StopSignals:
         log.error("%s", f"{reason}. {lost}" if lost else reason)
         drain_logs(_LAST_LOG_SECONDS)
 
-    def _next(self, seconds: float | None) -> int:
+    def _next(self, deadline: float | None) -> int:
         """The number of the next signal, 0 when none came in time or after `close`."""
-        deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._reading], [], [], left)[0]:
