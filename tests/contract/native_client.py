@@ -120,3 +120,18 @@ class LateClient(DeletingClient):
             self.at_the_gate = True
             self.gate.wait()
         return super()._one(act, key, other)
+
+
+class EvictingClient(DeletingClient):
+    """Of a backend that keeps nothing. `largest_batch`: keys of the largest one yet, by act."""
+
+    def __init__(self, space: str) -> None:
+        self.largest_batch: dict[str, int] = {}
+        super().__init__(space)
+
+    def _submit(self, act: str, keys: list[str], others: Sequence[Any]) -> int:
+        self.largest_batch[act] = max(self.largest_batch.get(act, 0), len(keys))
+        return super()._submit(act, keys, others)
+
+    def _one(self, act: str, key: str, other: Any) -> bool:
+        return act in ("set", "delete")

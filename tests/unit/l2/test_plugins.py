@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import textwrap
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from lmcache.core import limits
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import AdapterError, ConfigError, LMCacheError, ResourceError
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.adapters.plugin import PluginAdapter
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import Metrics
-from lmcache.testing.frames import FrameMemory, keys
+from lmcache.testing.frames import FrameMemory, keys, namespace
 from manual_clock import ManualClock
 
 CLIENT = str(Path(__file__).parents[2] / "contract" / "native_client.py")
@@ -267,6 +269,59 @@ def test_a_native_plugin_that_fails_says_why_and_goes_on(tmp_path: Path) -> None
         assert await runner.close(10)
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_native_plugin_whose_backend_evicts_by_itself_is_not_remembered_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """`asks`: what was stored is looked for later, and is gone."""
+    for limit in ("MAX_L2_KNOWN_OBJECTS", "MAX_L2_SIZES_REMEMBERED", "MAX_NAMESPACES_REMEMBERED"):
+        monkeypatch.setattr(limits, limit, 1000 if not asks or limit == "MAX_L2_KNOWN_OBJECTS" else 1 << 24)
+    spec = {**NATIVE, "class_name": "EvictingClient", "adapter_params": {"space": str(tmp_path)}}
+    memory = FrameMemory(64)
+
+    async def test() -> None:
+        runner = Runner(build(parse_adapter(spec, 0)), Metrics().l2, ManualClock())
+        await runner.open()
+
+        async def store(rounds: range) -> None:
+            for number in rounds:
+                wanted = keys(64, number, namespace(salt=f"tenant {0 if asks else number}"))
+                assert await runner.store(wanted, memory.buffers, lambda: None) == [StoreOutcome.STORED] * 64
+                if asks:
+                    assert await runner.adapter.probe(wanted) == [None] * 64
+
+        await store(range(40))
+        tracemalloc.start()
+        try:
+            await store(range(40, 160))
+            kept_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert kept_bytes < 100 * 64 * 120  # a hundred for each object
+        await runner.close(10)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_native_plugin_is_cleared_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this server knows of, also where the adapter remembers less."""
+    monkeypatch.setattr(limits, "MAX_L2_SIZES_REMEMBERED", 100)
+    spec = {**NATIVE, "class_name": "EvictingClient", "adapter_params": {"space": str(tmp_path)}}
+    memory = FrameMemory(1)
+
+    async def test() -> None:
+        runner = Runner(build(parse_adapter(spec, 0)), Metrics().l2, ManualClock())
+        await runner.open()
+        for start in range(0, 10_000, 500):
+            await runner.store(keys(500, start), memory.buffers * 500, lambda: None)
+        assert await runner.clear() == (10_000, 10_000 * memory.slot_bytes)
+        assert runner.adapter.client.largest_batch["delete"] < 5000
+        assert len(runner.ledger) == 0
+        await runner.close(10)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 class Unanswerable:

@@ -21,9 +21,11 @@ import asyncio
 import logging
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from lmcache.core import limits
 from lmcache.core.frame import holds_whole_frame
 from lmcache.core.key import ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
@@ -37,8 +39,8 @@ from lmcache.l2.background import in_thread
 log = logging.getLogger("lmcache.l2")
 
 METHODS = ("event_fd", "submit_batch_get", "submit_batch_set", "submit_batch_exists", "drain_completions", "close")
-MAX_UNREADABLE = 65_536
 DRAIN_RETRY_SECONDS = 0.25
+_CLEAR_OBJECTS = 4096  # that are deleted at a time
 
 
 class NativePluginConfig(OutsideConfig, frozen=True, kw_only=True):
@@ -80,13 +82,14 @@ class NativePluginAdapter(Adapter):
         self._module = plugin_loader.import_module(f'{config.where}: "module_path"', config.module_path)
         self._must_delete = config.eviction is not None or not config.persist_enabled
         self._name = config.name
+        self._inventory: Inventory | None = None
         self.client: Any = None
         self._fd = -1
         self._waiting: dict[int, Batch] = {}
         self._unknown: list[Batch] = []  # whose report cannot be distinguished from another's: until close
         self._drain_fails = False
-        self._sizes: dict[ObjectKey, int] = {}  # of what was stored or loaded here
-        self._frame_bytes: dict[bytes, int] = {}  # by namespace: objects of one have one size
+        self._sizes: OrderedDict[ObjectKey, int] = OrderedDict()  # of what was stored or loaded here last
+        self._frame_bytes: OrderedDict[bytes, int] = OrderedDict()  # by namespace: objects of one have about one size
         self._unreadable: set[ObjectKey] = set()  # corrupt, where nothing can be deleted
 
     async def open(self, inventory: Inventory) -> None:
@@ -108,6 +111,7 @@ class NativePluginAdapter(Adapter):
                 f"({error}); it must be an open eventfd."
             ) from None
         self._fd = fd
+        self._inventory = inventory
         inventory.complete()
 
     # ---- objects -----------------------------------------------------------------------------------------------------
@@ -153,22 +157,29 @@ class NativePluginAdapter(Adapter):
             await self._submit("delete", keys)
         gone = [not exists for exists in await self._exist(keys)]
         for key, is_gone in zip(keys, gone, strict=True):
-            if is_gone:
-                self._sizes.pop(key, None)
-            elif corrupt:
-                if len(self._unreadable) >= MAX_UNREADABLE:
+            if corrupt and not is_gone:
+                if len(self._unreadable) >= limits.MAX_L2_UNREADABLE_OBJECTS:
                     self._unreadable.clear()
                 self._unreadable.add(key)
         return gone
 
     async def clear(self) -> tuple[int, int]:
-        """What this server stored or loaded: the interface has no way to list the rest."""
+        """What this server knows of: the interface has no way to list the rest."""
         if not self._deletes:
             raise AdapterError(f"{self._name}: {type(self.client).__name__} has no submit_batch_delete")
-        sizes = dict(self._sizes)
-        gone = await self.delete(list(sizes))
-        cleared = [size for size, is_gone in zip(sizes.values(), gone, strict=True) if is_gone]
-        return len(cleared), sum(cleared)
+        objects = size_bytes = 0
+        for keys in self._known_pages():
+            sizes = list(map(self._size, keys))
+            cleared = [size for size, is_gone in zip(sizes, await self.delete(keys), strict=True) if is_gone]
+            objects, size_bytes = objects + len(cleared), size_bytes + sum(cleared)
+        return objects, size_bytes
+
+    def _known_pages(self) -> Iterator[list[ObjectKey]]:
+        if self._inventory is not None:
+            yield from self._inventory.known()
+        remembered = list(self._sizes)  # without those that were deleted meanwhile
+        for start in range(0, len(remembered), _CLEAR_OBJECTS):
+            yield remembered[start : start + _CLEAR_OBJECTS]
 
     async def close(self) -> None:
         if self._fd >= 0:
@@ -191,6 +202,9 @@ class NativePluginAdapter(Adapter):
         completion = await self._submit("exists", keys)
         if not completion.ok:
             raise AdapterError(completion.error or "a lookup failed", retryable=True)
+        for key, exists in zip(keys, completion.results, strict=True):
+            if not exists:
+                self._sizes.pop(key, None)  # also where the backend evicts by itself
         return [exists and key not in self._unreadable for key, exists in zip(keys, completion.results, strict=True)]
 
     async def _submit(self, operation: str, keys: Sequence[ObjectKey], *buffers: Sequence[memoryview]) -> Completion:
@@ -251,11 +265,18 @@ class NativePluginAdapter(Adapter):
         return len(reports)
 
     def _remember_size(self, key: ObjectKey, size_bytes: int) -> None:
-        self._sizes[key] = size_bytes
-        self._frame_bytes[key.namespace.digest] = size_bytes
+        _remember(self._sizes, key, size_bytes, limits.MAX_L2_SIZES_REMEMBERED)
+        _remember(self._frame_bytes, key.namespace.digest, size_bytes, limits.MAX_NAMESPACES_REMEMBERED)
 
     def _size(self, key: ObjectKey) -> int:
         return self._sizes.get(key) or self._frame_bytes.get(key.namespace.digest, FRAME_HEADER_BYTES)
+
+
+def _remember(sizes: OrderedDict[Any, int], name: Any, size_bytes: int, most: int) -> None:
+    sizes[name] = size_bytes
+    sizes.move_to_end(name)
+    if len(sizes) > most:
+        sizes.popitem(last=False)
 
 
 def check(config: NativePluginConfig) -> list[str]:
