@@ -13,6 +13,7 @@ from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.errors import ProtocolError
 from lmcache.transport.backlog import Backlog
+from lmcache.transport import wire
 from lmcache.transport.deferred import Bulk
 from lmcache.transport.forks import not_for_children
 from lmcache.transport.listening import EngineListener
@@ -70,6 +71,7 @@ class Peers:
         self._peers: dict[int, Peer] = {}
         self._new_session = curve
         self._strangers: dict[Peer, None] = {}  # in their handshake, in the order in which they came
+        self._unserved: dict[Peer, None] = {}  # of whom no call has succeeded yet, in that order, too
         self.unfinished: Backlog[Peer] = Backlog(rpc_limits.unfinished_bytes)
         self._unsent: Backlog[Peer] = Backlog(rpc_limits.unsent_bytes)
         self._to_flush: dict[Peer, None] = {}
@@ -124,11 +126,19 @@ class Peers:
                     self._call_later(_ACCEPT_PAUSE_SECONDS, lambda: self.watch(self._listening.fileno()))
                     return
                 continue  # it has gone already
-            if len(self._peers) >= self._limits.connections:
+            if len(self._peers) >= self._limits.connections and not self._make_room():
                 self._trouble("refused", f"there are {len(self._peers)} connections already")
                 sock.close()
                 continue
             self._welcome(sock, self.endpoint if sock.family == socket.AF_UNIX else f"{address[0]}:{address[1]}")
+
+    def _make_room(self) -> bool:
+        """Whoever holds a connection and calls nothing must not keep an engine out."""
+        oldest = next(iter(self._unserved), None)
+        if oldest is None:
+            return False
+        self._end(oldest, f"there are {len(self._peers)} connections, and it is the oldest without a call that succeeded")
+        return True
 
     def _welcome(self, sock: socket.socket, name: str) -> None:
         sock.setblocking(False)
@@ -139,7 +149,7 @@ class Peers:
         curve = self._new_session() if self._new_session is not None else None
         peer = Peer(not_for_children(sock), name, self._limits.message_bytes, curve)
         self._peers[peer.fd] = peer
-        self._strangers[peer] = None
+        self._strangers[peer] = self._unserved[peer] = None
         if len(self._strangers) > self._limits.handshakes:
             self._end(
                 next(iter(self._strangers)), "too many connections are in their handshake; this one is the oldest"
@@ -185,6 +195,8 @@ class Peers:
             if isinstance(payload, Bulk):
                 payload.sent = True
             return
+        if status == wire.STATUS_OK:
+            self._unserved.pop(peer, None)
         peer.queue_answer(call_id, status, payload)
         self._to_flush[peer] = None
 
@@ -231,6 +243,7 @@ class Peers:
         self._to_flush.pop(peer, None)
         del self._peers[peer.fd]
         self._strangers.pop(peer, None)
+        self._unserved.pop(peer, None)
         self._epoll.unregister(peer.fd)
         if peer.handshake_timer is not None:
             peer.handshake_timer.cancel()

@@ -103,11 +103,34 @@ def test_a_slow_message_arrives_whole() -> None:
 def test_connections_are_limited() -> None:
     metrics = Metrics()
     with serving(Oddities(), metrics.rpc, connections=2) as server, connected(server) as honest:
-        with raw_connection(server), raw_connection(server, b"") as beyond:
-            assert hung_up(beyond)
+        assert echo(honest, "served") == "served"
+        with connected(server) as other, contextlib.ExitStack() as beyond:
+            assert echo(other, "served") == "served"
+            assert hung_up(beyond.enter_context(raw_connection(server, b"")))
             assert echo(honest, "served") == "served"
             assert counted(metrics, "refused") >= 1
         until(lambda: answers(server))
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"", GREETING + READY, GREETING + READY + call(b"refuse", "x")],
+    ids=["no handshake", "no call", "a refused call"],
+)
+def test_connections_that_call_nothing_keep_nobody_out(beginning: bytes) -> None:
+    metrics = Metrics()
+    with (
+        serving(Oddities(), metrics.rpc, connections=4) as server,
+        connected(server) as honest,
+        contextlib.ExitStack() as many,
+    ):
+        assert echo(honest, "served") == "served"
+        silent = [many.enter_context(raw_connection(server, beginning)) for _ in range(8)]
+        late = many.enter_context(connected(server))
+        assert echo(late, "late") == "late"
+        assert all(map(hung_up, silent[:5]))  # the oldest of them
+        assert echo(honest, "still served") == "still served"
+        assert counted(metrics, "closed") >= 5 and counted(metrics, "refused") == 0
 
 
 def answers(server: RpcServer) -> bool:
