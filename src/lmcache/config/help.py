@@ -18,8 +18,8 @@ _END = """
 Every option can also come from the environment (--l1-size-gb as LMCACHE_L1_SIZE_GB) and from the file of --config
 (l1_size_gb: 20). Flags win over the environment, the environment over the file. LMCACHE_LOG_LEVEL is DEBUG, INFO
 (default), WARNING or ERROR. Exit codes: 0 stopped as asked; 1 the machine refused, or something hung at the end; 2 the
-options were refused; 128 and its number for a second signal, which ends the server at once. The same signal again within
-0.5 s is no second one.
+options were refused; 128 and its number for a second signal, which ends the server at once; the same signal again
+within 0.5 s is no second one.
 """
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.errors import ProtocolError
-from lmcache.transport.backlog import Backlog
 from lmcache.transport import wire
+from lmcache.transport.backlog import Backlog
 from lmcache.transport.deferred import Bulk
 from lmcache.transport.forks import not_for_children
 from lmcache.transport.listening import EngineListener
@@ -137,7 +137,9 @@ class Peers:
         oldest = next(iter(self._unserved), None)
         if oldest is None:
             return False
-        self._end(oldest, f"there are {len(self._peers)} connections, and it is the oldest without a call that succeeded")
+        self._end(
+            oldest, f"there are {len(self._peers)} connections, and it is the oldest without a call that succeeded"
+        )
         return True
 
     def _welcome(self, sock: socket.socket, name: str) -> None:
