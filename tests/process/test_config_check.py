@@ -117,6 +117,15 @@ BAD = {
     "fs inside a file": Bad(
         lambda f: adapter(type="fs", base_path=file(f / "x") + "/l2"), ["/x/l2 is not a folder; choose"], MACHINE
     ),
+    "a file system that takes no files": Bad(
+        lambda f: [
+            *("--audit-log", "/proc/audit", "--lookup-hash-log-dir", "/proc/lookups"),
+            *adapter(type="fs_native", base_path="/proc/l2"),
+            *adapter(type="fs", base_path="/sys/l2"),
+        ],
+        ["/proc/audit", "--lookup-hash-log-dir /proc/lookups cannot", "the folder /proc/l2:", "the folder /sys/l2:"],
+        MACHINE,
+    ),
     "fs a file": Bad(lambda f: adapter(type="fs_native", base_path=file(f / "x")), ["/x is not a folder"], MACHINE),
     "fs temporary": Bad(
         lambda f: adapter(type="fs_native", base_path=str(f / "l2"), relative_tmp_dir="../../etc"),

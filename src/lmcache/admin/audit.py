@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lmcache.clock import Clock
+from lmcache.core.folders import refuse_files
 from lmcache.core.limits import (
     MAX_AUDIT_LINES_WAITING,
     MAX_AUDIT_REFUSALS_AT_ONCE,
@@ -30,7 +31,7 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW |
 
 
 def refuse_unusable(path: str) -> None:
-    """ResourceError where `AuditLog(path)` would raise it. Makes nothing."""
+    """ResourceError where `AuditLog(path)` would raise it. Does not make the file."""
     if path:
         try:
             os.close(os.open(path, _FLAGS & ~os.O_CREAT))
@@ -40,6 +41,10 @@ def refuse_unusable(path: str) -> None:
                 raise _unusable(path, missing) from None
             if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
                 raise _unusable(path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
+            try:
+                refuse_files(folder)
+            except OSError as error:
+                raise _unusable(path, error) from None
         except OSError as error:
             raise _unusable(path, error) from None
 

@@ -1,10 +1,13 @@
-"""Checks whether a folder can be used, without creating anything."""
+"""Checks whether a folder can be used. What is created for that is gone afterwards."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import tempfile
+
+_TRIAL = ".lmcache-check-"  # begins the name of what is created
 
 
 def refuse_unwritable(path: str) -> None:
@@ -24,6 +27,21 @@ def refuse_unwritable(path: str) -> None:
     if not os.access(existing, needed, effective_ids=True):
         read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
         raise _error(errno.EROFS if read_only else errno.EACCES, existing)
+    # What everybody may write to may be of a file system that takes nothing, or not from here: /proc, a mount by NFS.
+    if existing == path:
+        refuse_files(existing)
+        return
+    trial = tempfile.mkdtemp(prefix=_TRIAL, dir=existing)
+    try:
+        refuse_files(trial)
+    finally:
+        os.rmdir(trial)
+
+
+def refuse_files(folder: str) -> None:
+    """Raises the OSError that making a file in this folder would raise."""
+    with tempfile.TemporaryFile(prefix=_TRIAL, dir=folder):  # without a name, where the file system can do that
+        pass
 
 
 def _error(number: int, path: str) -> OSError:

@@ -26,7 +26,7 @@ _FILE_NAME = re.compile(r"lookup_hashes_\d{8}_\d{6}_\d{6}\.jsonl")
 
 
 def refuse_unusable(folder: str) -> None:
-    """ResourceError where `LookupHashLog(folder)` would raise it. Creates nothing."""
+    """ResourceError where `LookupHashLog(folder)` would raise it. Does not create the folder."""
     try:
         refuse_unwritable(folder)
     except OSError as error:
