@@ -300,6 +300,17 @@ def test_capacity_is_a_hard_cap(device: Path) -> None:
     run(test)
 
 
+@pytest.mark.parametrize(("slots", "notes"), [(20, 0), (21, 1), (1 << 20, 1)])
+def test_a_capacity_that_the_device_does_not_have_is_said(tmp_path: Path, slots: int, notes: int) -> None:
+    path = make_device(tmp_path / "device", 20)
+    device_bytes = path.stat().st_size
+    wanted_bytes = device_bytes + (slots - 20) * SLOT_BYTES
+    sizes = {"slot_bytes": SLOT_BYTES, "meta_total_bytes": META_BYTES, "capacity_bytes": wanted_bytes}
+    said = check(parse_adapter({"type": "raw_block", "device_path": str(path), **sizes}, 0))
+    assert len(said) == notes
+    assert all(f"capacity_bytes {wanted_bytes} is more than the {device_bytes} bytes of" in note for note in said)
+
+
 def test_metadata_bounds_the_slots(tmp_path: Path) -> None:
     path = make_device(tmp_path / "device", 2000, meta_bytes=16384)
     spec = {"type": "raw_block", "device_path": str(path), "slot_bytes": SLOT_BYTES, "meta_total_bytes": 16384}

@@ -122,11 +122,11 @@ def check(config: RawBlockConfig) -> list[str]:
             config.device_path, config.where, direct=config.use_odirect, block_align=config.block_align
         )
         with contextlib.closing(device):
-            _, note = _usable_slots(config, device)
+            _, notes = _usable_slots(config, device)
             claim = _claim(config, device, bytes(DEVICE_ID_BYTES))
     except OSError as error:
         raise unusable(config, error) from None
-    return [sentence for sentence in (note, claim.note) if sentence]
+    return [*notes, *filter(None, [claim.note])]
 
 
 def open_and_claim(config: RawBlockConfig, environment: Environment) -> tuple[RawDevice, Claim, int]:
@@ -173,11 +173,17 @@ def _claim(config: RawBlockConfig, device: RawDevice, device_id: bytes) -> Claim
     return raw_device.claim(device, wanted, config.where, reformat=config.reformat)
 
 
-def _usable_slots(config: RawBlockConfig, device: RawDevice) -> tuple[int, str]:
-    """Their number, and a warning where the table limits it, else ""."""
+def _usable_slots(config: RawBlockConfig, device: RawDevice) -> tuple[int, list[str]]:
+    """Their number, and warnings where it is another one than the keys let expect."""
     geometry = config.geometry
     caps = [cap for cap in (config.capacity_bytes, config.limit_bytes) if cap]
     usable_bytes = min([device.size_bytes, *caps])
+    notes = []
+    if config.capacity_bytes > device.size_bytes:
+        notes.append(
+            f"{config.where}: capacity_bytes {config.capacity_bytes} is more than the {device.size_bytes} bytes of "
+            f"{device.path}, which are all that is used; lower it, or use a larger device."
+        )
     slots = geometry.slots_in(usable_bytes)
     if slots == 0:
         raise ConfigError(
@@ -186,8 +192,9 @@ def _usable_slots(config: RawBlockConfig, device: RawDevice) -> tuple[int, str]:
             "meta_total_bytes."
         )
     if slots <= geometry.max_slots:
-        return slots, ""
-    return geometry.max_slots, (
+        return slots, notes
+    notes.append(
         f"{config.where}: meta_total_bytes {geometry.meta_total_bytes} has room for {geometry.max_slots} of {slots} "
         f"slots and the rest stays unused; {geometry.meta_bytes_for(slots)} would do for all."
     )
+    return geometry.max_slots, notes
