@@ -100,6 +100,15 @@ def test_the_benchmark_of_the_start_runs_small() -> None:
     assert all(value > 0 for value in figures.values()), figures
 
 
+def test_the_benchmark_of_the_ledger_runs_small() -> None:
+    """Memory an object is the same on every machine, and hardly more for many objects than for so few."""
+    figures = run_small("ledger", "--runs", "2", "--objects", "65000", "--salts", "100")
+    assert len(figures) == 12
+    assert all(value > 0 for value in figures.values()), figures
+    memory_bytes = [value for name, value in figures.items() if name.endswith(": memory")]
+    assert len(memory_bytes) == 3 and max(memory_bytes) <= 110, figures
+
+
 def test_the_benchmark_of_the_index_runs_small() -> None:
     """Memory an object is the same on every machine."""
     figures = run_small("index", "--runs", "2", "--objects", "40000")
