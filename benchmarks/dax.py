@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES, GIB, MAX_L2_BATCH_OBJECTS
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.l2.adapter import ObjectColumns
+from lmcache.l2.adapter import NO_FOLDERS, ObjectColumns
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.l2.adapters.dax import DaxConfig
 from lmcache.l2.adapters.dax_device import MappedDevice
@@ -194,7 +194,10 @@ async def lookups_and_recovery(folder: Path, objects: int, rounds: int) -> list[
         def begin_scan(self) -> int:
             return 0
 
-        def known(self, *, unseen_by: int | None = None) -> Iterator[list[ObjectKey]]:
+        def seen(self, digest: bytes, hashes: bytes) -> None: ...
+        def known(
+            self, *, unseen_by: int | None = None, passed_over: Mapping[bytes, int] = NO_FOLDERS
+        ) -> Iterator[list[ObjectKey]]:
             return iter(())
 
         def lost(self, keys: Sequence[ObjectKey]) -> None: ...

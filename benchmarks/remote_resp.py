@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lmcache import _native
@@ -19,7 +19,7 @@ from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.limits import FRAME_HEADER_BYTES
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
-from lmcache.l2.adapter import Adapter
+from lmcache.l2.adapter import NO_FOLDERS, Adapter
 from lmcache.l2.adapter_types import build, parse_adapter
 from lmcache.testing.processes import LOOPBACK
 from measure import Result, at_least, spread
@@ -40,7 +40,10 @@ class _Quiet:
     def begin_scan(self) -> int:
         return 0
 
-    def known(self, *, unseen_by: int | None = None) -> Iterator[list[ObjectKey]]:
+    def seen(self, digest: bytes, hashes: bytes) -> None: ...
+    def known(
+        self, *, unseen_by: int | None = None, passed_over: Mapping[bytes, int] = NO_FOLDERS
+    ) -> Iterator[list[ObjectKey]]:
         return iter(())
 
     def lost(self, keys: Sequence[ObjectKey]) -> None: ...

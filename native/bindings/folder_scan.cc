@@ -20,6 +20,10 @@ void bind_folder_scan(nb::module_& m) {
           "What is in each of these folders of a file adapter (docs/formats/files.md). A folder that is gone is left "
           "out.");
     m.def(
+        "list_folders", &lmcache::list_folders, nb::arg("folders"), nb::arg("threads"), ReleaseGil(),
+        "The same by the names of files alone: without `used_ns` and `sizes`, and what is named like an object counts "
+        "as one.");
+    m.def(
         "youngest_first",
         [](const Packed<std::int64_t, "used_ns">& used_ns) {
             return AsBytes{lmcache::youngest_first(used_ns.data(), used_ns.size())};

@@ -22,6 +22,7 @@ using lmcache::LedgerHold;
 using lmcache::LedgerKeys;
 using lmcache::LedgerPage;
 using lmcache::LedgerStats;
+using lmcache::NamespaceFolders;
 
 using ObjectKeys = Annotated<"collections.abc.Sequence[lmcache.core.key.ObjectKey]">;
 using Namespaces = Annotated<"collections.abc.Sequence[lmcache.core.key.Namespace]">;
@@ -144,6 +145,29 @@ LedgerKeys keys_of_rows(const Ledger& added_to, const Namespaces& namespaces, co
     return std::move(builder.keys);
 }
 
+// Of one namespace.
+LedgerKeys keys_of_hashes(std::span<const std::uint8_t> digest, std::span<const std::uint8_t> hashes) {
+    if (digest.size() != lmcache::kDigestBytes) throw std::invalid_argument("digest must be 32 bytes");
+    if (hashes.size() % lmcache::kChunkHashBytes != 0) throw std::invalid_argument("hashes must be 32 bytes each");
+    LedgerKeys keys;
+    std::memcpy(keys.namespaces.emplace_back().digest.data(), digest.data(), digest.size());
+    keys.positions.resize(hashes.size() / lmcache::kChunkHashBytes);
+    keys.hashes.assign(hashes.begin(), hashes.end());
+    return keys;
+}
+
+std::vector<NamespaceFolders> folders_of(std::span<const std::uint8_t> packed) {
+    constexpr std::size_t kBytes = lmcache::kDigestBytes + sizeof(NamespaceFolders::first_bytes);
+    if (packed.size() % kBytes != 0) throw std::invalid_argument("passed_over must be 64 bytes a namespace");
+    std::vector<NamespaceFolders> folders(packed.size() / kBytes);
+    for (std::size_t i = 0; i < folders.size(); ++i) {
+        const std::uint8_t* at = packed.data() + i * kBytes;
+        std::memcpy(folders[i].digest.data(), at, lmcache::kDigestBytes);
+        std::memcpy(folders[i].first_bytes.data(), at + lmcache::kDigestBytes, sizeof(NamespaceFolders::first_bytes));
+    }
+    return folders;
+}
+
 // A short call is over before another thread would have the GIL.
 template <typename Call>
 auto without_gil_if_long(std::size_t keys, Call&& call) {
@@ -252,9 +276,24 @@ void bind_contents(nb::class_<Ledger>& ledger) {
     ledger.def("begin_scan", &Ledger::begin_scan,
                "The number of a scan: objects that are stored or found from now on have been seen by it.");
     ledger.def(
-        "list", &Ledger::list, nb::arg("start"), nb::arg("most"), nb::arg("unseen_by") = nb::none(), ReleaseGil(),
+        "see",
+        [](Ledger& self, const Packed<std::uint8_t, "digest">& digest, const Packed<std::uint8_t, "hashes">& hashes) {
+            self.see(keys_of_hashes(digest, hashes));
+        },
+        nb::arg("digest"), nb::arg("hashes"), ReleaseGil(),
+        "The scan that began last has seen what is known of these, 32 bytes each, in the namespace of that digest.");
+    ledger.def(
+        "list",
+        [](const Ledger& self, std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by,
+           const Packed<std::uint8_t, "passed_over">& passed_over) {
+            return self.list(start, most, unseen_by, folders_of(passed_over));
+        },
+        nb::arg("start"), nb::arg("most"), nb::arg("unseen_by") = nb::none(), nb::arg("passed_over") = nb::bytes("", 0),
+        ReleaseGil(),
         "A page of at most `most` known objects, maybe empty, from `start` on, which is 0 at first. Objects stored "
-        "meanwhile may be missed. `unseen_by`: only those that this scan, one of the last 255, has not seen.");
+        "meanwhile may be missed. `unseen_by`: only those that this scan, one of the last 255, has not seen. "
+        "`passed_over`: folders whose objects are left out, 64 bytes a namespace: its digest, then a bit for each "
+        "first byte of a hash, the lowest bit of a byte first.");
 }
 
 void bind_eviction(nb::class_<Ledger>& ledger) {

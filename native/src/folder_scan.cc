@@ -48,7 +48,9 @@ bool parse_object(std::string_view name, std::string_view folder, Hash& hash) {
 
 std::int64_t nanoseconds(const timespec& time) { return time.tv_sec * kSecondNs + time.tv_nsec; }
 
-int scan_folder(const std::string& path, FolderScan& scan) {
+enum class Look : bool { kAtNames, kAtFiles };
+
+int scan_folder(const std::string& path, FolderScan& scan, Look look) {
     UniqueFd folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
     if (!folder.valid()) return errno == ENOENT ? 0 : errno;  // removed since it was listed
     DIR* const opened = ::fdopendir(folder.get());
@@ -71,6 +73,10 @@ int scan_folder(const std::string& path, FolderScan& scan) {
     }
     const int error = errno;
     if (is_empty && error == 0) scan.empty.push_back(path);
+    if (look == Look::kAtNames) {
+        for (const Found& object : found) scan.hashes.push_back(object.hash);
+        return error;
+    }
     // File systems keep inodes in tables by their number: in this order a cold disk is read once, and forward.
     std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.inode < b.inode; });
     for (const Found& object : found) {
@@ -89,14 +95,12 @@ void append(std::vector<T>& to, std::vector<T>& from) {
     to.insert(to.end(), std::make_move_iterator(from.begin()), std::make_move_iterator(from.end()));
 }
 
-}  // namespace
-
-FolderScan scan_folders(const std::vector<std::string>& folders, unsigned threads) {
+FolderScan scan_each(const std::vector<std::string>& folders, unsigned threads, Look look) {
     if (threads < 1 || threads > kMaxParallelThreads)
         throw std::invalid_argument("threads must be 1 to " + std::to_string(kMaxParallelThreads));
     std::vector<FolderScan> parts(folders.size());
     parallel_for(folders.size(), threads, [&](std::size_t i) {
-        if (const int error = scan_folder(folders[i], parts[i]); error != 0)
+        if (const int error = scan_folder(folders[i], parts[i], look); error != 0)
             parts[i].unreadable.emplace_back(folders[i], error);
         return true;
     });
@@ -110,6 +114,16 @@ FolderScan scan_folders(const std::vector<std::string>& folders, unsigned thread
         append(all.unreadable, part.unreadable);
     }
     return all;
+}
+
+}  // namespace
+
+FolderScan scan_folders(const std::vector<std::string>& folders, unsigned threads) {
+    return scan_each(folders, threads, Look::kAtFiles);
+}
+
+FolderScan list_folders(const std::vector<std::string>& folders, unsigned threads) {
+    return scan_each(folders, threads, Look::kAtNames);
 }
 
 std::vector<std::uint32_t> youngest_first(const std::int64_t* used_ns, std::size_t count) {

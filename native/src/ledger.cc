@@ -490,8 +490,24 @@ std::uint8_t Ledger::begin_scan() {
     return ++scan_;
 }
 
-LedgerPage Ledger::list(std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by) const {
+void Ledger::see(const LedgerKeys& keys) {
     const MutexLock lock(mutex_);
+    for_each_known(keys, false,
+                   [&](std::size_t, std::uint32_t index, std::uint64_t) { objects_[index].cycle = scan_; });
+}
+
+LedgerPage Ledger::list(std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by,
+                        std::span<const NamespaceFolders> passed_over) const {
+    const MutexLock lock(mutex_);
+    std::unordered_map<std::uint32_t, const NamespaceFolders*> left_out;  // by number of the namespace
+    for (const NamespaceFolders& folders : passed_over) {
+        const std::uint32_t number = namespaces_.find(folders.digest);
+        if (number != kNoNamespace) left_out[number] = &folders;
+    }
+    const auto is_left_out = [&](const Object& object) {
+        const auto found = left_out.find(object.name_space);
+        return found != left_out.end() && found->second->contains(object.hash[0]);
+    };
     const auto age = [latest = scan_](std::uint8_t scan) { return static_cast<std::uint8_t>(latest - scan); };
     PageBuilder builder(*this);
     for (std::uint32_t index = start; index < objects_.size(); ++index) {
@@ -502,6 +518,7 @@ LedgerPage Ledger::list(std::uint32_t start, std::size_t most, std::optional<std
         const Object& object = objects_[index];
         if (object.state != ObjectState::kResident && object.state != ObjectState::kLeaving) continue;
         if (unseen_by && age(object.cycle) <= age(*unseen_by)) continue;
+        if (!left_out.empty() && is_left_out(object)) continue;
         builder.add(object);
     }
     return builder.page();

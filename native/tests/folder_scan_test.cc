@@ -57,6 +57,9 @@ TEST_CASE(only_our_files_are_listed_youngest_first) {
         CHECK(scan.used_ns[order[1]] == 100'000'000'007 && scan.sizes[order[1]] >= 5000);
         CHECK(scan.hashes[order[2]][0] == std::byte{0xff} && scan.hashes[order[2]][31] == std::byte{0x33});
     }
+    const FolderScan names = lmcache::list_folders({first, second, third, base + "/gone", file}, 2);
+    CHECK(names.hashes.size() == 5 && names.sizes.empty() && names.used_ns.empty());  // a link and a folder, too
+    CHECK(names.unreadable.size() == 1 && names.unreadable[0].first == file);
     CHECK(lmcache::scan_folders({}, 4).hashes.empty());
     CHECK(refused([&] { lmcache::scan_folders({first}, 0); }));
     const std::string command = "rm -rf '" + base + "'";

@@ -106,6 +106,31 @@ TEST_CASE(pages_name_every_object_once_and_end) {
     }
 }
 
+TEST_CASE(what_a_scan_has_seen_and_folders_that_it_passes_over_are_left_out) {
+    const auto in_folder = [](std::uint8_t first_byte, std::uint64_t first, std::size_t count) {
+        LedgerKeys result = keys(first, count);
+        for (std::size_t i = 0; i < count; ++i) result.hashes[i * kChunkHashBytes] = first_byte;
+        return result;
+    };
+    Ledger ledger(EvictionPolicy::kLru);
+    for (const std::uint8_t first_byte : {0, 7, 8, 255}) ledger.found(in_folder(first_byte, 0, 100), sizes(100));
+    ledger.found(keys(0, 10, 1), sizes(10));
+    const std::uint8_t scan = ledger.begin_scan();
+    ledger.see(in_folder(8, 0, 40));
+    ledger.see(in_folder(8, 5000, 10));  // not known
+    ledger.stored(in_folder(8, 2000, 10), sizes(10));
+    CHECK(ledger.list(0, 10'000, scan).positions.size() == 370);
+    NamespaceFolders folders{keys(0, 0).namespaces[0].digest, {}};
+    folders.first_bytes[0] = 1 << 7 | 1;
+    folders.first_bytes[31] = 1 << 7;
+    const NamespaceFolders of_nobody{keys(0, 0, 9).namespaces[0].digest, {1}};
+    const NamespaceFolders passed_over[] = {of_nobody, folders};
+    const LedgerPage rest = ledger.list(0, 10'000, scan, passed_over);
+    CHECK(rest.positions.size() == 60 + 10);  // of the folder 8, and of another namespace's folder 0
+    CHECK(ledger.list(0, 10'000, std::nullopt, passed_over).positions.size() == 110 + 10);
+    ledger.check();
+}
+
 TEST_CASE(threads_may_call_at_once) {
     for (const EvictionPolicy policy : kPolicies) {
         Ledger ledger(policy);

@@ -28,6 +28,10 @@ struct FolderScan {
 // Throws std::invalid_argument for a thread count out of range.
 FolderScan scan_folders(const std::vector<std::string>& folders, unsigned threads);
 
+// The same by the names alone: no file is looked at, so there are neither `used_ns` nor `sizes`, and what has the name
+// of an object counts as one.
+FolderScan list_folders(const std::vector<std::string>& folders, unsigned threads);
+
 // Positions in the order of use, the youngest first, equal ones as they were.
 std::vector<std::uint32_t> youngest_first(const std::int64_t* used_ns, std::size_t count);
 

@@ -12,6 +12,7 @@
 // depends on its keys, not on how many objects there are.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -55,6 +56,14 @@ struct LedgerPage {
     std::vector<std::uint8_t> hashes;
     std::vector<std::uint64_t> charges_bytes;
     std::uint32_t next_start = 0;  // 0: that was the last page
+};
+
+// Folders of a namespace, a bit each: that of the hashes with this first byte.
+struct NamespaceFolders {
+    Digest digest;
+    std::array<std::uint8_t, 32> first_bytes;
+
+    bool contains(std::uint8_t first_byte) const { return (first_bytes[first_byte / 8] >> first_byte % 8 & 1) != 0; }
 };
 
 struct LedgerCapacity {
@@ -125,9 +134,13 @@ public:
 
     // Begins a scan of the backend: objects that are stored or found from now on have been seen by it.
     std::uint8_t begin_scan();
+    // The scan that began last has seen those that are known of these.
+    void see(const LedgerKeys& keys);
     // Known objects in the order of their records, from `start` (0: the first) on; stores meanwhile may be missed.
-    // `unseen_by`: only those that this scan has not seen, if it is among the last 255.
-    LedgerPage list(std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by) const;
+    // `unseen_by`: only those that this scan has not seen, if it is among the last 255. `passed_over`: folders whose
+    // objects are left out.
+    LedgerPage list(std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by,
+                    std::span<const NamespaceFolders> passed_over = {}) const;
 
     LedgerStats stats() const;
     // Throws std::runtime_error that names the broken invariant. O(objects).

@@ -6,14 +6,14 @@ Invariant: used + reserved + folders + overhead never exceeds the limit through 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache._native import Ledger as NativeLedger
 from lmcache._native import LedgerHold, LedgerPage, LedgerStats
 from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey, decode_known
 from lmcache.core.salt_limits import SaltLimits
-from lmcache.l2.adapter import Capacity, ObjectColumns
+from lmcache.l2.adapter import NO_FOLDERS, Capacity, ObjectColumns
 
 PAGE_OBJECTS = 4096
 
@@ -196,12 +196,23 @@ class Ledger:
         """The number of a scan of the backend, which sees what is stored or found from now on."""
         return self.native.begin_scan()
 
-    def pages(self, page_objects: int = PAGE_OBJECTS, *, unseen_by: int | None = None) -> Iterator[list[ObjectKey]]:
+    def seen(self, digest: bytes, hashes: bytes) -> None:
+        """The scan that began last has seen these of one namespace, 32 bytes each. Unknown ones are ignored."""
+        self.native.see(digest, hashes)
+
+    def pages(
+        self,
+        page_objects: int = PAGE_OBJECTS,
+        *,
+        unseen_by: int | None = None,
+        passed_over: Mapping[bytes, int] = NO_FOLDERS,
+    ) -> Iterator[list[ObjectKey]]:
         """Every known object, or those that a scan has not seen, a page at a time. Between pages anything may happen:
-        objects stored meanwhile may be missed."""
+        objects stored meanwhile may be missed. `passed_over`: as of `Inventory.known`."""
+        folders = b"".join(digest + bits.to_bytes(32, "little") for digest, bits in passed_over.items())
         start = 0
         while True:
-            page = self.native.list(start, page_objects, unseen_by)
+            page = self.native.list(start, page_objects, unseen_by, folders)
             yield _keys_of(page)
             if not (start := page.next_start):
                 return

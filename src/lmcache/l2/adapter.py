@@ -20,13 +20,16 @@ Rules:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.core.rounding import round_up
+
+NO_FOLDERS: Mapping[bytes, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +80,18 @@ class Inventory(Protocol):
         that search, for `known`."""
         ...
 
-    def known(self, *, unseen_by: int | None = None) -> Iterator[list[ObjectKey]]:
+    def seen(self, digest: bytes, hashes: bytes) -> None:
+        """As `found`, where sizes are not known: objects of the namespace with this digest, 32 bytes of chunk hash
+        each. Unknown ones are ignored."""
+        ...
+
+    def known(
+        self, *, unseen_by: int | None = None, passed_over: Mapping[bytes, int] = NO_FOLDERS
+    ) -> Iterator[list[ObjectKey]]:
         """Every object that counts as held, in pages of some thousand. `unseen_by` the number of a search: only those
-        that were neither found nor stored since it began. Between two pages the loop may do other things."""
+        that were neither found, seen nor stored since it began. `passed_over`: without those of these namespaces, by
+        digest, whose chunk hash begins with a byte of which the bit is set. Between two pages the loop may do other
+        things."""
         ...
 
     def lost(self, keys: Sequence[ObjectKey]) -> None:

@@ -11,7 +11,7 @@ import json
 import logging
 import mmap
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -24,7 +24,7 @@ from lmcache.core.outcome import LoadOutcome, MissReason, StoreOutcome
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import AdapterError, ConfigError, DeadlineError
 from lmcache.l2.accounting import Ledger
-from lmcache.l2.adapter import ObjectColumns, RegistersMemory
+from lmcache.l2.adapter import NO_FOLDERS, ObjectColumns, RegistersMemory
 from lmcache.l2.adapter_config import AdapterConfig
 from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.layers.context import AdapterContext
@@ -181,8 +181,13 @@ class Runner:
     def begin_scan(self) -> int:
         return self.ledger.begin_scan()
 
-    def known(self, *, unseen_by: int | None = None) -> Iterator[list[ObjectKey]]:
-        return self.ledger.pages(unseen_by=unseen_by)
+    def seen(self, digest: bytes, hashes: bytes) -> None:
+        self.ledger.seen(digest, hashes)
+
+    def known(
+        self, *, unseen_by: int | None = None, passed_over: Mapping[bytes, int] = NO_FOLDERS
+    ) -> Iterator[list[ObjectKey]]:
+        return self.ledger.pages(unseen_by=unseen_by, passed_over=passed_over)
 
     def lost(self, keys: Sequence[ObjectKey]) -> None:
         self.ledger.lost(keys)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from lmcache.core.key import ObjectKey
-from lmcache.l2.adapter import Adapter, ObjectColumns
+from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
+from lmcache.l2.adapter import NO_FOLDERS, Adapter, ObjectColumns
 
 T = TypeVar("T")
 
@@ -41,8 +41,21 @@ class RecordingInventory:
         self._scan += 1
         return self._scan
 
-    def known(self, *, unseen_by: int | None = None) -> Iterator[list[ObjectKey]]:
-        yield [key for key in self.objects if unseen_by is None or self._seen_by[key] < unseen_by]
+    def seen(self, digest: bytes, hashes: bytes) -> None:
+        there = {hashes[start : start + CHUNK_HASH_BYTES] for start in range(0, len(hashes), CHUNK_HASH_BYTES)}
+        for key in self.objects:
+            if key.namespace.digest == digest and key.chunk_hash in there:
+                self._seen_by[key] = self._scan
+
+    def known(
+        self, *, unseen_by: int | None = None, passed_over: Mapping[bytes, int] = NO_FOLDERS
+    ) -> Iterator[list[ObjectKey]]:
+        yield [
+            key
+            for key in self.objects
+            if (unseen_by is None or self._seen_by[key] < unseen_by)
+            and not passed_over.get(key.namespace.digest, 0) >> key.chunk_hash[0] & 1
+        ]
 
     def lost(self, keys: Sequence[ObjectKey]) -> None:
         for key in keys:

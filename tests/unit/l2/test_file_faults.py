@@ -9,13 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lmcache
+from lmcache.core.key import ObjectKey
 from lmcache.core.limits import L2_BREAKER_MAX_OPEN_SECONDS
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.l2.adapters import fs_native
@@ -180,6 +181,36 @@ def test_removed_files_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 await asyncio.sleep(0.005)
             assert server.runner.ledger.used_bytes == 0
             assert await server.store(seed=2) == [StoreOutcome.STORED] * COUNT
+
+    run(test)
+
+
+def test_of_what_is_known_only_that_is_asked_for_whose_name_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each folder has changed, as it does whenever something was stored in it."""
+    monkeypatch.setattr(fs_native, "WATCH_SECONDS", 0.01)
+
+    async def test() -> None:
+        async with Server(tmp_path, max_capacity_gb=1) as server:
+            adapter, asked = server.runner.adapter, list[ObjectKey]()
+            probe = adapter.probe
+
+            async def counted(wanted: Sequence[ObjectKey]) -> list[int | None]:
+                asked.extend(wanted)
+                return await probe(wanted)
+
+            for seed in range(40):
+                await server.store(seed=seed)
+            monkeypatch.setattr(adapter, "probe", counted)
+            files = [data_file(tmp_path, index, seed) for seed in range(40) for index in range(COUNT)]
+            for file in files:
+                file.with_suffix(".other").touch()
+            files[50].unlink()
+            shutil.rmtree(files[100].parent)
+            while server.runner.status()["objects"] != sum(map(Path.exists, files)):
+                await asyncio.sleep(0.005)
+            assert len(asked) < len(files) / 4
 
     run(test)
 

@@ -248,6 +248,19 @@ def test_a_scan_tells_what_it_has_not_seen() -> None:
     assert sorted(letters([key for page in objects.ledger.pages(2) for key in page])) == list("abcdefx")
 
 
+def test_what_is_in_a_folder_that_is_passed_over_is_not_listed() -> None:
+    objects = Letters("LRU")
+    objects.store("abcdefA")
+    ledger, scan = objects.ledger, objects.ledger.begin_scan()
+    small, big = (key(letter).namespace.digest for letter in "aA")
+    ledger.seen(small, b"".join(key.chunk_hash for key in keys("bx")))
+    passed_over = {small: 1 << ord("e") | 1 << ord("A"), bytes(32): (1 << 256) - 1}
+    listed = [key for page in ledger.pages(2, unseen_by=scan, passed_over=passed_over) for key in page]
+    assert sorted(letters(listed)) == ["A", "a", "c", "d", "f"]
+    everything = [key for page in ledger.pages(2, passed_over={big: 1 << ord("A")}) for key in page]
+    assert sorted(letters(everything)) == list("abcdef")
+
+
 def test_memory_is_given_back_with_the_last_object_of_a_namespace() -> None:
     ledger = Ledger("LRU", lambda: 0)
     for salt in map(str, range(1000)):

@@ -8,7 +8,7 @@ import textwrap
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -317,7 +317,8 @@ def test_a_native_plugin_is_cleared_in_pages(tmp_path: Path, monkeypatch: pytest
         for start in range(0, 10_000, 500):
             await runner.store(keys(500, start), memory.buffers * 500, lambda: None)
         assert await runner.clear() == (10_000, 10_000 * memory.slot_bytes)
-        assert runner.adapter.client.largest_batch["delete"] < 5000
+        client: Any = cast(Any, runner.adapter).client
+        assert client.largest_batch["delete"] < 5000
         assert len(runner.ledger) == 0
         await runner.close(10)
 

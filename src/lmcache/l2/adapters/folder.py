@@ -5,6 +5,7 @@ Everything here blocks and is called on background threads, apart from the funct
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from array import array
@@ -40,12 +41,8 @@ def make(base: str, relative: str) -> Path:
     return path
 
 
-def object_folder(digest_hex: str, hash_hex: str) -> str:
-    """Relative. 256 folders a namespace: a million objects are 4,000 files in each."""
-    return f"{digest_hex}/{hash_hex[:2]}"
-
-
 def object_path(base: str, digest_hex: str, hash_hex: str) -> str:
+    """256 folders a namespace: a million objects are 4,000 files in each."""
     return f"{base}/{digest_hex}/{hash_hex[:2]}/{hash_hex}.data"
 
 
@@ -119,8 +116,8 @@ def remove_empty(base: str, folders: Iterable[str]) -> None:
 
 
 def stamps(base: str) -> dict[str, int]:
-    """The modification time of each object folder in nanoseconds: when a file was last added or removed. Folders that
-    cannot be read are left out."""
+    """The modification time of each object folder, such as `DIGEST/3f`, in nanoseconds: when a file was last added or
+    removed. Folders that cannot be read are left out."""
     found = {}
     for digest_hex in _folders(base, _NAMESPACE, []):
         for name in _folders(f"{base}/{digest_hex}", _FAN_OUT, []):
@@ -129,6 +126,26 @@ def stamps(base: str) -> dict[str, int]:
             except OSError:
                 pass
     return found
+
+
+def objects_named(base: str, folders: Sequence[str]) -> list[tuple[bytes, bytes]]:
+    """What lies in these object folders by its name alone: (digest of a namespace, chunk hashes of 32 bytes each).
+    `folders` as `stamps` names them; those that cannot be read are left out."""
+    found = []
+    for digest_hex, names in itertools.groupby(folders, lambda name: name.partition("/")[0]):
+        paths = [f"{base}/{name}" for name in names]
+        found.append((bytes.fromhex(digest_hex), _native.list_folders(paths, _SCAN_THREADS).hashes))
+    return found
+
+
+def first_bytes(folders: Iterable[str]) -> dict[bytes, int]:
+    """The same folders as bits: by digest of a namespace those of the first bytes of its chunk hashes."""
+    bits: dict[bytes, int] = {}
+    for name in folders:
+        digest_hex, _, first_byte = name.partition("/")
+        digest = bytes.fromhex(digest_hex)
+        bits[digest] = bits.get(digest, 0) | 1 << int(first_byte, 16)
+    return bits
 
 
 def _folders(path: str, pattern: re.Pattern[str], faults: list[OSError]) -> list[str]:

@@ -48,6 +48,7 @@ SCAN_SHARE = 50  # the pause after a scan, in multiples of its duration
 MAX_UNREMOVABLE = 65_536
 INVENTORY_SLICE = 4096
 UNLINK_SLICE = 4096
+LISTED_FOLDERS = 16  # at a time
 TAILS_RETRIED = 3
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
@@ -424,8 +425,14 @@ class FsNativeAdapter:
         self._stamps = stamps
         if not has_changed:
             return
-        for keys in self._inventory.known():
-            await self._report_lost([key for key in keys if self._folder_of(key) not in same])
+        scan = self._inventory.begin_scan()
+        changed = sorted(stamps.keys() - same)
+        for start in range(0, len(changed), LISTED_FOLDERS):
+            names = changed[start : start + LISTED_FOLDERS]
+            for digest, hashes in await in_thread("l2-watch", folder.objects_named, self._base, names):
+                self._inventory.seen(digest, hashes)
+        for keys in self._inventory.known(unseen_by=scan, passed_over=folder.first_bytes(same)):
+            await self._report_lost(keys)
             await asyncio.sleep(0)
 
     def _look(self) -> tuple[dict[str, int], int]:
@@ -433,9 +440,6 @@ class FsNativeAdapter:
             return folder.stamps(self._base), folder.base_bytes(self._base)
         except OSError:  # it is gone
             return {}, self._base_bytes
-
-    def _folder_of(self, key: ObjectKey) -> str:
-        return folder.object_folder(key.namespace.digest.hex(), key.chunk_hash.hex())
 
     async def _report_lost(self, keys: Sequence[ObjectKey]) -> None:
         """Those that are not there. They are looked up once more: one may have been stored during a scan."""
