@@ -82,9 +82,7 @@ MAX_L2_LISTED_OBJECTS = 1 << 26
 MAX_L2_LISTED_NAMESPACES = 1 << 16
 MAX_L2_LISTED_PAGES = 1 << 20
 MAX_L2_KNOWN_OBJECTS = 1 << 24  # of an adapter without a capacity, about 100 bytes each; it is asked for the others
-MAX_L2_SIZES_REMEMBERED = (
-    1 << 18
-)  # of objects in a backend that is not asked for sizes; others have those of their namespace
+MAX_L2_SIZES_REMEMBERED = 1 << 18  # of objects in a backend that tells none; the rest are as others of their namespace
 L2_SERDE_MEMORY_BYTES = 384 * MIB  # an adapter, for encoded frames on their way; one larger batch alone may have more
 MAX_SERDES_NAMED = 16  # of other servers in one backend, in the log
 MAX_L2_UNREADABLE_OBJECTS = 65_536  # an adapter, remembered so that a store replaces them
