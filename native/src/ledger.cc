@@ -492,8 +492,10 @@ std::uint8_t Ledger::begin_scan() {
 
 void Ledger::see(const LedgerKeys& keys) {
     const MutexLock lock(mutex_);
-    for_each_known(keys, false,
-                   [&](std::size_t, std::uint32_t index, std::uint64_t) { objects_[index].cycle = scan_; });
+    for_each_known(keys, false, [&](std::size_t, std::uint32_t index, std::uint64_t) {
+        mutex_.assert_held();
+        objects_[index].cycle = scan_;
+    });
 }
 
 LedgerPage Ledger::list(std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by,
