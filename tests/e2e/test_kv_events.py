@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import shutil
@@ -48,6 +49,17 @@ class Subscriber:
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._next = 0
         self.blocks: dict[tuple[str, Any], tuple[Any, tuple[int, ...]]] = {}  # (hash of the one before, tokens)
+
+    def begin(self, engine: VllmEngine) -> None:
+        """What is published before a subscription has arrived goes nowhere."""
+        seeds = itertools.count(1000)
+
+        def heard() -> bool:
+            engine.complete(sample_tokens(70, seed=next(seeds)), max_tokens=2)
+            self.read()
+            return self._next > 0
+
+        until(heard)
 
     def read(self) -> None:
         while self._socket.poll(20):
@@ -98,7 +110,13 @@ def test_the_engine_publishes_what_the_server_has_and_what_it_loses(
     endpoint = f"tcp://{LOOPBACK}:{free_port()}"
     router = Subscriber(endpoint)
     try:
-        stack = start_stack(llama, prefix_caching=True, engine_flags=event_flags(endpoint))
+        stack = start_stack(
+            llama,
+            prefix_caching=True,
+            engine_flags=event_flags(endpoint),
+            server_flags=["--l2-prefetch-policy", "retain"],
+        )
+        router.begin(stack.engine)
         stack.engine.complete(PROMPT, max_tokens=2)
         # Without another request: the engine steps on until it has published what it stored.
         until(lambda: router.prefix_tokens("CPU", PROMPT) == WHOLE_TOKENS, tell=lambda: router.blocks.keys())
