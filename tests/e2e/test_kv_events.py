@@ -128,9 +128,9 @@ def test_the_engine_publishes_what_the_server_has_and_what_it_loses(
         assert router.prefix_tokens("CPU", PROMPT) == WHOLE_TOKENS
         stack.wait_stored(4, in_l2=True)
 
-        def asked(medium: str, tokens: int) -> bool:
+        def asked(medium: str, tokens: int, prompt: list[int] = PROMPT) -> bool:
             stack.engine.complete(sample_tokens(40, seed=7), max_tokens=2)  # too short for the server
-            return router.prefix_tokens(medium, PROMPT) == tokens
+            return router.prefix_tokens(medium, prompt) == tokens
 
         until(lambda: asked("STORAGE", WHOLE_TOKENS), every=0.5)
         stack.server.clear("l1")
@@ -140,10 +140,11 @@ def test_the_engine_publishes_what_the_server_has_and_what_it_loses(
         until(lambda: asked("CPU", WHOLE_TOKENS), every=0.5)
         stack.server.clear("all")
         until(lambda: asked("CPU", 0) and asked("STORAGE", 0), every=0.5)
-        stack.engine.complete(sample_tokens(1060, seed=9), max_tokens=2)
-        stack.wait_stored(4)
-        stack.restart_server()
-        until(lambda: asked("CPU", 0), every=0.5)
+        last = sample_tokens(1060, seed=9)
+        stack.engine.complete(last, max_tokens=2)
+        until(lambda: asked("CPU", WHOLE_TOKENS, last), every=0.5)
+        stack.server.kill()
+        until(lambda: asked("CPU", 0, last), every=0.5)
     finally:
         router.close()
 
@@ -185,7 +186,6 @@ def an_engine(model: Path, folder: Path, endpoint: str) -> Iterator[VllmEngine]:
             model,
             folder,
             cache_port=server.port,
-            kv_space_gib=0.2,
             prefix_caching=True,
             extra_config={"lmcache.mp.load_or_recompute": False},
             extra=event_flags(endpoint),
