@@ -111,6 +111,11 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.max_capacity_gb * GIB) or None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other servers read what it holds, too."""
+        return False
+
+    @property
     def folder(self) -> str:
         """The folder that its files are in, which several servers may share; "" where it has none."""
         return ""

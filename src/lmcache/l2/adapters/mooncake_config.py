@@ -69,6 +69,10 @@ class MooncakeConfig(AdapterConfig, frozen=True, kw_only=True):
         super().__post_init__()
 
     @property
+    def is_shared(self) -> bool:
+        return True
+
+    @property
     def setup_keys(self) -> dict[str, str]:
         """What Mooncake's setup is given: strings, as it takes nothing else everywhere."""
         own = {

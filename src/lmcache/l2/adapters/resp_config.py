@@ -138,6 +138,10 @@ class RespConfig(AdapterConfig, frozen=True, kw_only=True):
         return f"RespConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
+    def is_shared(self) -> bool:
+        return True
+
+    @property
     def uses_tls(self) -> bool:
         return self.tls or self.url.startswith("rediss:")
 

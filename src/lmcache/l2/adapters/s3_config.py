@@ -110,6 +110,10 @@ class S3Config(AdapterConfig, frozen=True, kw_only=True):
         _ = self.location  # refuses what names none
 
     @property
+    def is_shared(self) -> bool:
+        return True
+
+    @property
     def location(self) -> S3Location:
         """ValueError where the keys name no bucket or contradict each other."""
         scheme, rest = _split_scheme(self.s3_endpoint)
