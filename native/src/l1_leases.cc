@@ -134,6 +134,7 @@ std::vector<std::uint8_t> L1Core::resident_in_all(NamespaceDigests namespaces, H
     std::vector<std::uint8_t> resident(hashes.size() / kChunkHashBytes, 1);
     sweep(numbers, hashes,
           [&](std::size_t chunk, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
+              mutex_.assert_held();
               const std::uint32_t index = find(key_hash, numbers[position], hash);
               if (index == kNoObject || objects_[index].state != ObjectState::kResident) resident[chunk] = 0;
               return true;
