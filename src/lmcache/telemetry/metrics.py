@@ -239,6 +239,22 @@ class L2Metrics(_Group):
     corrupt_frames = _CORRUPT_FRAMES
 
 
+class P2PMetrics(_Group):
+    """Other servers: what is loaded from them, and what they load from here."""
+
+    p2p_peers = _gauge("Peers that this server is connected to")
+    p2p_lookups = _counter("Lookups asked of peers, one for each that is asked")
+    p2p_late_lookups = _counter("Lookups that a peer did not answer while the request waited")
+    p2p_hits = _counter("Objects that peers said they have", unit="chunks")
+    p2p_failures = _counter("Lookups and loads that failed at a peer, and peers that were refused, by reason", "reason")
+    p2p_lookup = _latencies("Asking one peer which objects it has")
+    p2p_load = _latencies("A load from one peer, from its begin to its end")
+    p2p_received = _counter("Bytes of frames that came from peers", "transport", unit="bytes")
+    p2p_sent = _counter("Bytes of frames that were sent to peers", unit="bytes")
+    p2p_served_lookups = _counter("Lookups of peers that were answered")
+    p2p_leased_bytes = _gauge("Bytes of L1 that peers keep from eviction until they have read them")
+
+
 class EventBusMetrics(_Group):
     event_bus_queue_depth = _gauge("Events waiting for their subscribers")
     event_bus_dropped_events = _counter("Events dropped at a full queue")
@@ -271,6 +287,7 @@ class Metrics:
         self.l1 = L1Metrics(*build)
         self.quotas = QuotaMetrics(*build)
         self.l2 = L2Metrics(*build)
+        self.p2p = P2PMetrics(*build)
         self.events = EventBusMetrics(*build)
         self.faults = FaultMetrics(*build)
         self.otlp = OtlpMetrics(*build)
