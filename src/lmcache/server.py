@@ -148,6 +148,7 @@ class Server:
         closers.callback(metrics.on_scrape(self.storage.publish))
         if self._peering is not None:
             self._peering.start()
+            closers.callback(metrics.on_scrape(self._peering.listener.publish))
         events = self._event_bus()
         closers.callback(events.stop)
         self._service = self._cache_service(hasher, server_epoch, events, self._exporter())

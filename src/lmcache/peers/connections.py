@@ -29,6 +29,10 @@ async def _connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSo
     try:
         await asyncio.get_running_loop().sock_connect(raw, address)
         return sock, await introducer.connect(sock)
+    except PeerRefused as refusal:
+        await sock.refuse(0, str(refusal))  # for the log of the other side
+        sock.close()
+        raise
     except BaseException:
         sock.close()
         raise

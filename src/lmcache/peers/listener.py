@@ -91,6 +91,10 @@ class PeerListener:
             "waiting_lookups": self._waits,
         }
 
+    def publish(self) -> None:
+        """Brings metrics that are read up to date. Any thread."""
+        self._metrics.p2p_leased_bytes.set(self._leases.size_bytes)
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
@@ -115,7 +119,6 @@ class PeerListener:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self._leases.end_expired()
-            self._metrics.p2p_leased_bytes.set(self._leases.size_bytes)
 
     # ---- connections -------------------------------------------------------------------------------------------------
     async def _accept(self) -> None:

@@ -31,7 +31,10 @@ class PeerSocket:
         return self._socket.fileno()
 
     async def send(self, kind: Kind, number: int, message: Message) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, encode(kind, number, message))
+        await self.send_packed(encode(kind, number, message))
+
+    async def send_packed(self, content: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, content)
 
     async def receive(self) -> tuple[Kind, int, bytes]:
         """(kind, number of the request, body)."""

@@ -34,6 +34,8 @@ MAX_LABEL_SETS = 1024  # tenants and models come from outside: beyond this many 
 
 _ADAPTER = ("l2_name",)
 _TIERS = ("l1", "l2", "socket")
+_TRANSPORTS = ("tcp", "shared_memory")
+_PEER_FAULTS = ("deadline", "protocol", "connection", "refused")
 
 _THROUGHPUT_BUCKETS_GB = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
@@ -293,6 +295,10 @@ class Metrics:
         self.otlp = OtlpMetrics(*build)
         for tier in _TIERS:  # from the start, so that the first such frame is an increase
             self.service.corrupt_frames.labels(tier)
+        for transport in _TRANSPORTS:
+            self.p2p.p2p_received.labels(transport)
+        for reason in _PEER_FAULTS:
+            self.p2p.p2p_failures.labels(reason)
         if enabled:  # the series by which OpenTelemetry carries resource attributes to Prometheus
             target = Info("target", "What exposes these metrics", registry=self.registry)
             target.info({"service_name": "lmcache", "service_instance_id": service_instance_id})

@@ -170,7 +170,18 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         (["--l1-size-gb", "20GB"], "--l1-size-gb must be a number of GB, got '20GB'; give the number alone."),
         (["--chunk-size", "256 tokens"], "must be a whole number of tokens, got '256 tokens'; give the number alone."),
         (["--qqqq", "1"], "--qqqq is not an option of lmcache server; lmcache server --help lists them."),
-        (["--p2p-advertise-url", "h:1"], "--p2p-advertise-url is not built yet: several servers can share a folder"),
+        (["--p2p-advertise-url", "h"], "--p2p-advertise-url must be HOST:PORT with a port from 1 to 65535, got 'h'"),
+        (["--p2p-peers", "127.0.0.1:1"], "--p2p-peers needs --p2p-advertise-url, where other servers reach this one"),
+        (["--p2p-advertise-url", "h:1", "--p2p-peers", "a:1,b"], "--p2p-peers must be HOST:PORT"),
+        (["--p2p-advertise-url", "10.0.0.1:1"], "--p2p-advertise-url 10.0.0.1:1 lets other hosts read KV"),
+        (
+            ["--p2p-advertise-url", "127.0.0.1:1", "--p2p-listen-url", "0.0.0.0:1"],
+            "--p2p-listen-url 0.0.0.0:1 lets other hosts read KV",
+        ),
+        (
+            ["--p2p-transfer-engine", "nixl"],
+            "--p2p-transfer-engine cannot be nixl, which is not built yet (tcp is built",
+        ),
         (["--coordinator-url=h:1"], "--coordinator-url is not built yet: one server is all there is"),
         (["--max-local-cpu-size", "5"], "--max-local-cpu-size configures LMCache inside an engine, not a server: --l1"),
         (["--l1-size-gb", "-1"], "--l1-size-gb must be more than 0 GB, got -1."),
@@ -254,7 +265,7 @@ def test_environment_of_others_is_left_alone() -> None:
         ("evicton_policy: LRU", "evicton_policy in {file} is not an option; did you mean eviction_policy?"),
         ("local_cpu: true", "local_cpu in {file} configures LMCache inside an engine, not a server: --l1-size-gb is"),
         ("remote_url: redis://h", "remote_url in {file} configures LMCache inside an engine, not a server: several"),
-        ("p2p_listen_url: h", "p2p_listen_url in {file} is not built yet: several servers"),
+        ("p2p_listen_url: h:1", "--p2p-listen-url needs --p2p-advertise-url"),
         (
             "chunk_size: 20GB",
             "chunk_size in {file} must be a whole number of tokens, got '20GB'; give the number alone.",
