@@ -32,6 +32,13 @@ void bind_frame_stream(nb::module_& m) {
         "Sends `head`, then memory ranges (u64 each) one behind the other (no GIL). 0, or an errno: ETIMEDOUT at a "
         "limit. shutdown(2) of the socket ends it. The caller answers for the ranges.");
     m.def(
+        "receive_bytes",
+        [](int socket, const Packed<std::byte, "memory", Access::kWrite>& memory, double total_seconds,
+           double idle_seconds) { return lmcache::receive_bytes(socket, memory, {total_seconds, idle_seconds}); },
+        nb::arg("socket"), nb::arg("memory"), nb::arg("total_seconds"), nb::arg("idle_seconds"), ReleaseGil(),
+        "Fills the writable `memory` from a socket (no GIL). 0, or an errno: ETIMEDOUT at a limit, ECONNRESET when the "
+        "other side has closed. shutdown(2) of the socket ends it.");
+    m.def(
         "receive_frames",
         [](int socket, const Addresses& addresses, const Sizes& sizes, const Digests& namespace_digests,
            const ChunkHashes& chunk_hashes, double total_seconds, double idle_seconds) {

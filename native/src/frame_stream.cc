@@ -205,6 +205,23 @@ int send_ranges(int socket, std::span<const std::byte> head, std::span<const std
     }
 }
 
+int receive_bytes(int socket, std::span<std::byte> memory, const StreamLimits& limits) {
+    Deadline deadline(limits);
+    while (!memory.empty()) {
+        const ssize_t came = ::recv(socket, memory.data(), memory.size(), MSG_DONTWAIT);
+        if (came == 0) return ECONNRESET;
+        if (came < 0) {
+            if (!is_temporary(errno)) return errno;
+            if (const int error = deadline.wait(socket, POLLIN); error != 0) return error;
+            continue;
+        }
+        if (deadline.is_over()) return ETIMEDOUT;
+        deadline.moved();
+        memory = memory.subspan(static_cast<std::size_t>(came));
+    }
+    return 0;
+}
+
 ReceivedFrames receive_frames(int socket, const FrameBatch& frames, const StreamLimits& limits) {
     frames.check();
     ReceivedFrames received;

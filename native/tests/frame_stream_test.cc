@@ -66,11 +66,7 @@ TEST_CASE(frames_arrive_as_they_were_sent) {
     int sent = -1;
     std::thread sender([&] { sent = send_ranges(sockets.left.get(), head, frames.sources, frames.sizes, kLong); });
     std::vector<std::byte> got(head.size());
-    std::size_t done = 0;
-    while (done < got.size()) {
-        const ssize_t came = ::recv(sockets.right.get(), got.data() + done, got.size() - done, 0);
-        if (came > 0) done += static_cast<std::size_t>(came);
-    }
+    CHECK(receive_bytes(sockets.right.get(), got, kLong) == 0);
     const ReceivedFrames received = receive_frames(sockets.right.get(), frames.batch(), kLong);
     sender.join();
     CHECK(sent == 0);
@@ -110,6 +106,8 @@ TEST_CASE(silence_ends_at_a_limit) {
     CHECK(receive_frames(sockets.right.get(), frames.batch(), {30, 0.05}).error == ETIMEDOUT);
     CHECK(receive_frames(sockets.right.get(), frames.batch(), {0.05, 30}).error == ETIMEDOUT);
     CHECK(receive_frames(sockets.right.get(), frames.batch(), {0, 0}).error == ETIMEDOUT);
+    std::vector<std::byte> some(10);
+    CHECK(receive_bytes(sockets.right.get(), some, {30, 0.05}) == ETIMEDOUT);
     Frames large({8 << 20});
     CHECK(send_ranges(sockets.left.get(), {}, large.sources, large.sizes, {30, 0.05}) == ETIMEDOUT);
 }
@@ -126,6 +124,8 @@ TEST_CASE(shutdown_ends_both_directions) {
     std::thread receiver([&] { received = receive_frames(sockets.right.get(), frames.batch(), kLong); });
     receiver.join();
     CHECK(received.error == ECONNRESET);
+    std::vector<std::byte> some(10);
+    CHECK(receive_bytes(sockets.right.get(), some, kLong) == ECONNRESET);
 }
 
 TEST_CASE(mapped_frames_are_copied_and_verified) {

@@ -38,6 +38,9 @@ struct FrameBatch {
 int send_ranges(int socket, std::span<const std::byte> head, std::span<const std::uint64_t> addresses,
                 std::span<const std::uint64_t> sizes, const StreamLimits& limits);
 
+// Exactly that many bytes. 0, or an errno: ETIMEDOUT at a limit, ECONNRESET when the other side has closed.
+int receive_bytes(int socket, std::span<std::byte> memory, const StreamLimits& limits);
+
 struct ReceivedFrames {
     std::vector<FrameFault> faults;  // of those that came whole
     int error = 0;                   // an errno; then faults.size() frames came, and the next one may have begun to
