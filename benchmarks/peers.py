@@ -215,7 +215,7 @@ async def measure(shape: Shape, runs: int) -> list[Result]:
         raise SystemExit("the other server did not start")
     address, plain_port, path = ours.recv()
     memory = map_like_l1(-(-shape.size_bytes // _native.LARGE_PAGE_BYTES) * _native.LARGE_PAGE_BYTES)
-    results = []
+    results: list[Result] = []
     for transport, floor in (
         ("tcp", PlainProgram(plain_port, memory, shape)),
         ("shared_memory", PlainCopies(path, memory, shape)),

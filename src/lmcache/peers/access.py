@@ -11,7 +11,7 @@ import hmac
 from lmcache.core.secret_file import read_secret
 
 TOKEN_FLAG = "--p2p-token-file"
-CHALLENGE, CLIENT, SERVER = b"lmcache peer challenge 1", b"lmcache peer client 1", b"lmcache peer server 1"
+CHALLENGE, CLIENT, SERVER = b"lmcache-peer challenge 1", b"lmcache-peer client 1", b"lmcache-peer server 1"
 
 
 def read_peer_token(path: str) -> str:

@@ -215,7 +215,7 @@ class PeersAdapter(Adapter):
             sizes,
             slots if len(slots) == len(placements) else [],
             placements[0].holding.lease,
-            min(left_seconds, peer.load_seconds(sum(sizes))),
+            min(left_seconds, peer.load_seconds(sum(buffers[index].nbytes for index in indices))),
         )
         for index, outcome in zip(indices, await peer.load(transfer), strict=True):
             if outcome is LoadOutcome.LOADED:

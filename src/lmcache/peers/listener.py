@@ -7,6 +7,7 @@ Engines are served by other threads, so that a peer that asks much slows them by
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import socket
 import threading
@@ -73,7 +74,7 @@ class PeerListener:
             closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
             try:
                 closing.result(_STOP_SECONDS)
-            except (asyncio.TimeoutError, TimeoutError):
+            except concurrent.futures.TimeoutError:
                 ended = False
                 log.warning("A connection of a peer has not ended within %.0f s; it is left behind", _STOP_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)

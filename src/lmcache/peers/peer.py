@@ -126,13 +126,18 @@ class Peer:
                 log.info("The peer %s is this server itself: it is left out", self.address)
                 sock.close()
                 return
-            pause_seconds, self._refusal = limits.PEER_RETRY_SECONDS, ""
+            self._refusal = ""
             self._connected(sock, identity)
+            connected_at = self._context.clock.monotonic()
             try:
                 await self._lost.wait()
             finally:
                 await self._let_go()
             await asyncio.sleep(pause_seconds)
+            lasted_seconds = self._context.clock.monotonic() - connected_at
+            is_stable = lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS  # not one that is cut off again and again
+            longer_seconds = min(2 * pause_seconds, limits.MAX_PEER_RETRY_SECONDS)
+            pause_seconds = limits.PEER_RETRY_SECONDS if is_stable else longer_seconds
 
     def _connected(self, sock: PeerSocket, identity: Identity) -> None:
         self._lost.clear()
@@ -223,8 +228,8 @@ class Peer:
 
     # ---- loads -------------------------------------------------------------------------------------------------------
     def load_seconds(self, size_bytes: int) -> float:
-        """The deadline of a load, from its size and the measured rate."""
-        expected_seconds = size_bytes / self._rate
+        """The deadline of a load, from its size, what is on its way already, and the measured rate."""
+        expected_seconds = (size_bytes + self.in_flight_bytes) / self._rate
         most_seconds = self._context.load_timeout_seconds
         return min(most_seconds, limits.PEER_LOAD_FLOOR_SECONDS + limits.PEER_LOAD_MARGIN * expected_seconds)
 
@@ -233,7 +238,7 @@ class Peer:
         if not self._load_breaker.admits():
             return [LoadOutcome.FAILED] * len(transfer.keys)
         if self._load_breaker.is_open:  # it is time to see whether it works again, and nobody waits for that
-            self._spawn(self._try(transfer.keys[0], transfer.sizes[0]), "peer-trial")
+            self._spawn(self._try(transfer.keys[0], transfer.buffers[0].nbytes), "peer-trial")
             return [LoadOutcome.FAILED] * len(transfer.keys)
         return await self._load(transfer)
 
@@ -242,7 +247,7 @@ class Peer:
         started = clock.monotonic()
         outcomes = [LoadOutcome.FAILED] * len(transfer.keys)
         left = list(range(len(transfer.keys)))
-        self.in_flight_bytes += transfer.size_bytes
+        self.in_flight_bytes += transfer.room_bytes
         if self._mapped is not None and transfer.lease:
             self._tell(Kind.RENEW, Renew(transfer.lease))  # a read does that by itself
         transports: list[Transport] = [self._tcp] if self._mapped is None else [self._mapped, self._tcp]
@@ -257,10 +262,10 @@ class Peer:
                 if not left:
                     break
         finally:
-            self.in_flight_bytes -= transfer.size_bytes
+            self.in_flight_bytes -= transfer.room_bytes
         if LoadOutcome.FAILED not in outcomes:
             self._load_breaker.succeeded()
-            self._measure(transfer.size_bytes, clock.monotonic() - started)
+            self._measure(transfer.room_bytes, clock.monotonic() - started)
         return outcomes
 
     def _count(self, transport: Transport, transfer: Transfer, indices: Sequence[int], fetched: Fetched) -> None:

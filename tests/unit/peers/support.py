@@ -94,6 +94,9 @@ class Holder:
     def leases(self) -> int:
         return self.l1.core.stats()["leases"]
 
+    def sample(self, name: str) -> float:
+        return self.metrics.registry.get_sample_value(f"lmcache_mp_{name}") or 0.0
+
     def close(self) -> None:
         assert self.listener.stop()
         self.l1.check_idle()
@@ -159,6 +162,17 @@ class Reader:
         assert set(outcomes) <= {LoadOutcome.LOADED, LoadOutcome.MISSING}
         return len(loaded)
 
+    async def hears_all(self, keys: Sequence[ObjectKey]) -> None:
+        """Asks until every peer has answered in time, and all are found."""
+
+        async def ask() -> int:
+            late, asked = self.sample("p2p_late_lookups_total"), self.sample("p2p_lookups_total")
+            found = await self.has(keys)
+            all_asked = self.sample("p2p_lookups_total") - asked == len(self.adapter.status()["peers"])
+            return found if all_asked and late == self.sample("p2p_late_lookups_total") else -1
+
+        await later(ask, lambda found: found == len(keys))
+
     async def gets(self, keys: Sequence[ObjectKey]) -> None:
         """Asks and loads until all of them come: on a busy machine an honest peer may be late, too."""
 
@@ -174,7 +188,7 @@ class Reader:
 
     async def connected(self, *addresses: str) -> None:
         for address in addresses:
-            await until_true(lambda address=address: bool(self.peer(address)["connected"]))  # type: ignore[misc]
+            await until_true(lambda address=address: bool(self.peer(address)["connected"]))
 
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"lmcache_mp_{name}", labels) or 0.0

@@ -285,7 +285,7 @@ def test_what_a_liar_did_not_give_comes_from_another_peer(what: str) -> None:
                 reading([liar.address, honest.address]) as reader,
             ):
                 while not reader.peer(liar.address)["failures"]:
-                    await reader.finds(WANTED)
+                    await reader.hears_all(WANTED)
                     assert await reader.load(WANTED) == 8
 
     run(test)

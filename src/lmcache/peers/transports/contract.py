@@ -27,8 +27,9 @@ class Transfer:
     seconds: float  # until it is to end
 
     @property
-    def size_bytes(self) -> int:
-        return sum(self.sizes)
+    def room_bytes(self) -> int:
+        """Of the buffers: more than that does not come, whatever the peer says."""
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     def pick(self, indices: Sequence[int], seconds: float) -> Transfer:
         def of(values: Sequence[int]) -> Sequence[int]:
