@@ -167,10 +167,11 @@ class PlainCopies:
 class Loader:
     def __init__(self, address: str, memory: memoryview, shape: Shape, *, maps_memory: bool) -> None:
         metrics = Metrics()
-        config = PeersConfig(index=0, type="p2p", members=(address,), maps_memory=maps_memory)
+        config = PeersConfig(index=0, type="p2p", maps_memory=maps_memory)
         introducer = Introducer(identity_of("127.0.0.1:1"), "", os.urandom)
         self._adapter = PeersAdapter(config, introducer, metrics.p2p, SystemClock())
         self._runner = Runner(ConfiguredAdapter(config, self._adapter), metrics.l2, SystemClock())
+        self._address = address
         self._keys = shape.keys()
         self._buffers = [
             memory[first : first + shape.frame_bytes] for first in range(0, shape.size_bytes, shape.frame_bytes)
@@ -179,8 +180,9 @@ class Loader:
 
     async def open(self) -> None:
         await self._runner.open()
+        self._adapter.set_members([self._address])
         for _ in range(6000):
-            if self._adapter.status()["peers"][0]["connected"]:
+            if any(peer["connected"] for peer in self._adapter.status()["peers"]):
                 return
             await asyncio.sleep(0.01)
         raise SystemExit("the other server does not answer")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
+import subprocess
+import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -93,6 +96,13 @@ def test_what_one_server_stored_another_serves(engine_of_transfers: str, tmp_pat
         assert hit(at_b, tokens, salt="tenant") == 0
         with SmallEngine(b.port, payload_bytes=PAYLOAD_BYTES, layout="77" * 16) as other_layout:
             assert hit(other_layout, tokens) == 0
+        described = subprocess.run(
+            [sys.executable, "-m", "lmcache.cli.main", "describe", "--url", f"http://127.0.0.1:{b.http_port}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert re.search(rf"Peer {a.peer_address}.*connected by (tcp|shared_memory), .* loaded", described)
         # What B stores reaches A the same way, and is nowhere written but in B.
         more = at_a.tokens(*range(100, 100 + CHUNKS))
         at_b.store(more)

@@ -26,7 +26,7 @@ from lmcache.l2.call_threads import CallThreads
 from lmcache.peers.config import PeersConfig
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.peer import Answer, Peer, PeerContext
-from lmcache.peers.placements import Placement, Placements
+from lmcache.peers.placements import Placements, Share
 from lmcache.peers.transports.contract import Transfer
 from lmcache.telemetry.metrics import P2PMetrics
 
@@ -158,68 +158,37 @@ class PeersAdapter(Adapter):
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         """From the peers that said they have them, and from another one what one of them did not give."""
         outcomes = [LoadOutcome.MISSING] * len(keys)
-        tried: dict[int, set[Peer]] = {index: set() for index in range(len(keys))}
+        left = list(range(len(keys)))
+        failed: set[Peer] = set()
         deadline = self._clock.monotonic() + self._config.timeout_seconds
         try:
-            while shares := self._shares(keys, tried):
-                await asyncio.gather(
-                    *(
-                        self._load_share(peer, share, keys, buffers, outcomes, deadline)
-                        for peer, share in shares.items()
-                    )
-                )
-                for peer, share in shares.items():
-                    for index in share:
-                        if outcomes[index] is LoadOutcome.LOADED:
-                            tried.pop(index, None)
-                        else:
-                            tried[index].add(peer)
+            while shares := self._placements.shares(keys, left, failed):
+                came = await asyncio.gather(*(self._load_share(share, keys, buffers, deadline) for share in shares))
+                for share, found in zip(shares, came, strict=True):
+                    for index, outcome in zip(share.indices, found, strict=True):
+                        if outcome is LoadOutcome.LOADED:
+                            outcomes[index] = outcome
+                    if found.count(LoadOutcome.LOADED) < len(found):
+                        failed.add(share.holding.peer)
+                left = [index for index in left if outcomes[index] is not LoadOutcome.LOADED]
         finally:
             self._placements.forget(keys)
         return outcomes
 
-    def _shares(self, keys: Sequence[ObjectKey], tried: dict[int, set[Peer]]) -> dict[Peer, dict[int, Placement[Peer]]]:
-        """Who is to give what: of those that have an object, the one with the least on its way."""
-        shares: dict[Peer, dict[int, Placement[Peer]]] = {}
-        chosen: dict[tuple[int, ...], Peer] = {}  # objects with the same owners come from the same one
-        for index, before in tried.items():
-            if placements := self._placements.of(keys[index], before):
-                by_peer = {id(placement.peer): placement for placement in placements}
-                owners = tuple(sorted(by_peer))
-                if owners not in chosen:
-                    chosen[owners] = min(placements, key=lambda placement: placement.peer.in_flight_bytes).peer
-                peer = chosen[owners]
-                shares.setdefault(peer, {})[index] = by_peer[id(peer)]
-        return shares
-
     async def _load_share(
-        self,
-        peer: Peer,
-        share: dict[int, Placement[Peer]],
-        keys: Sequence[ObjectKey],
-        buffers: Sequence[memoryview],
-        outcomes: list[LoadOutcome],
-        deadline: float,
-    ) -> None:
-        indices = list(share)
-        placements = list(share.values())
-        holdings = {id(placement.holding): placement.holding for placement in placements}
-        for holding in holdings.values():
-            self._placements.renew(holding)
-        slots = [placement.slot for placement in placements if placement.slot is not None]
-        sizes = [placement.size for placement in placements]
-        left_seconds = max(0.0, deadline - self._clock.monotonic())
-        transfer = Transfer(
-            [keys[index] for index in indices],
-            [buffers[index] for index in indices],
-            sizes,
-            slots if len(slots) == len(placements) else [],
-            placements[0].holding.lease,
-            min(left_seconds, peer.load_seconds(sum(buffers[index].nbytes for index in indices))),
-        )
-        for index, outcome in zip(indices, await peer.load(transfer), strict=True):
-            if outcome is LoadOutcome.LOADED:
-                outcomes[index] = outcome
+        self, share: Share[Peer], keys: Sequence[ObjectKey], buffers: Sequence[memoryview], deadline: float
+    ) -> list[LoadOutcome]:
+        holding, indices = share.holding, share.indices
+        if self._placements.renew(holding):
+            holding.peer.renew(holding.lease)
+        wanted = [keys[index] for index in indices]
+        places = [holding.places[key] for key in wanted]
+        into = [buffers[index] for index in indices]
+        sizes = [holding.sizes[place] for place in places]
+        slots = [holding.slots[place] for place in places] if holding.slots else []
+        room_bytes = sum(buffer.nbytes for buffer in into)
+        seconds = min(max(0.0, deadline - self._clock.monotonic()), holding.peer.load_seconds(room_bytes))
+        return await holding.peer.load(Transfer(wanted, into, sizes, slots, holding.lease, room_bytes, seconds))
 
     # ---- what peers are not asked for --------------------------------------------------------------------------------
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:

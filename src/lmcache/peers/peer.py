@@ -9,6 +9,7 @@ import mmap
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from lmcache.clock import Clock
@@ -217,6 +218,11 @@ class Peer:
         if lease:
             self._tell(Kind.RELEASE, Release(lease))
 
+    def renew(self, lease: int) -> None:
+        """It is in use. A read tells that by itself, a copy out of mapped memory does not."""
+        if lease:
+            self._tell(Kind.RENEW, Renew(lease))
+
     def _tell(self, kind: Kind, message: Message) -> None:
         """What has no answer, and is of no importance where it does not come through."""
         if self._lookups is not None:
@@ -248,8 +254,6 @@ class Peer:
         outcomes = [LoadOutcome.FAILED] * len(transfer.keys)
         left = list(range(len(transfer.keys)))
         self.in_flight_bytes += transfer.room_bytes
-        if self._mapped is not None and transfer.lease:
-            self._tell(Kind.RENEW, Renew(transfer.lease))  # a read does that by itself
         transports: list[Transport] = [self._tcp] if self._mapped is None else [self._mapped, self._tcp]
         try:
             for transport in transports:
@@ -269,8 +273,8 @@ class Peer:
         return outcomes
 
     def _count(self, transport: Transport, transfer: Transfer, indices: Sequence[int], fetched: Fetched) -> None:
-        pairs = list(zip(indices, fetched.outcomes, strict=True))
-        came_bytes = sum(transfer.sizes[index] for index, outcome in pairs if outcome is LoadOutcome.LOADED)
+        came = (outcome is LoadOutcome.LOADED for outcome in fetched.outcomes)
+        came_bytes = sum(transfer.sizes[index] for index in compress(indices, came))
         self._figures["received_bytes"] += came_bytes
         self._context.metrics.p2p_received.labels(transport.name).inc(came_bytes)
         if LoadOutcome.CORRUPT in fetched.outcomes:
@@ -286,7 +290,8 @@ class Peer:
     async def _try(self, key: ObjectKey, size_bytes: int) -> None:
         """Loads into memory that nobody else has."""
         buffer = memoryview(mmap.mmap(-1, size_bytes))
-        await self._load(Transfer([key], [buffer], [size_bytes], [], 0, self.load_seconds(size_bytes)))
+        seconds = self.load_seconds(size_bytes)
+        await self._load(Transfer([key], [buffer], [size_bytes], [], 0, size_bytes, seconds))
 
     def _failed(self, breaker: CircuitBreaker, fault: BaseException) -> None:
         """What cost a deadline, or broke the protocol, is one too many; others are when they come in a row."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lmcache.core.key import ObjectKey
@@ -24,19 +24,20 @@ class Transfer:
     sizes: Sequence[int]
     slots: Sequence[int]
     lease: int
+    room_bytes: int  # of the buffers: more than that does not come, whatever the peer says
     seconds: float  # until it is to end
 
-    @property
-    def room_bytes(self) -> int:
-        """Of the buffers: more than that does not come, whatever the peer says."""
-        return sum(buffer.nbytes for buffer in self.buffers)
-
     def pick(self, indices: Sequence[int], seconds: float) -> Transfer:
+        """Of these positions, and until then."""
+        if len(indices) == len(self.keys):
+            return replace(self, seconds=seconds)
+
         def of(values: Sequence[int]) -> Sequence[int]:
             return [values[index] for index in indices] if values else values
 
         keys, buffers = [self.keys[index] for index in indices], [self.buffers[index] for index in indices]
-        return Transfer(keys, buffers, of(self.sizes), of(self.slots), self.lease, seconds)
+        room_bytes = sum(buffer.nbytes for buffer in buffers)
+        return Transfer(keys, buffers, of(self.sizes), of(self.slots), self.lease, room_bytes, seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,9 +110,8 @@ class _Read:
 
     def _receive_frames(self, sizes: Sequence[int]) -> BaseException | None:
         coming = [index for index, size in enumerate(sizes) if size]
-        for index, size in enumerate(sizes):
-            if not size:
-                self._outcomes[index] = LoadOutcome.MISSING
+        if len(coming) < len(sizes):
+            self._outcomes[:] = [LoadOutcome.FAILED if size else LoadOutcome.MISSING for size in sizes]
         if not coming:
             return None
         addresses, _ = ranges([self._transfer.buffers[index] for index in coming])
