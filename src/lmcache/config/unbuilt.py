@@ -84,6 +84,7 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
 IN_PROCESS_FAMILIES: Mapping[str, str] = {
     "blend_": _BLEND,
     "pd_": IN_PROCESS_KEYS["enable_pd"],
+    "p2p_": _PEERS,
     "nixl_": _SHARED_FOLDER,
 }
 

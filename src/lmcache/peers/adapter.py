@@ -18,6 +18,7 @@ from lmcache.core import limits
 from lmcache.core.address import host_and_port, host_port
 from lmcache.core.hint import Hint
 from lmcache.core.key import ObjectKey
+from lmcache.core.key_batch import pack_keys
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.errors import ConfigError
 from lmcache.l2.adapter import Adapter, Inventory
@@ -111,13 +112,20 @@ class PeersAdapter(Adapter):
         return sizes
 
     async def _ask(self, keys: Sequence[ObjectKey], hint: Hint | None, take: Callable[[Answer], None]) -> None:
-        named = self._named(hint) if hint is not None else None
+        named, wait_seconds = None, 0.0
+        if hint is not None:
+            named = self._named(hint)
+            # Less than the deadline of the call, which would suspend all peers.
+            wait_seconds = min(hint.wait_seconds, limits.MAX_PEER_WAIT_SECONDS, self._config.timeout_seconds / 2)
         patience_seconds = limits.PEER_PATIENCE_SECONDS
         asking: set[asyncio.Task[None]] = set()
         open_for_answers = True
 
+        digests, hashes = pack_keys(keys)
+
         async def ask(peer: Peer, wait_seconds: float) -> None:
-            if (answer := await peer.lookup(keys, wait_seconds)) is None:
+            answer = await peer.lookup(digests, hashes, wait_seconds)
+            if answer is None or not any(answer.sizes):
                 return
             if not open_for_answers:
                 peer.release(answer.lease)
@@ -128,9 +136,9 @@ class PeersAdapter(Adapter):
         for peer in self._peers.values():
             if peer is not named and peer.may_ask:
                 asking.add(spawn(ask(peer, 0.0), "peer-lookup"))
-        if hint is not None and named is not None and named.may_ask:
-            asking.add(spawn(ask(named, hint.wait_seconds), "peer-lookup"))
-            patience_seconds = max(patience_seconds, hint.wait_seconds + limits.PEER_PATIENCE_SECONDS)
+        if named is not None and named.may_ask:
+            asking.add(spawn(ask(named, wait_seconds), "peer-lookup"))
+            patience_seconds += wait_seconds
         if not asking:
             return
         self._metrics.p2p_lookups.inc(len(asking))
@@ -138,7 +146,7 @@ class PeersAdapter(Adapter):
             _, late = await asyncio.wait(asking, timeout=patience_seconds)
         finally:
             open_for_answers = False
-            for task in asking:
+            for task in asking:  # they go on: what they find out tells what the peer is worth
                 if not task.done():
                     self._late.add(task)
                     task.add_done_callback(self._late.discard)
@@ -163,6 +171,7 @@ class PeersAdapter(Adapter):
         deadline = self._clock.monotonic() + self._config.timeout_seconds
         try:
             while shares := self._placements.shares(keys, left, failed):
+                shares = [part for share in shares for part in share.parts(limits.MAX_PEER_READ_KEYS)]
                 came = await asyncio.gather(*(self._load_share(share, keys, buffers, deadline) for share in shares))
                 for share, found in zip(shares, came, strict=True):
                     for index, outcome in zip(share.indices, found, strict=True):

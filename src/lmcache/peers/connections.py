@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Awaitable, Callable
 from itertools import count
@@ -23,7 +24,10 @@ async def connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSoc
 
 
 async def _connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSocket, Identity]:
-    found = await in_thread("peer-name", lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    try:
+        found = await in_thread("peer-name", lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except UnicodeError:  # a name that there cannot be
+        raise OSError(errno.EINVAL, f"{host} is no name of a host") from None
     family, kind, protocol, _, address = found[0]
     sock = PeerSocket(raw := socket.socket(family, kind, protocol))
     try:

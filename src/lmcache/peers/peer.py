@@ -14,8 +14,7 @@ from typing import Any
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.core.key import ObjectKey
-from lmcache.core.key_batch import pack_keys
+from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
 from lmcache.core.outcome import LoadOutcome
 from lmcache.errors import ProtocolError
 from lmcache.l2.background import spawn
@@ -185,20 +184,19 @@ class Peer:
             return False
         return self._lookup_breaker.would_admit and self._load_breaker.would_admit
 
-    async def lookup(self, keys: Sequence[ObjectKey], wait_seconds: float = 0.0) -> Answer | None:
-        """None where it does not answer within --p2p-lookup-timeout."""
+    async def lookup(self, digests: bytes, hashes: bytes, wait_seconds: float = 0.0) -> Answer | None:
+        """Of keys as `pack_keys` packs them. None where it does not answer within --p2p-lookup-timeout."""
         connection, context = self._lookups, self._context
         if connection is None or not self._lookup_breaker.admits():
             return None
+        count = len(hashes) // CHUNK_HASH_BYTES
         wait_ms = int(1000 * min(wait_seconds, limits.MAX_PEER_WAIT_SECONDS))
         question, started = object(), context.clock.monotonic()
         if not wait_ms:
             self._asked_at[question] = started
         try:
-            found = await within(
-                context.lookup_timeout_seconds + wait_seconds, connection.lookup(Lookup(*pack_keys(keys), wait_ms))
-            )
-            answer = _checked(found, len(keys))
+            asking = connection.lookup(Lookup(digests, hashes, wait_ms))
+            answer = _checked(await within(context.lookup_timeout_seconds + wait_seconds, asking), count)
         except _FAULTS as fault:
             self._failed(self._lookup_breaker, fault)
             await connection.close()
@@ -207,7 +205,7 @@ class Peer:
             self._asked_at.pop(question, None)
         self._lookup_breaker.succeeded()
         context.metrics.p2p_lookup.observe(context.clock.monotonic() - started)
-        hits = len(keys) - answer.sizes.count(0)
+        hits = count - answer.sizes.count(0)
         self._figures["lookups"] += 1
         self._figures["hits"] += hits
         context.metrics.p2p_hits.inc(hits)
@@ -332,6 +330,6 @@ def _checked(found: Found, count: int) -> Answer:
         raise ProtocolError("it answered a lookup with another number of objects")
     sizes = array("Q", found.sizes)
     most = limits.MAX_OBJECT_BYTES + limits.FRAME_HEADER_BYTES + limits.FRAME_ALIGN_BYTES
-    if any(size and (size <= limits.FRAME_HEADER_BYTES or size > most) for size in sizes):
+    if any(size <= limits.FRAME_HEADER_BYTES or size > most for size in set(sizes) - {0}):
         raise ProtocolError("it has objects of sizes that no object has")
     return Answer(found.lease, sizes, array("Q", found.slots))

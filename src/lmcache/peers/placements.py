@@ -14,7 +14,6 @@ from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 
-
 _TOLD_FRACTION = 0.8  # of a lease, that is left of it when it is renewed
 
 
@@ -46,6 +45,12 @@ class Share(Generic[P]):
 
     holding: Holding[P]
     indices: Sequence[int]
+
+    def parts(self, most: int) -> list[Share[P]]:
+        """Of at most so many."""
+        if len(self.indices) <= most:
+            return [self]
+        return [Share(self.holding, self.indices[at : at + most]) for at in range(0, len(self.indices), most)]
 
 
 class Placements(Generic[P]):

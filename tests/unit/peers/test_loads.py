@@ -34,6 +34,16 @@ def test_what_a_peer_has_is_loaded_exactly(maps_memory: bool) -> None:
     run(test)
 
 
+def test_more_than_one_read_takes() -> None:
+    async def test() -> None:
+        wanted = keys(2 * limits.MAX_PEER_READ_KEYS + 10)
+        with holding(wanted, slots=len(wanted)) as (holder,):
+            async with reading([holder.address]) as reader:
+                await reader.gets(wanted)
+
+    run(test)
+
+
 def test_salts_are_apart() -> None:
     async def test() -> None:
         mine, theirs = keys(4, of=namespace(salt="a")), keys(4, of=namespace(salt="b"))

@@ -85,6 +85,14 @@ def test_beyond_the_limit_a_lease_is_given_back_at_once(monkeypatch: pytest.Monk
     assert stage.released == [("a", 2), ("a", 3)]
 
 
+def test_a_share_is_read_in_parts() -> None:
+    stage, a = Stage(), Peer("a")
+    stage.placements.add(a, 1, KEYS, [1] * 6, [])
+    (share,) = stage.placements.shares(KEYS, range(6), ())
+    assert [list(part.indices) for part in share.parts(4)] == [[0, 1, 2, 3], [4, 5]]
+    assert share.parts(6) == [share]
+
+
 def test_a_peer_that_left_has_nothing() -> None:
     stage, a, b = Stage(), Peer("a"), Peer("b")
     for lease, peer in enumerate((a, b)):
