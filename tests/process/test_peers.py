@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 
 from lmcache.core.chunking import ChunkHasher
+from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.peers.connections import connect
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.protocol import Found, Kind, Lookup
 from lmcache.testing.processes import CacheServer, free_port
 from polling import until
-from process.support import SmallEngine, held
+from process.support import SmallEngine, held, unpack_slots
 
 PAYLOAD_BYTES = 1 << 18
 CHUNKS = 24
@@ -132,11 +133,14 @@ def test_a_prefix_comes_from_two_servers(tmp_path: Path) -> None:
     ):
         tokens = at_a.tokens(*range(1, 1 + CHUNKS))
         at_a.store(at_a.tokens(*range(1, 1 + CHUNKS // 2)))
-        # B has the rest alone: it stores all of it, then what A has leaves B.
-        at_b.store(tokens)
+        rest = at_b.hashes(tokens)[CHUNK_HASH_BYTES * (CHUNKS // 2) :]
+        reserved = at_b.reserve(rest)
+        at_b.fill(rest, unpack_slots(reserved.slots))
+        assert at_b.commit(reserved.reservation) == CHUNKS // 2
         until(lambda: hit(at_c, tokens) == CHUNKS)
+        assert c.peer(a.peer_address)["received_bytes"] and c.peer(b.peer_address)["received_bytes"]
         a.kill()
-        until(lambda: hit(at_c, tokens) == CHUNKS)
+        until(lambda: hit(at_c, tokens) == 0)
 
 
 @pytest.mark.parametrize("act", ["kill", "pause"])

@@ -106,6 +106,7 @@ MAX_PEER_LOOKUPS = 64  # that one peer has not answered
 MAX_PEER_LOADS = 4  # from one peer at once, a connection each
 PEER_LOAD_THREADS = 16  # for loads from all peers
 PEER_SEND_THREADS = 8  # for reads of all peers
+MAX_PEER_SENDS = 4  # of these, for peers of one host
 PEER_PATIENCE_SECONDS = 0.02  # that a request waits for what peers have
 PEER_HELLO_SECONDS = 5.0
 PEER_LEASE_SECONDS = 10.0  # from a lookup to the read, and from one read to the next
@@ -158,6 +159,7 @@ assert FRAME_HEADER_BYTES < MAX_PAYLOAD_PART_BYTES < MAX_MESSAGE_BYTES
 assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_WORKER // 2 <= MAX_PAYLOAD_BYTES
 
 assert MAX_PEER_KEYS * 64 + MIB <= MAX_PEER_MESSAGE_BYTES and MAX_L2_BATCH_OBJECTS <= MAX_PEER_READ_KEYS
+assert MAX_PEER_LOADS <= MAX_PEER_SENDS < PEER_SEND_THREADS
 
 # runtime plugins
 MAX_RUNTIME_PLUGINS = 64

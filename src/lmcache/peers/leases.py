@@ -17,6 +17,7 @@ from lmcache.core import limits
 
 @dataclass(slots=True)
 class _Lease:
+    holder: object  # the connection that it was given to
     size_bytes: int
     ends_at: float
 
@@ -35,9 +36,9 @@ class PeerLeases:
     def admits(self, size_bytes: int) -> bool:
         return len(self._leases) < limits.MAX_PEER_LEASES and self.size_bytes + size_bytes <= self._most_bytes
 
-    def add(self, lease: int, size_bytes: int) -> None:
+    def add(self, lease: int, size_bytes: int, holder: object) -> None:
         """One of the core, of objects of that many bytes."""
-        self._leases[lease] = _Lease(size_bytes, self._clock.monotonic() + limits.PEER_LEASE_SECONDS)
+        self._leases[lease] = _Lease(holder, size_bytes, self._clock.monotonic() + limits.PEER_LEASE_SECONDS)
         self.size_bytes += size_bytes
 
     def renew(self, lease: int) -> None:
@@ -45,13 +46,19 @@ class PeerLeases:
         if (known := self._leases.get(lease)) is not None:
             known.ends_at = self._clock.monotonic() + limits.PEER_LEASE_SECONDS
 
-    def release(self, leases: Iterable[int]) -> None:
-        """Unknown ones are ignored."""
-        for lease in list(leases):
-            if (known := self._leases.pop(lease, None)) is not None:
-                self.size_bytes -= known.size_bytes
-                self._core.release(lease)
+    def release(self, lease: int, holder: object) -> None:
+        """Unknown ones, and those of others, are ignored."""
+        if (known := self._leases.get(lease)) is not None and known.holder is holder:
+            self._end([lease])
+
+    def release_all(self, holder: object) -> None:
+        self._end([lease for lease, known in self._leases.items() if known.holder is holder])
 
     def end_expired(self) -> None:
         now = self._clock.monotonic()
-        self.release([lease for lease, known in self._leases.items() if known.ends_at <= now])
+        self._end([lease for lease, known in self._leases.items() if known.ends_at <= now])
+
+    def _end(self, leases: Iterable[int]) -> None:
+        for lease in leases:
+            self.size_bytes -= self._leases.pop(lease).size_bytes
+            self._core.release(lease)

@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 from collections import Counter
+from weakref import WeakValueDictionary
 
 from lmcache.clock import Clock
 from lmcache.core import limits
@@ -51,6 +52,8 @@ class PeerListener:
         self._connections: dict[PeerSocket, asyncio.Task[None]] = {}
         self._handshakes: dict[PeerSocket, None] = {}  # the oldest first
         self._served: Counter[str] = Counter()  # connections, by the address that peers say is theirs
+        # By host, for as long as it has a connection: one that takes nothing of what it reads keeps no other waiting.
+        self._sends: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._waits = 0
         self._log_limiter = LogLimiter(_LOG_SECONDS, clock)
         self._stopped = False
@@ -164,7 +167,8 @@ class PeerListener:
         key = peer.address if peer.address in self._served or len(self._served) < limits.MAX_PEERS else ""
         self._served[key] += 1
         try:
-            await ServedPeer(sock, self._context, self._may_wait).run()
+            sends = self._sends.setdefault(sock.host, asyncio.Semaphore(limits.MAX_PEER_SENDS))
+            await ServedPeer(sock, self._context, sends, self._may_wait).run()
         finally:
             self._served -= Counter({key: 1})  # addresses without any are left out
 

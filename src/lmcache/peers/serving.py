@@ -45,13 +45,16 @@ class ServingContext:
 class ServedPeer:
     """One connection after the handshake."""
 
-    def __init__(self, sock: PeerSocket, context: ServingContext, on_wait: Callable[[int], bool]) -> None:
-        """`on_wait(1)` asks whether one more lookup may wait, `on_wait(-1)` ends that."""
+    def __init__(
+        self, sock: PeerSocket, context: ServingContext, sends: asyncio.Semaphore, on_wait: Callable[[int], bool]
+    ) -> None:
+        """`sends`: how many reads of that host may go on at once. `on_wait(1)` asks whether one more lookup may wait,
+        `on_wait(-1)` ends that."""
         self._sock = sock
         self._context = context
+        self._sends = sends
         self._on_wait = on_wait
         self._core = context.l1.core
-        self._leases: set[int] = set()  # given over this connection
         self._waiting: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()  # an answer that waited must not come in between
 
@@ -67,14 +70,14 @@ class ServedPeer:
                 elif kind is Kind.RENEW:
                     self._context.leases.renew(decode(body, Renew).lease)
                 elif kind is Kind.RELEASE:
-                    self._release(decode(body, Release).lease)
+                    self._context.leases.release(decode(body, Release).lease, self)
                 else:
                     raise ProtocolError(f"it sent {kind.name} after the handshake")
         finally:
             for waiting in self._waiting:
                 waiting.cancel()
             await asyncio.gather(*self._waiting, return_exceptions=True)
-            self._context.leases.release(self._leases)
+            self._context.leases.release_all(self)
 
     # ---- lookups -----------------------------------------------------------------------------------------------------
     async def _lookup(self, number: int, lookup: Lookup) -> None:
@@ -119,37 +122,33 @@ class ServedPeer:
             self._core.release(lease)
             lease = 0
         if lease:
-            context.leases.add(lease, total_bytes)
-            self._leases.add(lease)
+            context.leases.add(lease, total_bytes, self)
         context.metrics.p2p_served_lookups.inc()
         async with self._sending:
             await self._sock.send(Kind.FOUND, number, Found(lease, sizes, acquired.slots if lease else b""))
 
-    def _release(self, lease: int) -> None:
-        if lease in self._leases:
-            self._leases.discard(lease)
-            self._context.leases.release([lease])
-
     # ---- reads -------------------------------------------------------------------------------------------------------
     async def _read(self, number: int, read: Read) -> None:
         check_keys(read)
+        self._context.leases.renew(read.lease)
+        async with self._sends, self._sending:
+            await self._send_frames(number, read)
+
+    async def _send_frames(self, number: int, read: Read) -> None:
         context = self._context
-        context.leases.renew(read.lease)
         acquired = self._core.acquire_each(PEER_OWNER, read.digests, read.hashes, math.inf)
         try:
             memory = context.l1.memory
             packed, total_bytes = _native.frame_sizes(memory.address, memory.size_bytes, acquired.slots)
             sizes, slots = array("Q", packed), array("Q", acquired.slots)
             addresses = array("Q", [memory.address + slot for slot, size in zip(slots, sizes, strict=True) if size])
+            present = array("Q", filter(None, sizes))
             head = encode(Kind.FRAMES, number, Frames(packed))
             seconds = _SEND_SECONDS + total_bytes / _LEAST_RATE
-            present = array("Q", filter(None, sizes))
-            send = partial(
-                _native.send_ranges,
-                *(self._sock.fd, head, memoryview(addresses), memoryview(present), seconds, _SEND_SECONDS),
+            ranges = memoryview(addresses), memoryview(present)
+            error = await context.threads.run(
+                partial(_native.send_ranges, self._sock.fd, head, *ranges, seconds, _SEND_SECONDS)
             )
-            async with self._sending:
-                error = await context.threads.run(send)
         finally:
             self._core.release(acquired.lease)
         if error:

@@ -30,6 +30,14 @@ class PeerSocket:
     def fd(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def host(self) -> str:
+        """The other side's address, "" for one that has gone."""
+        try:
+            return str(self._socket.getpeername()[0])
+        except OSError:
+            return ""
+
     async def send(self, kind: Kind, number: int, message: Message) -> None:
         await self.send_packed(encode(kind, number, message))
 
