@@ -46,6 +46,7 @@ from measure import MIB, Result, at_least, command_line, report, spread
 
 FOREVER = 1e18
 OWNER = 7
+THREAD_SWITCH_SECONDS = 0.0005  # as in a server
 CONNECTIONS = limits.MAX_PEER_LOADS
 NAMESPACE = Namespace("bench", 1, 0, 0, "0" * 32, "")
 FLOORS = {(2 * MIB, "tcp"): 85.0, (2 * MIB, "shared_memory"): 80.0, (64 << 10, "tcp"): 70.0}
@@ -87,6 +88,7 @@ def identity_of(address: str, l1: L1Store | None = None) -> Identity:
 # ---- the other server ------------------------------------------------------------------------------------------------
 def holder(shape: Shape, told: Connection) -> None:
     """Holds the objects, and sends as many bytes to whoever connects to its plain port."""
+    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     size_bytes = 4 * shape.size_bytes  # peers may lease a quarter
     options = L1Options(size_bytes, policy="LRU", init_bytes=size_bytes)
     l1 = L1Store.open(f"lmcache-bench-peers-{os.getpid()}", os.urandom(16), options)
@@ -261,6 +263,7 @@ def main() -> int:
     parser = command_line(__doc__, runs=15)
     parser.add_argument("--mib", type=int, default=64, help="loaded at a time")
     arguments = parser.parse_args()
+    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     shapes = [Shape(payload, max(CONNECTIONS, arguments.mib * MIB // payload)) for payload in (2 * MIB, 64 << 10)]
     results = [result for shape in shapes for result in asyncio.run(measure(shape, arguments.runs))]
     return report(results, arguments.json)

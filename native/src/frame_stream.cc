@@ -21,7 +21,7 @@ namespace lmcache {
 namespace {
 
 constexpr std::size_t kMaxParts = 64;           // of one system call
-constexpr std::size_t kPieceBytes = 256 << 10;  // received at a time: small enough to be verified out of the cache
+constexpr std::size_t kPieceBytes = 512 << 10;  // received at a time: small enough to be verified out of the cache
 
 // When a call has to end, and when it has to have moved a byte.
 class Deadline {

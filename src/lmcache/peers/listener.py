@@ -31,7 +31,8 @@ from lmcache.telemetry.metrics import P2PMetrics
 log = logging.getLogger("lmcache.peers")
 
 _SWEEP_SECONDS = 1.0
-_STOP_SECONDS = 5.0
+_START_SECONDS = 30.0
+_STOP_SECONDS = 3.0
 _LOG_SECONDS = 60.0
 _ACCEPT_PAUSE_SECONDS = 0.1  # after the machine had no descriptor for a connection
 
@@ -64,7 +65,7 @@ class PeerListener:
 
     def start(self) -> None:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(_STOP_SECONDS)
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(_START_SECONDS)
 
     def stop(self) -> bool:
         """Ends every connection, with their leases; nothing of L1 is sent any more. False when a send has not ended: L1
