@@ -104,48 +104,45 @@ class PeersAdapter(Adapter):
         return await self.probe_hinted(keys, None)
 
     async def probe_hinted(self, keys: Sequence[ObjectKey], hint: Hint | None) -> list[int | None]:
-        """Asks all peers side by side, and the one that the hint names for as long as it says."""
+        """Asks the peer that the hint names, for as long as it says, and all others about what that one lacks."""
         sizes: list[int | None] = [None] * len(keys)
+        named = self._named(hint) if hint is not None else None
         for first in range(0, len(keys), limits.MAX_PEER_KEYS):
             part = keys[first : first + limits.MAX_PEER_KEYS]
-            await self._ask(part, hint, partial(_merge, sizes, first))
+            if hint is not None and named is not None:
+                # Less than the deadline of the call, which would suspend all peers.
+                most_seconds = min(limits.MAX_PEER_WAIT_SECONDS, self._config.timeout_seconds / 2)
+                await self._ask([named], part, min(hint.wait_seconds, most_seconds), partial(_merge, sizes, first))
+            if None in sizes[first : first + len(part)]:
+                others = [peer for peer in self._peers.values() if peer is not named]
+                await self._ask(others, part, 0.0, partial(_merge, sizes, first))
         return sizes
 
-    async def _ask(self, keys: Sequence[ObjectKey], hint: Hint | None, take: Callable[[Answer], None]) -> None:
-        named, wait_seconds = None, 0.0
-        if hint is not None:
-            named = self._named(hint)
-            # Less than the deadline of the call, which would suspend all peers.
-            wait_seconds = min(hint.wait_seconds, limits.MAX_PEER_WAIT_SECONDS, self._config.timeout_seconds / 2)
-        patience_seconds = limits.PEER_PATIENCE_SECONDS
-        asking: set[asyncio.Task[None]] = set()
-        open_for_answers = True
-
+    async def _ask(
+        self, peers: Iterable[Peer], keys: Sequence[ObjectKey], wait_seconds: float, take: Callable[[Answer], None]
+    ) -> None:
+        """Side by side. Answers that do not come while the request waits are given back."""
         digests, hashes = pack_keys(keys)
+        is_waiting = True
 
-        async def ask(peer: Peer, wait_seconds: float) -> None:
+        async def ask(peer: Peer) -> None:
             answer = await peer.lookup(digests, hashes, wait_seconds)
             if answer is None or not any(answer.sizes):
                 return
-            if not open_for_answers:
+            if not is_waiting:
                 peer.release(answer.lease)
                 return
             self._placements.add(peer, answer.lease, keys, answer.sizes, answer.slots)
             take(answer)
 
-        for peer in self._peers.values():
-            if peer is not named and peer.may_ask:
-                asking.add(spawn(ask(peer, 0.0), "peer-lookup"))
-        if named is not None and named.may_ask:
-            asking.add(spawn(ask(named, wait_seconds), "peer-lookup"))
-            patience_seconds += wait_seconds
+        asking = {spawn(ask(peer), "peer-lookup") for peer in peers if peer.may_ask}
         if not asking:
             return
         self._metrics.p2p_lookups.inc(len(asking))
         try:
-            _, late = await asyncio.wait(asking, timeout=patience_seconds)
+            _, late = await asyncio.wait(asking, timeout=limits.PEER_PATIENCE_SECONDS + wait_seconds)
         finally:
-            open_for_answers = False
+            is_waiting = False
             for task in asking:  # they go on: what they find out tells what the peer is worth
                 if not task.done():
                     self._late.add(task)

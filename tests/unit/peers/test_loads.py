@@ -17,6 +17,10 @@ from unit.l2.support import run
 from unit.peers.support import Holder, holding, later, reading, until, until_true
 
 
+async def count(answer: Awaitable[ProbeAnswer]) -> int:
+    return (await answer).exist.count(True)
+
+
 @pytest.mark.parametrize("maps_memory", [False, True])
 def test_what_a_peer_has_is_loaded_exactly(maps_memory: bool) -> None:
     async def test() -> None:
@@ -219,7 +223,19 @@ def test_a_hint_waits_for_nothing_that_nobody_stores() -> None:
                 for other in (Hint(holder.address, b"1" * 16, 20.0), Hint("nonsense", b"", 20.0)):
                     await later(lambda other=other: count(reader.runner.ask(wanted, other)), lambda found: found == 3)
 
-    async def count(answer: Awaitable[ProbeAnswer]) -> int:
-        return (await answer).exist.count(True)
+    run(test)
+
+
+def test_a_hint_asks_the_others_only_for_what_that_peer_lacks() -> None:
+    async def test() -> None:
+        wanted = keys(8)
+        with holding(wanted[:6], wanted) as (named, other):
+            async with reading([named.address, other.address]) as reader:
+                hint = Hint(named.address, wait_seconds=5.0)
+                assert (await reader.runner.ask(wanted[:6], hint)).exist == [True] * 6
+                assert other.sample("p2p_served_lookups_total") == 0
+                await later(lambda: count(reader.runner.ask(wanted, hint)), lambda found: found == 8)
+                assert other.sample("p2p_served_lookups_total") >= 1
+                assert await reader.load(wanted) == 8
 
     run(test)
