@@ -11,6 +11,7 @@ from lmcache.errors import ConfigError
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
+_EVERY_ADDRESS = ("0.0.0.0", "::")
 _RANDOM_SHM_NAME = re.compile(r"lmcache-[0-9a-f]{12}")  # the default with --port 0
 
 Conflict = tuple[set[str], str]  # the options in conflict, and the sentence that names them
@@ -66,6 +67,13 @@ def _peers(config: ServerConfig) -> Iterator[Conflict]:
                 {name, "p2p_advertise_url"},
                 f"{flag(name)} needs --p2p-advertise-url, where other servers reach this one: give it.",
             )
+        return
+    if hosts["p2p_advertise_url"] in _EVERY_ADDRESS:
+        yield (
+            {"p2p_advertise_url"},
+            f"--p2p-advertise-url {config.p2p_advertise_url} is no address that others reach this server at: name one, "
+            "and give that to --p2p-listen-url.",
+        )
         return
     name = "p2p_listen_url" if config.p2p_listen_url else "p2p_advertise_url"
     if not is_loopback(hosts[name]) and not config.p2p_token_file and not config.p2p_without_token:

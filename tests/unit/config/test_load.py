@@ -173,6 +173,7 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         (["--p2p-advertise-url", "h"], "--p2p-advertise-url must be HOST:PORT with a port from 1 to 65535, got 'h'"),
         (["--p2p-peers", "127.0.0.1:1"], "--p2p-peers needs --p2p-advertise-url, where other servers reach this one"),
         (["--p2p-advertise-url", "h:1", "--p2p-peers", "a:1,b"], "--p2p-peers must be HOST:PORT"),
+        (["--p2p-advertise-url", "0.0.0.0:1"], "--p2p-advertise-url 0.0.0.0:1 is no address that others reach this"),
         (["--p2p-advertise-url", "10.0.0.1:1"], "--p2p-advertise-url 10.0.0.1:1 lets other hosts read KV"),
         (
             ["--p2p-advertise-url", "127.0.0.1:1", "--p2p-listen-url", "0.0.0.0:1"],
