@@ -21,6 +21,7 @@ ORDER = (
     "serde.py",
     "tiers.py",
     "remote.py",
+    "peers.py",
     "startup.py",
     "observability.py",
     "warm_restart.py",

@@ -265,6 +265,22 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Not readable by the serde", [rate("l2_serde_unreadable", _L2)]),
         Panel("Around O_DIRECT, through the page cache", [value("l2_buffered_fallbacks", _L2)]),
     ),
+    "Peers": (
+        Panel("Peers", [value("p2p_peers")], "Other servers that this one is connected to."),
+        Panel("Frames from and to peers", [rate("p2p_received", "transport", "from, by"), rate("p2p_sent", text="to")]),
+        Panel(
+            "Lookups",
+            [
+                rate("p2p_lookups", text="asked"),
+                rate("p2p_late_lookups", text="not answered in time"),
+                rate("p2p_served_lookups", text="answered for peers"),
+            ],
+        ),
+        Panel("Chunks that peers said they have", [rate("p2p_hits")]),
+        Panel("Failed at a peer", [rate("p2p_failures", "reason")]),
+        Panel("Time", [quantile(0.99, "p2p_lookup", text="lookup"), quantile(0.99, "p2p_load", text="load")]),
+        Panel("Kept for peers until they have read it", [value("p2p_leased_bytes")]),
+    ),
     "Calls": (
         Panel("Calls", [rate("calls", "method")]),
         Panel("Calls that failed", [rate("calls", "method, status", matchers='status!="ok"')]),

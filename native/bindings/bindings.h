@@ -17,6 +17,7 @@
 void bind_machine(nb::module_& m);
 void bind_hashing(nb::module_& m);
 void bind_frame(nb::module_& m);
+void bind_frame_stream(nb::module_& m);
 void bind_paged_copy(nb::module_& m);
 void bind_cuda(nb::module_& m);
 void bind_l1(nb::module_& m);

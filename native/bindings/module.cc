@@ -35,6 +35,7 @@ NB_MODULE(_native, m) {
     bind_machine(m);
     bind_hashing(m);
     bind_frame(m);
+    bind_frame_stream(m);
     bind_cuda(m);
     bind_paged_copy(m);
     bind_change_log(m);

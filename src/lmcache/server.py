@@ -31,6 +31,7 @@ from lmcache.memory import numa
 from lmcache.memory.large_pages import LargePageGauge
 from lmcache.memory.restart_compatibility import RestartCompatibility
 from lmcache.memory.server_memory import remove_files
+from lmcache.peers.peering import Peering
 from lmcache.runtime_plugins.launcher import CONFIG_VARIABLE, EXTRA_VARIABLE, PluginLauncher
 from lmcache.runtime_plugins.scripts import find_scripts
 from lmcache.service.cache_operations import CacheOperations, Registered
@@ -88,6 +89,7 @@ class Server:
         self._ready = False
         self._left_behind = False
         self._http: HttpListener | None = None
+        self._peering: Peering | None = None
 
     def run(self, signals: StopSignals) -> int:
         """Serves until a signal asks for the end; the exit code. ConfigError or ResourceError when it cannot start."""
@@ -139,10 +141,16 @@ class Server:
         salt_limits = SaltLimits()
         self.quotas = self._open_quotas(salt_limits)
         closers.callback(metrics.on_scrape(lambda: self.quotas.publish(metrics.quotas)))
+        if self.config.p2p_advertise_url:
+            self._peering = self._open_peering(hasher, server_epoch)
+            closers.callback(self._stop_peering)
         self.storage = self._storage_loop(salt_limits)
         self.storage.start(checkpoint)
         closers.callback(self.storage.stop)
         closers.callback(metrics.on_scrape(self.storage.publish))
+        if self._peering is not None:
+            self._peering.start()
+            closers.callback(metrics.on_scrape(self._peering.listener.publish))
         events = self._event_bus()
         closers.callback(events.stop)
         self._service = self._cache_service(hasher, server_epoch, events, self._exporter())
@@ -212,11 +220,27 @@ class Server:
             file=QuotaFile(self.config.quota_file) if self.config.quota_file else None,
         )
 
+    def _open_peering(self, hasher: ChunkHasher, server_epoch: bytes) -> Peering:
+        return Peering(
+            self.config,
+            self._l1,
+            hasher,
+            server_epoch,
+            metrics=self.metrics.p2p,
+            clock=self._clock,
+            random_bytes=self._environment.random_bytes,
+        )
+
+    def _stop_peering(self) -> None:
+        """After the storage loop, which loads from peers, and before L1, which they load from."""
+        if self._peering is not None and not self._peering.stop():
+            self._left_behind = True
+
     def _storage_loop(self, salt_limits: SaltLimits) -> StorageLoop:
         config, plan = self.config, self._plan
         return StorageLoop(
             self._l1,
-            plan.adapters,
+            [*plan.adapters, self._peering.adapter] if self._peering is not None else plan.adapters,
             StorageSettings(
                 plan.store_policy,
                 plan.prefetch_policy,
@@ -277,7 +301,7 @@ class Server:
             server_epoch,
             config.l1_read_ttl_seconds,
             config.l1_write_ttl_seconds,
-            has_l2=bool(adapters),
+            has_l2=bool(adapters) or self._peering is not None,
             counts_ceiling=config.metrics_enabled,
             lossy_serdes=frozenset(adapter.serde.lossy for adapter in adapters if adapter.serde),
         )
@@ -384,6 +408,7 @@ class Server:
             **self._on_loop(self._service.snapshot),
             "l1": self._l1.stats(),
             "l2": self.storage.status(),
+            "p2p": self._peering.status() if self._peering is not None else None,
         }
 
     def clear(self, tier: str, *, force: bool = False) -> tuple[int, int]:

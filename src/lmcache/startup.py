@@ -29,6 +29,8 @@ from lmcache.l2.adapter_config import AdapterConfig
 from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.background import in_thread
 from lmcache.memory import numa, server_memory
+from lmcache.peers.access import read_peer_token
+from lmcache.peers.config import listening_at
 from lmcache.runtime_plugins.scripts import find_scripts
 from lmcache.telemetry import lookup_log, otlp
 from lmcache.telemetry.logs import level_of
@@ -113,7 +115,7 @@ def _leaves_verifying(config: ServerConfig, configured: ConfiguredAdapter) -> bo
 def open_secrets(config: ServerConfig) -> list[str]:
     """A note for each file of a secret that everybody on this machine can read or replace by writing to it."""
     found = []
-    for name in ("admin_token_file", "http_tls_key"):
+    for name in ("admin_token_file", "p2p_token_file", "http_tls_key"):
         path = getattr(config, name)
         with contextlib.suppress(OSError):  # it was readable a moment ago
             mode = stat.S_IMODE(os.stat(path).st_mode) if path else 0
@@ -177,6 +179,11 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
     if not config.disable_http:
         with problems.collect():
             listening.refuse_unusable(http_listening_host(config.http_host), config.http_port, "--http-host")
+    if config.p2p_advertise_url:
+        with problems.collect():
+            listening.refuse_unusable(*listening_at(config), "--p2p-listen-url or --p2p-advertise-url")
+        with problems.collect():
+            read_peer_token(config.p2p_token_file)
     with problems.collect():
         read_token(config.admin_token_file)
     with problems.collect():

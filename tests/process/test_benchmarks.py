@@ -45,6 +45,7 @@ def run_small(name: str, *options: str, timeout_seconds: float = 120.0) -> dict[
         ("many_objects", ["--runs", "3", "--objects", "20000", "--no-engine"], 5),
         ("serde", ["--runs", "1", "--mib", "1"], 35),
         ("socket_mode", ["--runs", "1", "--chunks", "3"], 5),
+        ("peers", ["--runs", "1", "--mib", "2"], 12),
     ],
 )
 def test_a_benchmark_runs_small(name: str, options: list[str], count: int) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
-import os
-import stat
 import threading
 import urllib.parse
 
 from starlette.requests import Request
 
+from lmcache.core.address import is_loopback
 from lmcache.core.file_version import version_at
+from lmcache.core.secret_file import read_secret
 from lmcache.errors import ConfigError
 
 logger = logging.getLogger("lmcache.admin")
 
-_MAX_TOKEN_BYTES = 4096
-_MIN_TOKEN_CHARACTERS = 16
 _FORWARDED = ("forwarded", "via", "x-real-ip")
 _FORWARDED_PREFIXES = (
     "x-forwarded-",
@@ -29,29 +26,7 @@ _MAX_SHOWN_HEADERS = 5
 
 def read_token(path: str) -> str:
     """The token in a file, "" without a file. ConfigError when the file has none."""
-    if not path:
-        return ""
-    try:
-        with open(path, "rb", opener=_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"--admin-token-file {path} is no file that can be read again; name one.")
-            content = file.read(_MAX_TOKEN_BYTES + 1)
-        token = content.decode("ascii").strip()
-    except OSError as error:
-        raise ConfigError(f"--admin-token-file {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--admin-token-file {path} must hold one line of ASCII text.") from None
-    if len(token) < _MIN_TOKEN_CHARACTERS or len(content) > _MAX_TOKEN_BYTES or not token.isprintable():
-        raise ConfigError(
-            f"--admin-token-file {path} must hold one line of at least {_MIN_TOKEN_CHARACTERS} characters, "
-            f"{_MAX_TOKEN_BYTES} at most, such as the output of `openssl rand -hex 32`."
-        )
-    return token
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """A pipe of that name would hold up every request."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    return read_secret(path, "--admin-token-file")
 
 
 class AdminToken:
@@ -156,14 +131,3 @@ def _names_loopback(url: str) -> bool:
         return is_loopback(urllib.parse.urlsplit(url).hostname or "")
     except ValueError:
         return False
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)

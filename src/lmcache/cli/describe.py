@@ -82,6 +82,9 @@ def _add_l1(report: Report, l1: dict[str, Any], config: dict[str, Any]) -> None:
 
 def _add_adapter(report: Report, adapter: dict[str, Any]) -> None:
     report.section(f"L2: {adapter['name']}")
+    if "peers" in adapter:
+        _rows(report, {f"Peer {peer['address']}": _peer_text(peer) for peer in adapter["peers"]})
+        return
     limit = adapter["capacity_bytes"]
     rows = {
         "Type": adapter["type"],
@@ -93,6 +96,15 @@ def _add_adapter(report: Report, adapter: dict[str, Any]) -> None:
     if troubled := [text for key, text in troubles.items() if adapter.get(key)]:
         rows["Trouble"] = ", ".join(troubled)
     _rows(report, rows)
+
+
+def _peer_text(peer: dict[str, Any]) -> str:
+    if peer["refused"]:
+        return f"not used: {peer['refused']}"
+    if not peer["connected"]:
+        return "not reached"
+    state = "left alone after faults" if peer["left_alone"] else f"connected by {peer['transport']}"
+    return f"{state}, {bytes_text(peer['received_bytes'])} loaded"
 
 
 def _add_instance(report: Report, instance: dict[str, Any]) -> None:

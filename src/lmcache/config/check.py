@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 
 from lmcache.config.spec import ServerConfig, flag
-from lmcache.core.address import http_listening_host, listening_host, socket_path
+from lmcache.core.address import host_and_port, http_listening_host, is_loopback, listening_host, socket_path
 from lmcache.errors import ConfigError
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
+_EVERY_ADDRESS = ("0.0.0.0", "::")
 _RANDOM_SHM_NAME = re.compile(r"lmcache-[0-9a-f]{12}")  # the default with --port 0
 
 Conflict = tuple[set[str], str]  # the options in conflict, and the sentence that names them
@@ -40,12 +41,47 @@ def conflicts(config: ServerConfig) -> Iterator[Conflict]:
             {"l2_store_policy", "l2_adapter"},
             "--l2-store-policy skip_l1 needs an --l2-adapter: without one nothing would be kept anywhere.",
         )
+    yield from _peers(config)
     for switch in ("disable_logging", "disable_observability"):
         if config.lookup_hash_log_dir and getattr(config, switch):
             yield (
                 {"lookup_hash_log_dir", switch},
                 f"--lookup-hash-log-dir writes a log, which {flag(switch)} turns off: remove one of the two.",
             )
+
+
+def _peers(config: ServerConfig) -> Iterator[Conflict]:
+    urls = [(name, getattr(config, name)) for name in ("p2p_advertise_url", "p2p_listen_url")]
+    given = [(name, url) for name, url in urls if url] + [("p2p_peers", url) for url in config.p2p_addresses]
+    hosts = {}
+    for name, url in given:
+        try:
+            hosts[name], _ = host_and_port(flag(name), url)
+        except ConfigError as refusal:
+            yield {name}, str(refusal)
+            return
+    if not config.p2p_advertise_url:
+        if given:
+            name = given[0][0]
+            yield (
+                {name, "p2p_advertise_url"},
+                f"{flag(name)} needs --p2p-advertise-url, where other servers reach this one: give it.",
+            )
+        return
+    if hosts["p2p_advertise_url"] in _EVERY_ADDRESS:
+        yield (
+            {"p2p_advertise_url"},
+            f"--p2p-advertise-url {config.p2p_advertise_url} is no address that others reach this server at: name one, "
+            "and give that to --p2p-listen-url.",
+        )
+        return
+    name = "p2p_listen_url" if config.p2p_listen_url else "p2p_advertise_url"
+    if not is_loopback(hosts[name]) and not config.p2p_token_file and not config.p2p_without_token:
+        yield (
+            {name, "p2p_token_file", "p2p_without_token"},
+            f"{flag(name)} {getattr(config, name)} lets other hosts read KV, which is what prompts say: give all peers "
+            "the same --p2p-token-file, or --p2p-without-token if nobody else reaches that port.",
+        )
 
 
 def _names(config: ServerConfig) -> Iterator[Conflict]:

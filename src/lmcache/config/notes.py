@@ -22,6 +22,12 @@ _HTTP = (
 )
 
 
+_P2P = (
+    *("p2p_lookup_timeout", "p2p_load_timeout", "p2p_transfer_engine", "p2p_token_file"),
+    "p2p_without_token",
+)
+
+
 class L2Traits(NamedTuple):
     """What the adapters and the store policy, taken together, mean for options of the server."""
 
@@ -61,7 +67,9 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
         yield ("port",), "a server at the path of a socket takes no port"
     yield ("max_gpu_workers",), "engines copy with threads of their own"
     if not config.l2_adapter:
-        yield ("l2_store_policy", "l2_prefetch_policy", "l2_prefetch_max_in_flight"), "there is no --l2-adapter"
+        yield ("l2_store_policy",), "there is no --l2-adapter"
+        if not config.p2p_advertise_url:
+            yield ("l2_prefetch_policy", "l2_prefetch_max_in_flight"), "there is no --l2-adapter"
         yield ("drain_timeout_seconds",), "there is no --l2-adapter, so nothing is drained"
         yield ("max_workers", "max_cpu_workers"), "its threads verify what L2 gave back, and there is no --l2-adapter"
     elif not l2.verifies_loads:
@@ -84,6 +92,8 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
         yield _LOOKUP_LOG, "there is no --lookup-hash-log-dir"
     if not config.runtime_plugin_locations:
         yield ("runtime_plugin_config",), "there is no --runtime-plugin-locations"
+    if not config.p2p_advertise_url:
+        yield _P2P, "without --p2p-advertise-url there are no peers"
     if config.disable_observability:
         covered = ("disable_metrics", "disable_logging", "enable_tracing", "otlp_endpoint", "trace_sample_rate")
         yield covered, "--disable-observability covers it"

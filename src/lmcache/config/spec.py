@@ -59,6 +59,7 @@ GROUPS: dict[str, str] = {  # title by the first option of the group
     "l1_size_gb": "L1: shared memory",
     "eviction_policy": "L1 eviction",
     "l2_adapter": "L2: slower tiers",
+    "p2p_advertise_url": "Peers: other servers",
     "disable_observability": "Observability",
     "lookup_hash_log_dir": "Lookup log",
     "drain_timeout_seconds": "The end of the server",
@@ -189,6 +190,53 @@ class ServerConfig:
     )
     l2_prefetch_max_in_flight: int = _option(
         Whole(unit="requests", minimum=1, maximum=4096), 8, "how many requests may wait for one L2 adapter at once"
+    )
+
+    p2p_advertise_url: str = _option(
+        Text("HOST:PORT"),
+        "",
+        "where other servers reach this one: it loads from its peers what it lacks, and they from it",
+        default_text="none: no peers",
+    )
+    p2p_listen_url: str = _option(
+        Text("HOST:PORT"),
+        "",
+        "where this server listens for its peers, where that is another address",
+        default_text="--p2p-advertise-url",
+    )
+    p2p_peers: list[str] = field(
+        default_factory=list,
+        metadata=_about(
+            Listed(Text("HOST:PORT,...")),
+            "the --p2p-advertise-url of other servers, with commas between; this one's own is passed over, so that all "
+            "may have the same list",
+        ),
+    )
+    p2p_lookup_timeout: float = _option(
+        Number(unit="seconds", above=0, maximum=3600),
+        30.0,
+        "how long a peer may take to say what it has before it is left alone; requests wait 0.02 s of that at most, "
+        "unless they name the peer",
+    )
+    p2p_load_timeout: float = _option(
+        Number(unit="seconds", above=0, maximum=3600),
+        30.0,
+        "how long a load from peers may take at most; from one of them 2 s and what its size takes at an eighth of the "
+        "measured rate, if that is less",
+    )
+    p2p_transfer_engine: str = _option(
+        Choice(("auto", "tcp"), unbuilt=unbuilt.OPTION_VALUES["p2p_transfer_engine"]),
+        "auto",
+        "how frames come: auto copies them out of the memory of a peer on this host, and takes TCP for others",
+    )
+    p2p_token_file: str = _option(
+        Text("FILE"),
+        "",
+        "file with the secret that all peers share; read for each connection, never sent",
+        default_text="none: peers on this host alone",
+    )
+    p2p_without_token: bool = _option(
+        Switch(), False, "let whoever reaches the port of --p2p-listen-url read all KV, on any interface"
     )
 
     disable_observability: bool = _option(Switch(), False, "no metrics, no spans, no lookup log, and --disable-logging")
@@ -330,6 +378,11 @@ class ServerConfig:
         if not self.l1_use_lazy:
             return self.l1_size_bytes
         return int(self.l1_init_size_gb * GIB) // self.l1_align_bytes * self.l1_align_bytes
+
+    @property
+    def p2p_addresses(self) -> list[str]:
+        """Of --p2p-peers, one by one."""
+        return [address.strip() for value in self.p2p_peers for address in value.split(",") if address.strip()]
 
     @property
     def metrics_enabled(self) -> bool:

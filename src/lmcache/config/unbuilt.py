@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 _ONE_SERVER = "one server is all there is; engines of other hosts reach it over the socket"
 _SHARED_FOLDER = 'several servers can share a folder of a network file system ("type": "fs")'
+_PEERS = "--p2p-advertise-url and --p2p-peers let servers load from each other"
 _PLUGIN = '"type": "plugin" takes an adapter of your own (docs/how-to/write-an-adapter.md)'
 _RUNTIME_PLUGINS = "--runtime-plugin-locations is what a server has for it"
 _BLEND = "only common prefixes are reused"
@@ -26,11 +27,14 @@ OPTIONS: Mapping[str, str] = {
     "instance_id": "--service-instance-id names this server in its metrics",
 }
 OPTION_FAMILIES: Mapping[str, str] = {  # by their beginning
-    "p2p_": _SHARED_FOLDER,
     "coordinator_": _ONE_SERVER,
     "controller_": _ONE_SERVER,
 }
-OPTION_VALUES: Mapping[str, Mapping[str, str]] = {"engine_type": {"blend": _BLEND}}
+_TCP = "tcp is built in, and auto takes shared memory for peers on the same host"
+OPTION_VALUES: Mapping[str, Mapping[str, str]] = {
+    "engine_type": {"blend": _BLEND},
+    "p2p_transfer_engine": {"nixl": _TCP, "mooncake_te": _TCP},
+}
 
 # Keys of the file that configures LMCache inside an engine, without a server.
 _L1_SIZE = "--l1-size-gb is how much memory this server takes"
@@ -73,7 +77,7 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
     "use_layerwise": _CONNECTOR,
     "enable_async_loading": "loads always go on beside other requests",
     "enable_blending": _BLEND,
-    "enable_p2p": _SHARED_FOLDER,
+    "enable_p2p": _PEERS,
     "enable_pd": "prefill and decode engines that share one server hit what the other stored",
     "enable_nixl": _SHARED_FOLDER,
     "enable_controller": _ONE_SERVER,
@@ -118,6 +122,7 @@ IN_PROCESS_IDLE_VALUES: Mapping[str, str] = {
 IN_PROCESS_FAMILIES: Mapping[str, str] = {
     "blend_": _BLEND,
     "pd_": IN_PROCESS_KEYS["enable_pd"],
+    "p2p_": _PEERS,
     "nixl_": _SHARED_FOLDER,
     "gds_": _FOLDER,
     "maru_": _FOLDER,
@@ -133,7 +138,7 @@ IN_PROCESS_FAMILIES: Mapping[str, str] = {
 ADAPTERS: Mapping[str, str] = {
     "infinistore": '"type": "mooncake_store" shares the memory of machines over RDMA or TCP, "resp" a Redis or Valkey '
     f'and "s3" a bucket, and {_PLUGIN}',
-    "p2p": _SHARED_FOLDER,
+    "p2p": _PEERS,
 }
 # What people call them: the documented type, and what else it needs.
 ADAPTER_ALIASES: Mapping[str, tuple[str, str]] = {

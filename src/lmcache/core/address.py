@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 
@@ -51,12 +52,37 @@ def connect_endpoint(url: str, port: int | None = None) -> str:
     return tcp_endpoint(LOOPBACK if host == "localhost" else host, port)
 
 
+def host_and_port(subject: str, text: str) -> tuple[str, int]:
+    """Of HOST:PORT or tcp://HOST:PORT. ConfigError begins with `subject`."""
+    scheme, rest = _scheme(text.strip())
+    host, port = _split(rest)
+    if scheme != "tcp" or not _HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{subject} must be HOST:PORT with a port from 1 to 65535, got {text!r}.")
+    return (LOOPBACK if host == "localhost" else host), int(port)
+
+
+def host_port(host: str, port: int) -> str:
+    """As `host_and_port` takes it."""
+    return f"{_bracketed(host)}:{port}"
+
+
 def tcp_endpoint(host: str, port: int) -> str:
     return f"tcp://{_bracketed(host)}:{port}"
 
 
 def http_url(host: str, port: int, *, tls: bool = False) -> str:
     return f"http{'s' * tls}://{_bracketed(host)}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
 
 
 def socket_path(endpoint: str) -> str:

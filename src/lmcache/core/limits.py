@@ -100,6 +100,35 @@ MAX_QUARANTINE_FILES = 64  # a folder; the oldest go first
 MAX_QUARANTINE_BYTES = 256 * MIB
 MAX_PREFETCHES_WAITING = 4096  # for a place, or for adapters
 
+# peers
+MAX_PEERS = 256  # members, those that requests name included
+MAX_PEER_CONNECTIONS = 1024  # of others to this server
+MAX_PEER_HANDSHAKES = 64  # connections of others that have not done theirs
+MAX_PEER_KEYS = 16_384  # of one lookup
+MAX_PEER_READ_KEYS = 256  # of one read
+MAX_PEER_MESSAGE_BYTES = 2 * MIB  # frames not counted
+MAX_PEER_TEXT_BYTES = 512
+MAX_PEER_LEASES = 4096  # of all peers
+PEER_LEASED_FRACTION = 0.25  # of L1, that all peers may keep from eviction by their lookups
+MAX_PEER_WAITS = 256  # lookups that wait for chunks that are being stored
+MAX_PEER_WAIT_SECONDS = 30.0
+MAX_PEER_PLACEMENTS = 262_144  # objects that peers said they have, remembered until they are loaded
+MAX_PEER_LOOKUPS = 64  # that one peer has not answered
+MAX_PEER_LOADS = 4  # from one peer at once, a connection each
+PEER_LOAD_THREADS = 16  # for loads from all peers
+PEER_SEND_THREADS = 8  # for reads of all peers
+MAX_PEER_SENDS = 4  # of these, for peers of one host
+PEER_PATIENCE_SECONDS = 0.02  # that a request waits for what peers have
+PEER_HELLO_SECONDS = 5.0
+PEER_LEASE_SECONDS = 10.0  # from a lookup to the read, and from one read to the next
+PEER_IDLE_SECONDS = 2.0  # without a byte of a transfer
+PEER_LOAD_FLOOR_SECONDS = 2.0  # of the deadline of a load; what its size takes comes on top
+PEER_LOAD_MARGIN = 8  # how many times longer a load may take than at the measured rate
+PEER_FIRST_RATE = 50e6  # bytes a second, until one is measured
+PEER_BREAKER_FAILURES = 3
+PEER_RETRY_SECONDS, MAX_PEER_RETRY_SECONDS = 0.25, 4.0  # between connections that fail, doubled each time
+PEER_REFUSED_SECONDS = 30.0  # before a peer is asked again that does not fit
+
 # tenants
 MAX_QUOTAS = 65_536
 MAX_QUOTA_GB = 1 << 20
@@ -144,6 +173,9 @@ assert MAX_SALTS_FOLLOWED <= MAX_CHUNKS_PER_CALL
 assert MAX_NAMESPACES_PER_TENANT <= MAX_NAMESPACES_KEPT_PER_INSTANCE
 assert FRAME_HEADER_BYTES < MAX_PAYLOAD_PART_BYTES < MAX_MESSAGE_BYTES
 assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_WORKER // 2 <= MAX_PAYLOAD_BYTES
+
+assert MAX_PEER_KEYS * 64 + MIB <= MAX_PEER_MESSAGE_BYTES and MAX_L2_BATCH_OBJECTS <= MAX_PEER_READ_KEYS
+assert MAX_PEER_LOADS <= MAX_PEER_SENDS < PEER_SEND_THREADS
 
 # runtime plugins
 MAX_RUNTIME_PLUGINS = 64

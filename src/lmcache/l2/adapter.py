@@ -23,8 +23,9 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from lmcache.core.hint import Hint
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.outcome import LoadOutcome, StoreOutcome
 from lmcache.core.rounding import round_up
@@ -145,7 +146,7 @@ class Adapter(Protocol):
         """Bytes that other things than objects and their folders take (quarantine, say)."""
         return 0
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, Any]:
         """Figures of its own for operators; `buffered_fallbacks` is exposed as a metric too."""
         return {}
 
@@ -161,7 +162,9 @@ class Adapter(Protocol):
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         """Fills each buffer with the frame of its key. LOADED promises bytes, not that they verify: that is
-        checked afterwards, but for adapters of this package with an attribute `verifies = True`.
+        checked afterwards, but for adapters of this package with an attribute `verifies = True`. One with
+        `is_read_only = True` is asked and loaded from, and nothing else: what it finds belongs to others, who may
+        remove it at any moment, so that nothing is stored, deleted or cleared there, and nothing remembered of it.
         CORRUPT: certainly not the frame; it has been quarantined or deleted."""
         ...
 
@@ -191,4 +194,22 @@ class RegistersMemory(Protocol):
         """Before `open`, by a server: L1, in which nearly all buffers lie. It is mapped as long as the adapter is open;
         parts of it have no memory behind them until they are used. For other buffers, and where nobody calls this, the
         adapter does what it must for each transfer."""
+        ...
+
+
+@runtime_checkable
+class FollowsHints(Protocol):
+    """An adapter over several places, which a request may know better than to ask all of them."""
+
+    async def probe_hinted(self, keys: Sequence[ObjectKey], hint: Hint | None) -> list[int | None]:
+        """As `Adapter.probe`, for as long as the hint says."""
+        ...
+
+
+@runtime_checkable
+class PublishesFigures(Protocol):
+    """An adapter with metrics that are read rather than counted."""
+
+    def publish(self) -> None:
+        """Brings them up to date. Any thread."""
         ...

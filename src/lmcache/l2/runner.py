@@ -19,17 +19,18 @@ from typing import Any, NamedTuple
 
 from lmcache.clock import Clock
 from lmcache.core import limits
+from lmcache.core.hint import Hint
 from lmcache.core.key import MAX_SERDE_NAME_CHARACTERS, Namespace, ObjectKey, accepted_lossy_serde, stored_serde
 from lmcache.core.outcome import LoadOutcome, MissReason, StoreOutcome
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import AdapterError, ConfigError, DeadlineError
 from lmcache.l2.accounting import Ledger
-from lmcache.l2.adapter import NO_FOLDERS, ObjectColumns, RegistersMemory
+from lmcache.l2.adapter import NO_FOLDERS, FollowsHints, ObjectColumns, PublishesFigures, RegistersMemory
 from lmcache.l2.adapter_config import AdapterConfig
 from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.layers.context import AdapterContext
 from lmcache.l2.layers.deletion import DELETE_SLICE_OBJECTS
-from lmcache.l2.layers.operation import Batch, Operation, SharedRelease
+from lmcache.l2.layers.operation import Batch, Operation, SharedRelease, Start
 from lmcache.l2.layers.stack import LayerStack
 from lmcache.telemetry.logs import level_of
 from lmcache.telemetry.metrics import L2Metrics
@@ -313,22 +314,25 @@ class Runner:
         """Asks like `ask`, where it makes no difference whether the backend answered."""
         return (await self.ask(keys)).exist
 
-    async def ask(self, keys: Sequence[ObjectKey]) -> ProbeAnswer:
-        """What is known is believed; about the rest the backend is asked, as another server may have stored it."""
+    async def ask(self, keys: Sequence[ObjectKey], hint: Hint | None = None) -> ProbeAnswer:
+        """What is known is believed; about the rest the backend is asked, as another server may have stored it. `hint`
+        is for adapters that follow one."""
         keys = self.stored_keys(keys)
         serves = self._serves(keys)
         if all(serves):
-            return await self._ask(keys)
-        served = await self._ask(list(compress(keys, serves)))  # of engines with KV of both kinds
+            return await self._ask(keys, hint)
+        served = await self._ask(list(compress(keys, serves)), hint)  # of engines with KV of both kinds
         exist = iter(served.exist)
         return ProbeAnswer([is_served and next(exist) for is_served in serves], served.fault)
 
-    async def _ask(self, keys: Sequence[ObjectKey]) -> ProbeAnswer:
+    async def _ask(self, keys: Sequence[ObjectKey], hint: Hint | None) -> ProbeAnswer:
         known = self.ledger.known(keys)
         unknown = [key for key, is_known in zip(keys, known, strict=True) if not is_known]
         if not unknown or self._draining:
             return ProbeAnswer(known)
-        ask = partial(self.adapter.probe, unknown)
+        ask: Start[list[int | None]] = partial(self.adapter.probe, unknown)
+        if hint is not None and isinstance(self.adapter, FollowsHints):
+            ask = partial(self.adapter.probe_hinted, unknown, hint)
         operation = self.context.operation()
         operation.trial = ask
         was_suspended = self.layers.loads.breaker.is_suspended
@@ -341,6 +345,8 @@ class Runner:
             return ProbeAnswer(known, MissReason.L2_SUSPENDED if was_suspended else MissReason.L2_FAILED)
         finally:
             self._probe_seconds.observe(self.context.clock.monotonic() - started)
+        if self.is_read_only:
+            return ProbeAnswer([size is not None for size in sizes])
         self.ledger.found([(key, size) for key, size in zip(unknown, sizes, strict=True) if size is not None])
         exist = self.ledger.known(keys)
         self._forget_surplus()
@@ -432,6 +438,11 @@ class Runner:
         return self._serde is not None or bool(getattr(self.adapter, "verifies", False))
 
     @property
+    def is_read_only(self) -> bool:
+        """Whether others decide what it has: nothing is stored or deleted there, and nothing remembered of it."""
+        return bool(getattr(self.adapter, "is_read_only", False))
+
+    @property
     def takes_stores(self) -> bool:
         """Whether stores are neither suspended nor refused for lack of room."""
         return not (self.layers.stores.breaker.is_suspended or self.layers.capacity.is_full)
@@ -485,6 +496,8 @@ class Runner:
         for direction, breaker in (("loads", layers.loads.breaker), ("stores", layers.stores.breaker)):
             metrics.l2_breaker_state.labels(self.name, direction).set(breaker.state)
         metrics.l2_is_full.labels(self.name).set(layers.capacity.is_full)
+        if isinstance(self.adapter, PublishesFigures):
+            self.adapter.publish()
         figures = self.adapter.status()
         if "buffered_fallbacks" in figures:
             metrics.l2_buffered_fallbacks.labels(self.name).set(figures["buffered_fallbacks"])

@@ -14,6 +14,7 @@ _FLOCK = struct.Struct("@hhqqi0q")
 # Far beyond any content; locks do not care where a file ends.
 _OWNER_REGION_OFFSET = 1 << 62
 _MAX_OWNER = 1 << 32
+PEER_OWNER = -3  # what other servers look up and read
 PIN_OWNER = -2  # pins of operators
 STORAGE_OWNER = -1  # the storage loop of a server, which locks no byte; engines' owners count from 1
 MAX_OWNERS_EVER = 1 << 31  # that one file can have had; what is left is enough for any server

@@ -75,9 +75,9 @@ class CacheOperations:
         self._registered = registered
         self._l1 = context.l1
         self._storage = context.storage
-        self._directory = NamespaceDirectory(context.l1, context.storage.runners)
+        self._directory = NamespaceDirectory(context.l1, context.storage.own_runners)
         self.mark = server_epoch[:4].hex()
-        self._listing = ObjectListing(context.l1, context.storage.runners, self._directory, self.mark)
+        self._listing = ObjectListing(context.l1, context.storage.own_runners, self._directory, self.mark)
 
     @property
     def pins(self) -> Pins:
@@ -133,7 +133,7 @@ class CacheOperations:
         counted = counted or list(range(len(keys.namespaces)))
         objects = [keys.key(index, chunk) for index in counted for chunk in range(keys.chunks)]
         found = {_L1: self._l1.core.resident_each(*pack_keys(objects))}
-        for runner in self._storage.runners:
+        for runner in self._storage.own_runners:
             found[runner.name] = self._storage.run(_probe(runner, objects), LOOKUP_SECONDS)
         places = []
         for chunk in range(keys.chunks):
@@ -194,10 +194,10 @@ class CacheOperations:
         """The adapter of that name, None for L1. ConfigError."""
         if name == _L1:
             return None
-        for runner in self._storage.runners:
+        for runner in self._storage.own_runners:
             if runner.name == name:
                 return runner
-        names = ", ".join(["l1", *(runner.name for runner in self._storage.runners)])
+        names = ", ".join(["l1", *(runner.name for runner in self._storage.own_runners)])
         raise ConfigError(f'There is no tier "{name}"; there are {names}.')
 
     def move(

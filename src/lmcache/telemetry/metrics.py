@@ -38,6 +38,8 @@ MAX_MODELS_BEYOND = 64
 
 _ADAPTER = ("l2_name",)
 _TIERS = ("l1", "l2", "socket")
+_TRANSPORTS = ("tcp", "shared_memory")
+_PEER_FAULTS = ("deadline", "protocol", "connection", "refused")
 
 _THROUGHPUT_BUCKETS_GB = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
@@ -270,6 +272,22 @@ class L2Metrics(_Group):
     corrupt_frames = _CORRUPT_FRAMES
 
 
+class P2PMetrics(_Group):
+    """Other servers: what is loaded from them, and what they load from here."""
+
+    p2p_peers = _gauge("Peers that this server is connected to")
+    p2p_lookups = _counter("Lookups asked of peers, one for each that is asked")
+    p2p_late_lookups = _counter("Lookups that a peer did not answer while the request waited")
+    p2p_hits = _counter("Objects that peers said they have", unit="chunks")
+    p2p_failures = _counter("Lookups and loads that failed at a peer, and peers that were refused, by reason", "reason")
+    p2p_lookup = _latencies("Asking one peer which objects it has")
+    p2p_load = _latencies("A load from one peer, from its begin to its end")
+    p2p_received = _counter("Bytes of frames that came from peers", "transport", unit="bytes")
+    p2p_sent = _counter("Bytes of frames that were sent to peers", unit="bytes")
+    p2p_served_lookups = _counter("Lookups of peers that were answered")
+    p2p_leased_bytes = _gauge("Bytes of L1 that peers keep from eviction until they have read them")
+
+
 class EventBusMetrics(_Group):
     """Events, such as those that the log of lookups is made from."""
 
@@ -315,11 +333,16 @@ class Metrics:
         self.l1 = L1Metrics(*build)
         self.quotas = QuotaMetrics(*build)
         self.l2 = L2Metrics(*build)
+        self.p2p = P2PMetrics(*build)
         self.events = EventBusMetrics(*build)
         self.faults = FaultMetrics(*build)
         self.otlp = OtlpMetrics(*build)
         for tier in _TIERS:  # from the start, so that the first such frame is an increase
             self.service.corrupt_frames.labels(tier)
+        for transport in _TRANSPORTS:
+            self.p2p.p2p_received.labels(transport)
+        for reason in _PEER_FAULTS:
+            self.p2p.p2p_failures.labels(reason)
         if enabled:  # the series by which OpenTelemetry carries resource attributes to Prometheus
             target = Info("target", "What exposes these metrics", registry=self.registry)
             target.info({"service_name": "lmcache", "service_instance_id": service_instance_id})

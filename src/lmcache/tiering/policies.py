@@ -16,7 +16,8 @@ from lmcache.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """What a policy may know of an adapter; its index is its position among the --l2-adapter options, from 0."""
+    """What a policy may know of an adapter; its index is its position among the --l2-adapter options, from 0. Behind
+    them a prefetch policy finds the peers of this server (type "p2p"), where it has any."""
 
     name: str  # as in logs and metrics: "fs_native_0"
     type: str

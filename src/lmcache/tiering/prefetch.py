@@ -15,6 +15,7 @@ from itertools import compress
 
 from lmcache._native import NO_SLOT, usable_prefix
 from lmcache.core import limits
+from lmcache.core.hint import Hint
 from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import NO_SLOTS, KeyBatch, SlotGrid, pack_keys
 from lmcache.core.outcome import MissReason
@@ -44,6 +45,7 @@ class PrefetchRequest:
     keys: KeyBatch
     first_chunk: int
     deadline_seconds: float
+    hint: Hint | None = None  # who has it, for adapters that follow hints
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,10 @@ class Prefetch:
         if not unknown:
             return
         patience_seconds = self._patience_seconds(position) if self._has_prefix(sources) else None
-        answer = await self._place.ask(position, [keys[index] for index in unknown], patience_seconds)
+        hint = self._request.hint
+        if hint is not None and patience_seconds is not None:
+            patience_seconds += hint.wait_seconds
+        answer = await self._place.ask(position, [keys[index] for index in unknown], patience_seconds, hint)
         if answer is None:
             self._is_unanswered = True
             return

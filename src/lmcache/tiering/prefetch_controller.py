@@ -10,6 +10,7 @@ from lmcache.core import limits
 from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import KeyBatch
 from lmcache.core.outcome import MissReason
+from lmcache.l2.adapter import FollowsHints
 from lmcache.tiering.checked_policies import CheckedPrefetchPolicy
 from lmcache.tiering.context import TieringContext
 from lmcache.tiering.l2_loads import L2Loader
@@ -61,6 +62,8 @@ class PrefetchController:
         namespaces = request.keys.namespaces.namespaces
         asked = [self._runners[index] for index in self._policy.order(namespaces)]
         runners = [runner for runner in asked if any(map(runner.serves, namespaces))]
+        if request.hint is not None:  # whoever sent the request knows better than the order of the adapters
+            runners.sort(key=lambda runner: not isinstance(runner.adapter, FollowsHints))
         place = RequestPlace(self._places, runners)
         prefetch = Prefetch(request, self._context, self._loader, runners, place)
         loop = asyncio.get_running_loop()
@@ -91,6 +94,8 @@ class PrefetchController:
         there when this is cancelled is true."""
         namespaces = keys.namespaces.namespaces
         for runner in (self._runners[index] for index in self._policy.order(namespaces)):
+            if runner.is_read_only:  # what others have is not here
+                continue
             missing = [place for place, tier in enumerate(tiers) if not tier]
             for first in range(0, len(missing), limits.MAX_L2_BATCH_OBJECTS):
                 places = missing[first : first + limits.MAX_L2_BATCH_OBJECTS]

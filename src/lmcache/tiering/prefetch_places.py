@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache.clock import Clock
+from lmcache.core.hint import Hint
 from lmcache.core.key import ObjectKey
 from lmcache.l2.runner import ProbeAnswer, Runner
 from lmcache.telemetry.metrics import L2Metrics
@@ -40,7 +41,7 @@ class PrefetchPlaces:
         return sum(map(len, self._asked_at.values()))
 
     async def ask(
-        self, runner: Runner, keys: Sequence[ObjectKey], patience_seconds: float | None
+        self, runner: Runner, keys: Sequence[ObjectKey], patience_seconds: float | None, hint: Hint | None = None
     ) -> ProbeAnswer | None:
         """As the adapter's. None when that takes longer than `patience_seconds`, at once when another question has."""
         loop = asyncio.get_running_loop()
@@ -48,7 +49,7 @@ class PrefetchPlaces:
         if patience_seconds is not None and any(now_seconds - at >= patience_seconds for at in asked_at.values()):
             return None
         question = object()
-        asking = loop.create_task(self._ask(question, now_seconds, runner, keys))
+        asking = loop.create_task(self._ask(question, now_seconds, runner, keys, hint))
         asking.add_done_callback(_note_fault)
         try:
             await asyncio.wait({asking}, timeout=patience_seconds)
@@ -59,13 +60,13 @@ class PrefetchPlaces:
         return asking.result() if asking.done() and not asking.cancelled() else None
 
     async def _ask(
-        self, question: object, now_seconds: float, runner: Runner, keys: Sequence[ObjectKey]
+        self, question: object, now_seconds: float, runner: Runner, keys: Sequence[ObjectKey], hint: Hint | None
     ) -> ProbeAnswer:
         asking, asked_at = self._asking[runner.name], self._asked_at[runner.name]
         await self._take(asking, runner)
         asked_at[question] = now_seconds
         try:
-            return await runner.ask(keys)
+            return await runner.ask(keys, hint)
         finally:
             del asked_at[question]
             asking.release()
@@ -104,9 +105,11 @@ class RequestPlace:
         self._loads = 0  # that have not ended
         self._is_kept = False  # for a load that is about to start
 
-    async def ask(self, position: int, keys: Sequence[ObjectKey], patience_seconds: float | None) -> ProbeAnswer | None:
+    async def ask(
+        self, position: int, keys: Sequence[ObjectKey], patience_seconds: float | None, hint: Hint | None = None
+    ) -> ProbeAnswer | None:
         """As that of all places."""
-        return await self._places.ask(self._runners[position], keys, patience_seconds)
+        return await self._places.ask(self._runners[position], keys, patience_seconds, hint)
 
     async def move_to(self, position: int) -> None:
         """Before loads from an adapter; back to an earlier one it does not go while it has a place. The old place is

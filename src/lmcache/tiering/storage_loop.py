@@ -89,7 +89,7 @@ class StorageLoop:
         salt_limits: SaltLimits | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`rng` spreads retries, and is used by the loop's thread alone."""
+        """`rng` spreads retries, and is used by the loop's thread alone. Read-only adapters come behind all others."""
         self._l1 = l1
         self._prefetches: set[asyncio.Task[None]] = set()
         self._committed: deque[tuple[KeyBatch, Committed, StoredTrace | None]] = deque()
@@ -105,6 +105,8 @@ class StorageLoop:
         threads = concurrent.futures.ThreadPoolExecutor(settings.verify_threads, thread_name_prefix="verify")
         self._verifier = Verifier(threads)
         self.runners = [Runner(adapter, metrics, clock, salt_limits, rng) for adapter in adapters]
+        # Whose objects are this server's: what others decide about is only loaded from.
+        self.own_runners = [runner for runner in self.runners if not runner.is_read_only]
         described = [AdapterInfo(runner.name, runner.config.type, runner.config.limit_bytes) for runner in self.runners]
         context = TieringContext(l1, self.runners, metrics, clock)
         prefetch = CheckedPrefetchPolicy(settings.prefetch_policy, described, metrics)
@@ -112,16 +114,19 @@ class StorageLoop:
         self._prefetch = PrefetchController(
             context, self._loader, prefetch, max_in_flight=settings.prefetch_max_in_flight
         )
-        self._write_back = WriteBack(context, CheckedStorePolicy(settings.store_policy, described, metrics))
-        self._eviction = WatermarkEviction(
-            context, self._write_back, watermark=settings.eviction_watermark, ratio=settings.eviction_ratio
+        own = TieringContext(l1, self.own_runners, metrics, clock)
+        self._write_back = WriteBack(
+            own, CheckedStorePolicy(settings.store_policy, described[: len(self.own_runners)], metrics)
         )
-        self.pins = Pins(l1, self.runners, clock)
-        self._deletion = ObjectDeletion(l1, self.runners, self.pins)
-        self.transfer = ObjectTransfer(context, self._loader)
+        self._eviction = WatermarkEviction(
+            own, self._write_back, watermark=settings.eviction_watermark, ratio=settings.eviction_ratio
+        )
+        self.pins = Pins(l1, self.own_runners, clock)
+        self._deletion = ObjectDeletion(l1, self.own_runners, self.pins)
+        self.transfer = ObjectTransfer(own, self._loader)
         self._recovered: RecoveredWriteBack | None = None
-        if self.runners and l1.recovered.objects:
-            self._recovered = RecoveredWriteBack(context, self._write_back, self._verifier)
+        if self.own_runners and l1.recovered.objects:
+            self._recovered = RecoveredWriteBack(own, self._write_back, self._verifier)
         self._background: list[asyncio.Task[None]] = []
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
@@ -213,7 +218,7 @@ class StorageLoop:
         Never waits. Beyond MAX_L2_STORE_QUEUE_OBJECTS objects are counted and reach no adapter.
         """
         objects = committed.objects
-        if not objects or not self.runners:
+        if not objects or not self.own_runners:
             return
         with self._committed_lock:
             wakes = not self._committed
@@ -351,7 +356,7 @@ class StorageLoop:
             self._write_back.discard()
             await self._write_back.flush(FLUSH_SECONDS)
             self._write_back.discard()  # what was being written, and failed
-            for runner in self.runners:
+            for runner in self.own_runners:
                 try:
                     pinned = self.pins.held_in(runner)
                     cleared = await (runner.delete_known(pinned) if pinned else runner.clear())

@@ -17,12 +17,13 @@ import pytest
 from starlette.requests import Request
 
 from lmcache._native import L1Core
-from lmcache.admin.access import is_loopback, read_token, why_refused
+from lmcache.admin.access import read_token, why_refused
 from lmcache.admin.audit import AuditLog
 from lmcache.admin.listener import HttpListener
 from lmcache.admin.server_routes import HealthCheck
 from lmcache.clock import SystemClock
 from lmcache.config.spec import ServerConfig
+from lmcache.core.address import is_loopback
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
 from lmcache.l1.quota import Quotas

@@ -88,7 +88,7 @@ def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         (["kvcache"], "needs one more word: lmcache kvcache clear."),
         (["kvcache", "wipe"], "lmcache kvcache has no 'wipe': lmcache kvcache clear."),
         (["config"], "lmcache config check or lmcache config show or lmcache config adapter."),
-        (["config", "adapter", "p2p"], "type cannot be p2p, which is not built yet (several servers can share "),
+        (["config", "adapter", "p2p"], "type cannot be p2p, which is not built yet (--p2p-advertise-url and "),
         (["config", "adapter", "rawblock"], "got 'rawblock'; did you mean raw_block?"),
         (["ping", "--rpc-url", "http://localhost:8080"], "has scheme 'http'; use tcp:// or ipc://."),
         (["ping", "--rpc-url", "tcp://a b:5555"], "has the host 'a b', which is neither a name nor an address."),

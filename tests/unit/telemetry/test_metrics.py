@@ -32,6 +32,8 @@ lease_oldest_seconds reservation_seconds_count reservation_oldest_seconds call_s
 l2_store_seconds_count l2_load_seconds_count l2_probe_seconds_count l2_stored_bytes_total l2_loaded_bytes_total
 l2_store_queue_seconds_count l2_store_queue_depth l2_prefetch_queue_seconds_count l2_breaker_state
 instances instances_silent registrations_lost_total otlp_dropped_spans_total otlp_failed_exports_total
+p2p_peers p2p_lookups_total p2p_late_lookups_total p2p_hits_chunks_total p2p_failures_total p2p_lookup_seconds_count
+p2p_load_seconds_count p2p_received_bytes_total p2p_sent_bytes_total p2p_served_lookups_total p2p_leased_bytes
 """
 
 
@@ -44,6 +46,7 @@ def touch_everything(metrics: Metrics) -> None:
         metrics.l1,
         metrics.quotas,
         metrics.l2,
+        metrics.p2p,
         metrics.events,
         metrics.otlp,
     ]

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache.core.chunking import TOKEN_BYTES
 from lmcache.integration.engine.announced_chunks import ChunkName
 from lmcache.integration.vllm.versions import EventInterface
-from lmcache.protocol.tokens import TOKEN_BYTES, pack_tokens
+from lmcache.protocol.tokens import pack_tokens
 
 ExtraKeys = tuple[Any, ...] | None
 

@@ -1,0 +1,186 @@
+#include "lmcache/frame_stream.h"
+
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "lmcache/arena.h"
+#include "lmcache/unique_fd.h"
+
+using namespace lmcache;
+
+namespace {
+
+constexpr StreamLimits kLong{30, 30};
+
+struct Sockets {
+    Sockets() {
+        int pair[2];
+        CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) == 0);
+        left = UniqueFd(pair[0]);
+        right = UniqueFd(pair[1]);
+    }
+    UniqueFd left, right;
+};
+
+// Frames of different sizes in one piece of memory, and room for them elsewhere.
+struct Frames {
+    explicit Frames(std::vector<std::uint64_t> payloads) : payload_bytes(std::move(payloads)) {
+        std::uint64_t end = 0;
+        for (std::size_t i = 0; i < payload_bytes.size(); ++i) {
+            offsets.push_back(end);
+            sizes.push_back((kFrameHeaderBytes + payload_bytes[i] + 4095) / 4096 * 4096);
+            end += sizes.back();
+        }
+        source.resize(end);
+        target.resize(end);
+        for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i * 131 >> 3);
+        digests.resize(kDigestBytes * sizes.size(), std::byte{5});
+        hashes.resize(kChunkHashBytes * sizes.size());
+        for (std::size_t i = 0; i < hashes.size(); ++i) hashes[i] = static_cast<std::byte>(i);
+        for (std::size_t i = 0; i < sizes.size(); ++i) {
+            sources.push_back(reinterpret_cast<std::uint64_t>(source.data() + offsets[i]));
+            targets.push_back(reinterpret_cast<std::uint64_t>(target.data() + offsets[i]));
+            frame_seal(source.data() + offsets[i],
+                       frame_template(std::vector<std::byte>(40), std::span(digests).first(kDigestBytes),
+                                      payload_bytes[i], "", {}),
+                       std::span(hashes).subspan(i * kChunkHashBytes).first<kChunkHashBytes>());
+        }
+    }
+    FrameBatch batch() const { return {targets, sizes, digests, hashes}; }
+
+    std::vector<std::uint64_t> payload_bytes, offsets, sizes, sources, targets;
+    std::vector<std::byte> source, target, digests, hashes;
+};
+
+TEST_CASE(frames_arrive_as_they_were_sent) {
+    Frames frames({1, 4096, 5000, 300'000, 2 << 20, 64, 65536});
+    Sockets sockets;
+    const std::vector<std::byte> head(100, std::byte{9});
+    int sent = -1;
+    std::thread sender([&] { sent = send_ranges(sockets.left.get(), head, frames.sources, frames.sizes, kLong); });
+    std::vector<std::byte> got(head.size());
+    CHECK(receive_bytes(sockets.right.get(), got, kLong) == 0);
+    const ReceivedFrames received = receive_frames(sockets.right.get(), frames.batch(), kLong);
+    sender.join();
+    CHECK(sent == 0);
+    CHECK(got == head);
+    CHECK(received.error == 0);
+    CHECK(received.faults == std::vector<FrameFault>(frames.sizes.size(), FrameFault::kNone));
+    CHECK(frames.target == frames.source);
+}
+
+TEST_CASE(what_does_not_verify_is_told_and_the_others_count) {
+    Frames frames({5000, 5000, 5000, 5000});
+    frames.source[frames.offsets[1] + kFrameHeaderBytes + 4999] ^= std::byte{1};
+    frames.source[frames.offsets[2] + 300] ^= std::byte{1};
+    Sockets sockets;
+    std::thread sender([&] { (void)send_ranges(sockets.left.get(), {}, frames.sources, frames.sizes, kLong); });
+    const ReceivedFrames received = receive_frames(sockets.right.get(), frames.batch(), kLong);
+    sender.join();
+    CHECK(received.error == 0);
+    CHECK(received.faults == std::vector<FrameFault>({FrameFault::kNone, FrameFault::kPayloadChecksum,
+                                                      FrameFault::kHeaderChecksum, FrameFault::kNone}));
+}
+
+TEST_CASE(an_end_in_the_middle_leaves_what_came_whole) {
+    Frames frames({5000, 5000, 5000});
+    Sockets sockets;
+    const std::size_t bytes = frames.offsets[2] + 100;
+    CHECK(::send(sockets.left.get(), frames.source.data(), bytes, 0) == static_cast<ssize_t>(bytes));
+    (void)sockets.left.close();
+    const ReceivedFrames received = receive_frames(sockets.right.get(), frames.batch(), kLong);
+    CHECK(received.error == ECONNRESET);
+    CHECK(received.faults.size() == 2);
+}
+
+TEST_CASE(silence_ends_at_a_limit) {
+    Frames frames({5000});
+    Sockets sockets;
+    CHECK(receive_frames(sockets.right.get(), frames.batch(), {30, 0.05}).error == ETIMEDOUT);
+    CHECK(receive_frames(sockets.right.get(), frames.batch(), {0.05, 30}).error == ETIMEDOUT);
+    CHECK(receive_frames(sockets.right.get(), frames.batch(), {0, 0}).error == ETIMEDOUT);
+    std::vector<std::byte> some(10);
+    CHECK(receive_bytes(sockets.right.get(), some, {30, 0.05}) == ETIMEDOUT);
+    Frames large({8 << 20});
+    CHECK(send_ranges(sockets.left.get(), {}, large.sources, large.sizes, {30, 0.05}) == ETIMEDOUT);
+}
+
+TEST_CASE(shutdown_ends_both_directions) {
+    Frames frames({8 << 20});
+    Sockets sockets;
+    int sent = 0;
+    ReceivedFrames received;
+    std::thread sender([&] { sent = send_ranges(sockets.left.get(), {}, frames.sources, frames.sizes, kLong); });
+    ::shutdown(sockets.right.get(), SHUT_RDWR);
+    sender.join();
+    CHECK(sent == EPIPE || sent == ECONNRESET);
+    std::thread receiver([&] { received = receive_frames(sockets.right.get(), frames.batch(), kLong); });
+    receiver.join();
+    CHECK(received.error == ECONNRESET);
+    std::vector<std::byte> some(10);
+    CHECK(receive_bytes(sockets.right.get(), some, kLong) == ECONNRESET);
+}
+
+TEST_CASE(mapped_frames_are_copied_and_verified) {
+    Frames frames({5000, 70'000, 12'288});
+    const std::vector<FrameFault> good(3, FrameFault::kNone);
+    CHECK(copy_frames(frames.batch(), frames.offsets, frames.source.data(), frames.source.size()) == good);
+    CHECK(frames.target == frames.source);
+    frames.source[frames.offsets[1] + kFrameHeaderBytes] ^= std::byte{1};
+    std::vector<std::uint64_t> beyond = frames.offsets;
+    beyond[2] = frames.source.size() - 4096;
+    CHECK(copy_frames(frames.batch(), beyond, frames.source.data(), frames.source.size()) ==
+          std::vector<FrameFault>({FrameFault::kNone, FrameFault::kPayloadChecksum, FrameFault::kLength}));
+    beyond[0] = ~std::uint64_t{0};
+    CHECK(copy_frames(frames.batch(), beyond, frames.source.data(), frames.source.size())[0] == FrameFault::kLength);
+}
+
+TEST_CASE(memory_that_was_cut_off_fails_its_frames) {
+    Frames frames({5000, 70'000});
+    const int fd = ::memfd_create("frames", MFD_CLOEXEC);
+    CHECK(::write(fd, frames.source.data(), frames.source.size()) == static_cast<ssize_t>(frames.source.size()));
+    void* const mapping = ::mmap(nullptr, frames.source.size(), PROT_READ, MAP_SHARED, fd, 0);
+    CHECK(mapping != MAP_FAILED);
+    CHECK(::ftruncate(fd, static_cast<off_t>(frames.offsets[1] + 8192)) == 0);
+    const auto faults =
+        copy_frames(frames.batch(), frames.offsets, static_cast<const std::byte*>(mapping), frames.source.size());
+    CHECK(faults == std::vector<FrameFault>({FrameFault::kNone, FrameFault::kLength}));
+    ::munmap(mapping, frames.source.size());
+    ::close(fd);
+}
+
+TEST_CASE(sizes_are_those_of_the_headers) {
+    Frames frames({5000, 70'000});
+    std::vector<std::uint64_t> slots = frames.offsets;
+    slots.push_back(kNoSlot);
+    slots.push_back(frames.source.size() - 8);
+    CHECK(frame_sizes(frames.source.data(), frames.source.size(), slots) ==
+          std::vector<std::uint64_t>({frames.sizes[0], frames.sizes[1], 0, 0}));
+    CHECK(frame_sizes(frames.source.data(), frames.offsets[1] + 8192, slots)[1] == 0);
+}
+
+TEST_CASE(arrays_that_do_not_fit_are_refused) {
+    Frames frames({5000, 70'000});
+    const auto refused = [](const auto& call) {
+        try {
+            call();
+        } catch (const std::invalid_argument&) {
+            return true;
+        }
+        return false;
+    };
+    const std::vector<std::uint64_t> one{8192};
+    CHECK(refused([&] { FrameBatch{frames.targets, one, frames.digests, frames.hashes}.check(); }));
+    CHECK(refused([&] { FrameBatch{one, one, frames.digests, frames.hashes}.check(); }));
+    CHECK(refused([&] { (void)send_ranges(0, {}, frames.targets, one, kLong); }));
+    CHECK(refused([&] { (void)copy_frames(frames.batch(), one, frames.source.data(), frames.source.size()); }));
+}
+
+}  // namespace

@@ -1,0 +1,38 @@
+"""Files that hold a secret: one line of text that whoever has it may use."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from lmcache.errors import ConfigError
+
+_MAX_BYTES = 4096
+_MIN_CHARACTERS = 16
+
+
+def read_secret(path: str, flag: str) -> str:
+    """The secret in a file, "" without a file. ConfigError, which names the `flag`, when the file has none."""
+    if not path:
+        return ""
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{flag} {path} is no file that can be read again; name one.")
+            content = file.read(_MAX_BYTES + 1)
+        secret = content.decode("ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag} {path} must hold one line of ASCII text.") from None
+    if len(secret) < _MIN_CHARACTERS or len(content) > _MAX_BYTES or not secret.isprintable():
+        raise ConfigError(
+            f"{flag} {path} must hold one line of at least {_MIN_CHARACTERS} characters, "
+            f"{_MAX_BYTES} at most, such as the output of `openssl rand -hex 32`."
+        )
+    return secret
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A pipe of that name would hold up whoever reads it."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -1,0 +1,228 @@
+"""All peers as one adapter of L2: what they hold can be loaded from here, and nothing else. They are asked behind the
+adapters of this server, under the same layers.
+
+Faults of a peer are that peer's: its own breaker leaves it alone, and what it did not give comes from another peer or
+is not there. So this adapter never fails as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from lmcache.clock import Clock
+from lmcache.core import limits
+from lmcache.core.address import host_and_port, host_port
+from lmcache.core.hint import Hint
+from lmcache.core.key import ObjectKey
+from lmcache.core.key_batch import pack_keys
+from lmcache.core.outcome import LoadOutcome, StoreOutcome
+from lmcache.errors import ConfigError
+from lmcache.l2.adapter import Adapter, Inventory
+from lmcache.l2.background import spawn
+from lmcache.l2.call_threads import CallThreads
+from lmcache.peers.config import PeersConfig
+from lmcache.peers.handshake import Introducer
+from lmcache.peers.peer import Answer, Peer, PeerContext
+from lmcache.peers.placements import Placements, Share
+from lmcache.peers.transports.contract import Transfer
+from lmcache.telemetry.metrics import P2PMetrics
+
+log = logging.getLogger("lmcache.peers")
+
+
+class PeersAdapter(Adapter):
+    verifies = True
+    is_read_only = True
+
+    def __init__(self, config: PeersConfig, introducer: Introducer, metrics: P2PMetrics, clock: Clock) -> None:
+        self._config = config
+        self._introducer = introducer
+        self._metrics = metrics
+        self._clock = clock
+        self._peers: dict[str, Peer] = {}
+        self._placements: Placements[Peer] = Placements(clock, Peer.release)
+        self._late: set[asyncio.Task[None]] = set()  # lookups that nobody waits for any more
+        self._threads: CallThreads | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # ---- members -----------------------------------------------------------------------------------------------------
+    async def open(self, inventory: Inventory) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._threads = CallThreads("peer-load", limits.PEER_LOAD_THREADS)
+        self._context = PeerContext(
+            self._introducer,
+            self._threads,
+            self._metrics,
+            self._clock,
+            self._config.lookup_timeout_seconds,
+            self._config.timeout_seconds,
+            maps_memory=self._config.maps_memory,
+        )
+        await self._set_members(self._config.members)
+        inventory.complete()
+
+    def set_members(self, addresses: Iterable[str]) -> None:
+        """The peers from now on, HOST:PORT each, beside those of --p2p-peers. Any thread, after `open`."""
+        assert self._loop is not None
+        members = [*self._config.members, *addresses]
+        self._loop.call_soon_threadsafe(lambda: spawn(self._set_members(members), "peer-members"))
+
+    async def _set_members(self, addresses: Iterable[str]) -> None:
+        wanted: dict[str, tuple[str, int]] = {}
+        for address in addresses:
+            try:
+                host, port = host_and_port("A peer", address)
+            except ConfigError as error:
+                log.warning("%s It is left out.", error)
+                continue
+            wanted[host_port(host, port)] = host, port
+        wanted.pop(self._introducer.identity.address, None)
+        leaving = [self._peers.pop(name) for name in self._peers.keys() - wanted.keys()]
+        for name, (host, port) in wanted.items():
+            if name not in self._peers and len(self._peers) < limits.MAX_PEERS:
+                self._peers[name] = Peer(host, port, name, self._context)
+                self._peers[name].start()
+        for peer in leaving:
+            self._placements.forget_peer(peer)
+        await asyncio.gather(*(peer.close() for peer in leaving))
+
+    async def close(self) -> None:
+        peers, self._peers = list(self._peers.values()), {}
+        self._placements.clear()
+        await asyncio.gather(*(peer.close() for peer in peers))
+        if self._late:
+            await asyncio.wait(set(self._late))
+        if self._threads is not None:
+            await self._threads.close()
+
+    # ---- lookups -----------------------------------------------------------------------------------------------------
+    async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        return await self.probe_hinted(keys, None)
+
+    async def probe_hinted(self, keys: Sequence[ObjectKey], hint: Hint | None) -> list[int | None]:
+        """Asks the peer that the hint names, for as long as it says, and all others about what that one lacks."""
+        sizes: list[int | None] = [None] * len(keys)
+        named = self._named(hint) if hint is not None else None
+        for first in range(0, len(keys), limits.MAX_PEER_KEYS):
+            part = keys[first : first + limits.MAX_PEER_KEYS]
+            if hint is not None and named is not None:
+                # Less than the deadline of the call, which would suspend all peers.
+                most_seconds = min(limits.MAX_PEER_WAIT_SECONDS, self._config.timeout_seconds / 2)
+                await self._ask([named], part, min(hint.wait_seconds, most_seconds), partial(_merge, sizes, first))
+            if None in sizes[first : first + len(part)]:
+                others = [peer for peer in self._peers.values() if peer is not named]
+                await self._ask(others, part, 0.0, partial(_merge, sizes, first))
+        return sizes
+
+    async def _ask(
+        self, peers: Iterable[Peer], keys: Sequence[ObjectKey], wait_seconds: float, take: Callable[[Answer], None]
+    ) -> None:
+        """Side by side. Answers that do not come while the request waits are given back."""
+        digests, hashes = pack_keys(keys)
+        is_waiting = True
+
+        async def ask(peer: Peer) -> None:
+            answer = await peer.lookup(digests, hashes, wait_seconds)
+            if answer is None or not any(answer.sizes):
+                return
+            if not is_waiting:
+                peer.release(answer.lease)
+                return
+            self._placements.add(peer, answer.lease, keys, answer.sizes, answer.slots)
+            take(answer)
+
+        asking = {spawn(ask(peer), "peer-lookup") for peer in peers if peer.may_ask}
+        if not asking:
+            return
+        self._metrics.p2p_lookups.inc(len(asking))
+        try:
+            _, late = await asyncio.wait(asking, timeout=limits.PEER_PATIENCE_SECONDS + wait_seconds)
+        finally:
+            is_waiting = False
+            for task in asking:  # they go on: what they find out tells what the peer is worth
+                if not task.done():
+                    self._late.add(task)
+                    task.add_done_callback(self._late.discard)
+        self._metrics.p2p_late_lookups.inc(len(late))
+
+    def _named(self, hint: Hint) -> Peer | None:
+        """The peer that a hint means, if it is a member and has not been started anew since."""
+        try:
+            peer = self._peers.get(host_port(*host_and_port("The hint", hint.address)))
+        except ConfigError:
+            return None
+        if peer is None or peer.identity is None or (hint.epoch and hint.epoch != peer.identity.epoch):
+            return None
+        return peer
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+    async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
+        """From the peers that said they have them, and from another one what one of them did not give."""
+        outcomes = [LoadOutcome.MISSING] * len(keys)
+        left = list(range(len(keys)))
+        failed: set[Peer] = set()
+        deadline = self._clock.monotonic() + self._config.timeout_seconds
+        try:
+            while shares := self._placements.shares(keys, left, failed):
+                shares = [part for share in shares for part in share.parts(limits.MAX_PEER_READ_KEYS)]
+                came = await asyncio.gather(*(self._load_share(share, keys, buffers, deadline) for share in shares))
+                for share, found in zip(shares, came, strict=True):
+                    for index, outcome in zip(share.indices, found, strict=True):
+                        if outcome is LoadOutcome.LOADED:
+                            outcomes[index] = outcome
+                    if found.count(LoadOutcome.LOADED) < len(found):
+                        failed.add(share.holding.peer)
+                left = [index for index in left if outcomes[index] is not LoadOutcome.LOADED]
+        finally:
+            self._placements.forget(keys)
+        return outcomes
+
+    async def _load_share(
+        self, share: Share[Peer], keys: Sequence[ObjectKey], buffers: Sequence[memoryview], deadline: float
+    ) -> list[LoadOutcome]:
+        holding, indices = share.holding, share.indices
+        if self._placements.renew(holding):
+            holding.peer.renew(holding.lease)
+        wanted = [keys[index] for index in indices]
+        places = [holding.places[key] for key in wanted]
+        into = [buffers[index] for index in indices]
+        sizes = [holding.sizes[place] for place in places]
+        slots = [holding.slots[place] for place in places] if holding.slots else []
+        room_bytes = sum(buffer.nbytes for buffer in into)
+        seconds = min(max(0.0, deadline - self._clock.monotonic()), holding.peer.load_seconds(room_bytes))
+        return await holding.peer.load(Transfer(wanted, into, sizes, slots, holding.lease, room_bytes, seconds))
+
+    # ---- what peers are not asked for --------------------------------------------------------------------------------
+    async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
+        return [StoreOutcome.FAILED] * len(keys)
+
+    async def delete(self, keys: Sequence[ObjectKey], *, corrupt: bool = False) -> list[bool]:
+        return [False] * len(keys)
+
+    async def clear(self) -> tuple[int, int]:
+        return 0, 0
+
+    # ---- figures -----------------------------------------------------------------------------------------------------
+    def status(self) -> dict[str, Any]:
+        peers = [peer.status() for peer in list(self._peers.values())]
+        return {"peers": peers}
+
+    def publish(self) -> None:
+        """Brings metrics that are read up to date. Any thread."""
+        connected = sum(peer.identity is not None for peer in list(self._peers.values()))
+        self._metrics.p2p_peers.set(connected)
+
+    def check_idle(self) -> None:
+        """AssertionError while something is under way. What peers said they have may still be remembered."""
+        assert not self._late, "Lookups at peers are under way"
+        for peer in self._peers.values():
+            peer.check_idle()
+
+
+def _merge(sizes: list[int | None], first: int, answer: Answer) -> None:
+    for index, size in enumerate(answer.sizes, first):
+        sizes[index] = sizes[index] or size or None

@@ -1,0 +1,45 @@
+"""What the options of a server say about its peers."""
+
+from __future__ import annotations
+
+from lmcache.config.spec import ServerConfig
+from lmcache.core.address import host_and_port, host_port
+from lmcache.l2.adapter_config import AdapterConfig
+
+
+class PeersConfig(AdapterConfig, frozen=True, kw_only=True):
+    """As the configuration of an adapter, which it is behind those of --l2-adapter. `timeout_seconds` is of loads."""
+
+    members: tuple[str, ...] = ()
+    lookup_timeout_seconds: float = 30.0
+    maps_memory: bool = True
+
+    @property
+    def name(self) -> str:
+        return "p2p"
+
+    @property
+    def where(self) -> str:
+        return "--p2p-advertise-url"
+
+
+def peers_config(config: ServerConfig) -> PeersConfig:
+    """Of a server with --p2p-advertise-url."""
+    return PeersConfig(
+        index=len(config.l2_adapter),
+        type="p2p",
+        timeout_seconds=config.p2p_load_timeout,
+        lookup_timeout_seconds=config.p2p_lookup_timeout,
+        members=tuple(config.p2p_addresses),
+        maps_memory=config.p2p_transfer_engine == "auto",
+    )
+
+
+def advertised(config: ServerConfig) -> str:
+    """HOST:PORT that others connect to."""
+    return host_port(*host_and_port("--p2p-advertise-url", config.p2p_advertise_url))
+
+
+def listening_at(config: ServerConfig) -> tuple[str, int]:
+    url = config.p2p_listen_url or config.p2p_advertise_url
+    return host_and_port("--p2p-listen-url" if config.p2p_listen_url else "--p2p-advertise-url", url)

@@ -1,0 +1,335 @@
+"""One other server: the connections to it, what it has done so far, and whether it is left alone for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+from lmcache.clock import Clock
+from lmcache.core import limits
+from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
+from lmcache.core.outcome import LoadOutcome
+from lmcache.errors import ProtocolError
+from lmcache.l2.background import spawn
+from lmcache.l2.call_threads import CallThreads
+from lmcache.l2.circuit_breaker import CircuitBreaker
+from lmcache.peers.connections import LookupConnection, ReadConnections, connect
+from lmcache.peers.handshake import Introducer
+from lmcache.peers.identity import Identity
+from lmcache.peers.protocol import Found, Kind, Lookup, Message, Release, Renew
+from lmcache.peers.sockets import PeerRefused, PeerSocket, within
+from lmcache.peers.transports.contract import Fetched, Transfer, Transport
+from lmcache.peers.transports.shared_memory import SharedMemoryTransport
+from lmcache.peers.transports.tcp import TcpTransport
+from lmcache.telemetry.metrics import P2PMetrics
+
+log = logging.getLogger("lmcache.peers")
+
+_FAULTS = (OSError, EOFError, ProtocolError, asyncio.TimeoutError)
+_LEAST_MEASURED_BYTES = 1 << 20
+_RATE_SHARE = 0.25  # of the latest transfer, in the measured rate
+
+
+@dataclass(frozen=True)
+class PeerContext:
+    """What all peers share. Belongs to the storage loop."""
+
+    introducer: Introducer
+    threads: CallThreads
+    metrics: P2PMetrics
+    clock: Clock
+    lookup_timeout_seconds: float
+    load_timeout_seconds: float
+    maps_memory: bool  # of peers on the same host
+
+    def breaker(self) -> CircuitBreaker:
+        return CircuitBreaker(
+            self.clock,
+            failures=limits.PEER_BREAKER_FAILURES,
+            open_seconds=limits.L2_BREAKER_OPEN_SECONDS,
+            max_open_seconds=limits.L2_BREAKER_MAX_OPEN_SECONDS,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To a lookup, element for element; `slots` may be empty."""
+
+    lease: int
+    sizes: Sequence[int]
+    slots: Sequence[int]
+
+
+class Peer:
+    """Belongs to the storage loop. Figures may be read from any thread."""
+
+    def __init__(self, host: str, port: int, address: str, context: PeerContext) -> None:
+        """`address` names it, in logs and figures."""
+        self.address = address
+        self.identity: Identity | None = None  # while connected
+        self.in_flight_bytes = 0
+        self._host, self._port = host, port
+        self._context = context
+        self._lookups: LookupConnection | None = None
+        self._reads = ReadConnections(self._open_for_reads)
+        self._tcp = TcpTransport(self._reads, context.threads)
+        self._mapped: SharedMemoryTransport | None = None
+        self._lookup_breaker, self._load_breaker = context.breaker(), context.breaker()
+        self._asked_at: dict[object, float] = {}  # lookups without an answer, the oldest first
+        self._rate = limits.PEER_FIRST_RATE  # bytes a second
+        self._lost = asyncio.Event()
+        self._refusal = ""
+        self._last_epoch = b""
+        self._background: set[asyncio.Task[None]] = set()
+        self._figures = {"lookups": 0, "hits": 0, "received_bytes": 0, "failures": 0}
+        self._keeper: asyncio.Task[None] | None = None
+
+    # ---- the connection ----------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        self._keeper = spawn(self._keep_connected(), f"peer-{self.address}")
+
+    async def close(self) -> None:
+        """Ends what is under way. Idempotent."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._let_go()
+        self._tcp.close()
+        if self._background:
+            await asyncio.wait(set(self._background))
+
+    async def _keep_connected(self) -> None:
+        pause_seconds = limits.PEER_RETRY_SECONDS
+        while True:
+            try:
+                sock, identity = await connect(self._host, self._port, self._context.introducer)
+            except PeerRefused as refusal:
+                if self._refusal != str(refusal):
+                    self._refusal = str(refusal)
+                    log.warning("The peer %s is not used: %s", self.address, refusal)
+                self._context.metrics.p2p_failures.labels("refused").inc()
+                await asyncio.sleep(limits.PEER_REFUSED_SECONDS)
+                continue
+            except _FAULTS as fault:
+                log.debug("The peer %s is not reached: %s", self.address, fault or type(fault).__name__)
+                await asyncio.sleep(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, limits.MAX_PEER_RETRY_SECONDS)
+                continue
+            if identity.epoch == self._context.introducer.identity.epoch:
+                log.info("The peer %s is this server itself: it is left out", self.address)
+                sock.close()
+                return
+            self._refusal = ""
+            self._connected(sock, identity)
+            connected_at = self._context.clock.monotonic()
+            try:
+                await self._lost.wait()
+            finally:
+                await self._let_go()
+            await asyncio.sleep(pause_seconds)
+            lasted_seconds = self._context.clock.monotonic() - connected_at
+            is_stable = lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS  # not one that is cut off again and again
+            longer_seconds = min(2 * pause_seconds, limits.MAX_PEER_RETRY_SECONDS)
+            pause_seconds = limits.PEER_RETRY_SECONDS if is_stable else longer_seconds
+
+    def _connected(self, sock: PeerSocket, identity: Identity) -> None:
+        self._lost.clear()
+        self._reads.forget_idle()
+        if self._context.maps_memory:
+            self._mapped = SharedMemoryTransport.of(identity, self._context.threads)
+        self._lookups = LookupConnection(sock, self._on_lost)
+        self.identity = identity
+        if identity.epoch != self._last_epoch:  # a server that was started anew is judged anew
+            self._last_epoch = identity.epoch
+            self._lookup_breaker, self._load_breaker = self._context.breaker(), self._context.breaker()
+        way = self._mapped or self._tcp
+        log.info("The peer %s is connected, frames come by %s", self.address, way.name)
+
+    def _on_lost(self, fault: BaseException | None) -> None:
+        if fault is not None:
+            log.info("The connection to the peer %s ended: %s", self.address, fault)
+        self._lost.set()
+
+    async def _let_go(self) -> None:
+        self.identity = None
+        if (lookups := self._lookups) is not None:
+            self._lookups = None
+            await lookups.close()
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+
+    async def _open_for_reads(self) -> PeerSocket:
+        sock, identity = await connect(self._host, self._port, self._context.introducer)
+        if self.identity is None or identity.epoch != self.identity.epoch:
+            sock.close()
+            raise ProtocolError("it has been started anew")
+        return sock
+
+    # ---- lookups -----------------------------------------------------------------------------------------------------
+    @property
+    def may_ask(self) -> bool:
+        """Whether a lookup makes sense: it answers in time, and what it has could be loaded."""
+        if self._lookups is None or self._lookups.unanswered >= limits.MAX_PEER_LOOKUPS:
+            return False
+        now = self._context.clock.monotonic()
+        if any(now - at > limits.PEER_PATIENCE_SECONDS for at in self._asked_at.values()):
+            return False
+        return self._lookup_breaker.would_admit and self._load_breaker.would_admit
+
+    async def lookup(self, digests: bytes, hashes: bytes, wait_seconds: float = 0.0) -> Answer | None:
+        """Of keys as `pack_keys` packs them. None where it does not answer within --p2p-lookup-timeout."""
+        connection, context = self._lookups, self._context
+        if connection is None or not self._lookup_breaker.admits():
+            return None
+        count = len(hashes) // CHUNK_HASH_BYTES
+        wait_ms = int(1000 * min(wait_seconds, limits.MAX_PEER_WAIT_SECONDS))
+        question, started = object(), context.clock.monotonic()
+        if not wait_ms:
+            self._asked_at[question] = started
+        try:
+            asking = connection.lookup(Lookup(digests, hashes, wait_ms))
+            answer = _checked(await within(context.lookup_timeout_seconds + wait_seconds, asking), count)
+        except _FAULTS as fault:
+            self._failed(self._lookup_breaker, fault)
+            await connection.close()
+            return None
+        finally:
+            self._asked_at.pop(question, None)
+        self._lookup_breaker.succeeded()
+        context.metrics.p2p_lookup.observe(context.clock.monotonic() - started)
+        hits = count - answer.sizes.count(0)
+        self._figures["lookups"] += 1
+        self._figures["hits"] += hits
+        context.metrics.p2p_hits.inc(hits)
+        return answer
+
+    def release(self, lease: int) -> None:
+        """A lease that a lookup gave."""
+        if lease:
+            self._tell(Kind.RELEASE, Release(lease))
+
+    def renew(self, lease: int) -> None:
+        """It is in use. A read tells that by itself, a copy out of mapped memory does not."""
+        if lease:
+            self._tell(Kind.RENEW, Renew(lease))
+
+    def _tell(self, kind: Kind, message: Message) -> None:
+        """What has no answer, and is of no importance where it does not come through."""
+        if self._lookups is not None:
+            self._spawn(self._send(self._lookups, kind, message), "peer-message")
+
+    async def _send(self, connection: LookupConnection, kind: Kind, message: Message) -> None:
+        with contextlib.suppress(*_FAULTS):
+            await within(limits.PEER_HELLO_SECONDS, connection.tell(kind, message))
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+    def load_seconds(self, size_bytes: int) -> float:
+        """The deadline of a load, from its size, what is on its way already, and the measured rate."""
+        expected_seconds = (size_bytes + self.in_flight_bytes) / self._rate
+        most_seconds = self._context.load_timeout_seconds
+        return min(most_seconds, limits.PEER_LOAD_FLOOR_SECONDS + limits.PEER_LOAD_MARGIN * expected_seconds)
+
+    async def load(self, transfer: Transfer) -> list[LoadOutcome]:
+        """LOADED, MISSING, or FAILED: it did not come, or was another thing."""
+        if not self._load_breaker.admits():
+            return [LoadOutcome.FAILED] * len(transfer.keys)
+        if self._load_breaker.is_open:  # it is time to see whether it works again, and nobody waits for that
+            self._spawn(self._try(transfer.keys[0], transfer.buffers[0].nbytes), "peer-trial")
+            return [LoadOutcome.FAILED] * len(transfer.keys)
+        return await self._load(transfer)
+
+    async def _load(self, transfer: Transfer) -> list[LoadOutcome]:
+        clock = self._context.clock
+        started = clock.monotonic()
+        outcomes = [LoadOutcome.FAILED] * len(transfer.keys)
+        left = list(range(len(transfer.keys)))
+        self.in_flight_bytes += transfer.room_bytes
+        transports: list[Transport] = [self._tcp] if self._mapped is None else [self._mapped, self._tcp]
+        try:
+            for transport in transports:
+                seconds = transfer.seconds - (clock.monotonic() - started)
+                fetched = await transport.fetch(transfer.pick(left, seconds))
+                self._count(transport, transfer, left, fetched)
+                for index, outcome in zip(left, fetched.outcomes, strict=True):
+                    outcomes[index] = LoadOutcome.FAILED if outcome is LoadOutcome.CORRUPT else outcome
+                left = [index for index in left if outcomes[index] is LoadOutcome.FAILED]
+                if not left:
+                    break
+        finally:
+            self.in_flight_bytes -= transfer.room_bytes
+        if LoadOutcome.FAILED not in outcomes:
+            self._load_breaker.succeeded()
+            self._measure(transfer.room_bytes, clock.monotonic() - started)
+        return outcomes
+
+    def _count(self, transport: Transport, transfer: Transfer, indices: Sequence[int], fetched: Fetched) -> None:
+        came = (outcome is LoadOutcome.LOADED for outcome in fetched.outcomes)
+        came_bytes = sum(transfer.sizes[index] for index in compress(indices, came))
+        self._figures["received_bytes"] += came_bytes
+        self._context.metrics.p2p_received.labels(transport.name).inc(came_bytes)
+        if LoadOutcome.CORRUPT in fetched.outcomes:
+            self._failed(self._load_breaker, ProtocolError("it sent other frames than those that were asked for"))
+        elif fetched.fault is not None:
+            self._failed(self._load_breaker, fetched.fault)
+
+    def _measure(self, size_bytes: int, seconds: float) -> None:
+        self._context.metrics.p2p_load.observe(seconds)
+        if size_bytes >= _LEAST_MEASURED_BYTES and seconds > 0:
+            self._rate += _RATE_SHARE * (size_bytes / seconds - self._rate)
+
+    async def _try(self, key: ObjectKey, size_bytes: int) -> None:
+        """Loads into memory that nobody else has."""
+        buffer = memoryview(mmap.mmap(-1, size_bytes))
+        seconds = self.load_seconds(size_bytes)
+        await self._load(Transfer([key], [buffer], [size_bytes], [], 0, size_bytes, seconds))
+
+    def _failed(self, breaker: CircuitBreaker, fault: BaseException) -> None:
+        """What cost a deadline, or broke the protocol, is one too many; others are when they come in a row."""
+        is_late = isinstance(fault, asyncio.TimeoutError | TimeoutError)
+        reason = "deadline" if is_late else "protocol" if isinstance(fault, ProtocolError) else "connection"
+        self._figures["failures"] += 1
+        self._context.metrics.p2p_failures.labels(reason).inc()
+        if breaker.failed(at_once=reason != "connection"):
+            sentence = "it did not answer in time" if is_late else str(fault) or "the connection ended"
+            log.warning("The peer %s is left alone for %.0f s: %s", self.address, breaker.open_seconds, sentence)
+
+    # ---- figures -----------------------------------------------------------------------------------------------------
+    def status(self) -> dict[str, Any]:
+        return {
+            "address": self.address,
+            "connected": self.identity is not None,
+            "refused": self._refusal,
+            "left_alone": self._lookup_breaker.is_open or self._load_breaker.is_open,
+            "transport": (self._mapped or self._tcp).name,
+            "bytes_per_second": int(self._rate),
+            **self._figures,
+        }
+
+    def check_idle(self) -> None:
+        """AssertionError while something is under way."""
+        held = {"lookups": len(self._asked_at), "bytes": self.in_flight_bytes, "tasks": len(self._background)}
+        assert not any(held.values()), f"The peer {self.address} is not idle: {held}"
+
+    def _spawn(self, coroutine: Any, name: str) -> None:
+        task = spawn(coroutine, name)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _checked(found: Found, count: int) -> Answer:
+    """ProtocolError where it cannot be an answer for that many keys."""
+    if len(found.sizes) != 8 * count or len(found.slots) not in (0, 8 * count):
+        raise ProtocolError("it answered a lookup with another number of objects")
+    sizes = array("Q", found.sizes)
+    most = limits.MAX_OBJECT_BYTES + limits.FRAME_HEADER_BYTES + limits.FRAME_ALIGN_BYTES
+    if any(size <= limits.FRAME_HEADER_BYTES or size > most for size in set(sizes) - {0}):
+        raise ProtocolError("it has objects of sizes that no object has")
+    return Answer(found.lease, sizes, array("Q", found.slots))

@@ -1,0 +1,64 @@
+"""What a server has of its peers: the listener that they load from, and the adapter that loads from them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from lmcache.clock import Clock
+from lmcache.config.spec import ServerConfig
+from lmcache.core.chunking import ChunkHasher
+from lmcache.l1.store import L1Store
+from lmcache.l2.adapter_types import ConfiguredAdapter
+from lmcache.peers.adapter import PeersAdapter
+from lmcache.peers.config import advertised, listening_at, peers_config
+from lmcache.peers.handshake import Introducer
+from lmcache.peers.identity import Identity
+from lmcache.peers.listener import PeerListener
+from lmcache.telemetry.metrics import P2PMetrics
+from lmcache.transport.listening import listen
+
+log = logging.getLogger("lmcache.peers")
+
+
+class Peering:
+    def __init__(
+        self,
+        config: ServerConfig,
+        l1: L1Store,
+        hasher: ChunkHasher,
+        server_epoch: bytes,
+        *,
+        metrics: P2PMetrics,
+        clock: Clock,
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        """Of a server with --p2p-advertise-url. ResourceError when it cannot listen."""
+        identity = Identity(
+            server_epoch,
+            advertised(config),
+            hasher.chunk_tokens,
+            hasher.algorithm,
+            hasher.sample(),
+            shm_path=l1.memory.path,
+            shm_bytes=l1.memory.size_bytes,
+        )
+        introducer = Introducer(identity, config.p2p_token_file, random_bytes)
+        adapter_config = peers_config(config)
+        adapter = PeersAdapter(adapter_config, introducer, metrics, clock)
+        self.adapter = ConfiguredAdapter(adapter_config, adapter)
+        listening: socket.socket = listen(*listening_at(config), "--p2p-listen-url or --p2p-advertise-url")
+        self.listener = PeerListener(listening, introducer, l1, metrics, clock)
+
+    def start(self) -> None:
+        self.listener.start()
+        log.info("Peers are served at %s", self.listener.address)
+
+    def stop(self) -> bool:
+        """The listener; the adapter ends with the storage loop. As `PeerListener.stop`."""
+        return self.listener.stop()
+
+    def status(self) -> dict[str, Any]:
+        return self.listener.status()

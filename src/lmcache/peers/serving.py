@@ -1,0 +1,161 @@
+"""One connection of another server to this one: the answers to its lookups and reads, out of L1."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lmcache import _native
+from lmcache.clock import Clock
+from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.rounding import div_ceil
+from lmcache.errors import AdapterError, ProtocolError
+from lmcache.l1.store import L1Store
+from lmcache.l2.background import spawn
+from lmcache.l2.call_threads import CallThreads
+from lmcache.memory.ownership import PEER_OWNER
+from lmcache.peers.leases import PeerLeases
+from lmcache.peers.protocol import Found, Frames, Kind, Lookup, Read, Release, Renew, check_keys, decode, encode
+from lmcache.peers.sockets import PeerSocket
+from lmcache.telemetry.metrics import P2PMetrics
+
+log = logging.getLogger("lmcache.peers")
+
+_LOOK_MILLISECONDS = 5  # between looks at chunks that are being stored
+_LEAST_RATE = 1e6  # bytes a second that a reader must take
+_SEND_SECONDS = 10.0  # and this long beside
+
+
+@dataclass(frozen=True)
+class ServingContext:
+    """What all connections share. Belongs to the listener's loop."""
+
+    l1: L1Store
+    leases: PeerLeases
+    threads: CallThreads
+    metrics: P2PMetrics
+    clock: Clock
+
+
+class ServedPeer:
+    """One connection after the handshake."""
+
+    def __init__(
+        self, sock: PeerSocket, context: ServingContext, sends: asyncio.Semaphore, on_wait: Callable[[int], bool]
+    ) -> None:
+        """`sends`: how many reads of that host may go on at once. `on_wait(1)` asks whether one more lookup may wait,
+        `on_wait(-1)` ends that."""
+        self._sock = sock
+        self._context = context
+        self._sends = sends
+        self._on_wait = on_wait
+        self._core = context.l1.core
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()  # an answer that waited must not come in between
+
+    async def run(self) -> None:
+        """Until the other side has closed. OSError, EOFError, ProtocolError."""
+        try:
+            while True:
+                kind, number, body = await self._sock.receive()
+                if kind is Kind.LOOKUP:
+                    await self._lookup(number, decode(body, Lookup))
+                elif kind is Kind.READ:
+                    await self._read(number, decode(body, Read))
+                elif kind is Kind.RENEW:
+                    self._context.leases.renew(decode(body, Renew).lease)
+                elif kind is Kind.RELEASE:
+                    self._context.leases.release(decode(body, Release).lease, self)
+                else:
+                    raise ProtocolError(f"it sent {kind.name} after the handshake")
+        finally:
+            for waiting in self._waiting:
+                waiting.cancel()
+            await asyncio.gather(*self._waiting, return_exceptions=True)
+            self._context.leases.release_all(self)
+
+    # ---- lookups -----------------------------------------------------------------------------------------------------
+    async def _lookup(self, number: int, lookup: Lookup) -> None:
+        check_keys(lookup)
+        if lookup.wait_ms and self._is_being_stored(lookup) and self._on_wait(1):
+            waiting = spawn(self._answer_later(number, lookup), "peer-wait")
+            self._waiting.add(waiting)
+            waiting.add_done_callback(self._wait_ended)
+        else:
+            await self._answer(number, lookup)
+
+    def _wait_ended(self, waiting: asyncio.Task[None]) -> None:
+        self._waiting.discard(waiting)
+        self._on_wait(-1)
+
+    async def _answer_later(self, number: int, lookup: Lookup) -> None:
+        for _ in range(div_ceil(lookup.wait_ms, _LOOK_MILLISECONDS)):
+            if not self._is_being_stored(lookup):
+                break
+            await asyncio.sleep(_LOOK_MILLISECONDS / 1000)
+        try:
+            await self._answer(number, lookup)
+        except OSError:
+            self._sock.cut()  # `run` sees it
+
+    def _is_being_stored(self, lookup: Lookup) -> bool:
+        """Whether the first of these objects that is not there is being written by an engine."""
+        resident = self._core.resident_each(lookup.digests, lookup.hashes)
+        first = resident.find(0) * CHUNK_HASH_BYTES
+        if first < 0:
+            return False
+        digest, chunk_hash = (keys[first : first + CHUNK_HASH_BYTES] for keys in (lookup.digests, lookup.hashes))
+        return self._core.fate_of(digest, chunk_hash) is _native.Fate.BEING_STORED
+
+    async def _answer(self, number: int, lookup: Lookup) -> None:
+        context = self._context
+        acquired = self._core.acquire_each(PEER_OWNER, lookup.digests, lookup.hashes, math.inf)
+        memory = context.l1.memory
+        sizes, total_bytes = _native.frame_sizes(memory.address, memory.size_bytes, acquired.slots)
+        lease = acquired.lease
+        if not lookup.lease or not context.leases.admits(total_bytes):
+            self._core.release(lease)
+            lease = 0
+        if lease:
+            context.leases.add(lease, total_bytes, self)
+        context.metrics.p2p_served_lookups.inc()
+        async with self._sending:
+            await self._sock.send(Kind.FOUND, number, Found(lease, sizes, acquired.slots if lease else b""))
+
+    # ---- reads -------------------------------------------------------------------------------------------------------
+    async def _read(self, number: int, read: Read) -> None:
+        check_keys(read)
+        self._context.leases.renew(read.lease)
+        async with self._sends, self._sending:
+            await self._send_frames(number, read)
+
+    async def _send_frames(self, number: int, read: Read) -> None:
+        context = self._context
+        acquired = self._core.acquire_each(PEER_OWNER, read.digests, read.hashes, math.inf)
+        try:
+            memory = context.l1.memory
+            packed, total_bytes = _native.frame_sizes(memory.address, memory.size_bytes, acquired.slots)
+            sizes, slots = array("Q", packed), array("Q", acquired.slots)
+            addresses = array("Q", [memory.address + slot for slot, size in zip(slots, sizes, strict=True) if size])
+            present = array("Q", filter(None, sizes))
+            head = encode(Kind.FRAMES, number, Frames(packed))
+            seconds = _SEND_SECONDS + total_bytes / _LEAST_RATE
+            ranges = memoryview(addresses), memoryview(present)
+            error = await context.threads.run(
+                partial(_native.send_ranges, self._sock.fd, head, *ranges, seconds, _SEND_SECONDS)
+            )
+        finally:
+            self._core.release(acquired.lease)
+        if error:
+            raise OSError(error, "it did not take what it asked for")
+        context.metrics.p2p_sent.inc(total_bytes)
+
+
+def is_expected(fault: BaseException) -> bool:
+    """Whether a connection may end so."""
+    return isinstance(fault, OSError | EOFError | ProtocolError | AdapterError | asyncio.TimeoutError)
