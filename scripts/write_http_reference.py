@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import msgspec
 
-from lmcache.admin import openapi
 from lmcache.admin.app import operations
-from lmcache.admin.operation import Operation
 from lmcache.admin.requests import AdminContext
 from lmcache.admin.server_routes import HealthCheck
 from lmcache.admin.state import ServerState
 from lmcache.config.struct_settings import keys_of
+from lmcache.http import openapi
+from lmcache.http.operation import Operation
 from reference_pages import key_table, write_or_check
 
 BEGINNING = """# HTTP

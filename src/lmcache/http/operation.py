@@ -40,6 +40,7 @@ class Call:
     body: Any
     query: Any
     may_read_salts: bool
+    has_token: bool  # it came with the admin token, not only from this host
 
     def path(self, name: str) -> str:
         value: str = self.request.path_params[name]
@@ -60,6 +61,7 @@ class Operation:
     query: type[msgspec.Struct] | None = None
     status: int = 200
     large_body: bool = False
+    decode: Callable[[bytes], Any] | None = None  # of a body that is read in another way; HTTPException
     refusals: dict[int, str] = field(default_factory=dict)  # beyond those of every operation: status and when
     other_answers: dict[int, Any] = field(default_factory=dict)  # statuses with a Struct of their own
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from lmcache.core.file_version import version_at
 from lmcache.errors import ConfigError
 
-logger = logging.getLogger("lmcache.admin")
+logger = logging.getLogger("lmcache.http")
 
 _MAX_TOKEN_BYTES = 4096
 _MIN_TOKEN_CHARACTERS = 16
@@ -100,6 +100,11 @@ def may_read_salts(request: Request, token: str) -> bool:
     if why_refused(request, token):
         return False
     return bool(_given_token(request)) or _asked_by_this_hosts_name(request)
+
+
+def has_token(request: Request, token: str) -> bool:
+    """Whether the request came with the admin token."""
+    return _is_token(_given_token(request), token)
 
 
 def why_reading_is_refused(request: Request, token: str) -> str:
