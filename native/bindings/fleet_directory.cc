@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "listing.h"
 
 namespace {
 
@@ -136,6 +137,15 @@ void bind_answers(nb::class_<FleetDirectory>& directory) {
 }  // namespace
 
 void bind_fleet_directory(nb::module_& m) {
+    m.def(
+        "listing_text",
+        [](const Hashes& hashes, const SizesBytes& sizes_bytes, const lmcache::ListingTexts& texts) {
+            const nb::gil_scoped_release released;
+            const std::vector<std::uint32_t> positions(sizes_bytes.size(), 0);
+            return AsBytes<std::string>{lmcache::list_as_text(positions, hashes, sizes_bytes, {texts}).text};
+        },
+        nb::arg("hashes"), nb::arg("sizes_bytes"), nb::arg("texts"),
+        "Objects as JSON with commas between them, where `texts` (before, between, after) surround hash and size.");
     bind_values(m);
     nb::class_<FleetDirectory> directory(
         m, "FleetDirectory",

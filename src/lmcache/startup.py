@@ -22,6 +22,7 @@ from lmcache.core.address import http_listening_host
 from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
 from lmcache.http.access import read_token
+from lmcache.http.client import split_url
 from lmcache.http.tls import server_context
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l2 import adapter_types
@@ -173,6 +174,9 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
             listening.refuse_unusable(http_listening_host(config.http_host), config.http_port, "--http-host")
     with problems.collect():
         read_token(config.admin_token_file)
+    if config.coordinator_url:
+        with problems.collect():
+            split_url(config.coordinator_url, "--coordinator-url")
     with problems.collect():
         server_context(config.http_tls_cert, config.http_tls_key)
     with problems.collect():

@@ -61,6 +61,7 @@ class Operation:
     query: type[msgspec.Struct] | None = None
     status: int = 200
     large_body: bool = False
+    most_body_bytes: int = 0  # where it is neither of the usual bounds
     decode: Callable[[bytes], Any] | None = None  # of a body that is read in another way; HTTPException
     refusals: dict[int, str] = field(default_factory=dict)  # beyond those of every operation: status and when
     other_answers: dict[int, Any] = field(default_factory=dict)  # statuses with a Struct of their own
@@ -73,6 +74,8 @@ class Operation:
 
     @property
     def max_body_bytes(self) -> int:
+        if self.most_body_bytes:
+            return self.most_body_bytes
         return MAX_HTTP_LARGE_BODY_BYTES if self.large_body else MAX_HTTP_BODY_BYTES
 
     @property
