@@ -137,26 +137,28 @@ class Directory:
 
     # ---- answers -----------------------------------------------------------------------------------------------------
     def lookup(self, keys: Sequence[Key]) -> list[LookupResult]:
-        """In the order of the keys. A key with a namespace finds copies of it alone."""
+        """In the order of the keys, a placement for each place. A key without a namespace finds copies of any, and
+        the answer names it where they have one."""
         packed = pack(keys)
         with self._lock:
             page = self._lookup(packed)
-            placements: list[list[Placement]] = [[] for _ in keys]
+            placements: list[dict[int, Placement]] = [{} for _ in keys]
             access_counts = [0] * len(keys)
             namespaces = [variant.hex() for variant in page.variants]
-            named = [key.namespace for key in keys]
+            found: list[set[str]] = [set() for _ in keys]
             incarnations: dict[str, int] = {}
             rows = zip(page.keys, page.positions, page.holders, page.sizes_bytes, page.access_counts, strict=True)
             for index, position, holder, size_bytes, accesses in rows:
-                namespace = namespaces[position]
-                if named[index] and namespace and named[index] != namespace:
+                namespace, wanted = namespaces[position], keys[index].namespace
+                if wanted and namespace and wanted != namespace:
                     continue
-                named[index] = named[index] or namespace
-                placements[index].append(self._placement(holder, size_bytes, incarnations))
+                found[index].add(namespace)
+                number = self._holders[holder].number
+                placements[index].setdefault(number, self._placement(holder, size_bytes, incarnations))
                 access_counts[index] = max(access_counts[index], accesses)
         return [
-            LookupResult(_with_namespace(key, namespace), found, accesses)
-            for key, namespace, found, accesses in zip(keys, named, placements, access_counts, strict=True)
+            LookupResult(_named(key, names), list(places.values()), accesses)
+            for key, names, places, accesses in zip(keys, found, placements, access_counts, strict=True)
         ]
 
     def _lookup(self, packed: PackedKeys) -> _native.FleetPage:
@@ -291,7 +293,7 @@ class Directory:
         return PlaceUsage(place, sum(stats.objects for stats in held), sum(stats.bytes for stats in held))
 
 
-def _with_namespace(key: Key, namespace: str) -> Key:
-    if key.namespace == namespace:
+def _named(key: Key, namespaces: set[str]) -> Key:
+    if key.namespace or len(namespaces) != 1:
         return key
-    return Key(key.chunk_hash_hex, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, namespace)
+    return Key(*(key.chunk_hash_hex, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt), *namespaces)

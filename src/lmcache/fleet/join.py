@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from lmcache.clock import Clock
 from lmcache.core.object_changes import ChangeSource
 from lmcache.fleet.membership import Member, MemberSettings, Membership
-from lmcache.fleet.reporter import EventReporter
+from lmcache.fleet.reporting import EventReporting
 from lmcache.telemetry.metrics import FleetMemberMetrics
 
 
@@ -24,7 +24,7 @@ class FleetMember:
     ) -> None:
         """`on_members` is called by the thread of the membership with all servers, this one included, whenever others
         may be there."""
-        self._reporter = EventReporter(settings, sources, metrics, clock) if sources else None
+        self._reporter = EventReporting(settings, sources, metrics, clock) if sources else None
         self._membership = Membership(settings, metrics, self._joined, self._took)
         self._on_members = on_members
         self._members: Sequence[Member] = ()

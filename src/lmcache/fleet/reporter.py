@@ -1,24 +1,23 @@
 """Tells a coordinator what a server has: changes in their order, and everything again where something is not known.
 
-Invariant: what the coordinator has been told of an incarnation, up to the last batch that it took, is what a listing
-and the changes behind it say. Where that cannot be kept (a batch is missing there, changes are lost here, either side
-was started again), the incarnation is raised and everything is told again. One batch is in memory at a time, and
-requests are never waited for by anybody else.
+Invariant: what the coordinator has taken of an incarnation is what a listing and the changes behind it say. Where that
+cannot be kept (a batch is missing there, changes are lost here, either side was started again), the incarnation is
+raised and everything is told again. One batch is in memory at a time.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from lmcache.clock import Clock
+from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import REPORTED_ENTRIES
 from lmcache.core.object_changes import ChangeSource, Run
-from lmcache.errors import LMCacheError, ServerUnavailable
+from lmcache.errors import LMCacheError
 from lmcache.fleet import messages as m
 from lmcache.fleet.event_batches import Stream, is_named, request_body, split
-from lmcache.fleet.membership import Coordinator, MemberSettings
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import FleetMemberMetrics
 
@@ -29,119 +28,73 @@ _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
 _FIRST_RESYNC_SECONDS, _LAST_RESYNC_SECONDS = 1.0, 300.0  # between two; longer while one follows the other
 _QUIET_SECONDS = 60.0  # without a resync, until the next one follows at once
 _STALE_STEP = 60_000  # of an incarnation that a coordinator calls stale without saying what it knows
+_MOST_INCARNATION = 2**62  # that is believed
 
 
-class _Resync(Exception):
-    """Everything is to be told again."""
+class ResyncNeeded(Exception):
+    """Everything is to be told again; the text says why."""
 
 
-class _Stopped(Exception):
-    pass
+class Answering(Protocol):
+    """A coordinator."""
+
+    def read(self, kind: Any, method: str, path: str, body: Any = None) -> Any:
+        """The answer as that Struct. LMCacheError without one."""
+        ...
 
 
-class EventReporter:
-    """A thread of its own, from `start` to `stop`."""
+class Reporter:
+    """Used by one thread. `pause(seconds)` is how it waits; what that raises ends what it does."""
 
     def __init__(
         self,
-        settings: MemberSettings,
+        instance_id: str,
         sources: Sequence[ChangeSource],
+        coordinator: Answering,
         metrics: FleetMemberMetrics,
         clock: Clock,
-        coordinator: Coordinator | None = None,
+        pause: Callable[[float], None],
+        capacity_seconds: float,
     ) -> None:
-        self._settings = settings
+        """`capacity_seconds`: how often capacities are told, which also shows a gap where nothing changes."""
+        self._instance_id = instance_id
         self._sources = list(sources)
+        self._coordinator = coordinator
         self._metrics = metrics
         self._clock = clock
-        self._coordinator = coordinator or Coordinator(settings)
-        self._lock = threading.Condition()
-        self._stopped = False
-        self._joins = 0  # how often the server has joined
-        self._known_incarnation = 0  # by the coordinator
-        self._limiter = LogLimiter(_LOG_SECONDS)
-        self._incarnation = 0
-        self._joins_seen = 0
-        self._stream = Stream(settings.instance_id, 0)
+        self._pause = pause
+        self._capacity_seconds = capacity_seconds
+        self._limiter = LogLimiter(_LOG_SECONDS, clock)
+        self._stream = Stream(instance_id, 0)
         self._cursors: list[int] = []
         self._stale_step = _STALE_STEP
+        self._known_incarnation = 0  # by the coordinator
         self._resync_seconds = _FIRST_RESYNC_SECONDS
         self._resynced_at = float("-inf")
         self._told_capacities_at = float("-inf")
-        self._thread = threading.Thread(target=self._run, name="fleet-reporter", daemon=True)
 
     @property
     def incarnation(self) -> int:
-        return self._incarnation
+        return self._stream.incarnation
 
-    def start(self) -> None:
-        self._thread.start()
+    def know(self, incarnation: int) -> None:
+        """The coordinator has batches up to this one: the next is above."""
+        self._known_incarnation = max(self._known_incarnation, min(incarnation, _MOST_INCARNATION))
 
-    def joined(self, known_incarnation: int) -> None:
-        """The server has joined, once more maybe: everything is told again. Any thread."""
-        with self._lock:
-            self._joins += 1
-            self._known_incarnation = max(self._known_incarnation, known_incarnation)
-            self._lock.notify_all()
+    def seconds_until_resync(self) -> float:
+        """How long to wait before everything is told again: a coordinator that asks for one after the other does not
+        keep this server busy."""
+        if self._clock.monotonic() - self._resynced_at > max(_QUIET_SECONDS, self._resync_seconds):
+            self._resync_seconds = _FIRST_RESYNC_SECONDS
+            return 0.0
+        self._resync_seconds = min(2 * self._resync_seconds, _LAST_RESYNC_SECONDS)
+        return self._resync_seconds
 
-    def stop(self) -> None:
-        """Does not wait for a request under way."""
-        with self._lock:
-            self._stopped = True
-            self._lock.notify_all()
-
-    # ---- the thread --------------------------------------------------------------------------------------------------
-    def _run(self) -> None:
-        try:
-            self._until_joined()
-            while True:
-                try:
-                    self._tell_everything()
-                    while True:
-                        self._wait(self._settings.flush_seconds)
-                        self._tell_changes()
-                except _Resync as reason:
-                    self._metrics.coordinator_resyncs.inc()
-                    logger.info("Everything is told to the coordinator again: %s", reason)
-                    self._before_resync()
-                except (_Stopped, LMCacheError):
-                    raise
-                except Exception:  # a defect of a source must not end the thread
-                    if self._limiter.due("fault"):
-                        logger.exception("Events could not be made")
-                    self._wait(_LAST_RETRY_SECONDS)
-        except (_Stopped, LMCacheError):  # the latter: L1 is closed
-            pass
-        except Exception:  # the root of the thread
-            logger.exception("The thread that tells the coordinator has ended by a fault")
-
-    def _until_joined(self) -> None:
-        with self._lock:
-            while not self._joins and not self._stopped:
-                self._lock.wait()
-        self._check()
-
-    def _before_resync(self) -> None:
-        """A coordinator that asks for one after the other does not keep this server busy."""
-        now = self._clock.monotonic()
-        is_quiet = now - self._resynced_at > max(_QUIET_SECONDS, self._resync_seconds)
-        self._resync_seconds = (
-            _FIRST_RESYNC_SECONDS if is_quiet else min(2 * self._resync_seconds, _LAST_RESYNC_SECONDS)
-        )
-        if not is_quiet:
-            self._sleep(self._resync_seconds)
-        with self._lock:
-            if self._stopped:
-                raise _Stopped
-
-    def _tell_everything(self) -> None:
-        with self._lock:
-            self._joins_seen = self._joins
-            known = self._known_incarnation
-        now_ms = int(self._clock.wall() * 1000)
-        self._incarnation = max(now_ms, self._incarnation + 1, known + 1)
+    def tell_everything(self) -> None:
+        """ResyncNeeded: it is to be begun once more."""
+        incarnation = max(int(self._clock.wall() * 1000), self._stream.incarnation + 1, self._known_incarnation + 1)
+        self._stream = Stream(self._instance_id, incarnation)
         self._resynced_at = self._clock.monotonic()
-        self._stream = Stream(self._settings.instance_id, self._incarnation)
         self._cursors = [source.cursor() for source in self._sources]
         first = self._sources[0]
         self._send(self._stream.mark("begin", first, self._clock.wall()))
@@ -154,19 +107,19 @@ class EventReporter:
                 start, more = page.next_start, page.next_start > 0
         self._send(self._stream.mark("end", first, self._clock.wall()))
 
-    def _tell_changes(self) -> None:
+    def tell_changes(self) -> None:
+        """What has come and gone since. ResyncNeeded."""
         for index, source in enumerate(self._sources):
-            while True:
-                cursor = self._cursors[index]
-                page = source.changes(cursor, REPORTED_ENTRIES)
+            more = True
+            while more:
+                page = source.changes(self._cursors[index], REPORTED_ENTRIES)
                 if page.lost:
-                    raise _Resync(f"changes of {source.backend or source.tier} are lost")
+                    raise ResyncNeeded(f"changes of {source.backend or source.tier} are lost")
                 self._tell(source, page.runs)
+                more = page.next_cursor != self._cursors[index] and bool(page.runs)
                 self._cursors[index] = page.next_cursor
-                if page.next_cursor == cursor or not page.runs:
-                    break
-        if self._clock.monotonic() - self._told_capacities_at >= self._settings.heartbeat_seconds:
-            self._tell_capacities()  # which also shows a gap where nothing changes
+        if self._clock.monotonic() - self._told_capacities_at >= self._capacity_seconds:
+            self._tell_capacities()
 
     def _tell_capacities(self) -> None:
         for source in self._sources:
@@ -178,59 +131,32 @@ class EventReporter:
             if is_named(run.namespace):
                 for part in split(run, REPORTED_ENTRIES):
                     self._send(self._stream.changes(source, part, self._clock.wall()))
-                    self._metrics.coordinator_events.inc(len(part.hashes) // 32)
+                    self._metrics.coordinator_events.inc(len(part.hashes) // CHUNK_HASH_BYTES)
 
-    # ---- requests ----------------------------------------------------------------------------------------------------
     def _send(self, batch: bytes) -> None:
-        """Until the coordinator has taken it; _Resync where it wants everything."""
+        """Until the coordinator has taken it."""
         retry_seconds = _FIRST_RETRY_SECONDS
+        self._pause(0.0)
         while True:
-            self._check()
             try:
-                answer: m.EventsAnswer = self._coordinator.read(
-                    m.EventsAnswer, "POST", "/events", request_body([batch])
-                )
-            except (ServerUnavailable, LMCacheError) as error:
+                answer = self._coordinator.read(m.EventsAnswer, "POST", "/events", request_body([batch]))
+                break
+            except LMCacheError as error:
                 self._metrics.coordinator_failures.labels("events").inc()
-                if self._limiter.due("events"):
-                    logger.warning("Events do not reach the coordinator at %s: %s", self._settings.url, error)
-                self._wait(retry_seconds)
-                retry_seconds = min(2 * retry_seconds, _LAST_RETRY_SECONDS)
-                continue
-            self._read(answer)
-            return
+                if self._limiter.due():
+                    logger.warning("Events do not reach the coordinator: %s", error)
+            self._pause(retry_seconds)
+            retry_seconds = min(2 * retry_seconds, _LAST_RETRY_SECONDS)
+        self._take(answer)
 
-    def _read(self, answer: m.EventsAnswer) -> None:
-        instance_id = self._settings.instance_id
+    def _take(self, answer: m.EventsAnswer) -> None:
+        wants_all = self._instance_id in answer.resync
         if answer.stale:
-            known = answer.incarnations.get(instance_id, 0)
-            if known >= self._incarnation:
-                self._incarnation = min(known, 2**62)
-            elif instance_id not in answer.resync:
-                self._incarnation += self._stale_step
-                self._stale_step = min(2 * self._stale_step, 2**40)
-            raise _Resync("it knows a later incarnation of this server, or none")
-        if instance_id in answer.resync:
-            raise _Resync("it misses batches")
-
-    # ---- waits -------------------------------------------------------------------------------------------------------
-    def _check(self) -> None:
-        with self._lock:
-            if self._stopped:
-                raise _Stopped
-            if self._joins != self._joins_seen and self._joins_seen:
-                raise _Resync("the server has joined again")
-
-    def _wait(self, seconds: float) -> None:
-        self._sleep(seconds)
-        self._check()
-
-    def _sleep(self, seconds: float) -> None:
-        """Less where the server stops, or joins again."""
-        deadline = self._clock.monotonic() + seconds
-        with self._lock:
-            while not self._stopped and self._joins == self._joins_seen:
-                left = deadline - self._clock.monotonic()
-                if left <= 0:
-                    return
-                self._lock.wait(left)
+            known = answer.incarnations.get(self._instance_id, 0)
+            self.know(known)
+            if known < self._stream.incarnation and not wants_all:
+                self.know(self._stream.incarnation + self._stale_step)
+                self._stale_step = min(2 * self._stale_step, _MOST_INCARNATION)
+            raise ResyncNeeded("it knows a later incarnation of this server, or no server of that name")
+        if wants_all:
+            raise ResyncNeeded("it misses batches")

@@ -308,6 +308,8 @@ class Metrics:
         self.fleet = FleetMemberMetrics(*build)
         self.faults = FaultMetrics(*build)
         self.otlp = OtlpMetrics(*build)
+        for call in ("heartbeat", "events"):
+            self.fleet.coordinator_failures.labels(call)
         for tier in _TIERS:  # from the start, so that the first such frame is an increase
             self.service.corrupt_frames.labels(tier)
         if enabled:  # the series by which OpenTelemetry carries resource attributes to Prometheus
