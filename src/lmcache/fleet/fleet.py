@@ -37,7 +37,7 @@ class Fleet:
         self.settings = settings
         self.clock = clock
         self.random_bytes = environment.random_bytes
-        self.started_at = clock.monotonic()
+        self.epoch_seconds = clock.wall() - clock.monotonic()  # a monotonic time as seconds since 1970-01-01 UTC
         self.hasher = ChunkHasher(settings.hash_algorithm, settings.chunk_size)
         self.instances = Instances(environment, settings.instance_timeout)
         self.intake = EventIntake(self.instances.knows)

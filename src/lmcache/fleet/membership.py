@@ -142,6 +142,8 @@ class Membership:
 
     def _beat(self) -> None:
         members = self._heartbeat() if self._joined else None
+        if self._stop.is_set():
+            return
         if not self._joined:
             self._register()
             members = None

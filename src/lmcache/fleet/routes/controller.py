@@ -179,11 +179,11 @@ class ControllerRoutes:
         return c.WorkersAnswer(self._workers())
 
     def _workers(self) -> list[c.Worker]:
-        now, wall = self._fleet.clock.monotonic(), self._fleet.clock.wall()
+        epoch_seconds = self._fleet.epoch_seconds
         return [
             c.Worker(
                 *(instance.instance_id, 0, instance.ip, instance.mq_port, instance.p2p_advertised_url),
-                *(wall - (now - instance.joined_at), wall - (now - instance.heard_at)),
+                *(epoch_seconds + instance.joined_at, epoch_seconds + instance.heard_at),
             )
             for instance in self._fleet.instances.all()
         ]
