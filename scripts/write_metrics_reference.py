@@ -8,7 +8,7 @@ import sys
 from prometheus_client.metrics import MetricWrapperBase
 
 from lmcache.core.outcome import MissReason
-from lmcache.telemetry.metrics import PREFIX, Metrics
+from lmcache.telemetry.metrics import PREFIX, CoordinatorMetrics, Metrics
 from reference_pages import write_or_check
 
 BEGINNING = """# Metrics
@@ -47,8 +47,7 @@ assert REASONS.keys() == set(MissReason)
 
 def text() -> str:
     parts, seen = [BEGINNING], set[str]()
-    metrics = Metrics()
-    for group in vars(metrics).values():
+    for group in (*vars(Metrics()).values(), CoordinatorMetrics()):
         declared = (
             {
                 name: metric

@@ -81,28 +81,28 @@ def become(coordinator: CoordinatorProcess, wanted: list[list[str]], tier: str =
 
 
 def test_the_directory_says_where_and_follows(tmp_path: Path) -> None:
-    with fleet(tmp_path, l2=True) as (coordinator, servers):
-        with SmallEngine(servers["a"].port) as one, SmallEngine(servers["b"].port) as other:
-            one.store(one.tokens(*CHUNKS))
-            other.store(other.tokens(1, 2))
-            become(coordinator, [["a", "b"], ["a", "b"], ["a"]])
-            become(coordinator, [["a", "b"], ["a", "b"], ["a"]], "l2")
-            layout = coordinator.answer("POST", "/lookup", {"tokens": tokens()})["layout_info"]
-            assert list(layout.items()) == [("a", ["LocalCPUBackend", 768]), ("b", ["LocalCPUBackend", 512])]
-            listed = coordinator.answer("GET", "/directory/keys?tier=l1&instance_id=a")["keys"]
-            truth = servers["a"].ask(servers["a"].http_port, "GET", "/cache/objects?tier=l1")[1]["entries"]
-            named = {f"{entry['key']['namespace']}/{entry['key']['chunk_hash_hex']}" for entry in listed}
-            assert named == {entry["key"] for entry in truth}
-            servers["a"].clear("l1")
-            become(coordinator, [["b"], ["b"], []])
-            become(coordinator, [["a", "b"], ["a", "b"], ["a"]], "l2")
-            assert coordinator.answer("POST", "/lookup", {"tokens": tokens()})["layout_info"] == {
-                "a": ["LocalDiskBackend", 768],
-                "b": ["LocalCPUBackend", 512],
-            }
-            usage = {entry["instance_id"]: entry["usage"] for entry in usage_of(coordinator)}
-            assert {(entry["tier"], entry["objects"]) for entry in usage["b"]} == {("l1", 2), ("l2", 2)}
-            assert all(entry["capacity_bytes"] == 1 << 26 for entry in usage["b"] if entry["tier"] == "l1")
+    with fleet(tmp_path, l2=True) as (coordinator, servers), contextlib.ExitStack() as engines:
+        one, other = (engines.enter_context(SmallEngine(server.port)) for server in servers.values())
+        one.store(one.tokens(*CHUNKS))
+        other.store(other.tokens(1, 2))
+        become(coordinator, [["a", "b"], ["a", "b"], ["a"]])
+        become(coordinator, [["a", "b"], ["a", "b"], ["a"]], "l2")
+        layout = coordinator.answer("POST", "/lookup", {"tokens": tokens()})["layout_info"]
+        assert list(layout.items()) == [("a", ["LocalCPUBackend", 768]), ("b", ["LocalCPUBackend", 512])]
+        listed = coordinator.answer("GET", "/directory/keys?tier=l1&instance_id=a")["keys"]
+        truth = servers["a"].ask(servers["a"].http_port, "GET", "/cache/objects?tier=l1")[1]["entries"]
+        named = {f"{entry['key']['namespace']}/{entry['key']['chunk_hash_hex']}" for entry in listed}
+        assert named == {entry["key"] for entry in truth}
+        servers["a"].clear("l1")
+        become(coordinator, [["b"], ["b"], []])
+        become(coordinator, [["a", "b"], ["a", "b"], ["a"]], "l2")
+        assert coordinator.answer("POST", "/lookup", {"tokens": tokens()})["layout_info"] == {
+            "a": ["LocalDiskBackend", 768],
+            "b": ["LocalCPUBackend", 512],
+        }
+        usage = {entry["instance_id"]: entry["usage"] for entry in usage_of(coordinator)}
+        assert {(entry["tier"], entry["objects"]) for entry in usage["b"]} == {("l1", 2), ("l2", 2)}
+        assert all(entry["capacity_bytes"] == 1 << 26 for entry in usage["b"] if entry["tier"] == "l1")
 
 
 def usage_of(coordinator: CoordinatorProcess) -> list[dict[str, Any]]:
@@ -143,28 +143,28 @@ def test_a_server_that_stands_still_is_gone_and_tells_everything_again(tmp_path:
 def test_a_coordinator_that_is_killed_knows_everything_soon(tmp_path: Path) -> None:
     """With and without its checkpoint. Engines notice nothing."""
     saved = ("--checkpoint-path", str(tmp_path / "directory"), "--checkpoint-interval", "0.5")
-    with fleet(tmp_path, coordinator_options=saved) as (coordinator, servers):
-        with SmallEngine(servers["a"].port) as one, SmallEngine(servers["b"].port) as other:
-            one.store(one.tokens(*CHUNKS))
-            other.store(other.tokens(1))
-            become(coordinator, [["a", "b"], ["a"], ["a"]])
-            until(lambda: (tmp_path / "directory").exists())
-            coordinator.kill()
-            other.store(other.tokens(1, 2))  # while there is none
-            servers["a"].clear("l1")
-            assert one.lookup("r", one.tokens(*CHUNKS)).chunks == 0
-            one.end("r")
-            for name in (str(tmp_path / "directory"), ""):
-                options = ["--checkpoint-path", name] if name else []
-                with CoordinatorProcess(
-                    tmp_path,
-                    port=coordinator.port,
-                    extra=["--instance-timeout", str(TIMEOUT_SECONDS), *options],
-                    log_name=f"again-{bool(name)}.log",
-                ) as again:
-                    again.wait_ready()
-                    become(again, [["b"], ["b"], []])
-                    assert again.stop() == 0
+    with fleet(tmp_path, coordinator_options=saved) as (coordinator, servers), contextlib.ExitStack() as engines:
+        one, other = (engines.enter_context(SmallEngine(server.port)) for server in servers.values())
+        one.store(one.tokens(*CHUNKS))
+        other.store(other.tokens(1))
+        become(coordinator, [["a", "b"], ["a"], ["a"]])
+        until(lambda: (tmp_path / "directory").exists())
+        coordinator.kill()
+        other.store(other.tokens(1, 2))  # while there is none
+        servers["a"].clear("l1")
+        assert one.lookup("r", one.tokens(*CHUNKS)).chunks == 0
+        one.end("r")
+        for name in (str(tmp_path / "directory"), ""):
+            options = ["--checkpoint-path", name] if name else []
+            with CoordinatorProcess(
+                tmp_path,
+                port=coordinator.port,
+                extra=["--instance-timeout", str(TIMEOUT_SECONDS), *options],
+                log_name=f"again-{bool(name)}.log",
+            ) as again:
+                again.wait_ready()
+                become(again, [["b"], ["b"], []])
+                assert again.stop() == 0
 
 
 def test_servers_serve_while_the_coordinator_stands_still(tmp_path: Path) -> None:
@@ -265,7 +265,8 @@ def test_the_controllers_orders(tmp_path: Path) -> None:
                 assert order("/unpin")[1]["pins"] == 1
                 status, refused = order("/compress", method="gzip")
                 assert status == 400 and "no L2 adapter with the serde 'gzip'" in refused["detail"]
-                for path, expected in (("/compress", [[]] * 3), ("/decompress", [["a"]] * 3)):
+                orders: list[tuple[str, list[list[str]]]] = [("/compress", [[]] * 3), ("/decompress", [["a"]] * 3)]
+                for path, expected in orders:
                     status, begun = order(path, method="zstd")
                     assert status == 200, begun
 

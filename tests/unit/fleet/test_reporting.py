@@ -103,11 +103,11 @@ def test_a_coordinator_that_was_started_again_is_told_everything(tmp_path: Path)
         one.tiers[0].remove((0, 1))
         with coordinator(process.port) as process:
             until(lambda: one.is_told(process))
-            assert process.fleet.intake.counts.resyncs == 1
+            until(lambda: process.fleet.intake.counts.resyncs == 1)
 
 
 def test_a_checkpoint_spares_telling_everything(tmp_path: Path) -> None:
-    saved = {"checkpoint_path": str(tmp_path / "directory")}
+    saved: dict[str, Any] = {"checkpoint_path": str(tmp_path / "directory")}
     with contextlib.ExitStack() as stack:
         with coordinator(**saved) as process:
             one = stack.enter_context(Joined(url_of(process)))
@@ -220,7 +220,7 @@ def test_who_asks_for_everything_again_and_again_is_told_less_and_less_often(mon
     with hostile(answer) as url, Joined(url) as one:
         until(lambda: len(asked) >= 5)
         waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
-        assert waits[3] > 0.8 > 0.2 > waits[0], waits
+        assert waits[3] > 2 * waits[1] > 0.5, waits
         assert one.member.status()["joined"]
 
 

@@ -161,6 +161,10 @@ def test_events_are_found_by_key_and_by_prompt(here: TestClient) -> None:
     ]
     figures = here.get("/metrics").text
     assert "lmcache_mp_coordinator_placements 4.0" in figures
+    assert "lmcache_mp_coordinator_keys 3.0" in figures
+    assert "lmcache_mp_coordinator_instances 1.0" in figures
+    assert "lmcache_mp_coordinator_entries_chunks_total 4.0" in figures
+    assert float(figures.split("\nlmcache_mp_coordinator_directory_bytes ")[1].split()[0]) > 0
     assert 'lmcache_mp_coordinator_batches_total{outcome="applied"} 2.0' in figures
 
 
@@ -179,11 +183,15 @@ def test_numbers_of_batches(here: TestClient) -> None:
     assert told(batch(1, entries=entries(name)), batch(2)) == (1, 1, 0, [])
     assert told(batch(4)) == (1, 0, 0, ["a"])  # 3 is missing
     assert told(batch(3)) == (0, 1, 0, ["a"])  # too late
+    assert "lmcache_mp_coordinator_gaps_total 1.0" in here.get("/metrics").text
     assert told(batch(1, incarnation=4)) == (0, 0, 1, [])
     assert here.get("/directory/stats").json()["placements"] == 1
     assert told(batch(1, incarnation=6)) == (1, 0, 0, [])
     assert here.get("/directory/stats").json()["placements"] == 0  # a higher incarnation voids L1
     assert here.post("/instances", json=REGISTERED).json()["incarnation"] == 6
+    marks = [batch(seq, incarnation=6, event_type="config", resync=mark) for seq, mark in ((2, "begin"), (3, "end"))]
+    assert told(*marks) == (2, 0, 0, [])
+    assert "lmcache_mp_coordinator_complete_resyncs_total 1.0" in here.get("/metrics").text
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ lookup_ceiling_sampled_ratio lookup_ceiling_distance_ratio sessions leases reser
 lease_oldest_seconds reservation_seconds_count reservation_oldest_seconds call_seconds_count l1_large_page_ratio
 l2_store_seconds_count l2_load_seconds_count l2_probe_seconds_count l2_stored_bytes_total l2_loaded_bytes_total
 l2_store_queue_seconds_count l2_store_queue_depth l2_prefetch_queue_seconds_count l2_breaker_state
+coordinator_joined coordinator_members coordinator_failures_total coordinator_events_chunks_total
+coordinator_resyncs_total
 instances instances_silent registrations_lost_total otlp_dropped_spans_total otlp_failed_exports_total
 """
 
@@ -47,6 +49,7 @@ def touch_everything(metrics: Metrics) -> None:
         metrics.l2,
         metrics.events,
         metrics.otlp,
+        metrics.fleet,
     ]
     for metric in [metric for group in groups for metric in vars(group).values()]:
         names = getattr(metric, "_labelnames", None)

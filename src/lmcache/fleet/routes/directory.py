@@ -24,7 +24,7 @@ class DirectoryRoutes:
                 *("POST", "/events", "A server tells what has come and gone there", change, self.events),
                 m.EventsAnswer,
                 body=m.EventsRequest,
-                decode=_events,
+                decode=decode_events,
                 most_body_bytes=MAX_FLEET_EVENT_BYTES,
             ),
             Operation(
@@ -76,7 +76,7 @@ class DirectoryRoutes:
 _DECODER = msgspec.json.Decoder(m.EventsRequest)
 
 
-def _events(raw: bytes) -> m.EventsRequest:
+def decode_events(raw: bytes) -> m.EventsRequest:
     """Fields that are not known are passed over: other servers may have more."""
     try:
         return _DECODER.decode(raw)
