@@ -49,8 +49,10 @@ std::vector<AsBytes<std::string>> all_bytes(const std::vector<std::string>& text
 void bind_values(nb::module_& m) {
     nb::class_<FleetPage>(m, "FleetPage", "Copies of objects: columns of one length.")
         .def("__len__", [](const FleetPage& self) { return self.positions.size(); })
-        .def_prop_ro("scopes", [](const FleetPage& self) { return all_bytes(self.scopes); }, "As they were encoded.")
-        .def_prop_ro("variants", [](const FleetPage& self) { return all_bytes(self.variants); }, "One a scope.")
+        .def_prop_ro(
+            "scopes", [](const FleetPage& self) { return all_bytes(self.scopes); }, "As they were encoded.")
+        .def_prop_ro(
+            "variants", [](const FleetPage& self) { return all_bytes(self.variants); }, "One a scope.")
         .def_prop_ro("positions", as_numbers(&FleetPage::positions), "Where a copy's scope is in `scopes`.")
         .def_prop_ro("keys", as_numbers(&FleetPage::keys), "Of a lookup: which of its keys a copy is of.")
         .def_prop_ro("hashes", as_bytes(&FleetPage::hashes), "Of a listing: 32 bytes each.")

@@ -126,7 +126,8 @@ TEST_CASE(threads_tell_ask_void_and_sweep_at_the_same_time) {
             std::mt19937_64 random(place);
             std::uint32_t holder = directory.add_holder(place);
             for (int round = 0; round < 300; ++round) {
-                const FleetKeys some = keys(random() % 1000, 1 + random() % 50, "scope " + std::to_string(random() % 3));
+                const FleetKeys some =
+                    keys(random() % 1000, 1 + random() % 50, "scope " + std::to_string(random() % 3));
                 if (random() % 3 == 0) {
                     directory.remove(holder, some);
                 } else {
