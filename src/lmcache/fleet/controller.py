@@ -4,7 +4,6 @@ places where LMCache inside an engine keeps KV."""
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,12 @@ from lmcache.fleet import messages as m
 from lmcache.fleet import operations as work
 from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.jobs import FleetJob
-from lmcache.fleet.keys import decode_scope, keys_of_prompt
+from lmcache.fleet.keys import keys_of_prompt
 
 logger = logging.getLogger("lmcache.fleet")
 
 L1_LOCATION, L2_LOCATION = "LocalCPUBackend", "LocalDiskBackend"
 TIERS = {L1_LOCATION: "l1", L2_LOCATION: "l2"}
-_MODELS_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -53,26 +51,11 @@ class Controller:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self._lock = threading.Lock()
-        self._models: dict[str, Model] = {}
-        self._models_from = float("-inf")
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
-    def models(self) -> dict[str, Model]:
-        now = self.fleet.clock.monotonic()
-        with self._lock:
-            if now >= self._models_from:
-                ranks: dict[str, int] = {}
-                for scope in self.fleet.directory.scopes():
-                    name, rank, _, _ = decode_scope(scope)
-                    ranks[name] = max(ranks.get(name, 0), rank)
-                self._models = {name: Model(name, rank + 1) for name, rank in ranks.items()}
-                self._models_from = now + _MODELS_SECONDS
-            return self._models
-
     def prompt(self, tokens: Sequence[int], model_name: str, cache_salt: str) -> Prompt:
         """ConfigError where several models are known and none is named."""
-        models = self.models()
+        models = {name: Model(name, ranks) for name, ranks in self.fleet.directory.models().items()}
         if not model_name:
             if len(models) > 1:
                 names = ", ".join(sorted(models)[:8])

@@ -56,6 +56,7 @@ class Directory:
         self._places: dict[str, dict[tuple[str, str], Place]] = {}  # by instance
         self._holders: dict[int, Place] = {}
         self._numbers = count()
+        self._models: dict[str, int] = {}  # the highest rank of each that was told since `refresh_models`
 
     # ---- what is told ------------------------------------------------------------------------------------------------
     def store(
@@ -69,6 +70,7 @@ class Directory:
             for variant, some in by_namespace(entries, namespace):
                 keys = pack([entry.key for entry in some])
                 sizes = array("Q", [entry.size_bytes for entry in some])
+                self._note_models(keys.scopes)
                 stored += self._native.store(place.holder, keys.scopes, variant, keys.positions, keys.hashes, sizes)
             return stored
 
@@ -93,6 +95,7 @@ class Directory:
     ) -> None:
         """Copies of a checkpoint. ValueError for columns that do not fit each other."""
         with self._lock:
+            self._note_models(scopes)
             self._native.store(self._place(*place_name).holder, scopes, variant, positions, hashes, sizes)
 
     def set_capacity(self, instance_id: str, tier: str, backend: str, shared: bool, capacity_bytes: int) -> None:
@@ -234,9 +237,16 @@ class Directory:
             found[salt] = found.get(salt, 0) + size_bytes
         return found
 
-    def scopes(self) -> list[bytes]:
-        """Encoded, one for each variant of it."""
-        return self._native.scopes().scopes
+    def models(self) -> dict[str, int]:
+        """The ranks of each model of which objects were told since `refresh_models`, or are there."""
+        with self._lock:
+            return {name: rank + 1 for name, rank in self._models.items()}
+
+    def refresh_models(self) -> None:
+        """Forgets models of which nothing is there. O(scopes)."""
+        with self._lock:
+            self._models = {}
+            self._note_models(self._native.scopes().scopes)
 
     def places(self) -> list[Place]:
         with self._lock:
@@ -250,6 +260,12 @@ class Directory:
         self._native.check()
 
     # ---- under the lock ----------------------------------------------------------------------------------------------
+    def _note_models(self, scopes: Sequence[bytes]) -> None:
+        for scope in scopes:
+            name, rank, _, _ = decode_scope(scope)
+            if rank > self._models.get(name, -1):
+                self._models[name] = rank
+
     def _place(self, instance_id: str, tier: str, backend: str) -> Place:
         places = self._places.setdefault(instance_id, {})
         place = places.get((tier, backend))

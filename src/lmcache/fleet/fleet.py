@@ -24,6 +24,7 @@ from lmcache.fleet.settings import CoordinatorSettings
 logger = logging.getLogger("lmcache.fleet")
 
 _ROUND_SECONDS = 1.0
+_MODELS_SECONDS = 60.0  # between two looks which are gone
 _CHECKPOINT = "checkpoint of --checkpoint-path"
 
 
@@ -112,13 +113,16 @@ class Fleet:
         self.pins.left(instance_id)
 
     def _run(self) -> None:
-        due = {"expire": 0.0, "checkpoint": self.clock.monotonic() + self.settings.checkpoint_interval}
+        due = {"expire": 0.0, "models": 0.0, "checkpoint": self.clock.monotonic() + self.settings.checkpoint_interval}
         while not self._stop.wait(_ROUND_SECONDS):
             try:
                 now = self.clock.monotonic()
                 if now >= due["expire"]:
                     due["expire"] = now + self.settings.health_check_interval
                     self.instances.expire()
+                if now >= due["models"]:
+                    due["models"] = now + _MODELS_SECONDS
+                    self.directory.refresh_models()
                 while self.directory.sweep() and not self._stop.is_set():
                     pass
                 self.quotas.push()

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from lmcache.core.address import INSTANCE_ID_PATTERN
 from lmcache.core.limits import (
     MAX_FLEET_EVENT_ENTRIES,
     MAX_HTTP_KEYS,
@@ -38,6 +39,16 @@ Name = Annotated[
         max_length=MAX_NAME_BYTES,
         extra={"expected": f"a string of 1 to {MAX_NAME_BYTES} characters"},
     ),
+]
+InstanceName = Annotated[
+    str,
+    Meta(
+        pattern=INSTANCE_ID_PATTERN,
+        extra={"expected": f"at most {MAX_NAME_BYTES} characters without slashes and spaces"},
+    ),
+]
+Address = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9._:%-]{1,253}$", extra={"expected": "a host name or an address, without a port"})
 ]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Hex = Annotated[
@@ -82,9 +93,9 @@ Keys = Annotated[
 class RegisterRequest(Struct, frozen=True):
     """A server that joins."""
 
-    ip: Annotated[Name, Meta(description="where its HTTP listener is reached")]
+    ip: Annotated[Address, Meta(description="where its HTTP listener is reached")]
     http_port: Port
-    instance_id: Annotated[Text, Meta(description="empty: the coordinator gives one")] = ""
+    instance_id: Annotated[InstanceName, Meta(description="empty: the coordinator gives one")] = ""
     metadata: Annotated[dict[str, Any], Meta(description="whatever it tells of itself")] = {}
     p2p_advertised_url: Annotated[Text, Meta(description="where other servers load from it; empty: nowhere")] = ""
     mq_port: Annotated[Port, Meta(description="where engines connect")] = 0

@@ -16,7 +16,7 @@ from lmcache.telemetry.metrics import FleetMemberMetrics
 logger = logging.getLogger("lmcache.fleet")
 
 _AFTER_FAULT_SECONDS = 30.0
-_STOP_SECONDS = 2.0
+_STOP_SECONDS = 0.5
 
 
 class _Stopped(Exception):

@@ -172,6 +172,7 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         (["--qqqq", "1"], "--qqqq is not an option of lmcache server; lmcache server --help lists them."),
         (["--p2p-advertise-url", "h:1"], "--p2p-advertise-url is not built yet: several servers can share a folder"),
         (["--coordinator-event-transport=kafka"], "--coordinator-event-transport cannot be kafka, which is not built"),
+        (["--instance-id=a/b"], "--instance-id must be at most 512 characters without slashes"),
         (["--coordinator-kafka-topic=t"], "--coordinator-kafka-topic is not built yet: servers tell it their events"),
         (["--controller-port=9000"], "--controller-port is not built yet: `lmcache coordinator` is what there is"),
         (["--max-local-cpu-size", "5"], "--max-local-cpu-size configures LMCache inside an engine, not a server: --l1"),

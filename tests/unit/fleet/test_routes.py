@@ -19,7 +19,6 @@ from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.http.operation import Access
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.telemetry.metrics import CoordinatorMetrics
-from polling import until
 
 TOKEN = "a token of an operator"
 CHUNK_TOKENS = 4
@@ -202,6 +201,8 @@ def test_numbers_of_batches(here: TestClient) -> None:
         ("/events", {"batches": [batch(1, entries=entries("xy"))]}, "chunk_hash_hex"),
         ("/events", {"batches": [{}]}, "instance_id"),
         ("/instances", {"http_port": 1}, "ip"),
+        ("/instances", {**REGISTERED, "ip": "127.0.0.1/x?"}, "ip"),
+        ("/instances", {**REGISTERED, "instance_id": "a/b"}, "instance_id"),
         ("/instances", {**REGISTERED, "metadata": {"k": "v" * 5000}}, "metadata"),
         ("/directory/lookup", {}, "either"),
         ("/directory/lookup", {"token_ids": [1]}, "model_name"),
@@ -229,19 +230,20 @@ def test_additional_fields_of_other_servers_are_passed_over(here: TestClient) ->
     assert answer.json()["applied"] == 1
 
 
-def test_a_model_is_asked_for_where_there_are_several(here: TestClient) -> None:
+def test_a_model_is_asked_for_where_there_are_several(fleet: Fleet, here: TestClient) -> None:
     assert here.post("/lookup", json={"tokens": TOKENS}).json()["layout_info"] == {}
     here.post("/instances", json=REGISTERED)
     first, *_ = hashes()
     both = [batch(1, entries=entries(first)), batch(2, entries=entries(first, model="other"))]
     here.post("/events", json={"batches": both})
-
-    def refused() -> bool:  # models are looked at every few seconds
-        return here.post("/lookup", json={"tokens": TOKENS}).status_code == 400
-
-    until(refused)
+    refused = here.post("/lookup", json={"tokens": TOKENS})
+    assert refused.status_code == 400 and "m, other" in refused.json()["detail"]
     layout = here.post("/lookup", json={"tokens": TOKENS, "model_name": "other"}).json()["layout_info"]
     assert layout == {"a": ["LocalCPUBackend", CHUNK_TOKENS]}
+    here.delete("/instances/a")
+    fleet.directory.sweep()
+    fleet.directory.refresh_models()
+    assert here.post("/lookup", json={"tokens": TOKENS}).json()["layout_info"] == {}
 
 
 def test_every_rank_must_have_a_chunk(here: TestClient) -> None:
