@@ -4,7 +4,9 @@ its ports are free."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 from lmcache.testing.processes import http_json
@@ -29,6 +31,7 @@ def test_the_commands_of_the_guide(tmp_path: Path) -> None:
         tour.run("\n".join(preparing))
         tokens = [token for token in (1, 2, 3) for _ in range(256)]
         tour.environment |= {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "COORDINATOR": f"http://localhost:{PORT}",
             "MODEL": "model",
             "TOKENS": json.dumps(tokens),
@@ -42,8 +45,11 @@ def test_the_commands_of_the_guide(tmp_path: Path) -> None:
             with SmallEngine(RPC_PORT) as engine:
                 engine.store(engine.tokens(1, 2, 3))
                 until(lambda: http_json(PORT, "GET", "/directory/stats")[1]["placements"] == 3)
+                commands = [command for block in asked for command in block.splitlines()]
+                (shown,) = [tour.run(command) for command in commands if command.startswith("lmcache query")]
+                assert "machine-a l1" in shown and "3 of 3 chunks, 768 tokens" in shown
                 joined, usage, stats, keys, found, layout, pin, quota, prefetch, unpinned, deleted = (
-                    json.loads(tour.run(command)) for block in asked for command in block.splitlines()
+                    json.loads(tour.run(command)) for command in commands if command.startswith("curl")
                 )
                 assert [entry["instance_id"] for entry in joined["instances"]] == ["machine-a"]
                 assert usage["instances"][0]["usage"][0]["objects"] == stats["placements"] == len(keys["keys"]) == 3

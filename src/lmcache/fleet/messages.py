@@ -244,6 +244,7 @@ class LookupAnswer(Struct, frozen=True):
 
     chunks: int
     results: list[LookupResult]
+    chunk_tokens: int = 0  # an addition
 
 
 class KeysQuery(Struct, frozen=True):

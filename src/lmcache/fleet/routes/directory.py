@@ -50,7 +50,9 @@ class DirectoryRoutes:
             chunks, keys = self._fleet.prompt(
                 *(body.keys, body.token_ids, body.model_name, body.world_size, body.cache_salt)
             )
-            return msgspec.json.encode(m.LookupAnswer(chunks, self._fleet.directory.lookup(keys)))
+            return msgspec.json.encode(
+                m.LookupAnswer(chunks, self._fleet.directory.lookup(keys), self._fleet.settings.chunk_size)
+            )
 
         return Response(await self._context.in_thread(look), media_type="application/json")
 
