@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections.abc import Iterable
-from typing import BinaryIO
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -148,48 +148,57 @@ def _u32(numbers: Iterable[int]) -> bytes:
     return array("I", numbers).tobytes()
 
 
-def read(file: BinaryIO, now: float) -> tuple[list[Instance], dict[str, Stream], Head, list[Page]]:
-    """All of it, checked. ConfigError where it is not a whole checkpoint of this version."""
+def _sections(file: BinaryIO) -> Iterator[bytes]:
+    """The head and then the pages. ConfigError, at the latest at the end, where it is not a whole checkpoint of this
+    version."""
     source = _Summed(file)
     magic, version = _HEAD.unpack(source.read(_HEAD.size))
     if magic != MAGIC:
         raise ConfigError("it is no checkpoint of a coordinator.")
     if version != VERSION:
         raise ConfigError(f"it is of version {version}, and this coordinator reads version {VERSION}.")
-    try:
-        head = msgspec.msgpack.decode(source.section(), type=Head)
-        pages = []
-        while content := source.section():
-            pages.append(msgspec.msgpack.decode(content, type=Page))
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise ConfigError("it is damaged.") from None
+    while content := source.section():
+        yield content
     digest = source.digest()
     if file.read(_DIGEST_BYTES + 1) != digest:
         raise ConfigError("its checksum is not that of its content.")
-    instances = [
-        Instance(
-            *(saved.instance_id, saved.ip, saved.http_port, saved.metadata, saved.p2p_advertised_url, saved.mq_port),
-            *(saved.has_token, now, now),
-        )
-        for saved in head.instances
-    ]
-    streams = {saved.instance_id: Stream(saved.incarnation, saved.seq, saved.needs_resync) for saved in head.instances}
-    return instances, streams, head, pages
 
 
 def restore(file: BinaryIO, instances: Instances, intake: EventIntake, now: float) -> None:
-    """ConfigError: nothing was restored."""
-    found, streams, head, pages = read(file, now)
-    joined = {instance.instance_id for instance in found}
-    instances.restore(found)
-    intake.restore(streams)
+    """ConfigError: nothing was restored. The file is read twice, a page at a time."""
+    kind: Any = Head
+    try:
+        for content in _sections(file):
+            msgspec.msgpack.decode(content, type=kind)
+            kind = Page
+        if kind is Head:
+            raise ConfigError("it has nothing in it.")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise ConfigError("it is damaged.") from None
+    file.seek(0)
+    sections = _sections(file)
+    head = msgspec.msgpack.decode(next(sections), type=Head)
+    joined = {saved.instance_id for saved in head.instances}
+    instances.restore([_instance(saved, now) for saved in head.instances])
+    intake.restore({saved.instance_id: _stream(saved) for saved in head.instances})
     for place in head.places:
         if place.instance_id in joined:
             intake.directory.set_capacity(
                 place.instance_id, place.tier, place.backend, place.shared, place.capacity_bytes
             )
-    for page in pages:
-        _restore_page(page, head.places, joined, intake.directory)
+    for content in sections:
+        _restore_page(msgspec.msgpack.decode(content, type=Page), head.places, joined, intake.directory)
+
+
+def _instance(saved: SavedInstance, now: float) -> Instance:
+    return Instance(
+        *(saved.instance_id, saved.ip, saved.http_port, saved.metadata, saved.p2p_advertised_url, saved.mq_port),
+        *(saved.has_token, now, now),
+    )
+
+
+def _stream(saved: SavedInstance) -> Stream:
+    return Stream(saved.incarnation, saved.seq, saved.needs_resync)
 
 
 def _restore_page(page: Page, places: list[SavedPlace], joined: set[str], directory: Directory) -> None:

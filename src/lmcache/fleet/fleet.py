@@ -61,6 +61,9 @@ class Fleet:
                 lambda file: checkpoint.restore(file, self.instances, self.intake, now),
             ):
                 logger.info("The directory is as it was: %d copies", self.directory.stats().records)
+            for instance in self.instances.all():  # what was decided since, and not told
+                self.quotas.joined(instance.instance_id)
+                self.pins.joined(instance.instance_id)
 
     def start(self) -> None:
         self._thread.start()

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmcache.clock import Clock
 from lmcache.core.limits import MAX_HTTP_KEYS
@@ -117,19 +118,31 @@ class FleetPins:
         return list(answers.failed)
 
     def _ask(self, pin: FleetPin, instance_id: str, names: Sequence[str]) -> int:
-        held = 0
+        """How many copies it holds. Pins of the same that it had before end, once these are there."""
+        held, made = 0, set()
         for first in range(0, len(names), MAX_HTTP_KEYS):
             body = {
                 "keys": list(names[first : first + MAX_HTTP_KEYS]),
                 "owner": _owner(pin),
                 "ttl_seconds": max(1.0, self.remaining_seconds(pin)),
             }
-            held += self._servers.read(instance_id, lambda answer: int(answer["objects"]), "POST", _PATH, body)
+            pin_id, objects = self._servers.read(
+                instance_id, lambda answer: (str(answer["pin_id"]), int(answer["objects"])), "POST", _PATH, body
+            )
+            made.add(pin_id)
+            held += objects
+        for known in self._servers.read(instance_id, lambda answer: _of_owner(answer, _owner(pin)), "GET", _PATH):
+            if known not in made:
+                self._servers.ask(instance_id, "DELETE", _PATH, {"pin_id": known})
         return held
 
     def _states_of(self, pin: FleetPin) -> PinState:
         with self._lock:
             return self._states.setdefault(pin.pin_id, PinState())
+
+
+def _of_owner(answer: Any, owner: str) -> list[str]:
+    return [str(pin["pin_id"]) for pin in answer["pins"] if pin["owner"] == owner]
 
 
 def _owner(pin: FleetPin) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -64,7 +64,13 @@ class Servers:
             futures = {name: self._threads.submit(work, name) for name in instance_ids}
         except RuntimeError:
             raise ServerUnavailable("The coordinator is shutting down.") from None
+        seconds = ASK_SECONDS * (2 + len(futures) // _THREADS)
+        done, _ = wait(futures.values(), seconds)
         for name, future in futures.items():
+            if future not in done:
+                future.cancel()
+                answers.failed[name] = f"{name} did not end its part of this within {seconds:g} s."
+                continue
             try:
                 answers.values[name] = future.result()
             except LMCacheError as error:

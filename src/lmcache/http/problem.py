@@ -12,9 +12,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from lmcache.errors import ConfigError, LMCacheError, UnknownModel
+from lmcache.http.client import HttpRefused
 
 logger = logging.getLogger("lmcache.http")
 
+_PASSED_ON = (400, 404, 409)  # what another server said of the request that was passed on to it
 PROBLEM_TYPE = "application/problem+json"
 GONE = "The client went away in the middle of its request."
 
@@ -46,6 +48,8 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 async def known_fault(request: Request, error: Exception) -> Response:
     status = 400 if isinstance(error, ConfigError) else 409 if isinstance(error, UnknownModel) else 503
+    if isinstance(error, HttpRefused) and error.status in _PASSED_ON:
+        status = error.status
     return problem(status, str(error))
 
 
