@@ -11,6 +11,7 @@ ORDER = (
     "kernels.py",
     "index.py",
     "ledger.py",
+    "directory.py",
     "rpc.py",
     "copies.py",
     "pages.py",

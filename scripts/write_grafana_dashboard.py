@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
-from lmcache.telemetry.metrics import PREFIX, Metrics
+from lmcache.telemetry.metrics import PREFIX, CoordinatorMetrics, Metrics
 from reference_pages import write_or_check
 
 PATH = Path(__file__).parents[1] / "deploy" / "grafana" / "lmcache.json"
@@ -38,7 +38,7 @@ _RATE_UNITS = {
 def families() -> dict[str, Metric]:
     """Every metric as Prometheus gets it, by its name without prefix and ending."""
     found: dict[str, Metric] = {}
-    for group in vars(Metrics()).values():
+    for group in (*vars(Metrics()).values(), CoordinatorMetrics()):
         for name, metric in vars(group).items() if type(group).__module__ == Metrics.__module__ else ():
             if isinstance(metric, MetricWrapperBase):
                 (found[name],) = metric.describe()
@@ -286,6 +286,34 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Calls that failed", [rate("calls", "method, status", matchers='status!="ok"')]),
         Panel("Time of a call, median", [quantile(0.5, "call", "method")]),
         Panel("Time of a call, 99th percentile", [quantile(0.99, "call", "method")]),
+    ),
+    "Fleet": (
+        Panel("Known to the coordinator", [value("coordinator_joined")], states={0: "no", 1: "yes"}),
+        Panel(
+            "Servers of the fleet",
+            [value("coordinator_members", text="seen by"), value("coordinator_instances", text="joined at")],
+        ),
+        Panel(
+            "Changes told",
+            [rate("coordinator_events", text="by"), rate("coordinator_entries", text="to")],
+            "By servers to the coordinator.",
+        ),
+        Panel(
+            "Everything told again",
+            [
+                rate("coordinator_resyncs", text="by"),
+                rate("coordinator_complete_resyncs", text="to"),
+                rate("coordinator_gaps", text="batches missing at"),
+            ],
+            "After a restart of either side, or where changes were lost.",
+        ),
+        Panel("Calls that the coordinator did not answer", [rate("coordinator_failures", "instance, call")]),
+        Panel("Batches", [rate("coordinator_batches", "instance, outcome")]),
+        Panel(
+            "Directory",
+            [value("coordinator_keys", text="objects"), value("coordinator_placements", text="copies")],
+        ),
+        Panel("Memory of the directory", [value("coordinator_directory_bytes")]),
     ),
     "Faults": (
         Panel("Frames that did not verify", [rate("corrupt_frames", "instance, tier")]),

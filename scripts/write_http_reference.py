@@ -1,4 +1,5 @@
-"""Writes docs/reference/http.md from the table of operations over HTTP. --check: fails where it is not current."""
+"""Writes docs/reference/http.md and coordinator.md from the tables of operations. --check: fails where one is not
+current."""
 
 from __future__ import annotations
 
@@ -8,13 +9,18 @@ from typing import Any, cast
 
 import msgspec
 
-from lmcache.admin import openapi
 from lmcache.admin.app import operations
-from lmcache.admin.operation import Operation
 from lmcache.admin.requests import AdminContext
 from lmcache.admin.server_routes import HealthCheck
 from lmcache.admin.state import ServerState
 from lmcache.config.struct_settings import keys_of
+from lmcache.environment import SYSTEM
+from lmcache.fleet import app as fleet_app
+from lmcache.fleet.fleet import Fleet
+from lmcache.fleet.routes.base import RouteContext
+from lmcache.fleet.settings import CoordinatorSettings
+from lmcache.http import openapi
+from lmcache.http.operation import Operation
 from reference_pages import key_table, write_or_check
 
 BEGINNING = """# HTTP
@@ -32,6 +38,18 @@ This page is made from the sources by `scripts/write_http_reference.py`.
 """
 
 
+COORDINATOR = """# HTTP of a coordinator
+
+Every operation of `lmcache coordinator`, at `--port` and `--controller-port`. Bodies and answers are JSON.
+`GET /openapi.json` gives the same to programs. [What servers tell](../formats/fleet-events.md) has the rules of
+`POST /events`.
+
+Errors, and who may ask, are as [a server](http.md) has them: *this host* is the coordinator's.
+
+This page is made from the sources by `scripts/write_http_reference.py`.
+"""
+
+
 def page() -> str:
     state = cast(ServerState, SimpleNamespace(status=None, quotas=None, metrics=None))
     context, health = AdminContext(state, lambda: ""), HealthCheck(state)
@@ -40,6 +58,16 @@ def page() -> str:
     finally:
         health.close()
         context.close()
+
+
+def coordinator_page() -> str:
+    fleet = Fleet(CoordinatorSettings(), lambda: "", SYSTEM)
+    context = RouteContext(fleet)
+    try:
+        return "\n".join([COORDINATOR, *map(section, fleet_app.operations(context, None))])
+    finally:
+        context.close()
+        fleet.stop()
 
 
 def section(operation: Operation) -> str:
@@ -62,6 +90,8 @@ def section(operation: Operation) -> str:
 
 
 def answer(kind: Any) -> str:
+    if kind is None:
+        return "nothing"
     if isinstance(kind, str):
         return f"`{kind}`"
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -82,4 +112,4 @@ def table(kind: type[msgspec.Struct]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check({"http.md": page()}))
+    sys.exit(write_or_check({"http.md": page(), "coordinator.md": coordinator_page()}))

@@ -9,7 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from lmcache.core.limits import MAX_HISTORY_TENANTS
 from lmcache.core.outcome import MissReason
-from lmcache.telemetry.metrics import MAX_LABEL_SETS, MAX_MODELS_BEYOND, PREFIX, Metrics
+from lmcache.telemetry.metrics import MAX_LABEL_SETS, MAX_MODELS_BEYOND, PREFIX, CoordinatorMetrics, Metrics
 from reference_pages import write_or_check
 
 BEGINNING = f"""# Metrics
@@ -53,8 +53,7 @@ assert REASONS.keys() == set(MissReason)
 
 def text() -> str:
     parts, seen = [BEGINNING], set[str]()
-    metrics = Metrics()
-    for group in vars(metrics).values():
+    for group in (*vars(Metrics()).values(), CoordinatorMetrics()):
         declared = (
             {
                 name: metric

@@ -24,6 +24,7 @@ void bind_l1(nb::module_& m);
 void bind_l1_results(nb::module_& m);
 void bind_change_log(nb::module_& m);
 void bind_ledger(nb::module_& m);
+void bind_fleet_directory(nb::module_& m);
 void bind_file_io(nb::module_& m);
 void bind_folder_scan(nb::module_& m);
 void bind_mapped_copy(nb::module_& m);

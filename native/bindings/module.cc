@@ -42,6 +42,7 @@ NB_MODULE(_native, m) {
     bind_l1_results(m);
     bind_l1(m);
     bind_ledger(m);
+    bind_fleet_directory(m);
     bind_file_io(m);
     bind_folder_scan(m);
     bind_mapped_copy(m);

@@ -24,6 +24,9 @@ from lmcache.core.limits import SERVER_EPOCH_BYTES
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.environment import SYSTEM, Environment
 from lmcache.errors import ServerUnavailable
+from lmcache.fleet.join import FleetMember
+from lmcache.fleet.membership import MemberSettings
+from lmcache.http.access import AdminToken
 from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l1.store import L1Options, L1Store
@@ -47,6 +50,8 @@ from lmcache.telemetry.metrics import Metrics
 from lmcache.telemetry.otlp import OtlpExporter, interval_seconds
 from lmcache.telemetry.tracing import Tracer
 from lmcache.tiering import storage_loop
+from lmcache.tiering.listed_changes import l1_changes, l2_changes
+from lmcache.tiering.namespace_directory import NamespaceDirectory
 from lmcache.tiering.storage_loop import StorageLoop, StorageSettings
 from lmcache.transport.rpc_server import RpcServer
 
@@ -90,6 +95,7 @@ class Server:
         self._left_behind = False
         self._http: HttpListener | None = None
         self._peering: Peering | None = None
+        self._fleet: FleetMember | None = None
 
     def run(self, signals: StopSignals) -> int:
         """Serves until a signal asks for the end; the exit code. ConfigError or ResourceError when it cannot start."""
@@ -166,6 +172,10 @@ class Server:
             closers.callback(self._http.stop)
             self._http.start()
         closers.callback(self._drain_storage)
+        if self.config.coordinator_url:
+            self._fleet = self._fleet_member(hasher, server_epoch)
+            closers.callback(self._fleet.stop)
+            self._fleet.start()
         if scripts := find_scripts(self.config.runtime_plugin_locations):
             plugins = PluginLauncher(scripts, self._plugin_environment, self._clock)
             closers.callback(plugins.stop)
@@ -321,6 +331,34 @@ class Server:
         self.operations = CacheOperations(context, self._registered, server_epoch)
         return CacheService(context)
 
+    def _fleet_member(self, hasher: ChunkHasher, server_epoch: bytes) -> FleetMember:
+        config = self.config
+        settings = MemberSettings(
+            config.coordinator_url,
+            config.instance_id,
+            http_port=self._http.http_port if self._http is not None else 0,
+            mq_port=config.port,
+            advertise_ip=config.coordinator_advertise_ip,
+            heartbeat_seconds=config.coordinator_heartbeat_interval,
+            flush_seconds=config.coordinator_event_flush_interval,
+            metadata={
+                "version": __version__,
+                "server_epoch": server_epoch.hex(),
+                "chunk_tokens": hasher.chunk_tokens,
+                "hash_algorithm": hasher.algorithm,
+                "chunk_sample": hasher.sample().hex(),
+                "http_tls": bool(config.http_tls_cert),
+                "l2_adapters": [runner.name for runner in self.storage.runners],
+            },
+            token=AdminToken(config.admin_token_file),
+        )
+        directory = NamespaceDirectory(self._l1, self.storage.runners)
+        sources = [l1_changes(self._l1, directory, self._clock)]
+        sources += [l2_changes(runner, self._clock) for runner in self.storage.runners]
+        return FleetMember(
+            settings, sources if config.coordinator_event_reporting else (), self.metrics.fleet, self._clock
+        )
+
     def _plugin_environment(self) -> dict[str, str]:
         """The server's own, and its configuration with secrets hidden: an environment is easily printed and kept."""
         http_port = self._http.http_port if self._http is not None else None
@@ -409,6 +447,7 @@ class Server:
             "l1": self._l1.stats(),
             "l2": self.storage.status(),
             "p2p": self._peering.status() if self._peering is not None else None,
+            "fleet": self._fleet.status() if self._fleet is not None else {},
         }
 
     def clear(self, tier: str, *, force: bool = False) -> tuple[int, int]:

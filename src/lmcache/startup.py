@@ -15,14 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache.admin import audit
-from lmcache.admin.access import read_token
-from lmcache.admin.tls import server_context
 from lmcache.config.load import Loaded, draft
 from lmcache.config.notes import L2Traits, notes
 from lmcache.config.spec import ServerConfig, flag
 from lmcache.core.address import http_listening_host
 from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
+from lmcache.http.access import read_token
+from lmcache.http.client import split_url
+from lmcache.http.tls import server_context
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l2 import adapter_types
 from lmcache.l2.adapter_config import AdapterConfig
@@ -186,6 +187,9 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
             read_peer_token(config.p2p_token_file)
     with problems.collect():
         read_token(config.admin_token_file)
+    if config.coordinator_url:
+        with problems.collect():
+            split_url(config.coordinator_url, "--coordinator-url")
     with problems.collect():
         server_context(config.http_tls_cert, config.http_tls_key)
     with problems.collect():

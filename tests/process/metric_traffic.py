@@ -17,7 +17,7 @@ from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import FRAME_HEADER_BYTES, GIB
 from lmcache.errors import RemoteError
 from lmcache.protocol import messages as m
-from lmcache.testing.processes import CacheServer, http_json
+from lmcache.testing.processes import CacheServer, CoordinatorProcess, free_port, http_json
 from polling import STALL_SECONDS, until
 from process.support import CALL_SECONDS, SmallEngine, unpack_slots
 
@@ -69,6 +69,8 @@ class Watched:
         self.engine = SmallEngine(server.port, payload_bytes=PAYLOAD_BYTES, heartbeat=HEARTBEAT_SECONDS)
         self.values: dict[str, set[float]] = {}  # by metric and by metric{label="value"}
         self._requests = itertools.count()
+        self.stack = contextlib.ExitStack()  # of what the traffic starts
+        self.coordinator_port = 0
 
     def look(self) -> dict[str, float]:
         """Sums over all labels, and each labelled value."""
@@ -269,12 +271,34 @@ def a_tenant_beyond_its_quota(watched: Watched) -> None:
     watched.see('lmcache_mp_misses_total{reason="over_quota"}')
 
 
+def a_fleet(watched: Watched) -> None:
+    """A coordinator that comes, goes and comes back, without a checkpoint."""
+    engine, folder = watched.engine, watched.server.log_path.parent
+
+    def coordinator(name: str) -> CoordinatorProcess:
+        started = CoordinatorProcess(folder, port=watched.coordinator_port, log_name=name)
+        return watched.stack.enter_context(started)
+
+    first = coordinator("first.log")
+    watched.see("lmcache_mp_coordinator_joined")
+    watched.see("lmcache_mp_coordinator_members")
+    engine.store(watched.tokens(0))
+    watched.see("lmcache_mp_coordinator_events_chunks_total", lambda chunks: chunks >= CHUNKS)
+    first.kill()
+    engine.store(watched.tokens(CHUNKS))
+    watched.see('lmcache_mp_coordinator_failures_total{call="events"}')
+    coordinator("second.log")
+    watched.see("lmcache_mp_coordinator_resyncs_total")
+    watched.see("lmcache_mp_coordinator_events_chunks_total", lambda chunks: chunks >= 3 * CHUNKS)
+
+
 SCENARIOS: dict[str, Callable[[Watched], None]] = {
     "hits": hits_and_stores,
     "engines": engines_that_fail,
     "backend": a_backend_that_fails,
     "full": an_l1_that_is_full,
     "quota": a_tenant_beyond_its_quota,
+    "fleet": a_fleet,
 }
 
 
@@ -309,6 +333,7 @@ def options_of(scenario: str, folder: Path) -> list[str]:
         "backend": ["--l2-store-policy", "skip_l1", "--l2-adapter", controlled_adapter(folder)],
         "full": ["--eviction-policy", "noop"],
         "quota": ["--eviction-policy", "IsolatedLRU"],
+        "fleet": ["--coordinator-heartbeat-interval", "0.3", "--coordinator-event-flush-interval", "0.1"],
         "units": ["--metrics-sample-rate", "1", "--l2-adapter", controlled_adapter(folder)],
     }[scenario]
 
@@ -317,12 +342,16 @@ def options_of(scenario: str, folder: Path) -> list[str]:
 def watched_server(scenario: str, folder: Path) -> Iterator[Watched]:
     folder.mkdir()
     extra = options_of(scenario, folder)
+    coordinator_port = free_port() if scenario == "fleet" else 0
+    if coordinator_port:
+        extra += ["--coordinator-url", f"http://127.0.0.1:{coordinator_port}"]
     l1_gb = L1_FRAMES * FRAME_BYTES / GIB
     with CacheServer(folder, l1_size_gb=l1_gb, extra=extra, environment=with_modules_of(folder)) as server:
         server.wait_ready()
         watched = Watched(server)
+        watched.coordinator_port = coordinator_port
         watched.look()
-        with watched.engine:
+        with watched.engine, watched.stack:
             yield watched
         watched.look()
         assert server.stop() == 0, server.log()

@@ -117,6 +117,14 @@ MOVED: dict[str, tuple[str, ...]] = {
         'lmcache_mp_misses_total{reason="l2_suspended"}',
     ),
     "full": ("lmcache_mp_l1_allocation_failure_chunks_total",),
+    "fleet": (
+        "lmcache_mp_coordinator_joined",
+        "lmcache_mp_coordinator_members",
+        "lmcache_mp_coordinator_events_chunks_total",
+        'lmcache_mp_coordinator_failures_total{call="heartbeat"}',
+        'lmcache_mp_coordinator_failures_total{call="events"}',
+        "lmcache_mp_coordinator_resyncs_total",
+    ),
     "quota": ('lmcache_mp_misses_total{reason="over_quota"}',),
 }
 # They are seen to move elsewhere (tests/unit/scripts/test_metrics_reference.py names all), and have no series here.
@@ -139,6 +147,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
         prometheus = None
         if PROMETHEUS.exists():
             ports = {name: watched.server.http_port for name, watched in servers.items()}
+            ports["coordinator"] = servers["fleet"].coordinator_port  # which comes later
             prometheus = stack.enter_context(Prometheus(folder / "prometheus", ports))
             prometheus.wait_ready()
             until(lambda: len(prometheus.query("up == 1")) == len(servers))

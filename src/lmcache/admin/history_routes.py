@@ -10,9 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from lmcache.admin import messages as m
-from lmcache.admin.operation import Access, Call, Operation
 from lmcache.admin.requests import METRICS_OFF, AdminContext
 from lmcache.errors import LMCacheError
+from lmcache.http.operation import Access, Call, Operation
 
 logger = logging.getLogger("lmcache.admin")
 

@@ -388,14 +388,4 @@ class Quotas(Struct, frozen=True):
 
 
 # ---- others ----------------------------------------------------------------------------------------------------------
-class Problem(Struct, frozen=True):
-    """What went wrong: problem details, RFC 9457. `error` says the same as `detail`, for existing clients."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    error: str
-
-
 JsonObject = dict[str, Any]

@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from lmcache.admin import messages as m
 from lmcache.admin.jobs import TrackedJob
-from lmcache.admin.operation import Access, Call, Operation
 from lmcache.admin.requests import AdminContext
 from lmcache.admin.tokenizers import Tokenizers
 from lmcache.core.key_batch import KeyBatch
+from lmcache.http.operation import Access, Call, Operation
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.tiering.object_listing import ListingRequest
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.exceptions import HTTPException
 
 from lmcache.admin import messages as m
-from lmcache.admin.operation import Access, Call, Operation
 from lmcache.admin.requests import AdminContext
+from lmcache.http.operation import Access, Call, Operation
 from lmcache.tiering.pins import PinFigures
 
 

@@ -11,11 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from lmcache.admin import messages as m
-from lmcache.admin.operation import Access, Call, Operation
 from lmcache.admin.requests import AdminContext
 from lmcache.admin.shared_answer import SharedAnswer
 from lmcache.core.key import DEFAULT_SALT
 from lmcache.core.limits import GIB, MAX_NAME_BYTES
+from lmcache.http.operation import Access, Call, Operation
 from lmcache.l1.quota import Quota
 
 

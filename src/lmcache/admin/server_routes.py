@@ -13,11 +13,11 @@ from starlette.responses import PlainTextResponse, Response
 
 from lmcache import __version__
 from lmcache.admin import messages as m
-from lmcache.admin.operation import Access, Call, Operation
 from lmcache.admin.requests import METRICS_OFF, AdminContext
 from lmcache.admin.shared_answer import SharedAnswer
 from lmcache.admin.state import ServerState
 from lmcache.config.redact import redacted
+from lmcache.http.operation import Access, Call, Operation
 from lmcache.protocol.messages import OLDEST_SUPPORTED_PROTOCOL_VERSION, PROTOCOL_VERSION
 from lmcache.telemetry import logs
 

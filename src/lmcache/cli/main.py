@@ -18,6 +18,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 # Command -> (module with run(argv) -> exit code, what it does). A module is imported only when its command is run.
 COMMANDS: dict[str, tuple[str, str]] = {
     "server": ("lmcache.cli.server", "start the cache server"),
+    "coordinator": ("lmcache.cli.coordinator", "start the coordinator of many servers"),
     "config check": ("lmcache.cli.config", "check server options without starting anything"),
     "config show": ("lmcache.cli.config", "print the server options that result from flags, environment and file"),
     "config adapter": ("lmcache.cli.adapter_help", "the types of L2 adapters, and the keys of one"),
@@ -127,7 +128,7 @@ def dispatch(argv: list[str]) -> int:
     if not words:
         print(_help(rest[0] + " "), end="")
         return EXIT_OK
-    if words != ["server"]:  # a command reports by itself; logs are shown at DEBUG only
+    if words not in (["server"], ["coordinator"]):  # a command reports by itself; logs are shown at DEBUG only
         configure_logs("DEBUG" if level_from(os.environ) == "DEBUG" else "CRITICAL")
     # The first argument tells a module that serves several commands which one it is.
     run: Callable[[Sequence[str]], int] = module_of(" ".join(words)).run

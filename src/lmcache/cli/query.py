@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmcache.cli import query_fleet
 from lmcache.cli.arguments import Arguments
 from lmcache.cli.http import DEFAULT_URL, TOKEN_VARIABLE, HttpRefused, answer_of, request
 from lmcache.cli.output import Report
@@ -29,6 +30,7 @@ def run(argv: Sequence[str]) -> int:
             "lmcache query --tokens-file prompt.json",
             'lmcache query --model llama --text "Once upon a time" --tokenizer /models/llama',
             "lmcache query --tokens 1,15043,3186 --salt tenant-a --format json",
+            "lmcache query --coordinator http://localhost:9300 --model llama --tokens-file prompt.json",
         ],
     )
     arguments.add_argument("--tokens", default="", metavar="IDS", help="the prompt as token ids: 1,2,3 or a JSON list")
@@ -52,9 +54,16 @@ def run(argv: Sequence[str]) -> int:
         "--instance-id", default="", metavar="ID", help="the engine whose layout counts, where several differ"
     )
     arguments.add_argument("--url", default=DEFAULT_URL, help="the server's HTTP address")
+    arguments.add_argument(
+        "--coordinator", default="", metavar="URL", help="ask the coordinator of a fleet instead, for all its servers"
+    )
+    arguments.add_whole("--world-size", 1, "ranks of the model, for --coordinator", minimum=1, maximum=1024)
     arguments.add_number("--timeout", 10.0, "give up after that long", unit="seconds", above=0)
     options = arguments.read(argv)
     body = _prompt(options)
+    if options.coordinator:
+        report_of(*query_fleet.ask(options, body)).emit(options)
+        return 0
     body["model_name"] = options.model or _only_model(options)
     body |= {"cache_salt": options.salt, "instance_id": options.instance_id}
     try:

@@ -6,7 +6,14 @@ import re
 from collections.abc import Iterator
 
 from lmcache.config.spec import ServerConfig, flag
-from lmcache.core.address import host_and_port, http_listening_host, is_loopback, listening_host, socket_path
+from lmcache.core.address import (
+    INSTANCE_ID_PATTERN,
+    host_and_port,
+    http_listening_host,
+    is_loopback,
+    listening_host,
+    socket_path,
+)
 from lmcache.errors import ConfigError
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -90,6 +97,12 @@ def _names(config: ServerConfig) -> Iterator[Conflict]:
             {"shm_name"},
             f"--shm-name must be at most 200 letters, digits, dots, dashes and underscores, beginning with a letter or "
             f"digit, got {config.shm_name!r}.",
+        )
+    if not re.match(INSTANCE_ID_PATTERN, config.instance_id):
+        yield (
+            {"instance_id"},
+            "--instance-id must be at most 512 characters without slashes, spaces and line ends, got "
+            f"{config.instance_id!r}.",
         )
     try:
         listening_host(config.host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ GROUPS: dict[str, str] = {  # title by the first option of the group
     "lookup_hash_log_dir": "Lookup log",
     "drain_timeout_seconds": "The end of the server",
     "runtime_plugin_locations": "Runtime plugins",
+    "instance_id": "Many servers",
     "admin_token_file": "Security",
 }
 
@@ -302,6 +304,37 @@ class ServerConfig:
         metadata=_about(JsonObject(), "what they get in LMCACHE_RUNTIME_PLUGIN_EXTRA_CONFIG, as JSON"),
     )
 
+    instance_id: str = _option(
+        Text("ID"), "", "names this server among others of a fleet", default_text="the host's name and --port"
+    )
+    coordinator_url: str = _option(
+        Text("URL"),
+        "",
+        "the coordinator of the fleet that this server joins, such as http://coordinator:9300; it gets the token of "
+        "--admin-token-file",
+        default_text="none: this server is alone",
+    )
+    coordinator_advertise_ip: str = _option(
+        Text("ADDRESS"),
+        "",
+        "where the coordinator and other servers reach this one",
+        default_text="the address from which this machine reaches the coordinator",
+    )
+    coordinator_heartbeat_interval: float = _option(
+        Number(unit="seconds", minimum=0.1, maximum=3600),
+        5.0,
+        "how often the coordinator is told that this server lives",
+    )
+    coordinator_event_reporting: bool = _option(
+        Switch(), True, "tell the coordinator which objects come and go here, so that they are found"
+    )
+    coordinator_event_flush_interval: float = _option(
+        Number(unit="seconds", minimum=0.01, maximum=3600), 1.0, "how often it is told"
+    )
+    coordinator_event_transport: str = _option(
+        Choice(("http",), unbuilt=unbuilt.OPTION_VALUES["coordinator_event_transport"]), "http", "how it is told"
+    )
+
     admin_token_file: str = _option(
         Text("FILE"),
         "",
@@ -354,11 +387,25 @@ class ServerConfig:
             fill("shm_name", self._default_shm_name())
         if self.service_instance_id is None:
             fill("service_instance_id", str(uuid.uuid4()))
+        if not self.instance_id:
+            fill("instance_id", self._default_instance_id())
         fill("l1_init_size_gb", min(self.l1_init_size_gb, self.l1_size_gb))
 
     def random_names(self) -> set[str]:
         """Options whose default is random for each server."""
-        return {"service_instance_id"} | ({"shm_name"} if not self.port and not socket_path(self.host) else set())
+        unnamed = {"instance_id"} if not self.port or socket_path(self.host) else set()
+        return (
+            {"service_instance_id"}
+            | unnamed
+            | ({"shm_name"} if not self.port and not socket_path(self.host) else set())
+        )
+
+    def _default_instance_id(self) -> str:
+        """The same for the next server there."""
+        path = socket_path(self.host)
+        if path or not self.port:
+            return f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}"
+        return f"{socket.gethostname()}-{self.port}"
 
     def _default_shm_name(self) -> str:
         """Derived from the address, so that the next server there finds the memory that this one leaves."""

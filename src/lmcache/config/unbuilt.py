@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_ONE_SERVER = "one server is all there is; engines of other hosts reach it over the socket"
+_COORDINATOR = "`lmcache coordinator` is what there is for it, and --coordinator-url of a server names it"
 _SHARED_FOLDER = 'several servers can share a folder of a network file system ("type": "fs")'
 _PEERS = "--p2p-advertise-url and --p2p-peers let servers load from each other"
 _PLUGIN = '"type": "plugin" takes an adapter of your own (docs/how-to/write-an-adapter.md)'
@@ -17,23 +17,35 @@ _BLEND = "only common prefixes are reused"
 _CLEAR = "POST /cache/clear empties L1, L2 or both"
 
 COMMANDS: Mapping[str, str] = {
-    "coordinator": _ONE_SERVER,
-    "controller": _ONE_SERVER,
+    "controller": _COORDINATOR,
+}
+
+# Options of `lmcache coordinator`, and the default, which changes nothing.
+_KAFKA = "servers tell it their events over HTTP"
+_EVICTION = "each server keeps the quotas that it is told, by --eviction-policy IsolatedLRU"
+COORDINATOR_OPTIONS: Mapping[str, tuple[str, str]] = {
+    "--event-transport": ("http", _KAFKA),
+    "--kafka-bootstrap-servers": ("", _KAFKA),
+    "--kafka-topic": ("lmcache-cache-events", _KAFKA),
+    "--kafka-group-id": ("lmcache-coordinator", _KAFKA),
+    "--otlp-endpoint": ("", "GET /metrics has its figures"),
+    "--eviction-check-interval": ("5", _EVICTION),
+    "--eviction-ratio": ("0.2", _EVICTION),
+    "--trigger-watermark": ("1.0", _EVICTION),
 }
 
 # Options of `lmcache server` by their names with underscores, as in files. Those that are declared in config/spec.py
 # have a value that changes nothing, which is accepted.
-OPTIONS: Mapping[str, str] = {
-    "instance_id": "--service-instance-id names this server in its metrics",
-}
+OPTIONS: Mapping[str, str] = {}
 OPTION_FAMILIES: Mapping[str, str] = {  # by their beginning
-    "coordinator_": _ONE_SERVER,
-    "controller_": _ONE_SERVER,
+    "coordinator_kafka_": _KAFKA,
+    "controller_": _COORDINATOR,
 }
 _TCP = "tcp is built in, and auto takes shared memory for peers on the same host"
 OPTION_VALUES: Mapping[str, Mapping[str, str]] = {
     "engine_type": {"blend": _BLEND},
     "p2p_transfer_engine": {"nixl": _TCP, "mooncake_te": _TCP},
+    "coordinator_event_transport": {"kafka": _KAFKA},
 }
 
 # Keys of the file that configures LMCache inside an engine, without a server.
@@ -80,10 +92,10 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
     "enable_p2p": _PEERS,
     "enable_pd": "prefill and decode engines that share one server hit what the other stored",
     "enable_nixl": _SHARED_FOLDER,
-    "enable_controller": _ONE_SERVER,
-    "lmcache_instance_id": _ONE_SERVER,
-    "lmcache_worker_port": _ONE_SERVER,
-    "lmcache_worker_ports": _ONE_SERVER,
+    "enable_controller": _COORDINATOR,
+    "lmcache_instance_id": "--instance-id names a server among others",
+    "lmcache_worker_port": _COORDINATOR,
+    "lmcache_worker_ports": _COORDINATOR,
     "numa_mode": "--l1-numa is what a server has for it",
     "internal_api_server_enabled": "--http-port is where the server answers",
     "internal_api_server_host": "--http-host is where the server answers",
@@ -169,8 +181,8 @@ SERDES: Mapping[str, str] = {
 
 # Paths of documented HTTP interfaces, `{name}` for a part that varies: what is asked for, and what there is.
 _PINS = ("The controller's way to pin", "POST and DELETE /cache/pins do it")
-_COORDINATOR = ("A coordinator of many servers", _ONE_SERVER)
-_CONTROLLER = ("The controller", _ONE_SERVER)
+_FLEET = ("What a coordinator answers", _COORDINATOR)
+_CONTROLLER = ("What a controller answers", _COORDINATOR)
 _CODECS = ("Compressing on request", 'the key "serde" of an --l2-adapter compresses all that it stores')
 HTTP: Mapping[str, tuple[str, str]] = {
     "/cache/delete": ("Another way to delete objects", "DELETE /cache/objects does it"),
@@ -186,10 +198,10 @@ HTTP: Mapping[str, tuple[str, str]] = {
     "/query_instance": _CONTROLLER,
     "/query_worker_info": _CONTROLLER,
     "/controller/{rest:path}": _CONTROLLER,
-    "/instances": _COORDINATOR,
-    "/instances/{rest:path}": _COORDINATOR,
-    "/events": _COORDINATOR,
-    "/directory/{rest:path}": _COORDINATOR,
+    "/instances": _FLEET,
+    "/instances/{rest:path}": _FLEET,
+    "/events": _FLEET,
+    "/directory/{rest:path}": _FLEET,
 }
 
 

@@ -156,6 +156,21 @@ MAX_NAMESPACES_REMEMBERED = 16_384  # of objects that operators named or listed
 # weights
 MAX_WEIGHT_FILES_READ_AT_ONCE = 8  # of a model, for the sample that names it
 
+# a fleet and its coordinator
+MAX_FLEET_INSTANCES = 4096
+MAX_FLEET_COPIES = 1 << 27  # that a directory knows, at most 64 bytes each
+MAX_FLEET_PLACES_PER_INSTANCE = 32  # tiers and backends
+MAX_FLEET_UNFINISHED_RESYNCS = 4  # of an instance; beyond, what the oldest one has not told again is forgotten
+MAX_FLEET_EVENT_BYTES = 16 * MIB  # of a request with events
+MAX_FLEET_EVENT_ENTRIES = 16_384  # of a batch
+MAX_FLEET_COPIES_SHOWN = 64  # of a key
+MAX_FLEET_METADATA_BYTES = 4096  # that an instance tells of itself
+MAX_FLEET_PINS = 4096
+MAX_FLEET_JOBS_WAITING = 256
+MAX_FLEET_JOBS_KEPT = 1024  # that have ended
+MAX_MEMBER_ANSWER_BYTES = 4 * MIB  # that a server reads of a coordinator
+REPORTED_ENTRIES = 4096  # of a batch that a server sends
+
 # telemetry
 MAX_LOG_LINES_WAITING = 10_000
 

@@ -288,6 +288,39 @@ class P2PMetrics(_Group):
     p2p_leased_bytes = _gauge("Bytes of L1 that peers keep from eviction until they have read them")
 
 
+class FleetMemberMetrics(_Group):
+    """A server's place in a fleet."""
+
+    coordinator_joined = _gauge("1 while the coordinator knows this server")
+    coordinator_members = _gauge("Servers of the fleet, this one included, as the coordinator told last")
+    coordinator_failures = _counter("Calls that the coordinator did not answer, or refused", "call")
+    coordinator_events = _counter("Changes that the coordinator was told", unit="chunks")
+    coordinator_resyncs = _counter("Times that everything was told again")
+
+
+class CoordinatorMetrics(_Group):
+    """A coordinator, at its own /metrics."""
+
+    coordinator_instances = _gauge("Servers that have joined")
+    coordinator_keys = _gauge("Objects of which some server has a copy")
+    coordinator_placements = _gauge("Copies that servers have")
+    coordinator_directory_bytes = _gauge("Memory of the directory")
+    coordinator_batches = _counter("Batches of events, by what became of them", "outcome")
+    coordinator_entries = _counter("Changes that servers told", unit="chunks")
+    coordinator_gaps = _counter("Times that batches of a server were missing")
+    coordinator_complete_resyncs = _counter("Times that a server told everything again")
+    internal_faults = FaultMetrics.internal_faults
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry(auto_describe=False)
+        super().__init__(self._registry, {})
+
+    def exposition(self) -> bytes:
+        """The Prometheus text format (0.0.4)."""
+        return generate_latest(self._registry)
+
+
 class EventBusMetrics(_Group):
     """Events, such as those that the log of lookups is made from."""
 
@@ -335,8 +368,11 @@ class Metrics:
         self.l2 = L2Metrics(*build)
         self.p2p = P2PMetrics(*build)
         self.events = EventBusMetrics(*build)
+        self.fleet = FleetMemberMetrics(*build)
         self.faults = FaultMetrics(*build)
         self.otlp = OtlpMetrics(*build)
+        for call in ("heartbeat", "events"):
+            self.fleet.coordinator_failures.labels(call)
         for tier in _TIERS:  # from the start, so that the first such frame is an increase
             self.service.corrupt_frames.labels(tier)
         for transport in _TRANSPORTS:

@@ -266,6 +266,51 @@ class CacheServer(ManagedProcess):
         return total
 
 
+class CoordinatorProcess(ManagedProcess):
+    """`lmcache coordinator` on loopback, unless `host` says otherwise, that notices soon who is gone."""
+
+    name = "the coordinator"
+
+    def __init__(
+        self,
+        work_folder: Path,
+        *,
+        host: str = LOOPBACK,
+        port: int | None = None,
+        extra: Sequence[str] = (),
+        log_name: str = "coordinator.log",
+    ) -> None:
+        self.port = port or free_port()
+        self.controller_port = free_port()
+        command = [
+            *(sys.executable, "-m", "lmcache.cli.main", "coordinator", "--host", host, "--port", str(self.port)),
+            *("--controller-port", str(self.controller_port), "--health-check-interval", "0.5"),
+        ]
+        super().__init__([*command, *extra], work_folder / log_name)
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+    @property
+    def member_options(self) -> list[str]:
+        """Of a server that joins and tells soon."""
+        return [
+            *("--coordinator-url", self.url, "--coordinator-heartbeat-interval", "0.3"),
+            *("--coordinator-event-flush-interval", "0.1"),
+        ]
+
+    def wait_ready(self, timeout_seconds: float = 120.0) -> float:
+        return self.wait_until_ready(self.port, "/healthz", timeout_seconds)
+
+    def answer(self, method: str, path: str, body: Any = None) -> Any:
+        """RuntimeError for any but a success."""
+        status, answer = self.ask(self.port, method, path, body)
+        if status >= 300:
+            raise RuntimeError(f"{method} {path} was answered with {status}: {answer}")
+        return answer
+
+
 @dataclass(frozen=True)
 class Completion:
     """What a client saw of one greedy completion."""

@@ -17,7 +17,6 @@ import pytest
 from starlette.requests import Request
 
 from lmcache._native import L1Core
-from lmcache.admin.access import read_token, why_refused
 from lmcache.admin.audit import AuditLog
 from lmcache.admin.listener import HttpListener
 from lmcache.admin.server_routes import HealthCheck
@@ -26,6 +25,7 @@ from lmcache.config.spec import ServerConfig
 from lmcache.core.address import is_loopback
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
+from lmcache.http.access import read_token, why_refused
 from lmcache.l1.quota import Quotas
 from lmcache.service.cache_operations import CacheOperations
 from lmcache.telemetry.metrics import Metrics
@@ -350,7 +350,7 @@ def test_noise_does_not_stop_the_listener(listener: HttpListener, http: httpx.Cl
 def test_silent_connections_are_closed_and_slow_answers_are_not(
     server: FakeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache.admin.listener.SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr("lmcache.http.listener.SILENCE_SECONDS", 0.05)
     address = ("127.0.0.1", int(str(http.base_url.port)))
     for beginning in (b"", b"GET /version HTTP/1.1\r\nX-Slow: "):
         with socket.create_connection(address, timeout=10) as silent:
@@ -367,7 +367,7 @@ def test_who_does_not_take_answers_loses_the_connection(
     server: FakeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would keep its place for ever."""
-    monkeypatch.setattr("lmcache.admin.listener.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("lmcache.http.listener.SILENCE_SECONDS", 0.5)
     server.figures = {"many": "x" * (32 << 20)}  # more than the kernel buffers of both sides take
     with socket.create_connection(("127.0.0.1", http.base_url.port or 0), timeout=10) as stuck:
         stuck.sendall(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -384,7 +384,7 @@ def test_who_does_not_take_answers_loses_the_connection(
 
 @pytest.fixture
 def few_places(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("lmcache.admin.listener.MAX_CONNECTIONS", 5)
+    monkeypatch.setattr("lmcache.http.listener.MAX_CONNECTIONS", 5)
     return 5
 
 

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from lmcache.admin.access import AdminToken
 from lmcache.admin.app import build_app, operations
 from lmcache.admin.audit import AuditLog
-from lmcache.admin.operation import Access, Operation
 from lmcache.admin.requests import AdminContext
 from lmcache.admin.server_routes import HealthCheck
 from lmcache.config.spec import ServerConfig
 from lmcache.core.limits import MAX_AUDIT_REFUSALS_AT_ONCE
+from lmcache.http.access import AdminToken
+from lmcache.http.operation import Access, Operation
 from lmcache.telemetry import logs
 from lmcache.telemetry.metrics import Metrics
 from manual_clock import ManualClock

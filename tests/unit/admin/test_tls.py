@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from lmcache.admin.listener import HttpListener
-from lmcache.admin.tls import server_context
 from lmcache.cli.http import request
 from lmcache.errors import ConfigError, ServerUnavailable
+from lmcache.http.tls import server_context
 from polling import until
 from services.certificates import Certificates
 from unit.admin.test_http import FakeServer, hoard, is_open, make_config
@@ -71,8 +71,8 @@ def test_commands_trust_an_authority_that_is_named_to_them(tmp_path: Path, monke
 def test_unfinished_handshakes_keep_nobody_out_and_ended_connections_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lmcache.admin.listener.MAX_CONNECTIONS", 5)
-    monkeypatch.setattr("lmcache.admin.listener.SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr("lmcache.http.listener.MAX_CONNECTIONS", 5)
+    monkeypatch.setattr("lmcache.http.listener.SILENCE_SECONDS", 0.1)
     made = Certificates(tmp_path)
     config = make_config(http_tls_cert=str(made.server_cert), http_tls_key=str(made.server_key))
     listener = HttpListener(FakeServer(config))

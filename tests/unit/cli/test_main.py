@@ -147,7 +147,7 @@ def test_errors_may_be_asked_for_as_json(capsys: pytest.CaptureFixture[str]) -> 
     code, out, err = run(capsys, "--format=json", "ping", "--url", "http://127.0.0.1:1")
     assert (code, out) == (1, "")
     assert "is the server running there?" in json.loads(err)["error"]
-    assert json.loads(run(capsys, "--format", "json", "coordinator")[2])["problems"]
+    assert json.loads(run(capsys, "--format", "json", "controller")[2])["problems"]
     assert len(json.loads(run(capsys, "--format", "json", "server", "--port", "x")[2])["problems"]) == 3
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import check_thread_safety
 
-LEDGER = check_thread_safety.ROOT / "native/src/ledger.cc"
+LEDGER = check_thread_safety.ROOT / "native/src/ledger_report.cc"
 HEAD = "LedgerStats Ledger::stats() const {\n"
 LOCK = "    const MutexLock lock(mutex_);\n"
 

@@ -31,6 +31,8 @@ lookup_ceiling_sampled_ratio lookup_ceiling_distance_ratio sessions leases reser
 lease_oldest_seconds reservation_seconds_count reservation_oldest_seconds call_seconds_count l1_large_page_ratio
 l2_store_seconds_count l2_load_seconds_count l2_probe_seconds_count l2_stored_bytes_total l2_loaded_bytes_total
 l2_store_queue_seconds_count l2_store_queue_depth l2_prefetch_queue_seconds_count l2_breaker_state
+coordinator_joined coordinator_members coordinator_failures_total coordinator_events_chunks_total
+coordinator_resyncs_total
 instances instances_silent registrations_lost_total otlp_dropped_spans_total otlp_failed_exports_total
 p2p_peers p2p_lookups_total p2p_late_lookups_total p2p_hits_chunks_total p2p_failures_total p2p_lookup_seconds_count
 p2p_load_seconds_count p2p_received_bytes_total p2p_sent_bytes_total p2p_served_lookups_total p2p_leased_bytes
@@ -49,6 +51,7 @@ def touch_everything(metrics: Metrics) -> None:
         metrics.p2p,
         metrics.events,
         metrics.otlp,
+        metrics.fleet,
     ]
     for metric in [metric for group in groups for metric in vars(group).values()]:
         names = getattr(metric, "_labelnames", None)

@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
-from lmcache.admin import messages as m
-from lmcache.admin.operation import Access, Operation
+from lmcache.http.operation import Access, Operation
+from lmcache.http.problem import PROBLEM_TYPE, Problem
 
-PROBLEM_TYPE = "application/problem+json"
 _REFERENCES = "#/components/schemas/{name}"
 
 
@@ -27,12 +26,13 @@ def refusals_of(operation: Operation) -> dict[int, str]:
     return dict(sorted(refusals.items()))
 
 
-def document(operations: Sequence[Operation], version: str) -> dict[str, Any]:
+def document(operations: Sequence[Operation], version: str, title: str, description: str) -> dict[str, Any]:
     """As JSON values."""
-    types: list[Any] = [m.Problem]
+    types: list[Any] = [Problem]
     for operation in operations:
         types += [kind for kind in (operation.body, operation.query) if kind is not None]
-        types += [kind for kind in (operation.answer, *operation.other_answers.values()) if not isinstance(kind, str)]
+        answers = (operation.answer, *operation.other_answers.values())
+        types += [kind for kind in answers if kind is not None and not isinstance(kind, str)]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCES)
     schema_of = {str(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
@@ -43,9 +43,9 @@ def document(operations: Sequence[Operation], version: str) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {
-            "title": "LMCache server",
+            "title": title,
             "version": version,
-            "description": "Health, figures and administration of a KV cache server.",
+            "description": description,
         },
         "paths": paths,
         "components": {
@@ -69,7 +69,7 @@ def _operation(operation: Operation, schema_of: dict[str, Any], components: dict
         if status not in operation.other_answers:
             described["responses"][str(status)] = {
                 "description": reason,
-                "content": {PROBLEM_TYPE: {"schema": schema_of[str(m.Problem)]}},
+                "content": {PROBLEM_TYPE: {"schema": schema_of[str(Problem)]}},
             }
     if operation.access is not Access.PUBLIC:
         described["security"] = [{}, {"admin_token": []}]
@@ -96,6 +96,8 @@ def _query(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _answer(operation: Operation, status: int, kind: Any, schema_of: dict[str, Any]) -> dict[str, Any]:
     description = HTTPStatus(status).phrase
+    if kind is None:
+        return {"description": description}
     if isinstance(kind, str):
         content: dict[str, Any] = {kind: {"schema": {"type": "string"}}}
         if operation.path == "/":

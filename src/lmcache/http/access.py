@@ -14,7 +14,7 @@ from lmcache.core.file_version import version_at
 from lmcache.core.secret_file import read_secret
 from lmcache.errors import ConfigError
 
-logger = logging.getLogger("lmcache.admin")
+logger = logging.getLogger("lmcache.http")
 
 _FORWARDED = ("forwarded", "via", "x-real-ip")
 _FORWARDED_PREFIXES = (
@@ -75,6 +75,11 @@ def may_read_salts(request: Request, token: str) -> bool:
     if why_refused(request, token):
         return False
     return bool(_given_token(request)) or _asked_by_this_hosts_name(request)
+
+
+def has_token(request: Request, token: str) -> bool:
+    """Whether the request came with the admin token."""
+    return _is_token(_given_token(request), token)
 
 
 def why_reading_is_refused(request: Request, token: str) -> str:

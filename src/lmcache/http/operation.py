@@ -40,6 +40,7 @@ class Call:
     body: Any
     query: Any
     may_read_salts: bool
+    has_token: bool  # it came with the admin token, not only from this host
 
     def path(self, name: str) -> str:
         value: str = self.request.path_params[name]
@@ -48,7 +49,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-    """`path` as Starlette writes it. `answer` is the Struct of a success, or a media type for what is no JSON."""
+    """`path` as Starlette writes it. `answer` is the Struct of a success, a media type for what is no JSON, or
+    None for nothing."""
 
     method: str
     path: str
@@ -60,6 +62,8 @@ class Operation:
     query: type[msgspec.Struct] | None = None
     status: int = 200
     large_body: bool = False
+    most_body_bytes: int = 0  # where it is neither of the usual bounds
+    decode: Callable[[bytes], Any] | None = None  # of a body that is read in another way; HTTPException
     refusals: dict[int, str] = field(default_factory=dict)  # beyond those of every operation: status and when
     other_answers: dict[int, Any] = field(default_factory=dict)  # statuses with a Struct of their own
 
@@ -71,6 +75,8 @@ class Operation:
 
     @property
     def max_body_bytes(self) -> int:
+        if self.most_body_bytes:
+            return self.most_body_bytes
         return MAX_HTTP_LARGE_BODY_BYTES if self.large_body else MAX_HTTP_BODY_BYTES
 
     @property

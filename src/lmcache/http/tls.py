@@ -9,7 +9,7 @@ import threading
 from lmcache.core.file_version import version_at
 from lmcache.errors import ConfigError
 
-logger = logging.getLogger("lmcache.admin")
+logger = logging.getLogger("lmcache.http")
 
 
 def server_context(cert: str, key: str) -> ssl.SSLContext | None:

@@ -1,0 +1,80 @@
+"""`lmcache coordinator`: knows the servers of a fleet and what they have."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from lmcache.cli.arguments import Arguments
+from lmcache.config import unbuilt
+from lmcache.config.values import Choice, Text, Whole
+from lmcache.errors import ConfigError
+from lmcache.fleet.settings import CoordinatorSettings
+from lmcache.stop_signals import StopSignals
+
+logger = logging.getLogger("lmcache.fleet")
+
+_DEFAULTS = CoordinatorSettings()
+_SECONDS = {"unit": "seconds", "above": 0, "maximum": 366 * 86_400}
+_PORT = Whole(minimum=0, maximum=65535, shown_as="PORT")
+
+
+def arguments() -> Arguments:
+    given = Arguments(
+        "coordinator",
+        "Starts a coordinator and serves until SIGTERM, SIGINT or SIGHUP: servers that have its address as "
+        "--coordinator-url join, tell it what they have, and learn of each other. No engine's request waits for it.",
+        [
+            "lmcache coordinator --host 127.0.0.1",
+            "lmcache coordinator --admin-token-file /etc/lmcache/token --checkpoint-path /var/lib/lmcache/directory",
+        ],
+    )
+    given.add_value("--host", Text("HOST"), "address of both listeners", default=_DEFAULTS.host)
+    given.add_value("--port", _PORT, "port for servers and operators; 0 takes a free one", default=_DEFAULTS.port)
+    given.add_value(
+        *("--controller-port", _PORT, "another port for the same, where scripts expect a controller"),
+        default=_DEFAULTS.controller_port,
+    )
+    given.add_value(
+        *("--admin-token-file", Text("FILE"), "token that servers and operators of other hosts must have; servers get"),
+        default="",
+    )
+    given.add_number("--instance-timeout", 30.0, "a server that is silent for longer is gone", **_SECONDS)
+    given.add_number("--health-check-interval", 10.0, "how often silent servers are looked for", **_SECONDS)
+    given.add_whole("--chunk-size", 256, "tokens per chunk, as servers have it", unit="tokens", minimum=1)
+    given.add_value(
+        *("--hash-algorithm", Choice(("blake3", "sha256_cbor", "builtin")), "how servers name chunks"),
+        default=_DEFAULTS.hash_algorithm,
+    )
+    given.add_value("--checkpoint-path", Text("FILE"), "where the directory is kept for the next start", default="")
+    given.add_number("--checkpoint-interval", 60.0, "how often it is written", **_SECONDS)
+    given.add_value("--metadata-path", Text("FILE"), "where pins and quotas are kept", default="")
+    given.add_whole("--timeout-keep-alive", 10, "how long a connection may idle", unit="seconds", minimum=1)
+    given.add_argument("--disable-metrics", action="store_true", help="no /metrics")
+    for name, (default, about) in unbuilt.COORDINATOR_OPTIONS.items():
+        given.add_argument(name, metavar="VALUE", default=default, help=f"not built yet: {about}")
+    return given
+
+
+def run(argv: Sequence[str]) -> int:
+    # Before the slow imports, so that a stop signal during them is not lost.
+    with contextlib.closing(StopSignals()) as signals:
+        options = arguments().read(argv)
+        for name, (default, instead) in unbuilt.COORDINATOR_OPTIONS.items():
+            if getattr(options, name[2:].replace("-", "_")) != default:
+                raise ConfigError(f"lmcache coordinator {name} is not built yet: {instead}.")
+        if options.output:
+            raise ConfigError("lmcache coordinator has no results to write: --output cannot be used.")
+        from lmcache.fleet.coordinator import CoordinatorProcess
+        from lmcache.telemetry.line_writer import LineWriter
+        from lmcache.telemetry.logs import configure_logs, level_from
+
+        stream = LineWriter(sys.stderr.fileno()) if sys.stderr else None  # None: started with 2>&-
+        configure_logs(level_from(os.environ), stream=stream)
+        names = CoordinatorSettings.__dataclass_fields__
+        process = CoordinatorProcess(CoordinatorSettings(**{name: getattr(options, name) for name in names}))
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if options.quiet else sys.stdout):
+            return process.run(signals)

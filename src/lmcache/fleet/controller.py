@@ -1,0 +1,214 @@
+"""The controller's questions and orders, over the fleet's state: prompts by their tokens, tiers by the names of the
+places where LMCache inside an engine keeps KV."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.errors import ConfigError, LMCacheError
+from lmcache.fleet import messages as m
+from lmcache.fleet import operations as work
+from lmcache.fleet.fleet import Fleet
+from lmcache.fleet.jobs import FleetJob
+from lmcache.fleet.keys import keys_of_prompt
+
+logger = logging.getLogger("lmcache.fleet")
+
+L1_LOCATION, L2_LOCATION = "LocalCPUBackend", "LocalDiskBackend"
+TIERS = {L1_LOCATION: "l1", L2_LOCATION: "l2"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of which the directory knows objects."""
+
+    name: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Keys chunk by chunk, each with its ranks."""
+
+    model: Model
+    keys: list[m.Key]
+    chunks: int
+    cache_salt: str
+
+
+def tier_of(location: str) -> str:
+    if location not in TIERS:
+        raise ConfigError(f'"location" must be one of {", ".join(TIERS)}, got {location!r}.')
+    return TIERS[location]
+
+
+class Controller:
+    """Thread-safe."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+
+    # ---- prompts -----------------------------------------------------------------------------------------------------
+    def prompt(self, tokens: Sequence[int], model_name: str, cache_salt: str) -> Prompt:
+        """ConfigError where several models are known and none is named."""
+        models = {name: Model(name, ranks) for name, ranks in self.fleet.directory.models().items()}
+        if not model_name:
+            if len(models) > 1:
+                names = ", ".join(sorted(models)[:8])
+                raise ConfigError(f'The body needs "model_name", as there are several models: {names}.')
+            model = next(iter(models.values()), Model("", 1))
+        else:
+            model = models.get(model_name, Model(model_name, 1))
+        if not model.name:
+            return Prompt(model, [], 0, cache_salt)
+        chunks, keys = keys_of_prompt(self.fleet.hasher, tokens, model.name, model.world_size, cache_salt)
+        return Prompt(model, keys, chunks, cache_salt)
+
+    def layout(self, prompt: Prompt) -> dict[str, tuple[str, int]]:
+        """For each server the location and the tokens of the prefix that it has, the longest first. It is in L1 only
+        where all of it is."""
+        ranks = prompt.model.world_size
+        results = self.fleet.directory.lookup(prompt.keys)
+        prefix: dict[str, tuple[bool, int]] = {}
+        for chunk in range(prompt.chunks):
+            of_chunk = results[chunk * ranks : (chunk + 1) * ranks]
+            held = [{(place.instance_id, place.tier) for place in result.placements} for result in of_chunk]
+            anywhere = set.intersection(*({name for name, _ in places} for places in held))
+            in_l1 = set.intersection(*({name for name, tier in places if tier == "l1"} for places in held))
+            before = {name for name, (_, chunks) in prefix.items() if chunks == chunk} if chunk else anywhere
+            if not anywhere & before:
+                break
+            for name in anywhere & before:
+                all_in_l1 = prefix.get(name, (True, 0))[0]
+                prefix[name] = all_in_l1 and name in in_l1, chunk + 1
+        tokens = self.fleet.settings.chunk_size
+        longest = sorted(prefix.items(), key=lambda item: (-item[1][1], not item[1][0], item[0]))
+        return {
+            name: (L1_LOCATION if all_in_l1 else L2_LOCATION, chunks * tokens) for name, (all_in_l1, chunks) in longest
+        }
+
+    # ---- orders ------------------------------------------------------------------------------------------------------
+    def clear(self, instance_id: str, location: str) -> tuple[int, int]:
+        """Objects and bytes that were removed."""
+        return self.fleet.servers.read(
+            *(instance_id, lambda answer: (int(answer["objects"]), int(answer["bytes"])), "POST", "/cache/clear"),
+            {"tier": tier_of(location)},
+        )
+
+    def pin(self, instance_id: str, location: str, prompt: Prompt) -> tuple[str, int]:
+        """The pin's id, and how many tokens of the prompt it holds at least."""
+        tier = tier_of(location)
+        self.fleet.instances.find(instance_id)
+        names, _ = self.fleet.directory.names_by_instance(prompt.keys, instance_id, tier)
+        if instance_id not in names:
+            raise ConfigError(f"{instance_id} is not known to have anything of this prompt in {location}.")
+        pin, state = self.fleet.pins.add(names, _owner(location), instance_id, m.PinRequest().ttl_seconds)
+        if state.failed:
+            raise LMCacheError(f"{instance_id} could not be asked: {state.failed[instance_id]}")
+        held = sum(state.held.values()) // prompt.model.world_size
+        return pin.pin_id, held * self.fleet.settings.chunk_size
+
+    def unpin(self, instance_id: str, location: str, prompt: Prompt) -> int:
+        """Ends pins of the controller at that server that hold something of the prompt: how many."""
+        tier_of(location)
+        hashes = {key.chunk_hash_hex for key in prompt.keys}
+        ended = 0
+        for pin, _ in self.fleet.pins.all():
+            is_of_controller = pin.owner == _owner(location) and pin.instance_id == instance_id
+            if is_of_controller and any(name[-2 * CHUNK_HASH_BYTES :] in hashes for name in pin.names):
+                ended += self.fleet.pins.remove(pin.pin_id, "")[0]
+        return ended
+
+    def move(
+        self, source: Sequence[str], target: Sequence[str], prompt: Prompt, tokens: Sequence[int], *, copy: bool
+    ) -> FleetJob:
+        """Between servers into L1, or between the tiers of one server."""
+        (source_id, source_location), (target_id, target_location) = source, target
+        source_tier, target_tier = tier_of(source_location), tier_of(target_location)
+        if source_id == target_id:
+            if source_tier == target_tier:
+                raise ConfigError('"old_position" and "new_position" must be two places.')
+            adapter = self._adapters(source_id)[0]
+            places = [adapter if tier == "l2" else "l1" for tier in (source_tier, target_tier)]
+            return self._move_between_tiers(source_id, places[0], places[1], prompt, tokens, copy=copy)
+        if (source_tier, target_tier) != ("l1", "l1"):
+            raise ConfigError(f"Between servers objects move from {L1_LOCATION} to {L1_LOCATION} alone.")
+        body = m.MoveRequest(
+            *(source_id, target_id, prompt.model.name, list(tokens), prompt.model.world_size, prompt.cache_salt, copy)
+        )
+        started = work.begin_move(self.fleet, body)
+        job = self.fleet.jobs.find(started.request_id)
+        assert job is not None
+        return job
+
+    def recode(
+        self, instance_id: str, method: str, location: str, prompt: Prompt, tokens: Sequence[int], *, encode: bool
+    ) -> FleetJob:
+        """Between L1 and the adapter of that server whose serde is `method`. ConfigError where it has none."""
+        tier_of(location)
+        serdes = self._serdes(instance_id)
+        adapter = next((name for name, serde in serdes.items() if serde == method), "")
+        if not adapter:
+            there = ", ".join(f"{name} ({serde})" for name, serde in serdes.items() if serde) or "none"
+            raise ConfigError(
+                f"{instance_id} has no L2 adapter with the serde {method!r}; with a serde it has: {there}."
+            )
+        places = ("l1", adapter) if encode else (adapter, "l1")
+        return self._move_between_tiers(instance_id, *places, prompt, tokens, copy=False)
+
+    def health(self, instance_id: str) -> str:
+        """ "" or why that server is not healthy."""
+        self.fleet.instances.find(instance_id)
+        try:
+            self.fleet.servers.ask(instance_id, "GET", "/healthcheck")
+        except LMCacheError as error:
+            return str(error)
+        return ""
+
+    def _move_between_tiers(
+        self, instance_id: str, source: str, target: str, prompt: Prompt, tokens: Sequence[int], *, copy: bool
+    ) -> FleetJob:
+        body = {
+            "from": source,
+            "to": target,
+            "model_name": prompt.model.name,
+            "tokens": list(tokens),
+            "cache_salt": prompt.cache_salt,
+            "copy": copy,
+        }
+        request_id = self.fleet.servers.read(
+            instance_id, lambda answer: str(answer["request_id"]), "POST", "/cache/moves", body
+        )
+        return self.fleet.jobs.submit("move", lambda job: self._follow(instance_id, request_id, job))
+
+    def _follow(self, instance_id: str, request_id: str, job: FleetJob) -> None:
+        status = work.await_server_job(self.fleet, instance_id, request_id, job)
+        job.total, job.done, job.failed = status.objects_total, status.objects_done, status.objects_failed
+        job.detail = status.detail
+        if status.status == "failed":
+            raise LMCacheError(status.detail or f"{instance_id} failed, and does not say why.")
+
+    def _adapters(self, instance_id: str) -> list[str]:
+        names = self._read_adapters(instance_id, lambda adapter: str(adapter["name"]))
+        if not names:
+            raise ConfigError(f"{instance_id} has no L2 adapter, hence no {L2_LOCATION}.")
+        return names
+
+    def _serdes(self, instance_id: str) -> dict[str, str]:
+        """The name of its serde by adapter; "" for none."""
+        return dict(
+            self._read_adapters(instance_id, lambda adapter: (str(adapter["name"]), str(adapter.get("serde") or "")))
+        )
+
+    def _read_adapters(self, instance_id: str, read: Callable[[Any], Any]) -> list[Any]:
+        return self.fleet.servers.read(
+            instance_id, lambda answer: [read(adapter) for adapter in answer["l2"]["adapters"]], "GET", "/status"
+        )
+
+
+def _owner(location: str) -> str:
+    return f"controller {location}"

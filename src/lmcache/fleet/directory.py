@@ -1,0 +1,315 @@
+"""Which server has a copy of what: names over the native directory.
+
+A place is a tier and a backend of a server. It has a holder in the native directory, a new one for each time that
+everything is told again, so that what was not told again can be forgotten at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from lmcache import _native
+from lmcache.core import limits
+from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.errors import LMCacheError
+from lmcache.fleet.keys import PackedKeys, by_namespace, decode_scope, pack
+from lmcache.fleet.messages import Entry, Key, KeyEntry, LookupResult, Placement
+
+SWEEP_STEP_RECORDS = 65_536
+_LIST_EXAMINED_RECORDS = 262_144
+_L1 = "l1"
+
+PlaceName = tuple[str, str, str]  # instance, tier, backend
+
+
+@dataclass
+class Place:
+    number: int
+    holder: int
+    instance_id: str
+    tier: str
+    backend: str
+    shared: bool
+    capacity_bytes: int = 0
+    previous_holders: list[int] = field(default_factory=list)  # told before the resync that is under way, oldest first
+
+
+@dataclass(frozen=True)
+class PlaceUsage:
+    place: Place
+    objects: int
+    used_bytes: int
+
+
+class Directory:
+    """Thread-safe."""
+
+    def __init__(self, incarnation_of: Callable[[str], int], most_copies: int = limits.MAX_FLEET_COPIES) -> None:
+        """`incarnation_of` an instance, for answers."""
+        self._native = _native.FleetDirectory(most_copies)
+        self._incarnation_of = incarnation_of
+        self._lock = threading.Lock()
+        self._places: dict[str, dict[tuple[str, str], Place]] = {}  # by instance
+        self._holders: dict[int, Place] = {}
+        self._numbers = count()
+        self._models: dict[str, int] = {}  # the highest rank of each that was told since `refresh_models`
+
+    # ---- what is told ------------------------------------------------------------------------------------------------
+    def store(
+        self, instance_id: str, tier: str, backend: str, shared: bool, entries: Sequence[Entry], namespace: str
+    ) -> int:
+        """How many the directory has now."""
+        with self._lock:
+            place = self._place(instance_id, tier, backend)
+            place.shared = shared
+            stored = 0
+            for variant, some in by_namespace(entries, namespace):
+                keys = pack([entry.key for entry in some])
+                sizes = array("Q", [entry.size_bytes for entry in some])
+                self._note_models(keys.scopes)
+                stored += self._native.store(place.holder, keys.scopes, variant, keys.positions, keys.hashes, sizes)
+            return stored
+
+    def remove(self, instance_id: str, tier: str, backend: str, entries: Sequence[Entry], namespace: str) -> int:
+        """How many there were."""
+        with self._lock:
+            place = self._place(instance_id, tier, backend)
+            removed = 0
+            for variant, some in by_namespace(entries, namespace):
+                keys = pack([entry.key for entry in some])
+                removed += self._native.remove(place.holder, keys.scopes, variant, keys.positions, keys.hashes)
+            return removed
+
+    def count_accesses(self, entries: Sequence[Entry], namespace: str) -> None:
+        with self._lock:
+            for variant, some in by_namespace(entries, namespace):
+                keys = pack([entry.key for entry in some])
+                self._native.count_accesses(keys.scopes, variant, keys.positions, keys.hashes)
+
+    def restore(
+        self, place_name: PlaceName, scopes: list[bytes], variant: bytes, positions: bytes, hashes: bytes, sizes: bytes
+    ) -> None:
+        """Copies of a checkpoint. ValueError for columns that do not fit each other."""
+        with self._lock:
+            self._note_models(scopes)
+            self._native.store(self._place(*place_name).holder, scopes, variant, positions, hashes, sizes)
+
+    def set_capacity(self, instance_id: str, tier: str, backend: str, shared: bool, capacity_bytes: int) -> None:
+        with self._lock:
+            place = self._place(instance_id, tier, backend)
+            place.shared, place.capacity_bytes = shared, capacity_bytes
+
+    def forget_l1(self, instance_id: str) -> None:
+        """What was told of that server's L1 is not known any more."""
+        with self._lock:
+            for place in self._places.get(instance_id, {}).values():
+                if place.tier == _L1:
+                    self._void(place)
+                    place.holder = self._holder(place)
+
+    def begin_resync(self, instance_id: str) -> None:
+        """Everything of that server is told again from here on."""
+        with self._lock:
+            for place in self._places.get(instance_id, {}).values():
+                place.previous_holders.append(place.holder)
+                place.holder = self._holder(place)
+                while len(place.previous_holders) > limits.MAX_FLEET_UNFINISHED_RESYNCS:
+                    self._void_holder(place.previous_holders.pop(0))
+
+    def end_resync(self, instance_id: str) -> None:
+        """Everything has been told again: what was not is not there."""
+        with self._lock:
+            for place in self._places.get(instance_id, {}).values():
+                for holder in place.previous_holders:
+                    self._void_holder(holder)
+                place.previous_holders.clear()
+
+    def forget(self, instance_id: str) -> None:
+        """That server has left."""
+        with self._lock:
+            for place in self._places.pop(instance_id, {}).values():
+                self._void(place)
+
+    def sweep(self) -> bool:
+        """Frees a part of what is forgotten. Whether there is more."""
+        return self._native.sweep(SWEEP_STEP_RECORDS)
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+    def lookup(self, keys: Sequence[Key]) -> list[LookupResult]:
+        """In the order of the keys, a placement for each place. A key without a namespace finds copies of any, and
+        the answer names it where they have one."""
+        packed = pack(keys)
+        with self._lock:
+            page = self._lookup(packed)
+            placements: list[dict[int, Placement]] = [{} for _ in keys]
+            access_counts = [0] * len(keys)
+            namespaces = [variant.hex() for variant in page.variants]
+            found: list[set[str]] = [set() for _ in keys]
+            incarnations: dict[str, int] = {}
+            rows = zip(page.keys, page.positions, page.holders, page.sizes_bytes, page.access_counts, strict=True)
+            for index, position, holder, size_bytes, accesses in rows:
+                namespace, wanted = namespaces[position], keys[index].namespace
+                if wanted and namespace and wanted != namespace:
+                    continue
+                found[index].add(namespace)
+                number = self._holders[holder].number
+                placements[index].setdefault(number, self._placement(holder, size_bytes, incarnations))
+                access_counts[index] = max(access_counts[index], accesses)
+        return [
+            LookupResult(_named(key, names), list(places.values()), accesses)
+            for key, names, places, accesses in zip(keys, found, placements, access_counts, strict=True)
+        ]
+
+    def _lookup(self, packed: PackedKeys) -> _native.FleetPage:
+        return self._native.lookup(packed.scopes, packed.positions, packed.hashes, limits.MAX_FLEET_COPIES_SHOWN)
+
+    def names_by_instance(
+        self, keys: Sequence[Key], instance_id: str = "", tier: str = "all"
+    ) -> tuple[dict[str, list[str]], int]:
+        """Who has copies of these keys, and the names NAMESPACE/HASH that it calls them; and how many keys are known
+        only of servers that tell no namespaces."""
+        packed = pack(keys)
+        found: dict[str, dict[str, None]] = {}
+        unnamed: set[int] = set()
+        named: set[int] = set()
+        with self._lock:
+            page = self._lookup(packed)
+            for index, position, holder in zip(page.keys, page.positions, page.holders, strict=True):
+                place, variant = self._holders[holder], page.variants[position].hex()
+                if (instance_id and place.instance_id != instance_id) or tier not in ("all", place.tier):
+                    continue
+                if not variant:
+                    unnamed.add(index)
+                    continue
+                if keys[index].namespace in ("", variant):
+                    named.add(index)
+                    name = f"{variant}/{keys[index].chunk_hash_hex[-2 * CHUNK_HASH_BYTES :].lower()}"
+                    found.setdefault(place.instance_id, {})[name] = None
+        return {instance: list(names) for instance, names in found.items()}, len(unnamed - named)
+
+    def list_keys(
+        self, tier: str, instance_id: str, backend: str, offset: int, limit: int
+    ) -> tuple[list[KeyEntry], int]:
+        """A page, and where the next one begins; 0 after the last."""
+        with self._lock:
+            wanted = [
+                place
+                for instance, places in self._places.items()
+                for place in places.values()
+                if instance_id in ("", instance) and tier in ("", place.tier) and backend in ("", place.backend)
+            ]
+            holders = array("I", [holder for place in wanted for holder in (place.holder, *place.previous_holders)])
+            if not holders:
+                return [], 0
+            page = self._native.list(offset, limit, _LIST_EXAMINED_RECORDS, holders)
+            namespaces = [variant.hex() for variant in page.variants]
+            scopes = [decode_scope(scope) for scope in page.scopes]
+            incarnations: dict[str, int] = {}
+            entries = []
+            for row, (position, holder) in enumerate(zip(page.positions, page.holders, strict=True)):
+                model_name, rank, group, salt = scopes[position]
+                chunk_hash = page.hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES].hex()
+                key = Key(chunk_hash, model_name, rank, group, salt, namespaces[position])
+                entries.append(KeyEntry(key, self._placement(holder, page.sizes_bytes[row], incarnations)))
+            return entries, page.next_start
+
+    def page(self, start: int, most: int) -> tuple[_native.FleetPage, list[PlaceName]]:
+        """Of all copies, for a checkpoint, and the place of each."""
+        with self._lock:
+            page = self._native.list(start, most, _LIST_EXAMINED_RECORDS)
+            places = [self._holders[holder] for holder in page.holders]
+            return page, [(place.instance_id, place.tier, place.backend) for place in places]
+
+    def usage(self, instance_id: str) -> list[PlaceUsage]:
+        with self._lock:
+            return [self._usage(place) for place in self._places.get(instance_id, {}).values()]
+
+    def bytes_of_salts(self) -> dict[str, int]:
+        """Over all servers and tiers."""
+        page = self._native.scopes()
+        found: dict[str, int] = {}
+        for scope, size_bytes in zip(page.scopes, page.sizes_bytes, strict=True):
+            salt = decode_scope(scope)[3]
+            found[salt] = found.get(salt, 0) + size_bytes
+        return found
+
+    def models(self) -> dict[str, int]:
+        """The ranks of each model of which objects were told since `refresh_models`, or are there."""
+        with self._lock:
+            return {name: rank + 1 for name, rank in self._models.items()}
+
+    def refresh_models(self) -> None:
+        """Forgets models of which nothing is there. O(scopes)."""
+        with self._lock:
+            self._models = {}
+            self._note_models(self._native.scopes().scopes)
+
+    def places(self) -> list[Place]:
+        with self._lock:
+            return [place for places in self._places.values() for place in places.values()]
+
+    def stats(self) -> _native.FleetStats:
+        return self._native.stats()
+
+    def check(self) -> None:
+        """RuntimeError that names the broken invariant."""
+        self._native.check()
+
+    # ---- under the lock ----------------------------------------------------------------------------------------------
+    def _note_models(self, scopes: Sequence[bytes]) -> None:
+        for scope in scopes:
+            name, rank, _, _ = decode_scope(scope)
+            if rank > self._models.get(name, -1):
+                self._models[name] = rank
+
+    def _place(self, instance_id: str, tier: str, backend: str) -> Place:
+        places = self._places.setdefault(instance_id, {})
+        place = places.get((tier, backend))
+        if place is None:
+            if len(places) >= limits.MAX_FLEET_PLACES_PER_INSTANCE:
+                most = limits.MAX_FLEET_PLACES_PER_INSTANCE
+                raise LMCacheError(f"{instance_id} tells of more than {most} tiers and backends; a server has fewer.")
+            place = Place(next(self._numbers) % 2**32, 0, instance_id, tier, backend, shared=False)
+            place.holder = self._holder(place)
+            places[tier, backend] = place
+        return place
+
+    def _holder(self, place: Place) -> int:
+        try:
+            holder = self._native.add_holder(place.number)
+        except ValueError:  # all are void and not swept yet
+            while self._native.sweep(SWEEP_STEP_RECORDS):
+                pass
+            holder = self._native.add_holder(place.number)
+        self._holders[holder] = place
+        return holder
+
+    def _void(self, place: Place) -> None:
+        for holder in (place.holder, *place.previous_holders):
+            self._void_holder(holder)
+        place.previous_holders.clear()
+
+    def _void_holder(self, holder: int) -> None:
+        del self._holders[holder]
+        self._native.void_holder(holder)
+
+    def _placement(self, holder: int, size_bytes: int, incarnations: dict[str, int]) -> Placement:
+        place = self._holders[holder]
+        instance_id = place.instance_id
+        if instance_id not in incarnations:
+            incarnations[instance_id] = self._incarnation_of(instance_id)
+        return Placement(instance_id, incarnations[instance_id], place.tier, place.backend, size_bytes, place.shared)
+
+    def _usage(self, place: Place) -> PlaceUsage:
+        held = [self._native.holder_stats(holder) for holder in (place.holder, *place.previous_holders)]
+        return PlaceUsage(place, sum(stats.objects for stats in held), sum(stats.bytes for stats in held))
+
+
+def _named(key: Key, namespaces: set[str]) -> Key:
+    if key.namespace or len(namespaces) != 1:
+        return key
+    return Key(*(key.chunk_hash_hex, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt), *namespaces)

@@ -1,0 +1,137 @@
+"""The state of a coordinator, which its routes share: who is there, what they have, what operators decided."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from lmcache.core.chunking import ChunkHasher
+from lmcache.environment import Environment
+from lmcache.errors import ConfigError, LMCacheError
+from lmcache.fleet import checkpoint, saved_file
+from lmcache.fleet.events import EventIntake
+from lmcache.fleet.instances import Instance, Instances
+from lmcache.fleet.jobs import FleetJobs
+from lmcache.fleet.keys import keys_of_prompt
+from lmcache.fleet.messages import Key
+from lmcache.fleet.metadata import Metadata
+from lmcache.fleet.pins import FleetPins
+from lmcache.fleet.quotas import FleetQuotas
+from lmcache.fleet.servers import Servers
+from lmcache.fleet.settings import CoordinatorSettings
+
+logger = logging.getLogger("lmcache.fleet")
+
+_ROUND_SECONDS = 1.0
+_MODELS_SECONDS = 60.0  # between two looks which are gone
+_CHECKPOINT = "checkpoint of --checkpoint-path"
+
+
+class Fleet:
+    """Thread-safe. Between `start` and `stop` a thread does what is due."""
+
+    def __init__(self, settings: CoordinatorSettings, token: Callable[[], str], environment: Environment) -> None:
+        """A damaged checkpoint is kept under another name, and nothing is known at first. ResourceError for files that
+        cannot be read."""
+        clock = environment.clock
+        self.settings = settings
+        self.clock = clock
+        self.random_bytes = environment.random_bytes
+        self.epoch_seconds = clock.wall() - clock.monotonic()  # a monotonic time as seconds since 1970-01-01 UTC
+        self.hasher = ChunkHasher(settings.hash_algorithm, settings.chunk_size)
+        self.instances = Instances(environment, settings.instance_timeout)
+        self.intake = EventIntake(self.instances.knows)
+        self.directory = self.intake.directory
+        self.metadata = Metadata(settings.metadata_path)
+        self.servers = Servers(self.instances, token)
+        self.jobs = FleetJobs(clock, environment.random_bytes(4).hex())
+        self.quotas = FleetQuotas(self.metadata, self.instances, self.servers, self.directory)
+        self.pins = FleetPins(self.metadata, self.servers, clock, environment.random_bytes)
+        self.instances.on_joined = self._joined
+        self.instances.on_left = self._left
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fleet-housekeeping", daemon=True)
+        self._checkpointing = threading.Lock()
+        if settings.checkpoint_path:
+            now = clock.monotonic()
+            if saved_file.read_or_move_aside(
+                settings.checkpoint_path,
+                _CHECKPOINT,
+                lambda file: checkpoint.restore(file, self.instances, self.intake, now),
+            ):
+                logger.info("The directory is as it was: %d copies", self.directory.stats().records)
+            for instance in self.instances.all():  # what was decided since, and not told
+                self.quotas.joined(instance.instance_id)
+                self.pins.joined(instance.instance_id)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Writes a last checkpoint. Idempotent."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self.jobs.close()
+        self.servers.close()
+        if self._thread.ident is not None:
+            self._thread.join(_ROUND_SECONDS * 2)
+        self.write_checkpoint()
+
+    def prompt(
+        self, keys: Sequence[Key], token_ids: Sequence[int], model_name: str, world_size: int, cache_salt: str
+    ) -> tuple[int, list[Key]]:
+        """The keys that are given, or those of the prompt: how many chunks, and the keys."""
+        if bool(keys) == bool(token_ids):
+            raise ConfigError('The body needs either "keys" or "token_ids".')
+        if keys:
+            return len({key.chunk_hash_hex for key in keys}), list(keys)
+        return keys_of_prompt(self.hasher, token_ids, model_name, world_size, cache_salt)
+
+    def write_checkpoint(self) -> None:
+        path = self.settings.checkpoint_path
+        if not path:
+            return
+        with self._checkpointing:
+            try:
+                saved_file.replace(path, lambda file: checkpoint.write(file, self.instances, self.intake))
+            except LMCacheError as error:
+                logger.error("No checkpoint: %s", error)
+
+    def _joined(self, instance: Instance) -> None:
+        self.quotas.joined(instance.instance_id)
+        self.pins.joined(instance.instance_id)
+        told = instance.metadata.get("chunk_sample")
+        if told is not None and told != self.hasher.sample().hex():
+            logger.warning(
+                "%s names chunks in another way than this coordinator (--chunk-size %d, --hash-algorithm %s): prompts "
+                "are not found there",
+                *(instance.instance_id, self.settings.chunk_size, self.settings.hash_algorithm),
+            )
+
+    def _left(self, instance_id: str) -> None:
+        self.intake.forget(instance_id)
+        self.quotas.left(instance_id)
+        self.pins.left(instance_id)
+
+    def _run(self) -> None:
+        due = {"expire": 0.0, "models": 0.0, "checkpoint": self.clock.monotonic() + self.settings.checkpoint_interval}
+        while not self._stop.wait(_ROUND_SECONDS):
+            try:
+                now = self.clock.monotonic()
+                if now >= due["expire"]:
+                    due["expire"] = now + self.settings.health_check_interval
+                    self.instances.expire()
+                if now >= due["models"]:
+                    due["models"] = now + _MODELS_SECONDS
+                    self.directory.refresh_models()
+                while self.directory.sweep() and not self._stop.is_set():
+                    pass
+                self.quotas.push()
+                self.pins.push()
+                if now >= due["checkpoint"]:
+                    due["checkpoint"] = now + self.settings.checkpoint_interval
+                    self.write_checkpoint()
+            except Exception:  # the root of the thread
+                logger.exception("What was due could not be done")

@@ -1,0 +1,133 @@
+"""The servers that have joined, and when they were last heard of."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from lmcache.core import limits
+from lmcache.core.address import http_url
+from lmcache.environment import Environment
+from lmcache.errors import ConfigError, LMCacheError
+from lmcache.fleet.messages import RegisterRequest
+
+logger = logging.getLogger("lmcache.fleet")
+
+
+@dataclass
+class Instance:
+    instance_id: str
+    ip: str
+    http_port: int
+    metadata: dict[str, Any]
+    p2p_advertised_url: str
+    mq_port: int
+    has_token: bool  # it joined with the admin token: it may get it, too
+    joined_at: float
+    heard_at: float
+
+    @property
+    def url(self) -> str:
+        return http_url(self.ip, self.http_port, tls=bool(self.metadata.get("http_tls")))
+
+
+class Instances:
+    """Thread-safe."""
+
+    def __init__(self, environment: Environment, timeout_seconds: float) -> None:
+        self._clock = environment.clock
+        self._random_bytes = environment.random_bytes
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        self._known: dict[str, Instance] = {}
+        self._members = 1  # another number whenever somebody else is there
+        self.on_joined: Callable[[Instance], None] = lambda instance: None
+        self.on_left: Callable[[str], None] = lambda instance_id: None
+
+    def register(self, request: RegisterRequest, *, has_token: bool) -> tuple[Instance, bool]:
+        """The server, and whether one of that name was there. LMCacheError beyond MAX_FLEET_INSTANCES."""
+        if len(msgspec.json.encode(request.metadata)) > limits.MAX_FLEET_METADATA_BYTES:
+            raise ConfigError(f'The body: "metadata" has at most {limits.MAX_FLEET_METADATA_BYTES} bytes of JSON.')
+        now = self._clock.monotonic()
+        instance = Instance(
+            request.instance_id or f"instance-{self._random_bytes(6).hex()}",
+            *(request.ip, request.http_port, request.metadata, request.p2p_advertised_url, request.mq_port),
+            *(has_token, now, now),
+        )
+        with self._lock:
+            before = self._known.get(instance.instance_id)
+            if before is None and len(self._known) >= limits.MAX_FLEET_INSTANCES:
+                raise LMCacheError(f"{limits.MAX_FLEET_INSTANCES} servers have joined; no other one can.")
+            if before is not None and before.has_token and not has_token:
+                raise ConfigError(
+                    f"{instance.instance_id} joined with the admin token, and can be replaced with it only."
+                )
+            self._known[instance.instance_id] = instance
+            self._members += 1
+        if before is not None and (before.ip, before.http_port) != (instance.ip, instance.http_port):
+            logger.warning(
+                "%s is at %s now, and was at %s: two servers must not have one --instance-id",
+                *(instance.instance_id, instance.url, before.url),
+            )
+        else:
+            logger.info("%s has joined, at %s", instance.instance_id, instance.url)
+        self.on_joined(instance)
+        return instance, before is not None
+
+    def restore(self, instances: list[Instance]) -> None:
+        """Of a checkpoint: heard of now."""
+        with self._lock:
+            self._known.update({instance.instance_id: instance for instance in instances})
+
+    def heartbeat(self, instance_id: str) -> bool:
+        """False: it is to register again."""
+        with self._lock:
+            instance = self._known.get(instance_id)
+            if instance is None:
+                return False
+            instance.heard_at = self._clock.monotonic()
+            return True
+
+    def remove(self, instance_id: str) -> bool:
+        """Whether it was there."""
+        with self._lock:
+            if self._known.pop(instance_id, None) is None:
+                return False
+            self._members += 1
+        self.on_left(instance_id)
+        return True
+
+    def expire(self) -> list[str]:
+        """Removes those that were silent for too long."""
+        limit = self._clock.monotonic() - self._timeout_seconds
+        with self._lock:
+            silent = [name for name, instance in self._known.items() if instance.heard_at < limit]
+        gone = [name for name in silent if self.remove(name)]
+        for name in gone:
+            logger.warning("%s was silent for %g s and is gone", name, self._timeout_seconds)
+        return gone
+
+    def find(self, instance_id: str) -> Instance:
+        """LMCacheError (ConfigError) where there is none."""
+        with self._lock:
+            instance = self._known.get(instance_id)
+        if instance is None:
+            raise ConfigError(f"No server {instance_id!r} has joined; GET /instances lists those that have.")
+        return instance
+
+    def knows(self, instance_id: str) -> bool:
+        with self._lock:
+            return instance_id in self._known
+
+    def all(self) -> list[Instance]:
+        with self._lock:
+            return list(self._known.values())
+
+    @property
+    def members(self) -> int:
+        return self._members

@@ -1,0 +1,82 @@
+"""Keys of objects as a fleet names them, packed for the native directory.
+
+A scope is what a chunk hash is told apart by: model, rank, object group, salt. Its variants are digests of whole
+namespaces, which say the layout as well; a server that does not tell them has the empty one.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
+
+from lmcache.core.chunking import ChunkHasher
+from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.errors import ConfigError
+from lmcache.fleet.messages import Entry, Key
+from lmcache.protocol.tokens import pack_tokens
+
+Scope = tuple[str, int, int, str]
+
+
+@lru_cache(8192)
+def encode_scope(model_name: str, kv_rank: int, object_group_id: int, cache_salt: str) -> bytes:
+    """Canonical bytes: a msgpack array of the fields in this order."""
+    return msgspec.msgpack.encode((model_name, kv_rank, object_group_id, cache_salt))
+
+
+@lru_cache(8192)
+def decode_scope(encoded: bytes) -> Scope:
+    scope: Scope = msgspec.msgpack.decode(encoded, type=Scope)
+    return scope
+
+
+@dataclass(frozen=True)
+class PackedKeys:
+    """`positions` says for each key where its scope is in `scopes`; `hashes` has 32 bytes a key."""
+
+    scopes: list[bytes]
+    positions: array.array[int]
+    hashes: bytes
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+def pack(keys: Sequence[Key]) -> PackedKeys:
+    """Whatever their namespaces."""
+    known: dict[Scope, int] = {}
+    positions = array.array(
+        "I",
+        [
+            known.setdefault((key.model_name, key.kv_rank, key.object_group_id, key.cache_salt), len(known))
+            for key in keys
+        ],
+    )
+    text = "".join([key.chunk_hash_hex[-2 * CHUNK_HASH_BYTES :] for key in keys])
+    return PackedKeys([encode_scope(*scope) for scope in known], positions, bytes.fromhex(text))
+
+
+def by_namespace(entries: Iterable[Entry], namespace: str) -> list[tuple[bytes, list[Entry]]]:
+    """(variant, its entries). `namespace` is that of entries whose key has none."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.key.namespace or namespace, []).append(entry)
+    return [(bytes.fromhex(name), some) for name, some in found.items()]
+
+
+def keys_of_prompt(
+    hasher: ChunkHasher, token_ids: Sequence[int], model_name: str, world_size: int, cache_salt: str
+) -> tuple[int, list[Key]]:
+    """How many chunks, and a key for each chunk and rank, chunk by chunk."""
+    if not model_name:
+        raise ConfigError('The body: "token_ids" needs "model_name".')
+    packed = hasher.extend(hasher.root(b""), pack_tokens(token_ids))
+    chunks = len(packed) // CHUNK_HASH_BYTES
+    hashes = [packed[at : at + CHUNK_HASH_BYTES].hex() for at in range(0, len(packed), CHUNK_HASH_BYTES)]
+    return chunks, [
+        Key(chunk_hash, model_name, rank, cache_salt=cache_salt) for chunk_hash in hashes for rank in range(world_size)
+    ]

@@ -1,0 +1,116 @@
+"""The thread of a server that tells a coordinator what it has. Nothing else waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from lmcache.clock import Clock
+from lmcache.core.object_changes import ChangeSource
+from lmcache.errors import LMCacheError
+from lmcache.fleet.membership import Coordinator, MemberSettings
+from lmcache.fleet.reporter import Reporter, ResyncNeeded
+from lmcache.telemetry.metrics import FleetMemberMetrics
+
+logger = logging.getLogger("lmcache.fleet")
+
+_AFTER_FAULT_SECONDS = 30.0
+_STOP_SECONDS = 0.5
+
+
+class _Stopped(Exception):
+    pass
+
+
+class EventReporting:
+    """From `start` to `stop`. Begins when the server has joined."""
+
+    def __init__(
+        self, settings: MemberSettings, sources: Sequence[ChangeSource], metrics: FleetMemberMetrics, clock: Clock
+    ) -> None:
+        self._flush_seconds = settings.flush_seconds
+        self._metrics = metrics
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._joins = 0  # how often the server has joined
+        self._joins_told = 0  # for which everything has been told, or is being told
+        self._known_incarnation = 0
+        self._reporter = Reporter(
+            *(settings.instance_id, sources, Coordinator(settings), metrics, clock, self._pause),
+            capacity_seconds=settings.heartbeat_seconds,
+        )
+        self._thread = threading.Thread(target=self._run, name="fleet-reporter", daemon=True)
+
+    @property
+    def incarnation(self) -> int:
+        return self._reporter.incarnation
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def joined(self, known_incarnation: int) -> None:
+        """The server has joined, maybe once more: everything is told. Any thread."""
+        with self._changed:
+            self._joins += 1
+            self._known_incarnation = max(self._known_incarnation, known_incarnation)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends it before what it reads is closed, unless a request is under way: that one is not waited for long."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._sleep(float("inf"))
+            while True:
+                self._check_stopped()
+                try:
+                    self._report()
+                except ResyncNeeded as reason:
+                    self._metrics.coordinator_resyncs.inc()
+                    logger.info("Everything is told to the coordinator again: %s", reason)
+                    self._sleep(self._reporter.seconds_until_resync())
+                except LMCacheError as error:  # L1 is closed, or a tier does not answer
+                    logger.debug("Nothing can be told to the coordinator: %s", error)
+                    self._sleep(_AFTER_FAULT_SECONDS)
+        except _Stopped:
+            pass
+        except Exception:  # the root of the thread
+            logger.exception("The thread that tells the coordinator has ended by a fault")
+
+    def _report(self) -> None:
+        with self._changed:
+            self._joins_told = self._joins
+            known = self._known_incarnation
+        self._reporter.know(known)
+        self._reporter.tell_everything()
+        while True:
+            self._pause(self._flush_seconds)
+            self._reporter.tell_changes()
+
+    def _pause(self, seconds: float) -> None:
+        if seconds:
+            self._sleep(seconds)
+        self._check_stopped()
+        if self._joins != self._joins_told:
+            raise ResyncNeeded("this server has joined again")
+
+    def _check_stopped(self) -> None:
+        if self._stopped:
+            raise _Stopped
+
+    def _sleep(self, seconds: float) -> None:
+        """Less where the server stops, or joins."""
+        deadline = self._clock.monotonic() + seconds
+        with self._changed:
+            while not self._stopped and self._joins == self._joins_told:
+                left = deadline - self._clock.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))

@@ -1,0 +1,96 @@
+"""Servers that join, live and leave."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from lmcache.fleet import messages as m
+from lmcache.fleet.directory import PlaceUsage
+from lmcache.fleet.instances import Instance
+from lmcache.fleet.routes.base import RouteContext
+from lmcache.http.operation import Access, Call, Operation
+
+
+class InstanceRoutes:
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
+        self._fleet = context.fleet
+
+    def operations(self) -> list[Operation]:
+        read, change = Access.READ, Access.CHANGE
+        path = "/instances/{instance_id}"
+        return [
+            Operation(
+                *("POST", "/instances", "A server joins, or joins again", change, self.register, m.Registered),
+                body=m.RegisterRequest,
+            ),
+            Operation(
+                *("PUT", f"{path}/heartbeat", "A server lives", change, self.heartbeat, m.HeartbeatAnswer),
+                refusals={404: "it has not joined, or was silent for too long: it is to join again"},
+            ),
+            Operation("DELETE", path, "A server leaves", change, self.remove, None, status=204),
+            Operation("GET", "/instances", "The servers that have joined", read, self.all, m.Instances),
+            Operation("GET", "/instances/usage", "What each of them has", read, self.all_usage, m.FleetUsage),
+            Operation(
+                *("GET", f"{path}/usage", "What one of them has, by tier and backend", read, self.usage),
+                m.InstanceUsage,
+                refusals={404: "it has not joined"},
+            ),
+        ]
+
+    async def register(self, call: Call) -> m.Registered:
+        instance, was_there = await self._context.in_thread(
+            lambda: self._fleet.instances.register(call.body, has_token=call.has_token)
+        )
+        known = self._fleet.intake.stream(instance.instance_id).incarnation
+        return m.Registered(instance.instance_id, was_there, known)
+
+    async def heartbeat(self, call: Call) -> m.HeartbeatAnswer:
+        if not self._fleet.instances.heartbeat(call.path("instance_id")):
+            raise HTTPException(404, "No server of that name has joined, or it was silent for too long: join again.")
+        return m.HeartbeatAnswer("ok", self._fleet.instances.members)
+
+    async def remove(self, call: Call) -> Response:
+        name = call.path("instance_id")
+        await self._context.in_thread(lambda: self._fleet.instances.remove(name))
+        return Response(status_code=204)
+
+    async def all(self, call: Call) -> m.Instances:
+        members = self._fleet.instances.members
+        return m.Instances([self._shown(instance) for instance in self._fleet.instances.all()], members)
+
+    def _shown(self, instance: Instance) -> m.InstanceEntry:
+        now = self._fleet.clock.monotonic()
+        stream = self._fleet.intake.stream(instance.instance_id)
+        return m.InstanceEntry(
+            *(instance.instance_id, instance.ip, instance.http_port, instance.metadata),
+            *(instance.p2p_advertised_url, instance.mq_port),
+            *(round(now - instance.joined_at, 3), round(now - instance.heard_at, 3)),
+            incarnation=stream.incarnation,
+            seq=stream.seq,
+            needs_resync=stream.needs_resync,
+        )
+
+    async def all_usage(self, call: Call) -> m.FleetUsage:
+        def usage() -> m.FleetUsage:
+            return m.FleetUsage([self._usage(instance.instance_id) for instance in self._fleet.instances.all()])
+
+        return await self._context.in_thread(usage)
+
+    async def usage(self, call: Call) -> m.InstanceUsage:
+        name = call.path("instance_id")
+        if not self._fleet.instances.knows(name):
+            raise HTTPException(404, f"No server {name!r} has joined; GET /instances lists those that have.")
+        return await self._context.in_thread(lambda: self._usage(name))
+
+    def _usage(self, instance_id: str) -> m.InstanceUsage:
+        return m.InstanceUsage(instance_id, [_shown_usage(usage) for usage in self._fleet.directory.usage(instance_id)])
+
+
+def _shown_usage(usage: PlaceUsage) -> m.Usage:
+    place = usage.place
+    ratio = round(usage.used_bytes / place.capacity_bytes, 6) if place.capacity_bytes else 0.0
+    return m.Usage(
+        *(place.tier, place.backend, place.shared, usage.objects, usage.used_bytes, place.capacity_bytes, ratio)
+    )

@@ -1,0 +1,24 @@
+"""What a coordinator is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """Empty paths: none. Times are in seconds."""
+
+    host: str = "0.0.0.0"
+    port: int = 9300
+    controller_port: int = 9000
+    instance_timeout: float = 30.0
+    health_check_interval: float = 10.0
+    chunk_size: int = 256
+    hash_algorithm: str = "blake3"
+    checkpoint_path: str = ""
+    checkpoint_interval: float = 60.0
+    metadata_path: str = ""
+    timeout_keep_alive: int = 10
+    admin_token_file: str = ""
+    disable_metrics: bool = False

@@ -1,0 +1,1 @@
+"""What every HTTP interface of this package is made from: operations, access, problem details, listener, client."""

@@ -1,0 +1,1 @@
+"""The path by which routers import the controller."""

@@ -1,0 +1,71 @@
+"""`lmcache query --coordinator`: what is asked and shown. `lmcache coordinator`: what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lmcache.cli import query_fleet
+from lmcache.cli.main import main
+
+
+def result(*places: tuple[str, str, str]) -> dict[str, Any]:
+    shown = [{"instance_id": name, "tier": tier, "backend": backend} for name, tier, backend in places]
+    return {"key": {"chunk_hash_hex": "ab" * 32}, "placements": shown}
+
+
+def test_a_chunk_is_where_all_its_ranks_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    a, disk, b = ("a", "l1", ""), ("a", "l2", "disk"), ("b", "l1", "")
+    results = [result(a, b), result(a, disk), result(disk), result(disk, b), result(b), result(b)]
+
+    def answer(url: str, method: str, path: str, body: Any, **_: Any) -> Any:
+        asked.append((url, method, path, body))
+        return {"chunks": 3, "results": results, "chunk_tokens": 4}
+
+    monkeypatch.setattr(query_fleet, "request", answer)
+    words = ["query", "--coordinator", "http://c:9300", "--model", "m", "--world-size", "2", "--tokens", "1,2,3"]
+    assert main([*words, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["metrics"]
+    body = {"token_ids": [1, 2, 3], "model_name": "m", "world_size": 2, "cache_salt": ""}
+    assert asked == [("http://c:9300", "POST", "/directory/lookup", body)]
+    assert [part["tiers"] for part in found["ranges"]] == [["a l1"], ["a disk"], ["b l1"]]
+    assert (found["prefix_chunks"], found["hit_tokens"]) == (2, 8)  # a has two; b has the third alone
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--tokens", "1"], "--model"), (["--text", "a", "--model", "m"], "tokens")]
+)
+def test_what_it_needs(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["query", "--coordinator", "http://c:9300", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_another_server_is_no_coordinator(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(query_fleet, "request", lambda *_, **__: {"chunks": []})
+    assert main(["query", "--coordinator", "http://c:9300", "--model", "m", "--tokens", "1"]) == 1
+    assert "does not answer as a coordinator does" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--event-transport", "kafka"], "lmcache coordinator --event-transport is not built yet: servers tell it"),
+        (["--eviction-ratio", "0.5"], "--eviction-ratio is not built yet: each server keeps the quotas"),
+        (["--port", "x"], "--port must be a whole number"),
+        (["--host", "ipc:///path"], "--host must be a host name or an address"),
+        (["--checkpoint-path", "/proc/none/file"], "--checkpoint-path /proc/none/file cannot be written"),
+        (["--admin-token-file", "/none"], "--admin-token-file /none cannot be read"),
+        (["--output", "x"], "--output cannot be used"),
+    ],
+)
+def test_a_coordinator_refuses_its_options_with_a_sentence(
+    capfd: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(["coordinator", *words]) in (1, 2)
+    err = capfd.readouterr().err
+    assert said in err and "Traceback" not in err

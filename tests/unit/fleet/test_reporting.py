@@ -1,0 +1,246 @@
+"""A server's side over real sockets: it joins and tells a real coordinator; one that is away, slow or hostile costs
+nothing but a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache.clock import SystemClock
+from lmcache.fleet import membership, reporter
+from lmcache.fleet.coordinator import CoordinatorProcess
+from lmcache.fleet.join import FleetMember
+from lmcache.fleet.membership import Member, MemberSettings
+from lmcache.fleet.settings import CoordinatorSettings
+from lmcache.telemetry.metrics import FleetMemberMetrics, Metrics
+from polling import until
+from unit.fleet.support import DictTier, told, truth
+
+TOKEN = "a token of an operator"
+BEAT_SECONDS = 0.05
+
+
+@contextlib.contextmanager
+def coordinator(port: int = 0, **settings: Any) -> Iterator[CoordinatorProcess]:
+    process = CoordinatorProcess(CoordinatorSettings(host="127.0.0.1", port=port, controller_port=0, **settings))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+class Joined:
+    """A server of dicts, in a fleet."""
+
+    def __init__(self, url: str, name: str = "a", token: str = "", ring: int = 1000) -> None:
+        self.tiers = [DictTier(ring=ring), DictTier("l2", "disk", ring=ring)]
+        self.metrics: FleetMemberMetrics = Metrics().fleet
+        self.members: Sequence[Member] = ()
+        settings = MemberSettings(
+            *(url, name, 8080, 5555),
+            p2p_advertised_url=f"{name}:1",
+            heartbeat_seconds=BEAT_SECONDS,
+            flush_seconds=0.01,
+            token=lambda: token,
+        )
+        self.member = FleetMember(settings, self.tiers, self.metrics, SystemClock(), self._took)
+        self.name = name
+
+    def _took(self, members: Sequence[Member]) -> None:
+        self.members = members
+
+    def __enter__(self) -> Joined:
+        self.member.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.member.stop()
+
+    def is_told(self, process: CoordinatorProcess) -> bool:
+        mine = {name: size for name, size in told(process.fleet.directory).items() if name[0] == self.name}
+        return mine == truth(self.name, self.tiers)
+
+
+def url_of(process: CoordinatorProcess) -> str:
+    return f"http://127.0.0.1:{process.port}"
+
+
+def test_changes_are_told_and_members_known() -> None:
+    with coordinator() as process, Joined(url_of(process)) as one, Joined(url_of(process), "b") as other:
+        one.tiers[0].add((0, 1), 4096)
+        other.tiers[1].add((1, 2), 8192)
+        until(lambda: one.is_told(process) and other.is_told(process))
+        until(lambda: {member.p2p_advertised_url for member in one.members} == {"a:1", "b:1"})
+        one.tiers[0].remove((0, 1))
+        until(lambda: one.is_told(process))
+        (disk,) = [usage for usage in process.fleet.directory.usage("b") if usage.place.tier == "l2"]
+        assert (disk.used_bytes, disk.place.capacity_bytes) == (8192, 1 << 20)
+        assert one.member.status()["joined"] is True
+        other.member.stop()
+        until(lambda: not process.fleet.instances.knows("b"))
+        until(lambda: [member.instance_id for member in one.members] == ["a"])
+        assert not [name for name in told(process.fleet.directory) if name[0] == "b"]
+
+
+def test_a_coordinator_that_was_started_again_is_told_everything(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        with coordinator() as process:
+            one = stack.enter_context(Joined(url_of(process)))
+            one.tiers[0].add((0, 1), 4096)
+            until(lambda: one.is_told(process))
+        one.tiers[0].add((0, 2), 4096)
+        one.tiers[0].remove((0, 1))
+        with coordinator(process.port) as process:
+            until(lambda: one.is_told(process))
+            until(lambda: process.fleet.intake.counts.resyncs == 1)
+
+
+def test_a_checkpoint_spares_telling_everything(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"checkpoint_path": str(tmp_path / "directory")}
+    with contextlib.ExitStack() as stack:
+        with coordinator(**saved) as process:
+            one = stack.enter_context(Joined(url_of(process)))
+            for number in range(30):
+                one.tiers[0].add((0, number), 4096)
+            until(lambda: one.is_told(process))
+            resyncs = one.metrics.coordinator_resyncs._value.get()  # noqa: SLF001
+        with coordinator(process.port, **saved) as process:
+            assert process.fleet.directory.stats().records == 30
+            one.tiers[0].add((1, 1), 4096)
+            until(lambda: one.is_told(process))
+        assert one.metrics.coordinator_resyncs._value.get() <= resyncs + 1  # noqa: SLF001
+
+
+def test_lost_changes_are_told_again() -> None:
+    with coordinator() as process, Joined(url_of(process), ring=3) as one:
+        until(lambda: one.member.status()["joined"])
+        for number in range(200):
+            one.tiers[0].add((0, number % 40), 4096 * (number + 1))
+        until(lambda: one.is_told(process))
+
+
+def test_without_the_token_nobody_gets_in(tmp_path: Path) -> None:
+    """From this host one may; the wrong token is refused wherever it comes from."""
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    with coordinator(admin_token_file=str(file)) as process:
+        with Joined(url_of(process), token="not that token of an operator") as one:
+            one.tiers[0].add((0, 1), 4096)
+            until(lambda: failures(one, "heartbeat") >= 2)
+            assert not one.member.status()["joined"] and not process.fleet.instances.all()
+        with Joined(url_of(process), token=TOKEN) as one:
+            one.tiers[0].add((0, 1), 4096)
+            until(lambda: one.is_told(process) and process.fleet.directory.stats().records == 1)
+
+
+def failures(joined: Joined, call: str) -> float:
+    return float(joined.metrics.coordinator_failures.labels(call)._value.get())  # noqa: SLF001
+
+
+Answer = Callable[[str, str], tuple[int, bytes]]
+
+
+@contextlib.contextmanager
+def hostile(answer: Answer) -> Iterator[str]:
+    """A coordinator that answers what it likes."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def handle_any(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, body = answer(self.command, self.path)
+            with contextlib.suppress(OSError):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        do_GET = do_POST = do_PUT = do_DELETE = handle_any
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def joins_then(body: bytes) -> Answer:
+    def answer(method: str, path: str) -> tuple[int, bytes]:
+        return 200, b'{"instance_id":"a","re_registered":false}' if path == "/instances" and method == "POST" else body
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda method, path: (500, b"no"),
+        lambda method, path: (404, b"{}"),
+        lambda method, path: (200, b""),
+        lambda method, path: (200, b'{"a":' * 100_000),
+        lambda method, path: (200, b"[1,2,3]"),
+        lambda method, path: (302, b"elsewhere"),
+        joins_then(b'{"applied":"all","duplicates":null}'),
+        joins_then(b"x" * (8 << 20)),
+        joins_then(b'{"instances":[{"instance_id":5}],"members":"many"}'),
+    ],
+)
+def test_wrong_answers_are_counted_and_no_more(answer: Answer) -> None:
+    with hostile(answer) as url, Joined(url) as one:
+        one.tiers[0].add((0, 1), 4096)
+        until(lambda: failures(one, "heartbeat") + failures(one, "events") >= 2)
+        assert not one.members
+
+
+def test_who_asks_for_everything_again_and_again_is_told_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def answer(method: str, path: str) -> tuple[int, bytes]:
+        if path == "/events":
+            asked.append(time.monotonic())
+            return 200, b'{"applied":0,"duplicates":0,"stale":1,"resync":["a"]}'
+        return joins_then(b'{"instances":[],"members":1}')(method, path)
+
+    monkeypatch.setattr(reporter, "_FIRST_RESYNC_SECONDS", 0.1)
+    with hostile(answer) as url, Joined(url) as one:
+        until(lambda: len(asked) >= 5)
+        waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
+        assert waits[3] > 2 * waits[1] > 0.5, waits
+        assert one.member.status()["joined"]
+
+
+def test_a_coordinator_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections and is silent."""
+    monkeypatch.setattr(membership, "ASK_SECONDS", 0.2)
+    monkeypatch.setattr(membership.Coordinator.ask, "__defaults__", (None, 0.2))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with Joined(f"http://127.0.0.1:{silent.getsockname()[1]}") as one:
+            until(lambda: failures(one, "heartbeat") >= 2)
+            began = time.monotonic()
+        assert time.monotonic() - began < 5.0
+
+
+def test_an_incarnation_goes_on_above_what_is_known() -> None:
+    """Also where the clock of a server was set back."""
+    with coordinator() as process:
+        process.fleet.intake.restore({"a": type(process.fleet.intake.stream("a"))(1 << 50, 7)})
+        with Joined(url_of(process)) as one:
+            one.tiers[0].add((0, 1), 4096)
+            until(lambda: one.is_told(process) and process.fleet.directory.stats().records == 1)
+            assert process.fleet.intake.stream("a").incarnation > 1 << 50
+            assert json.dumps(one.member.status())

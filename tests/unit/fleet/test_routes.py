@@ -1,0 +1,290 @@
+"""The HTTP interface of a coordinator: who may ask, what is refused, what is answered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from lmcache.core.chunking import ChunkHasher
+from lmcache.environment import SYSTEM
+from lmcache.fleet.app import build_app, operations
+from lmcache.fleet.fleet import Fleet
+from lmcache.fleet.routes.base import RouteContext
+from lmcache.fleet.settings import CoordinatorSettings
+from lmcache.http.operation import Access
+from lmcache.protocol.tokens import pack_tokens
+from lmcache.telemetry.metrics import CoordinatorMetrics
+
+TOKEN = "a token of an operator"
+CHUNK_TOKENS = 4
+TOKENS = list(range(12))
+REGISTERED = {"instance_id": "a", "ip": "127.0.0.1", "http_port": 1, "mq_port": 5555, "p2p_advertised_url": "h:1"}
+
+
+def hashes(tokens: list[int] = TOKENS) -> list[str]:
+    hasher = ChunkHasher("blake3", CHUNK_TOKENS)
+    packed = hasher.extend(hasher.root(b""), pack_tokens(tokens))
+    return [packed[at : at + 32].hex() for at in range(0, len(packed), 32)]
+
+
+def batch(seq: int, **fields: Any) -> dict[str, Any]:
+    return {"instance_id": "a", "incarnation": 5, "seq": seq, "event_type": "store", "tier": "l1", **fields}
+
+
+def entries(*names: str, model: str = "m", rank: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"key": {"chunk_hash_hex": name, "model_name": model, "kv_rank": rank}, "size_bytes": 4096} for name in names
+    ]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    settings = CoordinatorSettings(chunk_size=CHUNK_TOKENS, metadata_path=str(tmp_path / "metadata"))
+    fleet = Fleet(settings, lambda: TOKEN, SYSTEM)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture
+def here(fleet: Fleet) -> Iterator[TestClient]:
+    """On the coordinator's host."""
+    app = build_app(fleet, lambda: TOKEN, CoordinatorMetrics())
+    with TestClient(app, client=("127.0.0.1", 4), base_url="http://localhost") as client:
+        yield client
+    app.state.close()
+
+
+@pytest.fixture
+def elsewhere(fleet: Fleet) -> Iterator[TestClient]:
+    app = build_app(fleet, lambda: TOKEN, CoordinatorMetrics())
+    with TestClient(app, client=("192.0.2.1", 4), base_url="http://coordinator.example") as client:
+        yield client
+    app.state.close()
+
+
+def test_from_another_host_nobody_joins_reads_or_moves_anything(fleet: Fleet, elsewhere: TestClient) -> None:
+    context = RouteContext(fleet)
+    table = operations(context, None)
+    context.close()
+    public = {operation.path for operation in table if operation.access is Access.PUBLIC}
+    assert public == {"/", "/healthz", "/metrics", "/openapi.json"}
+    for operation in table:
+        path = re.sub(r"\{\w+\}", "a", operation.open_path)
+        for headers in ({}, {"Authorization": "Bearer another token of somebody"}):
+            answer = elsewhere.request(operation.method, path, content=b"not even JSON", headers=headers)
+            assert answer.status_code == (200 if operation.path in public else 403), operation
+        told = elsewhere.request(operation.method, path, headers={"Authorization": f"Bearer {TOKEN}"})
+        assert told.status_code != 403, operation
+    assert not fleet.instances.all()
+
+
+def test_everything_but_reading_counts_as_a_change(fleet: Fleet) -> None:
+    context = RouteContext(fleet)
+    table = operations(context, None)
+    context.close()
+    reads = {"/directory/lookup", "/query_instance", "/lookup", "/health", "/check_finish", "/query_worker_info"}
+    for operation in table:
+        if operation.method != "GET":
+            assert (operation.access is Access.READ) == (operation.path in reads), operation
+
+
+def test_a_server_joins_lives_and_leaves(here: TestClient) -> None:
+    assert here.put("/instances/a/heartbeat").status_code == 404
+    assert here.post("/instances", json=REGISTERED).json() == {
+        "instance_id": "a",
+        "re_registered": False,
+        "incarnation": 0,
+    }
+    assert here.post("/instances", json=REGISTERED).json()["re_registered"] is True
+    beat = here.put("/instances/a/heartbeat")
+    assert (beat.status_code, beat.json()["status"]) == (200, "ok")
+    (entry,) = here.get("/instances").json()["instances"]
+    assert (entry["instance_id"], entry["p2p_advertised_url"], entry["mq_port"]) == ("a", "h:1", 5555)
+    unnamed = here.post("/instances", json={"ip": "127.0.0.1", "http_port": 2}).json()["instance_id"]
+    assert unnamed.startswith("instance-") and len(here.get("/instances").json()["instances"]) == 2
+    assert here.put("/instances/a/heartbeat").json()["members"] != beat.json()["members"]
+    for _ in range(2):
+        assert here.delete("/instances/a").status_code == 204
+    assert here.put("/instances/a/heartbeat").status_code == 404
+
+
+def test_who_joined_with_the_token_is_replaced_with_it_alone(fleet: Fleet, here: TestClient) -> None:
+    """The coordinator's token goes to who had it, and to nobody else on this host."""
+    assert here.post("/instances", json=REGISTERED).status_code == 200
+    assert not fleet.instances.find("a").has_token
+    assert here.post("/instances", json=REGISTERED, headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+    assert fleet.instances.find("a").has_token
+    refused = here.post("/instances", json=REGISTERED)
+    assert refused.status_code == 400 and "with the admin token" in refused.json()["detail"]
+
+
+def test_events_are_found_by_key_and_by_prompt(here: TestClient) -> None:
+    here.post("/instances", json=REGISTERED)
+    first, second, third = hashes()
+    answer = here.post("/events", json={"batches": [batch(1, entries=entries(first, second), ts=1.5)]}).json()
+    assert answer == {"applied": 1, "duplicates": 0, "stale": 0, "resync": [], "incarnations": {}}
+    disk = batch(2, tier="l2", backend="disk", entries=entries(first, third), shared=True)
+    here.post("/events", json={"batches": [disk]})
+    prompt = {"token_ids": [*TOKENS, 99], "model_name": "m"}
+    found = here.post("/directory/lookup", json=prompt).json()
+    assert found["chunks"] == 3
+    tiers = [[place["tier"] for place in result["placements"]] for result in found["results"]]
+    assert [sorted(names) for names in tiers] == [["l1", "l2"], ["l1"], ["l2"]]
+    keys = [result["key"] for result in found["results"]]
+    assert here.post("/directory/lookup", json={"keys": keys}).json()["results"] == found["results"]
+    assert here.post("/directory/lookup", json={**prompt, "cache_salt": "t"}).json()["results"][0]["placements"] == []
+    (place,) = found["results"][2]["placements"]
+    assert place == {
+        "instance_id": "a",
+        "incarnation": 5,
+        "tier": "l2",
+        "backend": "disk",
+        "size_bytes": 4096,
+        "shared": True,
+    }
+    listed = here.get("/directory/keys", params={"tier": "l2", "limit": 1}).json()
+    rest = here.get("/directory/keys", params={"tier": "l2", "offset": listed["next_offset"]}).json()
+    assert {entry["key"]["chunk_hash_hex"] for entry in listed["keys"] + rest["keys"]} == {first, third}
+    assert here.get("/directory/keys", params={"backend": "other"}).json() == {"keys": [], "next_offset": 0}
+    layout = here.post("/lookup", json={"tokens": TOKENS, "event_id": "mine"}).json()
+    assert layout == {"event_id": "mine", "layout_info": {"a": ["LocalDiskBackend", 12]}}
+    usage = here.get("/instances/a/usage").json()["usage"]
+    assert [(entry["tier"], entry["objects"], entry["used_bytes"]) for entry in usage] == [
+        ("l1", 2, 8192),
+        ("l2", 2, 8192),
+    ]
+    figures = here.get("/metrics").text
+    assert "lmcache_mp_coordinator_placements 4.0" in figures
+    assert "lmcache_mp_coordinator_keys 3.0" in figures
+    assert "lmcache_mp_coordinator_instances 1.0" in figures
+    assert "lmcache_mp_coordinator_entries_chunks_total 4.0" in figures
+    assert float(figures.split("\nlmcache_mp_coordinator_directory_bytes ")[1].split()[0]) > 0
+    assert 'lmcache_mp_coordinator_batches_total{outcome="applied"} 2.0' in figures
+
+
+def test_numbers_of_batches(here: TestClient) -> None:
+    """Once, in order; what is missing is asked for; what is older than the incarnation is not taken."""
+    unknown = here.post("/events", json={"batches": [batch(1)]}).json()
+    assert (unknown["stale"], unknown["resync"]) == (1, ["a"])
+    here.post("/instances", json=REGISTERED)
+
+    def told(*batches: dict[str, Any]) -> tuple[int, int, int, list[str]]:
+        answer = here.post("/events", json={"batches": batches}).json()
+        return answer["applied"], answer["duplicates"], answer["stale"], answer["resync"]
+
+    (name, *_) = hashes()
+    assert told(batch(1, entries=entries(name))) == (1, 0, 0, [])
+    assert told(batch(1, entries=entries(name)), batch(2)) == (1, 1, 0, [])
+    assert told(batch(4)) == (1, 0, 0, ["a"])  # 3 is missing
+    assert told(batch(3)) == (0, 1, 0, ["a"])  # too late
+    assert "lmcache_mp_coordinator_gaps_total 1.0" in here.get("/metrics").text
+    assert told(batch(1, incarnation=4)) == (0, 0, 1, [])
+    assert here.get("/directory/stats").json()["placements"] == 1
+    assert told(batch(1, incarnation=6)) == (1, 0, 0, [])
+    assert here.get("/directory/stats").json()["placements"] == 0  # a higher incarnation voids L1
+    assert here.post("/instances", json=REGISTERED).json()["incarnation"] == 6
+    marks = [batch(seq, incarnation=6, event_type="config", resync=mark) for seq, mark in ((2, "begin"), (3, "end"))]
+    assert told(*marks) == (2, 0, 0, [])
+    assert "lmcache_mp_coordinator_complete_resyncs_total 1.0" in here.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/events", {"batches": [batch(0)]}, "seq"),
+        ("/events", {"batches": [batch(1, event_type="look")]}, "event_type"),
+        ("/events", {"batches": [batch(1, entries=entries("xy"))]}, "chunk_hash_hex"),
+        ("/events", {"batches": [{}]}, "instance_id"),
+        ("/instances", {"http_port": 1}, "ip"),
+        ("/instances", {**REGISTERED, "ip": "127.0.0.1/x?"}, "ip"),
+        ("/instances", {**REGISTERED, "instance_id": "a/b"}, "instance_id"),
+        ("/instances", {**REGISTERED, "metadata": {"k": "v" * 5000}}, "metadata"),
+        ("/directory/lookup", {}, "either"),
+        ("/directory/lookup", {"token_ids": [1]}, "model_name"),
+        ("/cache/prefetches", {"instance_id": "x", "model_name": "m", "token_ids": [1]}, "'x'"),
+        ("/cache/pins", {"token_ids": TOKENS, "model_name": "m"}, "nothing to pin"),
+        ("/cache/moves", {"source": "a", "target": "a", "model_name": "m", "token_ids": [1]}, "two servers"),
+        ("/clear", {"instance_id": "a", "location": "Nowhere"}, "LocalCPUBackend"),
+        ("/compress", {"instance_id": "x", "method": "zstd", "tokens": TOKENS}, "'x'"),
+        ("/pin", {"instance_id": "x", "tokens": TOKENS}, "'x'"),
+        ("/query_worker_info", {"instance_id": "x"}, "'x'"),
+        ("/health", {"instance_id": "x"}, "'x'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_sentence(
+    here: TestClient, path: str, body: dict[str, Any], said: str
+) -> None:
+    answer = here.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["detail"], answer.text
+
+
+def test_additional_fields_of_other_servers_are_passed_over(here: TestClient) -> None:
+    here.post("/instances", json=REGISTERED)
+    answer = here.post("/events", json={"batches": [batch(1, newer="field")], "more": 1})
+    assert answer.json()["applied"] == 1
+
+
+def test_a_model_is_asked_for_where_there_are_several(fleet: Fleet, here: TestClient) -> None:
+    assert here.post("/lookup", json={"tokens": TOKENS}).json()["layout_info"] == {}
+    here.post("/instances", json=REGISTERED)
+    first, *_ = hashes()
+    both = [batch(1, entries=entries(first)), batch(2, entries=entries(first, model="other"))]
+    here.post("/events", json={"batches": both})
+    refused = here.post("/lookup", json={"tokens": TOKENS})
+    assert refused.status_code == 400 and "m, other" in refused.json()["detail"]
+    layout = here.post("/lookup", json={"tokens": TOKENS, "model_name": "other"}).json()["layout_info"]
+    assert layout == {"a": ["LocalCPUBackend", CHUNK_TOKENS]}
+    here.delete("/instances/a")
+    fleet.directory.sweep()
+    fleet.directory.refresh_models()
+    assert here.post("/lookup", json={"tokens": TOKENS}).json()["layout_info"] == {}
+
+
+def test_every_rank_must_have_a_chunk(here: TestClient) -> None:
+    here.post("/instances", json=REGISTERED)
+    first, second, _ = hashes()
+    told = [batch(1, entries=entries(first, second)), batch(2, entries=entries(first, rank=1))]
+    here.post("/events", json={"batches": told})
+    assert here.post("/lookup", json={"tokens": TOKENS}).json()["layout_info"] == {
+        "a": ["LocalCPUBackend", CHUNK_TOKENS]
+    }
+
+
+def test_who_is_where(here: TestClient) -> None:
+    assert here.post("/query_instance", json={"ip": "127.0.0.1", "event_id": "e"}).json() == {
+        "event_id": "e",
+        "instance_id": None,
+    }
+    here.post("/instances", json=REGISTERED)
+    assert here.post("/query_instance", json={"ip": "127.0.0.1"}).json()["instance_id"] == "a"
+    (worker,) = here.get("/controller/workers").json()["workers"]
+    assert (worker["instance_id"], worker["ip"], worker["port"]) == ("a", "127.0.0.1", 5555)
+    assert here.post("/query_worker_info", json={"instance_id": "a"}).json()["worker_infos"] == [worker]
+    health = here.post("/health", json={"instance_id": "a"}).json()  # nothing listens there
+    assert health["error_codes"] == {"0": -1} and "127.0.0.1:1" in health["reason"]
+    assert here.get("/controller/key-stats").json() == {"total_keys": 0, "keys_by_instance": {"a": 0}}
+    assert here.post("/check_finish", json={"event_id": "none"}).status_code == 404
+
+
+def test_quotas_outlive_the_coordinator(here: TestClient, fleet: Fleet) -> None:
+    assert here.put("/quota/tenant", json={"limit_gb": 1.5}).json()["limit_gb"] == 1.5
+    assert here.put("/quota/_default", json={"limit_gb": 2}).json()["cache_salt"] == "_default"
+    assert here.delete("/quota/_default").json()["exists"] is False
+    again = Fleet(fleet.settings, lambda: TOKEN, SYSTEM)
+    assert [(quota.cache_salt, quota.limit_bytes) for quota in again.quotas.all()] == [("tenant", 3 << 29)]
+    again.stop()
+    assert here.get("/quota/config").json()["enforced_by"]
+    assert here.put("/quota/tenant", json={"limit_gb": -1}).status_code == 400
+
+
+def test_the_document_of_the_interface_names_every_operation(here: TestClient) -> None:
+    document = here.get("/openapi.json").json()
+    assert "/instances/{instance_id}/heartbeat" in document["paths"]
+    assert document["info"]["title"] == "LMCache coordinator"
+    assert "POST /events" in here.get("/").text
