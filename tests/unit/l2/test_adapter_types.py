@@ -221,3 +221,25 @@ def test_lookups_of_dax_need_no_workers(tmp_path: Path) -> None:
     device = {"device_path": str(tmp_path / "device"), "slot_bytes": 4096, "max_dax_size_gb": 0.001}
     (sentence,) = check(parse_adapter({"type": "dax", **device, "num_lookup_workers": 4, "num_load_workers": 2}, 0))
     assert sentence.startswith('--l2-adapter 1 (dax): "num_lookup_workers" has no effect')
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_shared"),
+    [
+        ({"type": "fs_native", "base_path": "/kv"}, False),
+        ({"type": "resp", "host": "valkey", "port": 6379}, True),
+        ({"type": "s3", "s3_endpoint": "s3://bucket", "s3_region": "eu-central-1"}, True),
+        ({"type": "nixl_store", "backend": "OBJ", "backend_params": {"bucket": "b"}, "pool_size": 8}, True),
+        (
+            {
+                "type": "nixl_store",
+                "backend": "POSIX",
+                "backend_params": {"file_path": "/kv", "use_direct_io": "false"},
+                "pool_size": 8,
+            },
+            False,
+        ),
+    ],
+)
+def test_which_adapters_other_servers_read_as_well(keys: dict[str, Any], is_shared: bool) -> None:
+    assert parse_adapter(keys, 0).is_shared == is_shared

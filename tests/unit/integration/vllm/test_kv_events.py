@@ -4,10 +4,13 @@ The server's side is the real one over a real L1; requests and their hashes are 
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
@@ -419,3 +423,30 @@ def test_the_scheduler_thread_notes_and_takes(service: Service) -> None:
         assert one.noted_chunks == 2
     finally:
         events.close()
+
+
+# ---- what engines offer, and what the guide says ---------------------------------------------------------------------
+def test_engines_whose_events_name_no_tier_publish_none_of_the_server() -> None:
+    class Old(m.Message):
+        block_hashes: list[int]
+        parent_block_hash: int | None
+        token_ids: list[int]
+        block_size: int
+
+    cache = SimpleNamespace(maybe_convert_block_hash=bytes)
+    assert versions.event_interface(SimpleNamespace(BlockStored=Old, BlockRemoved=Old), cache) is None
+    assert versions.event_interface(SimpleNamespace(), cache) is None
+    current = SimpleNamespace(BlockStored=BlockStored, BlockRemoved=BlockRemoved)
+    assert versions.event_interface(current, SimpleNamespace()) is None
+    offered = versions.event_interface(current, cache)
+    assert offered is not None and "extra_keys" in offered.fields
+
+
+def test_the_guide_turns_events_on() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "how-to" / "route_by_kv.md").read_text()
+    (settings,) = re.findall(r"--kv-events-config '(\{.*\})'", text)
+    config = KVEventsConfig(**json.loads(settings))
+    assert versions.publishes_events(SimpleNamespace(kv_events_config=config))
+    assert not versions.publishes_events(SimpleNamespace(kv_events_config=None))
+    (block_tokens,) = set(re.findall(r"--(?:kv-event-)?block-size (\d+)", text))
+    assert 256 % int(block_tokens) == 0
