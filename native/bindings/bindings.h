@@ -21,6 +21,7 @@ void bind_paged_copy(nb::module_& m);
 void bind_cuda(nb::module_& m);
 void bind_l1(nb::module_& m);
 void bind_l1_results(nb::module_& m);
+void bind_change_log(nb::module_& m);
 void bind_ledger(nb::module_& m);
 void bind_fleet_directory(nb::module_& m);
 void bind_file_io(nb::module_& m);

@@ -191,6 +191,20 @@ void bind_report(nb::class_<L1Core>& core) {
         "leased_objects, reservations, quarantined_bytes, evicted_objects, evicted_bytes, allocation_failures "
         "(chunks), index_bytes, above_limits_bytes (what salts take beyond their limits), namespaces, salts (known "
         "now).");
+    core.def(
+        "watch_changes", &L1Core::watch_changes, ReleaseGil(),
+        "A reader more, until it says `unwatch_changes`: from the cursor that this gives on it can read `changes`. "
+        "The latest 2^18 are kept while somebody watches, and nothing else.");
+    core.def("unwatch_changes", &L1Core::unwatch_changes, ReleaseGil());
+    core.def("changes", &L1Core::changes, nb::arg("cursor"), nb::arg("most"), ReleaseGil(),
+             "Which objects became resident and which left, in order, at most so many.");
+    core.def(
+        "resident_in_all",
+        [](L1Core& self, const Digests& namespaces, const Hashes& hashes) {
+            return AsBytes{self.resident_in_all(namespaces, hashes)};
+        },
+        nb::arg("namespaces"), nb::arg("hashes"), ReleaseGil(),
+        "For each chunk a byte: 1 if it is resident in every one of the namespaces. Touches nothing.");
     core.def("set_age_sample_rate", &L1Core::set_age_sample_rate, nb::arg("rate"), ReleaseGil(),
              "The fraction of objects stored from now on that is sampled for `take_ages`, 0 (as at first) to 1. Always "
              "the same keys.");

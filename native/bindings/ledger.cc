@@ -251,6 +251,16 @@ void bind_contents(nb::class_<Ledger>& ledger) {
     ledger.def("lost", with_keys<&Ledger::lost>(), nb::arg("keys"), "They are gone without having been evicted.");
     ledger.def("begin_scan", &Ledger::begin_scan,
                "The number of a scan: objects that are stored or found from now on have been seen by it.");
+    ledger.def("watch_changes", &Ledger::watch_changes, "As of L1Core.");
+    ledger.def("unwatch_changes", &Ledger::unwatch_changes);
+    ledger.def("changes", &Ledger::changes, nb::arg("cursor"), nb::arg("most"), ReleaseGil(),
+               "What became known, or is charged otherwise, and what is known no longer, in order, at most so many.");
+    ledger.def(
+        "known_in_all",
+        [](const Ledger& self, const Packed<lmcache::Digest, "namespaces">& namespaces,
+           const Packed<std::uint8_t, "hashes">& hashes) { return AsBytes{self.known_in_all(namespaces, hashes)}; },
+        nb::arg("namespaces"), nb::arg("hashes"), ReleaseGil(),
+        "For each chunk a byte: 1 if it is known in every one of the namespaces (packed digests).");
     ledger.def(
         "list", &Ledger::list, nb::arg("start"), nb::arg("most"), nb::arg("unseen_by") = nb::none(), ReleaseGil(),
         "A page of at most `most` known objects, maybe empty, from `start` on, which is 0 at first. Objects stored "

@@ -37,6 +37,7 @@ NB_MODULE(_native, m) {
     bind_frame(m);
     bind_cuda(m);
     bind_paged_copy(m);
+    bind_change_log(m);
     bind_l1_results(m);
     bind_l1(m);
     bind_ledger(m);

@@ -124,6 +124,7 @@ void L1Core::forget(std::uint32_t index) {
             --staged_;
             break;
         case ObjectState::kResident:
+            note_change(index, false);
             keys_.erase(hash_object(object), index);
             order_.leave(index);
             --resident_;

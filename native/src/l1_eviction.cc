@@ -212,6 +212,7 @@ Removed L1Core::clear(Owner spared_owner) {
         if (object.state != ObjectState::kResident || spared.contains(index)) continue;
         note_fate(index, Fate::kCleared);
         if (object.readers != 0) {
+            note_change(index, false);
             keys_.erase(hash_object(object), index);
             order_.leave(index);
             --resident_;

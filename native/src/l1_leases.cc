@@ -124,6 +124,20 @@ std::vector<std::uint8_t> L1Core::resident_each(NamespaceDigests namespaces, Has
     return resident;
 }
 
+std::vector<std::uint8_t> L1Core::resident_in_all(NamespaceDigests namespaces, Hashes hashes) {
+    const MutexLock lock(mutex_);
+    check_product(namespaces, hashes);
+    const std::vector<std::uint32_t> numbers = numbers_of(namespaces);
+    std::vector<std::uint8_t> resident(hashes.size() / kChunkHashBytes, 1);
+    sweep(numbers, hashes,
+          [&](std::size_t chunk, std::size_t position, std::uint64_t key_hash, const std::uint8_t* hash) {
+              const std::uint32_t index = find(key_hash, numbers[position], hash);
+              if (index == kNoObject || objects_[index].state != ObjectState::kResident) resident[chunk] = 0;
+              return true;
+          });
+    return resident;
+}
+
 std::size_t L1Core::retain(NamespaceDigests namespaces, Hashes hashes) {
     const MutexLock lock(mutex_);
     std::size_t retained = 0;

@@ -87,6 +87,7 @@ bool L1Core::recover_frame(const RecoveredFrame& frame, const Digest& digest, st
     charge(name_space, frame.units);
     order_.enter(index, key_hash);
     ++resident_;
+    note_change(index, true);
     return true;
 }
 

@@ -32,6 +32,25 @@ ObjectPage L1Core::list_objects(std::uint32_t start, std::size_t count, std::siz
     return page;
 }
 
+std::uint64_t L1Core::watch_changes() {
+    const MutexLock lock(mutex_);
+    changes_.watch();
+    return changes_.next();
+}
+
+void L1Core::unwatch_changes() {
+    const MutexLock lock(mutex_);
+    changes_.unwatch();
+}
+
+ChangePage L1Core::changes(std::uint64_t cursor, std::size_t most) {
+    const ChangeBatch batch = [&] {
+        const MutexLock lock(mutex_);
+        return changes_.read(cursor, most);
+    }();
+    return page_of(batch);
+}
+
 L1Stats L1Core::stats() {
     const MutexLock lock(mutex_);
     L1Stats stats{};
@@ -51,7 +70,8 @@ L1Stats L1Core::stats() {
     stats.evicted_bytes = bytes(evicted_units_);
     stats.allocation_failures = allocation_failures_;
     stats.index_bytes = objects_.memory_bytes() + keys_.memory_bytes() + arena_.memory_bytes() +
-                        namespaces_.memory_bytes() + order_.memory_bytes() + ages_.memory_bytes();
+                        namespaces_.memory_bytes() + order_.memory_bytes() + ages_.memory_bytes() +
+                        changes_.memory_bytes();
     stats.namespaces = namespaces_.size();
     stats.salts = namespaces_.salts();
     return stats;

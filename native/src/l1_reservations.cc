@@ -122,6 +122,7 @@ Committed L1Core::commit(std::uint64_t id, std::span<const std::uint8_t> written
             object.temporary = options.temporary;
             --staged_;
             ++resident_;
+            note_change(index, true);
             if (leased) {
                 object.readers = 1;
                 ++leased_objects_;

@@ -168,6 +168,7 @@ std::uint32_t Ledger::add(std::uint32_t name_space, const std::uint8_t* hash, st
 }
 
 void Ledger::drop(std::uint32_t index, std::uint64_t key_hash) {
+    note_change(index, false);
     end_counting(index);
     if (objects_[index].readers == 0) {
         forget(index, key_hash);
@@ -226,10 +227,12 @@ std::uint64_t Ledger::stored(const LedgerKeys& keys, std::span<const std::uint64
         std::uint32_t index = find(key_hash, number, keys.hash(key));
         if (index == kNoObject) index = add(number, keys.hash(key), key_hash);
         const ObjectState state = objects_[index].state;
+        const bool is_news = state == ObjectState::kDetached || objects_[index].charge() != charges_bytes[key];
         if (state == ObjectState::kResident) leave(index);
         if (state == ObjectState::kLeaving) --leaving_;
         if (state != ObjectState::kDetached) end_counting(index);
         begin_counting(index, charges_bytes[key]);
+        if (is_news) note_change(index, true);
         become_resident(index, [&] {
             if (state == ObjectState::kDetached) {
                 order_.enter(index, key_hash);
@@ -255,6 +258,7 @@ void Ledger::found(const LedgerKeys& keys, std::span<const std::uint64_t> sizes_
         }
         if (index == kNoObject) index = add(number, keys.hash(key), key_hash);
         begin_counting(index, charges_bytes[key]);
+        note_change(index, true);
         if (newer) {
             become_resident(index, [&] { order_.enter(index, key_hash); });
             order_.to_newest(index);
@@ -272,6 +276,7 @@ void Ledger::see_again(std::uint32_t index, std::uint64_t charge_bytes) {
     leave(index);
     end_counting(index);
     begin_counting(index, charge_bytes);
+    note_change(index, true);
     become_resident(index, [&] { order_.enter_again(index); });
     order_.to_newest(index);
 }
@@ -481,6 +486,45 @@ LedgerPage Ledger::list(std::uint32_t start, std::size_t most, std::optional<std
     return builder.page();
 }
 
+// ---- changes --------------------------------------------------------------------------------------------------------
+
+std::uint64_t Ledger::watch_changes() {
+    const MutexLock lock(mutex_);
+    changes_.watch();
+    return changes_.next();
+}
+
+void Ledger::unwatch_changes() {
+    const MutexLock lock(mutex_);
+    changes_.unwatch();
+}
+
+ChangePage Ledger::changes(std::uint64_t cursor, std::size_t most) const {
+    const ChangeBatch batch = [&] {
+        const MutexLock lock(mutex_);
+        return changes_.read(cursor, most);
+    }();
+    return page_of(batch);
+}
+
+std::vector<std::uint8_t> Ledger::known_in_all(std::span<const Digest> namespaces,
+                                               std::span<const std::uint8_t> hashes) const {
+    if (namespaces.empty()) throw std::invalid_argument("at least one namespace is needed");
+    if (hashes.size() % kChunkHashBytes != 0) throw std::invalid_argument("hashes must be 32 bytes each");
+    const MutexLock lock(mutex_);
+    std::vector<std::uint8_t> known(hashes.size() / kChunkHashBytes, 1);
+    for (const Digest& digest : namespaces) {
+        const std::uint32_t number = namespaces_.find(digest);
+        for (std::size_t chunk = 0; chunk < known.size(); ++chunk) {
+            if (known[chunk] == 0) continue;
+            const std::uint8_t* const hash = &hashes[chunk * kChunkHashBytes];
+            const std::uint32_t index = find(hash_key_(number, hash), number, hash);
+            known[chunk] = index != kNoObject && objects_[index].state != ObjectState::kDetached ? 1 : 0;
+        }
+    }
+    return known;
+}
+
 // ---- figures --------------------------------------------------------------------------------------------------------
 
 LedgerStats Ledger::stats() const {
@@ -495,7 +539,7 @@ LedgerStats Ledger::stats() const {
     stats.namespaces = namespaces_.size();
     stats.memory_bytes = objects_.memory_bytes() + keys_.memory_bytes() + namespaces_.memory_bytes() +
                          order_.memory_bytes() + folders_.memory_bytes() + encoded_.capacity() * sizeof(std::string) +
-                         encoded_bytes_;
+                         encoded_bytes_ + changes_.memory_bytes();
     return stats;
 }
 

@@ -23,6 +23,7 @@
 
 #include "lmcache/age_samples.h"
 #include "lmcache/arena.h"
+#include "lmcache/change_log.h"
 #include "lmcache/claim_table.h"
 #include "lmcache/eviction/ghosts.h"
 #include "lmcache/eviction/order.h"
@@ -214,6 +215,15 @@ public:
     // so many records are looked at, so that a page may be short, or empty, and not the last one.
     ObjectPage list_objects(std::uint32_t start, std::size_t count,
                             std::size_t most_examined = std::numeric_limits<std::size_t>::max());
+
+    // Which objects became resident and which left, in order, while somebody watches (change_log.h). `watch_changes`
+    // gives the cursor from which on this reader can read.
+    std::uint64_t watch_changes();
+    void unwatch_changes();
+    ChangePage changes(std::uint64_t cursor, std::size_t most);
+    // For each chunk 1 if it is resident in every namespace, else 0.
+    std::vector<std::uint8_t> resident_in_all(NamespaceDigests namespaces, Hashes hashes);
+
     L1Stats stats();
     std::uint64_t usage_of(std::string_view salt);
     std::vector<std::pair<std::string, std::uint64_t>> salt_usage();
@@ -277,6 +287,12 @@ private:
     void count_eviction(std::uint32_t index);
     std::uint64_t fate_key(const Digest& digest, const std::uint8_t* hash) const;
     void note_fate(std::uint32_t index, Fate fate);
+    // To be called when it has become resident, and before it ceases to be.
+    void note_change(std::uint32_t index, bool added) {
+        if (!changes_.watched()) return;
+        const Object& object = objects_[index];
+        changes_.add(namespaces_.digest_of(object.name_space), object.hash, bytes(object.units), added);
+    }
     void note_abandoned(const Reservation& reservation);
     // Makes a resident object the most recently used of its queue.
     void make_newest(std::uint32_t index);
@@ -308,6 +324,7 @@ private:
     EvictionOrder order_;
     AgeSamples ages_;
     Ghosts fates_;
+    ChangeLog changes_;
     std::vector<Overuse> overuses_;
     std::uint8_t cycle_ = 0;  // calls of enforce_limits(spare_new)
     ClaimTable<Lease> leases_;

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "lmcache/change_log.h"
 #include "lmcache/eviction/order.h"
 #include "lmcache/folder_count.h"
 #include "lmcache/key_hash.h"
@@ -129,6 +130,14 @@ public:
     // `unseen_by`: only those that this scan has not seen, if it is among the last 255.
     LedgerPage list(std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by) const;
 
+    // What became known, or is charged otherwise, and what is known no longer, as in L1Core.
+    std::uint64_t watch_changes();
+    void unwatch_changes();
+    ChangePage changes(std::uint64_t cursor, std::size_t most) const;
+    // For each chunk 1 if it is known in every namespace, else 0.
+    std::vector<std::uint8_t> known_in_all(std::span<const Digest> namespaces,
+                                           std::span<const std::uint8_t> hashes) const;
+
     LedgerStats stats() const;
     // Throws std::runtime_error that names the broken invariant. O(objects).
     void check() const;
@@ -160,6 +169,11 @@ private:
     // Known from now on, and no longer.
     void begin_counting(std::uint32_t index, std::uint64_t charge_bytes);
     void end_counting(std::uint32_t index);
+    void note_change(std::uint32_t index, bool added) {
+        if (!changes_.watched()) return;
+        const Object& object = objects_[index];
+        changes_.add(namespaces_.digest_of(object.name_space), object.hash, object.charge(), added);
+    }
     void see_again(std::uint32_t index, std::uint64_t charge_bytes);
     // Resident and charged to its salt; `enter` is one of the order's ways in. And no longer.
     template <typename Enter>
@@ -177,6 +191,7 @@ private:
     EvictionOrder order_;  // of what is resident
     FolderCount folders_;
     LedgerCapacity capacity_;
+    ChangeLog changes_;
     std::uint8_t scan_ = 0;  // the youngest; wraps around
     std::size_t known_ = 0;  // resident or leaving
     std::size_t leaving_ = 0;

@@ -22,5 +22,6 @@ inline constexpr std::size_t kMaxCopyThreads = 64;
 inline constexpr std::size_t kMaxCopyJobs = 65536;
 inline constexpr std::size_t kMaxIoJobs = 65536;
 inline constexpr std::size_t kMaxParallelThreads = 64;
+inline constexpr std::size_t kMaxChangesKept = std::size_t{1} << 18;  // of an index, 18 MiB, while somebody watches
 
 }  // namespace lmcache

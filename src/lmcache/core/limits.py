@@ -43,6 +43,17 @@ MAX_CALLS_IN_FLIGHT_PER_CLIENT = 4096
 MAX_UNCONFIRMED_MESSAGES = 16_384  # unconfirmed releases and ends of sessions of one engine
 MAX_DEFERRED_CALLS = 16_384  # of all clients: lookups that wait for L2
 
+# changes that engines follow for the KV events of routers
+MAX_CHANGES_PER_INDEX = 1 << 18  # that L1 and each adapter keep while somebody follows them, 72 bytes each
+MAX_CHANGES_PER_CALL = 8192  # looked at, of all indexes
+MAX_CHUNKS_ASKED_FOR = 4096  # in one call, beside what has changed
+MAX_SALTS_FOLLOWED = 1024  # by one engine
+MAX_INDEXES_FOLLOWED = 64  # L1 and adapters
+MAX_CHUNKS_ANNOUNCED = 32_768  # that an engine remembers, with their tokens and blocks: 2 KB each
+MAX_ORDERS_NOTED = 4096  # requests whose chunks an engine has not remembered yet
+MAX_EVENTS_WAITING = 4096  # for a step of the engine; beyond, it reads no changes
+CHANGES_UNREAD_SECONDS = 60.0  # then they are no longer kept
+
 # payload over the socket
 MAX_PAYLOAD_PART_BYTES = MIB  # of one message: what PING and other engines may have to wait behind
 PAYLOAD_WINDOW_BYTES = 8 * MIB  # that a worker has on its way, asked for or sent
@@ -140,6 +151,8 @@ assert MAX_TOKENS_PER_SESSION * 4 + MAX_EXTRAS_PER_SESSION * 64 + MAX_IDENTITY_B
 assert MAX_SLOTS_PER_CALL * 8 + MAX_CHUNKS_PER_CALL * 32 + MIB < MAX_MESSAGE_BYTES
 assert MAX_MESSAGE_BYTES * 2 < MAX_UNSENT_BYTES_PER_CONNECTION < MAX_UNSENT_BYTES
 assert MAX_SLOTS_PER_CALL * 8 + MAX_CHUNKS_PER_CALL * 32 < MAX_RESERVATION_BYTES_PER_WORKER
+assert MAX_CHANGES_PER_CALL + MAX_CHUNKS_ASKED_FOR <= MAX_CHUNKS_PER_CALL
+assert MAX_SALTS_FOLLOWED <= MAX_CHUNKS_PER_CALL
 assert MAX_NAMESPACES_PER_TENANT <= MAX_NAMESPACES_KEPT_PER_INSTANCE
 assert FRAME_HEADER_BYTES < MAX_PAYLOAD_PART_BYTES < MAX_MESSAGE_BYTES
 assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_WORKER // 2 <= MAX_PAYLOAD_BYTES

@@ -40,6 +40,11 @@ Tensor = tuple[
     Annotated[list[int], Meta(max_length=limits.MAX_TENSOR_DIMENSIONS)],
 ]
 TensorList = Annotated[list[Tensor], Meta(max_length=limits.MAX_TENSORS)]
+SaltList = Annotated[list[Name], Meta(max_length=limits.MAX_SALTS_FOLLOWED)]
+CursorList = Annotated[list[int], Meta(max_length=limits.MAX_INDEXES_FOLLOWED + 1)]
+CountList = Annotated[list[int], Meta(max_length=16)]
+AskedHashes = Annotated[bytes, Meta(max_length=CHUNK_HASH_BYTES * limits.MAX_CHUNKS_ASKED_FOR)]
+Positions = Annotated[bytes, Meta(max_length=4 * limits.MAX_CHUNKS_PER_CALL)]  # u32
 ModeList = Annotated[list[Name], Meta(max_length=limits.MAX_TRANSFER_MODES)]
 
 
@@ -282,6 +287,40 @@ class AppendReply(Message):
     hashes: Hashes
 
 
+# ---- changes, for the KV events of routers (scheduler side) ----------------------------------------------------------
+class ChunkChanges(Message):
+    """Asks which chunks have changed, and where each of them and of the chunks that are named here is now: of this
+    instance's own namespaces, and of salts that it uses. Answered at once.
+
+    A chunk that has changed is reported as it is when the call is answered, not as it was in between: what happens
+    later is reported by the next call. So a client that goes from cursor to cursor ends up with what is there."""
+
+    instance_id: Name
+    server_epoch: ServerEpoch  # of the server that gave the cursor
+    cursor: CursorList  # as it was answered last; empty: begins
+    salts: SaltList
+    asked_salts: Positions = b""  # of each chunk that is named: the position of its salt in `salts`
+    asked_hashes: AskedHashes = b""
+    shared_l2: bool = False  # what adapters hold that other servers read as well counts, too
+    # Since the last call, for the server's metrics: chunks announced to routers and taken back, changes of chunks that
+    # this engine does not know, chunks that it had no room to remember.
+    counts: CountList = []
+
+
+class ChunkChangesReply(Message):
+    """`lost`: the cursor was of another server, or too old, or the registrations have changed since: the client asks
+    for all the chunks that it follows, from the cursor of this answer on. `more`: there are further changes already.
+    `unused_salts`: positions of salts that this instance has not used, or not since a registration changed."""
+
+    cursor: CursorList
+    lost: bool
+    more: bool
+    unused_salts: PositionList
+    salts: Positions  # of each chunk below
+    hashes: Hashes
+    tiers: Flags  # a byte each: 1 all of it is in L1, 2 all of it is in one adapter of L2, 3 both, 0 neither
+
+
 # ---- payload over the socket (workers registered with transfer_mode "socket") ----------------------------------------
 class Write(Message):
     """The next bytes of the frame that a reservation has a slot for: parts of one frame come in order, without a gap.
@@ -346,6 +385,7 @@ METHODS: dict[str, tuple[type[Message], type[Message]]] = {
     "probe_keys": (ProbeKeys, ProbeKeysReply),
     "release": (Release, Empty),
     "end_session": (EndSession, Empty),
+    "chunk_changes": (ChunkChanges, ChunkChangesReply),
     "reserve": (Reserve, ReserveReply),
     "commit": (Commit, CommitReply),
     "write": (Write, WriteReply),

@@ -25,6 +25,7 @@ from lmcache.protocol.messages import (
     TransferMode,
 )
 from lmcache.service.cache_operations import Registered
+from lmcache.service.chunk_changes import ChunkChangeService
 from lmcache.service.client_access import ClientAccess
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import InstanceRegistry
@@ -68,6 +69,7 @@ class CacheService:
         counts = LookupCounts(context)
         self._lookups = LookupService(context, self._registry, self._sessions, counts)
         self._probes = KeyProbeService(context, self._registry, counts)
+        self._changes = ChunkChangeService(context, self._registry)
         self._stores = StoreService(context, self._registry)
         self._socket_frames = SocketFrameService(context, self._registry, copies)
         self._access = ClientAccess(self._loop, self._registry)
@@ -100,6 +102,7 @@ class CacheService:
             "probe_keys": self._probes.probe_keys,
             "release": self._lookups.release,
             "end_session": self._lookups.end_session,
+            "chunk_changes": self._changes.chunk_changes,
             "reserve": self._stores.reserve,
             "commit": self._stores.commit,
             "write": self._socket_frames.write,

@@ -60,6 +60,12 @@ class Instance:
         self.session_bytes = 0  # that `SessionTable` has counted for them
         self.leases: dict[int, Session] = {}
         self.tenants: dict[str, Tenant] = {}
+        self.registrations = 0  # that began or ended
+
+    def registrations_changed(self) -> None:
+        """What was made of them is void."""
+        self.registrations += 1
+        self.tenants.clear()
 
     def silent(self, now: float) -> bool:
         """Whether a part of it that is registered misses its heartbeats."""

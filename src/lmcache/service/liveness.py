@@ -103,7 +103,7 @@ class LivenessService:
         owner = self._owners.take()
         now = self._clock.monotonic()
         instance.scheduler = Scheduler(owner, now, message.heartbeat_interval_seconds, message.process, message)
-        instance.tenants.clear()
+        instance.registrations_changed()
         log.info(
             "Instance %s registered: model %s, %d ranks, %d object groups, %s",
             message.instance_id,
@@ -136,7 +136,7 @@ class LivenessService:
         instance.workers[message.worker_id] = Worker(
             owner, now, message.heartbeat_interval_seconds, message.process, message
         )
-        instance.tenants.clear()
+        instance.registrations_changed()
         log.info(
             "Worker %d of instance %s registered as rank %d, transfer mode %s",
             message.worker_id,
@@ -195,7 +195,7 @@ class LivenessService:
     def _remove(self, instance: Instance, worker_id: int, *, graceful: bool) -> None:
         if worker_id != SCHEDULER_SIDE:
             self._end_worker(instance, worker_id, graceful=graceful)
-            instance.tenants.clear()
+            instance.registrations_changed()
         elif instance.scheduler is not None:
             self._end_scheduler(instance, instance.scheduler, graceful=graceful)
         if instance.scheduler is None and not instance.workers:
@@ -210,7 +210,7 @@ class LivenessService:
     def _end_scheduler(self, instance: Instance, scheduler: Scheduler, *, graceful: bool = False) -> None:
         self._sessions.end_all(instance)
         instance.scheduler = None
-        instance.tenants.clear()
+        instance.registrations_changed()
         self._owners.end(scheduler.owner, graceful=graceful)
 
     # ---- sweep -------------------------------------------------------------------------------------------------------

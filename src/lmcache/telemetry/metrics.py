@@ -154,6 +154,17 @@ class ServiceMetrics(_Group):
     l1_read = _counter("Chunks leased from L1", unit="chunks")
     l1_write = _counter("Chunks made resident in L1", unit="chunks")
     l1_read_failure = _counter("Leased chunks that an engine reported as unreadable", unit="chunks")
+    chunk_changes = _counter("Chunks of which engines with KV events were told where they are now", unit="chunks")
+    chunk_changes_lost = _counter("Times that such an engine had to ask for all its chunks again")
+    kv_events = _counter(
+        "Chunks that engines announced to routers (stored) or took back (removed)", "type", unit="chunks"
+    )
+    kv_events_skipped = _counter(
+        "Chunks that engines announced to nobody: they never saw their tokens (unknown), or had no room for them "
+        "(no_room)",
+        "reason",
+        unit="chunks",
+    )
     num_submitted_stores = _counter("Reservations that were handed slots")
     num_finished_stores = _counter("Reservations that ended, by their commit or with their worker")
     num_submitted_retrieves = _counter("Leases given to engines")

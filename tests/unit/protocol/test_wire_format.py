@@ -40,6 +40,10 @@ EXAMPLES: dict[str, m.Message] = {
     "LookupKeys": m.LookupKeys("engine-1", 0, "get-7", "tenant", bytes(range(32)), 1.5),
     "ProbeKeys": m.ProbeKeys("engine-1", 0, "tenant", bytes(range(32)), 1.5, 64),
     "ProbeKeysReply": m.ProbeKeysReply(b"\0\1\2"),
+    "ChunkChanges": m.ChunkChanges(
+        "engine-1", bytes(range(16)), [3, 70_000, 12], ["tenant"], bytes(4), bytes(range(32)), True, [5, 1, 0, 2]
+    ),
+    "ChunkChangesReply": m.ChunkChangesReply([3, 70_001, 12], False, True, [1], bytes(4), bytes(range(32)), b"\3"),
     "Write": m.Write("engine-1", 1, bytes(range(16)), 3, 0, 2, 4096, memoryview(b"part")),
     "WriteReply": m.WriteReply(4100),
     "Read": m.Read("engine-1", 1, bytes(range(16)), 9, 0, 2, 4096, 4),

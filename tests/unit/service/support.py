@@ -15,6 +15,7 @@ from lmcache.core.key_batch import KeyBatch
 from lmcache.l1.store import L1Options, L1Store
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
+from lmcache.service.chunk_changes import ChunkChangeService
 from lmcache.service.context import ServiceContext, ServiceSettings
 from lmcache.service.instances import SCHEDULER_SIDE, InstanceRegistry
 from lmcache.service.key_probes import KeyProbeService
@@ -82,6 +83,7 @@ class Storage:
     cancelled: list[int] = field(default_factory=list)
     searched: list[Search] = field(default_factory=list)
     commits: list[tuple[KeyBatch, Committed]] = field(default_factory=list)
+    runners: list[Any] = field(default_factory=list)
     fault: Exception | None = None
 
     def prefetch(self, request: PrefetchRequest, on_done: Callable[[PrefetchResult], None]) -> Callable[[], None]:
@@ -149,6 +151,7 @@ class Service:
         counts = LookupCounts(context)
         self.lookups = LookupService(context, self.registry, self.sessions, counts)
         self.probes = KeyProbeService(context, self.registry, counts)
+        self.changes = ChunkChangeService(context, self.registry)
         self.stores = StoreService(context, self.registry)
         self.socket_frames = SocketFrameService(context, self.registry, self.copies)
         self.liveness = LivenessService(context, self.registry, self.sessions, self.owners)

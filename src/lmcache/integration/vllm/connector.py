@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,13 +39,21 @@ from lmcache.integration.vllm.block_tables import BlockTables
 from lmcache.integration.vllm.chunk_blocks import is_all_or_nothing
 from lmcache.integration.vllm.groups import CacheGroup, cacheable_groups
 from lmcache.integration.vllm.identity import engine_identity, model_identity, names_media
+from lmcache.integration.vllm.kv_event_maker import EventOptions
+from lmcache.integration.vllm.kv_events import KVEvents
 from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.integration.vllm.settings import SHORT_START_SECONDS, ConnectorSettings
 from lmcache.integration.vllm.speculation import longest_drafted_tokens, lookahead_tokens
 from lmcache.integration.vllm.step_builder import BlockTable
 from lmcache.integration.vllm.utils import mla_enabled
-from lmcache.integration.vllm.versions import fill_unknown_methods, installed_engine, missing_in_pool
+from lmcache.integration.vllm.versions import (
+    fill_unknown_methods,
+    installed_engine,
+    installed_events,
+    missing_in_pool,
+    publishes_events,
+)
 from lmcache.protocol.messages import RegisterInstance
 from lmcache.telemetry.logs import ROOT_LOGGER, configure_logs, level_from
 
@@ -161,6 +169,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._instance_id,
             self._scheduler_options(),
             local_worker=lambda: _lone_workers.get(self._instance_id),
+            events=self._events(client),
             environment=self._environment,
         )
 
@@ -181,6 +190,19 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             lookahead_tokens=lookahead_tokens(self._vllm_config),
             longest_drafted_tokens=longest_drafted_tokens(self._vllm_config),
         )
+
+    def _events(self, client: Client) -> KVEvents | None:
+        if not publishes_events(self._vllm_config):
+            return None
+        events = installed_events()
+        if events is None:
+            log.warning("KV events of this version of vLLM name no tier: none are published of the LMCache server")
+            return None
+        group = next((number for number, group in enumerate(self._groups) if not group.tail_tokens), 0)
+        options = EventOptions(
+            block_tokens=self._groups[group].block_tokens, group=group, shared_l2=self._settings.events_shared_l2
+        )
+        return KVEvents(client, self._instance_id, options, events, self._environment)
 
     def _saves_decode(self) -> bool:
         if self._settings.save_decode_cache and any(group.is_state for group in self._groups):
@@ -332,7 +354,10 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         def reset_without_pins() -> bool:  # vLLM asks no connector before it looks whether a block is in use
             self._await_pins()
-            return bool(reset_pool())
+            is_reset = bool(reset_pool())
+            if is_reset and self.scheduler_side is not None and self.scheduler_side.events is not None:
+                self.scheduler_side.events.cleared()
+            return is_reset
 
         pool.reset_prefix_cache = reset_without_pins
 
@@ -403,7 +428,13 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler_side is not None and self.scheduler_side.pins_end_soon
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler_side is not None and self.scheduler_side.has_pins
+        return self.scheduler_side is not None and self.scheduler_side.needs_steps
+
+    @_contained(())
+    def take_events(self) -> Iterable[Any]:
+        if self.scheduler_side is None or self.scheduler_side.events is None:
+            return ()
+        return self.scheduler_side.events.take()
 
     # ---- the worker's calls ------------------------------------------------------------------------------------------
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -7,23 +7,29 @@ may end: its blocks then stay pinned until they are stored.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache.client.lookup_client import LookupClient, Progress, RequestSession
+from lmcache.client.lookup_client import LookupClient, Progress
 from lmcache.integration.engine.connector_metadata import StoreOrder
 from lmcache.integration.vllm.block_pins import BlockPins
 from lmcache.integration.vllm.tracked_request import TrackedRequest
 
 _IDLE_WAIT_SECONDS = 0.002  # an engine with nothing else to do waits this long for an answer instead of spinning
 
+NoteStored = Callable[[TrackedRequest, int], None]
+
+
+def _note_nothing(tracked: TrackedRequest, end_chunk: int) -> None:
+    pass
+
 
 @dataclass
 class _Tail:
     """The last chunks of a request that has ended, pinned."""
 
-    session: RequestSession
+    tracked: TrackedRequest
     first_chunk: int
     end_chunk: int
     job: int
@@ -33,9 +39,11 @@ class _Tail:
 class DecodeStore:
     """Belongs to the scheduler's thread."""
 
-    def __init__(self, lookups: LookupClient, pins: BlockPins) -> None:
+    def __init__(self, lookups: LookupClient, pins: BlockPins, note_stored: NoteStored = _note_nothing) -> None:
+        """`note_stored`: the chunks of a request up to that one are being stored."""
         self._lookups = lookups
         self._pins = pins
+        self._note_stored = note_stored
         self._tails: list[_Tail] = []
 
     def learn(self, tracked: TrackedRequest, request: Any, tokens: int) -> None:
@@ -68,7 +76,7 @@ class DecodeStore:
         job = self._pins.pin(blocks)
         if job is not None:
             packed = tuple(array("q", group).tobytes() for group in blocks)
-            self._tails.append(_Tail(session, first_chunk, end_chunk, job, packed))
+            self._tails.append(_Tail(tracked, first_chunk, end_chunk, job, packed))
 
     def drop_tails(self) -> None:
         """Unpins the tails that are not ordered to be stored yet."""
@@ -83,7 +91,7 @@ class DecodeStore:
         orders, waiting = [], []
         wait_seconds = _IDLE_WAIT_SECONDS if idle else 0.0
         for tail in self._tails:
-            session = tail.session
+            session = tail.tracked.session
             progress = self._lookups.take_hashes(session, wait_seconds)
             if progress is Progress.WAITING:
                 waiting.append(tail)
@@ -95,6 +103,7 @@ class DecodeStore:
             if progress is Progress.FAILED or not whole or hello is None or hello is not self._lookups.client.hello:
                 self._pins.drop(tail.job)
                 continue
+            self._note_stored(tail.tracked, tail.end_chunk)
             orders.append(StoreOrder(tail.job, hello.server_epoch, session.cache_salt, hashes.packed, tail.blocks))
         self._tails = waiting
         return orders

@@ -115,6 +115,7 @@ class HitLookups:
         if progress is Progress.ANSWERED:
             tracked.move(RequestState.ANSWERED)
             assert session.answer is not None and session.server is not None
+            self._parts.note_named(tracked, session.answer.chunks)
             from_l2 = (session.answer.chunks - session.answer.chunks_l1) * session.server.chunk_tokens
             self._parts.note_load(Tier.L2, from_l2, waited_until - session.looked_up_at)
         elif progress is Progress.FAILED:

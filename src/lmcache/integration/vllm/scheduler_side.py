@@ -40,6 +40,7 @@ from lmcache.protocol.tokens import pack_tokens
 if TYPE_CHECKING:
     from lmcache.client.client import Client
     from lmcache.integration.engine.worker_side import WorkerSide
+    from lmcache.integration.vllm.kv_events import KVEvents
 
 log = logging.getLogger("lmcache.vllm")
 
@@ -58,9 +59,10 @@ class SchedulerSide:
         options: SchedulerOptions,
         *,
         local_worker: Callable[[], WorkerSide | None] = lambda: None,
+        events: KVEvents | None = None,
         environment: EngineEnvironment = ENGINE_SYSTEM,
     ) -> None:
-        """`local_worker`: the only worker, if it is in this process."""
+        """`local_worker`: the only worker, if it is in this process. `events`: what routers are told."""
         clock = environment.clock
         self._clock = clock
         self._client = client
@@ -75,11 +77,12 @@ class SchedulerSide:
             prefixes=InflightPrefixes(options.workers, clock),
             latency=LatencyModel(),
             clock=clock,
+            events=events,
         )
         self.requests = self._parts.requests  # by id, from their arrival until nothing is kept of them
         self._step_timer = StepTimer(clock)
         keeps_decoded = options.save_decode and options.stores
-        self._decoded = DecodeStore(self._parts.lookups, self._parts.pins) if keeps_decoded else None
+        self._decoded = self._decode_store() if keeps_decoded else None
         self._hits = HitLookups(self._parts, takes_decoded=keeps_decoded)
         undrafted = UndraftedBlocks(options.groups, options.longest_drafted_tokens)
         self._steps = StepBuilder(self._parts, self._hits, self._decoded, undrafted)
@@ -87,7 +90,15 @@ class SchedulerSide:
     def bind(self, block_pool: Any, block_table: BlockTable) -> None:
         """`block_table(request id)` gives the block ids of each group."""
         self._parts.pins.bind(block_pool)
+        if self.events is not None:
+            self.events.bind(block_pool)
         self._steps.bind(block_table)
+
+    def _decode_store(self) -> DecodeStore:
+        parts = self._parts
+        return DecodeStore(
+            parts.lookups, parts.pins, lambda tracked, end_chunk: parts.note_named(tracked, end_chunk, stored=True)
+        )
 
     # ---- lookups -----------------------------------------------------------------------------------------------------
     def on_new_request(self, request: Any) -> None:
@@ -264,6 +275,8 @@ class SchedulerSide:
         lookups = self._parts.lookups
         lookups.suspended = True
         self._generation = self._random_bytes(_GENERATION_BYTES)
+        if self.events is not None:
+            self.events.renamed()
         for tracked in self.requests.values():
             self._rename(tracked)
         if not self._parts.pins.pool_is_empty:
@@ -285,12 +298,22 @@ class SchedulerSide:
         )
         tracked.session = self._parts.lookups.renamed(tracked.session, identity)
         tracked.stored_chunks = 0
+        tracked.noted_at = None
         if tracked.load is None and tracked.state is not RequestState.IDLE:
             tracked.move(RequestState.IDLE)
 
     @property
+    def events(self) -> KVEvents | None:
+        return self._parts.events
+
+    @property
     def has_pins(self) -> bool:
         return self._parts.pins.held
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the engine has to go on stepping without requests: for stores, or to publish events."""
+        return self.has_pins or (self.events is not None and self.events.is_pending)
 
     @property
     def pins_end_soon(self) -> bool:
@@ -303,4 +326,6 @@ class SchedulerSide:
         self._parts.pins.check_idle()
 
     def close(self) -> None:
+        if self.events is not None:
+            self.events.close()
         self._parts.lookups.close()

@@ -29,9 +29,11 @@ _LOSSY_SERDE = "lmcache.mp.lossy_serde"
 _LOOKUP_TIMEOUT = "lmcache.mp.lookup_timeout"
 _AUTOSTART = "lmcache.mp.autostart"
 _SERVER_ARGS, _KEEP = "lmcache.mp.autostart.server_args", "lmcache.mp.autostart.keep"
+_EVENTS_SHARED_L2 = "lmcache.mp.kv_events_shared_l2"
 _WAIT_TIMEOUT = "lmcache.mp.autostart.wait_timeout"
 _KEYS = (
     *(_TIMEOUT, _SAVE_DECODE, _LOAD_OR_RECOMPUTE, _LOSSY_SERDE, _LOOKUP_TIMEOUT),
+    _EVENTS_SHARED_L2,
     *(_AUTOSTART, _SERVER_ARGS, _WAIT_TIMEOUT, _KEEP),
 )
 SHORT_START_SECONDS = 3.0
@@ -70,6 +72,7 @@ class ConnectorSettings(ConnectionSettings):
     autostart: ServerOrder | None = None
     wait_timeout_seconds: float = DEFAULT_WAIT_SECONDS
     lookup_timeout_seconds: float = LOOKUP_SECONDS
+    events_shared_l2: bool = False
 
     def client(
         self,
@@ -96,6 +99,7 @@ class ConnectorSettings(ConnectionSettings):
             autostart=_autostart(extra, url, curve) if read_flag(extra, _AUTOSTART, default=False) else None,
             wait_timeout_seconds=read_seconds(extra, _WAIT_TIMEOUT, DEFAULT_WAIT_SECONDS),
             lookup_timeout_seconds=read_seconds(extra, _LOOKUP_TIMEOUT, LOOKUP_SECONDS),
+            events_shared_l2=read_flag(extra, _EVENTS_SHARED_L2, default=False),
         )
 
 

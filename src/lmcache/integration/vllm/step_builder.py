@@ -178,6 +178,7 @@ class StepBuilder:
         if job is None:
             return None
         self._parts.prefixes.on_store_ordered(tracked.request_id, job, first)
+        self._parts.note_named(tracked, end, stored=True)
         hashes = session.hashes[first:end].packed
         packed = tuple(group.tobytes() for group in stored.blocks)
         return StoreOrder(

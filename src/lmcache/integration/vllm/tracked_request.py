@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmcache.client.lookup_client import LookupClient, RequestSession
 from lmcache.clock import Clock
@@ -18,6 +18,9 @@ from lmcache.integration.vllm.lora_adapters import LoadedAdapter, LoraAdapters
 from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.protocol.messages import HelloReply, LookupReply
 from lmcache.protocol.tokens import pack_tokens
+
+if TYPE_CHECKING:
+    from lmcache.integration.vllm.kv_events import KVEvents
 
 
 @dataclass
@@ -51,6 +54,8 @@ class TrackedRequest(RequestStateMachine):
         self.stored_chunks = 0  # stored, being stored, or not to be stored
         self.worth_loading: bool | None = None  # the answer that is held; None: not decided
         self.load: ActiveLoad | None = None
+        self.noted_at: HelloReply | None = None  # the server by whose chunks the next one counts
+        self.noted_chunks = 0  # that KV events know of
         self._compared: tuple[Any, ...] = ()  # the state of the engine's request when its tokens were last compared
 
     def take_tokens(self, request: Any) -> None:
@@ -95,6 +100,7 @@ class SchedulerParts:
     clock: Clock
     adapters: LoraAdapters = field(default_factory=LoraAdapters)
     requests: dict[str, TrackedRequest] = field(default_factory=dict)
+    events: KVEvents | None = None  # None: the engine tells no router what it has
     storing: dict[str, TrackedRequest] = field(default_factory=dict)  # that have, or may get, chunks to store
 
     def __post_init__(self) -> None:
@@ -116,6 +122,13 @@ class SchedulerParts:
     def fits(self, hello: HelloReply) -> bool:
         """Whether the server's chunks are whole blocks. Where they are not the workers take no orders, and log why."""
         return hello.chunk_tokens % self._block_tokens == 0
+
+    def note_named(self, tracked: TrackedRequest, end_chunk: int, *, stored: bool = False) -> None:
+        """For KV events: the first chunks of a request are at the server, or will be once they are `stored`."""
+        if self.events is not None:
+            self.events.note(tracked, end_chunk)
+            if stored:
+                self.events.expect(tracked.session.cache_salt, tracked.session.hashes[end_chunk - 1])
 
     def store_from(self, tracked: TrackedRequest, chunk: int) -> None:
         if self.options.stores:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,62 @@ def fill_unknown_methods(connector: type) -> tuple[str, ...]:
         setattr(connector, name, lambda self, *arguments, **keywords: None)
     abc.update_abstractmethods(connector)
     return unknown
+
+
+# ---- KV events ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class EventInterface:
+    """How an engine describes blocks to routers. `fields`: what its event of stored blocks has; what ours says beyond
+    them is left out."""
+
+    stored: Any
+    removed: Any
+    fields: frozenset[str]
+    external_hash: Callable[[Any], bytes | int]
+    block_extra_keys: Callable[..., tuple[tuple[Any, ...] | None, int]] | None
+    event_extra_keys: Callable[[list[Any]], list[Any] | None]
+
+    def stored_blocks(self, **fields: Any) -> Any:
+        return self.stored(**{name: value for name, value in fields.items() if name in self.fields})
+
+
+_NEEDED_OF_EVENTS = frozenset(("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium"))
+
+
+def event_interface(events: Any, cache: Any) -> EventInterface | None:
+    """`events`, `cache`: vLLM's modules of KV events and of block hashes. None where events of this engine do not say
+    in which tier a block is."""
+    stored, removed = getattr(events, "BlockStored", None), getattr(events, "BlockRemoved", None)
+    external_hash = getattr(cache, "maybe_convert_block_hash", None)
+    fields = frozenset(getattr(stored, "__struct_fields__", ()))
+    if removed is None or external_hash is None or not fields >= _NEEDED_OF_EVENTS:
+        return None
+    return EventInterface(
+        stored,
+        removed,
+        fields,
+        external_hash,
+        getattr(cache, "generate_block_hash_extra_keys", None),
+        getattr(cache, "to_event_extra_keys", list),
+    )
+
+
+def installed_events() -> EventInterface | None:
+    from vllm.distributed import kv_events
+    from vllm.v1.core import kv_cache_utils
+
+    return event_interface(kv_events, kv_cache_utils)
+
+
+def publishes_events(vllm_config: Any) -> bool:
+    """Whether the engine tells routers what it has."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def hash_block_tokens(block_pool: Any, block_tokens: int) -> int:
+    """Tokens of a block as requests name them, which may be a part of one as it is allocated."""
+    return int(getattr(block_pool, "hash_block_size", block_tokens))
 
 
 # ---- values that engines hand over ----------------------------------------------------------------------------------

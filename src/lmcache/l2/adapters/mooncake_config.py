@@ -36,6 +36,7 @@ class MooncakeConfig(AdapterConfig, frozen=True, kw_only=True):
     not listed here goes to the setup of that client."""
 
     forwards_other_keys = True
+    is_shared = True
 
     local_hostname: Annotated[
         str, NonEmpty, Meta(description="name or address under which other machines reach this one")

@@ -59,6 +59,8 @@ class Credentials(NamedTuple):
 class RespConfig(AdapterConfig, frozen=True, kw_only=True):
     """Redis or Valkey: one server, one behind Sentinels, or a cluster. Several cache servers may share it."""
 
+    is_shared = True
+
     host: Annotated[str, Meta(description="host name or address; with cluster, of any node")] = ""
     port: Annotated[
         Annotated[int, Meta(ge=1, le=65_535)] | None, Meta(description="TCP port, with TLS that for TLS; or give url")

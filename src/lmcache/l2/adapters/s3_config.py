@@ -64,6 +64,8 @@ class S3Location:
 class S3Config(AdapterConfig, frozen=True, kw_only=True):
     """One object each in a bucket of S3 or of a server that speaks its protocol. Needs the package awscrt."""
 
+    is_shared = True
+
     s3_endpoint: Annotated[
         str,
         NonEmpty,
