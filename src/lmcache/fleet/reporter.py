@@ -2,7 +2,7 @@
 
 Invariant: what the coordinator has taken of an incarnation is what a listing and the changes behind it say. Where that
 cannot be kept (a batch is missing there, changes are lost here, either side was started again), the incarnation is
-raised and everything is told again. One batch is in memory at a time.
+raised and everything is told again. The batches of one page are in memory at a time.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Reporter:
         self._resynced_at = self._clock.monotonic()
         self._cursors = [source.cursor() for source in self._sources]
         first = self._sources[0]
-        self._send(self._stream.mark("begin", first, self._clock.wall()))
+        self._send([self._stream.mark("begin", first, self._clock.wall())])
         self._tell_capacities()
         for source in self._sources:
             start, more = 0, True
@@ -105,7 +105,7 @@ class Reporter:
                 page = source.objects(start, REPORTED_ENTRIES)
                 self._tell(source, page.runs)
                 start, more = page.next_start, page.next_start > 0
-        self._send(self._stream.mark("end", first, self._clock.wall()))
+        self._send([self._stream.mark("end", first, self._clock.wall())])
 
     def tell_changes(self) -> None:
         """What has come and gone since. ResyncNeeded."""
@@ -122,24 +122,34 @@ class Reporter:
             self._tell_capacities()
 
     def _tell_capacities(self) -> None:
-        for source in self._sources:
-            self._send(self._stream.capacity(source, self._clock.wall()))
+        self._send([self._stream.capacity(source, self._clock.wall()) for source in self._sources])
         self._told_capacities_at = self._clock.monotonic()
 
     def _tell(self, source: ChangeSource, runs: Sequence[Run]) -> None:
+        """A request for the runs of a page, unless they are many."""
+        batches: list[bytes] = []
+        entries = 0
         for run in runs:
-            if is_named(run.namespace):
-                for part in split(run, REPORTED_ENTRIES):
-                    self._send(self._stream.changes(source, part, self._clock.wall()))
-                    self._metrics.coordinator_events.inc(len(part.hashes) // CHUNK_HASH_BYTES)
+            for part in split(run, REPORTED_ENTRIES) if is_named(run.namespace) else ():
+                batches.append(self._stream.changes(source, part, self._clock.wall()))
+                entries += len(part.hashes) // CHUNK_HASH_BYTES
+                if entries >= REPORTED_ENTRIES:
+                    self._send_changes(batches, entries)
+                    batches, entries = [], 0
+        if batches:
+            self._send_changes(batches, entries)
 
-    def _send(self, batch: bytes) -> None:
-        """Until the coordinator has taken it."""
+    def _send_changes(self, batches: list[bytes], entries: int) -> None:
+        self._send(batches)
+        self._metrics.coordinator_events.inc(entries)
+
+    def _send(self, batches: list[bytes]) -> None:
+        """Until the coordinator has taken them."""
         retry_seconds = _FIRST_RETRY_SECONDS
         self._pause(0.0)
         while True:
             try:
-                answer = self._coordinator.read(m.EventsAnswer, "POST", "/events", request_body([batch]))
+                answer = self._coordinator.read(m.EventsAnswer, "POST", "/events", request_body(batches))
                 break
             except LMCacheError as error:
                 self._metrics.coordinator_failures.labels("events").inc()

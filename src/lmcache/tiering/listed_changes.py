@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
 
 from lmcache.clock import Clock
 from lmcache.core.key import Namespace, decode_known
@@ -95,7 +94,9 @@ def l2_changes(runner: Runner, clock: Clock) -> ListedChanges:
 
 
 def _runs(listed: Iterable[tuple[_Object, int]], *, added: bool) -> Iterator[Run]:
-    for namespace, group in groupby(listed, key=lambda entry: entry[0][0]):
-        some = list(group)
+    by_namespace: dict[Namespace, _Listed] = {}
+    for entry in listed:
+        by_namespace.setdefault(entry[0][0], []).append(entry)
+    for namespace, some in by_namespace.items():
         hashes = b"".join(chunk_hash for (_, chunk_hash), _ in some)
         yield Run(namespace, hashes, array("Q", [size for _, size in some]).tobytes(), added)
