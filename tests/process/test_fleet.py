@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
 import signal
 import subprocess
 import time
@@ -16,6 +18,7 @@ import httpx
 from lmcache.testing.processes import CacheServer, CoordinatorProcess
 from polling import until
 from process.support import SmallEngine, held
+from seeds import SEED
 from services.network import Network, in_own_network
 
 TOKEN = "0123456789abcdef-token-of-an-operator"
@@ -108,6 +111,55 @@ def test_the_directory_says_where_and_follows(tmp_path: Path) -> None:
 def usage_of(coordinator: CoordinatorProcess) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = coordinator.answer("GET", "/instances/usage")["instances"]
     return found
+
+
+def listed(server: CacheServer, tier: str) -> set[str]:
+    """The keys that the server lists, of all pages."""
+    found: set[str] = set()
+    token = ""
+    while True:
+        path = f"/cache/objects?tier={tier}&page_size=10000&page_token={token}"
+        answer = server.ask(server.http_port, "GET", path)[1]
+        found |= {entry["key"] for entry in answer["entries"]}
+        if not (token := answer["next_page_token"]):
+            return found
+
+
+def known(coordinator: CoordinatorProcess, name: str, tier: str) -> set[str]:
+    found: set[str] = set()
+    offset, more = 0, True
+    while more:
+        answer = coordinator.answer("GET", f"/directory/keys?tier={tier}&instance_id={name}&offset={offset}&limit=1000")
+        found |= {f"{entry['key']['namespace']}/{entry['key']['chunk_hash_hex']}" for entry in answer["keys"]}
+        offset = answer["next_offset"]
+        more = offset > 0
+    return found
+
+
+def test_after_stores_and_evictions_the_directory_is_what_the_server_lists(tmp_path: Path) -> None:
+    """Of L1, and of an L2 that encodes and evicts: salts come and go meanwhile."""
+    rng = random.Random(SEED)
+    files: dict[str, Any] = {"type": "fs_native", "base_path": str(tmp_path / "files"), "serde": {"type": "zstd"}}
+    files |= {"max_capacity_gb": 0.01, "eviction": {"eviction_policy": "LRU"}}
+    with CoordinatorProcess(tmp_path) as coordinator:
+        coordinator.wait_ready()
+        extra = [*coordinator.member_options, "--instance-id", "a", "--l2-adapter", json.dumps(files)]
+        with CacheServer(tmp_path, l1_size_gb=0.005, extra=extra) as server:
+            server.wait_ready()
+            with SmallEngine(server.port, payload_bytes=1 << 16) as engine:
+                for number in range(60):
+                    first = rng.randrange(500)
+                    engine.store(engine.tokens(*range(first, first + rng.randrange(1, 12))), salt=f"salt-{number // 9}")
+                    if number % 20 == 10:
+                        server.clear(rng.choice(["l1", "l2"]))
+                for tier in ("l1", "l2"):
+                    until(
+                        lambda: known(coordinator, "a", tier) == listed(server, tier),  # noqa: B023
+                        tell=lambda: known(coordinator, "a", tier) ^ listed(server, tier),  # noqa: B023
+                    )
+                assert listed(server, "l1") and listed(server, "l2")
+                assert server.metric("lmcache_mp_l1_evicted_chunks_total") > 0
+            assert server.stop() == 0
 
 
 def test_a_server_that_is_killed_is_gone_and_comes_back(tmp_path: Path) -> None:
