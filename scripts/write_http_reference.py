@@ -90,6 +90,8 @@ def section(operation: Operation) -> str:
 
 
 def answer(kind: Any) -> str:
+    if kind is None:
+        return "nothing"
     if isinstance(kind, str):
         return f"`{kind}`"
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):

@@ -124,7 +124,7 @@ class Controller:
         return ended
 
     def move(
-        self, source: tuple[str, str], target: tuple[str, str], prompt: Prompt, tokens: Sequence[int], *, copy: bool
+        self, source: Sequence[str], target: Sequence[str], prompt: Prompt, tokens: Sequence[int], *, copy: bool
     ) -> FleetJob:
         """Between servers into L1, or between the tiers of one server."""
         (source_id, source_location), (target_id, target_location) = source, target

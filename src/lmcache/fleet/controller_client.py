@@ -97,7 +97,12 @@ class LMCacheControllerManager:
         if isinstance(msg, LookupMsg):
             body = msgspec.structs.asdict(msg)
             answer = await self._answer("/lookup", body, c.LookupAnswer, c.LookupAnswer(msg.event_id, {}))
-            return LookupRetMsg(layout_info=answer.layout_info, event_id=answer.event_id)
+            layout = {
+                name: (str(location), tokens)
+                for name, (location, tokens) in answer.layout_info.items()
+                if isinstance(tokens, int)
+            }
+            return LookupRetMsg(layout_info=layout, event_id=answer.event_id)
         if isinstance(msg, QueryInstMsg):
             body = msgspec.structs.asdict(msg)
             unknown = c.QueryInstanceAnswer(msg.event_id, None)

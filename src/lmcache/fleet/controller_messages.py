@@ -14,9 +14,15 @@ Struct = msgspec.Struct
 
 Location = Annotated[Text, Meta(description="LocalCPUBackend: L1; LocalDiskBackend: L2")]
 Position = Annotated[
-    tuple[str, str],
-    Meta(description="[instance_id, location]", extra={"expected": "a list of an instance_id and a location"}),
+    list[Text],
+    Meta(
+        min_length=2,
+        max_length=2,
+        description="[instance_id, location]",
+        extra={"expected": "a list of an instance_id and a location"},
+    ),
 ]
+LocationAndTokens = Annotated[list[str | int], Meta(min_length=2, max_length=2)]
 Event = Annotated[Text, Meta(description="repeated in the answer; empty: one is made")]
 
 
@@ -48,7 +54,7 @@ class LookupAnswer(Struct, frozen=True):
 
     event_id: str
     layout_info: Annotated[
-        dict[str, tuple[str, int]], Meta(description="location and tokens by server, the most tokens first")
+        dict[str, LocationAndTokens], Meta(description="location and tokens by server, the most tokens first")
     ]
 
 

@@ -31,7 +31,8 @@ def document(operations: Sequence[Operation], version: str, title: str, descript
     types: list[Any] = [Problem]
     for operation in operations:
         types += [kind for kind in (operation.body, operation.query) if kind is not None]
-        types += [kind for kind in (operation.answer, *operation.other_answers.values()) if not isinstance(kind, str)]
+        answers = (operation.answer, *operation.other_answers.values())
+        types += [kind for kind in answers if kind is not None and not isinstance(kind, str)]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCES)
     schema_of = {str(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
@@ -95,6 +96,8 @@ def _query(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _answer(operation: Operation, status: int, kind: Any, schema_of: dict[str, Any]) -> dict[str, Any]:
     description = HTTPStatus(status).phrase
+    if kind is None:
+        return {"description": description}
     if isinstance(kind, str):
         content: dict[str, Any] = {kind: {"schema": {"type": "string"}}}
         if operation.path == "/":

@@ -49,7 +49,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-    """`path` as Starlette writes it. `answer` is the Struct of a success, or a media type for what is no JSON."""
+    """`path` as Starlette writes it. `answer` is the Struct of a success, a media type for what is no JSON, or
+    None for nothing."""
 
     method: str
     path: str

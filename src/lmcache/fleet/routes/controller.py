@@ -91,9 +91,10 @@ class ControllerRoutes:
     async def lookup(self, call: Call) -> c.LookupAnswer:
         body: c.Lookup = call.body
 
-        def look() -> dict[str, tuple[str, int]]:
+        def look() -> dict[str, list[str | int]]:
             controller = self._controller
-            return controller.layout(controller.prompt(body.tokens, body.model_name, body.cache_salt))
+            layout = controller.layout(controller.prompt(body.tokens, body.model_name, body.cache_salt))
+            return {name: [location, tokens] for name, (location, tokens) in layout.items()}
 
         return c.LookupAnswer(self._event(body.event_id), await self._context.in_thread(look))
 

@@ -29,7 +29,7 @@ class InstanceRoutes:
                 *("PUT", f"{path}/heartbeat", "A server lives", change, self.heartbeat, m.HeartbeatAnswer),
                 refusals={404: "it has not joined, or was silent for too long: it is to join again"},
             ),
-            Operation("DELETE", path, "A server leaves", change, self.remove, "text/plain", status=204),
+            Operation("DELETE", path, "A server leaves", change, self.remove, None, status=204),
             Operation("GET", "/instances", "The servers that have joined", read, self.all, m.Instances),
             Operation("GET", "/instances/usage", "What each of them has", read, self.all_usage, m.FleetUsage),
             Operation(
