@@ -69,9 +69,9 @@ nightly-shapes: ## every model shape with a real vLLM
 nightly-engine: ## the other long tests with a real vLLM
 nightly-faults: ## every medium under every fault, 200 power cuts
 nightly-kill: ## 200 rounds of load, kill -9 and restart for everything that keeps objects; 300 stops at random moments
-nightly-simulation: ## 100,000 steps of the index and its controllers, 50 runs of every shape of the connector
+nightly-simulation: ## 100,000 steps of the index and its controllers, 50 runs of every shape of the connector, a million faults of a fleet's events
 nightly-contract: ## 50,000 random operations an adapter
-nightly-http: ## 300 requests for each operation over HTTP, from its OpenAPI document; a million faulty requests, a million faulty messages of engines
+nightly-http: ## 300 requests for each operation over HTTP, from its OpenAPI document, 100 of a coordinator's; a million faulty requests, a million faulty messages of engines
 nightly-random: ## the unit tests with a new seed
 nightly-cap: ## 10 GB under a cap, 200,000 salts
 nightly-others: ## slow tests that no other part has

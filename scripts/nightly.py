@@ -43,7 +43,10 @@ PARTS: dict[str, tuple[Run, ...]] = {
         Run(("tests/process/test_kill_loop.py",), {"TEST_KILL_ROUNDS": "200"}),
         Run((STOPS,), {"TEST_STOP_ROUNDS": "300"}),
     ),
-    "simulation": (Run(("tests/simulation",), {"TEST_SIMULATION_STEPS": "100000", "TEST_SIMULATED_RUNS": "50"}),),
+    "simulation": (
+        Run(("tests/simulation",), {"TEST_SIMULATION_STEPS": "100000", "TEST_SIMULATED_RUNS": "50"}),
+        Run(("tests/unit/fleet/test_event_faults.py",), {"TEST_FLEET_FAULTS": "45000"}),
+    ),
     "contract": (
         Run(
             ("tests/contract", "-k", "like_a_dictionary"),
@@ -54,9 +57,15 @@ PARTS: dict[str, tuple[Run, ...]] = {
         Run(
             ("tests/process/test_http_fuzz.py",), {"TEST_HTTP_EXAMPLES": "300", "TEST_HTTP_FAULTY_REQUESTS": "1000000"}
         ),
+        Run(("tests/process/test_coordinator_fuzz.py",), {"TEST_HTTP_EXAMPLES": "100"}),
         Run(("tests/process/test_hostile.py", "-k", "nearly_right"), {"TEST_HOSTILE_MESSAGES": "1000000"}),
     ),
-    "random": (Run(("tests/unit", "-m", "not slow", f"--hypothesis-seed={SEED}"), {"TEST_LEDGER_STEPS": "100000"}),),
+    "random": (
+        Run(
+            ("tests/unit", "-m", "not slow", f"--hypothesis-seed={SEED}"),
+            {"TEST_LEDGER_STEPS": "100000", "TEST_FLEET_STEPS": "100000"},
+        ),
+    ),
     "cap": (
         Run(("tests/process/test_cap.py",), {"TEST_CAP_STORE_GB": "10"}),
         Run(("tests/process/test_many_salts.py",), {"TEST_SALTS": "200000"}),
