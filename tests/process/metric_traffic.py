@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.client.transfer_mode import WantedTransfer
+from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import FRAME_HEADER_BYTES, GIB
 from lmcache.errors import RemoteError
 from lmcache.protocol import messages as m
@@ -138,6 +139,7 @@ def hits_and_stores(watched: Watched) -> None:
         loaded = m.Release(engine.instance_id, reply.lease, loaded_tokens=256, prefill_seconds=1.0)
         engine.client.call("release", loaded, CALL_SECONDS)
     watched.stored_in_l2(CHUNKS)
+    follow_changes(watched, tokens)
     watched.server.clear("l1")
     with watched.lookup(tokens) as reply:
         assert reply.chunks == CHUNKS and engine.read(reply)
@@ -153,6 +155,17 @@ def hits_and_stores(watched: Watched) -> None:
             watched.look()
     watched.see("lmcache_mp_l1_evicted_chunks_total")
     watched.see("lmcache_mp_l2_evicted_objects_total")
+
+
+def follow_changes(watched: Watched, tokens: bytes) -> None:
+    """As an engine that publishes KV events does; one that comes with the cursor of another server lost some."""
+    engine, hello = watched.engine, watched.engine.client.hello
+    assert hello is not None
+    hashes = engine.hashes(tokens)
+    salts = bytes(len(hashes) // CHUNK_HASH_BYTES * 4)
+    ask = m.ChunkChanges(engine.instance_id, hello.server_epoch, [9, 9], [""], salts, hashes, counts=[CHUNKS, 1, 1, 1])
+    reply = engine.client.call("chunk_changes", ask, CALL_SECONDS)
+    assert reply.lost and len(reply.tiers) == CHUNKS
 
 
 def engines_that_fail(watched: Watched) -> None:

@@ -23,6 +23,7 @@ from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -52,6 +53,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.integration.vllm.connector import LMCacheMPConnector
+from simulation.believing_router import BelievingRouter
 from simulation.chain import VOCABULARY, Chain
 from simulation.simulated_connector import ENVIRONMENT, SimulatedConnector
 from simulation.world import World
@@ -86,6 +88,7 @@ class Shape:
     overlapped: bool = False  # the next step is scheduled before the last one's result is known
     step_tokens: int = 64
     running: int = 6
+    events: bool = False  # it tells a router what it and the server have
     sessions: bool = False  # requests that get more input, with images, while they run
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -145,6 +148,7 @@ def _configs(
                 **shape.extra,
             },
         ),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
         device_config=DeviceConfig("cpu"),
     )
     if shape.mla:  # now, because vLLM for CPU forces other settings on such a model
@@ -239,6 +243,8 @@ class Engine:
         )
         self.scheduler.max_num_encoder_input_tokens = _ENCODER_TOKENS  # the model of the configuration sees nothing
         self.scheduler.encoder_cache_manager = EncoderCacheManager(_ENCODER_TOKENS)
+        self.router = BelievingRouter()
+        self.scheduler.kv_event_publisher = self.router
         self.connector: LMCacheMPConnector = self.scheduler.connector
         self.memory = [np.zeros((shape.blocks, shape.block_tokens), np.uint64) for _ in range(shape.ranks)]
         self.workers = [self._worker(config, kv_config, rank) for rank in range(shape.ranks)]

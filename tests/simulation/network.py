@@ -67,6 +67,7 @@ class _L2:
         self.world = world
         self.objects = objects
         self.l1: L1Store | None = None
+        self.runners: list[Any] = []  # it has no ledgers that could be followed
         self.stopped = False
 
     def call_soon(self, action: Callable[[], None]) -> None:
@@ -114,6 +115,7 @@ class SimServer:
     def __init__(self, world: World, objects: dict[ObjectKey, bytes], chunk_tokens: int, capacity: int) -> None:
         self.world = world
         self.server_epoch = world.random.randbytes(16)
+        self.chunk_tokens = chunk_tokens
         self.paused_until = 0.0
         name = f"lmcache-simulated-{os.getpid()}-{next(_names)}"
         metrics = Metrics()

@@ -64,6 +64,11 @@ SHAPES = {
     "head, decoded": Shape(head=1, prefix_caching=False, blocks=80, extra=DECODED),
     "head, decoded, two ranks": Shape(head=1, prefix_caching=False, blocks=80, ranks=2, extra=DECODED),
     "chain of heads, decoded": Shape(head=3, prefix_caching=False, blocks=80, extra=DECODED),
+    "events": Shape(events=True),
+    "events, two ranks, small chunks": Shape(events=True, ranks=2, block_tokens=32, blocks=30),
+    "events, decoded, overlapped": Shape(events=True, overlapped=True, extra=DECODED),
+    "events, window": Shape(events=True, window=40, blocks=60),
+    "events, sessions": Shape(events=True, sessions=True, blocks=60),
     "a window alone": Shape(window=40, alone=True),
     "local attention alone": Shape(local=32, alone=True),
     "a state alone": Shape(state=True, alone=True),
@@ -326,6 +331,8 @@ class Run:
         self.engine.check_idle()
         server = self.network.server
         assert server is not None
+        if self.shape.events:
+            self.check_router(server)
         held = server.service.snapshot()
         assert not (held["sessions"] or held["leases"] or held["reservations"]), held
         # Heartbeats go on: some moment must come without a call that waits.
@@ -333,6 +340,24 @@ class Run:
         server.l1.check_idle()
         self.engine.close()
         self.world.sleep(1.0)
+
+    def check_router(self, server: SimServer) -> None:
+        """What it believes of the server is there; when all goes it believes nothing."""
+        router = self.engine.router
+        self.publish()
+        chunk_blocks = server.chunk_tokens // self.shape.block_tokens
+        objects = {(found.namespace_digest, found.chunk_hash) for found in server.l1.core.list_objects(0, 1000)}
+        assert len(router.of_server()) <= len(objects) // self.shape.ranks * chunk_blocks
+        assert router.announced or SEED != FIXED_SEED
+        server.l1.core.clear()
+        self.world.sleep(10.0)
+        self.publish()
+        assert not router.of_server()
+
+    def publish(self) -> None:
+        self.engine.step()
+        while self.engine.in_flight:
+            self.engine.settle_one()
 
     def unanswered(self) -> list[str]:
         return [pending.method for connection in self.network.connections for pending in connection.pendings]

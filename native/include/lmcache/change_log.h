@@ -48,7 +48,11 @@ public:
     bool watched() const { return readers_ != 0; }
 
     void add(const Digest& name_space, const std::array<std::uint8_t, kChunkHashBytes>& hash, std::uint64_t size_bytes,
-             bool added);
+             bool added) {
+        if (free_ == block_end_) begin_block();
+        *free_++ = {name_space, hash, size_bytes | (added ? Change::kAdded : 0)};
+        ++next_;
+    }
 
     // The number that the next change gets: the cursor of a reader that begins now.
     std::uint64_t next() const { return next_; }
@@ -63,8 +67,13 @@ private:
     static constexpr std::uint64_t kBlocks = kMaxChangesKept / kBlockChanges;
     static_assert(kMaxChangesKept % kBlockChanges == 0);
 
+    void begin_block();
+    std::uint64_t first() const { return next_ - start_ > kMaxChangesKept ? next_ - kMaxChangesKept : start_; }
+
     std::vector<std::unique_ptr<Change[]>> blocks_;  // change n is in block n / kBlockChanges % kBlocks
-    std::uint64_t first_ = 0;                        // the oldest that is kept
+    Change* free_ = nullptr;                         // where the next one goes
+    Change* block_end_ = nullptr;
+    std::uint64_t start_ = 0;  // the first since somebody watches; begins a block
     std::uint64_t next_ = 0;
     std::size_t readers_ = 0;
 };

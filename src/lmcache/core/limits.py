@@ -44,7 +44,6 @@ MAX_UNCONFIRMED_MESSAGES = 16_384  # unconfirmed releases and ends of sessions o
 MAX_DEFERRED_CALLS = 16_384  # of all clients: lookups that wait for L2
 
 # changes that engines follow for the KV events of routers
-MAX_CHANGES_PER_INDEX = 1 << 18  # that L1 and each adapter keep while somebody follows them, 72 bytes each
 MAX_CHANGES_PER_CALL = 8192  # looked at, of all indexes
 MAX_CHUNKS_ASKED_FOR = 4096  # in one call, beside what has changed
 MAX_SALTS_FOLLOWED = 1024  # by one engine

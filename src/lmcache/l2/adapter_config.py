@@ -46,8 +46,6 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     bounds_itself: ClassVar[bool] = False  # the backend has a capacity without max_capacity_gb
     forwards_other_keys: ClassVar[bool] = False  # keys that are not declared go on to the backend, in `forwarded`
 
-    is_shared: ClassVar[bool] = False  # other servers read what it holds as well
-
     index: int  # position among the --l2-adapter options; no key
     forwarded: Mapping[str, Any] = {}  # no key either
     type: Annotated[str, Meta(min_length=1, description="the adapter type")]
@@ -111,6 +109,11 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     def limit_bytes(self) -> int | None:
         """What objects may take; None: no limit."""
         return int(self.max_capacity_gb * GIB) or None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other servers read what it holds, too."""
+        return False
 
     @property
     def folder(self) -> str:

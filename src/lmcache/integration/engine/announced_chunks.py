@@ -94,10 +94,9 @@ class AnnouncedChunks(Generic[T]):
         """Nothing is announced any more; all is remembered."""
         return [change for name in self if (change := self.now_in(name, 0)) is not None and change.removed]
 
-    def forget_announcements(self) -> None:
-        """Whoever was told has forgotten it."""
-        for entry in self._chunks.values():
-            entry.tiers = 0
+    def announced(self) -> list[tuple[T, int]]:
+        """What is announced, and in which tiers."""
+        return [(entry.described, entry.tiers) for name in self if (entry := self._chunks[name]).tiers]
 
     def clear(self) -> None:
         """Forgets everything. To be called when nothing is announced."""

@@ -83,7 +83,7 @@ class ChunkFollower(Generic[T]):
         if server is not self._server:
             self._begin(server)
         salts = self._chunks.salts
-        asked = self._next_asked(salts)
+        asked = self._next_asked()
         counts, self._counts = self._counts, [0, 0, 0, 0]
         try:
             reply = self._client.call("chunk_changes", self._message(server, salts, asked, counts), _CALL_SECONDS)
@@ -109,12 +109,11 @@ class ChunkFollower(Generic[T]):
             self.change(change)
         self._unasked = dict.fromkeys(self._chunks)
 
-    def _next_asked(self, salts: list[str]) -> list[ChunkName]:
-        known = set(salts)
+    def _next_asked(self) -> list[ChunkName]:
         asked = list(islice(self._unasked, limits.MAX_CHUNKS_ASKED_FOR))
         for name in asked:
             del self._unasked[name]
-        return [name for name in asked if name.cache_salt in known]
+        return [name for name in asked if name in self._chunks]
 
     def _message(self, server: HelloReply, salts: list[str], asked: list[ChunkName], counts: list[int]) -> ChunkChanges:
         places = {salt: place for place, salt in enumerate(salts)}

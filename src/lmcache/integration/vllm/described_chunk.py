@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,10 @@ class DescribedChunk:
     extra_keys: tuple[ExtraKeys, ...] = ()
     lora_id: int | None = None
     lora_name: str | None = None
+
+    @property
+    def first_block(self) -> bytes:
+        return self.blocks[: self.hash_bytes]
 
     @property
     def last_block(self) -> bytes:
@@ -134,7 +137,6 @@ def stored_event(
     )
 
 
-def removed_event(chunks: Sequence[DescribedChunk], medium: str, group: int, events: EventInterface) -> Any:
-    hashes = itertools.chain.from_iterable(chunk.block_hashes() for chunk in chunks)
-    fields = {"block_hashes": [events.external_hash(block) for block in hashes], "medium": medium, "group_idx": group}
+def removed_event(blocks: Sequence[bytes], medium: str, group: int, events: EventInterface) -> Any:
+    fields = {"block_hashes": [events.external_hash(block) for block in blocks], "medium": medium, "group_idx": group}
     return events.removed(**{name: fields[name] for name in events.removed.__struct_fields__ if name in fields})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lmcache.core.key_batch import ChunkHashes
 from lmcache.integration.engine.announced_chunks import AnnouncedChunks, ChunkName, TierChange
 from lmcache.integration.engine.chunk_follower import ChunkFollower
+from lmcache.integration.vllm.announced_blocks import AnnouncedBlocks
 from lmcache.integration.vllm.described_chunk import (
     BlockSizes,
     DescribedChunk,
@@ -49,6 +50,7 @@ class _Told(NamedTuple):
     tier: int
     is_there: bool
     chunk: DescribedChunk
+    is_news: bool = True
 
 
 class EventMaker:
@@ -70,6 +72,7 @@ class EventMaker:
         self._pause = pause
         self._chunks = chunks if chunks is not None else AnnouncedChunks()
         self._told: list[_Told] = []
+        self._blocks = {tier: AnnouncedBlocks() for tier in MEDIA}
         self._follower = ChunkFollower(client, instance_id, self._chunks, self._tell, now, shared_l2=options.shared_l2)
 
     def is_announced(self, name: ChunkName) -> bool:
@@ -109,9 +112,10 @@ class EventMaker:
             self._chunks.touch(name)
 
     def announce_again(self) -> None:
-        """Routers were told that the engine has nothing, which they take for the cache server's blocks as well."""
-        self._chunks.forget_announcements()
-        self._follower.ask_for(self._chunks)
+        """Routers were told that the engine has nothing, which they take for the cache server's blocks as well. Which
+        events came after that is not known: what is announced is told once more."""
+        for chunk, tiers in self._chunks.announced():
+            self._told += [_Told(tier, True, chunk, is_news=False) for tier in MEDIA if tiers & tier]
 
     def forget_all(self) -> None:
         """What was stored before is not found any more."""
@@ -130,15 +134,26 @@ class EventMaker:
         told, self._told = self._told, []
         since_pause = 0
         for run in _runs(told):
-            medium, chunks = MEDIA[run[0].tier], [entry.chunk for entry in run]
-            if run[0].is_there:
-                yield stored_event(chunks, medium, self._options.block_tokens, self._options.group, self._events)
-            else:
-                yield removed_event(chunks, medium, self._options.group, self._events)
+            event = self._event(run)
+            if event is not None:
+                yield event
             since_pause += len(run)
             if since_pause >= _CHUNKS_AT_ONCE:
                 since_pause = 0
                 self._pause()
+
+    def _event(self, run: list[_Told]) -> Any:
+        """None where other chunks have all these blocks."""
+        tier, is_there, *_ = run[0]
+        blocks, options = self._blocks[tier], self._options
+        if is_there:
+            chunks = [entry.chunk for entry in run]
+            for entry in run:
+                if entry.is_news:
+                    blocks.add(entry.chunk)
+            return stored_event(chunks, MEDIA[tier], options.block_tokens, options.group, self._events)
+        gone = [block for entry in run for block in blocks.remove(entry.chunk)]
+        return removed_event(gone, MEDIA[tier], options.group, self._events) if gone else None
 
     def _tell(self, change: TierChange[DescribedChunk]) -> None:
         for tier in MEDIA:

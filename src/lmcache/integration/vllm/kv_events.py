@@ -102,6 +102,7 @@ class KVEvents:
 
     def renamed(self) -> None:
         """What was stored before is not found any more."""
+        self._named.clear()
         self._all_renamed = True
 
     def close(self) -> None:
@@ -124,12 +125,12 @@ class KVEvents:
 
     def _step(self) -> bool:
         maker = self._maker
-        if self._all_renamed:
-            self._all_renamed = False
-            maker.forget_all()
         if self._engine_cleared:
             self._engine_cleared = False
             maker.announce_again()
+        if self._all_renamed:
+            self._all_renamed = False
+            maker.forget_all()
         while self._named:
             maker.remember(self._named.popleft(), self._hashed_tokens)
         is_busy = len(self._ready) < limits.MAX_EVENTS_WAITING and maker.poll()
@@ -143,4 +144,4 @@ class KVEvents:
 
     def _give_up_interpreter(self) -> None:
         with self._changed:
-            self._changed.wait(_PAUSE_SECONDS)
+            self._changed.wait_for(lambda: self._closing, _PAUSE_SECONDS)

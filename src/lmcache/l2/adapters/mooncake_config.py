@@ -36,7 +36,6 @@ class MooncakeConfig(AdapterConfig, frozen=True, kw_only=True):
     not listed here goes to the setup of that client."""
 
     forwards_other_keys = True
-    is_shared = True
 
     local_hostname: Annotated[
         str, NonEmpty, Meta(description="name or address under which other machines reach this one")
@@ -58,6 +57,10 @@ class MooncakeConfig(AdapterConfig, frozen=True, kw_only=True):
         if strange := [name for name, value in self.forwarded.items() if not isinstance(value, (str, int, float))]:
             raise ValueError(f'"{strange[0]}" goes to Mooncake\'s setup and must be a string, a number, true or false.')
         super().__post_init__()
+
+    @property
+    def is_shared(self) -> bool:
+        return True
 
     @property
     def setup_keys(self) -> dict[str, str]:

@@ -76,6 +76,10 @@ class NixlConfig(AdapterConfig, frozen=True, kw_only=True):
         ]
 
     @property
+    def is_shared(self) -> bool:
+        return self.backend in OBJECT_BACKENDS
+
+    @property
     def folder(self) -> str:
         path = self.backend_params.get("file_path", "")
         return os.path.abspath(path) if path and self.backend not in OBJECT_BACKENDS else ""

@@ -59,8 +59,6 @@ class Credentials(NamedTuple):
 class RespConfig(AdapterConfig, frozen=True, kw_only=True):
     """Redis or Valkey: one server, one behind Sentinels, or a cluster. Several cache servers may share it."""
 
-    is_shared = True
-
     host: Annotated[str, Meta(description="host name or address; with cluster, of any node")] = ""
     port: Annotated[
         Annotated[int, Meta(ge=1, le=65_535)] | None, Meta(description="TCP port, with TLS that for TLS; or give url")
@@ -136,6 +134,10 @@ class RespConfig(AdapterConfig, frozen=True, kw_only=True):
             for name, value in ((name, getattr(self, name)) for name in self.__struct_fields__)
         }
         return f"RespConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def is_shared(self) -> bool:
+        return True
 
     @property
     def uses_tls(self) -> bool:

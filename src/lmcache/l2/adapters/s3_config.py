@@ -64,8 +64,6 @@ class S3Location:
 class S3Config(AdapterConfig, frozen=True, kw_only=True):
     """One object each in a bucket of S3 or of a server that speaks its protocol. Needs the package awscrt."""
 
-    is_shared = True
-
     s3_endpoint: Annotated[
         str,
         NonEmpty,
@@ -110,6 +108,10 @@ class S3Config(AdapterConfig, frozen=True, kw_only=True):
                 f'"prefix" must have parts between slashes that begin with a letter or digit; got {self.prefix!r}.'
             )
         _ = self.location  # refuses what names none
+
+    @property
+    def is_shared(self) -> bool:
+        return True
 
     @property
     def location(self) -> S3Location:

@@ -181,6 +181,24 @@ def test_what_leaves_is_removed_and_what_comes_back_has_its_parent(service: Serv
     assert engine.believed() == set(external(request))
 
 
+def test_blocks_that_two_chunks_share_stay_until_both_have_gone(service: Service) -> None:
+    digest = Namespace("model", 1, 0, 0, LAYOUT, "").digest
+    first, second = a_request(TOKENS[:CHUNK_TOKENS]), a_request([*TOKENS[: CHUNK_TOKENS - BLOCK_TOKENS], 1, 2])
+    engine = Engine(service)
+    for request in (first, second):
+        engine.remember(request)
+        store(service, request.prompt_token_ids)
+        engine.follow()
+    assert len(engine.believed()) == PER_CHUNK + 1
+    service.l1.core.remove(digest, service.hashes(pack_tokens(first.prompt_token_ids)))
+    (event,) = engine.follow()
+    assert event.block_hashes == external(first)[-1:]
+    assert engine.believed() == set(external(second))
+    service.l1.core.remove(digest, service.hashes(pack_tokens(second.prompt_token_ids)))
+    engine.follow()
+    assert engine.believed() == set()
+
+
 def test_chunks_that_are_there_before_they_are_seen_are_announced(service: Service) -> None:
     store(service, TOKENS)
     engine, request = Engine(service), a_request(TOKENS)
