@@ -76,6 +76,10 @@ void bind_contents(nb::module_& m) {
                 return firsts;
             },
             "The digest of each namespace of the page, and the hash of its first object.")
+        .def_prop_ro("positions", as_bytes(&ObjectPage::positions),
+                     "u32 each: where the object's namespace is in `namespaces`.")
+        .def_prop_ro("hashes", as_bytes(&ObjectPage::hashes), "32 bytes each.")
+        .def_prop_ro("sizes_bytes", as_bytes(&ObjectPage::sizes_bytes), "u64 each.")
         .def(
             "listing",
             [](const ObjectPage& self, const std::vector<ListingTexts>& texts) {

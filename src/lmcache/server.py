@@ -50,7 +50,7 @@ from lmcache.telemetry.metrics import Metrics
 from lmcache.telemetry.otlp import OtlpExporter, interval_seconds
 from lmcache.telemetry.tracing import Tracer
 from lmcache.tiering import storage_loop
-from lmcache.tiering.listed_changes import l1_changes, l2_changes
+from lmcache.tiering.logged_changes import l1_changes, l2_changes
 from lmcache.tiering.namespace_directory import NamespaceDirectory
 from lmcache.tiering.storage_loop import StorageLoop, StorageSettings
 from lmcache.transport.rpc_server import RpcServer
@@ -353,8 +353,8 @@ class Server:
             token=AdminToken(config.admin_token_file),
         )
         directory = NamespaceDirectory(self._l1, self.storage.runners)
-        sources = [l1_changes(self._l1, directory, self._clock)]
-        sources += [l2_changes(runner, self._clock) for runner in self.storage.runners]
+        sources = [l1_changes(self._l1, directory)]
+        sources += [l2_changes(runner) for runner in self.storage.runners]
         return FleetMember(
             settings, sources if config.coordinator_event_reporting else (), self.metrics.fleet, self._clock
         )
