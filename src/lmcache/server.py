@@ -11,7 +11,7 @@ import random
 import resource
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache import __version__
@@ -25,7 +25,7 @@ from lmcache.core.salt_limits import SaltLimits
 from lmcache.environment import SYSTEM, Environment
 from lmcache.errors import ServerUnavailable
 from lmcache.fleet.join import FleetMember
-from lmcache.fleet.membership import MemberSettings
+from lmcache.fleet.membership import Member, MemberSettings
 from lmcache.http.access import AdminToken
 from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
@@ -339,6 +339,7 @@ class Server:
             http_port=self._http.http_port if self._http is not None else 0,
             mq_port=config.port,
             advertise_ip=config.coordinator_advertise_ip,
+            p2p_advertised_url=self._peering.address if self._peering is not None else "",
             heartbeat_seconds=config.coordinator_heartbeat_interval,
             flush_seconds=config.coordinator_event_flush_interval,
             metadata={
@@ -348,16 +349,25 @@ class Server:
                 "hash_algorithm": hasher.algorithm,
                 "chunk_sample": hasher.sample().hex(),
                 "http_tls": bool(config.http_tls_cert),
-                "l2_adapters": [runner.name for runner in self.storage.runners],
+                "l2_adapters": [runner.name for runner in self.storage.own_runners],
             },
             token=AdminToken(config.admin_token_file),
         )
-        directory = NamespaceDirectory(self._l1, self.storage.runners)
+        directory = NamespaceDirectory(self._l1, self.storage.own_runners)
         sources = [l1_changes(self._l1, directory)]
-        sources += [l2_changes(runner) for runner in self.storage.runners]
+        sources += [l2_changes(runner) for runner in self.storage.own_runners]
         return FleetMember(
-            settings, sources if config.coordinator_event_reporting else (), self.metrics.fleet, self._clock
+            settings,
+            sources if config.coordinator_event_reporting else (),
+            self.metrics.fleet,
+            self._clock,
+            self._take_members,
         )
+
+    def _take_members(self, members: Sequence[Member]) -> None:
+        """Servers of the fleet that others can load from are peers."""
+        if self._peering is not None:
+            self._peering.set_members([member.p2p_advertised_url for member in members if member.p2p_advertised_url])
 
     def _plugin_environment(self) -> dict[str, str]:
         """The server's own, and its configuration with secrets hidden: an environment is easily printed and kept."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from lmcache.testing.processes import CacheServer, CoordinatorProcess
+from lmcache.testing.processes import CacheServer, CoordinatorProcess, free_port
 from polling import until
 from process.support import SmallEngine, held
 from seeds import SEED
@@ -51,10 +51,10 @@ def fleet(
             assert coordinator.stop() == 0
 
 
-def member(folder: Path, name: str, coordinator: CoordinatorProcess, *, l2: bool = False) -> CacheServer:
+def member(folder: Path, name: str, coordinator: CoordinatorProcess, *options: str, l2: bool = False) -> CacheServer:
     own = folder / name
     own.mkdir(exist_ok=True)
-    extra = [*coordinator.member_options, "--instance-id", name]
+    extra = [*coordinator.member_options, "--instance-id", name, *options]
     return CacheServer(own, l1_size_gb=0.0625, l2_folder=own / "l2" if l2 else None, extra=extra)
 
 
@@ -85,9 +85,9 @@ def become(coordinator: CoordinatorProcess, wanted: list[list[str]], tier: str =
 
 def test_the_directory_says_where_and_follows(tmp_path: Path) -> None:
     with fleet(tmp_path, l2=True) as (coordinator, servers), contextlib.ExitStack() as engines:
-        one, other = (engines.enter_context(SmallEngine(server.port)) for server in servers.values())
-        one.store(one.tokens(*CHUNKS))
-        other.store(other.tokens(1, 2))
+        first, second = (engines.enter_context(SmallEngine(server.port)) for server in servers.values())
+        first.store(first.tokens(*CHUNKS))
+        second.store(second.tokens(1, 2))
         become(coordinator, [["a", "b"], ["a", "b"], ["a"]])
         become(coordinator, [["a", "b"], ["a", "b"], ["a"]], "l2")
         layout = coordinator.answer("POST", "/lookup", {"tokens": tokens()})["layout_info"]
@@ -106,6 +106,26 @@ def test_the_directory_says_where_and_follows(tmp_path: Path) -> None:
         usage = {entry["instance_id"]: entry["usage"] for entry in usage_of(coordinator)}
         assert {(entry["tier"], entry["objects"]) for entry in usage["b"]} == {("l1", 2), ("l2", 2)}
         assert all(entry["capacity_bytes"] == 1 << 26 for entry in usage["b"] if entry["tier"] == "l1")
+
+
+def test_servers_of_a_fleet_load_from_each_other(tmp_path: Path) -> None:
+    """Nobody names the peers: the coordinator does, and it may be away afterwards."""
+    with fleet(tmp_path, ()) as (coordinator, _), contextlib.ExitStack() as running:
+        servers = []
+        for name in ("a", "b"):
+            address = f"127.0.0.1:{free_port()}"
+            servers.append(running.enter_context(member(tmp_path, name, coordinator, "--p2p-advertise-url", address)))
+        for server in servers:
+            server.wait_ready()
+        until(lambda: all(server.metric("lmcache_mp_p2p_peers") == 1 for server in servers))
+        first, second = (running.enter_context(SmallEngine(server.port)) for server in servers)
+        wanted = first.tokens(*CHUNKS)
+        assert first.store(wanted) == len(CHUNKS)
+        coordinator.stop()
+        found = second.lookup("elsewhere", wanted)
+        assert found.chunks == len(CHUNKS) and second.read(found)
+        assert servers[1].metric("lmcache_mp_p2p_received_bytes_total") > 0
+        second.end("elsewhere")
 
 
 def usage_of(coordinator: CoordinatorProcess) -> list[dict[str, Any]]:

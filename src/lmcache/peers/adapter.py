@@ -8,6 +8,7 @@ is not there. So this adapter never fails as a whole.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 
 from lmcache.clock import Clock
 from lmcache.core import limits
-from lmcache.core.address import host_and_port, host_port
+from lmcache.core.address import host_and_port, host_port, is_loopback
 from lmcache.core.hint import Hint
 from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import pack_keys
@@ -48,6 +49,7 @@ class PeersAdapter(Adapter):
         self._late: set[asyncio.Task[None]] = set()  # lookups that nobody waits for any more
         self._threads: CallThreads | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
 
     # ---- members -----------------------------------------------------------------------------------------------------
     async def open(self, inventory: Inventory) -> None:
@@ -66,18 +68,29 @@ class PeersAdapter(Adapter):
         inventory.complete()
 
     def set_members(self, addresses: Iterable[str]) -> None:
-        """The peers from now on, HOST:PORT each, beside those of --p2p-peers. Any thread, after `open`."""
+        """The peers from now on, HOST:PORT each, beside those of --p2p-peers. Any thread, after `open`; without effect
+        after `close`."""
         assert self._loop is not None
         members = [*self._config.members, *addresses]
-        self._loop.call_soon_threadsafe(lambda: spawn(self._set_members(members), "peer-members"))
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(lambda: spawn(self._set_members(members), "peer-members"))
 
     async def _set_members(self, addresses: Iterable[str]) -> None:
+        if self._is_closed:
+            return
         wanted: dict[str, tuple[str, int]] = {}
         for address in addresses:
             try:
                 host, port = host_and_port("A peer", address)
             except ConfigError as error:
                 log.warning("%s It is left out.", error)
+                continue
+            if self._config.this_host_alone and not is_loopback(host):
+                log.warning(
+                    "The peer %s is left out: others than those of this host need --p2p-token-file or "
+                    "--p2p-without-token.",
+                    address,
+                )
                 continue
             wanted[host_port(host, port)] = host, port
         wanted.pop(self._introducer.identity.address, None)
@@ -91,6 +104,7 @@ class PeersAdapter(Adapter):
         await asyncio.gather(*(peer.close() for peer in leaving))
 
     async def close(self) -> None:
+        self._is_closed = True
         peers, self._peers = list(self._peers.values()), {}
         self._placements.clear()
         await asyncio.gather(*(peer.close() for peer in peers))

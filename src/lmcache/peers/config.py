@@ -13,6 +13,7 @@ class PeersConfig(AdapterConfig, frozen=True, kw_only=True):
     members: tuple[str, ...] = ()
     lookup_timeout_seconds: float = 30.0
     maps_memory: bool = True
+    this_host_alone: bool = False  # without a token: whoever answers elsewhere could make frames up
 
     @property
     def name(self) -> str:
@@ -32,6 +33,7 @@ def peers_config(config: ServerConfig) -> PeersConfig:
         lookup_timeout_seconds=config.p2p_lookup_timeout,
         members=tuple(config.p2p_addresses),
         maps_memory=config.p2p_transfer_engine == "auto",
+        this_host_alone=not config.p2p_token_file and not config.p2p_without_token,
     )
 
 

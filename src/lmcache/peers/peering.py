@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lmcache.clock import Clock
@@ -47,14 +47,20 @@ class Peering:
         )
         introducer = Introducer(identity, config.p2p_token_file, random_bytes)
         adapter_config = peers_config(config)
-        adapter = PeersAdapter(adapter_config, introducer, metrics, clock)
-        self.adapter = ConfiguredAdapter(adapter_config, adapter)
+        self._peers = PeersAdapter(adapter_config, introducer, metrics, clock)
+        self.adapter = ConfiguredAdapter(adapter_config, self._peers)
+        self.address = identity.address
         listening: socket.socket = listen(*listening_at(config), "--p2p-listen-url or --p2p-advertise-url")
         self.listener = PeerListener(listening, introducer, l1, metrics, clock)
 
     def start(self) -> None:
         self.listener.start()
         log.info("Peers are served at %s", self.listener.address)
+
+    def set_members(self, addresses: Iterable[str]) -> None:
+        """Peers beside those of --p2p-peers, HOST:PORT each, in place of those before. Any thread, after the storage
+        loop has started."""
+        self._peers.set_members(addresses)
 
     def stop(self) -> bool:
         """The listener; the adapter ends with the storage loop. As `PeerListener.stop`."""
