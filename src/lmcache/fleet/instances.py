@@ -45,7 +45,8 @@ class Instances:
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._known: dict[str, Instance] = {}
-        self._members = 1  # another number whenever somebody else is there
+        # Another number whenever somebody else is there, also after a restart.
+        self._members = int.from_bytes(environment.random_bytes(4), "little") | 1
         self.on_joined: Callable[[Instance], None] = lambda instance: None
         self.on_left: Callable[[str], None] = lambda instance_id: None
 
