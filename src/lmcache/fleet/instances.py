@@ -95,7 +95,13 @@ class Instances:
             return True
 
     def remove(self, instance_id: str) -> bool:
-        """Whether it was there."""
+        """It has left by itself. Whether it was there."""
+        has_left = self._remove(instance_id)
+        if has_left:
+            logger.info("%s has left", instance_id)
+        return has_left
+
+    def _remove(self, instance_id: str) -> bool:
         with self._lock:
             if self._known.pop(instance_id, None) is None:
                 return False
@@ -108,7 +114,7 @@ class Instances:
         limit = self._clock.monotonic() - self._timeout_seconds
         with self._lock:
             silent = [name for name, instance in self._known.items() if instance.heard_at < limit]
-        gone = [name for name in silent if self.remove(name)]
+        gone = [name for name in silent if self._remove(name)]
         for name in gone:
             logger.warning("%s was silent for %g s and is gone", name, self._timeout_seconds)
         return gone

@@ -195,7 +195,8 @@ class Runner:
 
     def complete(self) -> None:
         self._inventory_complete.set()
-        log.info("%s: holds %d objects, %d bytes", self.name, len(self.ledger), self.ledger.held_bytes)
+        if not self.is_read_only:
+            log.info("%s: holds %d objects, %d bytes", self.name, len(self.ledger), self.ledger.held_bytes)
         self.publish()
 
     async def wait_for_inventory(self, seconds: float | None = None) -> bool:
