@@ -44,8 +44,8 @@ MAX_UNCONFIRMED_MESSAGES = 16_384  # unconfirmed releases and ends of sessions o
 MAX_DEFERRED_CALLS = 16_384  # of all clients: lookups that wait for L2
 
 # changes that engines follow for the KV events of routers
-MAX_CHANGES_PER_CALL = 8192  # looked at, of all indexes
-MAX_CHUNKS_ASKED_FOR = 4096  # in one call, beside what has changed
+MAX_CHANGES_PER_CALL = 1024  # looked at, of all indexes
+MAX_CHUNKS_ASKED_FOR = 1024  # in one call, beside what has changed
 MAX_SALTS_FOLLOWED = 1024  # by one engine
 MAX_INDEXES_FOLLOWED = 64  # L1 and adapters
 MAX_CHUNKS_ANNOUNCED = 32_768  # that an engine remembers, with their tokens and blocks: 2 KB each

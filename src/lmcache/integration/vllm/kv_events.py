@@ -26,6 +26,7 @@ log = logging.getLogger("lmcache.vllm")
 _IDLE_SECONDS = 1.0  # between calls while nothing changes
 _BUSY_SECONDS = 0.05
 _STORED_SECONDS = 1.0  # that the engine goes on stepping for the events of what it has stored last
+_COMPUTED_SECONDS = 60.0  # that the step may take which computes what is to be stored
 _PAUSE_SECONDS = 0.0002
 
 
@@ -73,8 +74,6 @@ class KVEvents:
                 tracked.request, session.cache_salt, session.hashes, first_chunk, end_chunk, server.chunk_tokens
             )
         )
-        with self._changed:
-            self._changed.notify()
 
     def expect(self, cache_salt: str, last_hash: bytes) -> None:
         """A store has been ordered that ends with this chunk. The engine steps on until it is announced, for a moment:
@@ -82,6 +81,10 @@ class KVEvents:
         if len(self._expected) < limits.MAX_ORDERS_NOTED:
             self._expected.add(ChunkName(cache_salt, last_hash))
             self._expected_until = self._clock.monotonic() + _STORED_SECONDS
+
+    def stores_went_on(self) -> None:
+        """Workers have said of some stores that they read, or have settled, them."""
+        self._expected_until = self._clock.monotonic() + _STORED_SECONDS
 
     @property
     def is_pending(self) -> bool:
@@ -119,9 +122,16 @@ class KVEvents:
             except Exception:
                 log.exception("KV events of the LMCache server failed")
             pause_seconds = _BUSY_SECONDS if is_busy or self._is_expecting else _IDLE_SECONDS
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing, _BUSY_SECONDS)
-                self._changed.wait_for(lambda: self._closing or self._named, pause_seconds - _BUSY_SECONDS)
+            self._rest(pause_seconds)
+
+    def _rest(self, seconds: float) -> None:
+        """Or until there is something to describe: it looks for that itself, as a notice would cost the scheduler's
+        thread the interpreter."""
+        until = self._clock.monotonic() + seconds
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._closing, _BUSY_SECONDS):
+                if self._named or self._clock.monotonic() >= until:
+                    return
 
     def _step(self) -> bool:
         maker = self._maker
@@ -135,7 +145,7 @@ class KVEvents:
             maker.remember(self._named.popleft(), self._hashed_tokens)
         is_busy = len(self._ready) < limits.MAX_EVENTS_WAITING and maker.poll()
         self._ready.extend(maker.events())
-        if not self._is_expecting:
+        if self._clock.monotonic() > self._expected_until + _COMPUTED_SECONDS:
             self._expected.clear()
         for name in tuple(self._expected):
             if maker.is_announced(name):

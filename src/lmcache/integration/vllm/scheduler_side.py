@@ -226,6 +226,8 @@ class SchedulerSide:
 
     def _take(self, report: WorkerReport) -> None:
         self._parts.pins.ended(report.ended_stores)
+        if self.events is not None and (report.ended_stores or report.settled_stores):
+            self.events.stores_went_on()
         self._parts.prefixes.on_stored(report.settled_stores)
         for request_id, chunks in report.unreadable.items():
             tracked = self.requests.get(request_id)
