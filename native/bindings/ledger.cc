@@ -294,7 +294,7 @@ void bind_contents(nb::class_<Ledger>& ledger) {
         "The scan that began last has seen what is known of these, 32 bytes each, in the namespace of that digest.");
     ledger.def(
         "list",
-        [](const Ledger& self, std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by,
+        [](Ledger& self, std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by,
            const Packed<std::uint8_t, "passed_over">& passed_over) {
             return self.list(start, most, unseen_by, folders_of(passed_over));
         },

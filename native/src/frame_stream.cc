@@ -250,6 +250,10 @@ ReceivedFrames receive_frames(int socket, const FrameBatch& frames, const Stream
                 }
                 mark.set(left_bytes);
                 if (const int error = deadline.wait(socket, POLLIN); error != 0) {
+                    char byte;  // fewer bytes than the mark may have come
+                    if (error == ETIMEDOUT && !deadline.is_over() &&
+                        ::recv(socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0)
+                        continue;
                     received.error = error;
                     return received;
                 }

@@ -502,7 +502,7 @@ void Ledger::see(const LedgerKeys& keys) {
 }
 
 LedgerPage Ledger::list(std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by,
-                        std::span<const NamespaceFolders> passed_over) const {
+                        std::span<const NamespaceFolders> passed_over) {
     const MutexLock lock(mutex_);
     std::unordered_map<std::uint32_t, const NamespaceFolders*> left_out;  // by number of the namespace
     for (const NamespaceFolders& folders : passed_over) {
@@ -520,10 +520,13 @@ LedgerPage Ledger::list(std::uint32_t start, std::size_t most, std::optional<std
             builder.end_at(index);
             break;
         }
-        const Object& object = objects_[index];
+        Object& object = objects_[index];
         if (object.state != ObjectState::kResident && object.state != ObjectState::kLeaving) continue;
         if (unseen_by && age(object.cycle) <= age(*unseen_by)) continue;
-        if (!left_out.empty() && is_left_out(object)) continue;
+        if (!left_out.empty() && is_left_out(object)) {
+            object.cycle = scan_;  // its number would come round again
+            continue;
+        }
         builder.add(object);
     }
     return builder.page();

@@ -4,6 +4,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <thread>
@@ -110,6 +112,23 @@ TEST_CASE(silence_ends_at_a_limit) {
     CHECK(receive_bytes(sockets.right.get(), some, {30, 0.05}) == ETIMEDOUT);
     Frames large({8 << 20});
     CHECK(send_ranges(sockets.left.get(), {}, large.sources, large.sizes, {30, 0.05}) == ETIMEDOUT);
+}
+
+TEST_CASE(bytes_that_trickle_in_are_no_silence) {
+    Frames frames({300'000});
+    Sockets sockets;
+    const std::size_t piece = frames.source.size() / 7;
+    std::thread sender([&] {
+        for (std::size_t at = 0; at < frames.source.size(); at += piece) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(400));
+            const std::size_t size = std::min(piece, frames.source.size() - at);
+            CHECK(::send(sockets.left.get(), frames.source.data() + at, size, 0) == static_cast<ssize_t>(size));
+        }
+    });
+    const ReceivedFrames received = receive_frames(sockets.right.get(), frames.batch(), {30, 2});
+    sender.join();
+    CHECK(received.error == 0);
+    CHECK(received.faults == std::vector<FrameFault>({FrameFault::kNone}));
 }
 
 TEST_CASE(shutdown_ends_both_directions) {

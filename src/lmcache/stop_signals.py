@@ -25,6 +25,7 @@ STOP_SECONDS = DRAIN_SECONDS + CLOSE_SECONDS  # from the first signal to the end
 # An equal signal this soon after the first is the same one: some programs, GNU timeout for one, send theirs both to the
 # process and to its group.
 REPEAT_SECONDS = 0.5
+_REPEAT_STEP_SECONDS = 0.05
 EXIT_OVERDUE = 1
 _LAST_LOG_SECONDS = 0.5
 
@@ -87,9 +88,7 @@ class StopSignals:
         if not self._closed:
             self.stop_requested.set()
         stop_seconds = self._stop_seconds
-        again = self._next(came_at + stop_seconds)
-        while again == first and not self._closed and time.monotonic() - came_at < REPEAT_SECONDS:
-            again = self._next(came_at + stop_seconds)
+        again = self._repeated(first) or self._next(came_at + stop_seconds)
         if self._closed:
             os.close(self._reading)
             return
@@ -106,6 +105,18 @@ class StopSignals:
         last_line.start()
         last_line.join(_LAST_LOG_SECONDS)
         os._exit(128 + again if again else EXIT_OVERDUE)
+
+    def _repeated(self, first: int) -> int:
+        """Another signal than `first` within `REPEAT_SECONDS`, 0 for none. When a signal came is not known where the
+        process stood still, so that a wait counts as one step however long it was."""
+        left_seconds = REPEAT_SECONDS
+        while left_seconds > 0 and not self._closed:
+            began_at = time.monotonic()
+            again = self._next(began_at + _REPEAT_STEP_SECONDS)
+            if again not in (0, first):
+                return again
+            left_seconds -= min(time.monotonic() - began_at, _REPEAT_STEP_SECONDS)
+        return 0
 
     def _log_last(self, reason: str) -> None:
         lost = self._what_is_lost()

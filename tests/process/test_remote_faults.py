@@ -169,10 +169,14 @@ def test_a_service_that_is_killed_and_started_in_the_middle_of_loads(tmp_path: P
         remote.process.pause()  # so that loads are under way for certain
         with ThreadPoolExecutor(ENGINES) as threads:
             answers = [
-                threads.submit(one.ask, tokens, 2 * DEADLINE_SECONDS)
-                for one, tokens in zip(asking, prompts, strict=True)
+                threads.submit(client.ask, tokens, 2 * DEADLINE_SECONDS)
+                for client, tokens in zip(asking, prompts, strict=True)
             ]
-            until(lambda: figures(server)[0]["loads_in_flight"], tell=server.status)
+
+            def is_loading() -> bool:  # or was, before this machine stood still
+                return bool(figures(server)[0]["loads_in_flight"]) or all(answer.done() for answer in answers)
+
+            until(is_loading, tell=server.status)
             remote.process.kill()
             remote.restart(services)
             ended = [answer.result() for answer in answers]

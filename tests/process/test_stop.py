@@ -244,6 +244,39 @@ def test_one_signal_that_is_sent_to_the_process_and_to_its_group_is_one(place: S
     until(met_within_the_time_of_a_repeat, 60)
 
 
+TOLD = """
+import time
+from lmcache.stop_signals import StopSignals
+signals = StopSignals(20.0)
+print("ready", flush=True)
+signals.stop_requested.wait()
+print("told", flush=True)
+time.sleep(3)
+signals.close()
+"""
+
+
+def test_a_repeated_signal_is_one_also_where_the_machine_stands_still_between_them() -> None:
+    def met_within_the_time_of_a_repeat() -> bool:
+        with subprocess.Popen([sys.executable, "-c", TOLD], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            first_sent = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "told\n"
+            process.send_signal(signal.SIGSTOP)
+            stopped_seconds = time.monotonic() - first_sent
+            process.send_signal(signal.SIGTERM)
+            time.sleep(2 * REPEAT_SECONDS)
+            process.send_signal(signal.SIGCONT)
+            code = process.wait(60)
+        if stopped_seconds > REPEAT_SECONDS / 2:
+            return False
+        assert code == 0
+        return True
+
+    until(met_within_the_time_of_a_repeat, 60)
+
+
 CTRL_C, OTHER = signal.SIGINT, signal.SIGTERM
 
 

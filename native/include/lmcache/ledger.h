@@ -139,9 +139,9 @@ public:
     void see(const LedgerKeys& keys);
     // Known objects in the order of their records, from `start` (0: the first) on; stores meanwhile may be missed.
     // `unseen_by`: only those that this scan has not seen, if it is among the last 255. `passed_over`: folders whose
-    // objects are left out.
+    // objects are left out, and count as seen by the youngest scan.
     LedgerPage list(std::uint32_t start, std::size_t most, std::optional<std::uint8_t> unseen_by,
-                    std::span<const NamespaceFolders> passed_over = {}) const;
+                    std::span<const NamespaceFolders> passed_over = {});
 
     // What became known, or is charged otherwise, and what is known no longer, as in L1Core.
     std::uint64_t watch_changes();

@@ -44,7 +44,7 @@ def _nothing_to_check(config: AdapterConfig) -> list[str]:
 @dataclass(frozen=True)
 class AdapterType(Generic[C]):
     """`check` refuses what `open` would refuse, and gives a sentence for each thing that may not be meant so. It
-    changes nothing and takes nothing that another server may hold; it may block.
+    leaves nothing behind and takes nothing that another server may hold; it may block.
 
     Both raise ConfigError where a key cannot work with what is at its path (another kind of thing, too small, not
     aligned), and ResourceError for what the machine refuses: a path that does not exist, no permission, no space, in

@@ -79,6 +79,11 @@ class ChunkChangeService:
         self._count(message.counts)
         self._follow(instance)
         followed, unused = self._salts(instance, message.salts)
+        widths = [len(self._digests_of(tenant)[0]) // CHUNK_HASH_BYTES for tenant in followed.tenants]
+        if chunks * max(widths, default=1) > limits.MAX_SLOTS_PER_CALL:
+            raise RemoteError(
+                ErrorCode.TOO_LARGE, f"A call covers at most {limits.MAX_SLOTS_PER_CALL} chunks times namespaces."
+            )
         cursor, pages, lost = self._read(instance, message)
         more = any(len(page) == self._most_changes for page in pages)
         answered: dict[int, dict[bytes, None]] = {salt: {} for salt in followed.salts}  # chunks, by salt
@@ -149,7 +154,7 @@ class ChunkChangeService:
     def _tiers(self, tenant: Tenant, hashes: bytes, *, shared_l2: bool) -> bytes:
         l1_digests, *l2_digests = self._digests_of(tenant)
         tiers = bytearray(self._core.resident_in_all(l1_digests, hashes))
-        runners = self._context.storage.runners if l2_digests else ()
+        runners = self._context.storage.own_runners if l2_digests else ()
         for digests, runner in zip(l2_digests, runners, strict=True):
             if runner.config.is_shared and not shared_l2:
                 continue
@@ -186,13 +191,14 @@ class ChunkChangeService:
         self._readers[instance.instance_id] = self._context.clock.monotonic()
 
     def _watch(self) -> None:
-        runners = self._context.storage.runners if self._context.settings.has_l2 else []
-        self._sources = [
+        runners = self._context.storage.own_runners if self._context.settings.has_l2 else []
+        sources = [
             _Source(self._core),
             *(_Source(runner.ledger.native, runner.serde_name, runner.config.is_shared) for runner in runners),
         ]
-        for source in self._sources:
+        for source in sources:
             source.index.watch_changes()
+            self._sources.append(source)
         self._context.loop.call_later(limits.CHANGES_UNREAD_SECONDS, self._end_silent)
 
     def _end_silent(self) -> None:

@@ -77,8 +77,9 @@ class LoggedChanges:
         for digest, rows in zip(digests, last, strict=True):
             came = {chunk_hash: sizes[row] for chunk_hash, row in rows.items() if added[row]}
             gone = [chunk_hash for chunk_hash, row in rows.items() if not added[row]]
-            namespace = self._named(digest, came or gone)
-            if isinstance(namespace, UnnamedNamespace):
+            # What went has a name if it was told; to look for it would take long, in vain.
+            namespace = self._named(digest, came) if came else self._names.get(digest)
+            if namespace is None or isinstance(namespace, UnnamedNamespace):
                 if self._forgot and gone:
                     return ChangePage((), page.next_cursor, lost=True)
                 continue
@@ -89,6 +90,9 @@ class LoggedChanges:
         return ChangePage(runs, page.next_cursor)
 
     def objects(self, start: int, most: int) -> ObjectsPage:
+        if start == 0:  # what was told before is void
+            self._names.clear()
+            self._forgot = False
         namespaces, packed_positions, hashes, packed_sizes, next_start = self._list_step(start, most)
         positions, sizes = memoryview(packed_positions).cast("I"), memoryview(packed_sizes).cast("Q")
         rows: list[list[int]] = [[] for _ in namespaces]
@@ -103,7 +107,7 @@ class LoggedChanges:
             runs.append(Run(namespace, chosen, array("Q", [sizes[row] for row in some]).tobytes()))
         return ObjectsPage(runs, next_start)
 
-    def _named(self, digest: bytes, hashes: dict[bytes, int] | list[bytes]) -> Namespace:
+    def _named(self, digest: bytes, hashes: dict[bytes, int]) -> Namespace:
         known = self._names.get(digest)
         if known is not None:
             return known

@@ -261,6 +261,18 @@ def test_what_is_in_a_folder_that_is_passed_over_is_not_listed() -> None:
     assert sorted(letters(everything)) == list("abcdef")
 
 
+def test_what_was_passed_over_is_unseen_however_many_scans_there_were() -> None:
+    """Their numbers come round again after 256."""
+    objects = Letters("LRU")
+    objects.store("a")
+    ledger, folder = objects.ledger, {key("a").namespace.digest: 1 << ord("a")}
+    for _ in range(2):
+        for _ in range(255):
+            assert not any(ledger.pages(2, unseen_by=ledger.begin_scan(), passed_over=folder))
+        scan = ledger.begin_scan()
+        assert letters([key for page in ledger.pages(2, unseen_by=scan) for key in page]) == "a"
+
+
 def test_memory_is_given_back_with_the_last_object_of_a_namespace() -> None:
     ledger = Ledger("LRU", lambda: 0)
     for salt in map(str, range(1000)):

@@ -278,6 +278,8 @@ def test_a_native_plugin_whose_backend_evicts_by_itself_is_not_remembered_withou
     """`asks`: what was stored is looked for later, and is gone."""
     for limit in ("MAX_L2_KNOWN_OBJECTS", "MAX_L2_SIZES_REMEMBERED", "MAX_NAMESPACES_REMEMBERED"):
         monkeypatch.setattr(limits, limit, 1000 if not asks or limit == "MAX_L2_KNOWN_OBJECTS" else 1 << 24)
+    if not asks:
+        monkeypatch.setattr(limits, "MAX_NAMESPACES_REMEMBERED", 50)
     spec = {**NATIVE, "class_name": "EvictingClient", "adapter_params": {"space": str(tmp_path)}}
     memory = FrameMemory(64)
 

@@ -89,6 +89,10 @@ class Storage:
     runners: list[Any] = field(default_factory=list)
     fault: Exception | None = None
 
+    @property
+    def own_runners(self) -> list[Any]:
+        return self.runners
+
     def prefetch(self, request: PrefetchRequest, on_done: Callable[[PrefetchResult], None]) -> Callable[[], None]:
         if self.fault is not None:
             raise self.fault

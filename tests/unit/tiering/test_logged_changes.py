@@ -122,3 +122,21 @@ def test_a_reader_that_is_behind_is_told_so() -> None:
     assert reader.follow()
     reader.begin()
     assert not reader.follow() and reader.held == truth(ledger)
+
+
+def test_tenants_that_come_and_go_for_ever_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond what is remembered, too: a reader that has begun anew needs no name of what went before it was told."""
+    monkeypatch.setattr(limits, "MAX_NAMESPACES_REMEMBERED", 3)
+    ledger = Ledger("LRU")
+    reader = Reader(source_of(ledger))
+    for number in range(10):
+        ledger.stored([key(number, 1)], [4096])
+        assert not reader.follow()
+    for number in range(10):
+        ledger.lost([key(number, 1)])
+    assert reader.follow()
+    reader.begin()
+    for number in range(10, 50):
+        ledger.stored([key(number, 1)], [4096])
+        ledger.lost([key(number, 1)])
+        assert not reader.follow() and not reader.held

@@ -184,7 +184,8 @@ class DaxAdapter(SlotKeeper):
     async def _erase(self, slots: Sequence[int]) -> None:
         if slots:
             places = [self._geometry.entry_place(slot) for slot in slots]
-            await self._writes.write_records(places, bytes(len(slots) * layout.ENTRY_BYTES), layout.ENTRY_BYTES)
+            nothing = bytes(len(slots) * layout.ENTRY_BYTES)
+            await until_done(self._writes.write_records(places, nothing, layout.ENTRY_BYTES))
 
     def _mark_used(self, slots: Sequence[int]) -> None:
         """In prefix order, without waiting. A late write marks a free slot or another object, which is harmless."""

@@ -246,7 +246,7 @@ class SlotKeeper:
         try:
             await self._try_to_erase(useless)
         finally:
-            self._free = [*self._unread]  # used last
+            self._free = [*self._unread, *self._free]  # what could not be read is used last
             self._give_back_slots(sorted([*useless, *directory.free]))
         if self._unread:
             log.warning(
