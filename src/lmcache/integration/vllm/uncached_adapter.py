@@ -13,8 +13,8 @@ _NO_CHUNK_BLOCKS = 1 << 30  # longer than any request: the engine finds no whole
 
 
 class UncachedAdapter:
-    """Of scheduler and worker. Nothing is found, nothing stored; a load that is asked for all the same has failed, and a
-    request that has ended has its blocks given back. Whatever else is called does nothing."""
+    """Of scheduler and worker. Nothing is found, nothing stored; a load that is ordered all the same has failed, and the
+    blocks of a finished request are given back. Whatever else is called does nothing."""
 
     def __init__(self) -> None:
         self._ended_loads: set[str] = set()
@@ -26,7 +26,9 @@ class UncachedAdapter:
     def check_lookup_result(self, request_id: str, *_: Any, **__: Any) -> int:
         return 0
 
-    def batched_submit_retrieve_requests(self, request_ids: Iterable[str], ops: Iterable[Any], *_: Any, **__: Any) -> None:
+    def batched_submit_retrieve_requests(
+        self, request_ids: Iterable[str], ops: Iterable[Any], *_: Any, **__: Any
+    ) -> None:
         self._ended_loads.update(request_ids)
         for op in ops:
             self._failed_blocks.update(op.block_ids)
