@@ -495,7 +495,7 @@ def test_what_is_named_after_new_weights_is_remembered_whatever_the_thread_does_
     store(service, old)
     store(service, new)
     try:
-        events.note(tracked(service, slow, client.hello), 1)  # type: ignore[arg-type]
+        events.note(tracked(service, slow, client.hello), 1)
         assert slow.reached.wait(60.0)
         events.renamed()
         events.note(tracked(service, request, client.hello), 1)
