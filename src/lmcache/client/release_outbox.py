@@ -15,6 +15,7 @@ from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.core.limits import MAX_UNCONFIRMED_MESSAGES
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.protocol.messages import Empty, EndSession, HelloReply, Release
+from lmcache.telemetry.log_limiter import LogLimiter
 
 if TYPE_CHECKING:
     from lmcache.client.client import Client
@@ -29,6 +30,7 @@ _RETRY_SECONDS = 1.0
 # A call that was not answered may still lie in the server's socket when the message that ends it arrives on another
 # connection. So the message is sent once more, late enough to come after it.
 _RESEND_SECONDS = 10.0
+_LOG_SECONDS = 60.0  # between two lines of faults of the same kind of message: there may be thousands
 
 
 @dataclass
@@ -47,6 +49,7 @@ class ReleaseOutbox:
         self._client = client
         self._environment = environment
         self._clock = environment.clock
+        self._log_limiter = LogLimiter(_LOG_SECONDS, environment.clock)
         self._changed = environment.condition()
         self._unconfirmed: list[_Unconfirmed] = []
         self._closing = False
@@ -82,7 +85,8 @@ class ReleaseOutbox:
                 if self._is_unconfirmed(entry):
                     unconfirmed.append(entry)
             except Exception:  # of one message: the others go on, and it is sent again
-                log.exception("%s was not sent to the LMCache server", entry.method)
+                if self._log_limiter.due(entry.method):
+                    log.exception("%s was not sent to the LMCache server; it is sent again", entry.method)
                 entry.pending = None
                 unconfirmed.append(entry)
         with self._changed:

@@ -93,6 +93,14 @@ def draft(argv: Sequence[str], environ: Mapping[str, str], problems: Problems) -
     return Loaded(config, sources, frozenset(config.random_names() - set(sources)), read.ignored)
 
 
+def file_sources(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """How a sentence names each option that the file gives, also where a flag or a variable wins."""
+    known, read = options(), _Read(Problems())
+    _read_flags(argv, known, read)
+    given = _read_file(read.file or environ.get(CONFIG_VARIABLE, ""), known, read)
+    return {name: item.where for name, item in given.items()}
+
+
 def is_of_kubernetes(value: str) -> bool:
     """Of a variable: Kubernetes sets LMCACHE_PORT=tcp://... beside a service that is called lmcache."""
     return bool(_KUBERNETES_PORT.match(value))

@@ -123,15 +123,25 @@ class OtlpExporter:
     # ---- the queue's thread ------------------------------------------------------------------------------------------
     def _send_spans(self, spans: list[Span], dropped: int) -> None:
         offset = self._clock.wall() - self._clock.monotonic()
-        for first in range(0, len(spans), _MAX_SPANS_A_MESSAGE):
-            batch = spans[first : first + _MAX_SPANS_A_MESSAGE]
-            self._send({"offset": offset, "spans": [_packed(span) for span in batch]}, len(batch))
+        rest = len(spans)
+        try:
+            for first in range(0, len(spans), _MAX_SPANS_A_MESSAGE):
+                batch = spans[first : first + _MAX_SPANS_A_MESSAGE]
+                self._send({"offset": offset, "spans": [_packed(span) for span in batch]}, len(batch))
+                rest -= len(batch)
+        finally:
+            self._metrics.otlp_dropped_spans.inc(rest)  # of a fault, which the queue logs
         self._stopping.wait(_GATHER_SECONDS)  # so that spans go out by the hundred
 
     def _export_metrics(self) -> None:
         while not self._stopping.wait(self._metric_seconds):
-            families = [_family(family) for family in self._registry.collect()]
-            self._send({"wall": self._clock.wall(), "metrics": families}, 0)
+            try:
+                families = [_family(family) for family in self._registry.collect()]
+                self._send({"wall": self._clock.wall(), "metrics": families}, 0)
+            except Exception:  # the root of the thread: the next export goes out all the same
+                self._metrics.otlp_failed_exports.inc()
+                if self._log_limiter.due("metrics"):
+                    log.exception("Metrics are not exported to --otlp-endpoint")
 
     # ---- the process -------------------------------------------------------------------------------------------------
     def _send(self, message: Mapping[str, Any], spans: int) -> None:

@@ -21,8 +21,16 @@ Lost = Callable[[int, str], object]  # how many spans, 0 for metrics; and why
 
 
 def write_message(stream: IO[bytes], message: Mapping[str, Any]) -> None:
+    _write_frame(stream, _frame(message))
+
+
+def _frame(message: Mapping[str, Any]) -> bytes:
     payload = msgspec.msgpack.encode(message)
-    stream.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def _write_frame(stream: IO[bytes], frame: bytes) -> None:
+    stream.write(frame)
     stream.flush()
 
 
@@ -50,7 +58,7 @@ class ExporterProcess:
         self._has_ended = False
         self._reading = threading.Thread(target=self._read, name="lmcache-otlp-answers", daemon=True)
         self._reading.start()
-        self._write(settings)
+        self._write(_frame(settings))
 
     @property
     def why_ended(self) -> str:
@@ -59,12 +67,13 @@ class ExporterProcess:
         return "" if code is None else f"it ended with {code}"
 
     def send(self, message: Mapping[str, Any], spans: int) -> bool:
-        """False when the process has ended, and the message is the caller's to count."""
+        """False when the process has ended, and the message is the caller's to count, as one is that raises."""
+        frame = _frame(message)
         with self._lock:
             if self._has_ended:
                 return False
             self._unanswered.append(spans)
-        self._write(message)
+        self._write(frame)
         return True
 
     def kill(self) -> None:
@@ -84,10 +93,10 @@ class ExporterProcess:
             self._process.wait(STOP_SECONDS)
         self._reading.join(STOP_SECONDS)
 
-    def _write(self, message: Mapping[str, Any]) -> None:
+    def _write(self, frame: bytes) -> None:
         assert self._process.stdin is not None
         try:
-            write_message(self._process.stdin, message)
+            _write_frame(self._process.stdin, frame)
         except (OSError, ValueError):  # half a message may be in the pipe: nothing can follow it
             self._process.kill()
 

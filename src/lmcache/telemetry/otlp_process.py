@@ -171,12 +171,13 @@ def main() -> int:
     metric_exporter = OTLPMetricExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_SECONDS)
     started = int(settings["started"] * _NANOSECONDS)
     for message in received:
-        failures.latest = ""
         if "spans" in message:
             is_taken = span_exporter.export(list(spans(message, resource))) is SpanExportResult.SUCCESS
         else:
             result = metric_exporter.export(metrics(message, resource, started))
             is_taken = result is otel.MetricExportResult.SUCCESS
+        if is_taken:
+            failures.latest = ""  # kept until then: the library logs the same failure once in a while
         with contextlib.suppress(BrokenPipeError):  # the server was killed
             write_message(answers, {"failure": "" if is_taken else failures.latest or "it was not taken"})
     return 0

@@ -34,6 +34,25 @@ class RefusedProcess:
         pass
 
 
+class TakingProcess:
+    """Takes each message. Called as a class is, it is the process."""
+
+    why_ended = ""
+
+    def __init__(self) -> None:
+        self.taken: list[Mapping[str, Any]] = []
+
+    def __call__(self, settings: Mapping[str, Any], lost: Lost) -> TakingProcess:
+        return self
+
+    def send(self, message: Mapping[str, Any], spans: int) -> bool:
+        self.taken.append(message)
+        return True
+
+    def close(self) -> None:
+        pass
+
+
 def test_a_process_that_ends_is_started_after_longer_and_longer_pauses_until_it_runs_steadily() -> None:
     pause, now = RestartPause(), 100.0
     pauses = []
@@ -72,3 +91,41 @@ def test_what_is_not_taken_is_counted_and_said_once_a_minute(caplog: pytest.LogC
     exporter.stop()
     assert lines == [1, 1, 2]
     assert "--otlp-endpoint http://collector:4317 does not take spans or metrics (nobody is there)" in caplog.text
+
+
+def test_a_fault_costs_one_export_of_metrics_and_no_span_uncounted(caplog: pytest.LogCaptureFixture) -> None:
+    process, metrics, faults = TakingProcess(), Metrics(), [RuntimeError("once")]
+
+    def refresh() -> None:
+        if faults:
+            raise faults.pop()
+
+    metrics.on_scrape(refresh)
+    exporter = OtlpExporter(
+        *("http://collector:4317", "", metrics),
+        queue_size=10,
+        clock=ManualClock(),
+        metric_seconds=0.01,
+        start_process=cast("type[ExporterProcess]", process),
+    )
+    exporter.start()
+    until(lambda: process.taken)
+    exporter.put(SPAN._replace(trace_id=-1))
+    until(lambda: metrics.registry.get_sample_value("lmcache_mp_otlp_dropped_spans_total") == 1)
+    exporter.stop()
+    assert metrics.registry.get_sample_value("lmcache_mp_otlp_failed_exports_total") == 1
+    assert "Metrics are not exported to --otlp-endpoint" in caplog.text
+
+
+def test_a_message_that_cannot_be_sent_is_answered_as_no_other_one() -> None:
+    lost: list[int] = []
+    settings = {"endpoint": "http://127.0.0.1:1", "service.instance.id": "", "started": 0.0}
+    process = ExporterProcess(settings, lambda spans, why: lost.append(spans))
+    try:
+        with pytest.raises(TypeError):
+            process.send({"offset": 0.0, "spans": [object()]}, 7)
+        process.send({"offset": 0.0, "spans": []}, 3)
+    finally:
+        process.kill()
+    until(lambda: lost)
+    assert lost == [3]

@@ -78,7 +78,10 @@ class ChunkFollower(Generic[T]):
     def poll(self) -> bool:
         """One call. Whether something changed, or there is more."""
         server = self._client.hello
-        if server is None or server is self._mute:
+        if server is None:
+            return False
+        if server is self._mute:
+            self._unasked.clear()  # the next server is asked for all of them
             return False
         if server is not self._server:
             self._begin(server)

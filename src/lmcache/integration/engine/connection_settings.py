@@ -24,7 +24,8 @@ _HOST, _PORT = "lmcache.mp.host", "lmcache.mp.port"
 _HEARTBEAT = "lmcache.mp.heartbeat_interval"
 _TRANSFER = "lmcache.mp.transfer_mode"
 _CURVE_SERVER, _CURVE_CLIENT = "lmcache.mp.curve_server_key_file", "lmcache.mp.curve_client_key_file"
-_KEYS = (_CURVE_SERVER, _CURVE_CLIENT, _HOST, _PORT, _HEARTBEAT, _TRANSFER)
+CURVE_KEYS = (_CURVE_SERVER, _CURVE_CLIENT)
+_KEYS = (*CURVE_KEYS, _HOST, _PORT, _HEARTBEAT, _TRANSFER)
 DEFAULT_HEARTBEAT_SECONDS = 10.0
 Default = TypeVar("Default")
 
@@ -95,7 +96,7 @@ def _url(extra: Mapping[str, Any]) -> str:
 
 
 def _curve(extra: Mapping[str, Any]) -> CurveFiles | None:
-    given = [key for key in (_CURVE_SERVER, _CURVE_CLIENT) if extra.get(key)]
+    given = [key for key in CURVE_KEYS if extra.get(key)]
     if not given:
         return None
     if len(given) == 1:

@@ -208,7 +208,7 @@ class Guardian:
         """Leaves nothing; the log stays only where it says why the server failed."""
         failed = not clean and not self._has_lock
         if failed:
-            self._remove_old_logs()
+            remove_old_logs(os.path.dirname(self._order["log"]), time.time())
             self._report(f"{FAILED} {_last_line(self._tail)}")
         else:
             self._report(f"{FAILED} The server was told to end.")
@@ -223,16 +223,6 @@ class Guardian:
             os.rmdir(os.path.dirname(self._order["lock"]))
         os._exit(0)  # the thread may still wait for the engines
 
-    def _remove_old_logs(self) -> None:
-        """Of servers that failed long ago: those that one engine alone may reach have a new name each time."""
-        with contextlib.suppress(OSError), os.scandir(os.path.dirname(self._order["log"])) as entries:
-            for entry in entries:
-                name, dot, kind = entry.name.rpartition(".log")
-                lock = os.path.join(os.path.dirname(entry.path), name + ".lock")
-                is_old = entry.stat().st_mtime < time.time() - _OLD_LOG_SECONDS
-                if dot and kind in ("", ".old") and is_old and not os.path.exists(lock):
-                    os.unlink(entry.path)
-
     def _outlive_engines(self) -> None:
         """No guardian any more. BlockingIOError where another one has come meanwhile, and will remove the file."""
         self._is_over = True
@@ -241,6 +231,18 @@ class Guardian:
         fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _guardian_lock(fcntl.F_UNLCK))
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _guardian_lock(fcntl.F_WRLCK))
+
+
+def remove_old_logs(folder: str, now: float) -> None:
+    """Of servers that failed long ago: those that one engine alone may reach have a new name each time."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            name, dot, kind = entry.name.rpartition(".log")
+            if not dot or kind not in ("", ".old") or os.path.exists(os.path.join(folder, name + ".lock")):
+                continue
+            with contextlib.suppress(OSError):  # gone meanwhile, or no file: the others are removed all the same
+                if entry.stat().st_mtime < now - _OLD_LOG_SECONDS:
+                    os.unlink(entry.path)
 
 
 def _guardian_lock(kind: int) -> bytes:

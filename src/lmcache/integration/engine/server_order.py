@@ -87,6 +87,11 @@ def private_order(name: str, options: Sequence[str], environ: Mapping[str, str])
             f"{loaded.sources['l1_persist']} leaves memory that no later engine finds, as the server of this one goes "
             "by another name at each start: give a --shm-name, or keep KV in local_disk."
         )
+    if loaded.config.zmq_curve_server_key_file:
+        raise ConfigError(
+            f"{loaded.sources['zmq_curve_server_key_file']} demands a key of engines, and a server with a socket of "
+            "its own is for one that has none: leave both options of CURVE out."
+        )
     return _order(options, environ, url=url)
 
 

@@ -98,9 +98,9 @@ def _safetensors(file: BinaryIO, size_bytes: int) -> _Contents | None:
         header = json.loads(file.read(header_bytes))
         offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
         tensors = sorted((data_start + int(start), data_start + int(end)) for start, end in offsets)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    if not all(start <= end <= size_bytes for start, end in tensors):
+    if not all(data_start <= start <= end <= size_bytes for start, end in tensors):
         return None
     return _Contents((0, data_start), tensors)
 

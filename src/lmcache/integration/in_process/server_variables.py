@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmcache.config.load import CONFIG_VARIABLE, draft, is_of_kubernetes
+from lmcache.config.load import CONFIG_VARIABLE, draft, file_sources, is_of_kubernetes
 from lmcache.config.spec import options as server_options
 from lmcache.config.spec import variable
 from lmcache.core.problems import Problems
@@ -23,10 +23,12 @@ _LISTENERS: Mapping[str, str] = {
     **dict.fromkeys(("http_host", "http_port", "prometheus_port", "disable_http"), _HTTP),
 }
 
+_NO_USE = "{} means nothing to an engine that starts its own server: {}."
+
 
 def server_environment(environ: Mapping[str, str], options: Sequence[str], translation: Translation) -> dict[str, str]:
-    """`environ`: the engine's; `options`: of `lmcache server`, which win. ConfigError names each variable that a server
-    would read and that this one cannot obey."""
+    """`environ`: the engine's; `options`: of `lmcache server`, which win. ConfigError names each variable, and each
+    option of a file, that a server would read and that this one cannot obey."""
     problems = Problems()
     known = {variable(name): name for name in server_options()}
     kept: dict[str, str] = {}
@@ -35,9 +37,12 @@ def server_environment(environ: Mapping[str, str], options: Sequence[str], trans
         if not key.startswith("LMCACHE_") or key.startswith(_PASSED) or key == CONFIG_VARIABLE:
             kept[key] = value
         elif name in _LISTENERS and not is_of_kubernetes(value):
-            problems.add(f"{key} means nothing to an engine that starts its own server: {_LISTENERS[name]}.")
+            problems.add(_NO_USE.format(key, _LISTENERS[name]))
         elif name and name not in KEYS and name not in _LISTENERS:
             kept[key] = value
+    for name, where in file_sources(options, environ).items():
+        if name in _LISTENERS:
+            problems.add(_NO_USE.format(where, _LISTENERS[name]))
     problems.raise_all()
     if not translation.adapters:
         return kept

@@ -69,7 +69,7 @@ def _of_environment(
         if not variable.startswith(_VARIABLE) or variable == FILE_VARIABLE:
             continue
         key = variable.removeprefix(_VARIABLE).lower()
-        if key in known or is_named(key):
+        if key in known or (is_named(key) and variable not in of_server):
             given[key] = Given(variable, value)
         elif variable not in of_server and (meant := nearest(variable, names, cutoff=0.9)):
             problems.add(f"{variable} in the environment is not a key of LMCache; did you mean {meant}?")

@@ -24,8 +24,16 @@ class AnnouncedBlocks:
             there = self._by_first_block[chunk.first_block] = Counter(there.block_hashes())
         there.update(chunk.block_hashes())
 
+    def __contains__(self, chunk: DescribedChunk) -> bool:
+        there = self._by_first_block.get(chunk.first_block)
+        if there is None or isinstance(there, DescribedChunk):
+            return there is not None and there.blocks == chunk.blocks
+        return all(there[block] for block in chunk.block_hashes())
+
     def remove(self, chunk: DescribedChunk) -> list[bytes]:
-        """Of a chunk that was added: the blocks that no other one has."""
+        """The blocks that no other chunk has; none where it was not added, as its event could not be made."""
+        if chunk not in self:
+            return []
         there = self._by_first_block[chunk.first_block]
         blocks = chunk.block_hashes()
         if isinstance(there, DescribedChunk):

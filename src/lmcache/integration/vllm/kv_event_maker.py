@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,8 @@ from lmcache.integration.vllm.versions import EventInterface
 
 if TYPE_CHECKING:
     from lmcache.client.client import Client
+
+log = logging.getLogger("lmcache.vllm")
 
 MEDIA = {1: "CPU", 2: "STORAGE"}  # by the bits of `ChunkChangesReply.tiers`
 _CHUNKS_AT_ONCE = 16  # between two pauses
@@ -132,9 +135,15 @@ class EventMaker:
     def events(self) -> Iterator[Any]:
         """What routers are to be told since the last call."""
         told, self._told = self._told, []
-        since_pause = 0
+        since_pause = lost = 0
         for run in _runs(told):
-            event = self._event(run)
+            event = None
+            try:
+                event = self._event(run)
+            except Exception:  # of one event: the others go on
+                lost += 1
+                if lost == 1:
+                    log.exception("A KV event of %d chunks of the LMCache server is lost", len(run))
             if event is not None:
                 yield event
             since_pause += len(run)
@@ -148,10 +157,11 @@ class EventMaker:
         blocks, options = self._blocks[tier], self._options
         if is_there:
             chunks = [entry.chunk for entry in run]
+            event = stored_event(chunks, MEDIA[tier], options.block_tokens, options.group, self._events)
             for entry in run:
-                if entry.is_news:
+                if entry.is_news or entry.chunk not in blocks:
                     blocks.add(entry.chunk)
-            return stored_event(chunks, MEDIA[tier], options.block_tokens, options.group, self._events)
+            return event
         gone = [block for entry in run for block in blocks.remove(entry.chunk)]
         return removed_event(gone, MEDIA[tier], options.group, self._events) if gone else None
 

@@ -47,11 +47,11 @@ class KVEvents:
         self._maker = EventMaker(
             client, instance_id, options, events, now=self._clock.monotonic, pause=self._give_up_interpreter
         )
-        self._named: deque[NamedChunks] = deque()
+        self._named: deque[NamedChunks | None] = deque()  # None: what was named before is not found any more
         self._ready: deque[Any] = deque()  # events, until the engine takes them
         self._expected: set[ChunkName] = set()  # chunks that are being stored
         self._expected_until = 0.0
-        self._engine_cleared = self._all_renamed = self._closing = False
+        self._engine_cleared = self._closing = False
         self._thread = environment.thread(target=self._run, name="lmcache-kv-events", daemon=True)
         self._thread.start()
 
@@ -79,8 +79,8 @@ class KVEvents:
         """A store has been ordered that ends with this chunk. The engine steps on until it is announced, for a moment:
         without requests it would publish nothing before the next one."""
         if len(self._expected) < limits.MAX_ORDERS_NOTED:
-            self._expected.add(ChunkName(cache_salt, last_hash))
             self._expected_until = self._clock.monotonic() + _STORED_SECONDS
+            self._expected.add(ChunkName(cache_salt, last_hash))  # last: the thread drops what is overdue
 
     def stores_went_on(self) -> None:
         """Workers have said of some stores that they read, or have settled, them."""
@@ -105,8 +105,8 @@ class KVEvents:
 
     def renamed(self) -> None:
         """What was stored before is not found any more."""
-        self._named.clear()
-        self._all_renamed = True
+        # Another one, not an empty one: the thread may have seen that there is something to take.
+        self._named = deque([None])
 
     def close(self) -> None:
         with self._changed:
@@ -138,11 +138,12 @@ class KVEvents:
         if self._engine_cleared:
             self._engine_cleared = False
             maker.announce_again()
-        if self._all_renamed:
-            self._all_renamed = False
-            maker.forget_all()
         while self._named:
-            maker.remember(self._named.popleft(), self._hashed_tokens)
+            named = self._named.popleft()
+            if named is None:
+                maker.forget_all()
+            else:
+                maker.remember(named, self._hashed_tokens)
         is_busy = len(self._ready) < limits.MAX_EVENTS_WAITING and maker.poll()
         self._ready.extend(maker.events())
         if self._clock.monotonic() > self._expected_until + _COMPUTED_SECONDS:

@@ -15,6 +15,7 @@ from lmcache.client.lookup_client import LOOKUP_SECONDS
 from lmcache.core.key import SERDE_NAME
 from lmcache.errors import ConfigError
 from lmcache.integration.engine.connection_settings import (
+    CURVE_KEYS,
     ConnectionSettings,
     read_connection,
     read_flag,
@@ -129,6 +130,9 @@ def private_server_options(extra: Mapping[str, Any]) -> list[str]:
             f"{_KEEP} is true, and no later engine reaches a server that has a socket of its own: use "
             f"LMCacheMPConnector with {_AUTOSTART}, or keep KV in local_disk."
         )
+    for key in CURVE_KEYS:
+        if extra.get(key):
+            raise ConfigError(f"{key} is given, and nothing names a server that asks for a key: name one by mp_host.")
     with _of_server_args():
         return split_options(_server_args(extra), PRIVATE_FLAGS)
 

@@ -44,8 +44,6 @@ def connect(client: Client, timeout_seconds: float) -> HelloReply:
 class LMCacheMPSchedulerAdapter(CalledAsDeclared):
     """One lookup a request, leased until the request's end: nothing tells this side when its workers have loaded."""
 
-    says_so = True
-
     def __init__(
         self,
         *,

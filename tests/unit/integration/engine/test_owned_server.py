@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from lmcache.errors import ResourceError
 from lmcache.integration.engine.owned_server import OwnedServer
 from lmcache.integration.engine.run_folder import run_folder_path
-from lmcache.integration.engine.server_guardian import RestartPause, pause
+from lmcache.integration.engine.server_guardian import RestartPause, pause, remove_old_logs
 from lmcache.integration.engine.server_order import autostart_order
 from lmcache.testing.processes import free_port
 
@@ -65,3 +66,17 @@ def test_the_death_of_a_child_ends_no_pause_and_a_signal_to_end_does() -> None:
     finally:
         for fd in (wakeup, signals, left, leaving):
             os.close(fd)
+
+
+def test_an_entry_that_cannot_be_looked_at_keeps_no_old_log(tmp_path: Path) -> None:
+    for number in range(8):  # in whatever order they are found
+        for suffix in (".sock", "-gone.log"):
+            (tmp_path / f"{number}{suffix}").symlink_to("/nowhere")
+        (tmp_path / f"{number}-folder.log").mkdir()
+        for suffix in (".log", ".log.old", "-used.log", "-used.lock", ".txt"):
+            (tmp_path / f"{number}{suffix}").touch()
+    remove_old_logs(str(tmp_path), time.time())
+    assert len(list(tmp_path.iterdir())) == 64
+    remove_old_logs(str(tmp_path), time.time() + 8 * 86400)
+    left = {path.name.lstrip("01234567") for path in tmp_path.iterdir()}
+    assert left == {".sock", "-gone.log", "-folder.log", "-used.log", "-used.lock", ".txt"}

@@ -70,6 +70,13 @@ def test_options_of_a_server_reach_the_one_that_the_engine_starts(tmp_path: Path
     assert (config.l1_size_gb, config.shm_name, config.l1_persist) == (50.0, "kept", True)
 
 
+def test_a_variable_of_a_server_is_none_of_a_family_of_keys_that_are_not_built() -> None:
+    environ = {"LMCACHE_P2P_ADVERTISE_URL": "127.0.0.1:9500", "LMCACHE_P2P_PEERS": "127.0.0.1:9501"}
+    assert server_config({}, environ).p2p_peers == ["127.0.0.1:9501"]
+    with pytest.raises(ConfigError, match="LMCACHE_P2P_HOST is not built"):
+        server_config({}, {"LMCACHE_P2P_HOST": "h"})
+
+
 @pytest.mark.parametrize(
     ("extra", "environ", "sentence"),
     [
@@ -98,6 +105,25 @@ def test_options_of_a_server_reach_the_one_that_the_engine_starts(tmp_path: Path
         ({}, {"LMCACHE_PORT": "5556"}, "LMCACHE_PORT means nothing to an engine that starts its own server"),
         ({}, {"LMCACHE_HTTP_PORT": "80"}, "LMCACHE_HTTP_PORT means nothing to an engine that starts its own server"),
         (
+            {},
+            {"LMCACHE_ZMQ_CURVE_SERVER_KEY_FILE": "/server.key", "LMCACHE_ZMQ_CURVE_CLIENT_KEYS_DIR": "/engines"},
+            "LMCACHE_ZMQ_CURVE_SERVER_KEY_FILE demands a key of engines, and a server with a socket of its own is for",
+        ),
+        (
+            {
+                "lmcache.mp.autostart.server_args": (
+                    "--zmq-curve-server-key-file /server.key --zmq-curve-client-keys-dir /engines"
+                )
+            },
+            {},
+            "--zmq-curve-server-key-file demands a key of engines, and a server with a socket of its own is for",
+        ),
+        (
+            {"lmcache.mp.curve_client_key_file": "/engine.key"},
+            {},
+            "lmcache.mp.curve_client_key_file is given, and nothing names a server that asks for a key",
+        ),
+        (
             {"lmcache.local_disk": "/d", "lmcache.remote_url": "redis://h:1"},
             {"LMCACHE_L2_ADAPTER": '{"type": "mock"}'},
             "LMCACHE_L2_ADAPTER and lmcache.local_disk and lmcache.remote_url both say where KV goes",
@@ -119,6 +145,19 @@ def test_what_the_server_of_an_engine_cannot_obey_is_refused(
         in_process_settings(extra, environ, "engine")
     (said,) = refused.value.problems
     assert said.startswith(sentence)
+
+
+@pytest.mark.parametrize("option", ["host: 0.0.0.0", "port: 7777", "http_port: 9999", "disable_http: false"])
+def test_where_the_server_of_an_engine_listens_is_not_for_a_file(option: str, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(option + "\n")
+    words = f"{option.partition(':')[0]} in {file} means nothing to an engine that starts its own server: "
+    by_words: dict[str, Any] = {"lmcache.mp.autostart.server_args": ["--config", str(file)]}
+    for extra, environ in (({}, {"LMCACHE_CONFIG": str(file)}), (by_words, {})):
+        with pytest.raises(ConfigError) as refused:
+            in_process_settings(extra, environ, "engine")
+        (said,) = refused.value.problems
+        assert said.startswith(words)
 
 
 def test_variables_that_kubernetes_sets_beside_a_service_are_none_of_a_server() -> None:

@@ -4,6 +4,7 @@ The server's side is the real one over a real L1; requests and their hashes are 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -41,6 +42,7 @@ from lmcache.integration.vllm.kv_event_maker import EventMaker, EventOptions, Na
 from lmcache.integration.vllm.kv_events import KVEvents
 from lmcache.protocol import messages as m
 from lmcache.protocol.tokens import pack_tokens
+from manual_clock import ManualClock
 from seeds import SEED
 from unit.integration.vllm.fakes import hello
 from unit.service.support import CHUNK_TOKENS, LAYOUT, SERVER_EPOCH, Service, a_service
@@ -86,15 +88,17 @@ class LocalClient:
 class Engine:
     """The events' thread by hand, and what a router makes of them."""
 
-    def __init__(self, service: Service, *, group: int = 0, most_chunks: int = 1000, **options: Any) -> None:
-        assert EVENTS is not None
+    def __init__(
+        self, service: Service, *, group: int = 0, most_chunks: int = 1000, events: Any = EVENTS, **options: Any
+    ) -> None:
+        assert events is not None
         self.service = service
         self.client = LocalClient(service)
         self.maker = EventMaker(
             self.client,  # type: ignore[arg-type]
             "engine",
             EventOptions(block_tokens=BLOCK_TOKENS, group=group, **options),
-            EVENTS,
+            events,
             now=service.clock.monotonic,
             chunks=AnnouncedChunks(most_chunks),
         )
@@ -353,6 +357,43 @@ def test_the_engines_own_reset_and_new_weights(service: Service) -> None:
     assert engine.follow() == []
 
 
+def test_a_fault_of_one_event_loses_that_one_alone(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    assert EVENTS is not None
+    faults: list[Exception] = []
+
+    def stored(**fields: Any) -> BlockStored:
+        if faults:
+            raise faults.pop()
+        return BlockStored(**fields)
+
+    engine = Engine(service, events=dataclasses.replace(EVENTS, stored=stored))
+    prompts = [TOKENS, [1] * CHUNK_TOKENS, [2] * CHUNK_TOKENS]
+    requests = [a_request(prompt) for prompt in prompts]
+    for request, prompt in zip(requests, prompts, strict=True):
+        engine.remember(request)
+        store(service, prompt)
+    faults.append(MemoryError())
+    assert len(engine.follow()) == 2
+    assert caplog.text.count("A KV event of") == 1
+    (lost,) = [request for request in requests if not set(external(request)) <= engine.believed()]
+    engine.maker.announce_again()
+    engine.follow()
+    assert engine.believed() == {block for request in requests for block in external(request)}
+    # What was never announced is not taken back, and takes nothing else with it.
+    another = a_request([3] * CHUNK_TOKENS)
+    engine.remember(another)
+    store(service, [3] * CHUNK_TOKENS)
+    faults.append(MemoryError())
+    assert engine.follow() == []
+    service.l1.core.clear()
+    engine.follow()
+    assert engine.believed() == set()
+    assert not set(external(another)) & {block for event in engine.events for block in event.block_hashes}
+    store(service, lost.prompt_token_ids)
+    engine.follow()
+    assert engine.believed() == set(external(lost))
+
+
 def test_a_random_history_ends_with_what_is_there(service: Service) -> None:
     rng = random.Random(SEED)
     engine = Engine(service, most_chunks=30)
@@ -404,7 +445,9 @@ def test_the_scheduler_thread_notes_and_takes(service: Service) -> None:
     assert EVENTS is not None
     client, request = LocalClient(service), a_request(TOKENS)
     options = EventOptions(block_tokens=BLOCK_TOKENS, group=0)
-    events = KVEvents(client, "engine", options, EVENTS, EngineEnvironment())  # type: ignore[arg-type]
+    # By a clock that stands still the moment that it goes on for what is expected never ends.
+    environment = EngineEnvironment(ManualClock())
+    events = KVEvents(client, "engine", options, EVENTS, environment)  # type: ignore[arg-type]
     try:
         events.bind(SimpleNamespace(hash_block_size=BLOCK_TOKENS))
         one = tracked(service, request, client.hello)
@@ -422,6 +465,46 @@ def test_the_scheduler_thread_notes_and_takes(service: Service) -> None:
         events.note(one, 3)
         assert one.noted_chunks == 2
     finally:
+        events.close()
+
+
+class SlowRequest:
+    """A request whose blocks have their names when the test says so."""
+
+    def __init__(self, request: Request) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self._request = request
+
+    @property
+    def block_hashes(self) -> Any:
+        self.reached.set()
+        assert self.go_on.wait(60.0)
+        return self._request.block_hashes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def test_what_is_named_after_new_weights_is_remembered_whatever_the_thread_does_meanwhile(service: Service) -> None:
+    assert EVENTS is not None
+    client, old, new = LocalClient(service), [7] * CHUNK_TOKENS, [8] * CHUNK_TOKENS
+    slow, request = SlowRequest(a_request(old)), a_request(new)
+    options = EventOptions(block_tokens=BLOCK_TOKENS, group=0)
+    environment = EngineEnvironment(ManualClock())
+    events = KVEvents(client, "engine", options, EVENTS, environment)  # type: ignore[arg-type]
+    store(service, old)
+    store(service, new)
+    try:
+        events.note(tracked(service, slow, client.hello), 1)
+        assert slow.reached.wait(60.0)
+        events.renamed()
+        events.note(tracked(service, request, client.hello), 1)
+        slow.go_on.set()
+        taken: list[Any] = []
+        until(lambda: bool(taken.extend(events.take()) or taken))
+        assert [block for event in taken for block in event.block_hashes] == external(request)
+    finally:
+        slow.go_on.set()
         events.close()
 
 

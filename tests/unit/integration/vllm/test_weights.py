@@ -242,3 +242,20 @@ def test_a_file_that_is_no_safetensors_is_sampled_by_its_bytes(tmp_path: Path, h
     before = identity(tmp_path)
     path.write_bytes(header + b"1" * 100_000)
     assert identity(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        b'{"a": {"data_offsets": [0, 1e999]}}',
+        b'{"a": {"data_offsets": [-500, 1000]}}',
+        b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
+def test_a_safetensors_with_impossible_offsets_is_sampled_by_its_bytes(tmp_path: Path, names: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    found = set()
+    for filling in (b"0", b"1"):
+        path.write_bytes(len(names).to_bytes(8, "little") + names + filling * 300_000)
+        found.add(identity(tmp_path))
+    assert len(found) == 2
