@@ -28,14 +28,14 @@ class QuotaRoutes:
 
     def operations(self) -> list[Operation]:
         path, public, change = "/quota/{cache_salt:text}", Access.PUBLIC, Access.CHANGE
-        one = "The same of one salt; _default is the empty one"
+        of_one = "The same of one salt; _default is the empty one"
         return [
             Operation(
                 *("GET", "/quota", "What each cache salt may keep, and has; salts are digests without the admin token"),
                 *(public, self.all, m.Quotas),
             ),
             # Whoever may ask of a salt that he guesses is told whether there is such a tenant, and what it has.
-            Operation("GET", path, one, Access.READ, self.get, m.SaltQuota),
+            Operation("GET", path, of_one, Access.READ, self.get, m.SaltQuota),
             Operation(*("PUT", path, "Sets what a salt may keep", change, self.put, m.SaltQuota), body=m.QuotaRequest),
             Operation("DELETE", path, "The salt has no limit any more", change, self.delete, m.SaltQuota),
         ]

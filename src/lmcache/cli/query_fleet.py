@@ -48,9 +48,9 @@ def _tier(place: Mapping[str, Any]) -> str:
 
 def _longest_prefix(chunks: Sequence[set[str]]) -> int:
     """Of one server."""
-    there: set[str] | None = None
+    holders: set[str] | None = None
     for number, servers in enumerate(chunks):
-        there = servers if there is None else there & servers
-        if not there:
+        holders = servers if holders is None else holders & servers
+        if not holders:
             return number
     return len(chunks)

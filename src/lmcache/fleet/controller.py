@@ -153,9 +153,9 @@ class Controller:
         serdes = self._serdes(instance_id)
         adapter = next((name for name, serde in serdes.items() if serde == method), "")
         if not adapter:
-            there = ", ".join(f"{name} ({serde})" for name, serde in serdes.items() if serde) or "none"
+            built = ", ".join(f"{name} ({serde})" for name, serde in serdes.items() if serde) or "none"
             raise ConfigError(
-                f"{instance_id} has no L2 adapter with the serde {method!r}; with a serde it has: {there}."
+                f"{instance_id} has no L2 adapter with the serde {method!r}; with a serde it has: {built}."
             )
         places = ("l1", adapter) if encode else (adapter, "l1")
         return self._move_between_tiers(instance_id, *places, prompt, tokens, copy=False)

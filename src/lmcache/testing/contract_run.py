@@ -42,9 +42,9 @@ class RecordingInventory:
         return self._scan
 
     def seen(self, digest: bytes, hashes: bytes) -> None:
-        there = {hashes[start : start + CHUNK_HASH_BYTES] for start in range(0, len(hashes), CHUNK_HASH_BYTES)}
+        present = {hashes[start : start + CHUNK_HASH_BYTES] for start in range(0, len(hashes), CHUNK_HASH_BYTES)}
         for key in self.objects:
-            if key.namespace.digest == digest and key.chunk_hash in there:
+            if key.namespace.digest == digest and key.chunk_hash in present:
                 self._seen_by[key] = self._scan
 
     def known(

@@ -16,33 +16,33 @@ class AnnouncedBlocks:
     _by_first_block: dict[bytes, DescribedChunk | Counter[bytes]] = field(default_factory=dict)
 
     def add(self, chunk: DescribedChunk) -> None:
-        there = self._by_first_block.get(chunk.first_block)
-        if there is None:
+        announced = self._by_first_block.get(chunk.first_block)
+        if announced is None:
             self._by_first_block[chunk.first_block] = chunk
             return
-        if isinstance(there, DescribedChunk):
-            there = self._by_first_block[chunk.first_block] = Counter(there.block_hashes())
-        there.update(chunk.block_hashes())
+        if isinstance(announced, DescribedChunk):
+            announced = self._by_first_block[chunk.first_block] = Counter(announced.block_hashes())
+        announced.update(chunk.block_hashes())
 
     def __contains__(self, chunk: DescribedChunk) -> bool:
-        there = self._by_first_block.get(chunk.first_block)
-        if there is None or isinstance(there, DescribedChunk):
-            return there is not None and there.blocks == chunk.blocks
-        return all(there[block] for block in chunk.block_hashes())
+        announced = self._by_first_block.get(chunk.first_block)
+        if announced is None or isinstance(announced, DescribedChunk):
+            return announced is not None and announced.blocks == chunk.blocks
+        return all(announced[block] for block in chunk.block_hashes())
 
     def remove(self, chunk: DescribedChunk) -> list[bytes]:
         """The blocks that no other chunk has; none where it was not added, as its event could not be made."""
         if chunk not in self:
             return []
-        there = self._by_first_block[chunk.first_block]
+        announced = self._by_first_block[chunk.first_block]
         blocks = chunk.block_hashes()
-        if isinstance(there, DescribedChunk):
+        if isinstance(announced, DescribedChunk):
             del self._by_first_block[chunk.first_block]
             return blocks
-        there.subtract(blocks)
-        gone = [block for block in blocks if not there[block]]
+        announced.subtract(blocks)
+        gone = [block for block in blocks if not announced[block]]
         for block in gone:
-            del there[block]
-        if not there:
+            del announced[block]
+        if not announced:
             del self._by_first_block[chunk.first_block]
         return gone
