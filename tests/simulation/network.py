@@ -67,7 +67,7 @@ class _L2:
         self.world = world
         self.objects = objects
         self.l1: L1Store | None = None
-        self.runners: list[Any] = []  # it has no ledgers that could be followed
+        self.own_runners: list[Any] = []  # it has no ledgers that could be followed
         self.stopped = False
 
     def call_soon(self, action: Callable[[], None]) -> None:
