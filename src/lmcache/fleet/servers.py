@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ logger = logging.getLogger("lmcache.fleet")
 
 ASK_SECONDS = 10.0
 _THREADS = 16
+_CLOSED = "The coordinator is shutting down."
 
 T = TypeVar("T")
 
@@ -34,13 +36,18 @@ class Servers:
     def __init__(self, instances: Instances, token: Callable[[], str]) -> None:
         self._instances = instances
         self._token = token
+        self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fleet-servers")
 
     def close(self) -> None:
+        """Requests under way go on to their end; no other one begins."""
+        self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def ask(self, instance_id: str, method: str, path: str, body: Any = None) -> Any:
-        """LMCacheError: it has not joined, does not answer in time, or refuses."""
+        """LMCacheError: it has not joined, does not answer in time, or refuses; or this is closed."""
+        if self._closed.is_set():
+            raise ServerUnavailable(_CLOSED)
         return self._ask(self._instances.find(instance_id), method, path, body)
 
     def _ask(self, instance: Instance, method: str, path: str, body: Any) -> Any:
@@ -63,7 +70,7 @@ class Servers:
         try:
             futures = {name: self._threads.submit(work, name) for name in instance_ids}
         except RuntimeError:
-            raise ServerUnavailable("The coordinator is shutting down.") from None
+            raise ServerUnavailable(_CLOSED) from None
         seconds = ASK_SECONDS * (2 + len(futures) // _THREADS)
         done, _ = wait(futures.values(), seconds)
         for name, future in futures.items():

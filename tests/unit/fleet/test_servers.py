@@ -1,0 +1,67 @@
+"""What a coordinator asks of its servers: when it ends, when a token is another one, when somebody leaves and joins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lmcache.environment import SYSTEM
+from lmcache.fleet import messages as m
+from lmcache.fleet import servers
+from lmcache.fleet.fleet import Fleet
+from lmcache.fleet.settings import CoordinatorSettings
+
+WAIT_SECONDS = 60.0
+
+
+class Coordinator:
+    """Its state, and what it asks: `answer` decides what servers say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.token = ""
+        self.asked: list[tuple[str, str]] = []
+        self.tokens: list[str] = []
+        self.answer: Callable[[str, str, Any], Any] = lambda method, path, body: {}
+        self.fleet = Fleet(CoordinatorSettings(), lambda: self.token, SYSTEM)
+        monkeypatch.setattr(servers, "request", self._request)
+
+    def _request(self, url: str, method: str, path: str, body: Any = None, *, token: str = "", **_: Any) -> Any:
+        self.asked.append((method, path))
+        self.tokens.append(token)
+        return self.answer(method, path, body)
+
+    def join(self, name: str, *, has_token: bool = False) -> None:
+        self.fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, name), has_token=has_token)
+
+
+@pytest.fixture
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
+    made = Coordinator(monkeypatch)
+    yield made
+    made.fleet.stop()
+
+
+def test_what_is_left_to_tell_is_not_told_once_the_coordinator_ends(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    asks, may_answer = threading.Event(), threading.Event()
+
+    def answer(method: str, path: str, body: Any) -> Any:
+        asks.set()
+        assert may_answer.wait(WAIT_SECONDS)
+        return {}
+
+    for number in range(20):
+        fleet.quotas.set(f"tenant-{number}", 1 << 30)
+    coordinator.join("a")
+    coordinator.answer = answer
+    pushing = threading.Thread(target=fleet.quotas.push)
+    pushing.start()
+    assert asks.wait(WAIT_SECONDS)
+    fleet.servers.close()
+    may_answer.set()
+    pushing.join(WAIT_SECONDS)
+    assert not pushing.is_alive()
+    assert len(coordinator.asked) == 1
