@@ -108,15 +108,17 @@ class Directory:
         with self._lock:
             for place in self._places.get(instance_id, {}).values():
                 if place.tier == _L1:
+                    holder = self._holder(place)  # before anything is forgotten, as there may be none
                     self._void(place)
-                    place.holder = self._holder(place)
+                    place.holder = holder
 
     def begin_resync(self, instance_id: str) -> None:
         """Everything of that server is told again from here on."""
         with self._lock:
             for place in self._places.get(instance_id, {}).values():
+                holder = self._holder(place)
                 place.previous_holders.append(place.holder)
-                place.holder = self._holder(place)
+                place.holder = holder
                 while len(place.previous_holders) > limits.MAX_FLEET_UNFINISHED_RESYNCS:
                     self._void_holder(place.previous_holders.pop(0))
 

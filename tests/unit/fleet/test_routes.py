@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from lmcache.core.chunking import ChunkHasher
 from lmcache.environment import SYSTEM
+from lmcache.fleet import messages as m
 from lmcache.fleet.app import build_app, operations
 from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.routes.base import RouteContext
@@ -40,6 +41,9 @@ def entries(*names: str, model: str = "m", rank: int = 0) -> list[dict[str, Any]
     return [
         {"key": {"chunk_hash_hex": name, "model_name": model, "kv_rank": rank}, "size_bytes": 4096} for name in names
     ]
+
+
+NUMBERED = list(enumerate(hashes(), 1))
 
 
 @pytest.fixture
@@ -193,6 +197,34 @@ def test_numbers_of_batches(here: TestClient) -> None:
     assert "lmcache_mp_coordinator_complete_resyncs_total 1.0" in here.get("/metrics").text
 
 
+def test_what_a_fault_has_lost_is_asked_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it comes while an incarnation begins."""
+    fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, "a"), has_token=False)
+    told = [m.Batch("a", 5, seq, "store", "l1", entries=[m.Entry(m.Key(name, "m", 0))]) for seq, name in NUMBERED]
+    for step in ("store", "forget_l1"):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a fault"):
+            patch.setattr(fleet.directory, step, faulty)
+            fleet.intake.apply(told)
+        assert fleet.intake.apply(told).resync == ["a"]
+        assert fleet.intake.stream("a").needs_resync
+        told = [m.Batch("a", 6, batch.seq, "store", "l1", entries=batch.entries) for batch in told]
+
+
+def test_without_a_holder_nothing_is_forgotten(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.directory.store("a", "l1", "", False, [m.Entry(m.Key(hashes()[0], "m", 0))], "")
+    for step in (fleet.directory.begin_resync, fleet.directory.forget_l1):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a fault"):
+            patch.setattr(fleet.directory, "_holder", faulty)
+            step("a")
+        assert len(fleet.directory.list_keys("", "", "", 0, 10)[0]) == 1
+    fleet.directory.forget("a")
+    fleet.directory.check()
+
+
+def faulty(*_: object) -> None:
+    raise RuntimeError("a fault")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
@@ -200,6 +232,10 @@ def test_numbers_of_batches(here: TestClient) -> None:
         ("/events", {"batches": [batch(1, event_type="look")]}, "event_type"),
         ("/events", {"batches": [batch(1, entries=entries("xy"))]}, "chunk_hash_hex"),
         ("/events", {"batches": [{}]}, "instance_id"),
+        ("/events", {"batches": [batch(1, entries=entries("ab" * 32 + "\n"))]}, "chunk_hash_hex"),
+        ("/events", {"batches": [batch(1, namespace="ab" * 32 + "\n")]}, "namespace"),
+        ("/instances", {**REGISTERED, "ip": "127.0.0.1\n"}, "ip"),
+        ("/instances", {**REGISTERED, "instance_id": "a\n"}, "instance_id"),
         ("/instances", {"http_port": 1}, "ip"),
         ("/instances", {**REGISTERED, "ip": "127.0.0.1/x?"}, "ip"),
         ("/instances", {**REGISTERED, "instance_id": "a/b"}, "instance_id"),
