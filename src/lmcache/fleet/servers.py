@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lmcache.errors import LMCacheError, ServerUnavailable
-from lmcache.fleet.instances import Instance, Instances
+from lmcache.fleet.instances import Instance, Instances, digest_of
 from lmcache.http.client import answer_of, request
 
 logger = logging.getLogger("lmcache.fleet")
@@ -31,7 +31,7 @@ class Answers:
 
 
 class Servers:
-    """Thread-safe. A server that joined without the admin token does not get it."""
+    """Thread-safe. A server gets the admin token only where it joined with that one."""
 
     def __init__(self, instances: Instances, token: Callable[[], str]) -> None:
         self._instances = instances
@@ -51,7 +51,9 @@ class Servers:
         return self._ask(self._instances.find(instance_id), method, path, body)
 
     def _ask(self, instance: Instance, method: str, path: str, body: Any) -> Any:
-        token = self._token() if instance.has_token else ""
+        token = self._token()
+        if not instance.has_token or digest_of(token) != instance.token_digest:
+            token = ""
         return request(instance.url, method, path, body, token=token, timeout_seconds=ASK_SECONDS)
 
     def read(self, instance_id: str, read: Callable[[Any], T], method: str, path: str, body: Any = None) -> T:

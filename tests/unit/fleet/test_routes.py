@@ -199,7 +199,7 @@ def test_numbers_of_batches(here: TestClient) -> None:
 
 def test_what_a_fault_has_lost_is_asked_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it comes while an incarnation begins."""
-    fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, "a"), has_token=False)
+    fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, "a"))
     told = [m.Batch("a", 5, seq, "store", "l1", entries=[m.Entry(m.Key(name, "m", 0))]) for seq, name in NUMBERED]
     for step in ("store", "forget_l1"):
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a fault"):

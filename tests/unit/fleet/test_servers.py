@@ -33,8 +33,8 @@ class Coordinator:
         self.tokens.append(token)
         return self.answer(method, path, body)
 
-    def join(self, name: str, *, has_token: bool = False) -> None:
-        self.fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, name), has_token=has_token)
+    def join(self, name: str, token: str = "") -> None:
+        self.fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, name), token=token)
 
 
 @pytest.fixture
@@ -65,3 +65,22 @@ def test_what_is_left_to_tell_is_not_told_once_the_coordinator_ends(coordinator:
     pushing.join(WAIT_SECONDS)
     assert not pushing.is_alive()
     assert len(coordinator.asked) == 1
+
+
+def test_another_token_goes_to_nobody_who_joined_with_the_one_before(coordinator: Coordinator) -> None:
+    """Who has the new one joins again, and so shows where it is."""
+    fleet = coordinator.fleet
+    coordinator.token = "the first token"
+    coordinator.join("a", "the first token")
+    coordinator.join("b")
+    fleet.servers.ask("a", "GET", "/status")
+    fleet.servers.ask("b", "GET", "/status")
+    coordinator.token = "the second token"
+    fleet.servers.ask("a", "GET", "/status")
+    assert coordinator.tokens == ["the first token", "", ""]
+    assert fleet.instances.heartbeat("b", "the second token") and fleet.instances.heartbeat("a")
+    assert not fleet.instances.heartbeat("a", "the second token")
+    coordinator.join("a", "the second token")
+    assert fleet.instances.heartbeat("a", "the second token")
+    fleet.servers.ask("a", "GET", "/status")
+    assert coordinator.tokens[3:] == ["the second token"]
