@@ -6,13 +6,17 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmcache.environment import SYSTEM
 from lmcache.fleet import messages as m
+from lmcache.fleet import operations as work
 from lmcache.fleet import servers
 from lmcache.fleet.fleet import Fleet
+from lmcache.fleet.keys import keys_of_prompt
 from lmcache.fleet.settings import CoordinatorSettings
+from polling import until
 
 WAIT_SECONDS = 60.0
 
@@ -84,3 +88,33 @@ def test_another_token_goes_to_nobody_who_joined_with_the_one_before(coordinator
     assert fleet.instances.heartbeat("a", "the second token")
     fleet.servers.ask("a", "GET", "/status")
     assert coordinator.tokens[3:] == ["the second token"]
+
+
+def test_a_move_takes_from_the_source_what_the_target_has_in_that_namespace(coordinator: Coordinator) -> None:
+    """Two layouts of one model have the same chunk hashes."""
+    fleet = coordinator.fleet
+    deleted: list[str] = []
+    first, second = "aa" * 32, "bb" * 32
+    tokens = [1] * fleet.settings.chunk_size
+    (chunk_hash,) = [key.chunk_hash_hex for key in keys_of_prompt(fleet.hasher, tokens, "m", 1, "")[1]]
+
+    def answer(method: str, path: str, body: Any) -> Any:
+        if path == "/cache/lookup":
+            chunks = [{"hash": chunk_hash, "tiers": ["l1"], "in_l1": [0]}]
+            return {"chunks": chunks, "namespaces": [first, second]}
+        if method == "DELETE":
+            deleted.extend(body["keys"])
+            return {"deleted": len(body["keys"]), "skipped": 0}
+        return msgspec.to_builtins(m.JobStatus("r", "prefetch", "done", True, 1, 1, 0, "", 0.1))
+
+    coordinator.answer = answer
+    coordinator.join("a")
+    coordinator.join("b")
+    for seq, namespace in enumerate((first, second), 1):
+        entries = [m.Entry(m.Key(chunk_hash, "m", 0))]
+        fleet.intake.apply([m.Batch("a", 1, seq, "store", "l1", entries=entries, namespace=namespace)])
+    job = fleet.jobs.find(work.begin_move(fleet, m.MoveRequest("a", "b", "m", tokens)).request_id)
+    assert job is not None
+    until(lambda: job.has_ended)
+    assert deleted == [f"{first}/{chunk_hash}"]
+    assert (job.done, job.failed) == (1, 1)
