@@ -224,6 +224,19 @@ def test_who_asks_for_everything_again_and_again_is_told_less_and_less_often(mon
         assert one.member.status()["joined"]
 
 
+def test_who_forgets_a_server_again_and_again_is_told_no_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(method: str, path: str) -> tuple[int, bytes]:
+        if path == "/events":
+            return 200, b'{"applied":1,"duplicates":0,"stale":0}'
+        return (404, b"{}") if method == "PUT" else joins_then(b'{"instances":[],"members":1}')(method, path)
+
+    monkeypatch.setattr(reporter, "_FIRST_RESYNC_SECONDS", 0.5)
+    began = time.monotonic()
+    with hostile(answer) as url, Joined(url) as one:
+        until(lambda: float(one.metrics.coordinator_resyncs._value.get()) >= 3)  # noqa: SLF001
+        assert time.monotonic() - began >= 1.0 + 2.0
+
+
 def test_a_coordinator_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes connections and is silent."""
     monkeypatch.setattr(membership, "ASK_SECONDS", 0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.http.operation import Access
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.telemetry.metrics import CoordinatorMetrics
+from polling import until
 
 TOKEN = "a token of an operator"
 CHUNK_TOKENS = 4
@@ -219,6 +221,20 @@ def test_without_a_holder_nothing_is_forgotten(fleet: Fleet, monkeypatch: pytest
         assert len(fleet.directory.list_keys("", "", "", 0, 10)[0]) == 1
     fleet.directory.forget("a")
     fleet.directory.check()
+
+
+def test_a_heartbeat_does_not_wait_for_a_batch(fleet: Fleet, here: TestClient) -> None:
+    """Nor does one behind a request that waits for it."""
+    here.post("/instances", json=REGISTERED)
+    lock = fleet.intake._lock  # noqa: SLF001 - it is held while a batch is applied
+    with ThreadPoolExecutor(2) as threads:
+        with lock:
+            shown = threads.submit(here.get, "/instances")
+            joining = threads.submit(here.post, "/instances", json={**REGISTERED, "instance_id": "b"})
+            until(lambda: fleet.instances.knows("b"))
+            assert here.put("/instances/a/heartbeat").status_code == 200
+            assert not shown.done() and not joining.done()
+        assert shown.result().status_code == joining.result().status_code == 200
 
 
 def faulty(*_: object) -> None:

@@ -118,3 +118,22 @@ def test_a_move_takes_from_the_source_what_the_target_has_in_that_namespace(coor
     until(lambda: job.has_ended)
     assert deleted == [f"{first}/{chunk_hash}"]
     assert (job.done, job.failed) == (1, 1)
+
+
+def test_who_joins_while_it_leaves_is_told_everything(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    fleet.quotas.set("tenant", 1 << 30)
+    coordinator.join("a")
+    fleet.quotas.push()
+    assert fleet.quotas.get("tenant").behind == []
+    with fleet.intake._lock:  # noqa: SLF001 - while a batch is applied
+        leaving = threading.Thread(target=fleet.instances.remove, args=("a",))
+        leaving.start()
+        until(lambda: not fleet.instances.knows("a"))
+        joining = threading.Thread(target=coordinator.join, args=("a",))
+        joining.start()
+        until(lambda: fleet.instances.knows("a"))
+        joining.join(0.2)
+    leaving.join(WAIT_SECONDS)
+    joining.join(WAIT_SECONDS)
+    assert fleet.quotas.get("tenant").behind == ["a"]

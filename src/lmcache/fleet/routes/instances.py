@@ -42,11 +42,12 @@ class InstanceRoutes:
         ]
 
     async def register(self, call: Call) -> m.Registered:
-        instance, was_there = await self._context.in_thread(
-            lambda: self._fleet.instances.register(call.body, token=call.admin_token)
-        )
-        known = self._fleet.intake.stream(instance.instance_id).incarnation
-        return m.Registered(instance.instance_id, was_there, known)
+        def register() -> m.Registered:
+            instance, was_there = self._fleet.instances.register(call.body, token=call.admin_token)
+            known = self._fleet.intake.stream(instance.instance_id).incarnation
+            return m.Registered(instance.instance_id, was_there, known)
+
+        return await self._context.in_thread(register)
 
     async def heartbeat(self, call: Call) -> m.HeartbeatAnswer:
         if not self._fleet.instances.heartbeat(call.path("instance_id"), call.admin_token):
@@ -61,8 +62,11 @@ class InstanceRoutes:
         return Response(status_code=204)
 
     async def all(self, call: Call) -> m.Instances:
-        members = self._fleet.instances.members
-        return m.Instances([self._shown(instance) for instance in self._fleet.instances.all()], members)
+        def shown() -> m.Instances:
+            members = self._fleet.instances.members
+            return m.Instances([self._shown(instance) for instance in self._fleet.instances.all()], members)
+
+        return await self._context.in_thread(shown)
 
     def _shown(self, instance: Instance) -> m.InstanceEntry:
         now = self._fleet.clock.monotonic()
