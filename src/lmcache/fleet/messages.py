@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from lmcache.core.address import INSTANCE_ID_PATTERN
 from lmcache.core.limits import (
+    MAX_FLEET_COPIES_SHOWN,
     MAX_FLEET_EVENT_ENTRIES,
     MAX_HTTP_KEYS,
     MAX_HTTP_PAGE,
@@ -237,6 +238,9 @@ class LookupResult(Struct, frozen=True):
     key: Key
     placements: list[Placement]
     access_count: int
+    complete: Annotated[
+        bool, Meta(description=f"false: only {MAX_FLEET_COPIES_SHOWN} of its copies were looked at")
+    ] = True  # an addition
 
 
 class LookupAnswer(Struct, frozen=True):

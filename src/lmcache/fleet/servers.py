@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from lmcache.core.limits import MAX_FLEET_ANSWER_BYTES
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.fleet.instances import Instance, Instances, digest_of
 from lmcache.http.client import answer_of, request
@@ -54,7 +55,12 @@ class Servers:
         token = self._token()
         if not instance.has_token or digest_of(token) != instance.token_digest:
             token = ""
-        return request(instance.url, method, path, body, token=token, timeout_seconds=ASK_SECONDS)
+        return request(
+            *(instance.url, method, path, body),
+            token=token,
+            timeout_seconds=ASK_SECONDS,
+            most_answer_bytes=MAX_FLEET_ANSWER_BYTES,
+        )
 
     def read(self, instance_id: str, read: Callable[[Any], T], method: str, path: str, body: Any = None) -> T:
         """What `read` makes of the answer. ServerUnavailable where that is not what a server answers."""

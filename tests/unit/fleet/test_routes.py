@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from lmcache.core import limits
 from lmcache.core.chunking import ChunkHasher
 from lmcache.environment import SYSTEM
 from lmcache.fleet import messages as m
@@ -158,7 +159,7 @@ def test_events_are_found_by_key_and_by_prompt(here: TestClient) -> None:
     assert {entry["key"]["chunk_hash_hex"] for entry in listed["keys"] + rest["keys"]} == {first, third}
     assert here.get("/directory/keys", params={"backend": "other"}).json() == {"keys": [], "next_offset": 0}
     layout = here.post("/lookup", json={"tokens": TOKENS, "event_id": "mine"}).json()
-    assert layout == {"event_id": "mine", "layout_info": {"a": ["LocalDiskBackend", 12]}}
+    assert layout == {"event_id": "mine", "layout_info": {"a": ["LocalDiskBackend", 12]}, "complete": True}
     usage = here.get("/instances/a/usage").json()["usage"]
     assert [(entry["tier"], entry["objects"], entry["used_bytes"]) for entry in usage] == [
         ("l1", 2, 8192),
@@ -212,6 +213,24 @@ def test_what_a_fault_has_lost_is_asked_for(fleet: Fleet, monkeypatch: pytest.Mo
         told = [m.Batch("a", 6, batch.seq, "store", "l1", entries=batch.entries) for batch in told]
 
 
+def test_more_copies_than_are_shown(fleet: Fleet, here: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers say that there are more; what is pinned or deleted is all of them."""
+    monkeypatch.setattr(limits, "MAX_FLEET_COPIES_SHOWN", 3)
+    key = m.Key(hashes()[0], "m", 0)
+    for number in range(3):
+        fleet.directory.store(f"server-{number}", "l1", "", False, [m.Entry(key)], "77" * 32)
+    prompt = {"token_ids": TOKENS, "model_name": "m"}
+    assert here.post("/lookup", json={"tokens": TOKENS}).json()["complete"] is True
+    assert here.post("/directory/lookup", json=prompt).json()["results"][0]["complete"] is True
+    fleet.directory.store("server-3", "l1", "", False, [m.Entry(key)], "77" * 32)
+    assert here.post("/lookup", json={"tokens": TOKENS}).json()["complete"] is False
+    (first, second, _) = here.post("/directory/lookup", json=prompt).json()["results"]
+    assert (len(first["placements"]), first["complete"], second["complete"]) == (3, False, True)
+    assert sorted(fleet.directory.names_by_instance([key])[0]) == [f"server-{number}" for number in range(4)]
+    for number in range(4):
+        assert list(fleet.directory.names_by_instance([key], f"server-{number}")[0]) == [f"server-{number}"]
+
+
 def test_without_a_holder_nothing_is_forgotten(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet.directory.store("a", "l1", "", False, [m.Entry(m.Key(hashes()[0], "m", 0))], "")
     for step in (fleet.directory.begin_resync, fleet.directory.forget_l1):
@@ -252,6 +271,7 @@ def faulty(*_: object) -> None:
         ("/events", {"batches": [batch(1, namespace="ab" * 32 + "\n")]}, "namespace"),
         ("/instances", {**REGISTERED, "ip": "127.0.0.1\n"}, "ip"),
         ("/instances", {**REGISTERED, "instance_id": "a\n"}, "instance_id"),
+        ("/directory/lookup", {"token_ids": [1] * 132, "model_name": "m", "world_size": 512}, "16896 objects"),
         ("/instances", {"http_port": 1}, "ip"),
         ("/instances", {**REGISTERED, "ip": "127.0.0.1/x?"}, "ip"),
         ("/instances", {**REGISTERED, "instance_id": "a/b"}, "instance_id"),

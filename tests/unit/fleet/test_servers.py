@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from lmcache.core import limits
 from lmcache.environment import SYSTEM
 from lmcache.fleet import messages as m
 from lmcache.fleet import operations as work
@@ -28,11 +29,13 @@ class Coordinator:
         self.token = ""
         self.asked: list[tuple[str, str]] = []
         self.tokens: list[str] = []
+        self.most_answer_bytes = 0
         self.answer: Callable[[str, str, Any], Any] = lambda method, path, body: {}
         self.fleet = Fleet(CoordinatorSettings(), lambda: self.token, SYSTEM)
         monkeypatch.setattr(servers, "request", self._request)
 
-    def _request(self, url: str, method: str, path: str, body: Any = None, *, token: str = "", **_: Any) -> Any:
+    def _request(self, url: str, method: str, path: str, body: Any = None, *, token: str = "", **how: Any) -> Any:
+        self.most_answer_bytes = how["most_answer_bytes"]
         self.asked.append((method, path))
         self.tokens.append(token)
         return self.answer(method, path, body)
@@ -137,3 +140,9 @@ def test_who_joins_while_it_leaves_is_told_everything(coordinator: Coordinator) 
     leaving.join(WAIT_SECONDS)
     joining.join(WAIT_SECONDS)
     assert fleet.quotas.get("tenant").behind == ["a"]
+
+
+def test_of_an_endless_answer_only_a_part_is_read(coordinator: Coordinator) -> None:
+    coordinator.join("a")
+    coordinator.fleet.servers.ask("a", "GET", "/status")
+    assert coordinator.most_answer_bytes == limits.MAX_FLEET_ANSWER_BYTES
