@@ -110,7 +110,8 @@ def write(file: BinaryIO, instances: Instances, intake: EventIntake) -> None:
             SavedInstance(
                 *(instance.instance_id, instance.ip, instance.http_port, instance.metadata),
                 *(instance.p2p_advertised_url, instance.mq_port, instance.has_token),
-                *(stream.incarnation, stream.seq, stream.needs_resync or stream.resyncs, instance.token_digest),
+                *(stream.incarnation, stream.seq, stream.needs_resync or stream.resyncs),
+                instance.token_digest,
             )
         )
     places = directory.places()

@@ -135,7 +135,8 @@ class CacheOperations:
         every = [keys.key(index, chunk) for index in range(len(keys.namespaces)) for chunk in range(keys.chunks)]
         objects = [every[index * keys.chunks + chunk] for index in counted for chunk in range(keys.chunks)]
         resident = self._l1.core.resident_each(*pack_keys(every))
-        found = {_L1: [resident[index * keys.chunks + chunk] for index in counted for chunk in range(keys.chunks)]}
+        of_chunks = [resident[index * keys.chunks : (index + 1) * keys.chunks] for index in counted]
+        found = {_L1: b"".join(of_chunks)}
         for runner in self._storage.own_runners:
             found[runner.name] = self._storage.run(_probe(runner, objects), LOOKUP_SECONDS)
         places = []
