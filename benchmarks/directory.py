@@ -106,7 +106,7 @@ class OneTier:
 def events(batches: int) -> tuple[float, float, int]:
     """Seconds a key at a server, which writes a batch, and at a coordinator, which reads and takes it; bytes a key."""
     instances = Instances(SYSTEM, 1e9)
-    instances.register(m.RegisterRequest("127.0.0.1", 1, "a"), has_token=True)
+    instances.register(m.RegisterRequest("127.0.0.1", 1, "a"), token="a token")
     intake = EventIntake(instances.knows)
     stream = Stream("a", 1)
     namespace = Namespace("meta-llama/Llama-3.1-8B-Instruct", 8, 3, 0, "0" * 32, "")

@@ -189,6 +189,8 @@ def test_a_lookup_tells_tiers_and_counts_as_none(operator: Operator, engine: Sma
     name = operator.adapter()["name"]
     assert answer["prefix_chunks"] == CHUNKS and answer["chunk_tokens"] == 256
     assert [chunk["tiers"] for chunk in answer["chunks"]] == [["l1", name]] * CHUNKS + [[]]
+    every = list(range(len(answer["namespaces"])))
+    assert every and [chunk["in_l1"] for chunk in answer["chunks"]] == [every] * CHUNKS + [[]]
     operator.ask("POST", "/cache/clear", {"tier": "l1"})
     answer = operator.ask("POST", "/cache/lookup", body)
     assert [chunk["tiers"] for chunk in answer["chunks"]] == [[name]] * CHUNKS + [[]]

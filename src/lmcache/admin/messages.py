@@ -253,6 +253,7 @@ class ChunkTiers(Struct, frozen=True):
 
     hash: Annotated[str, Meta(description="64 hex digits")]
     tiers: Annotated[list[str], Meta(description='tiers that have all of it: "l1", names of adapters')]
+    in_l1: Annotated[list[int], Meta(description="positions in `namespaces` of the objects that L1 has")] = []
 
 
 class LookupAnswer(Struct, frozen=True):
@@ -261,6 +262,7 @@ class LookupAnswer(Struct, frozen=True):
     chunk_tokens: int
     prefix_chunks: Annotated[int, Meta(description="chunks from the first on that some tier has")]
     chunks: list[ChunkTiers]
+    namespaces: Annotated[list[str], Meta(description="of the objects of a chunk, 64 hex digits each")] = []
 
 
 class Accepted(Struct, frozen=True):

@@ -119,8 +119,9 @@ class ObjectRoutes:
         def look() -> m.LookupAnswer:
             places = cache.lookup(keys)
             prefix = next((index for index, place in enumerate(places) if not place.tiers), len(places))
-            chunks = [m.ChunkTiers(place.chunk_hash.hex(), list(place.tiers)) for place in places]
-            return m.LookupAnswer(self._context.state.config.chunk_size, prefix, chunks)
+            chunks = [m.ChunkTiers(place.chunk_hash.hex(), list(place.tiers), list(place.in_l1)) for place in places]
+            namespaces = [keys.namespaces[index].digest.hex() for index in range(len(keys.namespaces))]
+            return m.LookupAnswer(self._context.state.config.chunk_size, prefix, chunks, namespaces)
 
         return await self._context.in_thread(look)
 

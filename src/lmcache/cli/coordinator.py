@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from lmcache.cli.arguments import Arguments
 from lmcache.config import unbuilt
@@ -59,7 +60,8 @@ def arguments() -> Arguments:
     return given
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> NoReturn:
+    """Ends the process, once it has started."""
     # Before the slow imports, so that a stop signal during them is not lost.
     with contextlib.closing(StopSignals()) as signals:
         options = arguments().read(argv)
@@ -68,6 +70,8 @@ def run(argv: Sequence[str]) -> int:
                 raise ConfigError(f"lmcache coordinator {name} is not built yet: {instead}.")
         if options.output:
             raise ConfigError("lmcache coordinator has no results to write: --output cannot be used.")
+        from lmcache.cli.main import guarded
+        from lmcache.cli.process_end import end_process
         from lmcache.fleet.coordinator import CoordinatorProcess
         from lmcache.telemetry.line_writer import LineWriter
         from lmcache.telemetry.logs import configure_logs, level_from
@@ -77,4 +81,4 @@ def run(argv: Sequence[str]) -> int:
         names = CoordinatorSettings.__dataclass_fields__
         process = CoordinatorProcess(CoordinatorSettings(**{name: getattr(options, name) for name in names}))
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if options.quiet else sys.stdout):
-            return process.run(signals)
+            end_process(guarded(lambda: process.run(signals), as_json=options.format == "json"))

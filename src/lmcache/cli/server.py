@@ -46,6 +46,7 @@ def _show_crashes(fd: int) -> None:
 def _serve(options: Sequence[str], signals: StopSignals, *, as_json: bool) -> NoReturn:
     """Ends the process. ConfigError or ResourceError: refused before anything was started."""
     from lmcache.cli.main import guarded
+    from lmcache.cli.process_end import end_process
     from lmcache.server import Server
     from lmcache.startup import plan
     from lmcache.telemetry.line_writer import LineWriter
@@ -65,13 +66,4 @@ def _serve(options: Sequence[str], signals: StopSignals, *, as_json: bool) -> No
     for sentence in planned.notes:
         logger.warning("%s", sentence)
     server = Server(planned)
-    _end(guarded(lambda: server.run(signals), as_json=as_json))
-
-
-def _end(exit_code: int) -> NoReturn:
-    """Without waiting for pool threads, as the interpreter would: some may hang in a backend or in the kernel."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or without a reader
-            stream.flush()
-    os._exit(exit_code)
+    end_process(guarded(lambda: server.run(signals), as_json=as_json))

@@ -10,7 +10,7 @@ from lmcache.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), without its end
-INSTANCE_ID_PATTERN = r"^[^/\s\x00-\x1f]{0,512}$"  # of a server in a fleet: it is a part of paths
+INSTANCE_ID_PATTERN = r"^[^/\s\x00-\x1f]{0,512}\Z"  # of a server in a fleet: it is a part of paths
 _IPC = "ipc"
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")  # a name or IPv4 address, an IPv6 address
 

@@ -169,6 +169,7 @@ MAX_FLEET_PINS = 4096
 MAX_FLEET_JOBS_WAITING = 256
 MAX_FLEET_JOBS_KEPT = 1024  # that have ended
 MAX_MEMBER_ANSWER_BYTES = 4 * MIB  # that a server reads of a coordinator
+MAX_FLEET_ANSWER_BYTES = 4 * MIB  # that a coordinator reads of a server
 REPORTED_ENTRIES = 4096  # of a batch that a server sends
 
 # telemetry

@@ -41,6 +41,7 @@ class SavedInstance(msgspec.Struct, array_like=True):
     incarnation: int
     seq: int
     needs_resync: bool
+    token_digest: bytes = b""  # an addition
 
 
 class SavedPlace(msgspec.Struct, array_like=True):
@@ -110,6 +111,7 @@ def write(file: BinaryIO, instances: Instances, intake: EventIntake) -> None:
                 *(instance.instance_id, instance.ip, instance.http_port, instance.metadata),
                 *(instance.p2p_advertised_url, instance.mq_port, instance.has_token),
                 *(stream.incarnation, stream.seq, stream.needs_resync or stream.resyncs),
+                instance.token_digest,
             )
         )
     places = directory.places()
@@ -193,7 +195,7 @@ def restore(file: BinaryIO, instances: Instances, intake: EventIntake, now: floa
 def _instance(saved: SavedInstance, now: float) -> Instance:
     return Instance(
         *(saved.instance_id, saved.ip, saved.http_port, saved.metadata, saved.p2p_advertised_url, saved.mq_port),
-        *(saved.has_token, now, now),
+        *(saved.has_token, now, now, saved.token_digest),
     )
 
 

@@ -68,9 +68,9 @@ class Controller:
         chunks, keys = keys_of_prompt(self.fleet.hasher, tokens, model.name, model.world_size, cache_salt)
         return Prompt(model, keys, chunks, cache_salt)
 
-    def layout(self, prompt: Prompt) -> dict[str, tuple[str, int]]:
+    def layout(self, prompt: Prompt) -> tuple[dict[str, tuple[str, int]], bool]:
         """For each server the location and the tokens of the prefix that it has, the longest first. It is in L1 only
-        where all of it is."""
+        where all of it is. And whether all copies were looked at."""
         ranks = prompt.model.world_size
         results = self.fleet.directory.lookup(prompt.keys)
         prefix: dict[str, tuple[bool, int]] = {}
@@ -87,9 +87,10 @@ class Controller:
                 prefix[name] = all_in_l1 and name in in_l1, chunk + 1
         tokens = self.fleet.settings.chunk_size
         longest = sorted(prefix.items(), key=lambda item: (-item[1][1], not item[1][0], item[0]))
-        return {
+        layout = {
             name: (L1_LOCATION if all_in_l1 else L2_LOCATION, chunks * tokens) for name, (all_in_l1, chunks) in longest
         }
+        return layout, all(result.complete for result in results)
 
     # ---- orders ------------------------------------------------------------------------------------------------------
     def clear(self, instance_id: str, location: str) -> tuple[int, int]:

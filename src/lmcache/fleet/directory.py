@@ -21,6 +21,8 @@ from lmcache.fleet.messages import Entry, Key, KeyEntry, LookupResult, Placement
 
 SWEEP_STEP_RECORDS = 65_536
 _LIST_EXAMINED_RECORDS = 262_144
+_NAMED_KEYS = 256  # of which all copies are looked at under the lock
+_MOST_COPIES = limits.MAX_FLEET_INSTANCES * limits.MAX_FLEET_PLACES_PER_INSTANCE
 _L1 = "l1"
 
 PlaceName = tuple[str, str, str]  # instance, tier, backend
@@ -108,15 +110,17 @@ class Directory:
         with self._lock:
             for place in self._places.get(instance_id, {}).values():
                 if place.tier == _L1:
+                    holder = self._holder(place)  # before anything is forgotten, as there may be none
                     self._void(place)
-                    place.holder = self._holder(place)
+                    place.holder = holder
 
     def begin_resync(self, instance_id: str) -> None:
         """Everything of that server is told again from here on."""
         with self._lock:
             for place in self._places.get(instance_id, {}).values():
+                holder = self._holder(place)
                 place.previous_holders.append(place.holder)
-                place.holder = self._holder(place)
+                place.holder = holder
                 while len(place.previous_holders) > limits.MAX_FLEET_UNFINISHED_RESYNCS:
                     self._void_holder(place.previous_holders.pop(0))
 
@@ -141,10 +145,12 @@ class Directory:
     # ---- answers -----------------------------------------------------------------------------------------------------
     def lookup(self, keys: Sequence[Key]) -> list[LookupResult]:
         """In the order of the keys, a placement for each place. A key without a namespace finds copies of any, and
-        the answer names it where they have one."""
+        the answer names it where they have one. Of a key with more than MAX_FLEET_COPIES_SHOWN copies the answer is
+        not complete."""
         packed = pack(keys)
         with self._lock:
-            page = self._lookup(packed)
+            page = self._lookup(packed, limits.MAX_FLEET_COPIES_SHOWN + 1)
+            copies = [0] * len(keys)
             placements: list[dict[int, Placement]] = [{} for _ in keys]
             access_counts = [0] * len(keys)
             namespaces = [variant.hex() for variant in page.variants]
@@ -153,6 +159,9 @@ class Directory:
             rows = zip(page.keys, page.positions, page.holders, page.sizes_bytes, page.access_counts, strict=True)
             for index, position, holder, size_bytes, accesses in rows:
                 namespace, wanted = namespaces[position], keys[index].namespace
+                copies[index] += 1
+                if copies[index] > limits.MAX_FLEET_COPIES_SHOWN:
+                    continue
                 if wanted and namespace and wanted != namespace:
                     continue
                 found[index].add(namespace)
@@ -160,24 +169,33 @@ class Directory:
                 placements[index].setdefault(number, self._placement(holder, size_bytes, incarnations))
                 access_counts[index] = max(access_counts[index], accesses)
         return [
-            LookupResult(_named(key, names), list(places.values()), accesses)
-            for key, names, places, accesses in zip(keys, found, placements, access_counts, strict=True)
+            LookupResult(
+                _named(key, names), list(places.values()), accesses, complete=count <= limits.MAX_FLEET_COPIES_SHOWN
+            )
+            for key, names, places, accesses, count in zip(keys, found, placements, access_counts, copies, strict=True)
         ]
 
-    def _lookup(self, packed: PackedKeys) -> _native.FleetPage:
-        return self._native.lookup(packed.scopes, packed.positions, packed.hashes, limits.MAX_FLEET_COPIES_SHOWN)
+    def _lookup(self, packed: PackedKeys, most_copies: int) -> _native.FleetPage:
+        return self._native.lookup(packed.scopes, packed.positions, packed.hashes, most_copies)
 
     def names_by_instance(
         self, keys: Sequence[Key], instance_id: str = "", tier: str = "all"
     ) -> tuple[dict[str, list[str]], int]:
-        """Who has copies of these keys, and the names NAMESPACE/HASH that it calls them; and how many keys are known
-        only of servers that tell no namespaces."""
-        packed = pack(keys)
+        """Who has copies of these keys, all of them, and the names NAMESPACE/HASH that it calls them; and how many keys
+        are known only of servers that tell no namespaces."""
         found: dict[str, dict[str, None]] = {}
+        unnamed = 0
+        for first in range(0, len(keys), _NAMED_KEYS):
+            unnamed += self._add_names(found, keys[first : first + _NAMED_KEYS], instance_id, tier)
+        return {instance: list(names) for instance, names in found.items()}, unnamed
+
+    def _add_names(self, found: dict[str, dict[str, None]], keys: Sequence[Key], instance_id: str, tier: str) -> int:
+        """How many of them have no name."""
+        packed = pack(keys)
         unnamed: set[int] = set()
         named: set[int] = set()
         with self._lock:
-            page = self._lookup(packed)
+            page = self._lookup(packed, _MOST_COPIES)
             for index, position, holder in zip(page.keys, page.positions, page.holders, strict=True):
                 place, variant = self._holders[holder], page.variants[position].hex()
                 if (instance_id and place.instance_id != instance_id) or tier not in ("all", place.tier):
@@ -189,7 +207,7 @@ class Directory:
                     named.add(index)
                     name = f"{variant}/{keys[index].chunk_hash_hex[-2 * CHUNK_HASH_BYTES :].lower()}"
                     found.setdefault(place.instance_id, {})[name] = None
-        return {instance: list(names) for instance, names in found.items()}, len(unnamed - named)
+        return len(unnamed - named)
 
     def list_keys(
         self, tier: str, instance_id: str, backend: str, offset: int, limit: int

@@ -70,14 +70,18 @@ class EventIntake:
                     stale += 1
                     incarnations[instance_id] = stream.incarnation
                     continue
-                if batch.incarnation > stream.incarnation:
-                    self._begin(instance_id, stream, batch.incarnation)
-                if batch.seq <= stream.seq:
-                    duplicates += 1
-                else:
-                    self._follow(stream, batch)
-                    self._try(stream, batch)
-                    applied += 1
+                try:
+                    if batch.incarnation > stream.incarnation:
+                        self._begin(instance_id, stream, batch.incarnation)
+                    if batch.seq <= stream.seq:
+                        duplicates += 1
+                    else:
+                        self._follow(stream, batch)
+                        self._try(stream, batch)
+                        applied += 1
+                except Exception:  # a fault of this coordinator: some of the batch is not known
+                    stream.needs_resync = True
+                    raise
                 if stream.needs_resync:
                     resync[instance_id] = None
             counts = self.counts

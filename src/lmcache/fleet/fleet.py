@@ -48,6 +48,7 @@ class Fleet:
         self.jobs = FleetJobs(clock, environment.random_bytes(4).hex())
         self.quotas = FleetQuotas(self.metadata, self.instances, self.servers, self.directory)
         self.pins = FleetPins(self.metadata, self.servers, clock, environment.random_bytes)
+        self._coming = threading.Lock()  # while somebody joins or leaves
         self.instances.on_joined = self._joined
         self.instances.on_left = self._left
         self._stop = threading.Event()
@@ -100,8 +101,8 @@ class Fleet:
                 logger.error("No checkpoint: %s", error)
 
     def _joined(self, instance: Instance) -> None:
-        self.quotas.joined(instance.instance_id)
-        self.pins.joined(instance.instance_id)
+        with self._coming:
+            self._welcome(instance.instance_id)
         told = instance.metadata.get("chunk_sample")
         if told is not None and told != self.hasher.sample().hex():
             logger.warning(
@@ -111,9 +112,17 @@ class Fleet:
             )
 
     def _left(self, instance_id: str) -> None:
-        self.intake.forget(instance_id)
-        self.quotas.left(instance_id)
-        self.pins.left(instance_id)
+        with self._coming:
+            self.intake.forget(instance_id)
+            self.quotas.left(instance_id)
+            self.pins.left(instance_id)
+            self._welcome(instance_id)
+
+    def _welcome(self, instance_id: str) -> None:
+        """Who joins may leave meanwhile, and who leaves may have joined again: what counts is who is there."""
+        if self.instances.knows(instance_id):
+            self.quotas.joined(instance_id)
+            self.pins.joined(instance_id)
 
     def _run(self) -> None:
         due = {"expire": 0.0, "models": 0.0, "checkpoint": self.clock.monotonic() + self.settings.checkpoint_interval}

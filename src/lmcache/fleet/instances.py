@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable
@@ -19,6 +20,10 @@ from lmcache.fleet.messages import RegisterRequest
 logger = logging.getLogger("lmcache.fleet")
 
 
+def digest_of(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
 @dataclass
 class Instance:
     instance_id: str
@@ -27,9 +32,10 @@ class Instance:
     metadata: dict[str, Any]
     p2p_advertised_url: str
     mq_port: int
-    has_token: bool  # it joined with the admin token: it may get it, too
+    has_token: bool  # it joined with the admin token: it may get that one, too
     joined_at: float
     heard_at: float
+    token_digest: bytes = b""  # of the token that it joined with
 
     @property
     def url(self) -> str:
@@ -50,21 +56,22 @@ class Instances:
         self.on_joined: Callable[[Instance], None] = lambda instance: None
         self.on_left: Callable[[str], None] = lambda instance_id: None
 
-    def register(self, request: RegisterRequest, *, has_token: bool) -> tuple[Instance, bool]:
-        """The server, and whether one of that name was there. LMCacheError beyond MAX_FLEET_INSTANCES."""
+    def register(self, request: RegisterRequest, *, token: str = "") -> tuple[Instance, bool]:
+        """The server, and whether one of that name was there. `token`: the admin token that it came with.
+        LMCacheError beyond MAX_FLEET_INSTANCES."""
         if len(msgspec.json.encode(request.metadata)) > limits.MAX_FLEET_METADATA_BYTES:
             raise ConfigError(f'The body: "metadata" has at most {limits.MAX_FLEET_METADATA_BYTES} bytes of JSON.')
         now = self._clock.monotonic()
         instance = Instance(
             request.instance_id or f"instance-{self._random_bytes(6).hex()}",
             *(request.ip, request.http_port, request.metadata, request.p2p_advertised_url, request.mq_port),
-            *(has_token, now, now),
+            *(bool(token), now, now, digest_of(token) if token else b""),
         )
         with self._lock:
             before = self._known.get(instance.instance_id)
             if before is None and len(self._known) >= limits.MAX_FLEET_INSTANCES:
                 raise LMCacheError(f"{limits.MAX_FLEET_INSTANCES} servers have joined; no other one can.")
-            if before is not None and before.has_token and not has_token:
+            if before is not None and before.has_token and not token:
                 raise ConfigError(
                     f"{instance.instance_id} joined with the admin token, and can be replaced with it only."
                 )
@@ -85,11 +92,12 @@ class Instances:
         with self._lock:
             self._known.update({instance.instance_id: instance for instance in instances})
 
-    def heartbeat(self, instance_id: str) -> bool:
-        """False: it is to register again."""
+    def heartbeat(self, instance_id: str, token: str = "") -> bool:
+        """False: it is to register again, as does one that comes with another admin token than it joined with: it must
+        show that it is at the address that gets the token."""
         with self._lock:
             instance = self._known.get(instance_id)
-            if instance is None:
+            if instance is None or (token and instance.has_token and digest_of(token) != instance.token_digest):
                 return False
             instance.heard_at = self._clock.monotonic()
             return True

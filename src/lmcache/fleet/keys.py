@@ -15,6 +15,7 @@ import msgspec
 
 from lmcache.core.chunking import ChunkHasher
 from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.limits import MAX_HTTP_KEYS
 from lmcache.errors import ConfigError
 from lmcache.fleet.messages import Entry, Key
 from lmcache.protocol.tokens import pack_tokens
@@ -71,9 +72,15 @@ def by_namespace(entries: Iterable[Entry], namespace: str) -> list[tuple[bytes, 
 def keys_of_prompt(
     hasher: ChunkHasher, token_ids: Sequence[int], model_name: str, world_size: int, cache_salt: str
 ) -> tuple[int, list[Key]]:
-    """How many chunks, and a key for each chunk and rank, chunk by chunk."""
+    """How many chunks, and a key for each chunk and rank, chunk by chunk. ConfigError beyond MAX_HTTP_KEYS."""
     if not model_name:
         raise ConfigError('The body: "token_ids" needs "model_name".')
+    objects = len(token_ids) // hasher.chunk_tokens * world_size
+    if objects > MAX_HTTP_KEYS:
+        raise ConfigError(
+            f'The body: "token_ids" are {objects} objects at {world_size} ranks, and at most {MAX_HTTP_KEYS} are '
+            "taken: ask for a shorter prompt."
+        )
     packed = hasher.extend(hasher.root(b""), pack_tokens(token_ids))
     chunks = len(packed) // CHUNK_HASH_BYTES
     hashes = [packed[at : at + CHUNK_HASH_BYTES].hex() for at in range(0, len(packed), CHUNK_HASH_BYTES)]

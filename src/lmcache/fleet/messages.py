@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from lmcache.core.address import INSTANCE_ID_PATTERN
 from lmcache.core.limits import (
+    MAX_FLEET_COPIES_SHOWN,
     MAX_FLEET_EVENT_ENTRIES,
     MAX_HTTP_KEYS,
     MAX_HTTP_PAGE,
@@ -48,16 +49,16 @@ InstanceName = Annotated[
     ),
 ]
 Address = Annotated[
-    str, Meta(pattern=r"^[A-Za-z0-9._:%-]{1,253}$", extra={"expected": "a host name or an address, without a port"})
+    str, Meta(pattern=r"^[A-Za-z0-9._:%-]{1,253}\Z", extra={"expected": "a host name or an address, without a port"})
 ]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Hex = Annotated[
-    str, Meta(pattern="^(0x)?[0-9a-fA-F]{64}$", description="64 hex digits", extra={"expected": "64 hex digits"})
+    str, Meta(pattern=r"^(0x)?[0-9a-fA-F]{64}\Z", description="64 hex digits", extra={"expected": "64 hex digits"})
 ]
 NamespaceHex = Annotated[
     str,
     Meta(
-        pattern="^([0-9a-f]{64})?$",
+        pattern=r"^([0-9a-f]{64})?\Z",
         description="digest of the whole namespace, 64 hex digits; empty: not told",
         extra={"expected": "64 hex digits, or empty"},
     ),
@@ -237,6 +238,9 @@ class LookupResult(Struct, frozen=True):
     key: Key
     placements: list[Placement]
     access_count: int
+    complete: Annotated[
+        bool, Meta(description=f"false: only {MAX_FLEET_COPIES_SHOWN} of its copies were looked at")
+    ] = True  # an addition
 
 
 class LookupAnswer(Struct, frozen=True):

@@ -128,12 +128,8 @@ def _move(fleet: Fleet, body: m.MoveRequest, names: list[str], job: FleetJob) ->
     )
     loaded = await_server_job(fleet, body.target, started.request_id, job)
     prompt = {"model_name": body.model_name, "tokens": body.token_ids, "cache_salt": body.cache_salt}
-    in_l1 = fleet.servers.read(
-        body.target,
-        lambda answer: {chunk["hash"] for chunk in answer["chunks"] if "l1" in chunk["tiers"]},
-        *("POST", "/cache/lookup", prompt),
-    )
-    arrived = [name for name in names if name.partition("/")[2] in in_l1]
+    in_l1 = fleet.servers.read(body.target, _names_in_l1, "POST", "/cache/lookup", prompt)
+    arrived = [name for name in names if name in in_l1]
     job.done, job.failed = len(arrived), len(names) - len(arrived)
     if job.failed:
         job.detail = f"{body.target} could not load {job.failed} objects: {loaded.detail or 'they are not there'}"
@@ -142,3 +138,8 @@ def _move(fleet: Fleet, body: m.MoveRequest, names: list[str], job: FleetJob) ->
     _, left = delete_at(fleet, body.source, arrived, "l1", force=False)
     if left:
         job.detail = f"{job.detail} {left} objects stay at {body.source}, too, or had gone there.".strip()
+
+
+def _names_in_l1(answer: Any) -> set[str]:
+    namespaces = answer["namespaces"]
+    return {f"{namespaces[index]}/{chunk['hash']}" for chunk in answer["chunks"] for index in chunk["in_l1"]}

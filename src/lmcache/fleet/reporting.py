@@ -75,7 +75,7 @@ class EventReporting:
                 except ResyncNeeded as reason:
                     self._metrics.coordinator_resyncs.inc()
                     logger.info("Everything is told to the coordinator again: %s", reason)
-                    self._sleep(self._reporter.seconds_until_resync())
+                    self._sleep(self._reporter.seconds_until_resync(), heeds_joins=False)
                 except LMCacheError as error:  # L1 is closed, or a tier does not answer
                     logger.debug("Nothing can be told to the coordinator: %s", error)
                     self._sleep(_AFTER_FAULT_SECONDS)
@@ -105,11 +105,11 @@ class EventReporting:
         if self._stopped:
             raise _Stopped
 
-    def _sleep(self, seconds: float) -> None:
+    def _sleep(self, seconds: float, *, heeds_joins: bool = True) -> None:
         """Less where the server stops, or joins."""
         deadline = self._clock.monotonic() + seconds
         with self._changed:
-            while not self._stopped and self._joins == self._joins_told:
+            while not self._stopped and not (heeds_joins and self._joins != self._joins_told):
                 left = deadline - self._clock.monotonic()
                 if left <= 0:
                     return

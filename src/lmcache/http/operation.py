@@ -40,7 +40,7 @@ class Call:
     body: Any
     query: Any
     may_read_salts: bool
-    has_token: bool  # it came with the admin token, not only from this host
+    admin_token: str  # that it came with; "" where it came from this host without
 
     def path(self, name: str) -> str:
         value: str = self.request.path_params[name]

@@ -30,7 +30,7 @@ async def admit(operation: Operation, request: Request, token: str) -> Call:
     except ConfigError as error:
         raise HTTPException(400, " ".join(error.problems)) from None
     request.state.asked = (query, body)  # for the audit
-    return Call(request, body, query, may_read_salts(request, token), has_token(request, token))
+    return Call(request, body, query, may_read_salts(request, token), token if has_token(request, token) else "")
 
 
 def _numbers(request: Request, kind: type[msgspec.Struct]) -> dict[str, Any]:

@@ -47,10 +47,11 @@ class Registered:
 
 @dataclass(frozen=True)
 class ChunkPlaces:
-    """The tiers that have all of a chunk."""
+    """The tiers that have all of a chunk, and the positions of namespaces of which L1 has it."""
 
     chunk_hash: bytes
     tiers: tuple[str, ...]
+    in_l1: tuple[int, ...]
 
 
 class Progress:
@@ -131,14 +132,19 @@ class CacheOperations:
         tails = keys.namespaces.tail_chunks
         counted = [index for index in range(len(keys.namespaces)) if not tails or not tails[index]]
         counted = counted or list(range(len(keys.namespaces)))
-        objects = [keys.key(index, chunk) for index in counted for chunk in range(keys.chunks)]
-        found = {_L1: self._l1.core.resident_each(*pack_keys(objects))}
+        every = [keys.key(index, chunk) for index in range(len(keys.namespaces)) for chunk in range(keys.chunks)]
+        objects = [every[index * keys.chunks + chunk] for index in counted for chunk in range(keys.chunks)]
+        resident = self._l1.core.resident_each(*pack_keys(every))
+        of_chunks = [resident[index * keys.chunks : (index + 1) * keys.chunks] for index in counted]
+        found = {_L1: b"".join(of_chunks)}
         for runner in self._storage.own_runners:
             found[runner.name] = self._storage.run(_probe(runner, objects), LOOKUP_SECONDS)
         places = []
         for chunk in range(keys.chunks):
             at = slice(chunk, None, keys.chunks)
-            places.append(ChunkPlaces(keys.hashes[chunk], tuple(tier for tier in found if all(found[tier][at]))))
+            tiers = tuple(tier for tier in found if all(found[tier][at]))
+            in_l1 = tuple(index for index, is_there in enumerate(resident[at]) if is_there)
+            places.append(ChunkPlaces(keys.hashes[chunk], tiers, in_l1))
         return places
 
     # ---- jobs --------------------------------------------------------------------------------------------------------

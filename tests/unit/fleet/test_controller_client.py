@@ -27,7 +27,7 @@ def test_a_router_asks_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     hasher = ChunkHasher("blake3", 4)
     packed = hasher.extend(hasher.root(b""), pack_tokens(TOKENS))
     keys = [Entry(Key(packed[at : at + 32].hex(), "m", 0), 1) for at in (0, 32)]
-    process.fleet.instances.register(RegisterRequest("10.0.0.5", 8080, "pod-5"), has_token=False)
+    process.fleet.instances.register(RegisterRequest("10.0.0.5", 8080, "pod-5"))
     process.fleet.intake.apply([Batch("pod-5", 1, 1, "store", "l1", entries=keys)])
 
     async def route() -> tuple[LookupRetMsg | QueryInstRetMsg, LookupRetMsg | QueryInstRetMsg]:

@@ -114,7 +114,7 @@ class Server:
         instances = self.network.coordinator.instances
         if self.joined and instances.heartbeat(self.name):
             return True
-        instances.register(m.RegisterRequest("127.0.0.1", 1, self.name), has_token=True)
+        instances.register(m.RegisterRequest("127.0.0.1", 1, self.name), token="a token")
         self.reporter.know(self.network.coordinator.intake.stream(self.name).incarnation)
         was_joined, self.joined = self.joined, True
         return not was_joined

@@ -113,13 +113,13 @@ def test_a_checkpoint_spares_telling_everything(tmp_path: Path) -> None:
             one = stack.enter_context(Joined(url_of(process)))
             for number in range(30):
                 one.tiers[0].add((0, number), 4096)
-            until(lambda: one.is_told(process))
+            until(lambda: one.is_told(process) and process.fleet.intake.counts.resyncs == 1)
             resyncs = one.metrics.coordinator_resyncs._value.get()  # noqa: SLF001
         with coordinator(process.port, **saved) as process:
             assert process.fleet.directory.stats().records == 30
             one.tiers[0].add((1, 1), 4096)
             until(lambda: one.is_told(process))
-        assert one.metrics.coordinator_resyncs._value.get() <= resyncs + 1  # noqa: SLF001
+        assert one.metrics.coordinator_resyncs._value.get() == resyncs  # noqa: SLF001
 
 
 def test_lost_changes_are_told_again() -> None:
@@ -220,8 +220,21 @@ def test_who_asks_for_everything_again_and_again_is_told_less_and_less_often(mon
     with hostile(answer) as url, Joined(url) as one:
         until(lambda: len(asked) >= 5)
         waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
-        assert waits[3] > 2 * waits[1] > 0.5, waits
+        assert all(wait >= 0.1 * 2**number for number, wait in enumerate(waits, 1)), waits
         assert one.member.status()["joined"]
+
+
+def test_who_forgets_a_server_again_and_again_is_told_no_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(method: str, path: str) -> tuple[int, bytes]:
+        if path == "/events":
+            return 200, b'{"applied":1,"duplicates":0,"stale":0}'
+        return (404, b"{}") if method == "PUT" else joins_then(b'{"instances":[],"members":1}')(method, path)
+
+    monkeypatch.setattr(reporter, "_FIRST_RESYNC_SECONDS", 0.5)
+    began = time.monotonic()
+    with hostile(answer) as url, Joined(url) as one:
+        until(lambda: float(one.metrics.coordinator_resyncs._value.get()) >= 3)  # noqa: SLF001
+        assert time.monotonic() - began >= 1.0 + 2.0
 
 
 def test_a_coordinator_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

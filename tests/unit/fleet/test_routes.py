@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from lmcache.core import limits
 from lmcache.core.chunking import ChunkHasher
 from lmcache.environment import SYSTEM
+from lmcache.fleet import messages as m
 from lmcache.fleet.app import build_app, operations
 from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.routes.base import RouteContext
@@ -19,6 +22,7 @@ from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.http.operation import Access
 from lmcache.protocol.tokens import pack_tokens
 from lmcache.telemetry.metrics import CoordinatorMetrics
+from polling import until
 
 TOKEN = "a token of an operator"
 CHUNK_TOKENS = 4
@@ -40,6 +44,9 @@ def entries(*names: str, model: str = "m", rank: int = 0) -> list[dict[str, Any]
     return [
         {"key": {"chunk_hash_hex": name, "model_name": model, "kv_rank": rank}, "size_bytes": 4096} for name in names
     ]
+
+
+NUMBERED = list(enumerate(hashes(), 1))
 
 
 @pytest.fixture
@@ -152,7 +159,7 @@ def test_events_are_found_by_key_and_by_prompt(here: TestClient) -> None:
     assert {entry["key"]["chunk_hash_hex"] for entry in listed["keys"] + rest["keys"]} == {first, third}
     assert here.get("/directory/keys", params={"backend": "other"}).json() == {"keys": [], "next_offset": 0}
     layout = here.post("/lookup", json={"tokens": TOKENS, "event_id": "mine"}).json()
-    assert layout == {"event_id": "mine", "layout_info": {"a": ["LocalDiskBackend", 12]}}
+    assert layout == {"event_id": "mine", "layout_info": {"a": ["LocalDiskBackend", 12]}, "complete": True}
     usage = here.get("/instances/a/usage").json()["usage"]
     assert [(entry["tier"], entry["objects"], entry["used_bytes"]) for entry in usage] == [
         ("l1", 2, 8192),
@@ -193,6 +200,66 @@ def test_numbers_of_batches(here: TestClient) -> None:
     assert "lmcache_mp_coordinator_complete_resyncs_total 1.0" in here.get("/metrics").text
 
 
+def test_what_a_fault_has_lost_is_asked_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it comes while an incarnation begins."""
+    fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, "a"))
+    told = [m.Batch("a", 5, seq, "store", "l1", entries=[m.Entry(m.Key(name, "m", 0))]) for seq, name in NUMBERED]
+    for step in ("store", "forget_l1"):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a fault"):
+            patch.setattr(fleet.directory, step, faulty)
+            fleet.intake.apply(told)
+        assert fleet.intake.apply(told).resync == ["a"]
+        assert fleet.intake.stream("a").needs_resync
+        told = [m.Batch("a", 6, batch.seq, "store", "l1", entries=batch.entries) for batch in told]
+
+
+def test_more_copies_than_are_shown(fleet: Fleet, here: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers say that there are more; what is pinned or deleted is all of them."""
+    monkeypatch.setattr(limits, "MAX_FLEET_COPIES_SHOWN", 3)
+    key = m.Key(hashes()[0], "m", 0)
+    for number in range(3):
+        fleet.directory.store(f"server-{number}", "l1", "", False, [m.Entry(key)], "77" * 32)
+    prompt = {"token_ids": TOKENS, "model_name": "m"}
+    assert here.post("/lookup", json={"tokens": TOKENS}).json()["complete"] is True
+    assert here.post("/directory/lookup", json=prompt).json()["results"][0]["complete"] is True
+    fleet.directory.store("server-3", "l1", "", False, [m.Entry(key)], "77" * 32)
+    assert here.post("/lookup", json={"tokens": TOKENS}).json()["complete"] is False
+    (first, second, _) = here.post("/directory/lookup", json=prompt).json()["results"]
+    assert (len(first["placements"]), first["complete"], second["complete"]) == (3, False, True)
+    assert sorted(fleet.directory.names_by_instance([key])[0]) == [f"server-{number}" for number in range(4)]
+    for number in range(4):
+        assert list(fleet.directory.names_by_instance([key], f"server-{number}")[0]) == [f"server-{number}"]
+
+
+def test_without_a_holder_nothing_is_forgotten(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.directory.store("a", "l1", "", False, [m.Entry(m.Key(hashes()[0], "m", 0))], "")
+    for step in (fleet.directory.begin_resync, fleet.directory.forget_l1):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a fault"):
+            patch.setattr(fleet.directory, "_holder", faulty)
+            step("a")
+        assert len(fleet.directory.list_keys("", "", "", 0, 10)[0]) == 1
+    fleet.directory.forget("a")
+    fleet.directory.check()
+
+
+def test_a_heartbeat_does_not_wait_for_a_batch(fleet: Fleet, here: TestClient) -> None:
+    """Nor does one behind a request that waits for it."""
+    here.post("/instances", json=REGISTERED)
+    lock = fleet.intake._lock  # noqa: SLF001 - it is held while a batch is applied
+    with ThreadPoolExecutor(2) as threads:
+        with lock:
+            shown = threads.submit(here.get, "/instances")
+            joining = threads.submit(here.post, "/instances", json={**REGISTERED, "instance_id": "b"})
+            until(lambda: fleet.instances.knows("b"))
+            assert here.put("/instances/a/heartbeat").status_code == 200
+            assert not shown.done() and not joining.done()
+        assert shown.result().status_code == joining.result().status_code == 200
+
+
+def faulty(*_: object) -> None:
+    raise RuntimeError("a fault")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
@@ -200,6 +267,11 @@ def test_numbers_of_batches(here: TestClient) -> None:
         ("/events", {"batches": [batch(1, event_type="look")]}, "event_type"),
         ("/events", {"batches": [batch(1, entries=entries("xy"))]}, "chunk_hash_hex"),
         ("/events", {"batches": [{}]}, "instance_id"),
+        ("/events", {"batches": [batch(1, entries=entries("ab" * 32 + "\n"))]}, "chunk_hash_hex"),
+        ("/events", {"batches": [batch(1, namespace="ab" * 32 + "\n")]}, "namespace"),
+        ("/instances", {**REGISTERED, "ip": "127.0.0.1\n"}, "ip"),
+        ("/instances", {**REGISTERED, "instance_id": "a\n"}, "instance_id"),
+        ("/directory/lookup", {"token_ids": [1] * 132, "model_name": "m", "world_size": 512}, "16896 objects"),
         ("/instances", {"http_port": 1}, "ip"),
         ("/instances", {**REGISTERED, "ip": "127.0.0.1/x?"}, "ip"),
         ("/instances", {**REGISTERED, "instance_id": "a/b"}, "instance_id"),

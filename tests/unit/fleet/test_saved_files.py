@@ -8,6 +8,7 @@ import os
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lmcache.core import limits
@@ -37,7 +38,7 @@ def filled() -> tuple[Instances, EventIntake]:
     intake = EventIntake(instances.knows)
     for name, url in (("a", "h:1"), ("b", "")):
         request = m.RegisterRequest("10.0.0.1", 8080, name, {"version": "1"}, url, 5555)
-        instances.register(request, has_token=name == "a")
+        instances.register(request, token="a token" if name == "a" else "")
     told_of = [
         Batch("a", 7, 1, "store", "l1", entries=keys(3), namespace=NAMESPACE),
         Batch("a", 7, 2, "store", "l2", "disk", keys(2, "tenant"), shared=True),
@@ -73,7 +74,7 @@ def test_a_checkpoint_is_read_as_it_was() -> None:
             before.metadata,
             before.p2p_advertised_url,
         )
-        assert after.has_token == before.has_token
+        assert (after.has_token, after.token_digest) == (before.has_token, before.token_digest)
         assert again.stream(name) == intake.stream(name)
     (disk,) = [place for place in again.directory.places() if place.tier == "l2"]
     assert (disk.shared, disk.capacity_bytes) == (True, 1 << 30)
@@ -112,6 +113,11 @@ def test_the_format_is_the_pinned_one() -> None:
     assert intake.stream("a") == filled()[1].stream("a")
     assert [instance.instance_id for instance in instances.all()] == ["a", "b"]
     assert saved(*filled()) == GOLDEN.read_bytes()
+
+
+def test_a_server_of_an_older_checkpoint_has_no_token() -> None:
+    older = ["a", "10.0.0.1", 8080, {}, "", 5555, True, 7, 3, False]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=checkpoint.SavedInstance).token_digest == b""
 
 
 def test_a_damaged_checkpoint_is_kept_aside_and_the_coordinator_starts(

@@ -91,12 +91,12 @@ class ControllerRoutes:
     async def lookup(self, call: Call) -> c.LookupAnswer:
         body: c.Lookup = call.body
 
-        def look() -> dict[str, list[str | int]]:
+        def look() -> tuple[dict[str, list[str | int]], bool]:
             controller = self._controller
-            layout = controller.layout(controller.prompt(body.tokens, body.model_name, body.cache_salt))
-            return {name: [location, tokens] for name, (location, tokens) in layout.items()}
+            layout, complete = controller.layout(controller.prompt(body.tokens, body.model_name, body.cache_salt))
+            return {name: [location, tokens] for name, (location, tokens) in layout.items()}, complete
 
-        return c.LookupAnswer(self._event(body.event_id), await self._context.in_thread(look))
+        return c.LookupAnswer(self._event(body.event_id), *await self._context.in_thread(look))
 
     async def clear(self, call: Call) -> c.ClearAnswer:
         body: c.Clear = call.body

@@ -27,7 +27,9 @@ class InstanceRoutes:
             ),
             Operation(
                 *("PUT", f"{path}/heartbeat", "A server lives", change, self.heartbeat, m.HeartbeatAnswer),
-                refusals={404: "it has not joined, or was silent for too long: it is to join again"},
+                refusals={
+                    404: "it has not joined, was silent for too long, or joined with another token: it is to join again"
+                },
             ),
             Operation("DELETE", path, "A server leaves", change, self.remove, None, status=204),
             Operation("GET", "/instances", "The servers that have joined", read, self.all, m.Instances),
@@ -40,15 +42,18 @@ class InstanceRoutes:
         ]
 
     async def register(self, call: Call) -> m.Registered:
-        instance, was_there = await self._context.in_thread(
-            lambda: self._fleet.instances.register(call.body, has_token=call.has_token)
-        )
-        known = self._fleet.intake.stream(instance.instance_id).incarnation
-        return m.Registered(instance.instance_id, was_there, known)
+        def register() -> m.Registered:
+            instance, was_there = self._fleet.instances.register(call.body, token=call.admin_token)
+            known = self._fleet.intake.stream(instance.instance_id).incarnation
+            return m.Registered(instance.instance_id, was_there, known)
+
+        return await self._context.in_thread(register)
 
     async def heartbeat(self, call: Call) -> m.HeartbeatAnswer:
-        if not self._fleet.instances.heartbeat(call.path("instance_id")):
-            raise HTTPException(404, "No server of that name has joined, or it was silent for too long: join again.")
+        if not self._fleet.instances.heartbeat(call.path("instance_id"), call.admin_token):
+            raise HTTPException(
+                404, "It has not joined, was silent for too long, or joined with another token: join again."
+            )
         return m.HeartbeatAnswer("ok", self._fleet.instances.members)
 
     async def remove(self, call: Call) -> Response:
@@ -57,8 +62,11 @@ class InstanceRoutes:
         return Response(status_code=204)
 
     async def all(self, call: Call) -> m.Instances:
-        members = self._fleet.instances.members
-        return m.Instances([self._shown(instance) for instance in self._fleet.instances.all()], members)
+        def shown() -> m.Instances:
+            members = self._fleet.instances.members
+            return m.Instances([self._shown(instance) for instance in self._fleet.instances.all()], members)
+
+        return await self._context.in_thread(shown)
 
     def _shown(self, instance: Instance) -> m.InstanceEntry:
         now = self._fleet.clock.monotonic()
