@@ -117,8 +117,11 @@ class Peer:
                 self._context.metrics.p2p_failures.labels("refused").inc()
                 await asyncio.sleep(limits.PEER_REFUSED_SECONDS)
                 continue
-            except _FAULTS as fault:
-                log.debug("The peer %s is not reached: %s", self.address, fault or type(fault).__name__)
+            except Exception as fault:  # the root of a peer: it is tried again, whatever it was
+                if isinstance(fault, _FAULTS):
+                    log.debug("The peer %s is not reached: %s", self.address, fault or type(fault).__name__)
+                else:
+                    log.exception("The connection to the peer %s failed by a fault", self.address)
                 await asyncio.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, limits.MAX_PEER_RETRY_SECONDS)
                 continue
@@ -127,10 +130,13 @@ class Peer:
                 sock.close()
                 return
             self._refusal = ""
-            self._connected(sock, identity)
             connected_at = self._context.clock.monotonic()
             try:
+                self._connected(sock, identity)
                 await self._lost.wait()
+            except Exception:
+                sock.close()
+                log.exception("The connection to the peer %s ended by a fault", self.address)
             finally:
                 await self._let_go()
             await asyncio.sleep(pause_seconds)
@@ -245,6 +251,11 @@ class Peer:
             self._spawn(self._try(transfer.keys[0], transfer.buffers[0].nbytes), "peer-trial")
             return [LoadOutcome.FAILED] * len(transfer.keys)
         return await self._load(transfer)
+
+    def load_broke(self, fault: BaseException) -> None:
+        """A load raised: it counts as one that failed."""
+        log.error("A load from the peer %s ended by a fault", self.address, exc_info=fault)
+        self._failed(self._load_breaker, fault)
 
     async def _load(self, transfer: Transfer) -> list[LoadOutcome]:
         clock = self._context.clock

@@ -148,7 +148,7 @@ def decode(body: bytes, of: type[M]) -> M:
     """ProtocolError."""
     try:
         return msgspec.msgpack.decode(body, type=of)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"it sent a {of.__name__} that breaks the protocol ({error})") from None
 
 
