@@ -86,8 +86,10 @@ class LookupConnection:
                 if kind is not Kind.FOUND or (answer := self._waiting.get(number)) is None:
                     raise ProtocolError(f"it sent {kind.name} that nobody asked for")
                 found = decode(body, Found)
+                del self._waiting[number]
                 if not answer.done():
                     answer.set_result(found)
+                await asyncio.sleep(0)  # what has arrived already is received without a turn of anybody else
         except (OSError, EOFError, ProtocolError) as error:
             fault = error
         finally:

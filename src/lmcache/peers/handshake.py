@@ -42,7 +42,9 @@ class Introducer:
         welcome = await sock.expect(Kind.WELCOME, 0, Introduction)
         if not is_proof(welcome.proof, token, SERVER, nonce, challenge.nonce, welcome.identity):
             raise PeerRefused(_OTHER_TOKEN)
-        return self._fitting(welcome.identity)
+        identity = self._fitting(welcome.identity)
+        sock.handshake_ended()
+        return identity
 
     async def accept(self, sock: PeerSocket) -> Identity:
         """Who connected, as `connect`. The caller says the sentence of what is raised to the other side."""
@@ -60,6 +62,7 @@ class Introducer:
         identity = self._fitting(caller.identity)
         packed = self.identity.pack()
         await sock.send(Kind.WELCOME, 0, Introduction(packed, prove(token, SERVER, hello.nonce, nonce, packed)))
+        sock.handshake_ended()
         return identity
 
     def _token(self) -> str:

@@ -73,6 +73,7 @@ class ServedPeer:
                     self._context.leases.release(decode(body, Release).lease, self)
                 else:
                     raise ProtocolError(f"it sent {kind.name} after the handshake")
+                await asyncio.sleep(0)  # what has arrived already is received without a turn of anybody else
         finally:
             for waiting in self._waiting:
                 waiting.cancel()
