@@ -35,6 +35,9 @@ from lmcache.telemetry.metrics import P2PMetrics
 
 log = logging.getLogger("lmcache.peers")
 
+_LOAD_SHARE = 0.9  # of the time of a load: what runs into the deadline of the whole call would suspend all peers
+_WAIT_MARGIN = 0.1  # of a wait that was asked for, until its answer is there
+
 
 class PeersAdapter(Adapter):
     verifies = True
@@ -139,6 +142,7 @@ class PeersAdapter(Adapter):
         """Side by side. Answers that do not come while the request waits are given back."""
         digests, hashes = pack_keys(keys)
         is_waiting = True
+        patience_seconds = limits.PEER_PATIENCE_SECONDS + wait_seconds * (1 + _WAIT_MARGIN)
 
         async def ask(peer: Peer) -> None:
             answer = await peer.lookup(digests, hashes, wait_seconds)
@@ -155,7 +159,7 @@ class PeersAdapter(Adapter):
             return
         self._metrics.p2p_lookups.inc(len(asking))
         try:
-            _, late = await asyncio.wait(asking, timeout=limits.PEER_PATIENCE_SECONDS + wait_seconds)
+            _, late = await asyncio.wait(asking, timeout=patience_seconds)
         finally:
             is_waiting = False
             for task in asking:  # they go on: what they find out tells what the peer is worth
@@ -181,9 +185,9 @@ class PeersAdapter(Adapter):
         outcomes = [LoadOutcome.MISSING] * len(keys)
         left = list(range(len(keys)))
         failed: set[Peer] = set()
-        deadline = self._clock.monotonic() + self._config.timeout_seconds
+        deadline = self._clock.monotonic() + self._config.timeout_seconds * _LOAD_SHARE
         try:
-            while shares := self._placements.shares(keys, left, failed):
+            while self._clock.monotonic() < deadline and (shares := self._placements.shares(keys, left, failed)):
                 shares = [part for share in shares for part in share.parts(limits.MAX_PEER_READ_KEYS)]
                 # Now: what is remembered of a key ends with any load of it.
                 transfers = [_transfer_of(share, keys, buffers) for share in shares]

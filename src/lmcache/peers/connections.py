@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 
 from lmcache.core import limits
+from lmcache.core.address import host_port
 from lmcache.errors import ProtocolError
 from lmcache.l2.background import in_thread, spawn
 from lmcache.peers.handshake import Introducer
@@ -32,7 +33,7 @@ async def _connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSo
     sock = PeerSocket(raw := socket.socket(family, kind, protocol))
     try:
         await asyncio.get_running_loop().sock_connect(raw, address)
-        return sock, await introducer.connect(sock)
+        return sock, await introducer.connect(sock, host_port(host, port))
     except PeerRefused as refusal:
         await sock.refuse(0, str(refusal))  # for the log of the other side
         sock.close()

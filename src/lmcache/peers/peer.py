@@ -278,7 +278,9 @@ class Peer:
             self.in_flight_bytes -= transfer.room_bytes
         if LoadOutcome.FAILED not in outcomes:
             self._load_breaker.succeeded()
-            self._measure(transfer.room_bytes, clock.monotonic() - started)
+            came = (outcome is LoadOutcome.LOADED for outcome in outcomes)
+            came_bytes = sum(buffer.nbytes for buffer in compress(transfer.buffers, came))
+            self._measure(came_bytes, clock.monotonic() - started)
         return outcomes
 
     def _count(self, transport: Transport, transfer: Transfer, indices: Sequence[int], fetched: Fetched) -> None:

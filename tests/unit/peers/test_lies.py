@@ -233,7 +233,7 @@ READ_LIES = [
     *("flipped bytes", "flipped headers", "zeros", "frames of other keys", "swapped frames", "huge frames"),
     *("small frames", "odd sizes", "fewer sizes", "cut", "silence", "endless", "another answer"),
     *("silence behind the sizes", "silence in the middle", "cut in the middle", "drop by drop"),
-    "an element that nests deep",
+    *("an element that nests deep", "more than was asked for"),
 ]
 
 
@@ -266,7 +266,8 @@ def test_one_that_lies_in_a_read_costs_one_deadline_and_then_nothing(what: str) 
                     await reader.finds(WANTED)  # the liar alone says it has them
                     started = time.monotonic()
                     loaded = await reader.load(WANTED)
-                    assert loaded < 8
+                    # What comes behind the frames is seen by the next read.
+                    assert loaded < 8 or (what == "more than was asked for" and not misses)
                     assert time.monotonic() - started < LOAD_SECONDS + 20
                     misses += 1
                     assert misses <= limits.PEER_BREAKER_FAILURES
