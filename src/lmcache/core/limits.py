@@ -107,6 +107,7 @@ MAX_PEER_HANDSHAKES = 64  # connections of others that have not done theirs
 MAX_PEER_KEYS = 16_384  # of one lookup
 MAX_PEER_READ_KEYS = 256  # of one read
 MAX_PEER_MESSAGE_BYTES = 2 * MIB  # frames not counted
+MAX_PEER_HELLO_BYTES = 8192  # of a message before the handshake is done
 MAX_PEER_TEXT_BYTES = 512
 MAX_PEER_LEASES = 4096  # of all peers
 PEER_LEASED_FRACTION = 0.25  # of L1, that all peers may keep from eviction by their lookups

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,9 @@ from lmcache.peers.transports.contract import Transfer
 from lmcache.telemetry.metrics import P2PMetrics
 
 log = logging.getLogger("lmcache.peers")
+
+_LOAD_SHARE = 0.9  # of the time of a load: what runs into the deadline of the whole call would suspend all peers
+_WAIT_MARGIN = 0.1  # of a wait that was asked for, until its answer is there
 
 
 class PeersAdapter(Adapter):
@@ -138,6 +142,7 @@ class PeersAdapter(Adapter):
         """Side by side. Answers that do not come while the request waits are given back."""
         digests, hashes = pack_keys(keys)
         is_waiting = True
+        patience_seconds = limits.PEER_PATIENCE_SECONDS + wait_seconds * (1 + _WAIT_MARGIN)
 
         async def ask(peer: Peer) -> None:
             answer = await peer.lookup(digests, hashes, wait_seconds)
@@ -154,7 +159,7 @@ class PeersAdapter(Adapter):
             return
         self._metrics.p2p_lookups.inc(len(asking))
         try:
-            _, late = await asyncio.wait(asking, timeout=limits.PEER_PATIENCE_SECONDS + wait_seconds)
+            _, late = await asyncio.wait(asking, timeout=patience_seconds)
         finally:
             is_waiting = False
             for task in asking:  # they go on: what they find out tells what the peer is worth
@@ -175,16 +180,26 @@ class PeersAdapter(Adapter):
 
     # ---- loads -------------------------------------------------------------------------------------------------------
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
-        """From the peers that said they have them, and from another one what one of them did not give."""
+        """From the peers that said they have them, and from another one what one of them did not give. Returns when
+        nothing writes into the buffers any more, whatever became of it."""
         outcomes = [LoadOutcome.MISSING] * len(keys)
         left = list(range(len(keys)))
         failed: set[Peer] = set()
-        deadline = self._clock.monotonic() + self._config.timeout_seconds
+        deadline = self._clock.monotonic() + self._config.timeout_seconds * _LOAD_SHARE
         try:
-            while shares := self._placements.shares(keys, left, failed):
+            while self._clock.monotonic() < deadline and (shares := self._placements.shares(keys, left, failed)):
                 shares = [part for share in shares for part in share.parts(limits.MAX_PEER_READ_KEYS)]
-                came = await asyncio.gather(*(self._load_share(share, keys, buffers, deadline) for share in shares))
+                # Now: what is remembered of a key ends with any load of it.
+                transfers = [_transfer_of(share, keys, buffers) for share in shares]
+                came = await asyncio.gather(
+                    *(self._load_share(share, what, deadline) for share, what in zip(shares, transfers, strict=True)),
+                    return_exceptions=True,
+                )
                 for share, found in zip(shares, came, strict=True):
+                    if isinstance(found, BaseException):
+                        share.holding.peer.load_broke(found)
+                        failed.add(share.holding.peer)
+                        continue
                     for index, outcome in zip(share.indices, found, strict=True):
                         if outcome is LoadOutcome.LOADED:
                             outcomes[index] = outcome
@@ -195,20 +210,12 @@ class PeersAdapter(Adapter):
             self._placements.forget(keys)
         return outcomes
 
-    async def _load_share(
-        self, share: Share[Peer], keys: Sequence[ObjectKey], buffers: Sequence[memoryview], deadline: float
-    ) -> list[LoadOutcome]:
-        holding, indices = share.holding, share.indices
+    async def _load_share(self, share: Share[Peer], transfer: Transfer, deadline: float) -> list[LoadOutcome]:
+        holding = share.holding
         if self._placements.renew(holding):
             holding.peer.renew(holding.lease)
-        wanted = [keys[index] for index in indices]
-        places = [holding.places[key] for key in wanted]
-        into = [buffers[index] for index in indices]
-        sizes = [holding.sizes[place] for place in places]
-        slots = [holding.slots[place] for place in places] if holding.slots else []
-        room_bytes = sum(buffer.nbytes for buffer in into)
-        seconds = min(max(0.0, deadline - self._clock.monotonic()), holding.peer.load_seconds(room_bytes))
-        return await holding.peer.load(Transfer(wanted, into, sizes, slots, holding.lease, room_bytes, seconds))
+        seconds = min(max(0.0, deadline - self._clock.monotonic()), holding.peer.load_seconds(transfer.room_bytes))
+        return await holding.peer.load(replace(transfer, seconds=seconds))
 
     # ---- what peers are not asked for --------------------------------------------------------------------------------
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
@@ -235,6 +242,17 @@ class PeersAdapter(Adapter):
         assert not self._late, "Lookups at peers are under way"
         for peer in self._peers.values():
             peer.check_idle()
+
+
+def _transfer_of(share: Share[Peer], keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Transfer:
+    """Without its seconds."""
+    holding, indices = share.holding, share.indices
+    wanted = [keys[index] for index in indices]
+    places = [holding.places[key] for key in wanted]
+    into = [buffers[index] for index in indices]
+    sizes = [holding.sizes[place] for place in places]
+    slots = [holding.slots[place] for place in places] if holding.slots else []
+    return Transfer(wanted, into, sizes, slots, holding.lease, sum(buffer.nbytes for buffer in into), 0.0)
 
 
 def _merge(sizes: list[int | None], first: int, answer: Answer) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 
 from lmcache.core import limits
+from lmcache.core.address import host_port
 from lmcache.errors import ProtocolError
 from lmcache.l2.background import in_thread, spawn
 from lmcache.peers.handshake import Introducer
@@ -32,7 +33,7 @@ async def _connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSo
     sock = PeerSocket(raw := socket.socket(family, kind, protocol))
     try:
         await asyncio.get_running_loop().sock_connect(raw, address)
-        return sock, await introducer.connect(sock)
+        return sock, await introducer.connect(sock, host_port(host, port))
     except PeerRefused as refusal:
         await sock.refuse(0, str(refusal))  # for the log of the other side
         sock.close()
@@ -86,8 +87,10 @@ class LookupConnection:
                 if kind is not Kind.FOUND or (answer := self._waiting.get(number)) is None:
                     raise ProtocolError(f"it sent {kind.name} that nobody asked for")
                 found = decode(body, Found)
+                del self._waiting[number]
                 if not answer.done():
                     answer.set_result(found)
+                await asyncio.sleep(0)  # what has arrived already is received without a turn of anybody else
         except (OSError, EOFError, ProtocolError) as error:
             fault = error
         finally:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lmcache.core.address import host_and_port, host_port
 from lmcache.errors import ConfigError, ProtocolError
 from lmcache.peers.access import CHALLENGE, CLIENT, SERVER, TOKEN_FLAG, is_proof, prove, read_peer_token
 from lmcache.peers.identity import Identity, why_unfit
 from lmcache.peers.protocol import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Introduction, Kind
 from lmcache.peers.sockets import PeerRefused, PeerSocket
 
+_ADVERTISE_FLAG = "--p2p-advertise-url"
+_SHOWN_CHARACTERS = 100  # of what the other side says it is
 _OTHER_TOKEN = f"the two servers have different tokens: give both the same {TOKEN_FLAG}"
 _NO_TOKEN = f"one of the two servers has a {TOKEN_FLAG} and the other has none: give both the same"
 
@@ -27,8 +30,9 @@ class Introducer:
     token_file: str
     random_bytes: Callable[[int], bytes]
 
-    async def connect(self, sock: PeerSocket) -> Identity:
-        """Who answers. PeerRefused where the two cannot work together; OSError, EOFError, ProtocolError."""
+    async def connect(self, sock: PeerSocket, address: str) -> Identity:
+        """Who answers at `address`, HOST:PORT. It must say that this is its own: else somebody without the token could
+        stand in between. PeerRefused where the two cannot work together; OSError, EOFError, ProtocolError."""
         token = self._token()
         nonce = self.random_bytes(NONCE_BYTES)
         await sock.send(Kind.HELLO, 0, Hello(PROTOCOL_VERSION, nonce, bool(token)))
@@ -42,7 +46,14 @@ class Introducer:
         welcome = await sock.expect(Kind.WELCOME, 0, Introduction)
         if not is_proof(welcome.proof, token, SERVER, nonce, challenge.nonce, welcome.identity):
             raise PeerRefused(_OTHER_TOKEN)
-        return self._fitting(welcome.identity)
+        identity = self._fitting(welcome.identity)
+        if identity.epoch != self.identity.epoch and not _is_at(identity, address):
+            raise PeerRefused(
+                f"the server at {address} says that it is {identity.address[:_SHOWN_CHARACTERS]!r}: name peers by "
+                f"their {_ADVERTISE_FLAG}"
+            )
+        sock.handshake_ended()
+        return identity
 
     async def accept(self, sock: PeerSocket) -> Identity:
         """Who connected, as `connect`. The caller says the sentence of what is raised to the other side."""
@@ -60,6 +71,7 @@ class Introducer:
         identity = self._fitting(caller.identity)
         packed = self.identity.pack()
         await sock.send(Kind.WELCOME, 0, Introduction(packed, prove(token, SERVER, hello.nonce, nonce, packed)))
+        sock.handshake_ended()
         return identity
 
     def _token(self) -> str:
@@ -73,6 +85,13 @@ class Introducer:
         if sentence := why_unfit(self.identity, identity):
             raise PeerRefused(sentence)
         return identity
+
+
+def _is_at(identity: Identity, address: str) -> bool:
+    try:
+        return host_port(*host_and_port("A peer", identity.address)).lower() == address.lower()
+    except ConfigError:
+        return False
 
 
 def _check_version(version: int) -> None:

@@ -32,7 +32,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         """ProtocolError."""
         try:
             identity = msgspec.msgpack.decode(packed, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"it introduced itself in a way that breaks the protocol ({error})") from None
         lengths = len(identity.epoch), len(identity.hasher_sample)
         texts = identity.address, identity.hash_algorithm, identity.shm_path

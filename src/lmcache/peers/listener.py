@@ -140,9 +140,12 @@ class PeerListener:
                 sock.close()
                 continue
             if len(self._handshakes) >= limits.MAX_PEER_HANDSHAKES:
-                next(iter(self._handshakes)).cut()  # the oldest has had its time
+                oldest = next(iter(self._handshakes))  # it has had its time
+                del self._handshakes[oldest]
+                oldest.cut()
             self._handshakes[sock] = None
             self._connections[sock] = spawn(self._serve(sock), "peer-connection")
+            await asyncio.sleep(0)  # callers that wait already are let in without a turn of anybody else
 
     async def _serve(self, sock: PeerSocket) -> None:
         where = "a caller"

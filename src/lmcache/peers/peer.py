@@ -117,8 +117,11 @@ class Peer:
                 self._context.metrics.p2p_failures.labels("refused").inc()
                 await asyncio.sleep(limits.PEER_REFUSED_SECONDS)
                 continue
-            except _FAULTS as fault:
-                log.debug("The peer %s is not reached: %s", self.address, fault or type(fault).__name__)
+            except Exception as fault:  # the root of a peer: it is tried again, whatever it was
+                if isinstance(fault, _FAULTS):
+                    log.debug("The peer %s is not reached: %s", self.address, fault or type(fault).__name__)
+                else:
+                    log.exception("The connection to the peer %s failed by a fault", self.address)
                 await asyncio.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, limits.MAX_PEER_RETRY_SECONDS)
                 continue
@@ -127,10 +130,13 @@ class Peer:
                 sock.close()
                 return
             self._refusal = ""
-            self._connected(sock, identity)
             connected_at = self._context.clock.monotonic()
             try:
+                self._connected(sock, identity)
                 await self._lost.wait()
+            except Exception:
+                sock.close()
+                log.exception("The connection to the peer %s ended by a fault", self.address)
             finally:
                 await self._let_go()
             await asyncio.sleep(pause_seconds)
@@ -246,6 +252,11 @@ class Peer:
             return [LoadOutcome.FAILED] * len(transfer.keys)
         return await self._load(transfer)
 
+    def load_broke(self, fault: BaseException) -> None:
+        """A load raised: it counts as one that failed."""
+        log.error("A load from the peer %s ended by a fault", self.address, exc_info=fault)
+        self._failed(self._load_breaker, fault)
+
     async def _load(self, transfer: Transfer) -> list[LoadOutcome]:
         clock = self._context.clock
         started = clock.monotonic()
@@ -267,7 +278,9 @@ class Peer:
             self.in_flight_bytes -= transfer.room_bytes
         if LoadOutcome.FAILED not in outcomes:
             self._load_breaker.succeeded()
-            self._measure(transfer.room_bytes, clock.monotonic() - started)
+            came = (outcome is LoadOutcome.LOADED for outcome in outcomes)
+            came_bytes = sum(buffer.nbytes for buffer in compress(transfer.buffers, came))
+            self._measure(came_bytes, clock.monotonic() - started)
         return outcomes
 
     def _count(self, transport: Transport, transfer: Transfer, indices: Sequence[int], fetched: Fetched) -> None:

@@ -131,13 +131,13 @@ def encode(kind: Kind, number: int, message: Message) -> bytes:
     return HEADER.pack(MAGIC, kind, 0, number, len(body)) + body
 
 
-def decode_header(header: bytes) -> tuple[Kind, int, int]:
+def decode_header(header: bytes, most_bytes: int = limits.MAX_PEER_MESSAGE_BYTES) -> tuple[Kind, int, int]:
     """(kind, number of the request, bytes of the body). ProtocolError."""
     magic, kind, zero, number, body_bytes = HEADER.unpack(header)
     if magic != MAGIC or zero:
         raise ProtocolError("it does not speak the protocol of peers")
-    if body_bytes > limits.MAX_PEER_MESSAGE_BYTES:
-        raise ProtocolError(f"it sent a message of {body_bytes} bytes, more than {limits.MAX_PEER_MESSAGE_BYTES}")
+    if body_bytes > most_bytes:
+        raise ProtocolError(f"it sent a message of {body_bytes} bytes, more than {most_bytes}")
     try:
         return Kind(kind), number, body_bytes
     except ValueError:
@@ -148,7 +148,7 @@ def decode(body: bytes, of: type[M]) -> M:
     """ProtocolError."""
     try:
         return msgspec.msgpack.decode(body, type=of)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"it sent a {of.__name__} that breaks the protocol ({error})") from None
 
 

@@ -12,21 +12,33 @@ from functools import partial
 
 from lmcache import _native
 from lmcache.clock import Clock
+from lmcache.core import limits
 from lmcache.core.key import CHUNK_HASH_BYTES
-from lmcache.core.rounding import div_ceil
 from lmcache.errors import AdapterError, ProtocolError
 from lmcache.l1.store import L1Store
 from lmcache.l2.background import spawn
 from lmcache.l2.call_threads import CallThreads
 from lmcache.memory.ownership import PEER_OWNER
 from lmcache.peers.leases import PeerLeases
-from lmcache.peers.protocol import Found, Frames, Kind, Lookup, Read, Release, Renew, check_keys, decode, encode
-from lmcache.peers.sockets import PeerSocket
+from lmcache.peers.protocol import (
+    Found,
+    Frames,
+    Kind,
+    Lookup,
+    Read,
+    Refused,
+    Release,
+    Renew,
+    check_keys,
+    decode,
+    encode,
+)
+from lmcache.peers.sockets import PeerRefused, PeerSocket
 from lmcache.telemetry.metrics import P2PMetrics
 
 log = logging.getLogger("lmcache.peers")
 
-_LOOK_MILLISECONDS = 5  # between looks at chunks that are being stored
+_LOOK_SECONDS = 0.005  # between looks at chunks that are being stored
 _LEAST_RATE = 1e6  # bytes a second that a reader must take
 _SEND_SECONDS = 10.0  # and this long beside
 
@@ -71,8 +83,11 @@ class ServedPeer:
                     self._context.leases.renew(decode(body, Renew).lease)
                 elif kind is Kind.RELEASE:
                     self._context.leases.release(decode(body, Release).lease, self)
+                elif kind is Kind.REFUSED:
+                    raise PeerRefused(decode(body, Refused).sentence)
                 else:
                     raise ProtocolError(f"it sent {kind.name} after the handshake")
+                await asyncio.sleep(0)  # what has arrived already is received without a turn of anybody else
         finally:
             for waiting in self._waiting:
                 waiting.cancel()
@@ -94,10 +109,12 @@ class ServedPeer:
         self._on_wait(-1)
 
     async def _answer_later(self, number: int, lookup: Lookup) -> None:
-        for _ in range(div_ceil(lookup.wait_ms, _LOOK_MILLISECONDS)):
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + lookup.wait_ms / 1000
+        while (left_seconds := deadline - loop.time()) > 0:
             if not self._is_being_stored(lookup):
                 break
-            await asyncio.sleep(_LOOK_MILLISECONDS / 1000)
+            await asyncio.sleep(min(_LOOK_SECONDS, left_seconds))
         try:
             await self._answer(number, lookup)
         except OSError:
@@ -147,7 +164,7 @@ class ServedPeer:
             seconds = _SEND_SECONDS + total_bytes / _LEAST_RATE
             ranges = memoryview(addresses), memoryview(present)
             error = await context.threads.run(
-                partial(_native.send_ranges, self._sock.fd, head, *ranges, seconds, _SEND_SECONDS)
+                partial(_native.send_ranges, self._sock.fd, head, *ranges, seconds, limits.PEER_IDLE_SECONDS)
             )
         finally:
             self._core.release(acquired.lease)

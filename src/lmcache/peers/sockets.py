@@ -8,6 +8,7 @@ import socket
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from lmcache.core import limits
 from lmcache.errors import ProtocolError
 from lmcache.peers.protocol import HEADER, Kind, M, Message, Refused, decode, decode_header, encode
 from lmcache.transport.forks import not_for_children
@@ -25,6 +26,7 @@ class PeerSocket:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket = not_for_children(sock)
+        self._most_body_bytes = limits.MAX_PEER_HELLO_BYTES
 
     @property
     def fd(self) -> int:
@@ -38,6 +40,10 @@ class PeerSocket:
         except OSError:
             return ""
 
+    def handshake_ended(self) -> None:
+        """Larger messages may come."""
+        self._most_body_bytes = limits.MAX_PEER_MESSAGE_BYTES
+
     async def send(self, kind: Kind, number: int, message: Message) -> None:
         await self.send_packed(encode(kind, number, message))
 
@@ -46,7 +52,7 @@ class PeerSocket:
 
     async def receive(self) -> tuple[Kind, int, bytes]:
         """(kind, number of the request, body)."""
-        kind, number, body_bytes = decode_header(await self._exactly(HEADER.size))
+        kind, number, body_bytes = decode_header(await self._exactly(HEADER.size), self._most_body_bytes)
         return kind, number, await self._exactly(body_bytes)
 
     async def expect(self, kind: Kind, number: int, of: type[M]) -> M:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from lmcache.peers.access import CHALLENGE, CLIENT, prove
-from lmcache.peers.protocol import NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Introduction, Kind
+from lmcache.peers.protocol import HEADER, MAGIC, NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Introduction, Kind
 from lmcache.peers.sockets import PeerRefused, PeerSocket, within
 from lmcache.testing.frames import keys
 from unit.l2.support import run
-from unit.peers.support import Holder, holding, identity, reading, until_true
+from unit.peers.support import Holder, Liar, holding, identity, reading, until_true
 
 TOKEN, OTHER = "correct horse battery", "staple staple staple"
 
@@ -96,6 +96,34 @@ def test_servers_that_name_chunks_differently_refuse_each_other(
 
     with caplog.at_level(logging.INFO, "lmcache.peers"):
         run(test)
+
+
+@pytest.mark.parametrize("with_token", [True, False])
+def test_a_server_in_between_that_passes_the_handshake_on_is_refused(with_token: bool, tmp_path: Path) -> None:
+    async def test() -> None:
+        token = token_file(tmp_path, TOKEN) if with_token else ""
+
+        async def pass_on(_: Liar, caller: PeerSocket) -> None:
+            server = await call(holder)
+            try:
+                for source, target in ((caller, server), (server, caller)) * 2:
+                    kind, number, body = await source.receive()
+                    await target.send_packed(HEADER.pack(MAGIC, kind, 0, number, len(body)) + body)
+                await caller.receive()
+            finally:
+                server.close()
+
+        with holding(keys(4), token_file=token) as (holder,):
+            async with (
+                Liar(pass_on, holder) as between,
+                reading([between.address], token_file=token, connects=False) as reader,
+            ):
+                await until_true(lambda: bool(reader.peer(between.address)["refused"]))
+                sentence = f"the server at {between.address} says that it is '{holder.address}': name peers by their"
+                assert str(reader.peer(between.address)["refused"]).startswith(sentence)
+                assert not reader.peer(between.address)["connected"]
+
+    run(test)
 
 
 async def call(holder: Holder) -> PeerSocket:

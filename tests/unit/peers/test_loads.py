@@ -17,6 +17,13 @@ from unit.l2.support import run
 from unit.peers.support import Holder, holding, later, reading, until, until_true
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still is no peer that does."""
+    monkeypatch.setattr(limits, "PEER_LOAD_FLOOR_SECONDS", 30.0)
+    monkeypatch.setattr(limits, "PEER_IDLE_SECONDS", 30.0)
+
+
 async def count(answer: Awaitable[ProbeAnswer]) -> int:
     return (await answer).exist.count(True)
 

@@ -84,6 +84,16 @@ def test_later_versions_may_add_fields() -> None:
     assert decode(with_more, Release) == Release(1)
 
 
+NESTED = b"\x91" * 100_000 + b"\x00"
+
+
+def test_a_trailing_element_that_nests_deep_breaks_the_protocol() -> None:
+    with pytest.raises(ProtocolError):
+        decode(b"\x92\xc4\x00" + NESTED, Frames)
+    with pytest.raises(ProtocolError):
+        Identity.unpack(b"\x99" + IDENTITY.pack()[1:] + NESTED)
+
+
 @pytest.mark.parametrize(
     "header",
     [
