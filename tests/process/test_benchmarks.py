@@ -21,14 +21,18 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def run_small(name: str, *options: str, timeout_seconds: float = 120.0) -> dict[str, float]:
     """Its figures by name."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / f"{name}.py"), *options, "--json"],
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-        env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
-    )
-    assert done.returncode in (0, 1), done.stderr
+    for _ in range(2):  # one gives up where the machine stands still for as long as a call may take
+        done = subprocess.run(
+            [sys.executable, str(BENCHMARKS / f"{name}.py"), *options, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
+        )
+        assert done.returncode in (0, 1), done.stderr
+        if done.stdout:
+            break
+    assert done.stdout, done.stderr
     results = json.loads(done.stdout)
     figures = {result["name"]: result["value"] for result in results}
     assert len(figures) == len(results)
