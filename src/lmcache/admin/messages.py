@@ -19,6 +19,7 @@ from lmcache.core.limits import (
     MAX_PIN_SECONDS,
     MAX_QUOTA_GB,
 )
+from lmcache.http.field_types import Name, TokenIds
 
 KEY_PATTERN = r"^[0-9a-f]{64}/[0-9a-f]{64}$"
 Tier = Literal["l1", "l2", "all"]
@@ -41,28 +42,12 @@ Keys = Annotated[
         extra={"expected": f"a list of 1 to {MAX_HTTP_KEYS} names NAMESPACE/HASH with 64 hex digits each"},
     ),
 ]
-Name = Annotated[
-    str,
-    Meta(
-        min_length=1,
-        max_length=MAX_NAME_BYTES,
-        extra={"expected": f"a string of 1 to {MAX_NAME_BYTES} characters"},
-    ),
-]
 Salt = Annotated[
     str,
     Meta(
         max_length=MAX_NAME_BYTES,
         description="the cache salt; empty: the default one",
         extra={"expected": f"a string of at most {MAX_NAME_BYTES} characters"},
-    ),
-]
-Tokens = Annotated[
-    list[Annotated[int, Meta(ge=0, le=2**32 - 1)]],
-    Meta(
-        max_length=MAX_HTTP_TOKENS,
-        description=f"token ids of a prompt, at most {MAX_HTTP_TOKENS}; a last partial chunk is ignored",
-        extra={"expected": f"a list of at most {MAX_HTTP_TOKENS} whole numbers from 0 to 4294967295"},
     ),
 ]
 Text = Annotated[
@@ -240,7 +225,7 @@ class TokensRequest(Struct, frozen=True):
     """A prompt of a model that an engine has registered."""
 
     model_name: Annotated[Name, Meta(description="the model as the engine registered it")]
-    tokens: Tokens = []
+    tokens: TokenIds = []
     text: Text = ""
     cache_salt: Salt = ""
     instance_id: Annotated[
@@ -305,7 +290,7 @@ class MoveRequest(Struct, frozen=True):
         ),
     ] = []
     model_name: Annotated[str, Meta(max_length=MAX_NAME_BYTES, description="of `tokens`")] = ""
-    tokens: Tokens = []
+    tokens: TokenIds = []
     text: Text = ""
     cache_salt: Salt = ""
     instance_id: Annotated[str, Meta(max_length=MAX_NAME_BYTES, description="as in POST /cache/lookup")] = ""

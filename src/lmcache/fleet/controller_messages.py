@@ -8,7 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from lmcache.fleet.messages import Name, Text, TokenIds
+from lmcache.fleet.messages import Text
+from lmcache.http.field_types import Name, TokenIds
 
 Struct = msgspec.Struct
 

@@ -16,12 +16,12 @@ from lmcache.core.limits import (
     MAX_FLEET_EVENT_ENTRIES,
     MAX_HTTP_KEYS,
     MAX_HTTP_PAGE,
-    MAX_HTTP_TOKENS,
     MAX_NAME_BYTES,
     MAX_PIN_SECONDS,
     MAX_QUOTA_GB,
     MAX_WORLD_SIZE,
 )
+from lmcache.http.field_types import Name, TokenIds
 
 Struct = msgspec.Struct
 
@@ -33,14 +33,6 @@ _MOST = 2**63 - 1
 Number = Annotated[int, Meta(ge=0, le=_MOST)]
 Bytes = Annotated[int, Meta(ge=0, le=2**50)]
 Text = Annotated[str, Meta(max_length=MAX_NAME_BYTES, extra={"expected": f"at most {MAX_NAME_BYTES} characters"})]
-Name = Annotated[
-    str,
-    Meta(
-        min_length=1,
-        max_length=MAX_NAME_BYTES,
-        extra={"expected": f"a string of 1 to {MAX_NAME_BYTES} characters"},
-    ),
-]
 InstanceName = Annotated[
     str,
     Meta(
@@ -61,14 +53,6 @@ NamespaceHex = Annotated[
         pattern=r"^([0-9a-f]{64})?\Z",
         description="digest of the whole namespace, 64 hex digits; empty: not told",
         extra={"expected": "64 hex digits, or empty"},
-    ),
-]
-TokenIds = Annotated[
-    list[Annotated[int, Meta(ge=0, le=2**32 - 1)]],
-    Meta(
-        max_length=MAX_HTTP_TOKENS,
-        description=f"token ids of a prompt, at most {MAX_HTTP_TOKENS}; a last partial chunk is ignored",
-        extra={"expected": f"a list of at most {MAX_HTTP_TOKENS} whole numbers from 0 to 4294967295"},
     ),
 ]
 
