@@ -11,10 +11,14 @@ class Outcome:
     suite: str
     result: str = "not run"
     seconds: float = 0.0
+    repeated: int = 0  # tests that failed beside others and passed alone
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    lines = [f"{outcome.suite:<12} | {outcome.seconds:>7.0f} | {outcome.result}" for outcome in outcomes]
+    lines = []
+    for outcome in outcomes:
+        note = f", {outcome.repeated} of its tests only when run again alone" if outcome.repeated else ""
+        lines.append(f"{outcome.suite:<12} | {outcome.seconds:>7.0f} | {outcome.result}{note}")
     return "\n".join([f"{'suite':<12} | seconds | result", *lines])
 
 

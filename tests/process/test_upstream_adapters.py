@@ -62,10 +62,12 @@ def test_what_accepts_a_lossy_serde_and_what_does_not_share_nothing(
     upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer
 ) -> None:
     tokens = list(range(2 * CHUNK_TOKENS))
-    for accepted in ("", "fp8"):
+    for accepted, objects in (("", 2), ("fp8", 4)):
         engine = Engine(upstream, monkeypatch, server.port, lossy_serde=accepted)
+        assert engine.matched("other", tokens) == 0
         engine.compute("cold", tokens, list(range(1, 9)))
-        until(lambda engine=engine: engine.matched("hit", tokens) == 2 * CHUNK_TOKENS)
+        until(lambda objects=objects: server.status()["l1"]["objects"] == objects)
+        assert engine.matched("hit", tokens) == 2 * CHUNK_TOKENS
         engine.close()
     until(lambda: 'accepts the lossy serde "fp8"' in server.log())
 
