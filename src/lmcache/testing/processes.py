@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -27,13 +28,23 @@ LOOPBACK = "127.0.0.1"
 _LOG_END = 3000  # characters that an error shows
 _LOOK_SECONDS = 0.2  # how soon the end of a process is noticed
 _END_SECONDS = 1.0  # that a process may outlive its connections
+_PORTS = range(12_000, 32_000)
+_PORTS_A_PROCESS = 37  # between where processes of successive numbers start
+_ports_given = itertools.count()
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody uses right now, and that this process got only once.
+
+    It is none of those that systems give to connections (from 32768 on), so that no connection takes it before its
+    server begins; processes start at different ports."""
+    first = os.getpid() * _PORTS_A_PROCESS
+    for _ in _PORTS:
+        port = _PORTS[(first + next(_ports_given)) % len(_PORTS)]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise OSError(f"No TCP port from {_PORTS.start} to {_PORTS.stop - 1} is free on {LOOPBACK}.")
 
 
 def http_json(port: int, method: str, path: str, body: Any = None, timeout_seconds: float = 10.0) -> tuple[int, Any]:

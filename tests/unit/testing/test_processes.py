@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -34,6 +35,13 @@ def process(tmp_path: Path) -> Iterator[tuple[ManagedProcess, int]]:
     with ManagedProcess([sys.executable, "-c", PROGRAM, LOOPBACK, str(port)], tmp_path / "log") as process:
         until(lambda: "last words" in process.log())
         yield process, port
+
+
+def test_a_free_port_is_given_once_and_is_never_that_of_a_connection() -> None:
+    ports = [free_port() for _ in range(200)]
+    assert len(set(ports)) == len(ports) and max(ports) < 32_768
+    with socket.create_server((LOOPBACK, taken := free_port())):
+        assert all(free_port() != taken for _ in range(20_000))
 
 
 def test_the_end_of_a_process_ends_the_wait_for_its_answer(process: Any) -> None:
