@@ -64,7 +64,7 @@ from process.support import SmallEngine
 port, payload_bytes = map(int, sys.argv[1:])
 insists = Client(f"tcp://127.0.0.1:{port}", transfer=WantedTransfer.SHM)
 try:
-    insists.connect(2.0)
+    insists.connect(30.0)
     print("mapped")
 except LMCacheError as refusal:
     print("refused:", refusal)
@@ -203,7 +203,7 @@ def test_an_engine_that_dies_in_the_middle_of_a_store(server: CacheServer, tmp_p
         assert server.status()["reservations"] == 1
         engine.kill()
     until(lambda: not server.status()["instances"])
-    assert server.status()["l1"]["used_bytes"] == 0
+    until(lambda: server.status()["l1"]["used_bytes"] == 0, tell=server.status)
     with over_socket(server) as other:
         assert other.lookup("r", other.tokens(1, 2)).chunks == 0
         assert other.store(other.tokens(1, 2)) == 2
