@@ -26,6 +26,7 @@ from lmcache.client.client import Client
 from lmcache.client.engine_environment import ENGINE_SYSTEM
 from lmcache.client.lookup_client import LookupClient, Progress, RequestSession
 from lmcache.device.cuda import Gpu, describe_gpu_group
+from lmcache.integration.engine import storer
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder, StoreOrder
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.worker_side import EndedLoads, WorkerSide
@@ -358,6 +359,7 @@ def engine_process(port: int, name: str, device: str, shape: str = "small") -> I
 
 def main(arguments: Sequence[str]) -> None:
     port, name, device, shape = arguments
+    storer.RESERVE_SECONDS = WAIT_SECONDS  # a server that is late on a busy machine loses no store
     engine = PagedEngine(int(port), name, device, SHAPES[shape])
     print("ready", flush=True)
     for line in sys.stdin:

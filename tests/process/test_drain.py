@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from lmcache.client.client import ClientState
 from lmcache.errors import LMCacheError
 from lmcache.stop_signals import CLOSE_SECONDS
 from lmcache.testing.processes import CacheServer
+from lmcache.tiering.storage_loop import UNDER_WAY_SECONDS
 from polling import until
 from process.places import Place
 from process.support import SmallEngine
@@ -77,7 +79,8 @@ def place(tmp_path: Path) -> Iterator[DrainPlace]:
 
 
 class Writer:
-    """An engine that stores, prompt after prompt, until it is refused."""
+    """An engine that stores, prompt after prompt, until it is refused. That counts once the server is to end: before, a
+    server that did not answer in time stood still with this machine."""
 
     def __init__(self, place: Place, number: int, prompts: int = 10_000) -> None:
         self._engine = SmallEngine(place.port, payload_bytes=PAYLOAD_BYTES, heartbeat=0.2)
@@ -85,6 +88,7 @@ class Writer:
         self._prompts = prompts
         self.accepted: list[bytes] = []  # tokens of prompts whose objects the server has
         self.refusal: LMCacheError | None = None
+        self.server_ends = self._over = False
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Writer:
@@ -93,6 +97,7 @@ class Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.server_ends = self._over = True
         self._thread.join()
         self._engine.close()
 
@@ -104,14 +109,33 @@ class Writer:
         return len(self.accepted) * CHUNKS_PER_STORE
 
     def _run(self) -> None:
+        for prompt in range(self._prompts):
+            first = self._first_chunk + prompt * CHUNKS_PER_STORE
+            tokens = self._engine.tokens(*range(first, first + CHUNKS_PER_STORE))
+            is_whole = self._is_whole(tokens)
+            while is_whole is None and self.refusal is None:
+                is_whole = self._is_whole(tokens, again=True)
+            if is_whole:
+                self.accepted.append(tokens)
+            if self._over or self.refusal is not None:
+                return
+
+    def _is_whole(self, tokens: bytes, *, again: bool = False) -> bool | None:
+        """Whether the server has all of it. None: it did not answer."""
         try:
-            for prompt in range(self._prompts):
-                first = self._first_chunk + prompt * CHUNKS_PER_STORE
-                tokens = self._engine.tokens(*range(first, first + CHUNKS_PER_STORE))
-                if self._engine.store(tokens) == CHUNKS_PER_STORE:
-                    self.accepted.append(tokens)
+            if self._engine.store(tokens) == CHUNKS_PER_STORE:
+                return True
+            if not again:
+                return False
+            found = self._engine.lookup("again", tokens).chunks  # the answer alone may have been lost
+            self._engine.end("again")
         except LMCacheError as refusal:
-            self.refusal = refusal
+            if self.server_ends:
+                self.refusal = refusal
+            else:
+                until(lambda: self._engine.client.state is ClientState.READY or self.server_ends)
+            return None
+        return found == CHUNKS_PER_STORE
 
 
 def not_written(log: str) -> int:
@@ -128,6 +152,7 @@ def test_what_was_accepted_under_load_is_in_l2(place: DrainPlace) -> None:
         server.wait_ready()
         with Writer(place, 1) as first, Writer(place, 2) as second:
             until(lambda: min(len(first.accepted), len(second.accepted)) >= 20, 60)
+            first.server_ends = second.server_ends = True
             server.popen.send_signal(signal.SIGTERM)
             first.wait()
             second.wait()
@@ -153,10 +178,14 @@ def test_a_backend_that_is_too_slow_ends_in_time_and_the_rest_is_named(place: Dr
             asked = time.monotonic()
             server.popen.send_signal(signal.SIGTERM)
             assert server.popen.wait(DRAIN_SECONDS + CLOSE_SECONDS) == 0, server.log()
-            assert time.monotonic() - asked > DRAIN_SECONDS
+            seconds = time.monotonic() - asked
+            assert seconds > DRAIN_SECONDS
     assert "The 1 s of --drain-timeout-seconds are over" in server.log()
     lost = not_written(server.log())
-    assert lost and lost + place.stored_objects == writer.accepted_objects, server.log()
+    assert lost and lost + place.stored_objects >= writer.accepted_objects >= lost, server.log()
+    # Where this machine stood still, a batch that is named as lost may have ended all the same.
+    if seconds < DRAIN_SECONDS + UNDER_WAY_SECONDS:
+        assert lost + place.stored_objects == writer.accepted_objects, server.log()
     assert not place.file.exists()
 
 

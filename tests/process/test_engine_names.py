@@ -51,9 +51,8 @@ def test_a_second_engine_under_the_name_of_a_running_one_is_kept_out(transfer: W
     """Both number their requests from 0 on, so the one would go on with what the other one has sent."""
     port = free_port()
     with server_within(port=port):
-        first, second = (
-            SmallEngine(port, instance_id="configured", heartbeat=0.2, transfer=transfer) for _ in range(2)
-        )
+        first = SmallEngine(port, instance_id="configured", transfer=transfer)  # in no stall of this machine silent
+        second = SmallEngine(port, instance_id="configured", heartbeat=0.2, transfer=transfer)
         with first:
             mine = first.tokens(1)
             assert first.lookup("0", mine).hashes
@@ -86,7 +85,8 @@ def test_an_engine_that_comes_back_after_another_one_took_its_name_is_kept_out()
     port = free_port()
     with server_within(port=port):
         socket = WantedTransfer.SOCKET
-        first, second = (SmallEngine(port, instance_id="configured", heartbeat=0.2, transfer=socket) for _ in range(2))
+        first = SmallEngine(port, instance_id="configured", heartbeat=0.2, transfer=socket)
+        second = SmallEngine(port, instance_id="configured", transfer=socket)  # in no stall of this machine silent
         with first:
             mine = first.tokens(1)
             assert first.lookup("0", mine).hashes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -128,10 +129,18 @@ def test_servers_of_a_fleet_load_from_each_other(tmp_path: Path) -> None:
         wanted = first.tokens(*CHUNKS)
         assert first.store(wanted) == len(CHUNKS)
         coordinator.stop()
-        found = second.lookup("elsewhere", wanted)
-        assert found.chunks == len(CHUNKS) and second.read(found)
+        requests = itertools.count()
+
+        def all_come() -> bool:
+            """A request waits for a peer for some milliseconds only."""
+            request = f"elsewhere {next(requests)}"
+            found = second.lookup(request, wanted)
+            assert second.read(found)
+            second.end(request)
+            return found.chunks == len(CHUNKS)
+
+        until(all_come)
         assert servers[1].metric("lmcache_mp_p2p_received_bytes_total") > 0
-        second.end("elsewhere")
 
 
 def usage_of(coordinator: CoordinatorProcess) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from services.certificates import Certificates
 
 need_package("opentelemetry")
 
-from support.otlp_receiver import a_receiver, a_refusing_receiver, a_silent_receiver  # noqa: E402
+from support.otlp_receiver import Receiver, a_receiver, a_refusing_receiver, a_silent_receiver  # noqa: E402
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 EXPORTER_END_SECONDS = 60.0  # its imports included; each message alone takes its deadline of 5 s
@@ -94,6 +95,17 @@ def a_request(engine: SmallEngine, *, flags: str = "01", request: str = "r1") ->
     engine.end(request)
 
 
+def total(receiver: Receiver, name: str) -> float:
+    """Of the latest export of a counter."""
+    metric = receiver.metrics.get(name)
+    return sum(point.as_double for point in metric.sum.data_points) if metric else 0.0
+
+
+def calls(receiver: Receiver) -> int:
+    metric = receiver.metrics.get("lmcache_mp.call")
+    return sum(point.count for point in metric.histogram.data_points) if metric else 0
+
+
 def test_a_request_is_a_trace_with_a_child_for_each_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "300")
     with a_receiver() as receiver:
@@ -107,7 +119,9 @@ def test_a_request_is_a_trace_with_a_child_for_each_tier(tmp_path: Path, monkeyp
             a_request(engine)
             until(lambda: receiver.named("request"), RECEIVE_SECONDS)
             until(lambda: [span for span in receiver.spans if span.name.startswith("l2 ")], RECEIVE_SECONDS)
-            until(lambda: "lmcache_mp.lookup_requested" in receiver.metrics, RECEIVE_SECONDS)
+            # Of an export after the request: those before it may arrive later than its spans.
+            until(lambda: total(receiver, "lmcache_mp.lookup_requested"), RECEIVE_SECONDS)
+            until(lambda: calls(receiver) > 5, RECEIVE_SECONDS)
             requested = receiver.metrics["lmcache_mp.lookup_requested"]
             depth = receiver.metrics["lmcache_mp.event_bus.queue_depth"]
             latency = receiver.metrics["lmcache_mp.call"]
@@ -131,7 +145,7 @@ def test_a_request_is_a_trace_with_a_child_for_each_tier(tmp_path: Path, monkeyp
     assert requested.unit == "{tokens}" and requested.sum.is_monotonic
     assert requested.sum.data_points[0].as_double == 2 * 256
     assert depth.WhichOneof("data") == "gauge"
-    assert latency.unit == "s" and sum(point.count for point in latency.histogram.data_points) > 5
+    assert latency.unit == "s"
 
 
 def test_what_came_from_l2_is_below_the_lookup_that_asked_for_it(tmp_path: Path) -> None:
@@ -280,13 +294,22 @@ def test_lookups_beside_a_receiver_that_hangs_take_as_long_as_without() -> None:
             seconds(engine, f"filling-{number}")
             if sample(traced, "lmcache_mp_otlp_dropped_spans_total") > 100:
                 break
-        before = sample(traced, "lmcache_mp_otlp_dropped_spans_total")
-        times = [(seconds(beside, f"r{number}"), seconds(engine, f"r{number}")) for number in range(200)]
-        assert sample(traced, "lmcache_mp_otlp_dropped_spans_total") > before > 100
-        without, hanging = (sorted(taken) for taken in zip(*times, strict=True))
-        assert hanging[100] < 1.5 * without[100], (without[::20], hanging[::20])
-        # The exporter waits for 5 s before it gives a message up; the machine may stand still in one of them.
-        assert hanging[-2] < 2.0
+        rounds = itertools.count()
+        shown: list[list[float]] = []
+
+        def take_as_long() -> bool:
+            """In one round: in others this machine may do something else beside one of the two, or stand still."""
+            before, name = sample(traced, "lmcache_mp_otlp_dropped_spans_total"), f"round {next(rounds)}"
+            times = [
+                (seconds(beside, f"{name} {number}"), seconds(engine, f"{name} {number}")) for number in range(200)
+            ]
+            assert sample(traced, "lmcache_mp_otlp_dropped_spans_total") > before > 100
+            without, hanging = (sorted(taken) for taken in zip(*times, strict=True))
+            shown[:] = [without[::20], hanging[::20]]
+            # The exporter waits for 5 s before it gives a message up.
+            return hanging[100] < 1.5 * without[100] and hanging[-1] < 2.0
+
+        until(take_as_long, tell=lambda: shown)
 
 
 def test_the_exporters_process_ends_with_a_server_that_was_killed() -> None:

@@ -24,6 +24,7 @@ from lmcache.protocol import messages as m
 from lmcache.stop_signals import DRAIN_SECONDS
 from lmcache.testing.processes import CacheServer, stop_running
 from polling import until
+from process.commands import COMMAND_SECONDS
 from process.metric_traffic import controlled_adapter, tell_adapter, with_modules_of
 from process.support import CALL_SECONDS, SmallEngine, unpack_slots
 
@@ -135,8 +136,7 @@ def test_what_a_killed_engine_reserved_is_never_a_hit_and_its_memory_comes_back(
         child.kill()
         child.wait()
         until(lambda: len(server.status()["instances"]) == 1)
-        assert server.status()["l1"]["staged"] == 0
-        assert server.status()["leases"] == 0
+        until(lambda: not server.status()["l1"]["staged"] and not server.status()["leases"], tell=server.status)
         assert engine.lookup("r", engine.tokens(1, 2)).chunks == 0
         committed = engine.lookup("s", engine.tokens(7))
         assert committed.chunks == 1
@@ -230,7 +230,7 @@ def test_a_second_server_with_the_same_memory_is_refused_and_the_first_unharmed(
         engine.store(engine.tokens(1))
         inode = shm_of(server).stat().st_ino
         with CacheServer(tmp_path, l1_size_gb=0.0625, shm_name=server.shm_name, log_name="second.log") as second:
-            assert second.popen.wait(timeout=20) == 1
+            assert second.popen.wait(timeout=COMMAND_SECONDS) == 1
             lines = [line for line in second.log().splitlines() if "LMCache" not in line]
             assert len(lines) == 1
             assert server.shm_name in lines[0]
@@ -245,7 +245,7 @@ def test_a_busy_port_is_one_sentence(server: CacheServer, tmp_path: Path) -> Non
     with CacheServer(
         tmp_path, l1_size_gb=0.0625, port=server.port, shm_name=f"{server.shm_name}-2", log_name="second.log"
     ) as second:
-        assert second.popen.wait(timeout=20) == 1
+        assert second.popen.wait(timeout=COMMAND_SECONDS) == 1
         assert f"Cannot listen on 127.0.0.1:{server.port} because it is in use" in second.log()
         assert "Traceback" not in second.log()
         assert not shm_of(second).exists()

@@ -31,6 +31,7 @@ from support.sglang_stand_in import (  # noqa: E402
 )
 
 MakeBackend = Callable[..., Any]
+PATIENT_SECONDS = 30.0
 
 
 @pytest.fixture
@@ -42,8 +43,12 @@ def server(tmp_path: Path) -> Iterator[CacheServer]:
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBackend]:
     install(monkeypatch)
+    from lmcache.integration.sglang import page_pool
     from lmcache.integration.sglang.hicache import LMCacheHiCacheStorage
 
+    # A server that stands still with this machine is not one that is away.
+    for name in ("START_SECONDS", "PROBE_SECONDS", "LOAD_SECONDS"):
+        monkeypatch.setattr(page_pool, name, PATIENT_SECONDS)
     made: list[Any] = []
 
     def make(port: int, pool: HostPool | None = None, *, config: Any = (), **settings: Any) -> Any:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lmcache.integration.vllm.settings import ConnectorSettings
+from polling import until
 from process.support import SmallEngine
 from process.test_share_guide import Tour
 from services.network import Network, in_own_network, with_own_memory
@@ -104,6 +105,8 @@ def test_a_tier_is_sized_from_logged_lookups(tmp_path: Path) -> None:
         tour = Tour(tmp_path)
         with serving(tour, server_line), SmallEngine(RPC_PORT) as engine:
             assert all(hits(engine, first=first) for first in (0, 10, 20))
+            logged = Path(re.findall(r"--lookup-hash-log-dir (\S+)", server_line)[0])
+            until(lambda: sum(path.read_text().count("\n") for path in logged.iterdir()) >= 3)  # it is a thread's work
         assert "LRU" in tour.run(f"{simulator} --chunk-mb 2")  # a small engine does not say of what shape its KV is
         assert (tmp_path / "sizes.svg").read_text().startswith("<svg")
 

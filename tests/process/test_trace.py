@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def test_a_trace_is_replayed_as_it_was_and_with_less_memory(recorded: Path, caps
     assert about["lookups"] == 40 and about["requested_chunks"] == 120 and about["chunk_tokens"] == [16]
     endless = (30 * 3 + 9) / 120
     assert about["ceiling"] == pytest.approx(endless) == pytest.approx(about["hit_rate"])
-    options = ["--eviction-policy", "LRU", "--shm-name", f"replay-{recorded.parent.name}"]
+    options = ["--eviction-policy", "LRU", "--shm-name", f"replay-{os.getpid()}-{recorded.parent.name}"]
     replayed = ["trace", "replay", str(recorded), "--chunk-mb", str(PAYLOAD_BYTES / MIB), "--format", "json", "--"]
     large = figures(capsys, *replayed, "--l1-size-gb", "0.05", *options)
     assert large["hit_rate"] == pytest.approx(endless, abs=1e-5) and large["hit_rate_l2"] == 0

@@ -47,6 +47,7 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(storer, "RESERVE_SECONDS", PATIENT_SECONDS)  # a server that is late loses no store
+    monkeypatch.setattr(upstream_worker, "LOOKUP_SECONDS", PATIENT_SECONDS)  # nor a load
     yield lmcache_mp_connector
 
 

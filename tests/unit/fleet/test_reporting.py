@@ -23,7 +23,7 @@ from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
 from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.telemetry.metrics import FleetMemberMetrics, Metrics
-from polling import until
+from polling import STALL_SECONDS, until
 from unit.fleet.support import DictTier, told, truth
 
 TOKEN = "a token of an operator"
@@ -221,7 +221,7 @@ def test_who_asks_for_everything_again_and_again_is_told_less_and_less_often(mon
         until(lambda: len(asked) >= 5)
         waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
         assert all(wait >= 0.1 * 2**number for number, wait in enumerate(waits, 1)), waits
-        assert one.member.status()["joined"]
+        until(lambda: one.member.status()["joined"])
 
 
 def test_who_forgets_a_server_again_and_again_is_told_no_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_a_coordinator_that_never_answers_is_given_up(monkeypatch: pytest.Monkey
         with Joined(f"http://127.0.0.1:{silent.getsockname()[1]}") as one:
             until(lambda: failures(one, "heartbeat") >= 2)
             began = time.monotonic()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 5.0 + STALL_SECONDS
 
 
 def test_an_incarnation_goes_on_above_what_is_known() -> None:

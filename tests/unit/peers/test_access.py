@@ -30,8 +30,7 @@ def test_peers_with_the_same_token_load_from_each_other(tmp_path: Path) -> None:
         wanted, token = keys(4), token_file(tmp_path, TOKEN)
         with holding(wanted, token_file=token) as (holder,):
             async with reading([holder.address], token_file=token) as reader:
-                await reader.finds(wanted)
-                assert await reader.load(wanted) == 4
+                await reader.gets(wanted)
 
     run(test)
 

@@ -78,8 +78,15 @@ def test_the_adapter_after_a_silent_one_is_asked() -> None:
         for key in wanted[STORED:]:
             del fast.inner.objects[key]
         silent(rig, mute)
-        result = rig.fetch(wanted, deadline_seconds=4.0)
-        assert result.chunks == 2 * STORED and rig.holds(result, wanted)
+
+        def whole() -> bool:
+            """Not where this machine stands still until the deadline; later ones do not wait for the silent one."""
+            result = rig.fetch(wanted, deadline_seconds=4.0)
+            assert rig.holds(result, wanted)
+            rig.l1.core.release(result.lease)
+            return result.chunks == 2 * STORED
+
+        until(whole)
         assert last.calls["load"] > 0 and not mute.calls["load"]
         rig.storage.call_soon(mute.gate.set)
 
