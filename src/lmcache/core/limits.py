@@ -115,8 +115,10 @@ MAX_PEER_WAITS = 256  # lookups that wait for chunks that are being stored
 MAX_PEER_WAIT_SECONDS = 30.0
 MAX_PEER_PLACEMENTS = 262_144  # objects that peers said they have, remembered until they are loaded
 MAX_PEER_LOOKUPS = 64  # that one peer has not answered
-MAX_PEER_LOADS = 4  # from one peer at once, a connection each
-PEER_LOAD_THREADS = 16  # for loads from all peers
+MAX_PEER_LOADS = 8  # from one peer at once; others wait, and keep nothing of other peers waiting
+MAX_PEER_READS = 4  # of these over the network, a connection each
+MAX_PEER_CALLS = 512  # loads from all peers, running or waiting; and as many lookups
+PEER_LOAD_THREADS = 256  # for loads from all peers, started when they are needed
 PEER_SEND_THREADS = 8  # for reads of all peers
 MAX_PEER_SENDS = 4  # of these, for peers of one host
 PEER_PATIENCE_SECONDS = 0.02  # that a request waits for what peers have
@@ -192,7 +194,7 @@ assert FRAME_HEADER_BYTES < MAX_PAYLOAD_PART_BYTES < MAX_MESSAGE_BYTES
 assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_WORKER // 2 <= MAX_PAYLOAD_BYTES
 
 assert MAX_PEER_KEYS * 64 + MIB <= MAX_PEER_MESSAGE_BYTES and MAX_L2_BATCH_OBJECTS <= MAX_PEER_READ_KEYS
-assert MAX_PEER_LOADS <= MAX_PEER_SENDS < PEER_SEND_THREADS
+assert MAX_PEER_READS <= MAX_PEER_SENDS < PEER_SEND_THREADS and MAX_PEER_READS <= MAX_PEER_LOADS
 
 # runtime plugins
 MAX_RUNTIME_PLUGINS = 64
