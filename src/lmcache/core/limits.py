@@ -169,6 +169,7 @@ MAX_FLEET_EVENT_ENTRIES = 16_384  # of a batch
 MAX_FLEET_COPIES_SHOWN = 64  # of a key
 MAX_FLEET_METADATA_BYTES = 4096  # that an instance tells of itself
 MAX_FLEET_PINS = 4096
+MAX_FLEET_ENDED_QUOTAS = 4096  # remembered, for servers that were away when a quota ended
 MAX_FLEET_JOBS_WAITING = 256
 MAX_FLEET_JOBS_KEPT = 1024  # that have ended
 MAX_MEMBER_ANSWER_BYTES = 4 * MIB  # that a server reads of a coordinator

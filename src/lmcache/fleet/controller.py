@@ -121,7 +121,7 @@ class Controller:
         for pin, _ in self.fleet.pins.all():
             is_of_controller = pin.owner == _owner(location) and pin.instance_id == instance_id
             if is_of_controller and any(name[-2 * CHUNK_HASH_BYTES :] in hashes for name in pin.names):
-                ended += self.fleet.pins.remove(pin.pin_id, "")[0]
+                ended += self.fleet.pins.remove(pin.pin_id, "").pins
         return ended
 
     def move(

@@ -46,7 +46,7 @@ class Fleet:
         self.metadata = Metadata(settings.metadata_path)
         self.servers = Servers(self.instances, token)
         self.jobs = FleetJobs(clock, environment.random_bytes(4).hex())
-        self.quotas = FleetQuotas(self.metadata, self.instances, self.servers, self.directory)
+        self.quotas = FleetQuotas(self.metadata, self.instances, self.servers, self.directory, clock)
         self.pins = FleetPins(self.metadata, self.servers, clock, environment.random_bytes)
         self._coming = threading.Lock()  # while somebody joins or leaves
         self.instances.on_joined = self._joined
@@ -75,6 +75,8 @@ class Fleet:
             return
         self._stop.set()
         self.jobs.close()
+        self.quotas.close()
+        self.pins.close()
         self.servers.close()
         if self._thread.ident is not None:
             self._thread.join(_ROUND_SECONDS * 2)

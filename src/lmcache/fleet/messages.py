@@ -353,8 +353,13 @@ class UnpinRequest(Struct, frozen=True):
 
 
 class Unpinned(Struct, frozen=True):
+    """What has ended."""
+
     pins: int
-    objects: int
+    objects: Annotated[int, Meta(description="copies that they held")]
+    behind: Annotated[
+        list[str], Meta(description="servers that could not be asked: they hold their copies until they answer")
+    ] = []
 
 
 class DeleteRequest(Struct, frozen=True):

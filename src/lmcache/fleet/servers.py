@@ -45,6 +45,10 @@ class Servers:
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def knows(self, instance_id: str) -> bool:
+        """Whether it has joined."""
+        return self._instances.knows(instance_id)
+
     def ask(self, instance_id: str, method: str, path: str, body: Any = None) -> Any:
         """LMCacheError: it has not joined, does not answer in time, or refuses; or this is closed."""
         if self._closed.is_set():
