@@ -168,6 +168,7 @@ MAX_FLEET_EVENT_BYTES = 16 * MIB  # of a request with events
 MAX_FLEET_EVENT_ENTRIES = 16_384  # of a batch
 MAX_FLEET_COPIES_SHOWN = 64  # of a key
 MAX_FLEET_METADATA_BYTES = 4096  # that an instance tells of itself
+MAX_COORDINATOR_ASKS = 256  # of a router that have not ended, a thread each
 MAX_FLEET_PINS = 4096
 MAX_FLEET_ENDED_QUOTAS = 4096  # remembered, for servers that were away when a quota ended
 MAX_FLEET_JOBS_WAITING = 256
