@@ -162,11 +162,14 @@ MAX_WEIGHT_FILES_READ_AT_ONCE = 8  # of a model, for the sample that names it
 # a fleet and its coordinator
 MAX_FLEET_INSTANCES = 4096
 MAX_FLEET_COPIES = 1 << 27  # that a directory knows, at most 64 bytes each
+MAX_FLEET_NAMESPACES = 1 << 20  # of which a coordinator knows how many ranks there are
 MAX_FLEET_PLACES_PER_INSTANCE = 32  # tiers and backends
 MAX_FLEET_UNFINISHED_RESYNCS = 4  # of an instance; beyond, what the oldest one has not told again is forgotten
 MAX_FLEET_EVENT_BYTES = 16 * MIB  # of a request with events
 MAX_FLEET_EVENT_ENTRIES = 16_384  # of a batch
-MAX_FLEET_COPIES_SHOWN = 64  # of a key
+MAX_FLEET_COPIES_SHOWN = 64  # of a key, unless a request asks for more
+MAX_FLEET_COPIES_ASKED = 1 << 20  # of all keys of such a request
+MAX_FLEET_COPIES_EXAMINED = 1 << 22  # for who has how much of a prompt
 MAX_FLEET_METADATA_BYTES = 4096  # that an instance tells of itself
 MAX_COORDINATOR_ASKS = 256  # of a router that have not ended, a thread each
 MAX_FLEET_PINS = 4096
@@ -176,6 +179,8 @@ MAX_FLEET_JOBS_KEPT = 1024  # that have ended
 MAX_MEMBER_ANSWER_BYTES = 4 * MIB  # that a server reads of a coordinator
 MAX_FLEET_ANSWER_BYTES = 4 * MIB  # that a coordinator reads of a server
 REPORTED_ENTRIES = 4096  # of a batch that a server sends
+
+assert MAX_HTTP_KEYS * MAX_FLEET_COPIES_SHOWN <= MAX_FLEET_COPIES_ASKED
 
 # telemetry
 MAX_LOG_LINES_WAITING = 10_000

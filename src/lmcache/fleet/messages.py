@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from lmcache.core.address import INSTANCE_ID_PATTERN
 from lmcache.core.limits import (
+    MAX_FLEET_COPIES_ASKED,
     MAX_FLEET_COPIES_SHOWN,
     MAX_FLEET_EVENT_ENTRIES,
     MAX_HTTP_KEYS,
@@ -174,6 +175,7 @@ class Batch(Struct, frozen=True):
     capacity_bytes: Bytes = 0
     # additions
     namespace: NamespaceHex = ""  # of the entries whose key has none
+    world_size: Annotated[int, Meta(ge=0, le=MAX_WORLD_SIZE)] = 0  # of that namespace; 0: not told
     resync: ResyncMark = ""  # everything is told again from here on; everything has been told
 
 
@@ -203,6 +205,14 @@ class LookupRequest(Struct, frozen=True):
     model_name: Text = ""
     world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD_SIZE)] = 1
     cache_salt: Text = ""
+    copies: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_FLEET_COPIES_ASKED,
+            description=f"of each object, at most {MAX_FLEET_COPIES_ASKED} of all together",
+        ),
+    ] = MAX_FLEET_COPIES_SHOWN  # an addition
 
 
 class Placement(Struct, frozen=True):
@@ -223,7 +233,7 @@ class LookupResult(Struct, frozen=True):
     placements: list[Placement]
     access_count: int
     complete: Annotated[
-        bool, Meta(description=f"false: only {MAX_FLEET_COPIES_SHOWN} of its copies were looked at")
+        bool, Meta(description="false: it has more copies than were asked for, and others were not looked at")
     ] = True  # an addition
 
 
