@@ -126,11 +126,18 @@ class Directory:
     def forget_l1(self, instance_id: str) -> None:
         """What was told of that server's L1 is not known any more."""
         with self._lock:
-            for place in self._places.get(instance_id, {}).values():
-                if place.tier == _L1:
+            places = self._places.get(instance_id, {})
+            for name, place in list(places.items()):
+                if place.tier != _L1:
+                    continue
+                try:
                     holder = self._holder(place)  # before anything is forgotten, as there may be none
+                except LMCacheError:
+                    del places[name]
                     self._void(place)
-                    place.holder = holder
+                    continue
+                self._void(place)
+                place.holder = holder
 
     def begin_resync(self, instance_id: str) -> None:
         """Everything of that server is told again from here on."""
@@ -338,14 +345,22 @@ class Directory:
         return place
 
     def _holder(self, place: Place) -> int:
-        try:
-            holder = self._native.add_holder(place.number)
-        except ValueError:  # all are void and not swept yet
-            while self._native.sweep(SWEEP_STEP_RECORDS):
-                pass
-            holder = self._native.add_holder(place.number)
-        self._holders[holder] = place
-        return holder
+        """LMCacheError where there is no room for another one."""
+        may_free = True
+        while True:
+            try:
+                holder = self._native.add_holder(place.number)
+            except ValueError:
+                if not may_free:
+                    raise LMCacheError(
+                        f"The directory knows {len(self._holders)} tiers and backends of servers, those that are told "
+                        f"again counted twice, and takes no other one, such as that of {place.instance_id}: divide the "
+                        "fleet among more coordinators."
+                    ) from None
+                may_free = self._native.sweep(SWEEP_STEP_RECORDS)  # of those that are forgotten
+                continue
+            self._holders[holder] = place
+            return holder
 
     def _void(self, place: Place) -> None:
         for holder in (place.holder, *place.previous_holders):

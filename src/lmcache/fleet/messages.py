@@ -120,6 +120,12 @@ class InstanceEntry(Struct, frozen=True):
     needs_resync: Annotated[bool, Meta(description="events of it are missing: it is to tell everything again")]
 
 
+class InstancesQuery(Struct, frozen=True):
+    """What to tell of each server."""
+
+    detail: Annotated[Literal["full", "brief"], Meta(description="brief: without its metadata")] = "full"  # an addition
+
+
 class Instances(Struct, frozen=True):
     """The servers of the fleet."""
 
@@ -172,7 +178,7 @@ class Batch(Struct, frozen=True):
     entries: Annotated[list[Entry], Meta(max_length=MAX_FLEET_EVENT_ENTRIES)] = []
     shared: bool = False
     ts: float = 0.0
-    capacity_bytes: Bytes = 0
+    capacity_bytes: Number = 0
     # additions
     namespace: NamespaceHex = ""  # of the entries whose key has none
     world_size: Annotated[int, Meta(ge=0, le=MAX_WORLD_SIZE)] = 0  # of that namespace; 0: not told

@@ -18,6 +18,7 @@ from lmcache.core.object_changes import ChangeSource, Run
 from lmcache.errors import LMCacheError
 from lmcache.fleet import messages as m
 from lmcache.fleet.event_batches import Stream, is_named, request_body, split
+from lmcache.http.client import HttpRefused
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import FleetMemberMetrics
 
@@ -29,6 +30,7 @@ _FIRST_RESYNC_SECONDS, _LAST_RESYNC_SECONDS = 1.0, 300.0  # between two; longer 
 _QUIET_SECONDS = 60.0  # without a resync, until the next one follows at once
 _STALE_STEP = 60_000  # of an incarnation that a coordinator calls stale without saying what it knows
 _MOST_INCARNATION = 2**62  # that is believed
+_NEVER_TAKEN = (400, 413, 422)  # answers to a body that will be no other the next time
 
 
 class ResyncNeeded(Exception):
@@ -144,7 +146,8 @@ class Reporter:
         self._metrics.coordinator_events.inc(entries)
 
     def _send(self, batches: list[bytes]) -> None:
-        """Until the coordinator has taken them."""
+        """Until the coordinator has taken them, or said that it never will: these are left out, as if they had never
+        been, and what comes after them is told."""
         retry_seconds = _FIRST_RETRY_SECONDS
         self._pause(0.0)
         while True:
@@ -153,6 +156,11 @@ class Reporter:
                 break
             except LMCacheError as error:
                 self._metrics.coordinator_failures.labels("events").inc()
+                if isinstance(error, HttpRefused) and error.status in _NEVER_TAKEN:
+                    self._stream.seq -= len(batches)  # none of them has been applied
+                    if self._limiter.due("refused"):
+                        logger.error("The coordinator takes some events not at all, they are left out: %s", error)
+                    return
                 if self._limiter.due():
                     logger.warning("Events do not reach the coordinator: %s", error)
             self._pause(retry_seconds)

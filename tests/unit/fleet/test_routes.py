@@ -111,7 +111,11 @@ def test_a_server_joins_lives_and_leaves(here: TestClient) -> None:
     assert here.post("/instances", json=REGISTERED).json()["re_registered"] is True
     beat = here.put("/instances/a/heartbeat")
     assert (beat.status_code, beat.json()["status"]) == (200, "ok")
+    here.post("/instances", json={**REGISTERED, "metadata": {"rack": "5"}})
     (entry,) = here.get("/instances").json()["instances"]
+    assert entry["metadata"] == {"rack": "5"}
+    (brief,) = here.get("/instances", params={"detail": "brief"}).json()["instances"]
+    assert brief["metadata"] == {} and brief["instance_id"] == "a"
     assert (entry["instance_id"], entry["p2p_advertised_url"], entry["mq_port"]) == ("a", "h:1", 5555)
     unnamed = here.post("/instances", json={"ip": "127.0.0.1", "http_port": 2}).json()["instance_id"]
     assert unnamed.startswith("instance-") and len(here.get("/instances").json()["instances"]) == 2
@@ -290,6 +294,30 @@ def test_without_a_holder_nothing_is_forgotten(fleet: Fleet, monkeypatch: pytest
         assert len(fleet.directory.list_keys("", "", "", 0, 10)[0]) == 1
     fleet.directory.forget("a")
     fleet.directory.check()
+
+
+def test_beyond_the_places_that_a_directory_has_servers_are_refused_with_a_sentence(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what was told of the others is what it was."""
+    directory, most = fleet.directory, 65_535
+    of_each = limits.MAX_FLEET_PLACES_PER_INSTANCE
+    entry = m.Entry(m.Key(hashes()[0], "m", 0))
+    for name in ("last", "other"):
+        fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, name))
+    directory.store("last", "l1", "", False, [entry], "")
+    for number in range(most - 1):
+        directory.set_capacity(f"server-{number // of_each}", "l2", f"backend-{number % of_each}", False, 1)
+    answer = fleet.intake.apply([m.Batch("other", 1, 1, "store", "l1", entries=[entry])])
+    assert (answer.applied, answer.resync) == (1, [])
+    assert "65535 tiers and backends" in caplog.text and "of other" in caplog.text
+    assert list(directory.names_by_instance([entry.key])[0]) == [] and directory.stats().records == 1
+    assert fleet.intake.apply([m.Batch("last", 1, 1, "access", "l1")]).applied == 1  # a higher incarnation voids L1
+    assert directory.stats().records == 0
+    directory.forget("server-0")
+    assert fleet.intake.apply([m.Batch("other", 1, 2, "store", "l1", entries=[entry])]).applied == 1
+    assert directory.stats().records == 1
+    directory.check()
 
 
 def test_a_heartbeat_does_not_wait_for_a_batch(fleet: Fleet, here: TestClient) -> None:
