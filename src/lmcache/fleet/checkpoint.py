@@ -170,7 +170,7 @@ def _sections(file: BinaryIO) -> Iterator[bytes]:
         raise ConfigError("its checksum is not that of its content.")
 
 
-def restore(file: BinaryIO, instances: Instances, intake: EventIntake, now: float) -> None:
+def restore(file: BinaryIO, instances: Instances, intake: EventIntake, heard_at: float) -> None:
     """ConfigError: nothing was restored. The file is read twice, a page at a time."""
     kind: Any = Head
     try:
@@ -185,7 +185,7 @@ def restore(file: BinaryIO, instances: Instances, intake: EventIntake, now: floa
     sections = _sections(file)
     head = msgspec.msgpack.decode(next(sections), type=Head)
     joined = {saved.instance_id for saved in head.instances}
-    instances.restore([_instance(saved, now) for saved in head.instances])
+    instances.restore([_instance(saved, heard_at) for saved in head.instances])
     intake.restore({saved.instance_id: _stream(saved) for saved in head.instances})
     for place in head.places:
         if place.instance_id in joined:
@@ -196,10 +196,10 @@ def restore(file: BinaryIO, instances: Instances, intake: EventIntake, now: floa
         _restore_page(msgspec.msgpack.decode(content, type=SizedPage), head.places, joined, intake.directory)
 
 
-def _instance(saved: SavedInstance, now: float) -> Instance:
+def _instance(saved: SavedInstance, heard_at: float) -> Instance:
     return Instance(
         *(saved.instance_id, saved.ip, saved.http_port, saved.metadata, saved.p2p_advertised_url, saved.mq_port),
-        *(saved.has_token, now, now, saved.token_digest),
+        *(saved.has_token, heard_at, heard_at, saved.token_digest),
     )
 
 

@@ -76,8 +76,7 @@ class Controller:
         tokens = self.fleet.settings.chunk_size
         longest = sorted(found.items(), key=lambda item: (-item[1].chunks, not item[1].all_in_l1, item[0]))
         layout = {
-            name: (L1_LOCATION if prefix.all_in_l1 else L2_LOCATION, prefix.chunks * tokens)
-            for name, prefix in longest
+            name: (L1_LOCATION if prefix.all_in_l1 else L2_LOCATION, prefix.chunks * tokens) for name, prefix in longest
         }
         return layout, is_complete
 

@@ -81,8 +81,8 @@ class LMCacheControllerManager:
     ) -> None:
         """Health and timeouts of servers are the coordinator's; `health_check_interval` is how often `start_all` looks
         whether it is there. ConfigError for what is no address."""
-        named = controller_urls if isinstance(controller_urls, str) else (controller_urls or {}).get("coordinator", "")
-        self.url = named or environ.get(URL_VARIABLE, "") or DEFAULT_URL
+        url = controller_urls if isinstance(controller_urls, str) else (controller_urls or {}).get("coordinator", "")
+        self.url = url or environ.get(URL_VARIABLE, "") or DEFAULT_URL
         split_url(self.url, "The address of the coordinator")
         self._token = environ.get(TOKEN_VARIABLE, "").strip()
         self._interval_seconds = max(0.1, float(health_check_interval or 10.0))

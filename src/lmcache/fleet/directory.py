@@ -233,7 +233,7 @@ class Directory:
         """How many of them have no name."""
         packed = pack(keys)
         unnamed: set[int] = set()
-        named: set[int] = set()
+        with_name: set[int] = set()
         with self._lock:
             page = self._lookup(packed, _MOST_COPIES)
             for index, position, holder in zip(page.keys, page.positions, page.holders, strict=True):
@@ -244,10 +244,10 @@ class Directory:
                     unnamed.add(index)
                     continue
                 if keys[index].namespace in ("", variant):
-                    named.add(index)
+                    with_name.add(index)
                     name = f"{variant}/{keys[index].chunk_hash_hex[-2 * CHUNK_HASH_BYTES :].lower()}"
                     found.setdefault(place.instance_id, {})[name] = None
-        return len(unnamed - named)
+        return len(unnamed - with_name)
 
     def list_keys(
         self, tier: str, instance_id: str, backend: str, offset: int, limit: int

@@ -219,8 +219,8 @@ def test_what_a_fault_has_lost_is_asked_for(fleet: Fleet, monkeypatch: pytest.Mo
 
 
 def test_more_copies_than_are_shown(fleet: Fleet, here: TestClient) -> None:
-    """Answers say that there are more, and have them where they are asked for; what is pinned or deleted is all of them,
-    and a router is told of every server."""
+    """Answers say that there are more, and have them where they are asked for. What is pinned or deleted is all of
+    them, and a router is told of every server."""
     key = m.Key(hashes()[0], "m", 0)
     servers = [f"server-{number}" for number in range(limits.MAX_FLEET_COPIES_SHOWN + 1)]
     for name in servers[1:]:

@@ -87,7 +87,10 @@ def test_world_sizes_are_in_a_checkpoint() -> None:
     intake.apply([Batch("a", 7, 4, "store", "l1", entries=told_of, namespace="88" * 32, world_size=4)])
     _, again = restored(saved(instances, intake))
     sizes = [
-        {(index, world_size) for index, world_size, *_ in directory.copies([entry.key for entry in [*told_of, *keys(1)]])}
+        {
+            (index, world_size)
+            for index, world_size, *_ in directory.copies([entry.key for entry in [*told_of, *keys(1)]])
+        }
         for directory in (intake.directory, again.directory)
     ]
     assert sizes == [{(0, 4), (1, 4), (2, 4), (3, 0)}] * 2

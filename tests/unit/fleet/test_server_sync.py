@@ -1,4 +1,4 @@
-"""What operators decided reaches every server, also those that were away, and one that never answers delays no other."""
+"""What operators decided reaches every server, also one that was away, and one that never answers delays no other."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
 def test_a_server_that_never_answers_keeps_no_other_waiting(coordinator: Coordinator) -> None:
     fleet = coordinator.fleet
     fleet.quotas.set("tenant", GIB)
-    fleet.metadata.add_pin(FleetPin("one", "me", NAMES, "", coordinator.clock.wall() + 3600.0), coordinator.clock.wall())
+    fleet.metadata.add_pin(
+        FleetPin("one", "me", NAMES, "", coordinator.clock.wall() + 3600.0), coordinator.clock.wall()
+    )
     coordinator.join("mute")
     fleet.quotas.push()
     fleet.pins.push()
