@@ -18,6 +18,7 @@ import pytest
 
 from lmcache.clock import SystemClock
 from lmcache.core import limits
+from lmcache.errors import ConfigError
 from lmcache.fleet import membership, reporter
 from lmcache.fleet import messages as m
 from lmcache.fleet.coordinator import CoordinatorProcess
@@ -144,12 +145,29 @@ def test_what_a_coordinator_will_never_take_is_left_out() -> None:
         one.tiers[1].capacity = 1 << 63
         with one:
             one.tiers[1].add((0, 1), 4096)
-            until(lambda: one.is_told(process) and process.fleet.intake.counts.resyncs == 1)
+            until(lambda: one.is_told(process) and process.fleet.intake.counts.resyncs)
             for number in range(10):
                 one.tiers[0].add((0, number), 4096)
             until(lambda: one.is_told(process))
             assert process.fleet.intake.counts.gaps == 0
             assert capacities(process) == {"l1": 0, "l2": 0} and failures(one, "events") >= 1
+
+
+def test_what_was_refused_for_a_while_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with coordinator() as process, Joined(url_of(process)) as one:
+        until(lambda: process.fleet.intake.counts.resyncs)
+        refused: list[str] = []
+
+        def refuse(batches: Sequence[m.Batch]) -> m.EventsAnswer:
+            refused.extend(batch.event_type for batch in batches)
+            raise ConfigError("Not one of them.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(process.fleet.intake, "apply", refuse)
+            one.tiers[0].add((0, 1), 4096)
+            until(lambda: "store" in refused)
+        monkeypatch.setattr(reporter, "_AFTER_REFUSAL_SECONDS", 0.0)
+        until(lambda: one.is_told(process))
 
 
 def test_a_server_learns_of_all_that_a_coordinator_knows() -> None:

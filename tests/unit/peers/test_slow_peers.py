@@ -19,6 +19,7 @@ from unit.l2.support import run
 from unit.peers.support import FRAME_BYTES, Liar, Script, holding, reading, until_true
 
 WAIT_SECONDS = 60.0
+PATIENT = {"load_seconds": 7200.0, "lookup_seconds": 7200.0}
 OF_SILENT = keys(5 * limits.L2_MAX_READS_IN_FLIGHT, seed=1)
 OF_OTHER = keys(8, seed=2)
 
@@ -64,7 +65,7 @@ def test_loads_from_others_do_not_wait_for_a_silent_peer() -> None:
         with holding(OF_OTHER) as (honest,):
             async with (
                 Liar(answers_lookups(OF_SILENT, count), honest) as silent,
-                reading([silent.address, honest.address], load_seconds=7200.0) as reader,
+                reading([silent.address, honest.address], **PATIENT) as reader,
             ):
                 await reader.finds(OF_SILENT)
                 waiting = [asyncio.ensure_future(reader.load([key])) for key in OF_SILENT]
@@ -89,7 +90,7 @@ def test_lookups_of_others_do_not_wait_for_hinted_ones() -> None:
         with holding(OF_OTHER) as (honest,):
             async with (
                 Liar(answers_lookups((), count), honest) as silent,
-                reading([silent.address, honest.address], load_seconds=7200.0) as reader,
+                reading([silent.address, honest.address], **PATIENT) as reader,
             ):
                 hint = Hint(silent.address, b"", wait_seconds=3600.0)
                 asking = [
@@ -127,7 +128,7 @@ def test_the_end_waits_for_no_silent_peer(phase: str) -> None:
             await answering(liar, sock)
 
         with holding([]) as (honest,):
-            async with Liar(script, honest) as silent, reading([silent.address], load_seconds=7200.0) as reader:
+            async with Liar(script, honest) as silent, reading([silent.address], **PATIENT) as reader:
                 if phase.startswith("a wait"):
                     hint = Hint(silent.address, b"", wait_seconds=3600.0)
                     asked = asyncio.ensure_future(reader.runner.ask(OF_SILENT, hint))
