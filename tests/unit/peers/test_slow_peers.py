@@ -6,6 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from unit.l2.support import run
 from unit.peers.support import FRAME_BYTES, Liar, Script, holding, reading, until_true
 
 WAIT_SECONDS = 60.0
-PATIENT = {"load_seconds": 7200.0, "lookup_seconds": 7200.0}
+PATIENT: dict[str, Any] = {"load_seconds": 7200.0, "lookup_seconds": 7200.0}
 OF_SILENT = keys(5 * limits.L2_MAX_READS_IN_FLIGHT, seed=1)
 OF_OTHER = keys(8, seed=2)
 
