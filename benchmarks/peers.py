@@ -47,7 +47,7 @@ from measure import MIB, Result, at_least, command_line, report, spread
 FOREVER = 1e18
 OWNER = 7
 THREAD_SWITCH_SECONDS = 0.0005  # as in a server
-CONNECTIONS = limits.MAX_PEER_LOADS
+CONNECTIONS = limits.MAX_PEER_READS
 NAMESPACE = Namespace("bench", 1, 0, 0, "0" * 32, "")
 FLOORS = {(2 * MIB, "tcp"): 85.0, (2 * MIB, "shared_memory"): 80.0, (64 << 10, "tcp"): 70.0}
 

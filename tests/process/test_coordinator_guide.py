@@ -58,7 +58,7 @@ def test_the_commands_of_the_guide(tmp_path: Path) -> None:
                 assert (pin["objects"], pin["owner"]) == (3, "me")
                 assert (quota["cache_salt"], quota["limit_gb"]) == ("tenant", 20)
                 assert prefetch["chunks"] == 3
-                assert unpinned == {"pins": 1, "objects": 3}
+                assert unpinned == {"pins": 1, "objects": 3, "behind": []}
                 assert (deleted["deleted"], deleted["failed"]) == (3, {})
             assert http_json(CONTROLLER_PORT, "GET", "/controller/workers")[1]["workers"]
             until(lambda: http_json(HTTP_PORT, "GET", "/quota/tenant")[1]["limit_gb"] == 20)

@@ -293,7 +293,11 @@ def test_operators_pin_delete_and_move(tmp_path: Path) -> None:
             become(coordinator, [["a", "b"], ["a"], ["a"]])
             until(lambda: coordinator.answer("GET", "/cache/pins")["pins"][0]["instances"] == ["a", "b"])
             assert a.ask(a.http_port, "GET", "/cache/pins")[1]["objects"] == 3
-            assert coordinator.answer("DELETE", "/cache/pins", {"owner": "me"}) == {"pins": 1, "objects": 4}
+            assert coordinator.answer("DELETE", "/cache/pins", {"owner": "me"}) == {
+                "pins": 1,
+                "objects": 4,
+                "behind": [],
+            }
             assert a.ask(a.http_port, "GET", "/cache/pins")[1]["objects"] == 0
             a.clear("l1")
             become(coordinator, [["b"], [], []])

@@ -115,8 +115,10 @@ MAX_PEER_WAITS = 256  # lookups that wait for chunks that are being stored
 MAX_PEER_WAIT_SECONDS = 30.0
 MAX_PEER_PLACEMENTS = 262_144  # objects that peers said they have, remembered until they are loaded
 MAX_PEER_LOOKUPS = 64  # that one peer has not answered
-MAX_PEER_LOADS = 4  # from one peer at once, a connection each
-PEER_LOAD_THREADS = 16  # for loads from all peers
+MAX_PEER_LOADS = 8  # from one peer at once; others wait, and keep nothing of other peers waiting
+MAX_PEER_READS = 4  # of these over the network, a connection each
+MAX_PEER_CALLS = 512  # loads from all peers, running or waiting; and as many lookups
+PEER_LOAD_THREADS = 256  # for loads from all peers, started when they are needed
 PEER_SEND_THREADS = 8  # for reads of all peers
 MAX_PEER_SENDS = 4  # of these, for peers of one host
 PEER_PATIENCE_SECONDS = 0.02  # that a request waits for what peers have
@@ -160,18 +162,26 @@ MAX_WEIGHT_FILES_READ_AT_ONCE = 8  # of a model, for the sample that names it
 # a fleet and its coordinator
 MAX_FLEET_INSTANCES = 4096
 MAX_FLEET_COPIES = 1 << 27  # that a directory knows, at most 64 bytes each
+MAX_FLEET_NAMESPACES = 1 << 20  # of which a coordinator knows how many ranks there are
 MAX_FLEET_PLACES_PER_INSTANCE = 32  # tiers and backends
 MAX_FLEET_UNFINISHED_RESYNCS = 4  # of an instance; beyond, what the oldest one has not told again is forgotten
 MAX_FLEET_EVENT_BYTES = 16 * MIB  # of a request with events
 MAX_FLEET_EVENT_ENTRIES = 16_384  # of a batch
-MAX_FLEET_COPIES_SHOWN = 64  # of a key
+MAX_FLEET_COPIES_SHOWN = 64  # of a key, unless a request asks for more
+MAX_FLEET_COPIES_ASKED = 1 << 20  # of all keys of such a request
+MAX_FLEET_COPIES_EXAMINED = 1 << 22  # for who has how much of a prompt
 MAX_FLEET_METADATA_BYTES = 4096  # that an instance tells of itself
+MAX_COORDINATOR_ASKS = 256  # of a router that have not ended, a thread each
 MAX_FLEET_PINS = 4096
+MAX_FLEET_ENDED_QUOTAS = 4096  # remembered, for servers that were away when a quota ended
 MAX_FLEET_JOBS_WAITING = 256
 MAX_FLEET_JOBS_KEPT = 1024  # that have ended
-MAX_MEMBER_ANSWER_BYTES = 4 * MIB  # that a server reads of a coordinator
+MAX_MEMBER_ANSWER_BYTES = 16 * MIB  # that a server reads of a coordinator; of each server there are about 4 KB at most
 MAX_FLEET_ANSWER_BYTES = 4 * MIB  # that a coordinator reads of a server
 REPORTED_ENTRIES = 4096  # of a batch that a server sends
+
+assert MAX_HTTP_KEYS * MAX_FLEET_COPIES_SHOWN <= MAX_FLEET_COPIES_ASKED
+assert MAX_FLEET_INSTANCES * 4096 <= MAX_MEMBER_ANSWER_BYTES
 
 # telemetry
 MAX_LOG_LINES_WAITING = 10_000
@@ -192,7 +202,7 @@ assert FRAME_HEADER_BYTES < MAX_PAYLOAD_PART_BYTES < MAX_MESSAGE_BYTES
 assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_WORKER // 2 <= MAX_PAYLOAD_BYTES
 
 assert MAX_PEER_KEYS * 64 + MIB <= MAX_PEER_MESSAGE_BYTES and MAX_L2_BATCH_OBJECTS <= MAX_PEER_READ_KEYS
-assert MAX_PEER_LOADS <= MAX_PEER_SENDS < PEER_SEND_THREADS
+assert MAX_PEER_READS <= MAX_PEER_SENDS < PEER_SEND_THREADS and MAX_PEER_READS <= MAX_PEER_LOADS
 
 # runtime plugins
 MAX_RUNTIME_PLUGINS = 64

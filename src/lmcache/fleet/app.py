@@ -67,11 +67,11 @@ class OwnRoutes:
         metrics.coordinator_keys.set(stats.keys)
         metrics.coordinator_placements.set(stats.records)
         metrics.coordinator_directory_bytes.set(stats.memory_bytes)
-        now = [counts.applied, counts.duplicates, counts.stale, counts.entries, counts.gaps, counts.resyncs]
-        before, self._counted = self._counted, now
+        total = [counts.applied, counts.duplicates, counts.stale, counts.entries, counts.gaps, counts.resyncs]
+        before, self._counted = self._counted, total
         counters = [metrics.coordinator_batches.labels(outcome) for outcome in ("applied", "duplicate", "stale")]
         counters += [metrics.coordinator_entries, metrics.coordinator_gaps, metrics.coordinator_complete_resyncs]
-        for counter, old, new in zip(counters, before, now, strict=True):
+        for counter, old, new in zip(counters, before, total, strict=True):
             counter.inc(new - old)
         return metrics.exposition()
 

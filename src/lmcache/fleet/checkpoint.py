@@ -68,6 +68,12 @@ class Page(msgspec.Struct, array_like=True):
     sizes_bytes: bytes
 
 
+class SizedPage(Page, array_like=True):
+    """The world size of each variant as well; 0: not known."""
+
+    world_sizes: list[int] = []
+
+
 class _Summed:
     """A file whose bytes are summed up on their way."""
 
@@ -127,21 +133,19 @@ def write(file: BinaryIO, instances: Instances, intake: EventIntake) -> None:
     out.put_section(msgspec.msgpack.encode(head))
     start, more = 0, True
     while more:
-        page, names = directory.page(start, PAGE_COPIES)
+        page, names, world_sizes = directory.page(start, PAGE_COPIES)
         start = page.next_start
         more = start > 0
         rows = [row for row, name in enumerate(names) if name in numbers]  # others have come since
         if rows:
-            out.put_section(
-                msgspec.msgpack.encode(
-                    Page(
-                        *(page.scopes, page.variants, _u32(page.positions[row] for row in rows)),
-                        _u32(numbers[names[row]] for row in rows),
-                        b"".join(page.hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES] for row in rows),
-                        array("Q", [page.sizes_bytes[row] for row in rows]).tobytes(),
-                    )
-                )
+            columns = (
+                *(page.scopes, page.variants, _u32(page.positions[row] for row in rows)),
+                _u32(numbers[names[row]] for row in rows),
+                b"".join(page.hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES] for row in rows),
+                array("Q", [page.sizes_bytes[row] for row in rows]).tobytes(),
             )
+            saved_page = SizedPage(*columns, world_sizes) if any(world_sizes) else Page(*columns)
+            out.put_section(msgspec.msgpack.encode(saved_page))
     out.put_section(b"")
     file.write(out.digest())
 
@@ -166,13 +170,13 @@ def _sections(file: BinaryIO) -> Iterator[bytes]:
         raise ConfigError("its checksum is not that of its content.")
 
 
-def restore(file: BinaryIO, instances: Instances, intake: EventIntake, now: float) -> None:
+def restore(file: BinaryIO, instances: Instances, intake: EventIntake, heard_at: float) -> None:
     """ConfigError: nothing was restored. The file is read twice, a page at a time."""
     kind: Any = Head
     try:
         for content in _sections(file):
             msgspec.msgpack.decode(content, type=kind)
-            kind = Page
+            kind = SizedPage
         if kind is Head:
             raise ConfigError("it has nothing in it.")
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -181,7 +185,7 @@ def restore(file: BinaryIO, instances: Instances, intake: EventIntake, now: floa
     sections = _sections(file)
     head = msgspec.msgpack.decode(next(sections), type=Head)
     joined = {saved.instance_id for saved in head.instances}
-    instances.restore([_instance(saved, now) for saved in head.instances])
+    instances.restore([_instance(saved, heard_at) for saved in head.instances])
     intake.restore({saved.instance_id: _stream(saved) for saved in head.instances})
     for place in head.places:
         if place.instance_id in joined:
@@ -189,13 +193,13 @@ def restore(file: BinaryIO, instances: Instances, intake: EventIntake, now: floa
                 place.instance_id, place.tier, place.backend, place.shared, place.capacity_bytes
             )
     for content in sections:
-        _restore_page(msgspec.msgpack.decode(content, type=Page), head.places, joined, intake.directory)
+        _restore_page(msgspec.msgpack.decode(content, type=SizedPage), head.places, joined, intake.directory)
 
 
-def _instance(saved: SavedInstance, now: float) -> Instance:
+def _instance(saved: SavedInstance, heard_at: float) -> Instance:
     return Instance(
         *(saved.instance_id, saved.ip, saved.http_port, saved.metadata, saved.p2p_advertised_url, saved.mq_port),
-        *(saved.has_token, now, now, saved.token_digest),
+        *(saved.has_token, heard_at, heard_at, saved.token_digest),
     )
 
 
@@ -203,7 +207,7 @@ def _stream(saved: SavedInstance) -> Stream:
     return Stream(saved.incarnation, saved.seq, saved.needs_resync)
 
 
-def _restore_page(page: Page, places: list[SavedPlace], joined: set[str], directory: Directory) -> None:
+def _restore_page(page: SizedPage, places: list[SavedPlace], joined: set[str], directory: Directory) -> None:
     groups: dict[tuple[PlaceName, int], list[int]] = {}
     positions, numbers, sizes = array("I", page.positions), array("I", page.places), array("Q", page.sizes_bytes)
     for row, (position, number) in enumerate(zip(positions, numbers, strict=True)):
@@ -218,4 +222,5 @@ def _restore_page(page: Page, places: list[SavedPlace], joined: set[str], direct
             bytes(4 * len(rows)),
             b"".join(page.hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES] for row in rows),
             array("Q", [sizes[row] for row in rows]).tobytes(),
+            page.world_sizes[position] if page.world_sizes else 0,
         )

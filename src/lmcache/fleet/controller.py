@@ -15,6 +15,7 @@ from lmcache.fleet import operations as work
 from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.jobs import FleetJob
 from lmcache.fleet.keys import keys_of_prompt
+from lmcache.fleet.prefixes import prefixes
 
 logger = logging.getLogger("lmcache.fleet")
 
@@ -24,7 +25,7 @@ TIERS = {L1_LOCATION: "l1", L2_LOCATION: "l2"}
 
 @dataclass(frozen=True)
 class Model:
-    """A model of which the directory knows objects."""
+    """A model of which the directory knows objects, and the most ranks that any server has of it."""
 
     name: str
     world_size: int
@@ -70,27 +71,14 @@ class Controller:
 
     def layout(self, prompt: Prompt) -> tuple[dict[str, tuple[str, int]], bool]:
         """For each server the location and the tokens of the prefix that it has, the longest first. It is in L1 only
-        where all of it is. And whether all copies were looked at."""
-        ranks = prompt.model.world_size
-        results = self.fleet.directory.lookup(prompt.keys)
-        prefix: dict[str, tuple[bool, int]] = {}
-        for chunk in range(prompt.chunks):
-            of_chunk = results[chunk * ranks : (chunk + 1) * ranks]
-            held = [{(place.instance_id, place.tier) for place in result.placements} for result in of_chunk]
-            anywhere = set.intersection(*({name for name, _ in places} for places in held))
-            in_l1 = set.intersection(*({name for name, tier in places if tier == "l1"} for places in held))
-            before = {name for name, (_, chunks) in prefix.items() if chunks == chunk} if chunk else anywhere
-            if not anywhere & before:
-                break
-            for name in anywhere & before:
-                all_in_l1 = prefix.get(name, (True, 0))[0]
-                prefix[name] = all_in_l1 and name in in_l1, chunk + 1
+        where all of it is. And whether they were looked for to their end."""
+        found, is_complete = prefixes(self.fleet.directory, prompt.keys, prompt.model.world_size)
         tokens = self.fleet.settings.chunk_size
-        longest = sorted(prefix.items(), key=lambda item: (-item[1][1], not item[1][0], item[0]))
+        longest = sorted(found.items(), key=lambda item: (-item[1].chunks, not item[1].all_in_l1, item[0]))
         layout = {
-            name: (L1_LOCATION if all_in_l1 else L2_LOCATION, chunks * tokens) for name, (all_in_l1, chunks) in longest
+            name: (L1_LOCATION if prefix.all_in_l1 else L2_LOCATION, prefix.chunks * tokens) for name, prefix in longest
         }
-        return layout, all(result.complete for result in results)
+        return layout, is_complete
 
     # ---- orders ------------------------------------------------------------------------------------------------------
     def clear(self, instance_id: str, location: str) -> tuple[int, int]:
@@ -110,8 +98,9 @@ class Controller:
         pin, state = self.fleet.pins.add(names, _owner(location), instance_id, m.PinRequest().ttl_seconds)
         if state.failed:
             raise LMCacheError(f"{instance_id} could not be asked: {state.failed[instance_id]}")
-        held = sum(state.held.values()) // prompt.model.world_size
-        return pin.pin_id, held * self.fleet.settings.chunk_size
+        chunks = len({name[-2 * CHUNK_HASH_BYTES :] for name in pin.names})
+        ranks = -(-len(pin.names) // chunks)  # of that server
+        return pin.pin_id, sum(state.held.values()) // ranks * self.fleet.settings.chunk_size
 
     def unpin(self, instance_id: str, location: str, prompt: Prompt) -> int:
         """Ends pins of the controller at that server that hold something of the prompt: how many."""
@@ -121,7 +110,7 @@ class Controller:
         for pin, _ in self.fleet.pins.all():
             is_of_controller = pin.owner == _owner(location) and pin.instance_id == instance_id
             if is_of_controller and any(name[-2 * CHUNK_HASH_BYTES :] in hashes for name in pin.names):
-                ended += self.fleet.pins.remove(pin.pin_id, "")[0]
+                ended += self.fleet.pins.remove(pin.pin_id, "").pins
         return ended
 
     def move(

@@ -1,22 +1,28 @@
 """What a router that embeds the controller of LMCache has instead: the same class and messages, asking a coordinator.
 
-A router that asks while the coordinator is away is told that nobody has anything, and routes as it would without it.
+A router that asks while the coordinator is away is told that nobody has anything, and routes as it would without it. A
+coordinator that did not answer is asked by nobody's request until it answers again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
+from lmcache.clock import Clock
+from lmcache.core.limits import MAX_COORDINATOR_ASKS
 from lmcache.environment import SYSTEM
-from lmcache.errors import LMCacheError
+from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.fleet import controller_messages as c
-from lmcache.http.client import answer_of, request, split_url
+from lmcache.http.client import HttpRefused, answer_of, request, split_url
 from lmcache.telemetry.log_limiter import LogLimiter
 
 logger = logging.getLogger("lmcache.fleet")
@@ -26,6 +32,9 @@ TOKEN_VARIABLE = "LMCACHE_ADMIN_TOKEN"
 DEFAULT_URL = "http://localhost:9300"
 ASK_SECONDS = 2.0
 _LOG_SECONDS = 60.0
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 1.0, 30.0  # between two looks at one that does not answer
+
+T = TypeVar("T")
 
 
 class LookupMsg(msgspec.Struct, kw_only=True):
@@ -68,22 +77,28 @@ class LMCacheControllerManager:
         health_check_interval: float = 10.0,
         lmcache_worker_timeout: float = 30.0,
         environ: Mapping[str, str] = os.environ,
+        clock: Clock = SYSTEM.clock,
     ) -> None:
         """Health and timeouts of servers are the coordinator's; `health_check_interval` is how often `start_all` looks
         whether it is there. ConfigError for what is no address."""
-        named = controller_urls if isinstance(controller_urls, str) else (controller_urls or {}).get("coordinator", "")
-        self.url = named or environ.get(URL_VARIABLE, "") or DEFAULT_URL
+        url = controller_urls if isinstance(controller_urls, str) else (controller_urls or {}).get("coordinator", "")
+        self.url = url or environ.get(URL_VARIABLE, "") or DEFAULT_URL
         split_url(self.url, "The address of the coordinator")
         self._token = environ.get(TOKEN_VARIABLE, "").strip()
         self._interval_seconds = max(0.1, float(health_check_interval or 10.0))
-        self._limiter = LogLimiter(_LOG_SECONDS, SYSTEM.clock)
+        self._clock = clock
+        self._limiter = LogLimiter(_LOG_SECONDS, clock)
+        self._asks = 0  # under way, those that nobody waits for any more included
+        self._pause_seconds = 0.0  # 0: it answers
+        self._paused_until = 0.0
+        self._trial: asyncio.Task[None] | None = None
 
     async def start_all(self) -> None:
         """Until it is cancelled: says in the log whether the coordinator answers."""
         answers = True
         while True:
             try:
-                await asyncio.to_thread(self._ask, "GET", "/healthz")
+                await self._ask("GET", "/healthz")
                 if not answers:
                     logger.info("The coordinator at %s answers again", self.url)
                 answers = True
@@ -112,8 +127,11 @@ class LMCacheControllerManager:
         raise TypeError(f"{type(msg).__name__} is no message that this controller takes: LookupMsg or QueryInstMsg.")
 
     async def _answer(self, path: str, body: dict[str, Any], kind: Any, otherwise: Any) -> Any:
+        if self._pause_seconds:
+            self._try()
+            return otherwise
         try:
-            answer = await asyncio.to_thread(self._ask, "POST", path, body)
+            answer = await self._ask("POST", path, body)
             with answer_of(self.url, "a coordinator"):
                 return msgspec.convert(answer, kind)
         except LMCacheError as error:
@@ -121,5 +139,59 @@ class LMCacheControllerManager:
                 logger.warning("The coordinator did not answer %s: %s", path, error)
             return otherwise
 
-    def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        return request(self.url, method, path, body, token=self._token, timeout_seconds=ASK_SECONDS)
+    def _try(self) -> None:
+        """Sees whether it answers again, where that is due. Nobody's request waits for it."""
+        if self._clock.monotonic() >= self._paused_until and (self._trial is None or self._trial.done()):
+            self._trial = asyncio.ensure_future(self._look())
+
+    async def _look(self) -> None:
+        try:
+            await self._ask("GET", "/healthz")
+        except LMCacheError as error:
+            logger.debug("The coordinator still cannot be asked: %s", error)
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        """The answer, after ASK_SECONDS at most. LMCacheError; ServerUnavailable begins a pause."""
+
+        def ask() -> Any:
+            return request(self.url, method, path, body, token=self._token, timeout_seconds=ASK_SECONDS)
+
+        try:
+            answer = await self._in_thread(ask)
+        except ServerUnavailable:
+            self._pause_seconds = min(max(2 * self._pause_seconds, _FIRST_PAUSE_SECONDS), _LAST_PAUSE_SECONDS)
+            self._paused_until = self._clock.monotonic() + self._pause_seconds
+            raise
+        except HttpRefused:
+            self._pause_seconds = 0.0  # it has answered
+            raise
+        self._pause_seconds = 0.0
+        return answer
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        """On a thread of its own: those that a program shares are not held up. ServerUnavailable where that takes too
+        long; another LMCacheError where too many have not ended."""
+        if self._asks >= MAX_COORDINATOR_ASKS:
+            raise LMCacheError(f"{MAX_COORDINATOR_ASKS} requests to {self.url} have not ended.")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                settle: Callable[[], None] = partial(future.set_result, call())
+            except BaseException as error:  # the root of the thread: the awaiting side handles it
+                settle = partial(future.set_exception, error)
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
+                loop.call_soon_threadsafe(self._ended, settle)
+
+        self._asks += 1
+        threading.Thread(target=run, name="lmcache-coordinator", daemon=True).start()
+        await asyncio.wait({future}, timeout=ASK_SECONDS)
+        if not future.done():
+            future.add_done_callback(asyncio.Future.exception)  # seen, whatever it is
+            raise ServerUnavailable(f"{self.url} did not answer within {ASK_SECONDS:g} s.")
+        return future.result()
+
+    def _ended(self, settle: Callable[[], None]) -> None:
+        self._asks -= 1
+        settle()

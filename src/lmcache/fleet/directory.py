@@ -26,6 +26,7 @@ _MOST_COPIES = limits.MAX_FLEET_INSTANCES * limits.MAX_FLEET_PLACES_PER_INSTANCE
 _L1 = "l1"
 
 PlaceName = tuple[str, str, str]  # instance, tier, backend
+Copy = tuple[int, int, str, str]  # position of its key, world size of its namespace (0: not told), instance, tier
 
 
 @dataclass
@@ -59,13 +60,22 @@ class Directory:
         self._holders: dict[int, Place] = {}
         self._numbers = count()
         self._models: dict[str, int] = {}  # the highest rank of each that was told since `refresh_models`
+        self._world_sizes: dict[bytes, int] = {}  # by variant, of those that were told
 
     # ---- what is told ------------------------------------------------------------------------------------------------
     def store(
-        self, instance_id: str, tier: str, backend: str, shared: bool, entries: Sequence[Entry], namespace: str
+        self,
+        instance_id: str,
+        tier: str,
+        backend: str,
+        shared: bool,
+        entries: Sequence[Entry],
+        namespace: str,
+        world_size: int = 0,
     ) -> int:
-        """How many the directory has now."""
+        """How many the directory has now. `world_size` of that namespace, 0 where it is not known."""
         with self._lock:
+            self._note_world_size(bytes.fromhex(namespace), world_size)
             place = self._place(instance_id, tier, backend)
             place.shared = shared
             stored = 0
@@ -93,11 +103,19 @@ class Directory:
                 self._native.count_accesses(keys.scopes, variant, keys.positions, keys.hashes)
 
     def restore(
-        self, place_name: PlaceName, scopes: list[bytes], variant: bytes, positions: bytes, hashes: bytes, sizes: bytes
+        self,
+        place_name: PlaceName,
+        scopes: list[bytes],
+        variant: bytes,
+        positions: bytes,
+        hashes: bytes,
+        sizes: bytes,
+        world_size: int = 0,
     ) -> None:
         """Copies of a checkpoint. ValueError for columns that do not fit each other."""
         with self._lock:
             self._note_models(scopes)
+            self._note_world_size(variant, world_size)
             self._native.store(self._place(*place_name).holder, scopes, variant, positions, hashes, sizes)
 
     def set_capacity(self, instance_id: str, tier: str, backend: str, shared: bool, capacity_bytes: int) -> None:
@@ -108,11 +126,18 @@ class Directory:
     def forget_l1(self, instance_id: str) -> None:
         """What was told of that server's L1 is not known any more."""
         with self._lock:
-            for place in self._places.get(instance_id, {}).values():
-                if place.tier == _L1:
+            places = self._places.get(instance_id, {})
+            for name, place in list(places.items()):
+                if place.tier != _L1:
+                    continue
+                try:
                     holder = self._holder(place)  # before anything is forgotten, as there may be none
+                except LMCacheError:
+                    del places[name]
                     self._void(place)
-                    place.holder = holder
+                    continue
+                self._void(place)
+                place.holder = holder
 
     def begin_resync(self, instance_id: str) -> None:
         """Everything of that server is told again from here on."""
@@ -143,13 +168,14 @@ class Directory:
         return self._native.sweep(SWEEP_STEP_RECORDS)
 
     # ---- answers -----------------------------------------------------------------------------------------------------
-    def lookup(self, keys: Sequence[Key]) -> list[LookupResult]:
+    def lookup(self, keys: Sequence[Key], most_copies: int = 0) -> list[LookupResult]:
         """In the order of the keys, a placement for each place. A key without a namespace finds copies of any, and
-        the answer names it where they have one. Of a key with more than MAX_FLEET_COPIES_SHOWN copies the answer is
-        not complete."""
+        the answer names it where they have one. Of a key with more than `most_copies`, by default
+        MAX_FLEET_COPIES_SHOWN, the answer is not complete."""
         packed = pack(keys)
+        most_copies = min(most_copies or limits.MAX_FLEET_COPIES_SHOWN, _MOST_COPIES)
         with self._lock:
-            page = self._lookup(packed, limits.MAX_FLEET_COPIES_SHOWN + 1)
+            page = self._lookup(packed, most_copies + 1)
             copies = [0] * len(keys)
             placements: list[dict[int, Placement]] = [{} for _ in keys]
             access_counts = [0] * len(keys)
@@ -160,7 +186,7 @@ class Directory:
             for index, position, holder, size_bytes, accesses in rows:
                 namespace, wanted = namespaces[position], keys[index].namespace
                 copies[index] += 1
-                if copies[index] > limits.MAX_FLEET_COPIES_SHOWN:
+                if copies[index] > most_copies:
                     continue
                 if wanted and namespace and wanted != namespace:
                     continue
@@ -170,10 +196,24 @@ class Directory:
                 access_counts[index] = max(access_counts[index], accesses)
         return [
             LookupResult(
-                _named(key, names), list(places.values()), accesses, complete=count <= limits.MAX_FLEET_COPIES_SHOWN
+                _with_namespace(key, names), list(places.values()), accesses, complete=copies_of_key <= most_copies
             )
-            for key, names, places, accesses, count in zip(keys, found, placements, access_counts, copies, strict=True)
+            for key, names, places, accesses, copies_of_key in zip(
+                keys, found, placements, access_counts, copies, strict=True
+            )
         ]
+
+    def copies(self, keys: Sequence[Key]) -> list[Copy]:
+        """All of these keys, in any namespace."""
+        packed = pack(keys)
+        with self._lock:
+            page = self._lookup(packed, _MOST_COPIES)
+            world_sizes = [self._world_sizes.get(variant, 0) for variant in page.variants]
+            places = [self._holders[holder] for holder in page.holders]
+            return [
+                (index, world_sizes[position], place.instance_id, place.tier)
+                for index, position, place in zip(page.keys, page.positions, places, strict=True)
+            ]
 
     def _lookup(self, packed: PackedKeys, most_copies: int) -> _native.FleetPage:
         return self._native.lookup(packed.scopes, packed.positions, packed.hashes, most_copies)
@@ -193,7 +233,7 @@ class Directory:
         """How many of them have no name."""
         packed = pack(keys)
         unnamed: set[int] = set()
-        named: set[int] = set()
+        with_name: set[int] = set()
         with self._lock:
             page = self._lookup(packed, _MOST_COPIES)
             for index, position, holder in zip(page.keys, page.positions, page.holders, strict=True):
@@ -204,10 +244,10 @@ class Directory:
                     unnamed.add(index)
                     continue
                 if keys[index].namespace in ("", variant):
-                    named.add(index)
+                    with_name.add(index)
                     name = f"{variant}/{keys[index].chunk_hash_hex[-2 * CHUNK_HASH_BYTES :].lower()}"
                     found.setdefault(place.instance_id, {})[name] = None
-        return len(unnamed - named)
+        return len(unnamed - with_name)
 
     def list_keys(
         self, tier: str, instance_id: str, backend: str, offset: int, limit: int
@@ -235,12 +275,13 @@ class Directory:
                 entries.append(KeyEntry(key, self._placement(holder, page.sizes_bytes[row], incarnations)))
             return entries, page.next_start
 
-    def page(self, start: int, most: int) -> tuple[_native.FleetPage, list[PlaceName]]:
-        """Of all copies, for a checkpoint, and the place of each."""
+    def page(self, start: int, most: int) -> tuple[_native.FleetPage, list[PlaceName], list[int]]:
+        """Of all copies, for a checkpoint; the place of each, and the world size of each of its variants."""
         with self._lock:
             page = self._native.list(start, most, _LIST_EXAMINED_RECORDS)
             places = [self._holders[holder] for holder in page.holders]
-            return page, [(place.instance_id, place.tier, place.backend) for place in places]
+            world_sizes = [self._world_sizes.get(variant, 0) for variant in page.variants]
+            return page, [(place.instance_id, place.tier, place.backend) for place in places], world_sizes
 
     def usage(self, instance_id: str) -> list[PlaceUsage]:
         with self._lock:
@@ -263,8 +304,11 @@ class Directory:
     def refresh_models(self) -> None:
         """Forgets models of which nothing is there. O(scopes)."""
         with self._lock:
+            page = self._native.scopes()
             self._models = {}
-            self._note_models(self._native.scopes().scopes)
+            self._note_models(page.scopes)
+            there = set(page.variants)
+            self._world_sizes = {variant: size for variant, size in self._world_sizes.items() if variant in there}
 
     def places(self) -> list[Place]:
         with self._lock:
@@ -284,6 +328,10 @@ class Directory:
             if rank > self._models.get(name, -1):
                 self._models[name] = rank
 
+    def _note_world_size(self, variant: bytes, world_size: int) -> None:
+        if world_size and variant and len(self._world_sizes) < limits.MAX_FLEET_NAMESPACES:
+            self._world_sizes[variant] = world_size
+
     def _place(self, instance_id: str, tier: str, backend: str) -> Place:
         places = self._places.setdefault(instance_id, {})
         place = places.get((tier, backend))
@@ -297,14 +345,22 @@ class Directory:
         return place
 
     def _holder(self, place: Place) -> int:
-        try:
-            holder = self._native.add_holder(place.number)
-        except ValueError:  # all are void and not swept yet
-            while self._native.sweep(SWEEP_STEP_RECORDS):
-                pass
-            holder = self._native.add_holder(place.number)
-        self._holders[holder] = place
-        return holder
+        """LMCacheError where there is no room for another one."""
+        may_free = True
+        while True:
+            try:
+                holder = self._native.add_holder(place.number)
+            except ValueError:
+                if not may_free:
+                    raise LMCacheError(
+                        f"The directory knows {len(self._holders)} tiers and backends of servers, those that are told "
+                        f"again counted twice, and takes no other one, such as that of {place.instance_id}: divide the "
+                        "fleet among more coordinators."
+                    ) from None
+                may_free = self._native.sweep(SWEEP_STEP_RECORDS)  # of those that are forgotten
+                continue
+            self._holders[holder] = place
+            return holder
 
     def _void(self, place: Place) -> None:
         for holder in (place.holder, *place.previous_holders):
@@ -327,7 +383,7 @@ class Directory:
         return PlaceUsage(place, sum(stats.objects for stats in held), sum(stats.bytes for stats in held))
 
 
-def _named(key: Key, namespaces: set[str]) -> Key:
+def _with_namespace(key: Key, namespaces: set[str]) -> Key:
     if key.namespace or len(namespaces) != 1:
         return key
     return Key(*(key.chunk_hash_hex, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt), *namespaces)

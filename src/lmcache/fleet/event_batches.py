@@ -30,7 +30,8 @@ class Stream:
     def changes(self, source: ChangeSource, run: Run, timestamp: float) -> bytes:
         entries = _native.listing_text(run.hashes, run.sizes_bytes, _texts(run.namespace))
         kind = "store" if run.added else "delete"
-        return self._batch(source, kind, timestamp, entries, run.namespace.digest.hex())
+        namespace = run.namespace
+        return self._batch(source, kind, timestamp, entries, namespace.digest.hex(), namespace.world_size)
 
     def capacity(self, source: ChangeSource, timestamp: float) -> bytes:
         return self._batch(source, "config", timestamp, capacity_bytes=source.capacity_bytes())
@@ -46,6 +47,7 @@ class Stream:
         timestamp: float,
         entries: bytes = b"",
         namespace: str = "",
+        world_size: int = 0,
         capacity_bytes: int = 0,
         mark: ResyncMark = "",
     ) -> bytes:
@@ -63,6 +65,7 @@ class Stream:
             "capacity_bytes": capacity_bytes,
             "namespace": namespace,
             "resync": mark,
+            "world_size": world_size,
         }
         return msgspec.json.encode(fields)
 

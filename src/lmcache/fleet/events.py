@@ -117,7 +117,9 @@ class EventIntake:
         place = batch.instance_id, batch.tier, batch.backend
         self.counts.entries += len(batch.entries)
         if batch.event_type == "store":
-            stored = self.directory.store(*place, batch.shared, batch.entries, batch.namespace)
+            stored = self.directory.store(
+                *place, batch.shared, batch.entries, batch.namespace, world_size=batch.world_size
+            )
             if stored < len(batch.entries):
                 raise LMCacheError(f"the directory is full, {len(batch.entries) - stored} copies are not in it.")
         elif batch.event_type == "delete":

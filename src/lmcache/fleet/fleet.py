@@ -46,7 +46,7 @@ class Fleet:
         self.metadata = Metadata(settings.metadata_path)
         self.servers = Servers(self.instances, token)
         self.jobs = FleetJobs(clock, environment.random_bytes(4).hex())
-        self.quotas = FleetQuotas(self.metadata, self.instances, self.servers, self.directory)
+        self.quotas = FleetQuotas(self.metadata, self.instances, self.servers, self.directory, clock)
         self.pins = FleetPins(self.metadata, self.servers, clock, environment.random_bytes)
         self._coming = threading.Lock()  # while somebody joins or leaves
         self.instances.on_joined = self._joined
@@ -55,11 +55,11 @@ class Fleet:
         self._thread = threading.Thread(target=self._run, name="fleet-housekeeping", daemon=True)
         self._checkpointing = threading.Lock()
         if settings.checkpoint_path:
-            now = clock.monotonic()
+            started_at = clock.monotonic()
             if saved_file.read_or_move_aside(
                 settings.checkpoint_path,
                 _CHECKPOINT,
-                lambda file: checkpoint.restore(file, self.instances, self.intake, now),
+                lambda file: checkpoint.restore(file, self.instances, self.intake, started_at),
             ):
                 logger.info("The directory is as it was: %d copies", self.directory.stats().records)
             for instance in self.instances.all():  # what was decided since, and not told
@@ -75,6 +75,8 @@ class Fleet:
             return
         self._stop.set()
         self.jobs.close()
+        self.quotas.close()
+        self.pins.close()
         self.servers.close()
         if self._thread.ident is not None:
             self._thread.join(_ROUND_SECONDS * 2)
@@ -128,19 +130,19 @@ class Fleet:
         due = {"expire": 0.0, "models": 0.0, "checkpoint": self.clock.monotonic() + self.settings.checkpoint_interval}
         while not self._stop.wait(_ROUND_SECONDS):
             try:
-                now = self.clock.monotonic()
-                if now >= due["expire"]:
-                    due["expire"] = now + self.settings.health_check_interval
+                monotonic = self.clock.monotonic()
+                if monotonic >= due["expire"]:
+                    due["expire"] = monotonic + self.settings.health_check_interval
                     self.instances.expire()
-                if now >= due["models"]:
-                    due["models"] = now + _MODELS_SECONDS
+                if monotonic >= due["models"]:
+                    due["models"] = monotonic + _MODELS_SECONDS
                     self.directory.refresh_models()
                 while self.directory.sweep() and not self._stop.is_set():
                     pass
                 self.quotas.push()
                 self.pins.push()
-                if now >= due["checkpoint"]:
-                    due["checkpoint"] = now + self.settings.checkpoint_interval
+                if monotonic >= due["checkpoint"]:
+                    due["checkpoint"] = monotonic + self.settings.checkpoint_interval
                     self.write_checkpoint()
             except Exception:  # the root of the thread
                 logger.exception("What was due could not be done")

@@ -61,11 +61,11 @@ class Instances:
         LMCacheError beyond MAX_FLEET_INSTANCES."""
         if len(msgspec.json.encode(request.metadata)) > limits.MAX_FLEET_METADATA_BYTES:
             raise ConfigError(f'The body: "metadata" has at most {limits.MAX_FLEET_METADATA_BYTES} bytes of JSON.')
-        now = self._clock.monotonic()
+        joined_at = self._clock.monotonic()
         instance = Instance(
             request.instance_id or f"instance-{self._random_bytes(6).hex()}",
             *(request.ip, request.http_port, request.metadata, request.p2p_advertised_url, request.mq_port),
-            *(bool(token), now, now, digest_of(token) if token else b""),
+            *(bool(token), joined_at, joined_at, digest_of(token) if token else b""),
         )
         with self._lock:
             before = self._known.get(instance.instance_id)

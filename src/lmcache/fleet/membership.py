@@ -54,6 +54,18 @@ class MemberSettings:
     token: Callable[[], str] = lambda: ""
 
 
+class _Member(msgspec.Struct):
+    """What counts here of a server."""
+
+    instance_id: str
+    p2p_advertised_url: str = ""
+
+
+class _Members(msgspec.Struct):
+    instances: list[_Member]
+    members: int = 0
+
+
 class Coordinator:
     """Asks it. Nothing that it answers is believed unless it has the form that it must have."""
 
@@ -183,7 +195,7 @@ class Membership:
         self._on_joined(answer.incarnation)
 
     def _look_at_members(self) -> None:
-        answer: m.Instances = self._coordinator.read(m.Instances, "GET", "/instances")
+        answer: _Members = self._coordinator.read(_Members, "GET", "/instances?detail=brief")
         self._members = answer.members
         self._rounds_without_look = 0
         self._metrics.coordinator_members.set(len(answer.instances))

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from lmcache.core.address import INSTANCE_ID_PATTERN
 from lmcache.core.limits import (
+    MAX_FLEET_COPIES_ASKED,
     MAX_FLEET_COPIES_SHOWN,
     MAX_FLEET_EVENT_ENTRIES,
     MAX_HTTP_KEYS,
@@ -119,6 +120,12 @@ class InstanceEntry(Struct, frozen=True):
     needs_resync: Annotated[bool, Meta(description="events of it are missing: it is to tell everything again")]
 
 
+class InstancesQuery(Struct, frozen=True):
+    """What to tell of each server."""
+
+    detail: Annotated[Literal["full", "brief"], Meta(description="brief: without its metadata")] = "full"  # an addition
+
+
 class Instances(Struct, frozen=True):
     """The servers of the fleet."""
 
@@ -171,9 +178,10 @@ class Batch(Struct, frozen=True):
     entries: Annotated[list[Entry], Meta(max_length=MAX_FLEET_EVENT_ENTRIES)] = []
     shared: bool = False
     ts: float = 0.0
-    capacity_bytes: Bytes = 0
+    capacity_bytes: Number = 0
     # additions
     namespace: NamespaceHex = ""  # of the entries whose key has none
+    world_size: Annotated[int, Meta(ge=0, le=MAX_WORLD_SIZE)] = 0  # of that namespace; 0: not told
     resync: ResyncMark = ""  # everything is told again from here on; everything has been told
 
 
@@ -203,6 +211,14 @@ class LookupRequest(Struct, frozen=True):
     model_name: Text = ""
     world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD_SIZE)] = 1
     cache_salt: Text = ""
+    copies: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_FLEET_COPIES_ASKED,
+            description=f"of each object, at most {MAX_FLEET_COPIES_ASKED} of all together",
+        ),
+    ] = MAX_FLEET_COPIES_SHOWN  # an addition
 
 
 class Placement(Struct, frozen=True):
@@ -223,7 +239,7 @@ class LookupResult(Struct, frozen=True):
     placements: list[Placement]
     access_count: int
     complete: Annotated[
-        bool, Meta(description=f"false: only {MAX_FLEET_COPIES_SHOWN} of its copies were looked at")
+        bool, Meta(description="false: it has more copies than were asked for, and others were not looked at")
     ] = True  # an addition
 
 
@@ -353,8 +369,13 @@ class UnpinRequest(Struct, frozen=True):
 
 
 class Unpinned(Struct, frozen=True):
+    """What has ended."""
+
     pins: int
-    objects: int
+    objects: Annotated[int, Meta(description="copies that they held")]
+    behind: Annotated[
+        list[str], Meta(description="servers that could not be asked: they hold their copies until they answer")
+    ] = []
 
 
 class DeleteRequest(Struct, frozen=True):

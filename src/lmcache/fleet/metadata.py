@@ -1,5 +1,5 @@
 """What operators decided and what must outlive a coordinator: quotas and pins, in a file of JSON. Its format is
-docs/formats/fleet-metadata.md."""
+docs/formats/fleet-checkpoint.md."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class FleetPin(msgspec.Struct):
 
 
 class Decisions(msgspec.Struct):
-    """`quotas`: bytes by salt."""
+    """`quotas`: bytes by salt. `ended_quotas`: salts that had one and have none any more, the latest to end last."""
 
     quotas: dict[str, int] = {}
     pins: dict[str, FleetPin] = {}
+    ended_quotas: list[str] = []  # an addition
 
 
 class _File(msgspec.Struct):
@@ -68,44 +69,65 @@ class Metadata:
         with self._lock:
             return dict(self._decisions.quotas)
 
+    def quota_of(self, salt: str) -> int | None:
+        with self._lock:
+            return self._decisions.quotas.get(salt)
+
+    def ended_quotas(self) -> list[str]:
+        """Salts that had a quota and have none any more, of the latest MAX_FLEET_ENDED_QUOTAS."""
+        with self._lock:
+            return list(self._decisions.ended_quotas)
+
     def set_quota(self, salt: str, limit_bytes: int | None) -> None:
         """None: it has none any more. LMCacheError: nothing has changed."""
         with self._lock:
             quotas = dict(self._decisions.quotas)
+            ended = [name for name in self._decisions.ended_quotas if name != salt]
             if limit_bytes is None:
                 quotas.pop(salt, None)
+                ended = [*ended, salt][-limits.MAX_FLEET_ENDED_QUOTAS :]
             else:
                 quotas[salt] = limit_bytes
             if len(quotas) > limits.MAX_QUOTAS:
                 raise LMCacheError(f"{limits.MAX_QUOTAS} salts have a quota; no other one can.")
-            self._replace(Decisions(quotas, self._decisions.pins))
+            self._replace(Decisions(quotas, self._decisions.pins, ended))
 
     # ---- pins --------------------------------------------------------------------------------------------------------
-    def pins(self, now: float) -> list[FleetPin]:
-        """Those that have not ended."""
+    def pins(self, at: float) -> list[FleetPin]:
+        """Those that have not ended then, in seconds since 1970-01-01 UTC."""
         with self._lock:
-            return [pin for pin in self._decisions.pins.values() if pin.ends_at > now]
+            return [pin for pin in self._decisions.pins.values() if pin.ends_at > at]
 
-    def add_pin(self, pin: FleetPin, now: float) -> None:
+    def has_pin(self, pin_id: str, at: float) -> bool:
+        """Whether there is one of that id that has not ended."""
+        with self._lock:
+            pin = self._decisions.pins.get(pin_id)
+            return pin is not None and pin.ends_at > at
+
+    def add_pin(self, pin: FleetPin, at: float) -> None:
         """LMCacheError: nothing has changed."""
         with self._lock:
-            pins = {name: known for name, known in self._decisions.pins.items() if known.ends_at > now}
+            pins = {name: known for name, known in self._decisions.pins.items() if known.ends_at > at}
             if len(pins) >= limits.MAX_FLEET_PINS:
                 raise LMCacheError(f"There are {limits.MAX_FLEET_PINS} pins; end some before others begin.")
             if sum(len(known.names) for known in pins.values()) + len(pin.names) > limits.MAX_PINNED_OBJECTS:
                 raise LMCacheError(
                     f"Pins hold at most {limits.MAX_PINNED_OBJECTS} objects; end some before others begin."
                 )
-            self._replace(Decisions(self._decisions.quotas, {**pins, pin.pin_id: pin}))
+            self._replace_pins({**pins, pin.pin_id: pin})
 
     def remove_pins(self, pin_id: str, owner: str) -> list[FleetPin]:
         """Those that have ended."""
         with self._lock:
             gone = [pin for pin in self._decisions.pins.values() if pin_id == pin.pin_id or owner == pin.owner]
             if gone:
-                left = {name: pin for name, pin in self._decisions.pins.items() if pin not in gone}
-                self._replace(Decisions(self._decisions.quotas, left))
+                ended = {pin.pin_id for pin in gone}
+                self._replace_pins({name: pin for name, pin in self._decisions.pins.items() if name not in ended})
             return gone
+
+    # ---- with the lock held ------------------------------------------------------------------------------------------
+    def _replace_pins(self, pins: dict[str, FleetPin]) -> None:
+        self._replace(Decisions(self._decisions.quotas, pins, self._decisions.ended_quotas))
 
     def _replace(self, decisions: Decisions) -> None:
         if self._path:

@@ -1,9 +1,12 @@
 """Objects that no server is to evict, wherever a copy is when they are pinned; a server that joins later holds what it
-has of them."""
+has of them.
+
+A server that has joined, or that could not be asked when something changed, is made equal to what was decided: what its
+pins of this fleet are is looked at, those that are current are made anew, the others end.
+"""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +16,12 @@ from lmcache.clock import Clock
 from lmcache.core.limits import MAX_HTTP_KEYS
 from lmcache.errors import LMCacheError
 from lmcache.fleet.metadata import FleetPin, Metadata
+from lmcache.fleet.server_sync import ServerSync
 from lmcache.fleet.servers import Servers
-from lmcache.telemetry.log_limiter import LogLimiter
+from lmcache.http.client import HttpRefused
 
-logger = logging.getLogger("lmcache.fleet")
-
-_LOG_SECONDS = 60.0
 _PATH = "/cache/pins"
+_OWNER_PREFIX = "fleet:"
 
 
 @dataclass
@@ -30,8 +32,18 @@ class PinState:
     failed: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How many pins have ended, and how many copies they held. Servers that are `behind` hold them until they can be
+    asked."""
+
+    pins: int
+    objects: int
+    behind: Sequence[str]
+
+
 class FleetPins:
-    """Thread-safe. `push` is called again and again."""
+    """Thread-safe. `push` is called again and again, and never waits."""
 
     def __init__(
         self, metadata: Metadata, servers: Servers, clock: Clock, random_bytes: Callable[[int], bytes]
@@ -41,109 +53,138 @@ class FleetPins:
         self._clock = clock
         self._random_bytes = random_bytes
         self._lock = threading.Lock()
-        self._states: dict[str, PinState] = {}
-        self._newcomers: set[str] = set()
-        self._limiter = LogLimiter(_LOG_SECONDS, clock)
+        self._states: dict[str, PinState] = {}  # of pins that have not ended, or not for long
+        self._sync = ServerSync("pins", self._make_equal, clock)
 
+    # ---- decisions ---------------------------------------------------------------------------------------------------
     def add(
         self, names: dict[str, list[str]], owner: str, instance_id: str, ttl_seconds: float
     ) -> tuple[FleetPin, PinState]:
         """`names`: NAMESPACE/HASH by server. It counts what the servers hold; LMCacheError: there is no pin."""
-        now = self._clock.wall()
+        wall = self._clock.wall()
         every = list(dict.fromkeys(name for some in names.values() for name in some))
-        pin = FleetPin(self._random_bytes(8).hex(), owner, every, instance_id, now + ttl_seconds)
-        self._metadata.add_pin(pin, now)
-        state = self._states_of(pin)
-        self._hold(pin, state, names)
-        return pin, state
+        pin = FleetPin(self._random_bytes(8).hex(), owner, every, instance_id, wall + ttl_seconds)
+        self._metadata.add_pin(pin, wall)
+        answers = self._servers.run_each(names, lambda name: self._hold(pin, name, names[name], ()))
+        for name, reason in answers.failed.items():
+            self._note_failed(pin, name, reason)
+        self._sync.note(answers.failed)
+        return pin, self._state_of(pin.pin_id)
 
     def all(self) -> list[tuple[FleetPin, PinState]]:
-        pins = self._metadata.pins(self._clock.wall())
-        with self._lock:
-            current = {pin.pin_id for pin in pins}
-            for ended in set(self._states) - current:
-                del self._states[ended]
-        return [(pin, self._states_of(pin)) for pin in pins]
+        return [(pin, self._state_of(pin.pin_id)) for pin in self._metadata.pins(self._clock.wall())]
 
     def remaining_seconds(self, pin: FleetPin) -> float:
         return max(0.0, pin.ends_at - self._clock.wall())
 
-    def remove(self, pin_id: str, owner: str) -> tuple[int, int]:
-        """How many pins have ended, and how many copies they held. LMCacheError where a server that holds some could
-        not be asked: there the pin ends by its time."""
+    def remove(self, pin_id: str, owner: str) -> Ended:
+        """LMCacheError: nothing has ended."""
         gone = self._metadata.remove_pins(pin_id, owner)
+        held: dict[str, list[str]] = {}  # pins by server
         objects = 0
-        failed: dict[str, str] = {}
-        for pin in gone:
-            with self._lock:
-                state = self._states.pop(pin.pin_id, PinState())
-            objects += sum(state.held.values())
-            answers = self._servers.ask_each("DELETE", _PATH, {name: {"owner": _owner(pin)} for name in state.held})
-            failed.update(answers.failed)
-        if failed:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
-            raise LMCacheError(f"Not every server could be asked, and holds its copies until the pin's time: {reasons}")
-        return len(gone), objects
-
-    def joined(self, instance_id: str) -> None:
         with self._lock:
-            self._newcomers.add(instance_id)
+            for pin in gone:
+                state = self._states.pop(pin.pin_id, PinState())
+                objects += sum(state.held.values())
+                for name in state.held:
+                    held.setdefault(name, []).append(pin.pin_id)
+        answers = self._servers.run_each(held, lambda name: self._end(name, held[name]))
+        self._sync.note(answers.failed)
+        return Ended(len(gone), objects, sorted(answers.failed))
+
+    # ---- servers -----------------------------------------------------------------------------------------------------
+    def joined(self, instance_id: str) -> None:
+        self._sync.note([instance_id])
 
     def left(self, instance_id: str) -> None:
+        self._sync.forget(instance_id)
         with self._lock:
-            self._newcomers.discard(instance_id)
             for state in self._states.values():
                 state.held.pop(instance_id, None)
                 state.failed.pop(instance_id, None)
 
     def push(self) -> None:
-        """Servers that have joined hold what they have of the pins."""
+        """Begins to tell servers that have joined, or could not be asked, what they are to hold."""
+        current = {pin.pin_id for pin in self._metadata.pins(self._clock.wall())}
         with self._lock:
-            newcomers, self._newcomers = self._newcomers, set()
-        for pin in self._metadata.pins(self._clock.wall()) if newcomers else ():
-            wanted = [name for name in newcomers if pin.instance_id in ("", name)]
-            failed = self._hold(pin, self._states_of(pin), dict.fromkeys(wanted, pin.names))
-            with self._lock:
-                self._newcomers.update(failed)  # until it answers, or has left
+            for ended in self._states.keys() - current:
+                del self._states[ended]
+        self._sync.step()
 
-    def _hold(self, pin: FleetPin, state: PinState, names: dict[str, list[str]]) -> list[str]:
-        """Which servers could not be asked."""
-        answers = self._servers.run_each(names, lambda instance_id: self._ask(pin, instance_id, names[instance_id]))
-        with self._lock:
-            state.held.update({name: held for name, held in answers.values.items() if held})
-            state.failed.update(answers.failed)
-        for name, reason in answers.failed.items():
-            if self._limiter.due():
-                logger.warning("%s does not hold the objects of a pin: %s", name, reason)
-        return list(answers.failed)
+    def behind(self) -> set[str]:
+        """Servers that do not hold yet what they are to hold."""
+        return self._sync.behind()
 
-    def _ask(self, pin: FleetPin, instance_id: str, names: Sequence[str]) -> int:
-        """How many copies it holds. Pins of the same that it had before end, once these are there."""
-        held, made = 0, set()
+    def close(self) -> None:
+        self._sync.close()
+
+    def _make_equal(self, instance_id: str) -> None:
+        """LMCacheError where that server could not be asked, or refused some of it. The rest of it is told."""
+        before = self._servers.read(instance_id, _of_fleet, "GET", _PATH)
+        pins = [pin for pin in self._metadata.pins(self._clock.wall()) if pin.instance_id in ("", instance_id)]
+        for owner in before.keys() - {_owner(pin.pin_id) for pin in pins}:
+            self._servers.ask(instance_id, "DELETE", _PATH, {"owner": owner})
+        refusal: HttpRefused | None = None
+        for pin in pins:
+            try:
+                self._hold(pin, instance_id, pin.names, before.get(_owner(pin.pin_id), ()))
+            except LMCacheError as error:
+                self._note_failed(pin, instance_id, str(error))
+                if not isinstance(error, HttpRefused):
+                    raise
+                refusal = error
+        if refusal is not None:
+            raise refusal
+
+    def _hold(self, pin: FleetPin, instance_id: str, names: Sequence[str], before: Sequence[str]) -> None:
+        """`before`: ids of pins of the same that it had; they end once the new ones are there."""
+        if not self._is_current(pin):
+            return
+        held = 0
         for first in range(0, len(names), MAX_HTTP_KEYS):
             body = {
                 "keys": list(names[first : first + MAX_HTTP_KEYS]),
-                "owner": _owner(pin),
+                "owner": _owner(pin.pin_id),
                 "ttl_seconds": max(1.0, self.remaining_seconds(pin)),
             }
-            pin_id, objects = self._servers.read(
-                instance_id, lambda answer: (str(answer["pin_id"]), int(answer["objects"])), "POST", _PATH, body
-            )
-            made.add(pin_id)
-            held += objects
-        for known in self._servers.read(instance_id, lambda answer: _of_owner(answer, _owner(pin)), "GET", _PATH):
-            if known not in made:
-                self._servers.ask(instance_id, "DELETE", _PATH, {"pin_id": known})
-        return held
-
-    def _states_of(self, pin: FleetPin) -> PinState:
+            held += self._servers.read(instance_id, lambda answer: int(answer["objects"]), "POST", _PATH, body)
+        for known in before:
+            self._servers.ask(instance_id, "DELETE", _PATH, {"pin_id": known})
         with self._lock:
-            return self._states.setdefault(pin.pin_id, PinState())
+            state = self._states.setdefault(pin.pin_id, PinState())
+            state.failed.pop(instance_id, None)
+            if held and self._servers.knows(instance_id):
+                state.held[instance_id] = held
+        if not self._is_current(pin):  # it has ended meanwhile, and this server was not known to hold any of it
+            self._sync.note([instance_id])
+
+    def _end(self, instance_id: str, pin_ids: Sequence[str]) -> None:
+        for pin_id in pin_ids:
+            self._servers.ask(instance_id, "DELETE", _PATH, {"owner": _owner(pin_id)})
+
+    def _is_current(self, pin: FleetPin) -> bool:
+        return self._metadata.has_pin(pin.pin_id, self._clock.wall())
+
+    def _note_failed(self, pin: FleetPin, instance_id: str, reason: str) -> None:
+        with self._lock:
+            if self._servers.knows(instance_id):
+                self._states.setdefault(pin.pin_id, PinState()).failed[instance_id] = reason
+
+    def _state_of(self, pin_id: str) -> PinState:
+        """As it is at this moment."""
+        with self._lock:
+            state = self._states.get(pin_id, PinState())
+            return PinState(dict(state.held), dict(state.failed))
 
 
-def _of_owner(answer: Any, owner: str) -> list[str]:
-    return [str(pin["pin_id"]) for pin in answer["pins"] if pin["owner"] == owner]
+def _of_fleet(answer: Any) -> dict[str, list[str]]:
+    """The ids of its pins by owner, of those that a coordinator made."""
+    found: dict[str, list[str]] = {}
+    for pin in answer["pins"]:
+        if str(pin["owner"]).startswith(_OWNER_PREFIX):
+            found.setdefault(str(pin["owner"]), []).append(str(pin["pin_id"]))
+    return found
 
 
-def _owner(pin: FleetPin) -> str:
-    return f"fleet:{pin.pin_id}"
+def _owner(pin_id: str) -> str:
+    return f"{_OWNER_PREFIX}{pin_id}"

@@ -1,25 +1,27 @@
-"""What each cache salt may keep on a server, the same on all of them: told to each, and again to one that joins."""
+"""What each cache salt may keep on a server, the same on all of them: told to each, and again to one that joins.
+
+What a server was told is a number: that of the latest change that it has. So all that is behind it is told in order,
+whatever was missed and why.
+"""
 
 from __future__ import annotations
 
-import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count, takewhile
 from urllib.parse import quote
 
+from lmcache.clock import Clock
 from lmcache.core.key import DEFAULT_SALT
 from lmcache.core.limits import GIB
-from lmcache.environment import SYSTEM
-from lmcache.errors import LMCacheError
 from lmcache.fleet.directory import Directory
 from lmcache.fleet.instances import Instances
 from lmcache.fleet.metadata import Metadata
+from lmcache.fleet.server_sync import ServerSync
 from lmcache.fleet.servers import Servers
-from lmcache.telemetry.log_limiter import LogLimiter
+from lmcache.http.client import HttpRefused
 
-logger = logging.getLogger("lmcache.fleet")
-
-_LOG_SECONDS = 60.0
+_MOST_REFUSED = 256  # of a server, before it is told no more until it takes some
 
 
 @dataclass(frozen=True)
@@ -31,25 +33,41 @@ class FleetQuota:
     behind: list[str]  # servers that have not taken it yet
 
 
-class FleetQuotas:
-    """Thread-safe. `push` is called again and again."""
+@dataclass
+class _Told:
+    """What a server has: all changes up to this one, but for those that it refused."""
 
-    def __init__(self, metadata: Metadata, instances: Instances, servers: Servers, directory: Directory) -> None:
+    change: int = 0
+    refused: dict[str, None] = field(default_factory=dict)  # salts
+
+
+class FleetQuotas:
+    """Thread-safe. `push` is called again and again, and never waits."""
+
+    def __init__(
+        self, metadata: Metadata, instances: Instances, servers: Servers, directory: Directory, clock: Clock
+    ) -> None:
         self._metadata = metadata
         self._instances = instances
         self._servers = servers
         self._directory = directory
         self._lock = threading.Lock()
-        self._untold: dict[str, set[str]] = {}  # salts by server
-        self._limiter = LogLimiter(_LOG_SECONDS, SYSTEM.clock)
+        self._numbers = count(1)
+        # The latest change of each salt, in their order. A quota that has ended is one.
+        self._changes = {salt: next(self._numbers) for salt in (*metadata.ended_quotas(), *metadata.quotas())}
+        self._told: dict[str, _Told] = {}  # by server
+        self._sync = ServerSync("quotas", self._tell, clock)
 
     def set(self, salt: str, limit_bytes: int | None) -> None:
         """None: no limit any more. LMCacheError: nothing has changed."""
         self._metadata.set_quota(salt, limit_bytes)
-        names = [instance.instance_id for instance in self._instances.all()]
         with self._lock:
-            for name in names:
-                self._untold.setdefault(name, set()).add(salt)
+            self._changes.pop(salt, None)
+            self._changes[salt] = next(self._numbers)
+            if limit_bytes is None:  # so may be the oldest of those that have ended
+                current = {*self._metadata.quotas(), *self._metadata.ended_quotas()}
+                self._changes = {name: change for name, change in self._changes.items() if name in current}
+        self._sync.note(instance.instance_id for instance in self._instances.all())
 
     def get(self, salt: str) -> FleetQuota:
         return self._quota(salt, self._metadata.quotas(), self._directory.bytes_of_salts())
@@ -61,43 +79,57 @@ class FleetQuotas:
 
     def _quota(self, salt: str, quotas: dict[str, int], used: dict[str, int]) -> FleetQuota:
         with self._lock:
-            behind = sorted(name for name, salts in self._untold.items() if salt in salts)
+            change = self._changes.get(salt, 0)
+            behind = sorted(name for name, told in self._told.items() if told.change < change or salt in told.refused)
         return FleetQuota(salt, quotas.get(salt, 0), used.get(salt, 0), salt in quotas, behind)
 
     def joined(self, instance_id: str) -> None:
+        """It may have been away, or be another one: it is told everything, what has ended as well."""
         with self._lock:
-            self._untold[instance_id] = set(self._metadata.quotas())
+            self._told[instance_id] = _Told()
+        self._sync.note([instance_id])
 
     def left(self, instance_id: str) -> None:
         with self._lock:
-            self._untold.pop(instance_id, None)
+            self._told.pop(instance_id, None)
+        self._sync.forget(instance_id)
 
     def push(self) -> None:
-        """Tells what has not been told. A server that refuses or is away is told again the next time."""
-        with self._lock:
-            behind = [name for name, salts in self._untold.items() if salts]
-        if behind:
-            failed = self._servers.run_each(behind, self._tell).failed
-            for name, reason in failed.items():
-                if self._limiter.due():
-                    logger.warning("%s was not told its quotas: %s", name, reason)
+        """Begins to tell what has not been told. A server that refuses or is away is told again later."""
+        self._sync.step()
+
+    def close(self) -> None:
+        self._sync.close()
 
     def _tell(self, instance_id: str) -> None:
-        while True:
-            with self._lock:
-                salts = self._untold.get(instance_id)
-                if not salts:
-                    return
-                salt = salts.pop()
+        """Everything that it lacks. LMCacheError where it did not take it all."""
+        with self._lock:
+            told = self._told.get(instance_id)
+            if told is None:  # it has left
+                return
+            changes = takewhile(lambda item: item[1] > told.change, reversed(self._changes.items()))
+            lacking = [*told.refused, *reversed([salt for salt, _ in changes])]
+            numbers = {salt: self._changes.get(salt, 0) for salt in lacking}
+        refusal: HttpRefused | None = None
+        for salt in lacking:
             try:
-                limit_bytes = self._metadata.quotas().get(salt)
-                path = f"/quota/{quote(salt or DEFAULT_SALT, safe='')}"
-                if limit_bytes is None:
-                    self._servers.ask(instance_id, "DELETE", path)
-                else:
-                    self._servers.ask(instance_id, "PUT", path, {"limit_gb": limit_bytes / GIB})
-            except LMCacheError:
-                with self._lock:
-                    if instance_id in self._untold:
-                        self._untold[instance_id].add(salt)
-                raise
+                self._tell_one(instance_id, salt)
+                has_taken = True
+            except HttpRefused as error:
+                refusal, has_taken = error, False
+            with self._lock:  # where it has joined anew meanwhile, that is known elsewhere
+                told.change = max(told.change, numbers[salt])
+                told.refused.pop(salt, None)
+                if not has_taken:
+                    told.refused[salt] = None
+            if len(told.refused) >= _MOST_REFUSED:
+                break
+        if refusal is not None:
+            raise refusal
+
+    def _tell_one(self, instance_id: str, salt: str) -> None:
+        path, limit_bytes = f"/quota/{quote(salt or DEFAULT_SALT, safe='')}", self._metadata.quota_of(salt)
+        if limit_bytes is None:
+            self._servers.ask(instance_id, "DELETE", path)
+        else:
+            self._servers.ask(instance_id, "PUT", path, {"limit_gb": limit_bytes / GIB})

@@ -18,6 +18,7 @@ from lmcache.core.object_changes import ChangeSource, Run
 from lmcache.errors import LMCacheError
 from lmcache.fleet import messages as m
 from lmcache.fleet.event_batches import Stream, is_named, request_body, split
+from lmcache.http.client import HttpRefused
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import FleetMemberMetrics
 
@@ -29,6 +30,8 @@ _FIRST_RESYNC_SECONDS, _LAST_RESYNC_SECONDS = 1.0, 300.0  # between two; longer 
 _QUIET_SECONDS = 60.0  # without a resync, until the next one follows at once
 _STALE_STEP = 60_000  # of an incarnation that a coordinator calls stale without saying what it knows
 _MOST_INCARNATION = 2**62  # that is believed
+_AFTER_REFUSAL_SECONDS = 3600.0  # from one resync to the next
+_NEVER_TAKEN = (400, 413, 422)  # answers to a body that will be no other the next time
 
 
 class ResyncNeeded(Exception):
@@ -72,6 +75,7 @@ class Reporter:
         self._resync_seconds = _FIRST_RESYNC_SECONDS
         self._resynced_at = float("-inf")
         self._told_capacities_at = float("-inf")
+        self._has_left_out = False  # something, since everything was told
 
     @property
     def incarnation(self) -> int:
@@ -95,6 +99,7 @@ class Reporter:
         incarnation = max(int(self._clock.wall() * 1000), self._stream.incarnation + 1, self._known_incarnation + 1)
         self._stream = Stream(self._instance_id, incarnation)
         self._resynced_at = self._clock.monotonic()
+        self._has_left_out = False
         self._cursors = [source.cursor() for source in self._sources]
         first = self._sources[0]
         self._send([self._stream.mark("begin", first, self._clock.wall())])
@@ -109,6 +114,8 @@ class Reporter:
 
     def tell_changes(self) -> None:
         """What has come and gone since. ResyncNeeded."""
+        if self._has_left_out and self._clock.monotonic() - self._resynced_at > _AFTER_REFUSAL_SECONDS:
+            raise ResyncNeeded("it has refused some of it, and may take it now")
         for index, source in enumerate(self._sources):
             more = True
             while more:
@@ -144,7 +151,8 @@ class Reporter:
         self._metrics.coordinator_events.inc(entries)
 
     def _send(self, batches: list[bytes]) -> None:
-        """Until the coordinator has taken them."""
+        """Until the coordinator has taken them, or said that it never will: these are left out, as if they had never
+        been, and what comes after them is told. Everything is told again an hour later: a proxy may have said so."""
         retry_seconds = _FIRST_RETRY_SECONDS
         self._pause(0.0)
         while True:
@@ -153,6 +161,12 @@ class Reporter:
                 break
             except LMCacheError as error:
                 self._metrics.coordinator_failures.labels("events").inc()
+                if isinstance(error, HttpRefused) and error.status in _NEVER_TAKEN:
+                    self._stream.seq -= len(batches)  # none of them has been applied
+                    self._has_left_out = True
+                    if self._limiter.due("refused"):
+                        logger.error("The coordinator takes some events not at all, they are left out: %s", error)
+                    return
                 if self._limiter.due():
                     logger.warning("Events do not reach the coordinator: %s", error)
             self._pause(retry_seconds)

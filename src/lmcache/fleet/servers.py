@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -45,6 +45,10 @@ class Servers:
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def knows(self, instance_id: str) -> bool:
+        """Whether it has joined."""
+        return self._instances.knows(instance_id)
+
     def ask(self, instance_id: str, method: str, path: str, body: Any = None) -> Any:
         """LMCacheError: it has not joined, does not answer in time, or refuses; or this is closed."""
         if self._closed.is_set():
@@ -68,12 +72,8 @@ class Servers:
         with answer_of(instance_id):
             return read(answer)
 
-    def ask_each(self, method: str, path: str, bodies: Mapping[str, Any]) -> Answers:
-        """Side by side: a body for each server."""
-        return self.run_each(bodies, lambda instance_id: self.ask(instance_id, method, path, bodies[instance_id]))
-
     def run_each(self, instance_ids: Iterable[str], work: Callable[[str], Any]) -> Answers:
-        """The same for whatever raises LMCacheError."""
+        """Side by side, for each server. `work` raises LMCacheError where it fails."""
         answers = Answers()
         try:
             futures = {name: self._threads.submit(work, name) for name in instance_ids}

@@ -98,8 +98,8 @@ def _summary(query: msgspec.Struct | None = None, body: msgspec.Struct | None = 
     """What was asked for, without long lists. Of what both may say, the body counts where it says something."""
     given: dict[str, Any] = {}
     for part in (query, body):
-        named = msgspec.structs.asdict(part) if part is not None else {}
-        given.update({name: value for name, value in named.items() if value or name not in given})
+        fields = msgspec.structs.asdict(part) if part is not None else {}
+        given.update({name: value for name, value in fields.items() if value or name not in given})
     return {
         name: f"{len(value)} of them" if isinstance(value, (list, str)) and len(value) > _AUDITED_ITEMS else value
         for name, value in given.items()

@@ -164,7 +164,8 @@ class Adapter(Protocol):
         """Fills each buffer with the frame of its key. LOADED promises bytes, not that they verify: that is
         checked afterwards, but for adapters of this package with an attribute `verifies = True`. One with
         `is_read_only = True` is asked and loaded from, and nothing else: what it finds belongs to others, who may
-        remove it at any moment, so that nothing is stored, deleted or cleared there, and nothing remembered of it.
+        remove it at any moment, so that nothing is stored, deleted or cleared there, and nothing remembered of it. One
+        with `most_calls = N` takes N loads and N probes at once, and bounds by itself what goes to each of its places.
         CORRUPT: certainly not the frame; it has been quarantined or deleted."""
         ...
 
@@ -203,6 +204,16 @@ class FollowsHints(Protocol):
 
     async def probe_hinted(self, keys: Sequence[ObjectKey], hint: Hint | None) -> list[int | None]:
         """As `Adapter.probe`, for as long as the hint says."""
+        ...
+
+
+@runtime_checkable
+class EndsLoads(Protocol):
+    """An adapter that depends on others, for whose answers a server that ends does not wait."""
+
+    def end_loads(self) -> None:
+        """Loads and probes under way end soon, with what they have; so do later ones. Before `close`, on the loop; does
+        not wait. Idempotent."""
         ...
 
 

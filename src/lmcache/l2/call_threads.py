@@ -16,34 +16,48 @@ T = TypeVar("T")
 
 
 class CallThreads:
-    """Construct on the loop that uses it. Threads are daemons: one that hangs in a call does not keep the process from
-    ending."""
+    """Construct on the loop that uses it. Threads start when calls need them, and are daemons: one that hangs in a call
+    does not keep the process from ending."""
 
-    def __init__(self, name: str, threads: int, at_end: Callable[[], None] | None = None) -> None:
-        """`at_end` is called on each thread, as its last call."""
+    def __init__(self, name: str, most: int, at_end: Callable[[], None] | None = None) -> None:
+        """At most so many threads; further calls wait. `at_end` is called on each thread, as its last call."""
+        self._name = name
+        self._most = most
         self._at_end = at_end
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{at}", daemon=True) for at in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self._under_way = 0  # calls
+        self._is_closed = False
 
     async def run(self, call: Callable[[], T]) -> T:
         """Ends when the call has ended and never before that, also when it is cancelled: until then what `call` was
         lent is in use."""
-        if not self._threads:
+        if self._is_closed:
             raise AdapterError("the adapter is closed")
         future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(partial(self._call, call, future))
-        return await until_done(future)
+        self._under_way += 1
+        try:
+            if len(self._threads) < min(self._under_way, self._most):
+                self._start_one()
+            self._jobs.put(partial(self._call, call, future))
+            return await until_done(future)
+        finally:
+            self._under_way -= 1
 
     async def close(self) -> None:
         """Waits for everything that was begun. Idempotent."""
+        self._is_closed = True
         threads, self._threads = self._threads, []
         for _ in threads:
             self._jobs.put(None)
         if threads:
             await in_thread("l2-close", _join, threads)
+
+    def _start_one(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _call(self, call: Callable[[], T], future: asyncio.Future[T]) -> None:
         try:

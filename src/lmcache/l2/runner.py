@@ -25,7 +25,7 @@ from lmcache.core.outcome import LoadOutcome, MissReason, StoreOutcome
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import AdapterError, ConfigError, DeadlineError
 from lmcache.l2.accounting import Ledger
-from lmcache.l2.adapter import NO_FOLDERS, FollowsHints, ObjectColumns, PublishesFigures, RegistersMemory
+from lmcache.l2.adapter import NO_FOLDERS, EndsLoads, FollowsHints, ObjectColumns, PublishesFigures, RegistersMemory
 from lmcache.l2.adapter_config import AdapterConfig
 from lmcache.l2.adapter_types import ConfiguredAdapter
 from lmcache.l2.layers.context import AdapterContext
@@ -103,10 +103,12 @@ class Runner:
         self.ledger.capacity = capacity
 
     async def drain(self, seconds: float) -> bool:
-        """Refuses new stores and loads and waits for those under way. False when some did not end in time: their
-        buffers are still in use."""
+        """Refuses new stores and loads and waits for those under way; of an adapter that can end them, they end. False
+        when some did not end in time: their buffers are still in use."""
         self._draining = True
         self.layers.close_reads()
+        if isinstance(self.adapter, EndsLoads):
+            self.adapter.end_loads()
         if self._serde:
             self._serde.is_draining = True
         if running := self._running:

@@ -42,6 +42,7 @@ _WAIT_MARGIN = 0.1  # of a wait that was asked for, until its answer is there
 class PeersAdapter(Adapter):
     verifies = True
     is_read_only = True
+    most_calls = limits.MAX_PEER_CALLS
 
     def __init__(self, config: PeersConfig, introducer: Introducer, metrics: P2PMetrics, clock: Clock) -> None:
         self._config = config
@@ -53,7 +54,7 @@ class PeersAdapter(Adapter):
         self._late: set[asyncio.Task[None]] = set()  # lookups that nobody waits for any more
         self._threads: CallThreads | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closed = False
+        self._ending: asyncio.Task[None] | None = None
 
     # ---- members -----------------------------------------------------------------------------------------------------
     async def open(self, inventory: Inventory) -> None:
@@ -80,7 +81,7 @@ class PeersAdapter(Adapter):
             self._loop.call_soon_threadsafe(lambda: spawn(self._set_members(members), "peer-members"))
 
     async def _set_members(self, addresses: Iterable[str]) -> None:
-        if self._is_closed:
+        if self._ending is not None:
             return
         wanted: dict[str, tuple[str, int]] = {}
         for address in addresses:
@@ -107,11 +108,20 @@ class PeersAdapter(Adapter):
             self._placements.forget_peer(peer)
         await asyncio.gather(*(peer.close() for peer in leaving))
 
-    async def close(self) -> None:
-        self._is_closed = True
+    def end_loads(self) -> None:
+        """`EndsLoads`: a peer that does not answer keeps no server from ending."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
         peers, self._peers = list(self._peers.values()), {}
         self._placements.clear()
         await asyncio.gather(*(peer.close() for peer in peers))
+
+    async def close(self) -> None:
+        self.end_loads()
+        assert self._ending is not None
+        await self._ending
         if self._late:
             await asyncio.wait(set(self._late))
         if self._threads is not None:
@@ -187,7 +197,11 @@ class PeersAdapter(Adapter):
         failed: set[Peer] = set()
         deadline = self._clock.monotonic() + self._config.timeout_seconds * _LOAD_SHARE
         try:
-            while self._clock.monotonic() < deadline and (shares := self._placements.shares(keys, left, failed)):
+            while (
+                self._ending is None
+                and self._clock.monotonic() < deadline
+                and (shares := self._placements.shares(keys, left, failed))
+            ):
                 shares = [part for share in shares for part in share.parts(limits.MAX_PEER_READ_KEYS)]
                 # Now: what is remembered of a key ends with any load of it.
                 transfers = [_transfer_of(share, keys, buffers) for share in shares]

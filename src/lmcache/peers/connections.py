@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from itertools import count
+from typing import Any
 
 from lmcache.core import limits
 from lmcache.core.address import host_port
 from lmcache.errors import ProtocolError
 from lmcache.l2.background import in_thread, spawn
+from lmcache.l2.turns import Turns
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.protocol import Found, Kind, Lookup, Message, Refused, decode
 from lmcache.peers.sockets import PeerRefused, PeerSocket, within
+
+_CLOSED = "the connections to it are closed"
 
 
 async def connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSocket, Identity]:
@@ -108,45 +112,84 @@ class LookupConnection:
         await asyncio.gather(self._reader, return_exceptions=True)
 
 
-class ReadConnections:
-    """At most MAX_PEER_LOADS, made when they are needed. Idle ones are kept."""
+def _give_up(opening: asyncio.Task[PeerSocket]) -> None:
+    def close_opened(task: asyncio.Task[PeerSocket]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            task.result().close()
 
-    def __init__(self, open_one: Callable[[], Awaitable[PeerSocket]]) -> None:
+    opening.add_done_callback(close_opened)
+    opening.cancel()
+
+
+class ReadConnections:
+    """At most MAX_PEER_READS, made when they are needed. Idle ones are kept."""
+
+    def __init__(self, open_one: Callable[[], Coroutine[Any, Any, PeerSocket]]) -> None:
         self._open_one = open_one
-        self._free = asyncio.Semaphore(limits.MAX_PEER_LOADS)
+        self._turns = Turns(limits.MAX_PEER_READS)
         self._idle: list[PeerSocket] = []
         self._used: set[PeerSocket] = set()
+        self._opening: set[asyncio.Task[PeerSocket]] = set()
+        self._is_closed = False
 
-    async def take(self) -> PeerSocket:
-        """To be given back, or dropped. The faults of `connect`."""
-        await self._free.acquire()
+    async def take(self, seconds: float) -> PeerSocket:
+        """To be given back, or dropped. The faults of `connect`; asyncio.TimeoutError when none is free in time,
+        EOFError after `close`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        if not await self._turns.acquire(deadline):
+            raise EOFError(_CLOSED) if self._is_closed else asyncio.TimeoutError
         try:
-            sock = self._idle.pop() if self._idle else await self._open_one()
+            sock = self._idle.pop() if self._idle else await self._open(deadline - loop.time())
         except BaseException:
-            self._free.release()
+            self._turns.release()
             raise
         self._used.add(sock)
         return sock
 
+    async def _open(self, seconds: float) -> PeerSocket:
+        opening = asyncio.ensure_future(self._open_one())
+        self._opening.add(opening)
+        try:
+            await asyncio.wait({opening}, timeout=max(0.0, seconds))
+        except asyncio.CancelledError:
+            _give_up(opening)
+            raise
+        finally:
+            self._opening.discard(opening)
+        if not opening.done():
+            _give_up(opening)
+            raise asyncio.TimeoutError
+        if opening.cancelled():
+            raise EOFError(_CLOSED)
+        return opening.result()
+
     def give_back(self, sock: PeerSocket) -> None:
         self._used.discard(sock)
-        self._idle.append(sock)
-        self._free.release()
+        if self._is_closed:
+            sock.close()
+        else:
+            self._idle.append(sock)
+        self._turns.release()
 
     def drop(self, sock: PeerSocket) -> None:
         """Instead of `give_back`, when nothing uses it any more: what comes next on it is not known."""
         self._used.discard(sock)
         sock.cut()
         sock.close()
-        self._free.release()
+        self._turns.release()
 
     def forget_idle(self) -> None:
         """They lead to a server that has ended."""
         while self._idle:
             self._idle.pop().close()
 
-    def cut(self) -> None:
-        """Ends what is under way; whoever began it drops its connection."""
+    def close(self) -> None:
+        """Ends what is under way and what waits; whoever began it drops its connection. Idempotent."""
+        self._is_closed = True
+        self._turns.end()
         self.forget_idle()
+        for opening in self._opening:
+            opening.cancel()
         for sock in self._used:
             sock.cut()

@@ -8,7 +8,7 @@ import logging
 import mmap
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -20,6 +20,7 @@ from lmcache.errors import ProtocolError
 from lmcache.l2.background import spawn
 from lmcache.l2.call_threads import CallThreads
 from lmcache.l2.circuit_breaker import CircuitBreaker
+from lmcache.l2.turns import Turns
 from lmcache.peers.connections import LookupConnection, ReadConnections, connect
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
@@ -81,6 +82,7 @@ class Peer:
         self._reads = ReadConnections(self._open_for_reads)
         self._tcp = TcpTransport(self._reads, context.threads)
         self._mapped: SharedMemoryTransport | None = None
+        self._turns = Turns(limits.MAX_PEER_LOADS)
         self._lookup_breaker, self._load_breaker = context.breaker(), context.breaker()
         self._asked_at: dict[object, float] = {}  # lookups without an answer, the oldest first
         self._rate = limits.PEER_FIRST_RATE  # bytes a second
@@ -90,18 +92,21 @@ class Peer:
         self._background: set[asyncio.Task[None]] = set()
         self._figures = {"lookups": 0, "hits": 0, "received_bytes": 0, "failures": 0}
         self._keeper: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     # ---- the connection ----------------------------------------------------------------------------------------------
     def start(self) -> None:
         self._keeper = spawn(self._keep_connected(), f"peer-{self.address}")
 
     async def close(self) -> None:
-        """Ends what is under way. Idempotent."""
+        """Ends what is under way and what waits. Idempotent."""
+        self._is_closed = True
+        self._turns.end()
+        self._tcp.close()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         await self._let_go()
-        self._tcp.close()
         if self._background:
             await asyncio.wait(set(self._background))
 
@@ -244,13 +249,27 @@ class Peer:
         return min(most_seconds, limits.PEER_LOAD_FLOOR_SECONDS + limits.PEER_LOAD_MARGIN * expected_seconds)
 
     async def load(self, transfer: Transfer) -> list[LoadOutcome]:
-        """LOADED, MISSING, or FAILED: it did not come, or was another thing."""
-        if not self._load_breaker.admits():
+        """LOADED, MISSING, or FAILED: it did not come, or was another thing. At most MAX_PEER_LOADS at once; others
+        wait until then, and for no longer than this peer is worth it."""
+        if self._is_closed or not self._load_breaker.admits():
             return [LoadOutcome.FAILED] * len(transfer.keys)
         if self._load_breaker.is_open:  # it is time to see whether it works again, and nobody waits for that
             self._spawn(self._try(transfer.keys[0], transfer.buffers[0].nbytes), "peer-trial")
             return [LoadOutcome.FAILED] * len(transfer.keys)
-        return await self._load(transfer)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + transfer.seconds
+        self.in_flight_bytes += transfer.room_bytes
+        try:
+            if not await self._turns.acquire(deadline):
+                return [LoadOutcome.FAILED] * len(transfer.keys)
+            try:
+                if self._load_breaker.is_open:  # by one that this one waited for
+                    return [LoadOutcome.FAILED] * len(transfer.keys)
+                return await self._load(replace(transfer, seconds=deadline - loop.time()))
+            finally:
+                self._turns.release()
+        finally:
+            self.in_flight_bytes -= transfer.room_bytes
 
     def load_broke(self, fault: BaseException) -> None:
         """A load raised: it counts as one that failed."""
@@ -262,20 +281,16 @@ class Peer:
         started = clock.monotonic()
         outcomes = [LoadOutcome.FAILED] * len(transfer.keys)
         left = list(range(len(transfer.keys)))
-        self.in_flight_bytes += transfer.room_bytes
         transports: list[Transport] = [self._tcp] if self._mapped is None else [self._mapped, self._tcp]
-        try:
-            for transport in transports:
-                seconds = transfer.seconds - (clock.monotonic() - started)
-                fetched = await transport.fetch(transfer.pick(left, seconds))
-                self._count(transport, transfer, left, fetched)
-                for index, outcome in zip(left, fetched.outcomes, strict=True):
-                    outcomes[index] = LoadOutcome.FAILED if outcome is LoadOutcome.CORRUPT else outcome
-                left = [index for index in left if outcomes[index] is LoadOutcome.FAILED]
-                if not left:
-                    break
-        finally:
-            self.in_flight_bytes -= transfer.room_bytes
+        for transport in transports:
+            seconds = transfer.seconds - (clock.monotonic() - started)
+            fetched = await transport.fetch(transfer.pick(left, seconds))
+            self._count(transport, transfer, left, fetched)
+            for index, outcome in zip(left, fetched.outcomes, strict=True):
+                outcomes[index] = LoadOutcome.FAILED if outcome is LoadOutcome.CORRUPT else outcome
+            left = [index for index in left if outcomes[index] is LoadOutcome.FAILED]
+            if not left:
+                break
         if LoadOutcome.FAILED not in outcomes:
             self._load_breaker.succeeded()
             came = (outcome is LoadOutcome.LOADED for outcome in outcomes)
@@ -306,6 +321,8 @@ class Peer:
 
     def _failed(self, breaker: CircuitBreaker, fault: BaseException) -> None:
         """What cost a deadline, or broke the protocol, is one too many; others are when they come in a row."""
+        if self._is_closed:  # it was ended here
+            return
         is_late = isinstance(fault, asyncio.TimeoutError | TimeoutError)
         reason = "deadline" if is_late else "protocol" if isinstance(fault, ProtocolError) else "connection"
         self._figures["failures"] += 1

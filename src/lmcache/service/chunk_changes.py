@@ -45,6 +45,14 @@ class _Source:
     is_shared: bool = False
 
 
+@dataclass(frozen=True)
+class _Digests:
+    """Of the namespaces of a salt that a chunk must be in: packed, and each."""
+
+    packed: bytes
+    names: frozenset[bytes]
+
+
 @dataclass
 class _Followed:
     """The salts of one call, by their positions in it."""
@@ -65,7 +73,7 @@ class ChunkChangeService:
         self._epoch = context.settings.server_epoch
         self._readers: dict[str, float] = {}  # instances that follow, and when each asked last
         self._sources: list[_Source] = []  # watched; L1 first
-        self._digests: WeakKeyDictionary[Tenant, list[bytes]] = WeakKeyDictionary()  # of each source
+        self._digests: WeakKeyDictionary[Tenant, list[_Digests]] = WeakKeyDictionary()  # of each source
 
     # ---- handler -----------------------------------------------------------------------------------------------------
     def chunk_changes(self, message: ChunkChanges) -> ChunkChangesReply:
@@ -79,7 +87,7 @@ class ChunkChangeService:
         self._count(message.counts)
         self._follow(instance)
         followed, unused = self._salts(instance, message.salts)
-        widths = [len(self._digests_of(tenant)[0]) // CHUNK_HASH_BYTES for tenant in followed.tenants]
+        widths = [len(self._digests_of(tenant)[0].packed) // CHUNK_HASH_BYTES for tenant in followed.tenants]
         if chunks * max(widths, default=1) > limits.MAX_SLOTS_PER_CALL:
             raise RemoteError(
                 ErrorCode.TOO_LARGE, f"A call covers at most {limits.MAX_SLOTS_PER_CALL} chunks times namespaces."
@@ -140,25 +148,31 @@ class ChunkChangeService:
     def _add_changed(
         self, answered: dict[int, dict[bytes, None]], followed: _Followed, source: _Source, page: ChangePage
     ) -> None:
-        if not followed.tenants:
-            return
         of_source = self._sources.index(source)
-        digests = [self._digests_of(tenant)[of_source] for tenant in followed.tenants]
-        namespaces = len(digests[0]) // CHUNK_HASH_BYTES
-        sets, hashes = page.chunks(b"".join(digests), namespaces)
+        changed = set(page.namespaces)
+        salts, packed, width = [], [], 0
+        for salt, tenant in zip(followed.salts, followed.tenants, strict=True):
+            digests = self._digests_of(tenant)[of_source]
+            if not digests.names.isdisjoint(changed):
+                salts.append(salt)
+                packed.append(digests.packed)
+                width = len(digests.packed) // CHUNK_HASH_BYTES
+        if not salts:
+            return
+        sets, hashes = page.chunks(b"".join(packed), width)
         for number, position in enumerate(memoryview(sets).cast("I")):
             start = number * CHUNK_HASH_BYTES
-            answered[followed.salts[position]][hashes[start : start + CHUNK_HASH_BYTES]] = None
+            answered[salts[position]][hashes[start : start + CHUNK_HASH_BYTES]] = None
 
     # ---- where chunks are --------------------------------------------------------------------------------------------
     def _tiers(self, tenant: Tenant, hashes: bytes, *, shared_l2: bool) -> bytes:
         l1_digests, *l2_digests = self._digests_of(tenant)
-        tiers = bytearray(self._core.resident_in_all(l1_digests, hashes))
+        tiers = bytearray(self._core.resident_in_all(l1_digests.packed, hashes))
         runners = self._context.storage.own_runners if l2_digests else ()
         for digests, runner in zip(l2_digests, runners, strict=True):
             if runner.config.is_shared and not shared_l2:
                 continue
-            for chunk, is_known in enumerate(runner.ledger.native.known_in_all(digests, hashes)):
+            for chunk, is_known in enumerate(runner.ledger.native.known_in_all(digests.packed, hashes)):
                 tiers[chunk] |= IN_L2 * is_known
         return bytes(tiers)
 
@@ -174,8 +188,8 @@ class ChunkChangeService:
                 followed.tenants.append(tenant)
         return followed, unused
 
-    def _digests_of(self, tenant: Tenant) -> list[bytes]:
-        """Of the namespaces that a chunk must be in, for each source."""
+    def _digests_of(self, tenant: Tenant) -> list[_Digests]:
+        """For each source."""
         if (known := self._digests.get(tenant)) is None:
             namespaces = tenant.of_all_ranks()
             assert namespaces is not None
@@ -230,10 +244,11 @@ def _counted(namespaces: NamespaceSet) -> list[Namespace]:
     return whole or list(namespaces.namespaces)
 
 
-def _digests(namespaces: list[Namespace], serde: str) -> bytes:
+def _digests(namespaces: list[Namespace], serde: str) -> _Digests:
     """As they are named where that serde stores them."""
     mark = f"{SERDE_MARK}{serde}" if serde else ""
-    return b"".join(
+    names = [
         (replace(namespace, layout=f"{namespace.layout}{mark}") if mark else namespace).digest
         for namespace in namespaces
-    )
+    ]
+    return _Digests(b"".join(names), frozenset(names))

@@ -32,6 +32,7 @@ class DictTier:
         self.tier = tier
         self.backend = backend
         self.shared = False
+        self.capacity = 1 << 20
         self.held: dict[Object, int] = {}
         self._records: list[Object | None] = []
         self._ring: deque[tuple[bool, Object, int]] = deque(maxlen=ring)
@@ -57,7 +58,7 @@ class DictTier:
         return self.held.pop(key, None)
 
     def capacity_bytes(self) -> int:
-        return 1 << 20
+        return self.capacity
 
     def cursor(self) -> int:
         return self._written

@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 
 from lmcache.clock import SystemClock
+from lmcache.core import limits
+from lmcache.errors import ConfigError
 from lmcache.fleet import membership, reporter
+from lmcache.fleet import messages as m
 from lmcache.fleet.coordinator import CoordinatorProcess
 from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
@@ -120,6 +123,65 @@ def test_a_checkpoint_spares_telling_everything(tmp_path: Path) -> None:
             one.tiers[0].add((1, 1), 4096)
             until(lambda: one.is_told(process))
         assert one.metrics.coordinator_resyncs._value.get() == resyncs  # noqa: SLF001
+
+
+def capacities(process: CoordinatorProcess) -> dict[str, int]:
+    return {usage.place.tier: usage.place.capacity_bytes for usage in process.fleet.directory.usage("a")}
+
+
+def test_a_tier_may_be_as_large_as_anybody_has_it() -> None:
+    with coordinator() as process:
+        one = Joined(url_of(process))
+        one.tiers[1].capacity = 1 << 60
+        with one:
+            one.tiers[0].add((0, 1), 4096)
+            until(lambda: one.is_told(process) and capacities(process).get("l2") == 1 << 60)
+
+
+def test_what_a_coordinator_will_never_take_is_left_out() -> None:
+    """And nothing else is: that it is told again and again would help nobody."""
+    with coordinator() as process:
+        one = Joined(url_of(process))
+        one.tiers[1].capacity = 1 << 63
+        with one:
+            one.tiers[1].add((0, 1), 4096)
+            until(lambda: one.is_told(process) and process.fleet.intake.counts.resyncs)
+            for number in range(10):
+                one.tiers[0].add((0, number), 4096)
+            until(lambda: one.is_told(process))
+            assert process.fleet.intake.counts.gaps == 0
+            assert capacities(process) == {"l1": 0, "l2": 0} and failures(one, "events") >= 1
+
+
+def test_what_was_refused_for_a_while_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with coordinator() as process, Joined(url_of(process)) as one:
+        until(lambda: process.fleet.intake.counts.resyncs)
+        refused: list[str] = []
+
+        def refuse(batches: Sequence[m.Batch]) -> m.EventsAnswer:
+            refused.extend(batch.event_type for batch in batches)
+            raise ConfigError("Not one of them.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(process.fleet.intake, "apply", refuse)
+            one.tiers[0].add((0, 1), 4096)
+            until(lambda: "store" in refused)
+        monkeypatch.setattr(reporter, "_AFTER_REFUSAL_SECONDS", 0.0)
+        until(lambda: one.is_told(process))
+
+
+def test_a_server_learns_of_all_that_a_coordinator_knows() -> None:
+    """However much each of them tells of itself."""
+    count = (5 << 20) // limits.MAX_FLEET_METADATA_BYTES
+    with coordinator(instance_timeout=3600.0) as process:
+        metadata = {"text": "x" * (limits.MAX_FLEET_METADATA_BYTES - 100)}
+        for number in range(count):
+            process.fleet.instances.register(
+                m.RegisterRequest("127.0.0.1", 1, f"server-{number}", metadata, f"h:{number}")
+            )
+        with Joined(url_of(process)) as one:
+            until(lambda: len(one.members) == count + 1)
+            assert {f"h:{number}" for number in range(count)} < {member.p2p_advertised_url for member in one.members}
 
 
 def test_lost_changes_are_told_again() -> None:

@@ -15,6 +15,7 @@ from lmcache.core import limits
 from lmcache.core.chunking import ChunkHasher
 from lmcache.environment import SYSTEM
 from lmcache.fleet import messages as m
+from lmcache.fleet import prefixes
 from lmcache.fleet.app import build_app, operations
 from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.routes.base import RouteContext
@@ -110,7 +111,11 @@ def test_a_server_joins_lives_and_leaves(here: TestClient) -> None:
     assert here.post("/instances", json=REGISTERED).json()["re_registered"] is True
     beat = here.put("/instances/a/heartbeat")
     assert (beat.status_code, beat.json()["status"]) == (200, "ok")
+    here.post("/instances", json={**REGISTERED, "metadata": {"rack": "5"}})
     (entry,) = here.get("/instances").json()["instances"]
+    assert entry["metadata"] == {"rack": "5"}
+    (brief,) = here.get("/instances", params={"detail": "brief"}).json()["instances"]
+    assert brief["metadata"] == {} and brief["instance_id"] == "a"
     assert (entry["instance_id"], entry["p2p_advertised_url"], entry["mq_port"]) == ("a", "h:1", 5555)
     unnamed = here.post("/instances", json={"ip": "127.0.0.1", "http_port": 2}).json()["instance_id"]
     assert unnamed.startswith("instance-") and len(here.get("/instances").json()["instances"]) == 2
@@ -213,22 +218,71 @@ def test_what_a_fault_has_lost_is_asked_for(fleet: Fleet, monkeypatch: pytest.Mo
         told = [m.Batch("a", 6, batch.seq, "store", "l1", entries=batch.entries) for batch in told]
 
 
-def test_more_copies_than_are_shown(fleet: Fleet, here: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers say that there are more; what is pinned or deleted is all of them."""
-    monkeypatch.setattr(limits, "MAX_FLEET_COPIES_SHOWN", 3)
+def test_more_copies_than_are_shown(fleet: Fleet, here: TestClient) -> None:
+    """Answers say that there are more, and have them where they are asked for. What is pinned or deleted is all of
+    them, and a router is told of every server."""
     key = m.Key(hashes()[0], "m", 0)
-    for number in range(3):
-        fleet.directory.store(f"server-{number}", "l1", "", False, [m.Entry(key)], "77" * 32)
+    servers = [f"server-{number}" for number in range(limits.MAX_FLEET_COPIES_SHOWN + 1)]
+    for name in servers[1:]:
+        fleet.directory.store(name, "l1", "", False, [m.Entry(key)], "77" * 32)
     prompt = {"token_ids": TOKENS, "model_name": "m"}
-    assert here.post("/lookup", json={"tokens": TOKENS}).json()["complete"] is True
     assert here.post("/directory/lookup", json=prompt).json()["results"][0]["complete"] is True
-    fleet.directory.store("server-3", "l1", "", False, [m.Entry(key)], "77" * 32)
-    assert here.post("/lookup", json={"tokens": TOKENS}).json()["complete"] is False
+    fleet.directory.store(servers[0], "l1", "", False, [m.Entry(key)], "77" * 32)
     (first, second, _) = here.post("/directory/lookup", json=prompt).json()["results"]
-    assert (len(first["placements"]), first["complete"], second["complete"]) == (3, False, True)
-    assert sorted(fleet.directory.names_by_instance([key])[0]) == [f"server-{number}" for number in range(4)]
-    for number in range(4):
-        assert list(fleet.directory.names_by_instance([key], f"server-{number}")[0]) == [f"server-{number}"]
+    assert (len(first["placements"]), first["complete"]) == (limits.MAX_FLEET_COPIES_SHOWN, False)
+    assert second["complete"]
+    (first, *_) = here.post("/directory/lookup", json={**prompt, "copies": len(servers)}).json()["results"]
+    assert {place["instance_id"] for place in first["placements"]} == {*servers} and first["complete"]
+    refused = here.post("/directory/lookup", json={**prompt, "copies": limits.MAX_FLEET_COPIES_ASKED // 3 + 1})
+    assert refused.status_code == 400 and '"copies"' in refused.json()["detail"]
+    layout = here.post("/lookup", json={"tokens": TOKENS}).json()
+    assert layout["layout_info"] == {name: ["LocalCPUBackend", CHUNK_TOKENS] for name in servers}
+    assert layout["complete"] is True
+    assert sorted(fleet.directory.names_by_instance([key])[0]) == sorted(servers)
+    for name in servers:
+        assert list(fleet.directory.names_by_instance([key], name)[0]) == [name]
+
+
+def test_a_router_is_told_where_not_everything_was_looked_at(
+    fleet: Fleet, here: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "_STEP_KEYS", 1)
+    monkeypatch.setattr(limits, "MAX_FLEET_COPIES_EXAMINED", 1)
+    fleet.directory.store("a", "l1", "", False, [m.Entry(m.Key(name, "m", 0)) for name in hashes()], "77" * 32)
+    layout = here.post("/lookup", json={"tokens": TOKENS}).json()
+    assert (layout["layout_info"], layout["complete"]) == ({"a": ["LocalCPUBackend", 2 * CHUNK_TOKENS]}, False)
+
+
+def test_servers_of_one_model_are_looked_at_for_their_own_ranks(here: TestClient) -> None:
+    """One with more ranks hides no other, and what has a part of its ranks is not found."""
+    first, second, third = hashes()
+
+    def join(name: str, *told: dict[str, Any]) -> None:
+        here.post("/instances", json={**REGISTERED, "instance_id": name})
+        batches = [batch(seq, instance_id=name, **fields) for seq, fields in enumerate(told, 1)]
+        assert here.post("/events", json={"batches": batches}).json()["applied"] == len(told)
+
+    def rank(number: int, world_size: int, *names: str, **fields: Any) -> dict[str, Any]:
+        namespace = f"{world_size:02}{number:02}" * 16
+        return {
+            "entries": entries(*names, rank=number),
+            "namespace": namespace,
+            "world_size": world_size,
+            **fields,
+        }
+
+    join("alone", rank(0, 1, first, second, third))
+    join("half", rank(0, 2, first, second, third), rank(1, 2, first))
+    join("both", rank(0, 2, first, second), rank(1, 2, first, second), rank(0, 1, first))
+    join("disk", rank(0, 2, first), rank(1, 2, first, tier="l2", backend="fs"))
+    join("none", rank(1, 2, first, second, third))
+    found = here.post("/lookup", json={"tokens": TOKENS}).json()["layout_info"]
+    assert found == {
+        "alone": ["LocalCPUBackend", 12],
+        "both": ["LocalCPUBackend", 8],
+        "half": ["LocalCPUBackend", 4],
+        "disk": ["LocalDiskBackend", 4],
+    }
 
 
 def test_without_a_holder_nothing_is_forgotten(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +294,30 @@ def test_without_a_holder_nothing_is_forgotten(fleet: Fleet, monkeypatch: pytest
         assert len(fleet.directory.list_keys("", "", "", 0, 10)[0]) == 1
     fleet.directory.forget("a")
     fleet.directory.check()
+
+
+def test_beyond_the_places_that_a_directory_has_servers_are_refused_with_a_sentence(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what was told of the others is what it was."""
+    directory, most = fleet.directory, 65_535
+    of_each = limits.MAX_FLEET_PLACES_PER_INSTANCE
+    entry = m.Entry(m.Key(hashes()[0], "m", 0))
+    for name in ("last", "other"):
+        fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, name))
+    directory.store("last", "l1", "", False, [entry], "")
+    for number in range(most - 1):
+        directory.set_capacity(f"server-{number // of_each}", "l2", f"backend-{number % of_each}", False, 1)
+    answer = fleet.intake.apply([m.Batch("other", 1, 1, "store", "l1", entries=[entry])])
+    assert (answer.applied, answer.resync) == (1, [])
+    assert "65535 tiers and backends" in caplog.text and "of other" in caplog.text
+    assert list(directory.names_by_instance([entry.key])[0]) == [] and directory.stats().records == 1
+    assert fleet.intake.apply([m.Batch("last", 1, 1, "access", "l1")]).applied == 1  # a higher incarnation voids L1
+    assert directory.stats().records == 0
+    directory.forget("server-0")
+    assert fleet.intake.apply([m.Batch("other", 1, 2, "store", "l1", entries=[entry])]).applied == 1
+    assert directory.stats().records == 1
+    directory.check()
 
 
 def test_a_heartbeat_does_not_wait_for_a_batch(fleet: Fleet, here: TestClient) -> None:
@@ -256,7 +334,7 @@ def test_a_heartbeat_does_not_wait_for_a_batch(fleet: Fleet, here: TestClient) -
         assert shown.result().status_code == joining.result().status_code == 200
 
 
-def faulty(*_: object) -> None:
+def faulty(*_: object, **__: object) -> None:
     raise RuntimeError("a fault")
 
 

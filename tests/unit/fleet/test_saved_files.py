@@ -81,6 +81,21 @@ def test_a_checkpoint_is_read_as_it_was() -> None:
     again.directory.check()
 
 
+def test_world_sizes_are_in_a_checkpoint() -> None:
+    instances, intake = filled()
+    told_of = [Entry(Key(f"{900 + number:064x}", "model", 0), 1) for number in range(3)]
+    intake.apply([Batch("a", 7, 4, "store", "l1", entries=told_of, namespace="88" * 32, world_size=4)])
+    _, again = restored(saved(instances, intake))
+    sizes = [
+        {
+            (index, world_size)
+            for index, world_size, *_ in directory.copies([entry.key for entry in [*told_of, *keys(1)]])
+        }
+        for directory in (intake.directory, again.directory)
+    ]
+    assert sizes == [{(0, 4), (1, 4), (2, 4), (3, 0)}] * 2
+
+
 def test_many_pages() -> None:
     instances, intake = filled()
     count = checkpoint.PAGE_COPIES + 10

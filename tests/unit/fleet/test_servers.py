@@ -64,13 +64,11 @@ def test_what_is_left_to_tell_is_not_told_once_the_coordinator_ends(coordinator:
         fleet.quotas.set(f"tenant-{number}", 1 << 30)
     coordinator.join("a")
     coordinator.answer = answer
-    pushing = threading.Thread(target=fleet.quotas.push)
-    pushing.start()
+    fleet.quotas.push()
     assert asks.wait(WAIT_SECONDS)
-    fleet.servers.close()
+    fleet.stop()
     may_answer.set()
-    pushing.join(WAIT_SECONDS)
-    assert not pushing.is_alive()
+    until(lambda: not any(thread.name.startswith("fleet-quotas_") for thread in threading.enumerate()))
     assert len(coordinator.asked) == 1
 
 
@@ -128,7 +126,7 @@ def test_who_joins_while_it_leaves_is_told_everything(coordinator: Coordinator) 
     fleet.quotas.set("tenant", 1 << 30)
     coordinator.join("a")
     fleet.quotas.push()
-    assert fleet.quotas.get("tenant").behind == []
+    until(lambda: fleet.quotas.get("tenant").behind == [])
     with fleet.intake._lock:  # noqa: SLF001 - while a batch is applied
         leaving = threading.Thread(target=fleet.instances.remove, args=("a",))
         leaving.start()

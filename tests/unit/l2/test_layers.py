@@ -22,6 +22,7 @@ from lmcache.l2.layers.deadline import DeadlineLayer
 from lmcache.l2.layers.operation import Batch, Operation, SharedRelease
 from lmcache.l2.layers.retries import RetryLayer
 from lmcache.l2.runner import Runner
+from lmcache.l2.turns import Turns
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import FrameMemory, keys
 from manual_clock import ManualClock
@@ -31,18 +32,33 @@ from support.held_items import held_items
 
 def test_who_waited_in_vain_for_a_backend_that_hangs_is_forgotten() -> None:
     async def test() -> None:
-        limit = ConcurrencyLimit("mock", 1, DeadlineLayer("mock", Metrics().l2.timeouts))
-        assert await limit.acquire(0)
+        turns = Turns(1)
+        assert await turns.acquire(0)
         now = asyncio.get_running_loop().time()
-        assert not any(await asyncio.gather(*(limit.acquire(now + 0.01) for _ in range(1000))))
-        given_up = [asyncio.ensure_future(limit.acquire(now + 60)) for _ in range(1000)]
+        assert not any(await asyncio.gather(*(turns.acquire(now + 0.01) for _ in range(1000))))
+        given_up = [asyncio.ensure_future(turns.acquire(now + 60)) for _ in range(1000)]
         await asyncio.sleep(0)
         for task in given_up:
             task.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
-        assert not held_items(limit, "lmcache.l2.layers.concurrency_limit")
-        limit.release()
-        assert await limit.acquire(0)
+        assert not held_items(turns, "lmcache.l2.turns")
+        turns.release()
+        assert await turns.acquire(0)
+
+    asyncio.run(test())
+
+
+def test_nobody_gets_a_turn_after_the_end() -> None:
+    async def test() -> None:
+        turns = Turns(1)
+        deadline = asyncio.get_running_loop().time() + 3600
+        assert await turns.acquire(deadline)
+        waiting = [asyncio.ensure_future(turns.acquire(deadline)) for _ in range(3)]
+        await asyncio.sleep(0)
+        turns.end()
+        assert await asyncio.gather(*waiting) == [False] * 3
+        turns.release()
+        assert not await turns.acquire(deadline)
 
     asyncio.run(test())
 

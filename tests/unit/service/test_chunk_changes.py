@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,43 @@ def test_nothing_is_noted_before_somebody_asks_and_after_all_have_gone() -> None
         assert service.l1.core.changes(reader.cursor[1], 1).lost
         assert reader.read() == {} and reader.reply.lost
         assert service.sample("chunk_changes_lost_total") == 1
+
+
+def test_only_salts_of_which_something_has_changed_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+
+    class Page:
+        def __init__(self, page: _native.ChangePage) -> None:
+            self.page = page
+
+        def __len__(self) -> int:
+            return len(self.page)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.page, name)
+
+        def chunks(self, digests: bytes, width: int) -> tuple[bytes, bytes]:
+            looked_at.append(len(digests) // HASH)
+            return self.page.chunks(digests, width)
+
+    with a_service() as service:
+        service.register(ranks=2)
+        salts = [f"tenant-{number}" for number in range(20)]
+        use(service, *salts)
+        reader = Reader(service, *salts)
+        reader.read()
+        (core,) = service.changes._sources  # noqa: SLF001
+        index = SimpleNamespace(
+            changes=lambda cursor, most: Page(core.index.changes(cursor, most)),
+            watch_changes=core.index.watch_changes,
+            unwatch_changes=core.index.unwatch_changes,
+        )
+        monkeypatch.setattr(service.changes, "_sources", [replace(core, index=index)])
+        for salt in (salts[3], salts[7]):
+            service.store(chunks(1), salt=salt, workers=2)
+        assert set(reader.read()) == {(salt, hashes(service, chunks(1))[0]) for salt in (salts[3], salts[7])}
+        assert reader.read() == {}
+        assert looked_at == [2 * 2]
 
 
 def test_a_chunk_is_there_when_every_rank_and_group_has_it() -> None:

@@ -92,7 +92,8 @@ class CacheRoutes:
         body: m.UnpinRequest = call.body
         if bool(body.pin_id) == bool(body.owner):
             raise HTTPException(400, 'The body needs either "pin_id" or "owner".')
-        return m.Unpinned(*await self._context.asking_servers(lambda: self._fleet.pins.remove(body.pin_id, body.owner)))
+        ended = await self._context.asking_servers(lambda: self._fleet.pins.remove(body.pin_id, body.owner))
+        return m.Unpinned(ended.pins, ended.objects, list(ended.behind))
 
     # ---- others ------------------------------------------------------------------------------------------------------
     async def delete(self, call: Call) -> m.DeleteAnswer:

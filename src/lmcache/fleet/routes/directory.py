@@ -6,7 +6,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from lmcache.core.limits import MAX_FLEET_EVENT_BYTES
+from lmcache.core.limits import MAX_FLEET_COPIES_ASKED, MAX_FLEET_EVENT_BYTES
+from lmcache.errors import ConfigError
 from lmcache.fleet import messages as m
 from lmcache.fleet.routes.base import RouteContext
 from lmcache.http.operation import Access, Call, Operation
@@ -50,8 +51,13 @@ class DirectoryRoutes:
             chunks, keys = self._fleet.prompt(
                 *(body.keys, body.token_ids, body.model_name, body.world_size, body.cache_salt)
             )
+            if len(keys) * body.copies > MAX_FLEET_COPIES_ASKED:
+                raise ConfigError(
+                    f'The body: "copies" {body.copies} of {len(keys)} objects are more than {MAX_FLEET_COPIES_ASKED}: '
+                    "ask for fewer of either."
+                )
             return msgspec.json.encode(
-                m.LookupAnswer(chunks, self._fleet.directory.lookup(keys), self._fleet.settings.chunk_size)
+                m.LookupAnswer(chunks, self._fleet.directory.lookup(keys, body.copies), self._fleet.settings.chunk_size)
             )
 
         return Response(await self._context.in_thread(look), media_type="application/json")

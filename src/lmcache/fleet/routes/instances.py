@@ -32,7 +32,10 @@ class InstanceRoutes:
                 },
             ),
             Operation("DELETE", path, "A server leaves", change, self.remove, None, status=204),
-            Operation("GET", "/instances", "The servers that have joined", read, self.all, m.Instances),
+            Operation(
+                *("GET", "/instances", "The servers that have joined", read, self.all, m.Instances),
+                query=m.InstancesQuery,
+            ),
             Operation("GET", "/instances/usage", "What each of them has", read, self.all_usage, m.FleetUsage),
             Operation(
                 *("GET", f"{path}/usage", "What one of them has, by tier and backend", read, self.usage),
@@ -63,18 +66,18 @@ class InstanceRoutes:
 
     async def all(self, call: Call) -> m.Instances:
         def shown() -> m.Instances:
-            members = self._fleet.instances.members
-            return m.Instances([self._shown(instance) for instance in self._fleet.instances.all()], members)
+            members, instances = self._fleet.instances.members, self._fleet.instances.all()
+            return m.Instances([self._shown(instance, call.query.detail) for instance in instances], members)
 
         return await self._context.in_thread(shown)
 
-    def _shown(self, instance: Instance) -> m.InstanceEntry:
-        now = self._fleet.clock.monotonic()
+    def _shown(self, instance: Instance, detail: str) -> m.InstanceEntry:
+        monotonic = self._fleet.clock.monotonic()
         stream = self._fleet.intake.stream(instance.instance_id)
         return m.InstanceEntry(
-            *(instance.instance_id, instance.ip, instance.http_port, instance.metadata),
+            *(instance.instance_id, instance.ip, instance.http_port, instance.metadata if detail == "full" else {}),
             *(instance.p2p_advertised_url, instance.mq_port),
-            *(round(now - instance.joined_at, 3), round(now - instance.heard_at, 3)),
+            *(round(monotonic - instance.joined_at, 3), round(monotonic - instance.heard_at, 3)),
             incarnation=stream.incarnation,
             seq=stream.seq,
             needs_resync=stream.needs_resync,

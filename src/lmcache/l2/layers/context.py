@@ -30,6 +30,12 @@ class AdapterContext:
     def __post_init__(self) -> None:
         self.name = self.config.name
 
+    @property
+    def adapter_calls(self) -> int:
+        """Loads that the adapter takes at once, and probes: one over several places bounds what goes to each of them
+        itself. 0: as others."""
+        return int(getattr(self.adapter, "most_calls", 0))
+
     def operation(self, lent: SharedRelease | None = None, *, forced: bool = False) -> Operation:
         """One that begins now."""
         deadline = asyncio.get_running_loop().time() + self.config.timeout_seconds

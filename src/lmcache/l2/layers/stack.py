@@ -44,10 +44,12 @@ class CallLayers:
 class LayerStack:
     def __init__(self, context: AdapterContext, serde: Chain | None, load_batch: LoadBatch) -> None:
         """`load_batch` has the adapter fill a batch, through `loads`."""
-        self.loads = CallLayers("loads", limits.L2_MAX_READS_IN_FLIGHT, context)
+        most_calls = context.adapter_calls
+        self.loads = CallLayers("loads", most_calls or limits.L2_MAX_READS_IN_FLIGHT, context)
         self.stores = CallLayers("stores", limits.L2_MAX_WRITES_IN_FLIGHT, context)
         # A question what the backend has must not queue behind long loads of others.
-        self._probe_limit = ConcurrencyLimit(context.name, limits.L2_MAX_PROBES_IN_FLIGHT, self.loads.deadline)
+        most_probes = most_calls or limits.L2_MAX_PROBES_IN_FLIGHT
+        self._probe_limit = ConcurrencyLimit(context.name, most_probes, self.loads.deadline)
         self.probes = BreakerLayer("loads", context.name, self.loads.circuit, context.on_change, self._probe_limit)
         self.deletion = AdapterDeletion(context, self.stores.breaker)
         self.eviction = AdapterEviction(context, self.deletion)

@@ -18,7 +18,7 @@ from lmcache.l2.call_threads import CallThreads
 from lmcache.l2.completions import ranges
 from lmcache.peers.connections import ReadConnections
 from lmcache.peers.protocol import HEADER, Frames, Kind, Read, Refused, decode, decode_header, encode
-from lmcache.peers.sockets import PeerRefused, PeerSocket, within
+from lmcache.peers.sockets import PeerRefused, PeerSocket
 from lmcache.peers.transports.contract import Fetched, Transfer, words
 
 
@@ -37,7 +37,7 @@ class TcpTransport:
         sock: PeerSocket | None = None
         fault: BaseException | None = None
         try:
-            sock = await within(transfer.seconds, self._connections.take())
+            sock = await self._connections.take(transfer.seconds)
             number = next(self._numbers) & 0xFFFFFFFF
             read = _Read(sock.fd, number, transfer, outcomes, StreamDeadline(deadline - loop.time()))
             fault = await self._threads.run(read.run)
@@ -52,7 +52,7 @@ class TcpTransport:
         return Fetched(outcomes, fault)
 
     def close(self) -> None:
-        self._connections.cut()
+        self._connections.close()
 
 
 class StreamDeadline:

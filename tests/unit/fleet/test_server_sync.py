@@ -1,0 +1,235 @@
+"""What operators decided reaches every server, also one that was away, and one that never answers delays no other."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from lmcache.environment import Environment
+from lmcache.errors import LMCacheError, ServerUnavailable
+from lmcache.fleet import messages as m
+from lmcache.fleet import servers
+from lmcache.fleet.fleet import Fleet
+from lmcache.fleet.metadata import FleetPin
+from lmcache.fleet.server_sync import ServerSync
+from lmcache.fleet.settings import CoordinatorSettings
+from lmcache.http.client import HttpRefused
+from manual_clock import ManualClock
+from polling import until
+
+WAIT_SECONDS = 60.0
+NAMES = [f"{'aa' * 32}/{'bb' * 32}", f"{'aa' * 32}/{'cc' * 32}"]
+GIB = 1 << 30
+
+
+class Server:
+    """What the operations of a server do that concern pins and quotas."""
+
+    def __init__(self) -> None:
+        self.quotas: dict[str, float] = {}
+        self.pins: dict[str, str] = {}  # owner by id
+        self.refuses: set[str] = set()  # paths
+        self.is_away = False
+        self._numbers = itertools.count(1)
+
+    def answer(self, method: str, path: str, body: Any) -> Any:
+        if self.is_away:
+            raise ServerUnavailable("nothing answers")
+        if path in self.refuses:
+            raise HttpRefused(400, "not this one")
+        if path.startswith("/quota/"):
+            salt = unquote(path.removeprefix("/quota/"))
+            if method == "PUT":
+                self.quotas[salt] = body["limit_gb"]
+            else:
+                self.quotas.pop(salt, None)
+        elif method == "POST":
+            self.pins[str(next(self._numbers))] = body["owner"]
+            return {"pin_id": str(len(self.pins)), "objects": len(body["keys"])}
+        elif method == "GET":
+            return {"pins": [{"pin_id": number, "owner": owner} for number, owner in self.pins.items()]}
+        else:
+            gone = [number for number, owner in self.pins.items() if body in ({"owner": owner}, {"pin_id": number})]
+            for number in gone:
+                del self.pins[number]
+        return {}
+
+
+class Coordinator:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = ManualClock()
+        self.servers: dict[str, Server] = {}
+        self.may_answer = threading.Event()
+        self.is_asked = threading.Event()
+        self.fleet = Fleet(CoordinatorSettings(), lambda: "", Environment(clock=self.clock))
+        monkeypatch.setattr(servers, "request", self._request)
+
+    def _request(self, url: str, method: str, path: str, body: Any = None, **_: Any) -> Any:
+        name = url.removeprefix("http://").partition(":")[0]
+        if name == "mute":
+            self.is_asked.set()
+            assert self.may_answer.wait(WAIT_SECONDS)
+        return self.servers[name].answer(method, path, body)
+
+    def join(self, name: str) -> Server:
+        server = self.servers.setdefault(name, Server())
+        self.fleet.instances.register(m.RegisterRequest(name, 80, name))
+        return server
+
+    def steps(self, condition: Any) -> None:
+        """Time goes on, and what is due is done, until that holds."""
+
+        def step() -> bool:
+            self.clock.advance(1.0)
+            self.fleet.quotas.push()
+            self.fleet.pins.push()
+            return bool(condition())
+
+        until(step)
+
+
+@pytest.fixture
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
+    made = Coordinator(monkeypatch)
+    yield made
+    made.may_answer.set()
+    made.fleet.stop()
+
+
+def test_a_server_that_never_answers_keeps_no_other_waiting(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    fleet.quotas.set("tenant", GIB)
+    fleet.metadata.add_pin(
+        FleetPin("one", "me", NAMES, "", coordinator.clock.wall() + 3600.0), coordinator.clock.wall()
+    )
+    coordinator.join("mute")
+    fleet.quotas.push()
+    fleet.pins.push()
+    assert coordinator.is_asked.wait(WAIT_SECONDS)
+    server = coordinator.join("a")
+    coordinator.steps(lambda: server.quotas and server.pins)
+    assert fleet.quotas.get("tenant").behind == ["mute"]
+
+
+@pytest.mark.parametrize("joins", [True, False], ids=["joins again", "stays"])
+def test_what_ended_while_a_server_was_away_ends_there_too(coordinator: Coordinator, joins: bool) -> None:
+    fleet = coordinator.fleet
+    server, other = coordinator.join("a"), coordinator.join("b")
+    server.pins["77"] = "an operator"
+    server.quotas["of the server alone"] = 5.0
+    fleet.quotas.set("gone", GIB)
+    fleet.quotas.set("stays", GIB)
+    kept, _ = fleet.pins.add({"a": NAMES, "b": NAMES}, "me", "", 3600.0)
+    doomed, state = fleet.pins.add({"a": NAMES}, "you", "", 3600.0)
+    assert state.held == {"a": 2}
+    coordinator.steps(lambda: fleet.quotas.get("stays").behind == [] and not fleet.pins.behind())
+    server.is_away = True
+    if joins:
+        fleet.instances.remove("a")
+    fleet.quotas.set("gone", None)
+    fleet.quotas.set("stays", 2 * GIB)
+    ended = fleet.pins.remove(doomed.pin_id, "")
+    assert (ended.pins, ended.objects, ended.behind) == ((1, 2, []) if joins else (1, 4, ["a"]))
+    coordinator.steps(lambda: other.quotas == {"stays": 2.0})
+    assert f"fleet:{doomed.pin_id}" in server.pins.values() and "gone" in server.quotas
+    server.is_away = False
+    if joins:
+        coordinator.join("a")
+    coordinator.steps(
+        lambda: (
+            server.quotas == {"stays": 2.0, "of the server alone": 5.0}
+            and sorted(server.pins.values()) == ["an operator", f"fleet:{kept.pin_id}"]
+        )
+    )
+    assert [(pin.pin_id, state.held) for pin, state in fleet.pins.all()] == [(kept.pin_id, {"a": 2, "b": 2})]
+
+
+def test_what_ended_is_remembered_by_a_coordinator_that_starts_again(tmp_path: Any) -> None:
+    def start() -> Fleet:
+        return Fleet(CoordinatorSettings(metadata_path=str(tmp_path / "decisions")), lambda: "", Environment())
+
+    fleet = start()
+    fleet.quotas.set("gone", GIB)
+    fleet.quotas.set("back", GIB)
+    for salt in ("gone", "back"):
+        fleet.quotas.set(salt, None)
+    fleet.quotas.set("back", GIB)
+    fleet.stop()
+    again = start()
+    assert again.metadata.ended_quotas() == ["gone"] and again.metadata.quotas() == {"back": GIB}
+    again.stop()
+
+
+def test_a_refusal_keeps_nothing_else_from_a_server(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    for salt in ("first", "refused", "last"):
+        fleet.quotas.set(salt, GIB)
+    server = coordinator.join("a")
+    server.refuses.add("/quota/refused")
+    coordinator.steps(lambda: set(server.quotas) == {"first", "last"})
+    coordinator.steps(lambda: fleet.quotas.get("last").behind == [])
+    assert fleet.quotas.get("refused").behind == ["a"]
+    server.refuses.clear()
+    coordinator.steps(lambda: "refused" in server.quotas and not fleet.quotas.get("refused").behind)
+
+
+def test_nothing_is_remembered_of_pins_that_have_ended(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    coordinator.join("a")
+    for number in range(50):
+        fleet.pins.add({"a": NAMES}, f"owner {number}", "", 10.0)
+    states = fleet.pins._states  # noqa: SLF001
+    assert len(states) == 50
+    coordinator.clock.advance(20.0)
+    fleet.pins.push()
+    assert not states
+
+
+def test_each_server_is_told_by_one_at_a_time_and_again_after_a_failure() -> None:
+    clock = ManualClock()
+    running: list[str] = []
+    told: list[str] = []
+    faults = [LMCacheError("away"), RuntimeError("a defect")]
+    may_end = threading.Event()
+
+    def tell(instance_id: str) -> None:
+        assert instance_id not in running
+        running.append(instance_id)
+        told.append(instance_id)
+        assert may_end.wait(WAIT_SECONDS)
+        running.remove(instance_id)
+        if faults:
+            raise faults.pop()
+
+    sync = ServerSync("decisions", tell, clock)
+    sync.note(["a"])
+    sync.step()
+    until(lambda: running)
+    sync.note(["a"])
+    sync.step()
+    assert told == ["a"]
+    sync.forget("a")
+    sync.note(["a"])  # it has joined again
+    sync.step()
+    assert told == ["a"]
+    may_end.set()
+
+    def step() -> bool:
+        clock.advance(1.0)
+        sync.step()
+        return not sync.behind()
+
+    until(step)
+    assert told == ["a"] * 3
+    until(lambda: not running)
+    sync.note(["a", "b"])
+    sync.forget("b")
+    assert sync.behind() == {"a"}
+    sync.close()
+    sync.step()
+    assert told == ["a"] * 3
