@@ -175,6 +175,9 @@ REPORTED_ENTRIES = 4096  # of a batch that a server sends
 
 # telemetry
 MAX_LOG_LINES_WAITING = 10_000
+MAX_TELEMETRY_REQUESTS_WAITING = 16_384  # of a rank, for a proxy to be told that they are stored
+MAX_TELEMETRY_REQUESTS_PER_POST = 1024
+TELEMETRY_POST_SECONDS = 2.0
 
 # liveness
 MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 0.05, 3600.0
