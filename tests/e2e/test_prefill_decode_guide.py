@@ -62,7 +62,7 @@ class Tour:
         told, loaded = len(self.proxy.told), self._loaded_tokens
         self._loaded_tokens = round(counted(self.reader.run(ASK)))
         until(lambda: len(self.proxy.told) > told)
-        assert self.objects() == CHUNKS
+        assert self.objects() >= CHUNKS
         return self._loaded_tokens - loaded, json.loads((self.reader.folder / "answer.json").read_text())["choices"][0][
             "text"
         ]
@@ -100,7 +100,7 @@ def follow(tour: Tour, prefill: ManagedProcess) -> None:
 
     def handed_over() -> bool:  # less where the decode engine asked before the last step was stored
         answers.append(tour.hand_over())
-        return answers[-1][0] == WHOLE_TOKENS
+        return answers[-1][0] >= WHOLE_TOKENS
 
     until(handed_over, 300.0, tell=lambda: answers)
     told = tour.proxy.told
@@ -112,4 +112,5 @@ def follow(tour: Tour, prefill: ManagedProcess) -> None:
     tour.hand_over()
     prefill.kill()
     http_json(DECODE_PORT, "POST", "/reset_prefix_cache")
-    assert tour.ask(DECODE_PORT) == (WHOLE_TOKENS, alone)
+    cached, text = tour.ask(DECODE_PORT)
+    assert cached >= WHOLE_TOKENS and text == alone
