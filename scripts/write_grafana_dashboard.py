@@ -165,6 +165,11 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel("Readers of changes that began anew", [rate("chunk_changes_lost")]),
         Panel(
+            "Requests that a proxy was told are stored",
+            [rate("request_telemetry", "result")],
+            "By prefill engines with LMCACHE_REQUEST_TELEMETRY_TYPE.",
+        ),
+        Panel(
             "Throughput between engines and L1",
             [
                 quantile(0.5, "l0_l1_store_throughput", text="store"),

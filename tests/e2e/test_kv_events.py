@@ -5,9 +5,6 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
-import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,15 +15,15 @@ import pytest
 import zmq
 
 from e2e.harness import CHUNK_TOKENS, Stack, until
-from lmcache.testing.processes import LOOPBACK, CacheServer, ManagedProcess, VllmEngine, free_port
+from lmcache.testing.processes import LOOPBACK, CacheServer, VllmEngine, free_port
 from lmcache.testing.tiny_models import sample_tokens
+from services import vllm_router
+from services.vllm_router import VllmRouter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_TOKENS = 32
 BLOCKS = 128  # 4,096 tokens: a few prompts push the first one out
-_SERVICES = Path(sys.prefix) / "services" / "python"
-ROUTER = shutil.which("vllm-router", path=f"{_SERVICES / 'bin'}:{os.environ['PATH']}")
 PROMPT = sample_tokens(1060, seed=1)
 WHOLE_TOKENS = len(PROMPT) // CHUNK_TOKENS * CHUNK_TOKENS
 
@@ -149,29 +146,18 @@ def test_the_engine_publishes_what_the_server_has_and_what_it_loses(
         router.close()
 
 
-class Router(ManagedProcess):
-    name = "vllm-router"
+def router_options(model: str, endpoints: dict[str, str]) -> list[str]:
+    options = ["--policy", "kv_aware", "--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", model]
+    for url, endpoint in endpoints.items():
+        options += ["--kv-event-source", f"{url}={endpoint}"]
+    return [*options, "--worker-urls", *endpoints]
 
-    def __init__(self, folder: Path, model: str, endpoints: dict[str, str]) -> None:
-        self.port = free_port()
-        assert ROUTER is not None
-        command = [ROUTER, "--host", LOOPBACK, "--port", str(self.port), "--policy", "kv_aware"]
-        command += ["--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", model]
-        for url, endpoint in endpoints.items():
-            command += ["--kv-event-source", f"{url}={endpoint}"]
-        command += ["--worker-urls", *endpoints]
-        environment = {"PYTHONPATH": str(_SERVICES)}
-        super().__init__(command, folder / "router.log", environment)
 
-    def complete(self, model: str, prompt: list[int]) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=120)
-        body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0.0}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        text = answer.read()
-        connection.close()
-        assert answer.status == 200, text
-        return dict(json.loads(text))
+def complete(router: VllmRouter, model: str, prompt: list[int]) -> dict[str, Any]:
+    body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0.0}
+    status, answer = router.ask(router.port, "POST", "/v1/completions", body, 120.0)
+    assert status == 200, answer
+    return dict(answer)
 
 
 @contextmanager
@@ -195,8 +181,8 @@ def an_engine(model: Path, folder: Path, endpoint: str) -> Iterator[VllmEngine]:
         yield engine
 
 
-@pytest.mark.skipif(ROUTER is None, reason="needs vllm-router: scripts/install_services.py vllm-router")
 def test_a_router_sends_a_request_where_the_server_holds_its_prefix(llama: Path, tmp_path: Path) -> None:
+    vllm_router.command()  # before engines are started for it
     ports = [free_port(), free_port()]
     with ExitStack() as stack:
         engines = [
@@ -205,9 +191,8 @@ def test_a_router_sends_a_request_where_the_server_holds_its_prefix(llama: Path,
         ]
         urls = [f"http://{LOOPBACK}:{engine.port}" for engine in engines]
         endpoints = {url: f"tcp://{LOOPBACK}:{port}" for url, port in zip(urls, ports, strict=True)}
-        router = Router(tmp_path, engines[0].model, endpoints)
-        stack.callback(router.stop)
-        router.wait_until_ready(router.port, "/health", 120.0)
+        router = stack.enter_context(VllmRouter(tmp_path, *router_options(engines[0].model, endpoints)))
+        router.wait_ready()
 
         def served() -> list[float]:
             return [_requests(engine) for engine in engines]
@@ -217,7 +202,7 @@ def test_a_router_sends_a_request_where_the_server_holds_its_prefix(llama: Path,
             push_out(engine, 200 + 50 * number)
         for number in (1, 0, 1, 0, 0, 1):
             before = served()
-            answer = router.complete(engines[0].model, sample_tokens(1060, seed=20 + number))
+            answer = complete(router, engines[0].model, sample_tokens(1060, seed=20 + number))
             after = served()
             assert [now - then for now, then in zip(after, before, strict=True)] == [number == 0, number == 1]
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= WHOLE_TOKENS - BLOCK_TOKENS

@@ -140,6 +140,7 @@ def hits_and_stores(watched: Watched) -> None:
         engine.client.call("release", loaded, CALL_SECONDS)
     watched.stored_in_l2(CHUNKS)
     follow_changes(watched, tokens)
+    tell_a_proxy(watched)
     watched.server.clear("l1")
     with watched.lookup(tokens) as reply:
         assert reply.chunks == CHUNKS and engine.read(reply)
@@ -166,6 +167,12 @@ def follow_changes(watched: Watched, tokens: bytes) -> None:
     ask = m.ChunkChanges(engine.instance_id, hello.server_epoch, [9, 9], [""], salts, hashes, counts=[CHUNKS, 1, 1, 1])
     reply = engine.client.call("chunk_changes", ask, CALL_SECONDS)
     assert reply.lost and len(reply.tiers) == CHUNKS
+
+
+def tell_a_proxy(watched: Watched) -> None:
+    """As a prefill engine does whose proxy waits for what is stored, and did not hear of one request."""
+    watched.engine.client.report(lambda: [3, 1])
+    watched.see('lmcache_mp_request_telemetry_requests_total{result="lost"}')
 
 
 def engines_that_fail(watched: Watched) -> None:

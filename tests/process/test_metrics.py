@@ -52,6 +52,8 @@ MOVED: dict[str, tuple[str, ...]] = {
         'lmcache_mp_kv_events_chunks_total{type="removed"}',
         'lmcache_mp_kv_events_skipped_chunks_total{reason="unknown"}',
         'lmcache_mp_kv_events_skipped_chunks_total{reason="no_room"}',
+        'lmcache_mp_request_telemetry_requests_total{result="told"}',
+        'lmcache_mp_request_telemetry_requests_total{result="lost"}',
         "lmcache_mp_num_submitted_stores_total",
         "lmcache_mp_num_finished_stores_total",
         "lmcache_mp_num_submitted_retrieves_total",

@@ -33,6 +33,7 @@ from process.upstream_engine import (  # noqa: E402
     held,
 )
 from support.held_items import held_items  # noqa: E402
+from support.telemetry_proxy import telemetry_proxy  # noqa: E402
 
 PATIENT_SECONDS = 30.0
 
@@ -113,6 +114,23 @@ def test_two_ranks_each_load_what_is_theirs(
     engine.requests.clear()
     engine.compute("uncached", [7] * CHUNK_TOKENS, [9, 10, 11, 12])
     engine.close()
+
+
+@pytest.mark.parametrize("mla", [False, True])
+def test_a_proxy_is_told_by_each_rank_that_stores(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch, server: CacheServer, mla: bool
+) -> None:
+    ranks = {0} if mla else {0, 1}
+    with telemetry_proxy() as proxy:
+        monkeypatch.setenv("LMCACHE_REQUEST_TELEMETRY_TYPE", "fastapi")
+        monkeypatch.setenv("LMCACHE_REQUEST_TELEMETRY_ENDPOINT", proxy.url)
+        engine = Ranks(upstream, monkeypatch, server.port, 2, use_mla=mla)
+        engine.compute("cold", list(range(CHUNK_TOKENS)), [1, 2, 3, 4])
+        until(lambda: {event["kv_rank"] for event in proxy.events} == ranks)
+        assert server.status()["l1"]["objects"] == len(ranks)  # before anybody was told
+        assert proxy.told == ["cold"] * len(ranks)
+        assert {(event["model_name"], event["world_size"]) for event in proxy.events} == {("model", len(ranks))}
+        engine.close()
 
 
 def test_a_prompt_is_stored_found_and_loaded(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -127,6 +128,8 @@ class Client:
         self._locked: dict[_RegistrationKey, int] = {}  # the keeper's: owner bytes held in the present memory
         self._refused: dict[_RegistrationKey, LMCacheError] = {}
         self._process = environment.random_bytes(16)
+        self._counts: Callable[[], Sequence[int]] = tuple
+        self._counted: Sequence[int] = ()  # of these, what the server has been told
         self._logged_transfer = self._logged_refusal = ""  # reasons
         self._beat_now = False
         self._closing = False
@@ -184,6 +187,10 @@ class Client:
             if done:
                 raise self._refused.get(key) or self._refusal or ServerUnavailable(self._reason)
             raise ServerUnavailable(self._reason)
+
+    def report(self, counts: Callable[[], Sequence[int]]) -> None:
+        """Beats tell the server how far these have grown: `Ping.counts`, from the start on. They never shrink."""
+        self._counts = counts
 
     def owner(self, instance_id: str, worker_id: int = _SCHEDULER_SIDE) -> int | None:
         return self._owners.get((instance_id, worker_id))
@@ -383,10 +390,14 @@ class Client:
     def _beat(self, connection: Connection) -> None:
         keys = list(self._owners) or [("", _SCHEDULER_SIDE)]
         for instance_id, worker_id in keys:
-            message = Ping(instance_id, worker_id, self._process)
+            counts = self._counts()
+            growth = [count - told for count, told in zip_longest(counts, self._counted, fillvalue=0)]
+            message = Ping(instance_id, worker_id, self._process, growth)
             reply = connection.submit("ping", message, PingReply, _CONTROL_TIMEOUT_SECONDS).result()
             if reply.server_epoch != self.server_epoch:
                 raise ServerUnavailable(f"Another server has taken the place of the one at {self.endpoint}.")
+            if reply.registered:
+                self._counted = counts
             if instance_id and not reply.registered:
                 log.warning(
                     "The LMCache server forgot instance %s, worker %d: registering again", instance_id, worker_id

@@ -17,7 +17,10 @@ from lmcache.errors import ConfigError
 
 CONFIG_FLAG = "--config"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
-_OF_OTHERS = {"LMCACHE_LOG_LEVEL", "LMCACHE_ADMIN_TOKEN", "LMCACHE_USE_UPSTREAM_MP", CONFIG_VARIABLE}
+_OF_OTHERS = {
+    *("LMCACHE_LOG_LEVEL", "LMCACHE_ADMIN_TOKEN", "LMCACHE_USE_UPSTREAM_MP", CONFIG_VARIABLE),
+    *("LMCACHE_REQUEST_TELEMETRY_TYPE", "LMCACHE_REQUEST_TELEMETRY_ENDPOINT"),  # of engines
+}
 _KUBERNETES = re.compile(r"LMCACHE_(.*_)?(SERVICE_(HOST|PORT.*)|PORT_\d+_.*)")
 _KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
 _STAND_INS = {"l1_size_gb": 1.0, "eviction_policy": "LRU"}  # for required options that are missing or refused

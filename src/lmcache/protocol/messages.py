@@ -105,6 +105,8 @@ class Ping(Message):
     instance_id: Name = ""
     worker_id: int = -1  # -1: the scheduler side
     process: ProcessId = b""  # that registered under this name; empty: not said
+    # Since the last one, for the server's metrics: requests that a proxy was told are stored, and that it was not.
+    counts: CountList = []
 
 
 class PingReply(Message):

@@ -143,7 +143,13 @@ class CacheService:
 
     def _ping(self, message: Ping) -> PingReply:
         registered = bool(message.instance_id) and self._liveness.beat(message)
+        if registered:
+            self._count(message.counts)
         return PingReply(self._context.settings.server_epoch, registered, self._storage_answers())
+
+    def _count(self, counts: list[int]) -> None:
+        for result, count in zip(("told", "lost"), counts, strict=False):
+            self._context.metrics.request_telemetry.labels(result).inc(max(0, count))
 
     def _storage_answers(self) -> bool:
         """Probes the storage loop without waiting for it: False once a probe has stayed unanswered for a while."""

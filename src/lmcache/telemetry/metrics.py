@@ -187,6 +187,11 @@ class ServiceMetrics(_Group):
         "reason",
         unit="chunks",
     )
+    request_telemetry = _counter(
+        "Requests of which engines told a proxy that they are stored (told), or could not tell it (lost)",
+        "result",
+        unit="requests",
+    )
     num_submitted_stores = _counter("Reservations that were handed slots")
     num_finished_stores = _counter("Reservations that ended, by their commit or with their worker")
     num_submitted_retrieves = _counter("Leases given to engines")

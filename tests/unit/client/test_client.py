@@ -33,6 +33,7 @@ class FakeServer:
         self.protocol_version = protocol_version
         self.registered: dict[tuple[str, int], int] = {}
         self.registrations = self.hellos = 0
+        self.pings: list[m.Ping] = []
         self.refuse: RemoteError | None = None
         self.changed = threading.Condition()
         self.rpc = RpcServer("localhost", port, SYSTEM.clock)
@@ -54,6 +55,7 @@ class FakeServer:
 
     def ping(self, message: Any) -> Any:
         with self.changed:
+            self.pings.append(message)
             self.changed.notify_all()
         return m.PingReply(self.token, (message.instance_id, message.worker_id) in self.registered)
 
@@ -248,6 +250,27 @@ def test_a_call_says_why_from_the_moment_that_the_server_is_gone(server: FakeSer
         server.rpc.stop()
         (sentence,) = until(lambda: said)
     assert "closed the connection" in sentence
+
+
+def test_beats_tell_how_far_counts_have_grown(server: FakeServer) -> None:
+    counts = [3, 1]
+    client = Client(f"localhost:{server.port}", heartbeat_interval_seconds=0.05, map_memory=False)
+    client.report(lambda: tuple(counts))
+    client.start()
+    until(lambda: server.pings)  # of nobody that is registered: it is told again
+    client.register(INSTANCE, 10.0)
+    client.register(WORKER, 10.0)
+    until(lambda: any(ping.worker_id == 0 for ping in server.pings))
+    counts[:] = [3, 4, 2]
+
+    def told() -> list[list[int]]:
+        return [ping.counts for ping in list(server.pings) if ping.instance_id and any(ping.counts)]
+
+    until(lambda: len(told()) == 2, tell=told)
+    seen = len(server.pings)
+    until(lambda: len(server.pings) > seen + 4)
+    assert told() == [[3, 1], [0, 3, 2]]
+    client.close()
 
 
 def test_another_token_in_a_ping_means_another_server(server: FakeServer) -> None:

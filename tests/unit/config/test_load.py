@@ -251,6 +251,7 @@ def test_environment_of_others_is_left_alone() -> None:
         "LMCACHE_LOG_LEVEL": "DEBUG",
         "LMCACHE_ADMIN_TOKEN": "0123456789abcdef",
         "LMCACHE_USE_UPSTREAM_MP": "1",
+        "LMCACHE_REQUEST_TELEMETRY_TYPE": "fastapi",
         "LMCACHE_TRACK_USAGE": "false",
         # what Kubernetes sets in every pod beside a service that is called lmcache
         "LMCACHE_PORT": "tcp://10.0.0.7:5555",
@@ -260,7 +261,9 @@ def test_environment_of_others_is_left_alone() -> None:
         "LMCACHE_SERVICE_PORT": "5555",
         "LMCACHE_SERVICE_PORT_HTTP": "8080",
     }
-    assert load(REQUIRED, environ).sources.keys() == {"l1_size_gb", "eviction_policy"}
+    loaded = load(REQUIRED, environ)
+    assert loaded.sources.keys() == {"l1_size_gb", "eviction_policy"}
+    assert list(loaded.ignored) == ["LMCACHE_TRACK_USAGE"]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ EXAMPLES: dict[str, m.Message] = {
 
 
 # How many fields were added at the end since the first version.
-ADDED = {"Hello": 1, "Lookup": 2, "Release": 2, "Reserve": 1, "RegisterInstance": 1}
+ADDED = {"Hello": 1, "Ping": 1, "Lookup": 2, "Release": 2, "Reserve": 1, "RegisterInstance": 1}
 
 
 def golden() -> dict[str, str]:

@@ -22,6 +22,7 @@ from lmcache.integration.engine.connector_metadata import ConnectorMetadata, Loa
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.shm_transfer import ShmTransfer
 from lmcache.integration.engine.socket_transfer import SocketTransfer
+from lmcache.integration.engine.store_telemetry import StoreTelemetry
 from lmcache.integration.engine.storer import Storer
 from lmcache.integration.engine.transfer_backend import COPIED, UNREADABLE, TransferBackend, TransferJob, WorkerKV
 from lmcache.protocol.messages import RegisterWorker
@@ -59,11 +60,14 @@ class WorkerSide:
         gpu: Gpu | None = None,
         environment: EngineEnvironment = ENGINE_SYSTEM,
         on_stored: Callable[[StoreOrder, bytes], None] = lambda order, stored: None,
+        telemetry: StoreTelemetry | None = None,
     ) -> None:
         """`make_client` gets what the client has to call for every server that it meets; the client is started here.
-        `gpu`: where the groups' memory is, unless in the host's. `on_stored` as in `Storer`."""
+        `gpu`: where the groups' memory is, unless in the host's. `on_stored` as in `Storer`; with `telemetry`, which
+        then is told of stores, it is not called."""
         self.identity = identity
         self._gpu = gpu
+        self._telemetry = telemetry
         cpus = near_cpus(engine_cpus(), gpu.address if gpu is not None else "")
         self._kv = WorkerKV(identity, tuple(groups), min(_MAX_COPY_THREADS, len(cpus)), gpu, environment)
         self._backend: TransferBackend | None = None
@@ -75,6 +79,9 @@ class WorkerSide:
         self._say_what_stays_exact()
         with unpinned(cpus):
             self.client = make_client(self._meet)
+            if telemetry is not None:
+                self.client.report(telemetry.counts)
+                on_stored = telemetry.settled
             self._storer = Storer(self.client, identity, lambda: self._backend, self._register, environment, on_stored)
             self.client.start()
 
@@ -152,6 +159,8 @@ class WorkerSide:
                 self._load_ended(order, None)
 
     def start_stores(self, metadata: ConnectorMetadata) -> None:
+        if self._telemetry is not None:
+            self._telemetry.ordered(metadata.stores)
         for order in metadata.stores:
             try:
                 self._storer.submit(order, self._fence())

@@ -34,6 +34,8 @@ from lmcache.integration.engine.connector_metadata import ConnectorMetadata, Wor
 from lmcache.integration.engine.containment import contained
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.owned_server import OwnedServer
+from lmcache.integration.engine.store_telemetry import StoreTelemetry, StoringRank
+from lmcache.integration.engine.telemetry_endpoint import TelemetryEndpoint
 from lmcache.integration.engine.worker_side import EndedLoads, WorkerSide
 from lmcache.integration.vllm.block_tables import BlockTables
 from lmcache.integration.vllm.chunk_blocks import is_all_or_nothing
@@ -73,6 +75,8 @@ _contained = functools.partial(contained, log)
 class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Best effort: a store that is lost is a later miss, so `requires_kv_delivery` is False."""
 
+    _telemetry: StoreTelemetry | None = None  # of a worker that stores: None where no proxy waits for what is stored
+
     def __init__(
         self,
         vllm_config: Any,
@@ -93,6 +97,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kv_caches: dict[str, Any] = {}
         self._failed_blocks: set[int] = set()
         self._settings = self._read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        if role == KVConnectorRole.WORKER:
+            self._telemetry = self._tells_proxy()
         try:
             if not (current_platform.is_cpu() or current_platform.is_cuda()):
                 raise LayoutRefused("Only vLLM for CPU and for NVIDIA GPUs is supported so far.")
@@ -116,6 +122,16 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- start -------------------------------------------------------------------------------------------------------
     def _read_settings(self, extra: Mapping[str, Any]) -> ConnectorSettings:
         return ConnectorSettings.read(extra)
+
+    def _tells_proxy(self) -> StoreTelemetry | None:
+        endpoint = TelemetryEndpoint.read(os.environ)
+        if endpoint is None or not self._kv_transfer_config.is_kv_producer:
+            return None
+        rank = self._vllm_config.parallel_config.rank
+        if not self._stores_for_kv_rank(rank):
+            return None
+        storing = StoringRank(self._model_name, self._kv_ranks, rank // self._workers_per_kv_rank)
+        return StoreTelemetry(endpoint, storing, self._environment)
 
     def _begin_server(self, role: KVConnectorRole) -> None:
         """The first worker, where it is on the scheduler's machine, is ready earlier: the server starts meanwhile."""
@@ -238,12 +254,12 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._model_name,
             self._kv_ranks,
             parallel.rank // self._workers_per_kv_rank,
-            stores=parallel.rank % self._workers_per_kv_rank == 0,
+            stores=self._stores_for_kv_rank(parallel.rank),
             lossy_serde=self._settings.lossy_serde,
         )
 
         make_client = functools.partial(self._settings.client, environment=self._environment)
-        self.worker_side = WorkerSide(make_client, identity, groups, gpu, self._environment)
+        self.worker_side = WorkerSide(make_client, identity, groups, gpu, self._environment, telemetry=self._telemetry)
         if parallel.world_size == 1:
             _lone_workers[self._instance_id] = self.worker_side
         self._await_server(self.worker_side.client)
@@ -314,6 +330,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Tensor-parallel ranks of an MLA model all hold the same KV."""
         parallel = self._vllm_config.parallel_config
         return int(parallel.tensor_parallel_size) if mla_enabled(self._vllm_config.model_config) else 1
+
+    def _stores_for_kv_rank(self, rank: int) -> bool:
+        return rank % self._workers_per_kv_rank == 0
 
     @property
     def _kv_ranks(self) -> int:
@@ -458,14 +477,16 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self.worker_side.start_stores(metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        ended = self._ended_loads()
+        ended = self._ended_loads(finished_req_ids)
         return ENGINE.transfer_results(finished_recving=ended.requests, failed_recving=ended.failed_requests)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """What engines call that know no results of whole requests: then no load fails as a whole."""
-        return None, self._ended_loads().requests or None
+        return None, self._ended_loads(finished_req_ids).requests or None
 
-    def _ended_loads(self) -> EndedLoads:
+    def _ended_loads(self, ended_requests: set[str]) -> EndedLoads:
+        if self._telemetry is not None:
+            self._telemetry.requests_ended(ended_requests)
         ended = self.worker_side.ended_loads() if self.worker_side is not None else EndedLoads()
         self._failed_blocks |= ended.failed_blocks
         return ended
@@ -488,6 +509,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.scheduler_side.close()
         if self.worker_side is not None:
             self.worker_side.close()
+        if self._telemetry is not None:
+            self._telemetry.close()
         if self._server is not None:
             self._server.leave()
             self._server = None

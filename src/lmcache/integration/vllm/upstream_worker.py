@@ -8,6 +8,7 @@ over another request's bytes. Loads go on between steps; the engine keeps their 
 from __future__ import annotations
 
 import logging
+import os
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from lmcache.errors import LayoutRefused, LMCacheError, OrderRefused, ServerUnav
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder, StoreOrder
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.instance_id import instance_name
+from lmcache.integration.engine.store_telemetry import StoreTelemetry, StoringRank
+from lmcache.integration.engine.telemetry_endpoint import TelemetryEndpoint
 from lmcache.integration.engine.worker_side import WorkerSide
 from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN
 from lmcache.integration.vllm.groups import refuse_settings
@@ -99,6 +102,18 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
         self._ended: set[str] = set()  # loads that are to be reported
         self._failed_blocks: set[int] = set()
         self._policy_warnings = LogLimiter()
+        self._telemetry = self._tells_proxy()
+
+    def _tells_proxy(self) -> StoreTelemetry | None:
+        endpoint, strategy = TelemetryEndpoint.read(os.environ), self._strategy
+        if endpoint is None or not self._stores:
+            return None
+        rank = StoringRank(self._model_name, strategy.kv_world_size, strategy.kv_worker_id)
+        return StoreTelemetry(endpoint, rank, self._environment)
+
+    @property
+    def _stores(self) -> bool:
+        return not self._strategy.use_mla or self.is_first_rank_of_pp_group
 
     @property
     def use_mla(self) -> bool:
@@ -137,11 +152,11 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
             self._model_name,
             strategy.kv_world_size,
             strategy.kv_worker_id,
-            stores=not strategy.use_mla or self.is_first_rank_of_pp_group,
+            stores=self._stores,
             lossy_serde=settings.lossy_serde,
         )
         make_client = partial(settings.client, environment=self._environment)
-        self._serve(WorkerSide(make_client, self._identity, [group], gpu, self._environment))
+        self._serve(WorkerSide(make_client, self._identity, [group], gpu, self._environment, telemetry=self._telemetry))
 
     def _serve(self, worker: WorkerSide) -> None:
         hello = connect(worker.client, self._timeout_seconds)
@@ -280,7 +295,7 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
                 hashes = ChunkHashes(hasher.extend(hasher.root(b""), pack_tokens(op.token_ids[: op.end])))
                 stored = hashes[op.start // hasher.chunk_tokens :].packed
                 blocks = array("q", op.block_ids).tobytes()
-                order = StoreOrder(0, serving.hello.server_epoch, salt, stored, (blocks,))
+                order = StoreOrder(0, serving.hello.server_epoch, salt, stored, (blocks,), request_id=request_id)
                 serving.worker.start_stores(ConnectorMetadata(stores=[order]))
             except LMCacheError as error:
                 log.debug("Request %s is not stored: %s", request_id, error)
@@ -293,6 +308,8 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
 
         The engine gives a finished request's blocks back when it is named in either, and knows it no more from then on:
         one that was aborted while it loads is named when the load has ended, and only then."""
+        if self._telemetry is not None:
+            self._telemetry.requests_ended(finished_req_ids)
         if self.worker_side is not None and self._lookups is not None:
             self._end_loads(self.worker_side, self._lookups, finished_req_ids)
         ended, self._ended = self._ended, set()
@@ -336,6 +353,8 @@ class LMCacheMPWorkerAdapter(CalledAsDeclared):
             worker.close()
         if self._lookups is not None:
             self._lookups.close()
+        if self._telemetry is not None:
+            self._telemetry.close()
 
     # ---- parts -------------------------------------------------------------------------------------------------------
     def _serving(self, op: LoadStoreOp) -> _Serving:

@@ -16,6 +16,7 @@ from lmcache.device.cpu import PagedGroup, describe_group
 from lmcache.device.cuda import Gpu, describe_gpu_group
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder, StoreOrder
 from lmcache.integration.engine.frame_names import WorkerIdentity
+from lmcache.integration.engine.store_telemetry import StoreTelemetry
 from lmcache.integration.engine.worker_side import EndedLoads, WorkerSide
 from lmcache.memory.engine_memory import EngineMemory
 from lmcache.memory.server_memory import ServerMemory
@@ -42,6 +43,7 @@ class WorkerClient(FakeClient):
         self.hello = hello(chunk_tokens=CHUNK_TOKENS)
         self.heartbeat_interval_seconds = 10.0
         self.declared: list[RegisterWorker] = []
+        self.counts: Callable[[], Sequence[int]] = tuple
         self.meet: Callable[[FakeClient], None] = lambda client: None
 
     def start(self) -> None:
@@ -49,6 +51,9 @@ class WorkerClient(FakeClient):
         keeper = threading.Thread(target=lambda: self.meet(self))
         keeper.start()
         keeper.join()
+
+    def report(self, counts: Callable[[], Sequence[int]]) -> None:
+        self.counts = counts
 
     def declare(self, registration: RegisterWorker) -> None:
         self.declared.append(registration)
@@ -70,6 +75,7 @@ class Worker:
         kv_rank: int = 0,
         environment: EngineEnvironment = ENGINE_SYSTEM,
         lossy_serde: str = "",
+        telemetry: StoreTelemetry | None = None,
     ) -> None:
         """`mode`: "shm" or "socket", with "gpu " before it for KV on the fake GPU."""
         storage = torch.zeros(groups, 2, BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.bfloat16)
@@ -99,7 +105,14 @@ class Worker:
             return self.client
 
         gpu = gpu_of(the_fake_cuda(), storage, self.groups) if on_gpu else None
-        self.side = WorkerSide(make_client, identity, self.groups, gpu, environment)  # type: ignore[arg-type]
+        self.side = WorkerSide(
+            make_client,  # type: ignore[arg-type]
+            identity,
+            self.groups,
+            gpu,
+            environment,
+            telemetry=telemetry,
+        )
         self.slots_given = array("Q", [4096 + SLOT_BYTES * i for i in range(16)])
         self.client.answers["reserve"] = self.reserve
         self.client.answers["commit"] = lambda message: CommitReply(len(message.written))
@@ -125,9 +138,12 @@ class Worker:
         for layer in self.layers:
             layer.copy_(torch.randn(layer.shape, generator=generator))
 
-    def store(self, job: int, blocks: list[list[int]], hashes: bytes, server_epoch: bytes = EPOCH) -> None:
+    def store(
+        self, job: int, blocks: list[list[int]], hashes: bytes, server_epoch: bytes = EPOCH, request_id: str = ""
+    ) -> None:
         packed = tuple(array("q", group).tobytes() for group in blocks)
-        self.side.start_stores(ConnectorMetadata(stores=[StoreOrder(job, server_epoch, "", hashes, packed)]))
+        order = StoreOrder(job, server_epoch, "", hashes, packed, request_id=request_id)
+        self.side.start_stores(ConnectorMetadata(stores=[order]))
 
     def load(
         self,

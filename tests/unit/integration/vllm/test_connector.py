@@ -21,6 +21,8 @@ from lmcache.integration.vllm import vllm_v1_adapter as impl_module
 from lmcache.integration.vllm.connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
+from polling import until
+from support.telemetry_proxy import telemetry_proxy
 from unit.integration.vllm.fakes import request
 from unit.integration.vllm.test_new_weights import engine_of, lookups, name_of
 
@@ -169,6 +171,36 @@ def test_an_engine_that_lacks_something_is_said_once_and_goes_on(
     assert scheduler.request_finished(request, []) == (False, None)
     for side in (worker, scheduler):
         side.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("stores", "rank", "mla", "kv_ranks"),
+    [(True, 1, False, [(2, 1)]), (True, 0, True, [(1, 0)]), (True, 1, True, []), (False, 0, False, [])],
+    ids=["rank 1", "first of MLA", "second of MLA", "consumer"],
+)
+def test_a_proxy_is_told_of_each_request_also_where_nothing_is_cached(
+    engine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    stores: bool,
+    rank: int,
+    mla: bool,
+    kv_ranks: list[tuple[int, int]],
+) -> None:
+    engine.kv_transfer_config.is_kv_producer = stores
+    engine.parallel_config = SimpleNamespace(world_size=2, tensor_parallel_size=2, rank=rank)
+    engine.model_config = SimpleNamespace(model="model", use_mla=mla)
+    with telemetry_proxy() as proxy:
+        monkeypatch.setenv("LMCACHE_REQUEST_TELEMETRY_TYPE", "fastapi")
+        monkeypatch.setenv("LMCACHE_REQUEST_TELEMETRY_ENDPOINT", proxy.url)
+        LMCacheMPConnector(engine, KVConnectorRole.SCHEDULER, None).shutdown()
+        worker = LMCacheMPConnector(engine, KVConnectorRole.WORKER, None)
+        for finished in (worker.get_finished, worker.get_transfer_results):
+            finished(set())
+            finished({finished.__name__})
+        if kv_ranks:
+            until(lambda: proxy.told == ["get_finished", "get_transfer_results"])
+        worker.shutdown()
+    assert sorted({(event["world_size"], event["kv_rank"]) for event in proxy.events}) == kv_ranks
 
 
 def test_an_engine_inside_ends_its_server_although_its_own_class_has_no_end(
