@@ -10,6 +10,7 @@ from lmcache.core.key_batch import SLOT_BYTES
 from lmcache.integration.engine.inflight_prefixes import PrefixState
 from lmcache.integration.engine.latency_model import Tier
 from lmcache.integration.engine.request_state import RequestState
+from lmcache.integration.vllm.handover import is_handed_over
 from lmcache.integration.vllm.tracked_request import SchedulerParts, TrackedRequest
 
 log = logging.getLogger("lmcache.vllm")
@@ -48,8 +49,9 @@ class HitLookups:
         return True
 
     def _look_up(self, tracked: TrackedRequest) -> bool:
-        tracked.worth_loading = None
-        recompute = not self._parts.worth_loading(Tier.L2, tracked.session.token_count)
+        # What another engine has handed over is loaded: that engine was to compute it, and not this one.
+        tracked.worth_loading = True if tracked.session.source is not None else None
+        recompute = not (tracked.worth_loading or self._parts.worth_loading(Tier.L2, tracked.session.token_count))
         deadline_seconds = self._parts.options.lookup_timeout_seconds
         if not self._lookups.lookup(tracked.session, recompute=recompute, deadline_seconds=deadline_seconds):
             return False
@@ -59,7 +61,7 @@ class HitLookups:
     def matched_tokens(self, tracked: TrackedRequest, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: not known yet."""
         if not self._parts.options.loads:
-            return 0
+            return None if self._awaits_names(tracked) else 0
         self._parts.prefixes.on_waiting(tracked.request_id)
         progress = self._answered(tracked, request)
         if progress is Progress.ANSWERED:
@@ -126,6 +128,16 @@ class HitLookups:
             tracked.move(RequestState.LATE)
             return Progress.FAILED
         return progress
+
+    def _awaits_names(self, tracked: TrackedRequest) -> bool:
+        """A request that is handed over may have one step only: the chunks that it computes must have names by then.
+        Waits within what is left of this step's budget; the call itself has a deadline."""
+        if not is_handed_over(tracked.request) or tracked.session.append is None:
+            return False
+        started = self._parts.clock.monotonic()
+        progress = self._lookups.take_hashes(tracked.session, 0.0 if self._engine_busy else self._wait_seconds)
+        self._wait_seconds = max(0.0, self._wait_seconds - (self._parts.clock.monotonic() - started))
+        return progress is Progress.WAITING
 
     def _drop_answer(self, tracked: TrackedRequest) -> None:
         """Its lease ends with the session's next lookup, or with the session; another server has none of it."""
