@@ -27,8 +27,8 @@ OF_OTHER = keys(8, seed=2)
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No deadline ends what is waited for here."""
-    for name in ("PEER_LOAD_FLOOR_SECONDS", "PEER_IDLE_SECONDS", "PEER_HELLO_SECONDS", "MAX_PEER_WAIT_SECONDS"):
+    """No deadline of a load ends what is waited for here, and none of a lookup soon."""
+    for name in ("PEER_LOAD_FLOOR_SECONDS", "PEER_IDLE_SECONDS", "PEER_HELLO_SECONDS"):
         monkeypatch.setattr(limits, name, 3600.0)
 
 
@@ -93,7 +93,7 @@ def test_lookups_of_others_do_not_wait_for_hinted_ones() -> None:
                 Liar(answers_lookups((), count), honest) as silent,
                 reading([silent.address, honest.address], **PATIENT) as reader,
             ):
-                hint = Hint(silent.address, b"", wait_seconds=3600.0)
+                hint = Hint(silent.address, b"", wait_seconds=limits.MAX_PEER_WAIT_SECONDS)
                 asking = [
                     asyncio.ensure_future(reader.runner.ask([key], hint))
                     for key in OF_SILENT[: 2 * limits.L2_MAX_PROBES_IN_FLIGHT]
@@ -131,7 +131,7 @@ def test_the_end_waits_for_no_silent_peer(phase: str) -> None:
         with holding([]) as (honest,):
             async with Liar(script, honest) as silent, reading([silent.address], **PATIENT) as reader:
                 if phase.startswith("a wait"):
-                    hint = Hint(silent.address, b"", wait_seconds=3600.0)
+                    hint = Hint(silent.address, b"", wait_seconds=limits.MAX_PEER_WAIT_SECONDS)
                     asked = asyncio.ensure_future(reader.runner.ask(OF_SILENT, hint))
                 else:
                     await reader.finds(OF_SILENT)
