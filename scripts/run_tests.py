@@ -5,9 +5,9 @@ Tests with engines and servers mostly wait for one process that starts, so the s
 core to itself. A suite that fails does not end the others. What a suite prints goes to build/logs; of one that fails
 the end is shown.
 
-Tests of engines and servers have deadlines, which a machine that runs all suites at once may miss. The few of a suite
-that failed run once more when nothing runs beside them; the table names how many passed only then, and what they
-printed first stays in the log. A test that fails twice has failed.
+Many tests wait for engines, servers and threads, and have deadlines, which a machine that runs all suites at once may
+miss. The few of a suite that failed run once more when nothing runs beside them; the table names how many passed only
+then, and what they printed first stays in the log. A test that fails twice has failed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ class Suite:
     command: tuple[str, ...]
     niceness: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
-    waits: bool = False  # its tests wait for engines and servers: the few that fail run again alone
 
 
 LANES = (
     (
-        Suite("engines", (*PYTEST, "tests/e2e", "tests/gpu", "tests/hicache"), environment=REQUIRED, waits=True),
-        Suite("processes", (*PYTEST, "tests/process"), environment=REQUIRED, waits=True),
+        Suite("engines", (*PYTEST, "tests/e2e", "tests/gpu", "tests/hicache"), environment=REQUIRED),
+        Suite("processes", (*PYTEST, "tests/process"), environment=REQUIRED),
     ),
     (
         Suite("C++", ("make", "--no-print-directory", "native-test"), niceness=5),
@@ -86,7 +85,7 @@ def run_lanes(lanes: Sequence[Sequence[Suite]], run: Callable[[Suite], tuple[boo
             outcomes[suite.name] = Outcome(suite.name, result, seconds)
             end = output.rstrip().splitlines()[-(1 if passed else SHOWN_LINES) :]
             print("\n".join([f"==== {suite.name}: {result} after {seconds:.0f} s", *end]), flush=True)
-            failed = [] if passed or not suite.waits else failed_tests(output)
+            failed = [] if passed else failed_tests(output)
             if 0 < len(failed) <= MOST_AGAIN:
                 repeated.append((suite, failed))
 

@@ -35,10 +35,9 @@ def test_a_suite_that_fails_ends_no_other_one(capsys: pytest.CaptureFixture[str]
     assert "first line of a" in printed and "first line of b" not in printed
 
 
-@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("passes_alone", [True, False])
 @pytest.mark.parametrize("failures", [0, 1, MOST_AGAIN, MOST_AGAIN + 1])
-def test_the_few_that_fail_beside_others_run_again_alone(waits: bool, passes_alone: bool, failures: int) -> None:
+def test_the_few_that_fail_beside_others_run_again_alone(passes_alone: bool, failures: int) -> None:
     names = [f"tests/process/test_a.py::test_b[of {number} - c]" for number in range(failures)]
     summary = "\n".join(f"FAILED {name} - AssertionError: x" for name in names)
     ran: list[tuple[str, ...]] = []
@@ -47,8 +46,8 @@ def test_the_few_that_fail_beside_others_run_again_alone(waits: bool, passes_alo
         ran.append(suite.command)
         return (passes_alone, "alone") if len(ran) > 1 else (False, f"{summary}\n1 failed")
 
-    outcomes = run_lanes([[Suite("a", ("pytest", "tests/process"), waits=waits)]], run)
-    again = waits and 0 < failures <= MOST_AGAIN
+    outcomes = run_lanes([[Suite("a", ("pytest", "tests/process"))]], run)
+    again = 0 < failures <= MOST_AGAIN
     assert ran == [("pytest", "tests/process"), *([("pytest", *names)] if again else [])]
     assert exit_code(outcomes) == (0 if again and passes_alone else 1)
     assert ("only when run again alone" in table(outcomes)) == (again and passes_alone)
