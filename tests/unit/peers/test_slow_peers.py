@@ -6,6 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from lmcache.core import limits
 from lmcache.core.hint import Hint
 from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
+from lmcache.peers import adapter
 from lmcache.peers.protocol import Found, Kind, Lookup, decode
 from lmcache.peers.sockets import PeerSocket
 from lmcache.testing.frames import keys
@@ -28,8 +30,10 @@ OF_OTHER = keys(8, seed=2)
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No deadline ends what is waited for here."""
-    for name in ("PEER_LOAD_FLOOR_SECONDS", "PEER_IDLE_SECONDS", "PEER_HELLO_SECONDS", "MAX_PEER_WAIT_SECONDS"):
+    for name in ("PEER_LOAD_FLOOR_SECONDS", "PEER_IDLE_SECONDS", "PEER_HELLO_SECONDS"):
         monkeypatch.setattr(limits, name, 3600.0)
+    # Of the adapter alone: it is a bound of a message as well.
+    monkeypatch.setattr(adapter, "limits", SimpleNamespace(**{**vars(limits), "MAX_PEER_WAIT_SECONDS": 3600.0}))
 
 
 def answers_lookups(held: Collection[ObjectKey], on_read: Callable[[], None]) -> Script:
