@@ -88,7 +88,7 @@ class LMCacheControllerManager:
         self._interval_seconds = max(0.1, float(health_check_interval or 10.0))
         self._clock = clock
         self._limiter = LogLimiter(_LOG_SECONDS, clock)
-        self._asks = 0  # under way, those that nobody waits for any more included
+        self._free_asks = threading.BoundedSemaphore(MAX_COORDINATOR_ASKS)
         self._pause_seconds = 0.0  # 0: it answers
         self._paused_until = 0.0
         self._trial: asyncio.Task[None] | None = None
@@ -171,27 +171,27 @@ class LMCacheControllerManager:
     async def _in_thread(self, call: Callable[[], T]) -> T:
         """On a thread of its own: those that a program shares are not held up. ServerUnavailable where that takes too
         long; another LMCacheError where too many have not ended."""
-        if self._asks >= MAX_COORDINATOR_ASKS:
-            raise LMCacheError(f"{MAX_COORDINATOR_ASKS} requests to {self.url} have not ended.")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+        future.add_done_callback(asyncio.Future.exception)  # seen, also where nobody waits any more
 
         def run() -> None:
             try:
                 settle: Callable[[], None] = partial(future.set_result, call())
             except BaseException as error:  # the root of the thread: the awaiting side handles it
                 settle = partial(future.set_exception, error)
+            self._free_asks.release()
             with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
-                loop.call_soon_threadsafe(self._ended, settle)
+                loop.call_soon_threadsafe(settle)
 
-        self._asks += 1
-        threading.Thread(target=run, name="lmcache-coordinator", daemon=True).start()
+        if not self._free_asks.acquire(blocking=False):
+            raise LMCacheError(f"{MAX_COORDINATOR_ASKS} requests to {self.url} have not ended.")
+        try:
+            threading.Thread(target=run, name="lmcache-coordinator", daemon=True).start()
+        except RuntimeError as error:
+            self._free_asks.release()
+            raise LMCacheError(f"{self.url} could not be asked: {error}.") from None
         await asyncio.wait({future}, timeout=ASK_SECONDS)
         if not future.done():
-            future.add_done_callback(asyncio.Future.exception)  # seen, whatever it is
             raise ServerUnavailable(f"{self.url} did not answer within {ASK_SECONDS:g} s.")
         return future.result()
-
-    def _ended(self, settle: Callable[[], None]) -> None:
-        self._asks -= 1
-        settle()

@@ -160,7 +160,8 @@ class ReadConnections:
         if not opening.done():
             _give_up(opening)
             raise asyncio.TimeoutError
-        if opening.cancelled():
+        if self._is_closed:
+            _give_up(opening)
             raise EOFError(_CLOSED)
         return opening.result()
 

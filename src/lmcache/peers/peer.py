@@ -36,6 +36,7 @@ log = logging.getLogger("lmcache.peers")
 _FAULTS = (OSError, EOFError, ProtocolError, asyncio.TimeoutError)
 _LEAST_MEASURED_BYTES = 1 << 20
 _RATE_SHARE = 0.25  # of the latest transfer, in the measured rate
+_LEAST_TIME_SHARE = 0.1  # of a load's time, that is left when it begins
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,11 @@ class Peer:
             if not await self._turns.acquire(deadline):
                 return [LoadOutcome.FAILED] * len(transfer.keys)
             try:
-                if self._load_breaker.is_open:  # by one that this one waited for
+                left_seconds = deadline - loop.time()
+                # Suspended by one that this one waited for; or late because of those, which is no fault of this peer.
+                if self._load_breaker.is_open or left_seconds < _LEAST_TIME_SHARE * transfer.seconds:
                     return [LoadOutcome.FAILED] * len(transfer.keys)
-                return await self._load(replace(transfer, seconds=deadline - loop.time()))
+                return await self._load(replace(transfer, seconds=left_seconds))
             finally:
                 self._turns.release()
         finally:

@@ -85,6 +85,8 @@ def test_changes_are_told_and_members_known() -> None:
         other.tiers[1].add((1, 2), 8192)
         until(lambda: one.is_told(process) and other.is_told(process))
         until(lambda: {member.p2p_advertised_url for member in one.members} == {"a:1", "b:1"})
+        (entry,) = process.fleet.directory.list_keys("", "a", "", 0, 10)[0]
+        assert process.fleet.directory.copies([entry.key]) == [(0, 2, "a", "l1")]  # of two ranks
         one.tiers[0].remove((0, 1))
         until(lambda: one.is_told(process))
         (disk,) = [usage for usage in process.fleet.directory.usage("b") if usage.place.tier == "l2"]

@@ -144,6 +144,7 @@ def test_what_ended_while_a_server_was_away_ends_there_too(coordinator: Coordina
         lambda: (
             server.quotas == {"stays": 2.0, "of the server alone": 5.0}
             and sorted(server.pins.values()) == ["an operator", f"fleet:{kept.pin_id}"]
+            and not fleet.pins.behind()
         )
     )
     assert [(pin.pin_id, state.held) for pin, state in fleet.pins.all()] == [(kept.pin_id, {"a": 2, "b": 2})]

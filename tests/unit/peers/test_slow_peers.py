@@ -6,6 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from lmcache.core import limits
 from lmcache.core.hint import Hint
 from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
+from lmcache.peers import adapter
 from lmcache.peers.protocol import Found, Kind, Lookup, decode
 from lmcache.peers.sockets import PeerSocket
 from lmcache.testing.frames import keys
@@ -27,9 +29,11 @@ OF_OTHER = keys(8, seed=2)
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No deadline of a load ends what is waited for here, and none of a lookup soon."""
+    """No deadline ends what is waited for here."""
     for name in ("PEER_LOAD_FLOOR_SECONDS", "PEER_IDLE_SECONDS", "PEER_HELLO_SECONDS"):
         monkeypatch.setattr(limits, name, 3600.0)
+    # Of the adapter alone: it is a bound of a message as well.
+    monkeypatch.setattr(adapter, "limits", SimpleNamespace(**{**vars(limits), "MAX_PEER_WAIT_SECONDS": 3600.0}))
 
 
 def answers_lookups(held: Collection[ObjectKey], on_read: Callable[[], None]) -> Script:
@@ -93,7 +97,7 @@ def test_lookups_of_others_do_not_wait_for_hinted_ones() -> None:
                 Liar(answers_lookups((), count), honest) as silent,
                 reading([silent.address, honest.address], **PATIENT) as reader,
             ):
-                hint = Hint(silent.address, b"", wait_seconds=limits.MAX_PEER_WAIT_SECONDS)
+                hint = Hint(silent.address, b"", wait_seconds=3600.0)
                 asking = [
                     asyncio.ensure_future(reader.runner.ask([key], hint))
                     for key in OF_SILENT[: 2 * limits.L2_MAX_PROBES_IN_FLIGHT]
@@ -131,7 +135,7 @@ def test_the_end_waits_for_no_silent_peer(phase: str) -> None:
         with holding([]) as (honest,):
             async with Liar(script, honest) as silent, reading([silent.address], **PATIENT) as reader:
                 if phase.startswith("a wait"):
-                    hint = Hint(silent.address, b"", wait_seconds=limits.MAX_PEER_WAIT_SECONDS)
+                    hint = Hint(silent.address, b"", wait_seconds=3600.0)
                     asked = asyncio.ensure_future(reader.runner.ask(OF_SILENT, hint))
                 else:
                     await reader.finds(OF_SILENT)
