@@ -103,6 +103,7 @@ class Half:
         for client in clients:
             if client.memory is not None:
                 client.memory.close()
+        self._pair.world.freeze(0.0, lambda name: name.startswith(self.name + "/"))  # whoever ends is not frozen
         self.engine.connector.shutdown()
         self._pair.world.kill(lambda name: name.startswith(self.name + "/"))
         for client in clients:

@@ -18,6 +18,7 @@ from lmcache.core.hint import Hint
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.key_batch import SLOT_BYTES, ChunkHashes, KeyBatch, NamespaceSet, SlotGrid
 from lmcache.core.outcome import MissReason
+from lmcache.core.rounding import div_ceil
 from lmcache.errors import RemoteError
 from lmcache.protocol.messages import (
     Append,
@@ -188,7 +189,7 @@ class LookupService:
             keys=keys,
             first_chunk=chunks,
             deadline_seconds=min(deadline_seconds, MAX_LOOKUP_DEADLINE_SECONDS),
-            hint=self._hint(query.source) if query.source is not None else None,
+            hint=self._hint(keys, query.source) if query.source is not None else None,
         )
         return self._load(pending, request)
 
@@ -267,7 +268,7 @@ class LookupService:
         """False: there is nothing to wait for at this server."""
         if source.server_epoch != self._server_epoch:
             return False
-        announced = pending.keys[: min(pending.keys.chunks, source.tokens // self._chunk_tokens)]
+        announced = pending.keys[: min(pending.keys.chunks, self._announced_chunks(source))]
         seconds = min(source.wait_seconds, deadline_seconds, limits.MAX_HANDOVER_WAIT_SECONDS)
         give_up_at = self._clock.monotonic() + deadline_seconds
 
@@ -297,12 +298,17 @@ class LookupService:
         if not isinstance(reply, Deferred):
             pending.deferred.answer(reply)
 
-    def _hint(self, source: Source) -> Hint | None:
-        """For peers. None where the source has this server, or one that no server can ask."""
+    def _hint(self, keys: KeyBatch, source: Source) -> Hint | None:
+        """For peers. None where the source has this server, or one that no server can ask. One that has not announced
+        all is not waited for: it knows no positions, and would wait for what nobody stores."""
         if source.server_epoch == self._server_epoch or not source.peer_address:
             return None
-        wait_seconds = min(source.wait_seconds, limits.MAX_HANDOVER_WAIT_SECONDS)
+        is_whole = self._announced_chunks(source) >= keys.chunks
+        wait_seconds = min(source.wait_seconds, limits.MAX_HANDOVER_WAIT_SECONDS) if is_whole else 0.0
         return Hint(source.peer_address, source.server_epoch, wait_seconds)
+
+    def _announced_chunks(self, source: Source) -> int:
+        return div_ceil(source.tokens, self._chunk_tokens)
 
     # ---- waiting for L2 ----------------------------------------------------------------------------------------------
     def _load(self, pending: _PendingLookup, request: PrefetchRequest) -> Deferred:

@@ -188,7 +188,7 @@ def test_nobody_waits_who_does_not_ask_for_it(options: Any, service: Service) ->
 def test_chunks_that_were_not_announced_are_not_waited_for(service: Service) -> None:
     both(service)
     reserved = service.reserve(PROMPT, instance="prefill")
-    asked = Asked(service, chunks(1, 2, 3, 4), source=source(tokens=2 * CHUNK_TOKENS + 1))
+    asked = Asked(service, chunks(1, 2, 3, 4), source=source(tokens=2 * CHUNK_TOKENS))
     service.commit(reserved.reservation, b"\1\1\0", instance="prefill")
     assert asked.look().chunks == 2
     assert ends(service) == {"stored": 1}
@@ -272,8 +272,10 @@ def test_another_server_is_asked_by_its_address(tiered: Service) -> None:
     elsewhere = source(server_epoch=b"o" * 16, peer_address="10.0.0.7:9500", wait_seconds=100.0)
     Asked(tiered, source=elsewhere)
     Asked(tiered, request="e", source=source(server_epoch=b"o" * 16))
+    Asked(tiered, chunks(1, 2, 3, 4), "f", source=elsewhere)  # of the last one nothing was announced
     hints = [request.hint for request, _ in tiered.storage.asked]
-    assert hints == [Hint("10.0.0.7:9500", b"o" * 16, limits.MAX_HANDOVER_WAIT_SECONDS), None]
+    whole = Hint("10.0.0.7:9500", b"o" * 16, limits.MAX_HANDOVER_WAIT_SECONDS)
+    assert hints == [whole, None, Hint("10.0.0.7:9500", b"o" * 16, 0.0)]
 
 
 def test_so_many_wait_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
