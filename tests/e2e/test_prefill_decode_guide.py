@@ -70,7 +70,7 @@ class Tour:
     def ask(self, port: int) -> tuple[int, str]:
         """One engine alone: tokens that it loaded or had, and the answer."""
         body = json.loads((self.reader.folder / "prompt.json").read_text())
-        status, answer = http_json(port, "POST", "/v1/completions", body, 120.0)
+        status, answer = http_json(port, "POST", "/v1/completions", body, 300.0)
         assert status == 200, answer
         details: dict[str, Any] = answer["usage"].get("prompt_tokens_details") or {}
         return int(details.get("cached_tokens") or 0), str(answer["choices"][0]["text"])
