@@ -4,6 +4,7 @@ small model in a network of their own. The answer is that of one engine alone.""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -43,7 +44,9 @@ class Tour:
             "LMCACHE_REQUEST_TELEMETRY_ENDPOINT": proxy.url,
         }
 
-    def start(self, block: str, name: str) -> ManagedProcess:
+    def start(self, block: str, name: str, cpu: int = 0) -> ManagedProcess:
+        """Engines compute on that processor alone: two that share theirs wait for each other in every layer."""
+        self.reader.environment["VLLM_CPU_OMP_THREADS_BIND"] = str(min(cpu, (os.cpu_count() or 1) - 1))
         fitted = block.replace("--l1-size-gb 20", "--l1-size-gb 0.5")
         return self.reader.start(fitted.replace("--port 8200", "--port 8200 --enable-prompt-tokens-details"), name)
 
@@ -70,7 +73,7 @@ class Tour:
     def ask(self, port: int) -> tuple[int, str]:
         """One engine alone: tokens that it loaded or had, and the answer."""
         body = json.loads((self.reader.folder / "prompt.json").read_text())
-        status, answer = http_json(port, "POST", "/v1/completions", body, 120.0)
+        status, answer = http_json(port, "POST", "/v1/completions", body, 300.0)
         assert status == 200, answer
         details: dict[str, Any] = answer["usage"].get("prompt_tokens_details") or {}
         return int(details.get("cached_tokens") or 0), str(answer["choices"][0]["text"])
@@ -83,7 +86,7 @@ def test_the_guide(tmp_path: Path, llama: Path) -> None:
             tour = Tour(tmp_path, llama, proxy)
             with tour.start(SERVER, "server") as server:
                 server.wait_until_ready(HTTP_PORT, "/readyz", 60.0)
-                with tour.start(PREFILL, "prefill") as prefill, tour.start(DECODE, "decode") as decode:
+                with tour.start(PREFILL, "prefill") as prefill, tour.start(DECODE, "decode", 1) as decode:
                     prefill.wait_until_ready(PREFILL_PORT, "/health", START_SECONDS)
                     decode.wait_until_ready(DECODE_PORT, "/health", START_SECONDS)
                     until(lambda: len(http_json(HTTP_PORT, "GET", "/status")[1]["instances"]) == 2)

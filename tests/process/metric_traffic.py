@@ -193,7 +193,9 @@ def follow_changes(watched: Watched, tokens: bytes) -> None:
 
 def tell_a_proxy(watched: Watched) -> None:
     """As a prefill engine does whose proxy waits for what is stored, and did not hear of one request."""
-    watched.engine.client.report(lambda: [3, 1])
+    counts = [0, 0]
+    watched.engine.client.report(lambda: tuple(counts))
+    counts[:] = [3, 1]
     watched.see('lmcache_mp_request_telemetry_requests_total{result="lost"}')
 
 

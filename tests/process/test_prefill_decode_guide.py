@@ -25,7 +25,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "separate_prefill_and_d
 SERVER, PREFILL, DECODE, ROUTER, ASK = re.findall(r"^```bash\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 RPC_PORT, HTTP_PORT = 5555, 8080
 ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8000, 8100, 8200
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 HANDED_OVER = {"lmcache.test": {"address": "10.0.0.1:9500", "tokens": 2000}}
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]

@@ -189,7 +189,8 @@ class Client:
             raise ServerUnavailable(self._reason)
 
     def report(self, counts: Callable[[], Sequence[int]]) -> None:
-        """Beats tell the server how far these have grown: `Ping.counts`, from the start on. They never shrink."""
+        """Beats tell the server how far these grow from now on: `Ping.counts`. They never shrink."""
+        self._counted = counts()
         self._counts = counts
 
     def owner(self, instance_id: str, worker_id: int = _SCHEDULER_SIDE) -> int | None:

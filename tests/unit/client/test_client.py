@@ -253,15 +253,16 @@ def test_a_call_says_why_from_the_moment_that_the_server_is_gone(server: FakeSer
 
 
 def test_beats_tell_how_far_counts_have_grown(server: FakeServer) -> None:
-    counts = [3, 1]
+    counts = [5, 5]
     client = Client(f"localhost:{server.port}", heartbeat_interval_seconds=0.05, map_memory=False)
-    client.report(lambda: tuple(counts))
+    client.report(lambda: tuple(counts))  # what they were before, another client has told
+    counts[:] = [8, 6]
     client.start()
     until(lambda: server.pings)  # of nobody that is registered: it is told again
     client.register(INSTANCE, 10.0)
     client.register(WORKER, 10.0)
     until(lambda: any(ping.worker_id == 0 for ping in server.pings))
-    counts[:] = [3, 4, 2]
+    counts[:] = [8, 9, 2]
 
     def told() -> list[list[int]]:
         return [ping.counts for ping in list(server.pings) if ping.instance_id and any(ping.counts)]

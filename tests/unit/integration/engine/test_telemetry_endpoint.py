@@ -66,9 +66,9 @@ def test_nobody_listens() -> None:
         post(f"http://127.0.0.1:{port}/x")
 
 
-def test_a_name_that_nobody_has() -> None:
-    with pytest.raises(ServerUnavailable, match=r"nothing answers at http://nobody\.invalid"):
-        post("http://nobody.invalid/x")
+def test_a_name_that_nobody_can_have() -> None:
+    with pytest.raises(ServerUnavailable, match=r"nothing answers at http://nnn"):
+        post(f"http://{'n' * 64}/x")
 
 
 def test_an_endpoint_that_says_nothing_ends_with_the_time() -> None:
