@@ -22,6 +22,8 @@ from lmcache.peers.connections import connect
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.protocol import Found, Kind, Lookup
+from lmcache.protocol.messages import Lookup as EngineLookup
+from lmcache.protocol.messages import Source
 from lmcache.testing.processes import CacheServer, free_port
 from polling import until
 from process.support import SmallEngine, held, unpack_slots
@@ -248,3 +250,24 @@ def test_what_a_peer_looked_up_is_kept_for_it_until_it_goes(tmp_path: Path) -> N
         at_a.store(tokens)
         asyncio.run(look_up(at_a.hashes(tokens), at_a.namespace("").digest))
         until(lambda: a.metric("lmcache_mp_p2p_leased_bytes") == 0)
+
+
+def test_a_lookup_that_names_a_server_waits_for_what_is_stored_there(tmp_path: Path) -> None:
+    """Prefill and decode apart, a server each: the first engine's answer names its server, and the second one asks its
+    own server, while the first is still storing."""
+    with servers(tmp_path, [], []) as (a, b), engine_at(a) as at_a, engine_at(b) as at_b:
+        hello = at_a.client.hello
+        assert hello is not None and hello.peer_address == a.peer_address
+        tokens = at_a.tokens(*range(1, 1 + CHUNKS))
+        hashes = at_a.hashes(tokens)
+        reserved = at_a.reserve(hashes)
+        source = Source(at_a.instance_id, hello.peer_address, hello.server_epoch, len(tokens) // 4, 30.0)
+        lookup = EngineLookup(at_b.instance_id, "r", "", 0, tokens, deadline_seconds=60.0, source=source)
+        pending = at_b.client.submit("lookup", lookup, 60.0)
+        until(lambda: a.status()["p2p"]["waiting_lookups"] == 1, tell=a.status)
+        assert not pending.done()
+        at_a.fill(hashes, unpack_slots(reserved.slots))
+        assert at_a.commit(reserved.reservation) == CHUNKS
+        reply = pending.result()
+        assert reply.chunks == CHUNKS and at_b.read(reply)
+        at_b.end("r")
