@@ -90,6 +90,7 @@ class Shape:
     running: int = 6
     events: bool = False  # it tells a router what it and the server have
     sessions: bool = False  # requests that get more input, with images, while they run
+    hands_over: bool = False  # what requests say as if it computed for another engine, or went on where one ended
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -278,11 +279,20 @@ class Engine:
         return folder
 
     # ---- requests ----------------------------------------------------------------------------------------------------
-    def add(self, name: str, tokens: list[int], max_tokens: int, salt: str | None, lora: str | None) -> Request:
+    def add(
+        self,
+        name: str,
+        tokens: list[int],
+        max_tokens: int,
+        salt: str | None,
+        lora: str | None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> Request:
+        more = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params is not None else None
         request = Request(
             name,
             tokens,
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=more),
             None,
             cache_salt=salt,
             lora_request=LoRARequest(lora, int(lora[1:]), str(self._adapter(lora))) if lora else None,

@@ -55,7 +55,16 @@ EXAMPLES: dict[str, m.Message] = {
 
 
 # How many fields were added at the end since the first version.
-ADDED = {"Hello": 1, "Lookup": 2, "Release": 2, "Reserve": 1, "RegisterInstance": 1}
+ADDED = {
+    "Hello": 1,
+    "Lookup": 3,
+    "LookupReply": 1,
+    "Append": 1,
+    "AppendReply": 1,
+    "Release": 2,
+    "Reserve": 1,
+    "RegisterInstance": 1,
+}
 
 
 def golden() -> dict[str, str]:

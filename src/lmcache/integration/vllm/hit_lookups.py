@@ -10,6 +10,7 @@ from lmcache.core.key_batch import SLOT_BYTES
 from lmcache.integration.engine.inflight_prefixes import PrefixState
 from lmcache.integration.engine.latency_model import Tier
 from lmcache.integration.engine.request_state import RequestState
+from lmcache.integration.vllm.partial_chunks import is_computed_for_another
 from lmcache.integration.vllm.tracked_request import SchedulerParts, TrackedRequest
 
 log = logging.getLogger("lmcache.vllm")
@@ -59,7 +60,7 @@ class HitLookups:
     def matched_tokens(self, tracked: TrackedRequest, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: not known yet."""
         if not self._parts.options.loads:
-            return 0
+            return None if self._awaits_names(tracked) else 0
         self._parts.prefixes.on_waiting(tracked.request_id)
         progress = self._answered(tracked, request)
         if progress is Progress.ANSWERED:
@@ -91,6 +92,17 @@ class HitLookups:
             self._lookups.give_back(tracked.session)
             tracked.move(RequestState.RECOMPUTING)
 
+    def _awaits_names(self, tracked: TrackedRequest) -> bool:
+        """Whether a prompt that is computed for another engine waits to be named: the first step of it may be the last,
+        and is to store it. Ends with the answer to the append, its deadline, or a server that answers nothing."""
+        session, clock = tracked.session, self._parts.clock
+        if session.append is None or not is_computed_for_another(tracked.request):
+            return False
+        started = clock.monotonic()
+        progress = self._lookups.take_hashes(session, 0.0 if self._engine_busy else self._wait_seconds)
+        self._wait_seconds = max(0.0, self._wait_seconds - (clock.monotonic() - started))
+        return progress is Progress.WAITING and self._lookups.server_answers(session)
+
     def _answered(self, tracked: TrackedRequest, request: Any) -> Progress:
         """Asks, unless that was done, and takes the answer within what is left of this step's budget for waiting."""
         if tracked.state is RequestState.ANSWERED and tracked.session.server is not self._lookups.client.hello:
@@ -116,8 +128,8 @@ class HitLookups:
         if progress is Progress.ANSWERED:
             tracked.move(RequestState.ANSWERED)
             assert session.answer is not None and session.server is not None
-            self._parts.note_named(tracked, session.answer.chunks)
-            from_l2 = (session.answer.chunks - session.answer.chunks_l1) * session.server.chunk_tokens
+            self._parts.note_named(tracked, session.full_hit_chunks)
+            from_l2 = session.hit_tokens - session.answer.chunks_l1 * session.server.chunk_tokens
             self._parts.note_load(Tier.L2, from_l2, waited_until - session.looked_up_at)
         elif progress is Progress.FAILED:
             tracked.move(RequestState.RECOMPUTING)
@@ -134,19 +146,19 @@ class HitLookups:
 
     def _too_short(self, tracked: TrackedRequest) -> bool:
         hello = self._lookups.client.hello
-        return hello is not None and tracked.session.token_count < hello.chunk_tokens
+        session = tracked.session
+        if hello is None or session.token_count >= hello.chunk_tokens:
+            return False
+        return not session.partial_tokens(hello.chunk_tokens)
 
     def _hit_tokens(self, tracked: TrackedRequest) -> int:
         """Tokens of the answer that is held; 0 where it contradicts itself."""
         session = tracked.session
-        answer, hello = session.answer, session.server
-        assert answer is not None and hello is not None
+        answer, hit_tokens = session.answer, session.hit_tokens
+        assert answer is not None
         slots = self._parts.options.ranks * len(self._parts.options.groups) * answer.chunks
-        if (
-            answer.chunks * hello.chunk_tokens > session.token_count
-            or len(session.hashes) < answer.chunks
-            or len(answer.slots) != slots * SLOT_BYTES
-        ):
+        has_names = bool(hit_tokens) == bool(answer.chunks)
+        if not has_names or hit_tokens > session.token_count or len(answer.slots) != slots * SLOT_BYTES:
             log.error("The answer to the lookup of request %s does not add up: ignored", tracked.request_id)
             return 0
-        return answer.chunks * hello.chunk_tokens
+        return hit_tokens
