@@ -78,6 +78,7 @@ SHAPES = {
     "handed over, decoded": Shape(hands_over=True, block_tokens=8, blocks=80, extra=DECODED),
     "handed over, head": Shape(hands_over=True, head=1, prefix_caching=False, blocks=80),
     "handed over, window": Shape(hands_over=True, window=40, blocks=60),
+    "handed over, events": Shape(hands_over=True, events=True),
     "handed over, sessions": Shape(hands_over=True, sessions=True, block_tokens=8, blocks=120, extra=DECODED),
 }
 HANDED_OVER = ({"do_remote_decode": True, "do_remote_prefill": False}, {SOURCE: {"tokens": 1}})
