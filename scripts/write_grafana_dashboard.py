@@ -143,7 +143,19 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel(
             "Oldest", [value("lease_oldest_seconds", text="lease"), value("reservation_oldest_seconds", text="store")]
         ),
-        Panel("How long", [quantile(0.99, "lease", text="lease"), quantile(0.99, "reservation", text="store")]),
+        Panel(
+            "How long",
+            [
+                quantile(0.99, "lease", text="lease"),
+                quantile(0.99, "reservation", text="store"),
+                quantile(0.99, "handover_wait", text="wait for a prefill engine"),
+            ],
+        ),
+        Panel(
+            "Waits for the chunks of prefill engines",
+            [rate("handover_waits", "outcome")],
+            "Lookups of decode engines that waited until all was stored, until nothing more came, or too long.",
+        ),
         Panel("Chunks of L1", [rate("l1_read", text="leased"), rate("l1_write", text="stored")]),
         Panel(
             "Stores and loads of engines",

@@ -314,6 +314,7 @@ class Server:
             has_l2=bool(adapters) or self._peering is not None,
             counts_ceiling=config.metrics_enabled,
             lossy_serdes=frozenset(adapter.serde.lossy for adapter in adapters if adapter.serde),
+            peer_address=self._peering.address if self._peering is not None else "",
         )
         context = ServiceContext(
             settings=settings,

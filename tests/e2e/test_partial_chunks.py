@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from e2e.harness import until
-from lmcache.integration.vllm.partial_chunks import SOURCE
+from lmcache.integration.vllm.handover import SOURCE_KEY
 from lmcache.testing.processes import CacheServer, VllmEngine
 from lmcache.testing.tiny_models import sample_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-DECODE: dict[str, Any] = {SOURCE: {"instance": "", "p2p": "", "epoch": "", "tokens": 0}}
+DECODE: dict[str, Any] = {SOURCE_KEY: {"instance": "", "p2p": "", "epoch": "00" * 16, "tokens": 0}}
 # By prompt: blocks of 32 tokens behind the full chunks of 256.
 WHOLE_TOKENS = {1100: 1088, 100: 96, 1056: 1056, 1030: 1024}
 

@@ -155,6 +155,28 @@ def hits_and_stores(watched: Watched) -> None:
             watched.look()
     watched.see("lmcache_mp_l1_evicted_chunks_total")
     watched.see("lmcache_mp_l2_evicted_objects_total")
+    hand_over(watched)
+
+
+def hand_over(watched: Watched) -> None:
+    """Lookups that name the engine that is storing what they ask for: it ends its store, aborts it, or takes long."""
+    engine, hello = watched.engine, watched.engine.client.hello
+    assert hello is not None
+    for outcome, first, seconds in (("stored", 7000, 60.0), ("gone", 7100, 60.0), ("late", 7200, 0.05)):
+        tokens = watched.tokens(first)
+        hashes = engine.hashes(tokens)
+        reserved = engine.reserve(hashes)
+        engine.fill(hashes, unpack_slots(reserved.slots))
+        source = m.Source(engine.instance_id, "", hello.server_epoch, len(tokens) // 4, seconds)
+        message = m.Lookup(engine.instance_id, outcome, "", 0, tokens, deadline_seconds=60.0, source=source)
+        pending = engine.client.submit("lookup", message, CALL_SECONDS)
+        if outcome != "late":
+            assert not pending.wait(0.05)
+            engine.commit(reserved.reservation, bytes(CHUNKS) if outcome == "gone" else b"")
+        pending.result()
+        watched.see(f'lmcache_mp_handover_waits_total{{outcome="{outcome}"}}')
+        engine.commit(reserved.reservation, bytes(CHUNKS))
+        engine.end(outcome)
 
 
 def follow_changes(watched: Watched, tokens: bytes) -> None:

@@ -23,6 +23,7 @@ class Copies:
     before_load: Callable[[list[int]], None]
     before_store: Callable[[list[int], dict[int, bytes]], None]
     load_seconds: float | None = None  # of every load; None: as the dice say
+    store_seconds: float | None = None  # of every store, likewise
     # By namespace and chunk hash: the same name, the same bytes.
     stored: dict[tuple[bytes, bytes], list[bytes]] = field(default_factory=dict)
 
@@ -63,7 +64,7 @@ class SimCopier:
             assert before == self._copies.snapshot(self._memory[group], real), "a block was reused before it was stored"
             return self._real.submit_store(group, slots, blocks, hashes, template)
 
-        return self._submit(run)
+        return self._submit(run, self._copies.store_seconds)
 
     def submit_load(
         self, group: int, slots: bytes, blocks: bytes, hashes: bytes, digest: bytes, fence: None = None
@@ -96,6 +97,10 @@ class SimCopier:
     def wait(self, number: int, seconds: float) -> bytes | None:
         self._copies.world.block(lambda: number in self._results, seconds)
         return self._results.pop(number, None)
+
+    def die(self) -> None:
+        """With its process: what has not been copied never is."""
+        self._waiting.clear()
 
     def close(self) -> None:
         self._closed = True

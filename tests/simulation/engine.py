@@ -91,6 +91,7 @@ class Shape:
     events: bool = False  # it tells a router what it and the server have
     sessions: bool = False  # requests that get more input, with images, while they run
     hands_over: bool = False  # what requests say as if it computed for another engine, or went on where one ended
+    role: str = "kv_both"
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -141,7 +142,7 @@ def _configs(
         kv_transfer_config=KVTransferConfig(
             kv_connector=SimulatedConnector.__name__,
             kv_connector_module_path=SimulatedConnector.__module__,
-            kv_role="kv_both",
+            kv_role=shape.role,
             engine_id=engine_id,
             kv_connector_extra_config={
                 "lmcache.mp.heartbeat_interval": 2.0,
@@ -254,6 +255,7 @@ class Engine:
         self.chains: dict[str, Chain] = {}
         self.live: dict[str, Request] = {}
         self.finished: list[Request] = []
+        self.told: dict[str, Any] = {}  # what the answers of requests had under `kv_transfer_params`
         self.in_flight: deque[tuple[Any, list[_Scheduled]]] = deque()
         self.loaded_tokens = self.steps = self.preemptions = 0
         self.weights = 0  # their version: other weights give every position another KV
@@ -288,11 +290,11 @@ class Engine:
         lora: str | None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> Request:
-        more = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params is not None else None
+        extra_args = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params is not None else None
         request = Request(
             name,
             tokens,
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=more),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args),
             None,
             cache_salt=salt,
             lora_request=LoRARequest(lora, int(lora[1:]), str(self._adapter(lora))) if lora else None,
@@ -349,7 +351,8 @@ class Engine:
         results = [self._run_worker(rank, output, scheduled) for rank in range(self.shape.ranks)]
         result = self._aggregator.aggregate(results)
         self.world.sleep(self.world.random.choice((0.0, 0.001, 0.005, 0.02)))
-        self.scheduler.update_from_output(output, result)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            self.told.update({each.request_id: each.kv_transfer_params for each in outputs.outputs if each.finished})
         if self.shape.head:
             self.scheduler.update_draft_token_ids(self._drafts([share.request for share in scheduled]))
         self._retire()

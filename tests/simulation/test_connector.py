@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 
 from lmcache.core.key import ObjectKey
 from lmcache.integration.engine.request_state import RequestState
-from lmcache.integration.vllm.partial_chunks import SOURCE
+from lmcache.integration.vllm.handover import SOURCE_KEY
 from seeds import FIXED_SEED, SEED
 from simulation.copier import Copies, SimCopier
 from simulation.engine import Engine, Shape
@@ -81,7 +81,8 @@ SHAPES = {
     "handed over, events": Shape(hands_over=True, events=True),
     "handed over, sessions": Shape(hands_over=True, sessions=True, block_tokens=8, blocks=120, extra=DECODED),
 }
-HANDED_OVER = ({"do_remote_decode": True, "do_remote_prefill": False}, {SOURCE: {"tokens": 1}})
+ELSEWHERE = {"instance": "other", "p2p": "", "epoch": "00" * 16, "tokens": 1}
+HANDED_OVER = ({"do_remote_decode": True, "do_remote_prefill": False}, {SOURCE_KEY: ELSEWHERE})
 
 
 class _Errors(logging.Handler):

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from lmcache.integration.vllm.partial_chunks import SOURCE
+from lmcache.integration.vllm.handover import SOURCE_KEY
 from simulation.engine import Shape
 from simulation.network import SimServer
 from simulation.test_connector import L1_BYTES, Run, _Errors
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 BLOCK, CHUNK_BLOCKS = 16, 4
 CHUNK = BLOCK * CHUNK_BLOCKS
 PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-DECODE: dict[str, Any] = {SOURCE: {"instance": "engine", "p2p": "", "epoch": "", "tokens": 1}}
+DECODE: dict[str, Any] = {SOURCE_KEY: {"instance": "engine", "p2p": "", "epoch": "00" * 16, "tokens": 1}}
 ALWAYS_LOAD = {"lmcache.mp.load_or_recompute": False}
 SHAPES = {
     "plain": Shape(),

@@ -144,9 +144,13 @@ class World:
             if belongs(turn.name):
                 turn.frozen_until = self.now + seconds
 
-    def close(self) -> None:
-        while self._turns:
-            turn = self._turns[0]
+    def kill(self, belongs: Callable[[str], bool]) -> None:
+        """Those threads end where they wait."""
+        for turn in [turn for turn in self._turns if belongs(turn.name)]:
             turn.killed = True
             with contextlib.suppress(AssertionError):
                 self._resume(turn)
+
+    def close(self) -> None:
+        while self._turns:
+            self.kill(lambda name: True)

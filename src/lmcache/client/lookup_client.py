@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
+
 from lmcache.client.content_extras import ContentSpan, content_extras
 from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.client.release_outbox import ReleaseOutbox
@@ -16,7 +18,7 @@ from lmcache.core.chunking import TOKEN_BYTES
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.key_batch import NO_HASHES, ChunkHashes
 from lmcache.errors import LMCacheError
-from lmcache.protocol.messages import Append, AppendReply, EndSession, HelloReply, Lookup, LookupReply, Release
+from lmcache.protocol.messages import Append, AppendReply, EndSession, HelloReply, Lookup, LookupReply, Release, Source
 
 if TYPE_CHECKING:
     from lmcache.client.client import Client
@@ -65,6 +67,7 @@ class RequestSession:
     answer: LookupReply | None = None  # its lease is held
     resumed: bool = False  # the engine had blocks for it before: it waits again because it was preempted
     trace_parent: str = ""  # W3C Trace Context; "" for none
+    source: Source | None = None  # that computed the beginning of this request
     hashes: ChunkHashes = NO_HASHES  # of the leading full chunks, as far as they are known
     partial_unit_tokens: int = 0  # what follows them is named, too, as far as it is whole units; 0: it is not
     partial: PartialChunk | None = None  # behind all of `hashes`
@@ -141,7 +144,10 @@ class LookupClient:
         hello = self._server_to_ask()
         if hello is None:
             return False
-        ends = deadline_seconds, recompute, session.resumed, session.trace_parent
+        source = session.source
+        if source is not None and session.resumed:  # it was waited for already
+            source = msgspec.structs.replace(source, wait_seconds=0.0)
+        ends = deadline_seconds, recompute, session.resumed, session.trace_parent, source
         message = Lookup(*self._lacking(session, hello), *ends, session.partial_tokens(hello.chunk_tokens))
         try:
             pending = self.client.submit("lookup", message, deadline_seconds + grace_seconds)

@@ -43,6 +43,11 @@ MAX_CALLS_IN_FLIGHT_PER_CLIENT = 4096
 MAX_UNCONFIRMED_MESSAGES = 16_384  # unconfirmed releases and ends of sessions of one engine
 MAX_DEFERRED_CALLS = 16_384  # of all clients: lookups that wait for L2
 
+# prefill and decode apart
+MAX_HANDOVER_WAITS = 256  # lookups that wait for chunks that another engine is storing
+MAX_HANDOVER_WAIT_SECONDS = 30.0
+HANDOVER_START_SECONDS = 2.0  # from one chunk that was announced to the store of the next one
+
 # changes that engines follow for the KV events of routers
 MAX_CHANGES_PER_CALL = 1024  # looked at, of all indexes
 MAX_CHUNKS_ASKED_FOR = 1024  # in one call, beside what has changed
@@ -86,6 +91,7 @@ L2_BREAKER_MAX_OPEN_SECONDS = 60.0
 L2_RETRY_BACKOFF_SECONDS = 0.05  # before the first retry, then doubled
 L2_MAX_READS_IN_FLIGHT = 8  # operations an adapter, running or abandoned
 L2_MAX_PROBES_IN_FLIGHT = 8  # beside the loads
+L2_MAX_WAITS_IN_FLIGHT = 32  # probes an adapter that wait for what others are storing
 L2_MAX_WRITES_IN_FLIGHT = 4
 # Of one search of a bucket or a Redis server, which itself says when it ends.
 MAX_L2_LISTED_OBJECTS = 1 << 26
@@ -193,6 +199,7 @@ assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_W
 
 assert MAX_PEER_KEYS * 64 + MIB <= MAX_PEER_MESSAGE_BYTES and MAX_L2_BATCH_OBJECTS <= MAX_PEER_READ_KEYS
 assert MAX_PEER_LOADS <= MAX_PEER_SENDS < PEER_SEND_THREADS
+assert L2_MAX_WAITS_IN_FLIGHT < MAX_PEER_LOOKUPS
 
 # runtime plugins
 MAX_RUNTIME_PLUGINS = 64

@@ -332,14 +332,16 @@ class Runner:
         if not unknown or self._draining:
             return ProbeAnswer(known)
         ask: Start[list[int | None]] = partial(self.adapter.probe, unknown)
+        layer = self.layers.probes
         if hint is not None and isinstance(self.adapter, FollowsHints):
             ask = partial(self.adapter.probe_hinted, unknown, hint)
+            layer = self.layers.waits if hint.wait_seconds > 0 else layer
         operation = self.context.operation()
         operation.trial = ask
         was_suspended = self.layers.loads.breaker.is_suspended
         started = self.context.clock.monotonic()
         try:
-            sizes = await self.layers.probes.run(ask, operation)
+            sizes = await layer.run(ask, operation)
         except DeadlineError:
             return ProbeAnswer(known, MissReason.L2_DEADLINE)
         except AdapterError:
@@ -459,7 +461,9 @@ class Runner:
         held = {
             "loads": len(self.layers.loads.deadline.running),
             "stores": len(self.layers.stores.deadline.running),
-            "trials": len(self.layers.loads.breaker.trials) + len(self.layers.probes.trials),
+            "trials": sum(
+                len(layer.trials) for layer in (self.layers.loads.breaker, self.layers.probes, self.layers.waits)
+            ),
             "encoded": len(self._serde.running) if self._serde else 0,
             "leaving": stats.leaving_objects,
             "read": stats.read_objects,

@@ -97,7 +97,7 @@ class ServedPeer:
     # ---- lookups -----------------------------------------------------------------------------------------------------
     async def _lookup(self, number: int, lookup: Lookup) -> None:
         check_keys(lookup)
-        if lookup.wait_ms and self._is_being_stored(lookup) and self._on_wait(1):
+        if lookup.wait_ms and self._first_missing(lookup) is not None and self._on_wait(1):
             waiting = spawn(self._answer_later(number, lookup), "peer-wait")
             self._waiting.add(waiting)
             waiting.add_done_callback(self._wait_ended)
@@ -109,23 +109,36 @@ class ServedPeer:
         self._on_wait(-1)
 
     async def _answer_later(self, number: int, lookup: Lookup) -> None:
+        """What was announced is waited for from one object to the next: each may be staged, or not even reserved."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + lookup.wait_ms / 1000
-        while (left_seconds := deadline - loop.time()) > 0:
-            if not self._is_being_stored(lookup):
+        progress_at = loop.time()
+        deadline = progress_at + lookup.wait_ms / 1000
+        awaited: int | None = None
+        was_staged = False
+        while (now := loop.time()) < deadline:
+            missing = self._first_missing(lookup)
+            if missing is None:
                 break
-            await asyncio.sleep(min(_LOOK_SECONDS, left_seconds))
+            is_staged = self._is_staged(lookup, missing)
+            if missing != awaited or is_staged:
+                awaited, progress_at = missing, now
+            elif was_staged or now - progress_at >= limits.HANDOVER_START_SECONDS:
+                break  # its store has ended without it, or does not begin
+            was_staged = is_staged
+            await asyncio.sleep(min(_LOOK_SECONDS, deadline - now))
         try:
             await self._answer(number, lookup)
         except OSError:
             self._sock.cut()  # `run` sees it
 
-    def _is_being_stored(self, lookup: Lookup) -> bool:
-        """Whether the first of these objects that is not there is being written by an engine."""
-        resident = self._core.resident_each(lookup.digests, lookup.hashes)
-        first = resident.find(0) * CHUNK_HASH_BYTES
-        if first < 0:
-            return False
+    def _first_missing(self, lookup: Lookup) -> int | None:
+        """Position of the first of these objects that is not there."""
+        missing = self._core.resident_each(lookup.digests, lookup.hashes).find(0)
+        return missing if missing >= 0 else None
+
+    def _is_staged(self, lookup: Lookup, position: int) -> bool:
+        """Whether an engine is storing that object."""
+        first = position * CHUNK_HASH_BYTES
         digest, chunk_hash = (keys[first : first + CHUNK_HASH_BYTES] for keys in (lookup.digests, lookup.hashes))
         return self._core.fate_of(digest, chunk_hash) is _native.Fate.BEING_STORED
 

@@ -97,6 +97,7 @@ class HelloReply(Message):
     shm_bytes: int
     lease_ttl_seconds: float
     reservation_ttl_seconds: float
+    peer_address: Name = ""  # HOST:PORT where it serves other servers; "" for nowhere
 
 
 class Ping(Message):
@@ -161,6 +162,17 @@ class Unregister(Message):
 
 
 # ---- lookup (scheduler side) -----------------------------------------------------------------------------------------
+class Source(Message):
+    """The engine that computed the beginning of a request, as that engine's answer names itself (prefill and decode
+    apart). What it is still storing is waited for."""
+
+    instance_id: Name
+    peer_address: Name  # of its server, as in HelloReply
+    server_epoch: ServerEpoch  # of its server
+    tokens: int  # from the beginning on, whose KV it has stored or is storing
+    wait_seconds: float = 0.0
+
+
 class Lookup(Message):
     """Appends tokens to the request's session and asks for the longest prefix. Answered when the answer is final: at
     once when L1 decides, after the L2 loads or their deadline otherwise. Any lease that an earlier lookup of this
@@ -177,6 +189,7 @@ class Lookup(Message):
     recompute: bool = False  # the engine computes sooner than L2 answers: L1 alone decides, and the miss is named so
     resumed: bool = False  # it ran before and was preempted: what it stored itself is no hit, and nothing is counted
     trace_parent: Name = ""  # W3C Trace Context: the `traceparent` that the request came with
+    source: Source | None = None
     # Above 0: the first so many tokens behind the last full chunk are looked up behind it, as a partial chunk.
     partial_tokens: int = 0
 

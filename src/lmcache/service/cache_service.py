@@ -138,6 +138,7 @@ class CacheService:
             shm_bytes=memory.size_bytes,
             lease_ttl_seconds=settings.lease_ttl_seconds,
             reservation_ttl_seconds=settings.reservation_ttl_seconds,
+            peer_address=settings.peer_address,
         )
         return self._access.hello(reply)
 

@@ -25,6 +25,7 @@ class ServiceSettings:
     has_l2: bool  # False: L1 alone decides lookups
     counts_ceiling: bool = True  # what an endless cache would hit
     lossy_serdes: frozenset[str] = frozenset()  # of adapters; "" means nothing
+    peer_address: str = ""  # where this server serves others
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Lookups: tokens in, leased slots out.
 
-L1 is asked first, and what it has is leased at once. The missing suffix is requested from the storage loop; the answer
-waits until that is final or the deadline has passed. A lease that arrives after its lookup has ended is released.
+L1 is asked first, and what it has is leased at once. What another engine is storing for this request is waited for. The
+missing suffix is requested from the storage loop; the answer waits until that is final or the deadline has passed. A
+lease that arrives after its lookup has ended is released.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import NamedTuple
 
 from lmcache._native import Fate
 from lmcache.core import limits
+from lmcache.core.hint import Hint
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.key_batch import SLOT_BYTES, ChunkHashes, KeyBatch, NamespaceSet, SlotGrid
 from lmcache.core.outcome import MissReason
+from lmcache.core.rounding import div_ceil
 from lmcache.errors import RemoteError
 from lmcache.protocol.messages import (
     Append,
@@ -27,11 +30,13 @@ from lmcache.protocol.messages import (
     LookupKeys,
     LookupReply,
     Release,
+    Source,
 )
 from lmcache.service.context import ServiceContext
+from lmcache.service.handover_waits import HandoverWaits
 from lmcache.service.instances import Instance, InstanceRegistry, Scheduler, TenantCounters
 from lmcache.service.lookup_counts import LookupCounts
-from lmcache.service.message_checks import check_deadline
+from lmcache.service.message_checks import check_deadline, check_source
 from lmcache.service.miss_reasons import MissReasons
 from lmcache.service.named_keys import NamedKeys
 from lmcache.service.session import LeasedPrefix, Session
@@ -62,19 +67,22 @@ class _Query(NamedTuple):
     namespaces: NamespaceSet | None  # None: not every rank has registered
     resumed: bool
     started: float
+    owner: int  # of the leases
+    recompute: bool = False
+    source: Source | None = None  # that is not waited for yet, or has another server
     partial_tokens: int = 0  # of the last chunk; 0: it is a full one
 
 
 @dataclass
 class _PendingLookup:
-    """A lookup whose suffix is being loaded from L2."""
+    """A lookup that waits for chunks that are being stored, or loaded from L2."""
 
     query: _Query
     keys: KeyBatch  # of the longest hit that is possible
     l1_prefix: LeasedPrefix | None
     deferred: Deferred = field(default_factory=Deferred)
     timer: Timer | None = None
-    stop_loading: Callable[[], None] = lambda: None
+    stop: Callable[[], object] = lambda: None
     ended: bool = False
 
     @property
@@ -89,6 +97,8 @@ class LookupService:
         self, context: ServiceContext, registry: InstanceRegistry, sessions: SessionTable, counts: LookupCounts
     ) -> None:
         self._registry = registry
+        self._server_epoch = context.settings.server_epoch
+        self._handovers = HandoverWaits(context, registry)
         self._sessions = sessions
         self._l1 = context.l1
         self._storage = context.storage if context.settings.has_l2 else None
@@ -109,6 +119,8 @@ class LookupService:
     # ---- handlers ----------------------------------------------------------------------------------------------------
     def lookup(self, message: Lookup) -> LookupReply | Deferred:
         check_deadline(message.deadline_seconds)
+        if message.source is not None:
+            check_source(message.source)
         started = self._clock.monotonic()
         instance, scheduler = self._registry.scheduled(message.instance_id)
         plan = self._sessions.plan(instance, message)
@@ -131,13 +143,14 @@ class LookupService:
             session.trace = self._tracer.begin(message.request_id, message.trace_parent)
         hashes = self._named(session, partial_tokens)
         query = _Query(
-            *(instance, session, tenant.counters, hashes, total, namespaces, message.resumed, started, partial_tokens)
+            *(instance, session, tenant.counters, hashes, total, namespaces, message.resumed, started),
+            *(scheduler.owner, message.recompute, message.source, partial_tokens),
         )
         if namespaces is None or not total:
             reason = MissReason.INSTANCE_INCOMPLETE if total else MissReason.TOO_SHORT
             return self._answer(query, None, 0, reason)
         keys = KeyBatch(namespaces, ChunkHashes(query.hashes)[:total])
-        return self._lease(query, keys, scheduler.owner, message.deadline_seconds, recompute=message.recompute)
+        return self._lease(query, keys, message.deadline_seconds)
 
     def lookup_keys(self, message: LookupKeys) -> LookupReply | Deferred:
         """Counted by the probe that went before."""
@@ -150,32 +163,40 @@ class LookupService:
         plan = self._sessions.plan_named(instance, message.request_id, named_keys)
         slots = named_keys.chunks * len(namespaces)
         session = self._sessions.grow(plan, 2 * named_keys.size_bytes + slots * SLOT_BYTES)
-        query = _Query(instance, session, None, named_keys.hashes, named_keys.chunks, namespaces, False, started)
+        query = _Query(
+            *(instance, session, None, named_keys.hashes, named_keys.chunks, namespaces, False, started),
+            owner=scheduler.owner,
+        )
         keys = KeyBatch(namespaces, ChunkHashes(named_keys.hashes))
-        return self._lease(query, keys, scheduler.owner, message.deadline_seconds)
+        return self._lease(query, keys, message.deadline_seconds)
 
     def _lease(
-        self, query: _Query, keys: KeyBatch, owner: int, deadline_seconds: float, *, recompute: bool = False
+        self, query: _Query, keys: KeyBatch, deadline_seconds: float, deferred: Deferred | None = None
     ) -> LookupReply | Deferred:
-        """Answers with the prefix that L1 has, or loads the rest from L2 first."""
+        """Answers with the prefix that L1 has, or waits for the rest first. `deferred`: what a lookup that has waited
+        already was answered with."""
         lease_deadline = self._clock.monotonic() + self._lease_ttl_seconds
-        prefix = self._acquire(owner, keys, lease_deadline)
+        prefix = self._acquire(query.owner, keys, lease_deadline)
         chunks = prefix.chunks if prefix is not None else 0
         if chunks == keys.chunks:
             return self._answer(query, prefix, chunks, None)
+        pending = _PendingLookup(query, keys, prefix, deferred or Deferred())
+        if query.source is not None and self._await_source(pending, query.source, deadline_seconds):
+            return pending.deferred
         if self._storage is None:
             return self._answer(query, prefix, chunks, MissReason.NOT_STORED)
-        if recompute or deadline_seconds <= 0:
-            reason = MissReason.RECOMPUTE_FASTER if recompute else MissReason.L2_DEADLINE
+        if query.recompute or deadline_seconds <= 0:
+            reason = MissReason.RECOMPUTE_FASTER if query.recompute else MissReason.L2_DEADLINE
             return self._answer(query, prefix, chunks, reason)
         request = PrefetchRequest(
-            owner=owner,
+            owner=query.owner,
             lease_deadline=lease_deadline,
             keys=keys,
             first_chunk=chunks,
             deadline_seconds=min(deadline_seconds, MAX_LOOKUP_DEADLINE_SECONDS),
+            hint=self._hint(keys, query.source) if query.source is not None else None,
         )
-        return self._load(_PendingLookup(query, keys, prefix), request)
+        return self._load(pending, request)
 
     def _total_chunks(self, growth: Growth, namespaces: NamespaceSet | None) -> int:
         """How many chunks a hit may have."""
@@ -253,6 +274,53 @@ class LookupService:
         for namespace in prefix.keys.namespaces.namespaces:
             self._l1.core.remove(namespace.digest * len(unreadable), hashes, fate=Fate.CORRUPT)
 
+    # ---- waiting for an engine that stores ---------------------------------------------------------------------------
+    def _await_source(self, pending: _PendingLookup, source: Source, deadline_seconds: float) -> bool:
+        """False: there is nothing to wait for at this server."""
+        if source.server_epoch != self._server_epoch:
+            return False
+        announced = pending.keys[: min(pending.keys.chunks, self._announced_chunks(source))]
+        seconds = min(source.wait_seconds, deadline_seconds, limits.MAX_HANDOVER_WAIT_SECONDS)
+        give_up_at = self._clock.monotonic() + deadline_seconds
+
+        def on_end() -> None:
+            if pending.ended:
+                return
+            pending.ended, pending.query.session.cancel_lookup = True, None
+            self._release_l1_prefix(pending)
+            self._go_on(pending, give_up_at - self._clock.monotonic())
+
+        stop = self._handovers.begin(announced, source.instance_id, seconds, on_end)
+        if stop is None:
+            return False
+        pending.stop = stop
+        pending.query.session.cancel_lookup = lambda: self._cancel(pending)
+        return True
+
+    def _go_on(self, pending: _PendingLookup, deadline_seconds: float) -> None:
+        """From L1 again, which has more now, or as much as it will have."""
+        try:
+            query = pending.query._replace(source=None)
+            reply: LookupReply | Deferred | RemoteError = self._lease(
+                query, pending.keys, deadline_seconds, pending.deferred
+            )
+        except RemoteError as refusal:
+            reply = refusal
+        if not isinstance(reply, Deferred):
+            pending.deferred.answer(reply)
+
+    def _hint(self, keys: KeyBatch, source: Source) -> Hint | None:
+        """For peers. None where the source has this server, or one that no server can ask. One that has not announced
+        all is not waited for: it knows no positions, and would wait for what nobody stores."""
+        if source.server_epoch == self._server_epoch or not source.peer_address:
+            return None
+        is_whole = self._announced_chunks(source) >= keys.chunks
+        wait_seconds = min(source.wait_seconds, limits.MAX_HANDOVER_WAIT_SECONDS) if is_whole else 0.0
+        return Hint(source.peer_address, source.server_epoch, wait_seconds)
+
+    def _announced_chunks(self, source: Source) -> int:
+        return div_ceil(source.tokens, self._chunk_tokens)
+
     # ---- waiting for L2 ----------------------------------------------------------------------------------------------
     def _load(self, pending: _PendingLookup, request: PrefetchRequest) -> Deferred:
         assert self._storage is not None
@@ -263,7 +331,7 @@ class LookupService:
         pending.query.session.cancel_lookup = lambda: self._cancel(pending)
         pending.timer = self._loop.call_later(request.deadline_seconds + _GRACE_SECONDS, lambda: self._give_up(pending))
         try:
-            pending.stop_loading = self._storage.prefetch(request, on_done)
+            pending.stop = self._storage.prefetch(request, on_done)
         except Exception:
             self._end(pending)
             self._release_l1_prefix(pending)
@@ -291,14 +359,14 @@ class LookupService:
         if pending.ended:
             return
         self._end(pending)
-        pending.stop_loading()
+        pending.stop()
         self._metrics.timeouts.inc()
         reply = self._answer(pending.query, pending.l1_prefix, pending.l1_chunks, MissReason.L2_DEADLINE)
         pending.deferred.answer(reply)
 
     def _cancel(self, pending: _PendingLookup) -> None:
         self._end(pending)
-        pending.stop_loading()
+        pending.stop()
         self._release_l1_prefix(pending)
         pending.deferred.answer(
             RemoteError(ErrorCode.CANCELLED, "The request was ended or looked up again before this lookup was final.")

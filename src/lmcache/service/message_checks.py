@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from lmcache.core import limits
 from lmcache.core.key import is_served_layout
 from lmcache.errors import RemoteError
-from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker, TransferMode
+from lmcache.protocol.messages import ErrorCode, RegisterInstance, RegisterWorker, Source, TransferMode
 
 
 def check_name(subject: str, name: str) -> None:
@@ -26,6 +26,12 @@ def check_range(subject: str, value: int, low: int, high: int) -> None:
 def check_deadline(seconds: float) -> None:
     if not math.isfinite(seconds):
         raise RemoteError(ErrorCode.BAD_REQUEST, "The deadline must be a number of seconds.")
+
+
+def check_source(source: Source) -> None:
+    check_range("The source's number of tokens", source.tokens, 0, limits.MAX_TOKENS_PER_SESSION)
+    if not 0 <= source.wait_seconds < math.inf:
+        raise RemoteError(ErrorCode.BAD_REQUEST, "The wait for a source must be a number of seconds from 0.")
 
 
 def check_instance(message: RegisterInstance) -> None:

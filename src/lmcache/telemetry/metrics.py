@@ -169,6 +169,12 @@ class ServiceMetrics(_Group):
     sessions = _gauge("Requests that engines have open")
     leases = _gauge("Leases that engines hold")
     reservations = _gauge("Reservations that workers fill")
+    handover_waits = _counter(
+        "Lookups that waited for chunks that another engine was storing for them, by how that ended: all were stored, "
+        "their store did not come or failed (gone), or the time was over (late)",
+        "outcome",
+    )
+    handover_wait = _latencies("How long lookups waited for such chunks")
     lease = _latencies("How long engines held leases")
     lease_oldest_seconds = _gauge("Age of the oldest lease")
     reservation = _latencies("From a reservation to its commit")

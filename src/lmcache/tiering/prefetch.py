@@ -19,6 +19,7 @@ from lmcache.core.hint import Hint
 from lmcache.core.key import ObjectKey
 from lmcache.core.key_batch import NO_SLOTS, KeyBatch, SlotGrid, pack_keys
 from lmcache.core.outcome import MissReason
+from lmcache.l2.adapter import FollowsHints
 from lmcache.l2.runner import ProbeAnswer, Runner
 from lmcache.memory.ownership import STORAGE_OWNER
 from lmcache.telemetry.tracing import TierTime
@@ -205,7 +206,7 @@ class Prefetch:
         if not unknown:
             return
         patience_seconds = self._patience_seconds(position) if self._has_prefix(sources) else None
-        hint = self._request.hint
+        hint = self._request.hint if isinstance(self._runners[position].adapter, FollowsHints) else None
         if hint is not None and patience_seconds is not None:
             patience_seconds += hint.wait_seconds
         answer = await self._place.ask(position, [keys[index] for index in unknown], patience_seconds, hint)

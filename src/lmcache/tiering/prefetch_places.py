@@ -7,6 +7,9 @@ has no more of their prompt. One that has joined the loads of others has no plac
 A question goes on when whoever asked stops waiting for the answer, with its place: its end tells the breaker, and
 whoever asks next, what the adapter is worth.
 
+Questions that are to wait for what is being stored elsewhere have places of their own: how long they take says nothing
+of the adapter, and nobody else waits behind them.
+
 No deadlock: a place to ask is given back without waiting for another place, and one for loads before the next one.
 """
 
@@ -17,10 +20,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache.clock import Clock
+from lmcache.core import limits
 from lmcache.core.hint import Hint
 from lmcache.core.key import ObjectKey
 from lmcache.l2.runner import ProbeAnswer, Runner
 from lmcache.telemetry.metrics import L2Metrics
+
+
+class _Lane:
+    """Questions to one adapter."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.free = asyncio.Semaphore(max_in_flight)
+        self.asked_at: dict[object, float] = {}  # the oldest first
 
 
 class PrefetchPlaces:
@@ -30,26 +42,27 @@ class PrefetchPlaces:
         """`max_in_flight`: requests an adapter."""
         self._clock = clock
         self._queue_seconds = {runner.name: metrics.l2_prefetch_queue.labels(runner.name) for runner in runners}
-        self._asking = {runner.name: asyncio.Semaphore(max_in_flight) for runner in runners}
-        self._asked_at: dict[str, dict[object, float]] = {runner.name: {} for runner in runners}  # the oldest first
+        self._lanes = {runner.name: _Lane(max_in_flight) for runner in runners}
+        self._waits = {runner.name: _Lane(limits.L2_MAX_WAITS_IN_FLIGHT) for runner in runners}
         self._loading = {runner.name: asyncio.Semaphore(max_in_flight) for runner in runners}
         self.waiting = 0
 
     @property
     def questions(self) -> int:
         """That have no answer yet."""
-        return sum(map(len, self._asked_at.values()))
+        return sum(len(lane.asked_at) for lanes in (self._lanes, self._waits) for lane in lanes.values())
 
     async def ask(
         self, runner: Runner, keys: Sequence[ObjectKey], patience_seconds: float | None, hint: Hint | None = None
     ) -> ProbeAnswer | None:
         """As the adapter's. None when that takes longer than `patience_seconds`, at once when another question has."""
         loop = asyncio.get_running_loop()
-        now_seconds, asked_at = loop.time(), self._asked_at[runner.name]
+        lane = (self._waits if hint is not None and hint.wait_seconds > 0 else self._lanes)[runner.name]
+        now_seconds, asked_at = loop.time(), lane.asked_at
         if patience_seconds is not None and any(now_seconds - at >= patience_seconds for at in asked_at.values()):
             return None
         question = object()
-        asking = loop.create_task(self._ask(question, now_seconds, runner, keys, hint))
+        asking = loop.create_task(self._ask(question, now_seconds, lane, runner, keys, hint))
         asking.add_done_callback(_note_fault)
         try:
             await asyncio.wait({asking}, timeout=patience_seconds)
@@ -60,16 +73,21 @@ class PrefetchPlaces:
         return asking.result() if asking.done() and not asking.cancelled() else None
 
     async def _ask(
-        self, question: object, now_seconds: float, runner: Runner, keys: Sequence[ObjectKey], hint: Hint | None
+        self,
+        question: object,
+        now_seconds: float,
+        lane: _Lane,
+        runner: Runner,
+        keys: Sequence[ObjectKey],
+        hint: Hint | None,
     ) -> ProbeAnswer:
-        asking, asked_at = self._asking[runner.name], self._asked_at[runner.name]
-        await self._take(asking, runner)
-        asked_at[question] = now_seconds
+        await self._take(lane.free, runner)
+        lane.asked_at[question] = now_seconds
         try:
             return await runner.ask(keys, hint)
         finally:
-            del asked_at[question]
-            asking.release()
+            del lane.asked_at[question]
+            lane.free.release()
 
     async def take(self, runner: Runner) -> None:
         """For loads."""

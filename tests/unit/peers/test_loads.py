@@ -216,6 +216,24 @@ def test_a_hint_waits_for_chunks_that_are_being_stored() -> None:
     run(test)
 
 
+def test_a_hint_waits_for_stores_that_begin_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HANDOVER_START_SECONDS", 60.0)
+
+    async def test() -> None:
+        wanted = keys(8)
+        with holding(wanted[:3]) as (holder,):
+            async with reading([holder.address]) as reader:
+                hint = Hint(holder.address, holder.l1.memory.server_epoch, wait_seconds=10.0)
+                asked = asyncio.ensure_future(reader.runner.ask(wanted, hint))
+                await until_true(lambda: holder.listener.status()["waiting_lookups"] == 1)
+                holder.put(wanted[3:5])
+                assert not asked.done()
+                holder.put(wanted[5:])
+                assert (await asked).exist == [True] * 8
+
+    run(test)
+
+
 def test_a_hint_waits_for_nothing_that_nobody_stores() -> None:
     async def test() -> None:
         wanted = keys(8)

@@ -68,13 +68,13 @@ def test_what_did_not_come_is_in_no_measured_rate(monkeypatch: pytest.MonkeyPatc
 
 def test_a_wait_that_runs_out_tells_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        is_being_stored = ServedPeer._is_being_stored  # noqa: SLF001
+        is_staged = ServedPeer._is_staged  # noqa: SLF001
 
         def slowly(served: ServedPeer, *arguments: object) -> bool:
             time.sleep(0.02)
-            return is_being_stored(served, *arguments)  # type: ignore[arg-type]
+            return is_staged(served, *arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(ServedPeer, "_is_being_stored", slowly)
+        monkeypatch.setattr(ServedPeer, "_is_staged", slowly)
         with holding(WANTED[:3]) as (holder,):
             async with reading([holder.address]) as reader:
                 reservation, _ = holder.reserve(WANTED[3:])

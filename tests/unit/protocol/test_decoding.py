@@ -26,6 +26,8 @@ def kinds_of(kind: inspect.Type) -> list[inspect.Type]:
     """The type and all inside it."""
     inner = [kind.item_type] if isinstance(kind, inspect.ListType) else []
     inner += list(kind.item_types) if isinstance(kind, inspect.TupleType) else []
+    inner += list(kind.types) if isinstance(kind, inspect.UnionType) else []
+    inner += [each.type for each in kind.fields] if isinstance(kind, inspect.StructType) else []
     return [kind] + [deeper for each in inner for deeper in kinds_of(each)]
 
 
@@ -37,7 +39,9 @@ def fields_of(message_type: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
 
 @pytest.mark.parametrize("message_type", TYPES, ids=lambda kind: kind.__name__)
 def test_every_field_that_could_be_long_has_a_limit(message_type: Any) -> None:
-    known = (*BOUNDED, inspect.IntType, inspect.FloatType, inspect.BoolType, inspect.TupleType)
+    numbers = (inspect.IntType, inspect.FloatType, inspect.BoolType)
+    nested = (inspect.TupleType, inspect.UnionType, inspect.StructType, inspect.NoneType)
+    known = (*BOUNDED, *numbers, *nested)
     for field in fields_of(message_type):
         for kind in kinds_of(field.type):
             assert isinstance(kind, known), f"{field.name}: {kind}"
@@ -60,6 +64,10 @@ def of_full_length(kind: Any) -> Any:
         return [of_full_length(kind.item_type)] * (kind.max_length or 0)
     if isinstance(kind, inspect.TupleType):
         return [of_full_length(each) for each in kind.item_types]
+    if isinstance(kind, inspect.UnionType):
+        return of_full_length(next(each for each in kind.types if not isinstance(each, inspect.NoneType)))
+    if isinstance(kind, inspect.StructType):
+        return [of_full_length(each.type) for each in kind.fields]
     if isinstance(kind, inspect.StrType):
         return "x" * (kind.max_length or 0)
     if isinstance(kind, BOUNDED):

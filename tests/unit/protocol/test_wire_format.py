@@ -54,10 +54,17 @@ EXAMPLES: dict[str, m.Message] = {
 }
 
 
+WITH_SOURCE = "Lookup with a source"
+LOOKUP_WITH_SOURCE = m.Lookup(
+    *("engine-2", "req-1", "", 0, b"\1\0\0\0"),
+    source=m.Source("engine-1", "10.0.0.7:9500", bytes(range(16)), 8192, 10.0),
+)
+
 # How many fields were added at the end since the first version.
 ADDED = {
     "Hello": 1,
-    "Lookup": 3,
+    "HelloReply": 1,
+    "Lookup": 5,
     "LookupReply": 1,
     "Append": 1,
     "AppendReply": 1,
@@ -73,7 +80,7 @@ def golden() -> dict[str, str]:
 
 def test_every_message_has_an_example() -> None:
     used = {message_type.__name__ for pair in m.METHODS.values() for message_type in pair}
-    assert used == set(EXAMPLES) == set(golden()) - {"error sentence", "call id 258"}
+    assert used == set(EXAMPLES) == set(golden()) - {"error sentence", "call id 258", WITH_SOURCE}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -93,6 +100,11 @@ def test_fields_of_a_later_version_are_ignored(name: str) -> None:
     fields = msgspec.msgpack.decode(wire.encode_payload(example))
     longer = msgspec.msgpack.encode([*fields, "something new"])
     assert wire.decoder_of(type(example)).decode(longer) == example
+
+
+def test_the_source_of_a_lookup_is_encoded_as_ever() -> None:
+    assert wire.encode_payload(LOOKUP_WITH_SOURCE).hex() == golden()[WITH_SOURCE]
+    assert wire.decoder_of(m.Lookup).decode(bytes.fromhex(golden()[WITH_SOURCE])) == LOOKUP_WITH_SOURCE
 
 
 def test_fields_with_defaults_may_be_missing() -> None:

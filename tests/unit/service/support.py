@@ -212,8 +212,10 @@ class Service:
         salt: str = "",
         identity: bytes = b"",
         deadline_seconds: float = 30.0,
+        source: m.Source | None = None,
     ) -> m.LookupReply | Deferred:
-        return self.lookups.lookup(m.Lookup(instance, request, salt, first, tokens, identity, [], deadline_seconds))
+        message = m.Lookup(instance, request, salt, first, tokens, identity, [], deadline_seconds, source=source)
+        return self.lookups.lookup(message)
 
     def lookup(self, request: str, tokens: bytes, first: int = 0, **options: Any) -> m.LookupReply:
         """A lookup that L1 decides; options of `ask`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 from collections.abc import Sequence
 
 import pytest
 
+from lmcache.core import limits
 from lmcache.core.hint import Hint
 from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, MissReason, StoreOutcome
@@ -24,6 +27,7 @@ class Others(Adapter):
     def __init__(self) -> None:
         self.frames: dict[ObjectKey, bytes] = {}
         self.hints: list[Hint | None] = []
+        self.gate: asyncio.Event | None = None  # until it is set, who waits by a hint waits
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         for key, buffer in zip(keys, buffers, strict=True):
@@ -35,6 +39,8 @@ class Others(Adapter):
 
     async def probe_hinted(self, keys: Sequence[ObjectKey], hint: Hint | None) -> list[int | None]:
         self.hints.append(hint)
+        if hint is not None and hint.wait_seconds and self.gate is not None:
+            await self.gate.wait()
         return [len(self.frames[key]) if key in self.frames else None for key in keys]
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
@@ -122,3 +128,43 @@ def test_a_hint_puts_it_first_and_reaches_it() -> None:
         rig.storage.prefetch(request, answers.append)
         until(lambda: answers)
         assert answers[0].chunks == 8 and adapter.hints == [hint]
+
+
+def test_who_waits_by_a_hint_holds_up_nobody_else() -> None:
+    """More than there are places: neither these nor the patience of others are theirs."""
+    configured, adapter = others(0)
+    wanted, coming, hint = keys(8), keys(8, seed=1), Hint("127.0.0.1:9500", b"e" * 16, 60.0)
+    with open_rig([configured], prefetch_max_in_flight=1) as rig:
+        rig.put(wanted, tell=False)
+        adapter.take_from(rig, wanted)
+        adapter.gate = asyncio.Event()
+        answers: queue.Queue[PrefetchResult] = queue.Queue()
+        for _ in range(limits.L2_MAX_PROBES_IN_FLIGHT + 1):
+            request = PrefetchRequest(ENGINE, FOREVER, batch(coming), 0, 60.0, hint)
+            rig.storage.prefetch(request, answers.put)
+        until(lambda: adapter.hints.count(hint) == limits.L2_MAX_PROBES_IN_FLIGHT + 1)
+        assert rig.fetch(wanted).chunks == 8
+        assert answers.empty()
+        rig.storage.call_soon(adapter.gate.set)
+        for _ in range(limits.L2_MAX_PROBES_IN_FLIGHT + 1):
+            assert answers.get(timeout=60).chunks == 0
+
+
+def test_nobody_waits_longer_for_an_adapter_that_follows_no_hint() -> None:
+    """What is there already is not held back for the time that the other one may take."""
+    own, mute = faulty(timeout_seconds=24)
+    configured, adapter = others(1)
+    wanted, more = keys(8), keys(12)
+    with open_rig([own, configured]) as rig:
+        rig.put(wanted, tell=False)
+        adapter.take_from(rig, wanted)
+        mute.stalls.add("probe")
+        rig.storage.call_soon(mute.gate.clear)
+        assert rig.storage.responsive(20)
+        answers: queue.Queue[PrefetchResult] = queue.Queue()
+        hint = Hint("127.0.0.1:9500", b"e" * 16, 600.0)
+        rig.storage.prefetch(PrefetchRequest(ENGINE, FOREVER, batch(more), 0, 24.0, hint), answers.put)
+        result = answers.get(timeout=60)
+        assert (result.chunks, result.miss_reason) == (8, MissReason.L2_DEADLINE)
+        assert not rig.sample("timeouts_total")
+        rig.storage.call_soon(mute.gate.set)

@@ -71,7 +71,7 @@ _contained = functools.partial(contained, log)
 
 
 class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Best effort: a store that is lost is a later miss, so `requires_kv_delivery` is False."""
+    """Best effort: a store that is lost is a later miss."""
 
     def __init__(
         self,
@@ -107,7 +107,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False
+        """An engine that only stores does so for others: vLLM computes again what a preemption took from it."""
+        role = self._kv_transfer_config
+        return bool(role.is_kv_producer and not role.is_kv_consumer)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -187,6 +189,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # Without a process of its own an engine runs no step once its requests have ended.
             await_stores=parallel.world_size > 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING,
             lookup_timeout_seconds=self._settings.lookup_timeout_seconds,
+            handover_timeout_seconds=self._settings.handover_timeout_seconds,
             lookahead_tokens=lookahead_tokens(self._vllm_config),
             longest_drafted_tokens=longest_drafted_tokens(self._vllm_config),
         )
@@ -409,10 +412,11 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are never kept by request: those that a store still reads are pinned one by one."""
-        if self.scheduler_side is not None:
-            self.scheduler_side.request_finished(request, block_ids)
-        return False, None
+        """Blocks are never kept by request: those that a store still reads are pinned one by one. What the answer tells
+        the decode engine is one key, as every connector of an engine adds keys of its own."""
+        if self.scheduler_side is None:
+            return False, None
+        return False, self.scheduler_side.request_finished(request, block_ids)
 
     @_contained(None)
     def _await_pins(self) -> None:

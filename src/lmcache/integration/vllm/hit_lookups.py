@@ -10,7 +10,7 @@ from lmcache.core.key_batch import SLOT_BYTES
 from lmcache.integration.engine.inflight_prefixes import PrefixState
 from lmcache.integration.engine.latency_model import Tier
 from lmcache.integration.engine.request_state import RequestState
-from lmcache.integration.vllm.partial_chunks import is_computed_for_another
+from lmcache.integration.vllm.handover import is_handed_over
 from lmcache.integration.vllm.tracked_request import SchedulerParts, TrackedRequest
 
 log = logging.getLogger("lmcache.vllm")
@@ -49,8 +49,9 @@ class HitLookups:
         return True
 
     def _look_up(self, tracked: TrackedRequest) -> bool:
-        tracked.worth_loading = None
-        recompute = not self._parts.worth_loading(Tier.L2, tracked.session.token_count)
+        # What another engine has handed over is loaded: that engine was to compute it, and not this one.
+        tracked.worth_loading = True if tracked.session.source is not None else None
+        recompute = not (tracked.worth_loading or self._parts.worth_loading(Tier.L2, tracked.session.token_count))
         deadline_seconds = self._parts.options.lookup_timeout_seconds
         if not self._lookups.lookup(tracked.session, recompute=recompute, deadline_seconds=deadline_seconds):
             return False
@@ -96,7 +97,7 @@ class HitLookups:
         """Whether a prompt that is computed for another engine waits to be named: the first step of it may be the last,
         and is to store it. Ends with the answer to the append, its deadline, or a server that answers nothing."""
         session, clock = tracked.session, self._parts.clock
-        if session.append is None or not is_computed_for_another(tracked.request):
+        if session.append is None or not is_handed_over(tracked.request):
             return False
         started = clock.monotonic()
         progress = self._lookups.take_hashes(session, 0.0 if self._engine_busy else self._wait_seconds)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache.integration.vllm.groups import CacheGroup
-
-SOURCE = "lmcache.mp.source"  # key of `kv_transfer_params`: which engine computed the prompt, and where it stored
+from lmcache.integration.vllm.handover import is_handed_over
+from lmcache.protocol.messages import Source
 
 
 def partial_unit_tokens(groups: Sequence[CacheGroup]) -> int:
@@ -23,22 +23,7 @@ def partial_unit_tokens(groups: Sequence[CacheGroup]) -> int:
     return math.lcm(*(group.block_tokens for group in groups))
 
 
-def is_computed_for_another(request: Any) -> bool:
-    """Whether another engine goes on with the prompt of this request."""
-    return _says(request, "do_remote_decode") is True
-
-
-def is_computed_by_another(request: Any) -> bool:
-    """Whether another engine has stored the prompt of this request."""
-    return isinstance(_says(request, SOURCE), dict)
-
-
-def has_partial_chunk(request: Any) -> bool:
+def has_partial_chunk(request: Any, source: Source | None) -> bool:
     """Whether the partial chunk of its prompt is looked up, or stored. Tokens of a session with further input may be
     replaced."""
-    return not request.resumable and (is_computed_for_another(request) or is_computed_by_another(request))
-
-
-def _says(request: Any, key: str) -> Any:
-    parameters = request.kv_transfer_params  # of a client: anything
-    return parameters.get(key) if isinstance(parameters, dict) else None
+    return not request.resumable and (source is not None or is_handed_over(request))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lmcache.client.lookup_client import LOOKUP_SECONDS
 from lmcache.integration.vllm.groups import CacheGroup
+from lmcache.integration.vllm.handover import HANDOVER_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,5 +23,6 @@ class SchedulerOptions:
     media_have_names: bool = True  # requests with images ... are cached
     await_stores: bool = False  # a step ends when its stores have read their blocks: it may be the last one
     lookup_timeout_seconds: float = LOOKUP_SECONDS
+    handover_timeout_seconds: float = HANDOVER_SECONDS  # what another engine gets to store what it has handed over
     lookahead_tokens: int = 0  # behind a chunk, which enter its name because its KV depends on them
     longest_drafted_tokens: int | None = None  # what drafts gets no KV in a step with a longer sequence

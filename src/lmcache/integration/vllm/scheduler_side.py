@@ -26,6 +26,7 @@ from lmcache.integration.engine.latency_model import LatencyModel, StepTimer
 from lmcache.integration.engine.request_state import InvalidTransition, RequestState
 from lmcache.integration.vllm.block_pins import BlockPins
 from lmcache.integration.vllm.decode_store import DecodeStore
+from lmcache.integration.vllm.handover import handover, is_handed_over, source_of
 from lmcache.integration.vllm.hit_lookups import HitLookups
 from lmcache.integration.vllm.identity import content_spans, is_cacheable, request_identity
 from lmcache.integration.vllm.lora_adapters import LoadedAdapter
@@ -112,7 +113,8 @@ class SchedulerSide:
         if hello is not None and not self._parts.fits(hello):
             return
         ahead = self._options.lookahead_tokens
-        unit_tokens = self._parts.partial_unit_tokens if has_partial_chunk(request) else 0
+        source = source_of(request, self._options.handover_timeout_seconds)
+        unit_tokens = self._parts.partial_unit_tokens if has_partial_chunk(request, source) else 0
         least_tokens = hello.chunk_tokens if hello is not None else 0
         is_short = len(request.prompt_token_ids) - ahead < min(least_tokens, unit_tokens or least_tokens)
         if is_short and self._decoded is None:
@@ -127,6 +129,7 @@ class SchedulerSide:
             pack_tokens(request.prompt_token_ids[ahead:]),
             content_spans(request.mm_features, ahead),
             trace_parent=trace_parent(request),
+            source=source,
             partial_unit_tokens=unit_tokens,
         )
         tracked = self.requests[request.request_id] = TrackedRequest(request, session, adapter, ahead)
@@ -239,20 +242,32 @@ class SchedulerSide:
                 tracked.load.unreadable_chunks |= chunks
 
     # ---- the end -----------------------------------------------------------------------------------------------------
-    def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """`block_ids` of every group go back to the engine as soon as this returns, but for those pinned here."""
+    def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """`block_ids` of every group go back to the engine as soon as this returns, but for those pinned here. What the
+        answer tells the engine that goes on with the request, None for nothing."""
         self._parts.adapters.request_ended(request.request_id)
         tracked = self.requests.get(request.request_id)
         if tracked is None:
-            return
+            return None
         if tracked.load is not None:
             if tracked.state is RequestState.LOADING:
                 tracked.move(RequestState.ENDING)
-            return
+            return None
         try:
+            told = self._handed_over(tracked)
             self._steps.keep_decoded(tracked, block_ids)
         finally:
             self._parts.forget(tracked)
+        return told
+
+    def _handed_over(self, tracked: TrackedRequest) -> dict[str, Any] | None:
+        server = tracked.session.server
+        if not (self._options.stores and is_handed_over(tracked.request)):
+            return None
+        if server is None or server is not self._client.hello:
+            return None
+        tokens = tracked.stored_tokens(server.chunk_tokens)
+        return handover(self._parts.lookups.instance_id, server, tokens) if tokens else None
 
     # ---- other weights -----------------------------------------------------------------------------------------------
     def await_pins(self) -> None:

@@ -23,6 +23,7 @@ from lmcache.integration.engine.connection_settings import (
     warn_of_unknown_keys,
 )
 from lmcache.integration.engine.server_order import PRIVATE_FLAGS, ServerOrder, autostart_order, split_options
+from lmcache.integration.vllm.handover import HANDOVER_SECONDS
 from lmcache.transport.curve_keys import CurveFiles
 
 log = logging.getLogger("lmcache.vllm")
@@ -32,13 +33,14 @@ _SAVE_DECODE = "lmcache.mp.save_decode_cache"
 _LOAD_OR_RECOMPUTE = "lmcache.mp.load_or_recompute"
 _LOSSY_SERDE = "lmcache.mp.lossy_serde"
 _LOOKUP_TIMEOUT = "lmcache.mp.lookup_timeout"
+_HANDOVER_TIMEOUT = "lmcache.mp.handover_timeout"
 _AUTOSTART = "lmcache.mp.autostart"
 _SERVER_ARGS, _KEEP = "lmcache.mp.autostart.server_args", "lmcache.mp.autostart.keep"
 _EVENTS_SHARED_L2 = "lmcache.mp.kv_events_shared_l2"
 _WAIT_TIMEOUT = "lmcache.mp.autostart.wait_timeout"
 _KEYS = (
     *(_TIMEOUT, _SAVE_DECODE, _LOAD_OR_RECOMPUTE, _LOSSY_SERDE, _LOOKUP_TIMEOUT),
-    _EVENTS_SHARED_L2,
+    *(_EVENTS_SHARED_L2, _HANDOVER_TIMEOUT),
     *(_AUTOSTART, _SERVER_ARGS, _WAIT_TIMEOUT, _KEEP),
 )
 SHORT_START_SECONDS = 3.0
@@ -77,6 +79,7 @@ class ConnectorSettings(ConnectionSettings):
     autostart: ServerOrder | None = None
     wait_timeout_seconds: float = DEFAULT_WAIT_SECONDS
     lookup_timeout_seconds: float = LOOKUP_SECONDS
+    handover_timeout_seconds: float = HANDOVER_SECONDS
     events_shared_l2: bool = False
 
     def client(
@@ -108,6 +111,7 @@ class ConnectorSettings(ConnectionSettings):
             autostart=_autostart(extra, url, curve) if starts else None,
             wait_timeout_seconds=read_seconds(extra, _WAIT_TIMEOUT, DEFAULT_WAIT_SECONDS),
             lookup_timeout_seconds=read_seconds(extra, _LOOKUP_TIMEOUT, LOOKUP_SECONDS),
+            handover_timeout_seconds=read_seconds(extra, _HANDOVER_TIMEOUT, HANDOVER_SECONDS),
             events_shared_l2=read_flag(extra, _EVENTS_SHARED_L2, default=False),
         )
 

@@ -13,9 +13,10 @@ from lmcache.integration.engine.inflight_prefixes import InflightPrefixes
 from lmcache.integration.engine.latency_model import LatencyModel, Tier
 from lmcache.integration.engine.request_state import RequestState, RequestStateMachine
 from lmcache.integration.vllm.block_pins import BlockPins
+from lmcache.integration.vllm.handover import is_handed_over
 from lmcache.integration.vllm.identity import content_spans
 from lmcache.integration.vllm.lora_adapters import LoadedAdapter, LoraAdapters
-from lmcache.integration.vllm.partial_chunks import is_computed_for_another, partial_unit_tokens
+from lmcache.integration.vllm.partial_chunks import partial_unit_tokens
 from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.protocol.messages import HelloReply, LookupReply
 from lmcache.protocol.tokens import pack_tokens
@@ -91,6 +92,13 @@ class TrackedRequest(RequestStateMachine):
     def was_scheduled(self) -> None:
         self._compared = ()
 
+    def stored_tokens(self, chunk_tokens: int) -> int:
+        """Of the prompt, a partial chunk included, that are stored or are being stored."""
+        session = self.session
+        chunks = min(self.stored_chunks, self.prompt_tokens // chunk_tokens)
+        has_all = session.partial is not None and not self.stores_partial and chunks == len(session.hashes)
+        return chunks * chunk_tokens + (session.partial.tokens if has_all and session.partial is not None else 0)
+
 
 @dataclass
 class SchedulerParts:
@@ -138,7 +146,7 @@ class SchedulerParts:
     def store_from(self, tracked: TrackedRequest, chunk: int) -> None:
         if self.options.stores:
             tracked.stored_chunks = chunk
-            tracked.stores_partial = is_computed_for_another(tracked.request)
+            tracked.stores_partial = is_handed_over(tracked.request)
             self.storing[tracked.request_id] = tracked
 
     def computed_as_named(self, tracked: TrackedRequest) -> bool:
@@ -160,6 +168,7 @@ class SchedulerParts:
 
     def stores_no_more(self, tracked: TrackedRequest) -> None:
         """Nothing more of the request is stored, so nobody waits for it."""
+        tracked.session.partial = None
         self.storing.pop(tracked.request_id, None)
         self.prefixes.on_ended(tracked.request_id)
 

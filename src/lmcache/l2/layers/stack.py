@@ -49,6 +49,9 @@ class LayerStack:
         # A question what the backend has must not queue behind long loads of others.
         self._probe_limit = ConcurrencyLimit(context.name, limits.L2_MAX_PROBES_IN_FLIGHT, self.loads.deadline)
         self.probes = BreakerLayer("loads", context.name, self.loads.circuit, context.on_change, self._probe_limit)
+        # Nor behind questions that wait for what somebody is still storing.
+        self._wait_limit = ConcurrencyLimit(context.name, limits.L2_MAX_WAITS_IN_FLIGHT, self.loads.deadline)
+        self.waits = BreakerLayer("loads", context.name, self.loads.circuit, context.on_change, self._wait_limit)
         self.deletion = AdapterDeletion(context, self.stores.breaker)
         self.eviction = AdapterEviction(context, self.deletion)
         self.capacity = CapacityLayer(context, self.eviction, self.stores.retries)
@@ -56,4 +59,4 @@ class LayerStack:
 
     def close_reads(self) -> None:
         """No load and no probe begins any more. Deletions may: they are a part of the end."""
-        self.loads.limit.is_closed = self._probe_limit.is_closed = True
+        self.loads.limit.is_closed = self._probe_limit.is_closed = self._wait_limit.is_closed = True

@@ -78,6 +78,21 @@ def test_stores_begin_once_whatever_the_engine_calls_in_a_step(
     assert made.worker_side.calls == calls
 
 
+@pytest.mark.parametrize(
+    ("loads", "stores", "requires"), [(True, True, False), (False, True, True), (True, False, False)]
+)
+def test_only_an_engine_that_stores_for_others_has_to_deliver(loads: bool, stores: bool, requires: bool) -> None:
+    role = SimpleNamespace(is_kv_consumer=loads, is_kv_producer=stores)
+    assert connector(_kv_transfer_config=role).requires_kv_delivery is requires
+
+
+def test_what_is_handed_over_is_told_in_the_answer() -> None:
+    told = {"lmcache.mp.source": {"tokens": 256}}
+    side = SimpleNamespace(request_finished=lambda request, blocks: told)
+    assert connector(scheduler_side=side).request_finished("request", [1]) == (False, told)
+    assert connector().request_finished("request", [1]) == (False, None)
+
+
 def test_ended_loads_in_both_forms() -> None:
     made = connector()
     results = made.get_transfer_results(set())

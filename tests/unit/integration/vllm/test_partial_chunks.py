@@ -13,7 +13,8 @@ from lmcache.client.lookup_client import APPEND_SECONDS
 from lmcache.integration.engine.connector_metadata import LoadOrder, StoreOrder, WorkerReport
 from lmcache.integration.vllm.block_pins import MAX_PINNED_FRACTION
 from lmcache.integration.vllm.groups import CacheGroup
-from lmcache.integration.vllm.partial_chunks import SOURCE, has_partial_chunk, partial_unit_tokens
+from lmcache.integration.vllm.handover import SOURCE_KEY, source_of
+from lmcache.integration.vllm.partial_chunks import has_partial_chunk, partial_unit_tokens
 from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.protocol.messages import AppendReply, Empty, LookupReply
@@ -25,7 +26,7 @@ FULL = CacheGroup(BLOCK, ("layer0",))
 COARSE = CacheGroup(2 * BLOCK, ("layer1",))
 WINDOW = CacheGroup(BLOCK, ("layer1",), tail_tokens=511)
 PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
-DECODE: dict[str, Any] = {SOURCE: {"instance": "p", "p2p": "", "epoch": "00", "tokens": 700}}
+DECODE: dict[str, Any] = {SOURCE_KEY: {"instance": "p", "p2p": "", "epoch": "00" * 16, "tokens": 704}}
 PROMPT = 2 * CHUNK + 3 * BLOCK + 5
 NAMES = [bytes([number]) * 32 for number in (1, 2, 9)]
 
@@ -90,8 +91,8 @@ def blocks_of(packed: bytes) -> list[int]:
         ({}, False),
         ({"do_remote_decode": False, "do_remote_prefill": True}, False),
         ({"do_remote_decode": "yes"}, False),
-        ({SOURCE: "somewhere"}, False),
-        ([SOURCE], False),
+        ({SOURCE_KEY: "somewhere"}, False),
+        ([SOURCE_KEY], False),
     ],
 )
 def test_only_what_is_handed_over_has_one(parameters: Any, is_named: bool) -> None:
@@ -99,7 +100,8 @@ def test_only_what_is_handed_over_has_one(parameters: Any, is_named: bool) -> No
     engine.side.on_new_request(prompt := request("a", PROMPT, kv_transfer_params=parameters))
     (lookup,) = engine.client.messages("lookup")
     assert lookup.partial_tokens == (3 * BLOCK if is_named else 0)
-    assert not has_partial_chunk(request("a", 1, kv_transfer_params=parameters, resumable=True))
+    session = request("a", 1, kv_transfer_params=parameters, resumable=True)
+    assert not has_partial_chunk(session, source_of(session, 1.0))
     engine.end(prompt, [])
 
 
@@ -154,6 +156,19 @@ def test_it_is_stored_when_all_of_it_is_computed() -> None:
     (rest,) = engine.side.step_metadata(step(running=[("a", last - 1, 1)])).stores
     assert (blocks_of(rest.blocks[0]), rest.hashes) == ([9, 10, 11, 11], NAMES[2])
     engine.end(prompt, [full, rest])
+
+
+@pytest.mark.parametrize(
+    ("reply", "tokens"), [(named(), 2 * CHUNK + 3 * BLOCK), (AppendReply(0, NAMES[0] + NAMES[1]), 2 * CHUNK)]
+)
+def test_the_next_engine_is_told_of_it(reply: AppendReply, tokens: int) -> None:
+    engine = Engine(loads=False)
+    prompt = request("a", PROMPT, kv_transfer_params=PREFILL)
+    (order,) = engine.prefill(prompt, reply)
+    engine.side.step_ended(output(report=WorkerReport(Counter([order.job]), {}, Counter([order.job]))))
+    told = engine.side.request_finished(prompt, engine.tables)
+    assert told is not None and told[SOURCE_KEY]["tokens"] == tokens
+    engine.side.check_idle()
 
 
 def test_a_server_that_names_none_gets_full_chunks() -> None:

@@ -57,6 +57,7 @@ def test_the_transfer_mode_is_taken(mode: str) -> None:
         ("lmcache.mp.autostart", "perhaps", "it must be true or false"),
         ("lmcache.mp.autostart.wait_timeout", 0, "seconds above 0"),
         ("lmcache.mp.lookup_timeout", -1, "seconds above 0"),
+        ("lmcache.mp.handover_timeout", "soon", "seconds above 0"),
         ("lmcache.mp.autostart.server_args", "--l2-adapter '{", "cannot be split into words, no closing quotation"),
         ("lmcache.mp.kv_events_shared_l2", "perhaps", "true or false"),
         ("lmcache.mp.lossy_serde", True, "the name of a lossy serde"),
