@@ -90,6 +90,7 @@ class Shape:
     running: int = 6
     events: bool = False  # it tells a router what it and the server have
     sessions: bool = False  # requests that get more input, with images, while they run
+    hands_over: bool = False  # what requests say as if it computed for another engine, or went on where one ended
     role: str = "kv_both"
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -22,6 +22,7 @@ pytest.importorskip("vllm")
 
 from lmcache.core.key import ObjectKey
 from lmcache.integration.engine.request_state import RequestState
+from lmcache.integration.vllm.handover import SOURCE_KEY
 from seeds import FIXED_SEED, SEED
 from simulation.copier import Copies, SimCopier
 from simulation.engine import Engine, Shape
@@ -72,7 +73,16 @@ SHAPES = {
     "a window alone": Shape(window=40, alone=True),
     "local attention alone": Shape(local=32, alone=True),
     "a state alone": Shape(state=True, alone=True),
+    "handed over": Shape(hands_over=True),
+    "handed over, overlapped, two ranks": Shape(hands_over=True, overlapped=True, ranks=2),
+    "handed over, decoded": Shape(hands_over=True, block_tokens=8, blocks=80, extra=DECODED),
+    "handed over, head": Shape(hands_over=True, head=1, prefix_caching=False, blocks=80),
+    "handed over, window": Shape(hands_over=True, window=40, blocks=60),
+    "handed over, events": Shape(hands_over=True, events=True),
+    "handed over, sessions": Shape(hands_over=True, sessions=True, block_tokens=8, blocks=120, extra=DECODED),
 }
+ELSEWHERE = {"instance": "other", "p2p": "", "epoch": "00" * 16, "tokens": 1}
+HANDED_OVER = ({"do_remote_decode": True, "do_remote_prefill": False}, {SOURCE_KEY: ELSEWHERE})
 
 
 class _Errors(logging.Handler):
@@ -150,7 +160,8 @@ class Run:
 
     def start_server(self) -> None:
         if self.network.server is None:
-            chunk = self.shape.block_tokens * self.random.choice((1, 1, 2, 2, 4))
+            blocks = (2, 4, 4) if self.shape.hands_over else (1, 1, 2, 2, 4)  # one block leaves no partial chunk
+            chunk = self.shape.block_tokens * self.random.choice(blocks)
             self.network.server = SimServer(self.world, self.objects, chunk, L1_BYTES)
 
     # ---- what the copier asks ----------------------------------------------------------------------------------------
@@ -183,7 +194,13 @@ class Run:
             tokens = self.fresh(self.random.randint(1, 200))
         salt = self.random.choice((None,) * 8 + ("one", "two"))
         lora = self.random.choice((None,) * 14 + ("l1", "l2"))
-        self.engine.add(f"r{self.named}", tokens, self.random.choice((1, 1, 2, 5, 20, 70)), salt, lora)
+        parameters = None
+        if self.shape.hands_over:
+            parameters = self.random.choice((*HANDED_OVER * 2, None))
+            if self.random.random() < 0.5:
+                tokens, lora = self.random.choice(self.texts), None  # the same end again
+        count = self.random.choice((1, 1, 2, 5, 20, 70))
+        self.engine.add(f"r{self.named}", tokens, count, salt, lora, parameters)
 
     def add_session(self) -> None:
         self.named += 1

@@ -6,7 +6,7 @@ import enum
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -41,6 +41,13 @@ class Progress(enum.Enum):
     FAILED = "failed"
 
 
+class PartialChunk(NamedTuple):
+    """The first `tokens` tokens behind the last full chunk, stored under a name of their own."""
+
+    chunk_hash: bytes
+    tokens: int
+
+
 @dataclass
 class RequestSession:
     """A request as the server knows it. Belongs to one thread."""
@@ -56,11 +63,14 @@ class RequestSession:
     lookup: Pending[LookupReply] | None = None  # under way
     looked_up_at: float = 0.0  # when the last lookup was sent
     append: Pending[AppendReply] | None = None  # under way
+    appended_at: float = 0.0  # when the last append was sent
     answer: LookupReply | None = None  # its lease is held
     resumed: bool = False  # the engine had blocks for it before: it waits again because it was preempted
     trace_parent: str = ""  # W3C Trace Context; "" for none
     source: Source | None = None  # that computed the beginning of this request
-    hashes: ChunkHashes = NO_HASHES  # of the leading chunks, as far as they are known
+    hashes: ChunkHashes = NO_HASHES  # of the leading full chunks, as far as they are known
+    partial_unit_tokens: int = 0  # what follows them is named, too, as far as it is whole units; 0: it is not
+    partial: PartialChunk | None = None  # behind all of `hashes`
 
     @property
     def server(self) -> HelloReply | None:
@@ -70,6 +80,40 @@ class RequestSession:
     @property
     def token_count(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def hit_tokens(self) -> int:
+        """Of the answer that is held; 0 where it has more chunks than there are names."""
+        if self.answer is None or self.server is None:
+            return 0
+        beyond_names = self.answer.chunks - len(self.hashes)
+        if beyond_names <= 0:
+            return self.answer.chunks * self.server.chunk_tokens
+        if beyond_names > 1 or self.partial is None:
+            return 0
+        return len(self.hashes) * self.server.chunk_tokens + self.partial.tokens
+
+    @property
+    def full_hit_chunks(self) -> int:
+        """Of the answer that is held, without a partial chunk."""
+        return min(self.answer.chunks, len(self.hashes)) if self.answer is not None else 0
+
+    def partial_tokens(self, chunk_tokens: int) -> int:
+        """How many tokens behind the last full chunk are named as a partial one."""
+        rest_tokens = self.token_count % chunk_tokens
+        return rest_tokens - rest_tokens % self.partial_unit_tokens if self.partial_unit_tokens else 0
+
+    def take_names(self, known: ChunkHashes, packed: bytes, partial_tokens: int, chunk_tokens: int) -> None:
+        """Of an answer: the full chunks behind the `known` ones, and a partial one if it has some tokens."""
+        self.partial = None
+        if partial_tokens and packed:
+            packed, partial_hash = packed[:-CHUNK_HASH_BYTES], packed[-CHUNK_HASH_BYTES:]
+            if partial_tokens == self.partial_tokens(chunk_tokens):  # else the request has got more tokens since
+                self.partial = PartialChunk(partial_hash, partial_tokens)
+        self.hashes = ChunkHashes(known.packed + packed)
+
+    def forget_names(self) -> None:
+        self.hashes, self.partial = NO_HASHES, None
 
 
 class LookupClient:
@@ -104,7 +148,7 @@ class LookupClient:
         if source is not None and session.resumed:  # it was waited for already
             source = msgspec.structs.replace(source, wait_seconds=0.0)
         ends = deadline_seconds, recompute, session.resumed, session.trace_parent, source
-        message = Lookup(*self._lacking(session, hello), *ends)
+        message = Lookup(*self._lacking(session, hello), *ends, session.partial_tokens(hello.chunk_tokens))
         try:
             pending = self.client.submit("lookup", message, deadline_seconds + grace_seconds)
         except LMCacheError as error:
@@ -113,7 +157,8 @@ class LookupClient:
         if not self._note_sent(session, hello):
             return False
         session.lookup, session.append, session.looked_up_at = pending, None, self._clock.monotonic()
-        session.answer, session.hashes = None, NO_HASHES
+        session.answer = None
+        session.forget_names()
         return True
 
     def take_answer(self, session: RequestSession, wait_seconds: float = 0.0) -> Progress:
@@ -128,15 +173,19 @@ class LookupClient:
         if reply is None:
             return Progress.FAILED
         self._probe.heard()
-        if session.server is not self.client.hello or len(reply.hashes) % CHUNK_HASH_BYTES:
+        server = session.server
+        if server is None or server is not self.client.hello or len(reply.hashes) % CHUNK_HASH_BYTES:
             session.sent_tokens = None  # leased by a server that is no more, or no answer to a lookup
             return Progress.FAILED
-        session.hashes, session.answer = ChunkHashes(reply.hashes), reply
+        session.answer = reply
+        session.take_names(NO_HASHES, reply.hashes, reply.partial_tokens, server.chunk_tokens)
         return Progress.ANSWERED
 
     def server_answers(self, session: RequestSession) -> bool:
-        """Whether the answer of the lookup that is under way is worth waiting for: the server still answers at all."""
-        return session.lookup is None or self._probe.check(session.looked_up_at)
+        """Whether the answer of the call that is under way is worth waiting for: the server still answers at all."""
+        if session.lookup is None and session.append is None:
+            return True
+        return self._probe.check(session.looked_up_at if session.lookup is not None else session.appended_at)
 
     # ---- appends -----------------------------------------------------------------------------------------------------
     def append(self, session: RequestSession) -> bool:
@@ -144,7 +193,7 @@ class LookupClient:
         hello = self._server_to_ask()
         if hello is None or (session.last_server is not None and session.server is not hello):
             return False
-        message = Append(*self._lacking(session, hello))
+        message = Append(*self._lacking(session, hello), session.partial_tokens(hello.chunk_tokens))
         try:
             pending = self.client.submit("append", message, APPEND_SECONDS)
         except LMCacheError as error:
@@ -152,7 +201,7 @@ class LookupClient:
             return False
         if not self._note_sent(session, hello):
             return False
-        session.append = pending
+        session.append, session.appended_at = pending, self._clock.monotonic()
         return True
 
     def take_hashes(self, session: RequestSession, wait_seconds: float = 0.0) -> Progress:
@@ -168,9 +217,10 @@ class LookupClient:
             return Progress.FAILED
         known = session.hashes[: reply.first_chunk]
         fits = len(known) == reply.first_chunk and not len(reply.hashes) % CHUNK_HASH_BYTES
-        if session.server is not self.client.hello or not fits:
+        server = session.server
+        if server is None or server is not self.client.hello or not fits:
             return Progress.FAILED
-        session.hashes = ChunkHashes(known.packed + reply.hashes)
+        session.take_names(known, reply.hashes, reply.partial_tokens, server.chunk_tokens)
         return Progress.ANSWERED
 
     # ---- the end of leases and sessions ------------------------------------------------------------------------------
@@ -216,6 +266,7 @@ class LookupClient:
             lookup=None,
             append=None,
             hashes=NO_HASHES,
+            partial=None,
         )
 
     def close(self) -> None:

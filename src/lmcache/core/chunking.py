@@ -11,6 +11,7 @@ from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import ConfigError
 
 TOKEN_BYTES = 4  # packed as u32
+_PARTIAL_MARK = b"lmcache partial chunk 1"
 _NO_EXTRA = bytes(CHUNK_HASH_BYTES)
 
 ALGORITHMS = ("blake3", *sorted(LINKS))
@@ -63,3 +64,17 @@ class ChunkHasher:
             parent = self._link(parent, chunk_tokens, b"" if extra == _NO_EXTRA else extra)
             hashes.append(parent)
         return b"".join(hashes)
+
+    def partial(self, parent: bytes, tokens: bytes | memoryview, extra: bytes = b"") -> bytes:
+        """The hash of a partial chunk, 32 bytes: all of `tokens`, at least one and fewer than a chunk has.
+
+        It names these tokens and those before them, and enters no other hash. How many they are is a part of it, so it
+        is that of no full chunk, nor of a partial chunk of another length. `parent` and `extra` as in `extend`.
+        """
+        count, rest = divmod(memoryview(tokens).nbytes, TOKEN_BYTES)
+        if rest or not 0 < count < self.chunk_tokens:
+            raise ValueError(f"a partial chunk has whole tokens, from 1 to {self.chunk_tokens - 1} of them")
+        mark = _native.blake3(_PARTIAL_MARK + struct.pack("<I", count) + (extra or _NO_EXTRA))
+        if self._link is None:
+            return _native.hash_chunks(tokens, count, parent, mark)
+        return self._link(parent, bytes(tokens), mark)

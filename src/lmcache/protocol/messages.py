@@ -192,6 +192,8 @@ class Lookup(Message):
     resumed: bool = False  # it ran before and was preempted: what it stored itself is no hit, and nothing is counted
     trace_parent: Name = ""  # W3C Trace Context: the `traceparent` that the request came with
     source: Source | None = None
+    # Above 0: the first so many tokens behind the last full chunk are looked up behind it, as a partial chunk.
+    partial_tokens: int = 0
 
 
 class LookupReply(Message):
@@ -203,7 +205,10 @@ class LookupReply(Message):
     lease: int
     hashes: Hashes
     slots: Slots
-    miss_reason: Name = ""  # MissReason value for what lies beyond the hit, "" when everything full hit
+    miss_reason: Name = ""  # MissReason value for what lies beyond the hit, "" when all that was named hit
+    # Above 0: the last of `hashes` names the partial chunk that was asked for, of so many tokens. A hit of as many
+    # chunks as there are hashes has it.
+    partial_tokens: int = 0
 
 
 class Release(Message):
@@ -295,11 +300,13 @@ class Append(Message):
     tokens: Tokens
     identity: Identity = b""
     extras: ExtraList = []
+    partial_tokens: int = 0  # above 0: the first so many tokens behind the last full chunk are named, too
 
 
 class AppendReply(Message):
     first_chunk: int
     hashes: Hashes
+    partial_tokens: int = 0  # as in LookupReply
 
 
 # ---- changes, for the KV events of routers (scheduler side) ----------------------------------------------------------

@@ -61,7 +61,8 @@ class _Query(NamedTuple):
     instance: Instance
     session: Session
     counters: TenantCounters | None  # None: no lookup of a request's tokens, and not counted as one
-    hashes: bytes  # of the session when the lookup came; it may have grown when it is answered
+    # Of the session when the lookup came, and of the partial chunk behind them; it may have grown when it is answered.
+    hashes: bytes
     total_chunks: int  # that a hit may have
     namespaces: NamespaceSet | None  # None: not every rank has registered
     resumed: bool
@@ -69,6 +70,7 @@ class _Query(NamedTuple):
     owner: int  # of the leases
     recompute: bool = False
     source: Source | None = None  # that is not waited for yet, or has another server
+    partial_tokens: int = 0  # of the last chunk; 0: it is a full one
 
 
 @dataclass
@@ -122,11 +124,13 @@ class LookupService:
         started = self._clock.monotonic()
         instance, scheduler = self._registry.scheduled(message.instance_id)
         plan = self._sessions.plan(instance, message)
-        if plan.growth.chunks > limits.MAX_CHUNKS_PER_CALL:
+        # A window or a state ends with a full chunk, so their hits do.
+        partial_tokens = message.partial_tokens if not any(scheduler.profile.tail_tokens) else 0
+        if plan.growth.chunks + bool(partial_tokens) > limits.MAX_CHUNKS_PER_CALL:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A lookup covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
         tenant = self._registry.tenant(instance, scheduler, message.cache_salt)
         namespaces = tenant.of_all_ranks()
-        total = self._total_chunks(plan.growth, namespaces)
+        total = self._total_chunks(plan.growth, namespaces) + bool(partial_tokens)
         slots = total * len(namespaces) if namespaces is not None else 0
         if slots > limits.MAX_SLOTS_PER_CALL:
             raise RemoteError(
@@ -137,9 +141,10 @@ class LookupService:
         if self._tracer is not None and not session.trace_is_drawn:
             session.trace_is_drawn = True
             session.trace = self._tracer.begin(message.request_id, message.trace_parent)
+        hashes = self._named(session, partial_tokens)
         query = _Query(
-            *(instance, session, tenant.counters, session.chain.hashes, total, namespaces, message.resumed, started),
-            *(scheduler.owner, message.recompute, message.source),
+            *(instance, session, tenant.counters, hashes, total, namespaces, message.resumed, started),
+            *(scheduler.owner, message.recompute, message.source, partial_tokens),
         )
         if namespaces is None or not total:
             reason = MissReason.INSTANCE_INCOMPLETE if total else MissReason.TOO_SHORT
@@ -200,6 +205,11 @@ class LookupService:
         # The engine computes the last token itself, from a window or a state that ends before it.
         return min(growth.chunks, max(0, growth.token_count - 1) // self._chunk_tokens)
 
+    def _named(self, session: Session, partial_tokens: int) -> bytes:
+        """The hashes of the session's full chunks, then that of the partial chunk of so many tokens."""
+        chain = session.chain
+        return chain.hashes + (chain.partial_hash(partial_tokens) if isinstance(chain, TokenChain) else b"")
+
     def _acquire(self, owner: int, keys: KeyBatch, lease_deadline: float) -> LeasedPrefix | None:
         acquired = self._l1.acquire(owner, keys, lease_deadline)
         if not acquired.lease:
@@ -210,11 +220,12 @@ class LookupService:
     def append(self, message: Append) -> AppendReply:
         instance, scheduler = self._registry.scheduled(message.instance_id)
         plan = self._sessions.plan(instance, message)
-        if plan.growth.new_chunks > limits.MAX_CHUNKS_PER_CALL:
+        if plan.growth.new_chunks + bool(message.partial_tokens) > limits.MAX_CHUNKS_PER_CALL:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A call covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
         self._registry.tenant(instance, scheduler, message.cache_salt)
         session, first_chunk = self._sessions.grow(plan), plan.growth.first_chunk
-        return AppendReply(first_chunk, session.chain.hashes[first_chunk * CHUNK_HASH_BYTES :])
+        hashes = self._named(session, message.partial_tokens)
+        return AppendReply(first_chunk, hashes[first_chunk * CHUNK_HASH_BYTES :], message.partial_tokens)
 
     def release(self, message: Release) -> Empty:
         instance, _ = self._registry.scheduled(message.instance_id)
@@ -399,15 +410,18 @@ class LookupService:
             l1_chunks,
             reason,
             resumed=query.resumed,
+            partial_tokens=query.partial_tokens,
         )
         if query.session.trace is not None:
             self._trace(query.session.trace, query, hit_chunks, reason, l2_times)
         if self._events is not None and self._events.active and isinstance(query.session.chain, TokenChain):
             self._publish(self._events, query, query.session.chain, hit_chunks)
         miss_reason = reason.value if reason is not None else ""
-        if prefix is None:
-            return LookupReply(0, 0, 0, query.hashes, b"", miss_reason)
-        return LookupReply(hit_chunks, l1_chunks, prefix.number, query.hashes, prefix.slots.packed, miss_reason)
+        number, slots = (prefix.number, prefix.slots.packed) if prefix is not None else (0, b"")
+        return LookupReply(
+            *(hit_chunks, l1_chunks, number, query.hashes, slots, miss_reason),
+            partial_tokens=query.partial_tokens,
+        )
 
     def _trace(
         self, trace: Trace, query: _Query, hit_chunks: int, reason: MissReason | None, l2_times: Sequence[TierTime]
@@ -423,6 +437,8 @@ class LookupService:
         trace.child("mp.lookup_prefetch", query.started, now_seconds, attributes, (l1, *l2_times))
 
     def _publish(self, events: EventBus, query: _Query, chain: TokenChain, hit_chunks: int) -> None:
+        """Of the full chunks, as those who read the log take each hash for one."""
+        full_chunks = len(query.hashes) // CHUNK_HASH_BYTES - bool(query.partial_tokens)
         scheduler, ranks = query.instance.scheduler, query.instance.by_rank()
         events.publish(
             LookupEvent(
@@ -431,8 +447,8 @@ class LookupService:
                 model_name=scheduler.profile.model_name if scheduler is not None else "",
                 chunk_tokens=self._chunk_tokens,
                 total_tokens=chain.token_count,
-                chunk_hashes=query.hashes,
-                hit_chunks=hit_chunks,
+                chunk_hashes=query.hashes[: full_chunks * CHUNK_HASH_BYTES],
+                hit_chunks=min(hit_chunks, full_chunks),
                 cache_salt=chain.cache_salt,
                 tensors=tuple(tensor for _, rank in sorted(ranks.items()) for tensor in rank.tensors),
             )

@@ -6,6 +6,8 @@ A request counts with its longest lookup and the best answer before it ran. The 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lmcache._native import SeenChunks
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.key_batch import NamespaceSet
@@ -44,8 +46,10 @@ class LookupCounts:
         reason: MissReason | None,
         *,
         resumed: bool,
+        partial_tokens: int = 0,
     ) -> None:
-        """An answer, in chunks; the first `hit_l1` were in L1. Without counters it is none to a request."""
+        """An answer, in chunks; the first `hit_l1` were in L1. Without counters it is none to a request.
+        `partial_tokens`: of the last chunk that was requested; 0: it is a full one."""
         if hit:
             self._metrics.l1_read.inc(hit)
         before = session.counted
@@ -58,10 +62,17 @@ class LookupCounts:
         new_hit = max(0, hit - before.hit)
         new_l1 = min(new_hit, max(0, hit_l1 - before.hit_l1))
         session.counted = CountedLookup(before.requested + new_requested, before.hit + new_hit, before.hit_l1 + new_l1)
+        lacking_tokens = self._chunk_tokens - partial_tokens if partial_tokens else 0
+
+        def tokens(first: int, chunks: int) -> int:
+            """Of so many chunks from the `first` on."""
+            has_last = first < requested <= first + chunks
+            return chunks * self._chunk_tokens - (lacking_tokens if has_last else 0)
+
         if new_requested:
-            counters.requested.inc(new_requested * self._chunk_tokens)
+            counters.requested.inc(tokens(before.requested, new_requested))
         if new_hit and namespaces is not None:
-            self._count_hit(counters, namespaces, hit, new_hit, new_l1)
+            self._count_hit(counters, namespaces, hit, new_hit, new_l1, tokens)
         if reason is not None and (before is _NOTHING or new_requested):
             self._misses[reason].inc()
         if new_requested and namespaces is not None and self._seen is not None:
@@ -114,20 +125,29 @@ class LookupCounts:
             self._metrics.lookup_ceiling_distance_ratio.set(max(0.0, distance))
 
     def _count_hit(
-        self, counters: TenantCounters, namespaces: NamespaceSet, hit: int, new_hit: int, new_l1: int
+        self,
+        counters: TenantCounters,
+        namespaces: NamespaceSet,
+        hit: int,
+        new_hit: int,
+        new_l1: int,
+        tokens: Callable[[int, int], int],
     ) -> None:
-        counters.hit.inc(new_hit * self._chunk_tokens)
         first = hit - new_hit
+        counters.hit.inc(tokens(first, new_hit))
         if new_l1:
-            counters.hit_l1.inc(new_l1 * self._chunk_tokens)
+            counters.hit_l1.inc(tokens(first, new_l1))
             self._hit_bytes[0].inc(namespaces.hit_bytes(first, first + new_l1, hit))
         if new_hit > new_l1:
-            counters.hit_l2.inc((new_hit - new_l1) * self._chunk_tokens)
+            counters.hit_l2.inc(tokens(first + new_l1, new_hit - new_l1))
             self._hit_bytes[1].inc(namespaces.hit_bytes(first + new_l1, hit, hit))
 
     def _observe(
         self, seen: SeenChunks, session: Session, namespaces: NamespaceSet, first: int, count: int, hit: int
     ) -> None:
+        """Of full chunks: a partial one is loaded once, by the engine that it was stored for."""
+        count = max(0, min(count, session.chain.chunks - first))
+        hit = min(hit, count)
         hashes = session.chain.hashes[first * CHUNK_HASH_BYTES : (first + count) * CHUNK_HASH_BYTES]
         counts = seen.observe(namespaces.scope, hashes)
         self._requested_chunks += count

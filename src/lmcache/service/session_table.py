@@ -60,7 +60,7 @@ class SessionTable:
             chain = TokenChain(self._hasher, message.cache_salt, message.identity)
         else:
             raise RemoteError(ErrorCode.UNKNOWN_SESSION, "The request has no session; send its tokens from 0.")
-        growth = chain.plan(message.first_token, message.tokens, message.extras)
+        growth = chain.plan(message.first_token, message.tokens, message.extras, message.partial_tokens)
         return Plan(instance, message.request_id, session, chain, growth)
 
     def plan_named(self, instance: Instance, request_id: str, keys: NamedKeys) -> Plan:

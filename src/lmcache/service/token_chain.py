@@ -29,6 +29,8 @@ class TokenMessage(Protocol):
     def identity(self) -> bytes: ...
     @property
     def extras(self) -> list[tuple[int, bytes]]: ...
+    @property
+    def partial_tokens(self) -> int: ...
 
 
 class Growth(NamedTuple):
@@ -86,8 +88,9 @@ class TokenChain:
             )
         return True
 
-    def plan(self, first_token: int, tokens: bytes, extras: list[tuple[int, bytes]]) -> Growth:
-        """The chain with these tokens from position `first_token` on. RemoteError when they do not fit."""
+    def plan(self, first_token: int, tokens: bytes, extras: list[tuple[int, bytes]], partial_tokens: int = 0) -> Growth:
+        """The chain with these tokens from position `first_token` on. RemoteError when they do not fit, or when there
+        are not `partial_tokens` tokens behind its last full chunk."""
         if len(tokens) % TOKEN_BYTES:
             raise RemoteError(ErrorCode.BAD_REQUEST, f"{len(tokens)} bytes of tokens are not whole uint32 values.")
         token_count = first_token + len(tokens) // TOKEN_BYTES
@@ -96,6 +99,12 @@ class TokenChain:
         first_chunk, partial_chunk, extra_chunks = self._kept(first_token)
         tokens = partial_chunk + tokens if partial_chunk else tokens
         new_chunks, partial_bytes = divmod(len(tokens), self._hasher.chunk_tokens * TOKEN_BYTES)
+        rest_tokens = partial_bytes // TOKEN_BYTES
+        if not 0 <= partial_tokens <= rest_tokens:
+            raise RemoteError(
+                ErrorCode.BAD_REQUEST,
+                f"A partial chunk cannot have {partial_tokens} tokens: {rest_tokens} follow the last full chunk.",
+            )
         all_extras = self._with_extras(first_chunk, extra_chunks, extras)
         size_bytes = self._size_bytes(first_chunk + new_chunks, partial_bytes, all_extras)
         return Growth(first_chunk, new_chunks, token_count, tokens, all_extras, size_bytes)
@@ -108,6 +117,14 @@ class TokenChain:
             parent = hashes[-CHUNK_HASH_BYTES:] or self._root
             hashes += self._hasher.extend(parent, memoryview(growth.tokens)[:hashed_bytes], extras)
         self.hashes, self._partial_chunk, self._extras = hashes, growth.tokens[hashed_bytes:], growth.extras
+
+    def partial_hash(self, tokens: int) -> bytes:
+        """The name of the partial chunk of the first `tokens` tokens behind the last full chunk; b"" for none."""
+        if not tokens:
+            return b""
+        extra = self._extras.between(self.chunks, self.chunks + 1).get(0, b"")
+        parent = self.hashes[-CHUNK_HASH_BYTES:] or self._root
+        return self._hasher.partial(parent, self._partial_chunk[: tokens * TOKEN_BYTES], extra)
 
     def _kept(self, first_token: int) -> tuple[int, bytes, int]:
         """What stays before that position: full chunks, tokens behind them, and how many chunks' extras."""

@@ -61,7 +61,18 @@ LOOKUP_WITH_SOURCE = m.Lookup(
 )
 
 # How many fields were added at the end since the first version.
-ADDED = {"Hello": 1, "HelloReply": 1, "Ping": 1, "Lookup": 4, "Release": 2, "Reserve": 1, "RegisterInstance": 1}
+ADDED = {
+    "Hello": 1,
+    "HelloReply": 1,
+    "Ping": 1,
+    "Lookup": 5,
+    "LookupReply": 1,
+    "Append": 1,
+    "AppendReply": 1,
+    "Release": 2,
+    "Reserve": 1,
+    "RegisterInstance": 1,
+}
 
 
 def golden() -> dict[str, str]:

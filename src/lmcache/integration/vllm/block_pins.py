@@ -56,9 +56,10 @@ class BlockPins:
         return min(wanted_blocks, max(0, room))
 
     def pin(self, groups: Iterable[Iterable[int]]) -> int | None:
-        """Pins the blocks of every group; the job's number, or None when too many are pinned already."""
+        """Pins the blocks of every group, each once; the job's number, or None when too many are pinned already."""
         null = self.null_block_id
-        blocks = [self._pool.blocks[block] for group in groups for block in group if block != null]
+        ids = dict.fromkeys(block for group in groups for block in group if block != null)
+        blocks = [self._pool.blocks[block] for block in ids]
         if self.room(len(blocks)) < len(blocks):
             return None
         self._pool.touch(blocks)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lmcache.core.rounding import div_ceil
 from lmcache.integration.engine.connector_metadata import GroupLoad
 from lmcache.integration.vllm.groups import CacheGroup
 
@@ -26,20 +27,24 @@ class StoredBlocks:
 def blocks_to_store(
     groups: Sequence[CacheGroup],
     block_ids: Sequence[Sequence[int]],
-    chunks: range,
+    first_chunk: int,
+    end_token: int,
     chunk_tokens: int,
     null_block_id: int,
     states: States,
 ) -> StoredBlocks | None:
-    """What the engine has of these chunks. None where it lacks blocks that every hit would need, or has nothing."""
+    """What the engine has of the chunks from `first_chunk` on. The last one may be partial: a block of each group ends
+    with it, which is repeated up to the length of a chunk. None where it lacks blocks that every hit would need, or
+    has nothing."""
     blocks, wanted = [], bytearray()
     for index, (group, ids) in enumerate(zip(groups, block_ids, strict=True)):
         per_chunk = group.blocks_in(chunk_tokens)
         if group.is_state:
-            ends = ((chunk + 1) * chunk_tokens for chunk in chunks)
+            ends = range((first_chunk + 1) * chunk_tokens, end_token + 1, chunk_tokens)
             row = array("q", [states.get((index, end), null_block_id) for end in ends])
         else:
-            row = array("q", ids[chunks.start * per_chunk : chunks.stop * per_chunk])
+            row = array("q", ids[first_chunk * per_chunk : end_token // group.block_tokens])
+            row.extend([row[-1]] * (-len(row) % per_chunk) if row else ())
         blocks.append(row)
         whole = [null_block_id not in row[at : at + per_chunk] for at in range(0, len(row), per_chunk)]
         if not group.tail_tokens and not all(whole):
@@ -51,15 +56,18 @@ def blocks_to_store(
 
 
 def group_load(
-    group: CacheGroup, ids: Sequence[int], start_token: int, end_chunk: int, chunk_tokens: int, null_block_id: int
+    group: CacheGroup, ids: Sequence[int], start_token: int, end_token: int, chunk_tokens: int, null_block_id: int
 ) -> GroupLoad:
-    """Blocks of the chunks from the one with `start_token`; leading chunks without a block to write are left out."""
+    """Blocks of the chunks from the one with `start_token`; leading chunks without a block to write are left out. The
+    last chunk may be partial: nothing is written beyond `end_token`, with which a block of each group ends."""
+    end_chunk = div_ceil(end_token, chunk_tokens)
     if group.is_state:
         block = ids[end_chunk * chunk_tokens // group.block_tokens - 1]
         return GroupLoad(end_chunk - 1, array("q", [NOT_WRITTEN if block == null_block_id else block]).tobytes())
     per_chunk = group.blocks_in(chunk_tokens)
     first_chunk = start_token // chunk_tokens
-    blocks = array("q", ids[first_chunk * per_chunk : end_chunk * per_chunk])
+    blocks = array("q", ids[first_chunk * per_chunk : end_token // group.block_tokens])
+    blocks.extend([NOT_WRITTEN] * (-len(blocks) % per_chunk))
     for index in range(start_token // group.block_tokens - first_chunk * per_chunk):
         blocks[index] = NOT_WRITTEN
     if group.tail_tokens:

@@ -93,6 +93,17 @@ class HitLookups:
             self._lookups.give_back(tracked.session)
             tracked.move(RequestState.RECOMPUTING)
 
+    def _awaits_names(self, tracked: TrackedRequest) -> bool:
+        """Whether a prompt that is computed for another engine waits to be named: the first step of it may be the last,
+        and is to store it. Ends with the answer to the append, its deadline, or a server that answers nothing."""
+        session, clock = tracked.session, self._parts.clock
+        if session.append is None or not is_handed_over(tracked.request):
+            return False
+        started = clock.monotonic()
+        progress = self._lookups.take_hashes(session, 0.0 if self._engine_busy else self._wait_seconds)
+        self._wait_seconds = max(0.0, self._wait_seconds - (clock.monotonic() - started))
+        return progress is Progress.WAITING and self._lookups.server_answers(session)
+
     def _answered(self, tracked: TrackedRequest, request: Any) -> Progress:
         """Asks, unless that was done, and takes the answer within what is left of this step's budget for waiting."""
         if tracked.state is RequestState.ANSWERED and tracked.session.server is not self._lookups.client.hello:
@@ -118,8 +129,8 @@ class HitLookups:
         if progress is Progress.ANSWERED:
             tracked.move(RequestState.ANSWERED)
             assert session.answer is not None and session.server is not None
-            self._parts.note_named(tracked, session.answer.chunks)
-            from_l2 = (session.answer.chunks - session.answer.chunks_l1) * session.server.chunk_tokens
+            self._parts.note_named(tracked, session.full_hit_chunks)
+            from_l2 = session.hit_tokens - session.answer.chunks_l1 * session.server.chunk_tokens
             self._parts.note_load(Tier.L2, from_l2, waited_until - session.looked_up_at)
         elif progress is Progress.FAILED:
             tracked.move(RequestState.RECOMPUTING)
@@ -129,16 +140,6 @@ class HitLookups:
             return Progress.FAILED
         return progress
 
-    def _awaits_names(self, tracked: TrackedRequest) -> bool:
-        """A request that is handed over may have one step only: the chunks that it computes must have names by then.
-        Waits within what is left of this step's budget; the call itself has a deadline."""
-        if not is_handed_over(tracked.request) or tracked.session.append is None:
-            return False
-        started = self._parts.clock.monotonic()
-        progress = self._lookups.take_hashes(tracked.session, 0.0 if self._engine_busy else self._wait_seconds)
-        self._wait_seconds = max(0.0, self._wait_seconds - (self._parts.clock.monotonic() - started))
-        return progress is Progress.WAITING
-
     def _drop_answer(self, tracked: TrackedRequest) -> None:
         """Its lease ends with the session's next lookup, or with the session; another server has none of it."""
         tracked.session.answer = None
@@ -146,19 +147,19 @@ class HitLookups:
 
     def _too_short(self, tracked: TrackedRequest) -> bool:
         hello = self._lookups.client.hello
-        return hello is not None and tracked.session.token_count < hello.chunk_tokens
+        session = tracked.session
+        if hello is None or session.token_count >= hello.chunk_tokens:
+            return False
+        return not session.partial_tokens(hello.chunk_tokens)
 
     def _hit_tokens(self, tracked: TrackedRequest) -> int:
         """Tokens of the answer that is held; 0 where it contradicts itself."""
         session = tracked.session
-        answer, hello = session.answer, session.server
-        assert answer is not None and hello is not None
+        answer, hit_tokens = session.answer, session.hit_tokens
+        assert answer is not None
         slots = self._parts.options.ranks * len(self._parts.options.groups) * answer.chunks
-        if (
-            answer.chunks * hello.chunk_tokens > session.token_count
-            or len(session.hashes) < answer.chunks
-            or len(answer.slots) != slots * SLOT_BYTES
-        ):
+        has_names = bool(hit_tokens) == bool(answer.chunks)
+        if not has_names or hit_tokens > session.token_count or len(answer.slots) != slots * SLOT_BYTES:
             log.error("The answer to the lookup of request %s does not add up: ignored", tracked.request_id)
             return 0
-        return answer.chunks * hello.chunk_tokens
+        return hit_tokens

@@ -30,6 +30,7 @@ from lmcache.integration.vllm.handover import handover, is_handed_over, source_o
 from lmcache.integration.vllm.hit_lookups import HitLookups
 from lmcache.integration.vllm.identity import content_spans, is_cacheable, request_identity
 from lmcache.integration.vllm.lora_adapters import LoadedAdapter
+from lmcache.integration.vllm.partial_chunks import has_partial_chunk
 from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.step_builder import BlockTable, StepBuilder
 from lmcache.integration.vllm.trace_context import trace_parent
@@ -112,7 +113,10 @@ class SchedulerSide:
         if hello is not None and not self._parts.fits(hello):
             return
         ahead = self._options.lookahead_tokens
-        is_short = hello is not None and len(request.prompt_token_ids) - ahead < hello.chunk_tokens
+        source = source_of(request, self._options.handover_timeout_seconds)
+        unit_tokens = self._parts.partial_unit_tokens if has_partial_chunk(request, source) else 0
+        least_tokens = hello.chunk_tokens if hello is not None else 0
+        is_short = len(request.prompt_token_ids) - ahead < min(least_tokens, unit_tokens or least_tokens)
         if is_short and self._decoded is None:
             return
         adapter = self._adapter(request)
@@ -125,7 +129,8 @@ class SchedulerSide:
             pack_tokens(request.prompt_token_ids[ahead:]),
             content_spans(request.mm_features, ahead),
             trace_parent=trace_parent(request),
-            source=source_of(request, self._options.handover_timeout_seconds),
+            source=source,
+            partial_unit_tokens=unit_tokens,
         )
         tracked = self.requests[request.request_id] = TrackedRequest(request, session, adapter, ahead)
         if self._decoded is not None:
@@ -184,7 +189,8 @@ class SchedulerSide:
         tracked.session.resumed = True
         session, answer = tracked.session, tracked.session.answer
         if answer is not None:
-            tracked.stored_chunks = max(tracked.stored_chunks, answer.chunks)
+            tracked.stored_chunks = max(tracked.stored_chunks, session.full_hit_chunks)
+            tracked.stores_partial &= answer.chunks <= len(session.hashes)
         self._parts.announce(tracked)
         if tracked.state is RequestState.LOOKING_UP:
             tracked.move(RequestState.LATE)
@@ -201,8 +207,7 @@ class SchedulerSide:
         tracked = self.requests.get(request_id)
         if tracked is None or tracked.load is None:
             return 0
-        answer = tracked.load.answer
-        return (answer.chunks - answer.chunks_l1) * tracked.load.server.chunk_tokens
+        return tracked.load.tokens_not_in_l1
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def step_metadata(self, scheduler_output: Any) -> ConnectorMetadata:
@@ -261,8 +266,8 @@ class SchedulerSide:
             return None
         if server is None or server is not self._client.hello:
             return None
-        chunks = min(tracked.stored_chunks, tracked.prompt_tokens // server.chunk_tokens)
-        return handover(self._parts.lookups.instance_id, server, chunks * server.chunk_tokens) if chunks else None
+        tokens = tracked.stored_tokens(server.chunk_tokens)
+        return handover(self._parts.lookups.instance_id, server, tokens) if tokens else None
 
     # ---- other weights -----------------------------------------------------------------------------------------------
     def await_pins(self) -> None:

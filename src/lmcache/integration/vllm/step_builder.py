@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lmcache.client.lookup_client import PartialChunk
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, LoadOrder, StoreOrder
 from lmcache.integration.engine.latency_model import Tier
 from lmcache.integration.engine.request_state import RequestState
@@ -58,11 +59,11 @@ class StepBuilder:
         """The engine waits for the last `external_tokens` tokens of the hit whose answer is held."""
         session, answer = tracked.session, tracked.session.answer
         assert answer is not None and session.server is not None
-        chunk_tokens = session.server.chunk_tokens
-        start_token = answer.chunks * chunk_tokens - external_tokens
+        chunk_tokens, hit_tokens = session.server.chunk_tokens, session.hit_tokens
+        start_token = hit_tokens - external_tokens
         null = self._parts.pins.null_block_id
         loads = tuple(
-            group_load(group, ids, start_token, answer.chunks, chunk_tokens, null)
+            group_load(group, ids, start_token, hit_tokens, chunk_tokens, null)
             for group, ids in zip(self._parts.options.groups, block_ids, strict=True)
         )
         tracked.move(RequestState.LOADING)
@@ -84,7 +85,9 @@ class StepBuilder:
             self._metadata.impossible_loads.append(order)
         blocks = frozenset(block for load in loads for block in array("q", load.blocks) if block != NOT_WRITTEN)
         self._undrafted.written(blocks)
-        tracked.load = ActiveLoad(session.server, answer, external_tokens, blocks, self._parts.clock.monotonic())
+        from_l2 = max(0, hit_tokens - answer.chunks_l1 * chunk_tokens)
+        began_at = self._parts.clock.monotonic()
+        tracked.load = ActiveLoad(session.server, answer, external_tokens, from_l2, blocks, began_at)
         session.answer = None
 
     def load_ended(self, tracked: TrackedRequest) -> None:
@@ -140,7 +143,7 @@ class StepBuilder:
         pins, session = self._parts.pins, tracked.session
         if tracked.state is RequestState.LATE:
             self._hits.take_late_answer(tracked)
-        elif session.append is not None and not session.hashes:
+        elif session.append is not None and not (session.hashes or session.partial):
             self._parts.lookups.take_hashes(session)
         # Of what is decoded only known tokens count: drafts may be rejected, placeholders stand for nothing yet.
         known_tokens = tracked.prompt_tokens
@@ -148,7 +151,9 @@ class StepBuilder:
             known_tokens = tracked.request.num_tokens - tracked.lookahead_tokens
             self._decoded.learn(tracked, tracked.request, min(computed_tokens, known_tokens))
         server = session.server
-        if not session.hashes or server is None or server is not self._parts.lookups.client.hello:
+        if server is None or server is not self._parts.lookups.client.hello:
+            return None
+        if not (session.hashes or session.partial):
             return None
         chunk_tokens = server.chunk_tokens
         first = tracked.stored_chunks
@@ -157,19 +162,21 @@ class StepBuilder:
         if end > first:  # what has no room now may have it in a later step
             blocks_per_chunk = sum(group.blocks_in(chunk_tokens) for group in self._parts.options.groups)
             end = first + pins.room((end - first) * blocks_per_chunk) // blocks_per_chunk
-        if self._decoded is None and end >= known_tokens // chunk_tokens:
+        partial = self._partial_to_store(tracked, first, end, min(computed_tokens, known_tokens))
+        tracked.stores_partial &= session.partial is not None and partial is None
+        if self._decoded is None and end >= known_tokens // chunk_tokens and not tracked.stores_partial:
             del self._parts.storing[tracked.request_id]
-        if end <= first:
+        if end <= first and partial is None:
             return None
+        end_token = end * chunk_tokens + (partial.tokens if partial is not None else 0)
         block_ids = self._block_table(tracked.request_id)
-        lacks_drafts = self._undrafted.among(block_ids, first * chunk_tokens, end * chunk_tokens)
+        lacks_drafts = self._undrafted.among(block_ids, first * chunk_tokens, end_token)
         if lacks_drafts or not self._parts.computed_as_named(tracked):
             self._parts.stores_no_more(tracked)  # what follows is of no use without these
             return None
         tracked.stored_chunks = end
-        chunks = range(first, end)
         stored = blocks_to_store(
-            self._parts.options.groups, block_ids, chunks, chunk_tokens, pins.null_block_id, states
+            self._parts.options.groups, block_ids, first, end_token, chunk_tokens, pins.null_block_id, states
         )
         if stored is None:
             return None
@@ -177,12 +184,29 @@ class StepBuilder:
         if job is None:
             return None
         self._parts.prefixes.on_store_ordered(tracked.request_id, job, first)
-        self._parts.note_named(tracked, end, stored=True)
-        hashes = session.hashes[first:end].packed
+        if end > first:
+            self._parts.note_named(tracked, end, stored=True)
+        hashes = session.hashes[first:end].packed + (partial.chunk_hash if partial is not None else b"")
         packed = tuple(group.tobytes() for group in stored.blocks)
         return StoreOrder(
             job, server.server_epoch, session.cache_salt, hashes, packed, stored.wanted, session.request_id
         )
+
+    def _partial_to_store(
+        self, tracked: TrackedRequest, first_chunk: int, end_chunk: int, computed_tokens: int
+    ) -> PartialChunk | None:
+        """The partial chunk behind the full ones up to `end_chunk`, once they and it are computed and there is room."""
+        session, partial = tracked.session, tracked.session.partial
+        assert session.server is not None
+        if partial is None or not tracked.stores_partial or end_chunk != len(session.hashes):
+            return None
+        end_token = end_chunk * session.server.chunk_tokens + partial.tokens
+        if computed_tokens < end_token:
+            return None
+        sizes = [group.block_tokens for group in self._parts.options.groups]
+        first_token = first_chunk * session.server.chunk_tokens
+        wanted_blocks = sum((end_token - first_token) // size for size in sizes)
+        return partial if self._parts.pins.room(wanted_blocks) == wanted_blocks else None
 
     # ---- the end of a request ----------------------------------------------------------------------------------------
     def keep_decoded(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]]) -> None:

@@ -13,8 +13,10 @@ from lmcache.integration.engine.inflight_prefixes import InflightPrefixes
 from lmcache.integration.engine.latency_model import LatencyModel, Tier
 from lmcache.integration.engine.request_state import RequestState, RequestStateMachine
 from lmcache.integration.vllm.block_pins import BlockPins
+from lmcache.integration.vllm.handover import is_handed_over
 from lmcache.integration.vllm.identity import content_spans
 from lmcache.integration.vllm.lora_adapters import LoadedAdapter, LoraAdapters
+from lmcache.integration.vllm.partial_chunks import partial_unit_tokens
 from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.protocol.messages import HelloReply, LookupReply
 from lmcache.protocol.tokens import pack_tokens
@@ -30,6 +32,7 @@ class ActiveLoad:
     server: HelloReply
     answer: LookupReply
     tokens: int
+    tokens_not_in_l1: int  # of the hit, when it was looked up
     blocks: frozenset[int]  # that are written
     began_at: float
     failed: bool = False
@@ -51,7 +54,8 @@ class TrackedRequest(RequestStateMachine):
         self.session = session
         self.adapter = adapter  # that the session's identity names
         self.prompt_tokens = session.token_count  # up to which chunks of the prompt have names
-        self.stored_chunks = 0  # stored, being stored, or not to be stored
+        self.stored_chunks = 0  # full ones: stored, being stored, or not to be stored
+        self.stores_partial = False  # the partial chunk behind them is still to be stored
         self.worth_loading: bool | None = None  # the answer that is held; None: not decided
         self.load: ActiveLoad | None = None
         self.noted_at: HelloReply | None = None  # the server by whose chunks the next one counts
@@ -65,6 +69,7 @@ class TrackedRequest(RequestStateMachine):
         if known < request.num_tokens <= MAX_TOKENS_PER_SESSION:
             session.tokens += pack_tokens(list(request.all_token_ids[known:]))
             session.contents = content_spans(request.mm_features, self.lookahead_tokens)
+            session.partial_unit_tokens = 0  # it was the prompt's
 
     def tokens_were_replaced(self, request: Any) -> bool:
         """Whether tokens that the server has, or will get, are no longer the request's. Further input of a streaming
@@ -87,6 +92,13 @@ class TrackedRequest(RequestStateMachine):
     def was_scheduled(self) -> None:
         self._compared = ()
 
+    def stored_tokens(self, chunk_tokens: int) -> int:
+        """Of the prompt, a partial chunk included, that are stored or are being stored."""
+        session = self.session
+        chunks = min(self.stored_chunks, self.prompt_tokens // chunk_tokens)
+        has_all = session.partial is not None and not self.stores_partial and chunks == len(session.hashes)
+        return chunks * chunk_tokens + (session.partial.tokens if has_all and session.partial is not None else 0)
+
 
 @dataclass
 class SchedulerParts:
@@ -105,6 +117,7 @@ class SchedulerParts:
 
     def __post_init__(self) -> None:
         self._block_tokens = math.lcm(*(group.block_tokens for group in self.options.groups))
+        self.partial_unit_tokens = partial_unit_tokens(self.options.groups)
 
     @property
     def is_alone(self) -> bool:
@@ -133,6 +146,7 @@ class SchedulerParts:
     def store_from(self, tracked: TrackedRequest, chunk: int) -> None:
         if self.options.stores:
             tracked.stored_chunks = chunk
+            tracked.stores_partial = is_handed_over(tracked.request)
             self.storing[tracked.request_id] = tracked
 
     def computed_as_named(self, tracked: TrackedRequest) -> bool:
@@ -154,6 +168,7 @@ class SchedulerParts:
 
     def stores_no_more(self, tracked: TrackedRequest) -> None:
         """Nothing more of the request is stored, so nobody waits for it."""
+        tracked.session.partial = None
         self.storing.pop(tracked.request_id, None)
         self.prefixes.on_ended(tracked.request_id)
 

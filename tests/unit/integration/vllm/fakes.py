@@ -127,6 +127,7 @@ def request(request_id: str, prompt_tokens: int, **fields: Any) -> Any:
         "lora_request": None,
         "mm_features": [],
         "resumable": False,
+        "kv_transfer_params": None,
         "skip_reading_prefix_cache": False,
         "num_prompt_tokens": prompt_tokens,
         "arrival_time": 0.0,
