@@ -34,11 +34,14 @@ class Server:
         self.quotas: dict[str, float] = {}
         self.pins: dict[str, str] = {}  # owner by id
         self.refuses: set[str] = set()  # paths
+        self.is_silent_to: set[str] = set()  # paths
+        self.asked: list[str] = []  # paths
         self.is_away = False
         self._numbers = itertools.count(1)
 
     def answer(self, method: str, path: str, body: Any) -> Any:
-        if self.is_away:
+        self.asked.append(path)
+        if self.is_away or path in self.is_silent_to:
             raise ServerUnavailable("nothing answers")
         if path in self.refuses:
             raise HttpRefused(400, "not this one")
@@ -177,6 +180,23 @@ def test_a_refusal_keeps_nothing_else_from_a_server(coordinator: Coordinator) ->
     assert fleet.quotas.get("refused").behind == ["a"]
     server.refuses.clear()
     coordinator.steps(lambda: "refused" in server.quotas and not fleet.quotas.get("refused").behind)
+
+
+def test_a_change_of_what_was_refused_hides_no_change_before_it(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    server = coordinator.join("a")
+    server.refuses.add("/quota/refused")
+    for salt in ("refused", "first"):
+        fleet.quotas.set(salt, GIB)
+    coordinator.steps(lambda: "first" in server.quotas)
+    for salt in ("other", "refused"):
+        fleet.quotas.set(salt, 2 * GIB)
+    server.refuses.clear()
+    server.is_silent_to.add("/quota/other")
+    coordinator.steps(lambda: "/quota/other" in server.asked)
+    server.is_silent_to.clear()
+    coordinator.steps(lambda: not fleet.quotas.get("other").behind and not fleet.quotas.get("refused").behind)
+    assert server.quotas == {"first": 1.0, "other": 2.0, "refused": 2.0}
 
 
 def test_nothing_is_remembered_of_pins_that_have_ended(coordinator: Coordinator) -> None:
