@@ -105,8 +105,8 @@ class FleetPins:
 
     def push(self) -> None:
         """Begins to tell servers that have joined, or could not be asked, what they are to hold."""
-        current = {pin.pin_id for pin in self._metadata.pins(self._clock.wall())}
-        with self._lock:
+        with self._lock:  # a pin is decided before it has a state
+            current = {pin.pin_id for pin in self._metadata.pins(self._clock.wall())}
             for ended in self._states.keys() - current:
                 del self._states[ended]
         self._sync.step()

@@ -211,6 +211,31 @@ def test_nothing_is_remembered_of_pins_that_have_ended(coordinator: Coordinator)
     assert not states
 
 
+def test_a_pin_that_is_made_while_others_are_looked_at_is_known_afterwards(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = coordinator.fleet
+    server = coordinator.join("a")
+    coordinator.steps(lambda: not fleet.pins.behind())
+    made: list[FleetPin] = []
+    adding = threading.Thread(target=lambda: made.append(fleet.pins.add({"a": NAMES}, "me", "", 3600.0)[0]))
+    all_pins = fleet.metadata.pins
+
+    def slow(at: float) -> list[FleetPin]:
+        found = all_pins(at)
+        adding.start()
+        adding.join(0.5)  # it may have to wait for whoever looks
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.metadata, "pins", slow)
+        fleet.pins.push()
+    adding.join()
+    ended = fleet.pins.remove(made[0].pin_id, "")
+    assert (ended.pins, ended.objects, ended.behind) == (1, len(NAMES), [])
+    assert not server.pins
+
+
 def test_each_server_is_told_by_one_at_a_time_and_again_after_a_failure() -> None:
     clock = ManualClock()
     running: list[str] = []
