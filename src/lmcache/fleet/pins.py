@@ -120,6 +120,8 @@ class FleetPins:
 
     def _make_equal(self, instance_id: str) -> None:
         """LMCacheError where that server could not be asked, or refused some of it. The rest of it is told."""
+        if not self._servers.knows(instance_id):  # it has left, and was noted afterwards
+            return
         before = self._servers.read(instance_id, _of_fleet, "GET", _PATH)
         pins = [pin for pin in self._metadata.pins(self._clock.wall()) if pin.instance_id in ("", instance_id)]
         for owner in before.keys() - {_owner(pin.pin_id) for pin in pins}:

@@ -67,6 +67,7 @@ class Coordinator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = ManualClock()
         self.servers: dict[str, Server] = {}
+        self.dying: set[str] = set()  # servers that leave while they are asked
         self.may_answer = threading.Event()
         self.is_asked = threading.Event()
         self.fleet = Fleet(CoordinatorSettings(), lambda: "", Environment(clock=self.clock))
@@ -77,6 +78,9 @@ class Coordinator:
         if name == "mute":
             self.is_asked.set()
             assert self.may_answer.wait(WAIT_SECONDS)
+        if name in self.dying:
+            self.fleet.instances.remove(name)
+            raise ServerUnavailable("nothing answers")
         return self.servers[name].answer(method, path, body)
 
     def join(self, name: str) -> Server:
@@ -234,6 +238,16 @@ def test_a_pin_that_is_made_while_others_are_looked_at_is_known_afterwards(
     ended = fleet.pins.remove(made[0].pin_id, "")
     assert (ended.pins, ended.objects, ended.behind) == (1, len(NAMES), [])
     assert not server.pins
+
+
+def test_nothing_is_remembered_of_a_server_that_has_left_while_it_was_asked(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    coordinator.join("a")
+    coordinator.steps(lambda: not fleet.pins.behind())
+    pin, _ = fleet.pins.add({"a": NAMES}, "me", "", 3600.0)
+    coordinator.dying.add("a")
+    assert fleet.pins.remove(pin.pin_id, "").behind == ["a"]
+    coordinator.steps(lambda: not fleet.pins.behind())
 
 
 def test_each_server_is_told_by_one_at_a_time_and_again_after_a_failure() -> None:
