@@ -13,8 +13,8 @@ from lmcache.core import limits
 from lmcache.fleet.directory import Directory
 from lmcache.fleet.messages import Key
 
-_STEP_KEYS = 256  # of which all copies are looked at under the directory's lock
-_STEP_COPIES = 65_536  # beyond, fewer keys are looked at the next time
+_STEP_KEYS = 32  # of which all copies are looked at under the directory's lock
+_STEP_COPIES = 32_768  # beyond, fewer keys are looked at the next time
 
 
 @dataclass
