@@ -37,6 +37,7 @@ class Server:
         self.is_silent_to: set[str] = set()  # paths
         self.asked: list[str] = []  # paths
         self.is_away = False
+        self.is_to_start_anew = False  # before the next pin; an operator makes another one there at once
         self._numbers = itertools.count(1)
 
     def answer(self, method: str, path: str, body: Any) -> Any:
@@ -52,8 +53,13 @@ class Server:
             else:
                 self.quotas.pop(salt, None)
         elif method == "POST":
-            self.pins[str(next(self._numbers))] = body["owner"]
-            return {"pin_id": str(len(self.pins)), "objects": len(body["keys"])}
+            starts_anew, self.is_to_start_anew = self.is_to_start_anew, False
+            if starts_anew:
+                self.pins, self._numbers = {}, itertools.count(1)
+            number = self._pin(body["owner"])
+            if starts_anew:
+                self._pin("an operator")
+            return {"pin_id": number, "objects": len(body["keys"])}
         elif method == "GET":
             return {"pins": [{"pin_id": number, "owner": owner} for number, owner in self.pins.items()]}
         else:
@@ -61,6 +67,11 @@ class Server:
             for number in gone:
                 del self.pins[number]
         return {}
+
+    def _pin(self, owner: str) -> str:
+        number = str(next(self._numbers))
+        self.pins[number] = owner
+        return number
 
 
 class Coordinator:
@@ -238,6 +249,19 @@ def test_a_pin_that_is_made_while_others_are_looked_at_is_known_afterwards(
     ended = fleet.pins.remove(made[0].pin_id, "")
     assert (ended.pins, ended.objects, ended.behind) == (1, len(NAMES), [])
     assert not server.pins
+
+
+def test_pins_of_a_server_that_starts_anew_while_it_is_told_are_not_ended_by_old_numbers(
+    coordinator: Coordinator,
+) -> None:
+    fleet = coordinator.fleet
+    server = coordinator.join("a")
+    coordinator.steps(lambda: not fleet.pins.behind())
+    owners = [f"fleet:{fleet.pins.add({'a': NAMES}, 'me', '', 3600.0)[0].pin_id}" for _ in range(2)]
+    server.is_to_start_anew = True
+    coordinator.join("a")
+    coordinator.steps(lambda: not fleet.pins.behind())
+    assert sorted(server.pins.values()) == sorted(["an operator", *owners])
 
 
 def test_nothing_is_remembered_of_a_server_that_has_left_while_it_was_asked(coordinator: Coordinator) -> None:
