@@ -274,6 +274,33 @@ def test_nothing_is_remembered_of_a_server_that_has_left_while_it_was_asked(coor
     coordinator.steps(lambda: not fleet.pins.behind())
 
 
+def test_a_thread_that_cannot_be_started_has_nobody_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    may_end = threading.Event()
+
+    def tell(instance_id: str) -> None:
+        told.append(instance_id)
+        assert may_end.wait(WAIT_SECONDS)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sync = ServerSync("decisions", tell, ManualClock())
+    sync.note(["a"])
+    sync.step()
+    until(lambda: told)
+    sync.note(["b", "c"])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        sync.step()
+    for _ in range(3):
+        sync.step()
+    may_end.set()
+    until(lambda: not sync.behind())
+    sync.close()
+    assert sorted(told) == ["a", "b", "c"]
+
+
 def test_each_server_is_told_by_one_at_a_time_and_again_after_a_failure() -> None:
     clock = ManualClock()
     running: list[str] = []
