@@ -91,6 +91,7 @@ class LMCacheControllerManager:
         self._free_asks = threading.BoundedSemaphore(MAX_COORDINATOR_ASKS)
         self._pause_seconds = 0.0  # 0: it answers
         self._paused_until = 0.0
+        self._failures = 0
         self._trial: asyncio.Task[None] | None = None
 
     async def start_all(self) -> None:
@@ -156,11 +157,14 @@ class LMCacheControllerManager:
         def ask() -> Any:
             return request(self.url, method, path, body, token=self._token, timeout_seconds=ASK_SECONDS)
 
+        failures = self._failures
         try:
             answer = await self._in_thread(ask)
         except ServerUnavailable:
-            self._pause_seconds = min(max(2 * self._pause_seconds, _FIRST_PAUSE_SECONDS), _LAST_PAUSE_SECONDS)
-            self._paused_until = self._clock.monotonic() + self._pause_seconds
+            if failures == self._failures:  # what was under way when it failed is one failure with it
+                self._failures += 1
+                self._pause_seconds = min(max(2 * self._pause_seconds, _FIRST_PAUSE_SECONDS), _LAST_PAUSE_SECONDS)
+                self._paused_until = self._clock.monotonic() + self._pause_seconds
             raise
         except HttpRefused:
             self._pause_seconds = 0.0  # it has answered

@@ -65,7 +65,7 @@ class FleetPins:
         every = list(dict.fromkeys(name for some in names.values() for name in some))
         pin = FleetPin(self._random_bytes(8).hex(), owner, every, instance_id, wall + ttl_seconds)
         self._metadata.add_pin(pin, wall)
-        answers = self._servers.run_each(names, lambda name: self._hold(pin, name, names[name], ()))
+        answers = self._servers.run_each(names, lambda name: self._hold(pin, name, names[name]))
         for name, reason in answers.failed.items():
             self._note_failed(pin, name, reason)
         self._sync.note(answers.failed)
@@ -105,8 +105,8 @@ class FleetPins:
 
     def push(self) -> None:
         """Begins to tell servers that have joined, or could not be asked, what they are to hold."""
-        current = {pin.pin_id for pin in self._metadata.pins(self._clock.wall())}
-        with self._lock:
+        with self._lock:  # a pin is decided before it has a state
+            current = {pin.pin_id for pin in self._metadata.pins(self._clock.wall())}
             for ended in self._states.keys() - current:
                 del self._states[ended]
         self._sync.step()
@@ -120,14 +120,20 @@ class FleetPins:
 
     def _make_equal(self, instance_id: str) -> None:
         """LMCacheError where that server could not be asked, or refused some of it. The rest of it is told."""
-        before = self._servers.read(instance_id, _of_fleet, "GET", _PATH)
+        if not self._servers.knows(instance_id):  # it has left, and was noted afterwards
+            return
+        before, known = self._servers.read(instance_id, _of_fleet, "GET", _PATH)
         pins = [pin for pin in self._metadata.pins(self._clock.wall()) if pin.instance_id in ("", instance_id)]
         for owner in before.keys() - {_owner(pin.pin_id) for pin in pins}:
             self._servers.ask(instance_id, "DELETE", _PATH, {"owner": owner})
         refusal: HttpRefused | None = None
         for pin in pins:
             try:
-                self._hold(pin, instance_id, pin.names, before.get(_owner(pin.pin_id), ()))
+                made = self._hold(pin, instance_id, pin.names)
+                if not known.isdisjoint(made):  # it was started anew and counts from one: these are others by now
+                    before = {}
+                for pin_id in before.get(_owner(pin.pin_id), ()) if made else ():
+                    self._servers.ask(instance_id, "DELETE", _PATH, {"pin_id": pin_id})
             except LMCacheError as error:
                 self._note_failed(pin, instance_id, str(error))
                 if not isinstance(error, HttpRefused):
@@ -136,20 +142,20 @@ class FleetPins:
         if refusal is not None:
             raise refusal
 
-    def _hold(self, pin: FleetPin, instance_id: str, names: Sequence[str], before: Sequence[str]) -> None:
-        """`before`: ids of pins of the same that it had; they end once the new ones are there."""
+    def _hold(self, pin: FleetPin, instance_id: str, names: Sequence[str]) -> list[str]:
+        """The ids of the server's pins that were made for it."""
         if not self._is_current(pin):
-            return
-        held = 0
+            return []
+        held, made = 0, []
         for first in range(0, len(names), MAX_HTTP_KEYS):
             body = {
                 "keys": list(names[first : first + MAX_HTTP_KEYS]),
                 "owner": _owner(pin.pin_id),
                 "ttl_seconds": max(1.0, self.remaining_seconds(pin)),
             }
-            held += self._servers.read(instance_id, lambda answer: int(answer["objects"]), "POST", _PATH, body)
-        for known in before:
-            self._servers.ask(instance_id, "DELETE", _PATH, {"pin_id": known})
+            objects, pin_id = self._servers.read(instance_id, _made, "POST", _PATH, body)
+            held += objects
+            made.append(pin_id)
         with self._lock:
             state = self._states.setdefault(pin.pin_id, PinState())
             state.failed.pop(instance_id, None)
@@ -157,6 +163,7 @@ class FleetPins:
                 state.held[instance_id] = held
         if not self._is_current(pin):  # it has ended meanwhile, and this server was not known to hold any of it
             self._sync.note([instance_id])
+        return made
 
     def _end(self, instance_id: str, pin_ids: Sequence[str]) -> None:
         for pin_id in pin_ids:
@@ -177,13 +184,18 @@ class FleetPins:
             return PinState(dict(state.held), dict(state.failed))
 
 
-def _of_fleet(answer: Any) -> dict[str, list[str]]:
-    """The ids of its pins by owner, of those that a coordinator made."""
+def _made(answer: Any) -> tuple[int, str]:
+    """How many objects that pin holds, and its id."""
+    return int(answer["objects"]), str(answer["pin_id"])
+
+
+def _of_fleet(answer: Any) -> tuple[dict[str, list[str]], set[str]]:
+    """The ids of its pins by owner, of those that a coordinator made; and the ids of all."""
     found: dict[str, list[str]] = {}
     for pin in answer["pins"]:
         if str(pin["owner"]).startswith(_OWNER_PREFIX):
             found.setdefault(str(pin["owner"]), []).append(str(pin["pin_id"]))
-    return found
+    return found, {str(pin["pin_id"]) for pin in answer["pins"]}
 
 
 def _owner(pin_id: str) -> str:

@@ -1,7 +1,7 @@
 """Which servers have how much of a prompt, and where: for each number of ranks that there is, apart.
 
-A chunk counts where all ranks of a layout have it. Servers of one model may have other numbers of ranks: each is looked
-at for its own.
+A chunk counts where a server has it of all ranks of one number of ranks, of whatever layout: where engines were changed
+it may have less than is said. Servers of one model may have other numbers of ranks: each is looked at for its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from lmcache.core import limits
 from lmcache.fleet.directory import Directory
 from lmcache.fleet.messages import Key
 
-_STEP_KEYS = 256  # of which all copies are looked at under the directory's lock
-_STEP_COPIES = 65_536  # beyond, fewer keys are looked at the next time
+_STEP_KEYS = 32  # of which all copies are looked at under the directory's lock
+_STEP_COPIES = 32_768  # beyond, fewer keys are looked at the next time
 
 
 @dataclass
@@ -26,8 +26,8 @@ class Prefix:
 
 
 def prefixes(directory: Directory, keys: Sequence[Key], ranks: int) -> tuple[dict[str, Prefix], bool]:
-    """By server, the longest that it has in one layout, and whether they were looked for to their end. `keys`: chunk by
-    chunk, each with its ranks, which are the most that any server has."""
+    """By server, the longest that it has for one number of ranks, and whether they were looked for to their end.
+    `keys`: chunk by chunk, each with its ranks, which are the most that any server has."""
     chunks = len(keys) // ranks
     found: dict[tuple[str, int], Prefix] = {}  # by server and number of ranks
     at = examined = 0

@@ -108,7 +108,9 @@ class FleetQuotas:
             if told is None:  # it has left
                 return
             changes = takewhile(lambda item: item[1] > told.change, reversed(self._changes.items()))
-            lacking = [*told.refused, *reversed([salt for salt, _ in changes])]
+            changed = dict.fromkeys(reversed([salt for salt, _ in changes]))
+            # Each once, in the order of the changes: the number of one that is told stands for all before it.
+            lacking = [*(salt for salt in told.refused if salt not in changed), *changed]
             numbers = {salt: self._changes.get(salt, 0) for salt in lacking}
         refusal: HttpRefused | None = None
         for salt in lacking:

@@ -7,6 +7,7 @@ runs twice at once for one server.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -51,6 +52,9 @@ class ServerSync:
         # Those that did not answer the last time have threads of their own.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"fleet-{what}")
         self._retry_threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"fleet-{what}-again")
+        for threads in (self._threads, self._retry_threads):
+            threads.submit(int)  # starts the first: it does what is queued where no more can be started
+        self._is_closed = False
 
     def note(self, instance_ids: Iterable[str]) -> None:
         """There is something to tell these."""
@@ -75,18 +79,20 @@ class ServerSync:
         """Begins what is due."""
         now_seconds = self._clock.monotonic()
         with self._lock:
+            if self._is_closed:
+                return
             for instance_id, server in self._servers.items():
                 if server.runs or not server.is_behind or server.due_at > now_seconds:
                     continue
                 threads = self._retry_threads if server.failures else self._threads
-                try:
-                    threads.submit(self._run, instance_id, server)
-                except RuntimeError:  # closed
-                    return
                 server.runs = True
+                with contextlib.suppress(RuntimeError):  # no thread more can be started: it waits for one that there is
+                    threads.submit(self._run, instance_id, server)
 
     def close(self) -> None:
         """What is under way goes on to its end; nothing else begins. Idempotent."""
+        with self._lock:
+            self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._retry_threads.shutdown(wait=False, cancel_futures=True)
 

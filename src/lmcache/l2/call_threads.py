@@ -39,7 +39,7 @@ class CallThreads:
         self._under_way += 1
         try:
             if len(self._threads) < min(self._under_way, self._most):
-                self._start_one()
+                self._start_one_more()
             self._jobs.put(partial(self._call, call, future))
             return await until_done(future)
         finally:
@@ -54,10 +54,16 @@ class CallThreads:
         if threads:
             await in_thread("l2-close", _join, threads)
 
-    def _start_one(self) -> None:
+    def _start_one_more(self) -> None:
+        """Where the system has none to give, calls wait for those that there are. RuntimeError when there is none."""
         thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+        else:
+            self._threads.append(thread)
 
     def _call(self, call: Callable[[], T], future: asyncio.Future[T]) -> None:
         try:

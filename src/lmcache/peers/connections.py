@@ -139,6 +139,9 @@ class ReadConnections:
         deadline = loop.time() + seconds
         if not await self._turns.acquire(deadline):
             raise EOFError(_CLOSED) if self._is_closed else asyncio.TimeoutError
+        if self._is_closed:  # since it got its turn
+            self._turns.release()
+            raise EOFError(_CLOSED)
         try:
             sock = self._idle.pop() if self._idle else await self._open(deadline - loop.time())
         except BaseException:

@@ -163,7 +163,11 @@ def test_one_that_did_not_answer_is_asked_by_no_request_until_it_does(
         assert [await ask() for _ in range(100)] == [NOBODY] * 100
         clock.advance(10.0)
         assert [await ask() for _ in range(100)] == [NOBODY] * 100  # the first of them has it looked at
-        await later(lambda: "/healthz" in coordinator.asked)
+        while "/healthz" not in coordinator.asked:  # a look may end before it has been sent
+            assert clock.monotonic() < 600_000.0
+            clock.advance(100.0)
+            assert await ask() == NOBODY
+            await asyncio.sleep(0.01)
         assert coordinator.asked.count("/lookup") <= 1
         monkeypatch.setattr(controller_client, "ASK_SECONDS", 60.0)
         coordinator.may_answer.set()
@@ -171,6 +175,35 @@ def test_one_that_did_not_answer_is_asked_by_no_request_until_it_does(
         while SOMEBODY not in answers[-1:]:
             answers.append(await ask())
             clock.advance(100.0)
+            assert len(answers) < 6000
+            await asyncio.sleep(0.01)
+
+    asyncio.run(route())
+
+
+def test_all_that_wait_when_it_stands_still_are_one_failure(
+    mute: tuple[str, type[Mute]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked again after the first pause, however many requests were under way."""
+    monkeypatch.setattr(controller_client, "ASK_SECONDS", 0.3)
+    url, coordinator = mute
+    clock = ManualClock()
+
+    async def route() -> None:
+        manager = controller_manager.LMCacheControllerManager(url, clock=clock)
+
+        async def ask() -> LookupRetMsg | QueryInstRetMsg:
+            return await manager.handle_orchestration_message(LookupMsg(tokens=TOKENS))
+
+        assert await asyncio.gather(*(ask() for _ in range(MOST_ASKS))) == [NOBODY] * MOST_ASKS
+        monkeypatch.setattr(controller_client, "ASK_SECONDS", 60.0)
+        coordinator.may_answer.set()
+        clock.advance(1.0)
+        assert await ask() == NOBODY  # has it looked at
+        await later(lambda: "/healthz" in coordinator.asked)
+        answers: list[object] = []
+        while SOMEBODY not in answers[-1:]:
+            answers.append(await ask())
             assert len(answers) < 6000
             await asyncio.sleep(0.01)
 

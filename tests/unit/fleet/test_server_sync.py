@@ -34,11 +34,15 @@ class Server:
         self.quotas: dict[str, float] = {}
         self.pins: dict[str, str] = {}  # owner by id
         self.refuses: set[str] = set()  # paths
+        self.is_silent_to: set[str] = set()  # paths
+        self.asked: list[str] = []  # paths
         self.is_away = False
+        self.is_to_start_anew = False  # before the next pin; an operator makes another one there at once
         self._numbers = itertools.count(1)
 
     def answer(self, method: str, path: str, body: Any) -> Any:
-        if self.is_away:
+        self.asked.append(path)
+        if self.is_away or path in self.is_silent_to:
             raise ServerUnavailable("nothing answers")
         if path in self.refuses:
             raise HttpRefused(400, "not this one")
@@ -49,8 +53,13 @@ class Server:
             else:
                 self.quotas.pop(salt, None)
         elif method == "POST":
-            self.pins[str(next(self._numbers))] = body["owner"]
-            return {"pin_id": str(len(self.pins)), "objects": len(body["keys"])}
+            starts_anew, self.is_to_start_anew = self.is_to_start_anew, False
+            if starts_anew:
+                self.pins, self._numbers = {}, itertools.count(1)
+            number = self._pin(body["owner"])
+            if starts_anew:
+                self._pin("an operator")
+            return {"pin_id": number, "objects": len(body["keys"])}
         elif method == "GET":
             return {"pins": [{"pin_id": number, "owner": owner} for number, owner in self.pins.items()]}
         else:
@@ -59,11 +68,17 @@ class Server:
                 del self.pins[number]
         return {}
 
+    def _pin(self, owner: str) -> str:
+        number = str(next(self._numbers))
+        self.pins[number] = owner
+        return number
+
 
 class Coordinator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = ManualClock()
         self.servers: dict[str, Server] = {}
+        self.dying: set[str] = set()  # servers that leave while they are asked
         self.may_answer = threading.Event()
         self.is_asked = threading.Event()
         self.fleet = Fleet(CoordinatorSettings(), lambda: "", Environment(clock=self.clock))
@@ -74,6 +89,9 @@ class Coordinator:
         if name == "mute":
             self.is_asked.set()
             assert self.may_answer.wait(WAIT_SECONDS)
+        if name in self.dying:
+            self.fleet.instances.remove(name)
+            raise ServerUnavailable("nothing answers")
         return self.servers[name].answer(method, path, body)
 
     def join(self, name: str) -> Server:
@@ -179,6 +197,23 @@ def test_a_refusal_keeps_nothing_else_from_a_server(coordinator: Coordinator) ->
     coordinator.steps(lambda: "refused" in server.quotas and not fleet.quotas.get("refused").behind)
 
 
+def test_a_change_of_what_was_refused_hides_no_change_before_it(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    server = coordinator.join("a")
+    server.refuses.add("/quota/refused")
+    for salt in ("refused", "first"):
+        fleet.quotas.set(salt, GIB)
+    coordinator.steps(lambda: "first" in server.quotas)
+    for salt in ("other", "refused"):
+        fleet.quotas.set(salt, 2 * GIB)
+    server.refuses.clear()
+    server.is_silent_to.add("/quota/other")
+    coordinator.steps(lambda: "/quota/other" in server.asked)
+    server.is_silent_to.clear()
+    coordinator.steps(lambda: not fleet.quotas.get("other").behind and not fleet.quotas.get("refused").behind)
+    assert server.quotas == {"first": 1.0, "other": 2.0, "refused": 2.0}
+
+
 def test_nothing_is_remembered_of_pins_that_have_ended(coordinator: Coordinator) -> None:
     fleet = coordinator.fleet
     coordinator.join("a")
@@ -189,6 +224,81 @@ def test_nothing_is_remembered_of_pins_that_have_ended(coordinator: Coordinator)
     coordinator.clock.advance(20.0)
     fleet.pins.push()
     assert not states
+
+
+def test_a_pin_that_is_made_while_others_are_looked_at_is_known_afterwards(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = coordinator.fleet
+    server = coordinator.join("a")
+    coordinator.steps(lambda: not fleet.pins.behind())
+    made: list[FleetPin] = []
+    adding = threading.Thread(target=lambda: made.append(fleet.pins.add({"a": NAMES}, "me", "", 3600.0)[0]))
+    all_pins = fleet.metadata.pins
+
+    def slow(at: float) -> list[FleetPin]:
+        found = all_pins(at)
+        adding.start()
+        adding.join(0.5)  # it may have to wait for whoever looks
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.metadata, "pins", slow)
+        fleet.pins.push()
+    adding.join()
+    ended = fleet.pins.remove(made[0].pin_id, "")
+    assert (ended.pins, ended.objects, ended.behind) == (1, len(NAMES), [])
+    assert not server.pins
+
+
+def test_pins_of_a_server_that_starts_anew_while_it_is_told_are_not_ended_by_old_numbers(
+    coordinator: Coordinator,
+) -> None:
+    fleet = coordinator.fleet
+    server = coordinator.join("a")
+    coordinator.steps(lambda: not fleet.pins.behind())
+    owners = [f"fleet:{fleet.pins.add({'a': NAMES}, 'me', '', 3600.0)[0].pin_id}" for _ in range(2)]
+    server.is_to_start_anew = True
+    coordinator.join("a")
+    coordinator.steps(lambda: not fleet.pins.behind())
+    assert sorted(server.pins.values()) == sorted(["an operator", *owners])
+
+
+def test_nothing_is_remembered_of_a_server_that_has_left_while_it_was_asked(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    coordinator.join("a")
+    coordinator.steps(lambda: not fleet.pins.behind())
+    pin, _ = fleet.pins.add({"a": NAMES}, "me", "", 3600.0)
+    coordinator.dying.add("a")
+    assert fleet.pins.remove(pin.pin_id, "").behind == ["a"]
+    coordinator.steps(lambda: not fleet.pins.behind())
+
+
+def test_a_thread_that_cannot_be_started_has_nobody_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    may_end = threading.Event()
+
+    def tell(instance_id: str) -> None:
+        told.append(instance_id)
+        assert may_end.wait(WAIT_SECONDS)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sync = ServerSync("decisions", tell, ManualClock())
+    sync.note(["a"])
+    sync.step()
+    until(lambda: told)
+    sync.note(["b", "c"])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        sync.step()
+    for _ in range(3):
+        sync.step()
+    may_end.set()
+    until(lambda: not sync.behind())
+    sync.close()
+    assert sorted(told) == ["a", "b", "c"]
 
 
 def test_each_server_is_told_by_one_at_a_time_and_again_after_a_failure() -> None:
