@@ -120,7 +120,8 @@ class HitLookups:
             assert session.answer is not None and session.server is not None
             self._parts.note_named(tracked, session.answer.chunks)
             from_l2 = (session.answer.chunks - session.answer.chunks_l1) * session.server.chunk_tokens
-            self._parts.note_load(Tier.L2, from_l2, waited_until - session.looked_up_at)
+            if session.source is None:  # else it may have waited for the store of another engine
+                self._parts.note_load(Tier.L2, from_l2, waited_until - session.looked_up_at)
         elif progress is Progress.FAILED:
             tracked.move(RequestState.RECOMPUTING)
         elif not self._lookups.server_answers(session):

@@ -14,7 +14,7 @@ from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.protocol.messages import AppendReply, Source
 from manual_clock import ManualClock
-from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, request, step
+from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, output, request, step
 
 EPOCH = hello().server_epoch
 FOR_PREFILL = {
@@ -129,6 +129,25 @@ def test_a_decode_engine_asks_with_it_and_loads_what_it_finds() -> None:
     assert asked.recompute is False
     engine.client.pendings("lookup")[0].outcome = answer(2, 600)
     assert engine.side.matched_tokens(prompt, 0) == (512, True)
+
+
+def test_waits_for_the_other_engine_do_not_count_as_the_speed_of_l2() -> None:
+    """Or ordinary requests would compute what L2 has."""
+    engine = Engine(stores=False)
+    for second in range(8):  # 1,000 tokens a second
+        engine.side.step_metadata(step(running=[("x", second * 1000, 1000)]))
+        engine.clock.advance(1.0)
+        engine.side.step_ended(output())
+    for number in range(8):
+        prompt = request(f"r{number}", 600, kv_transfer_params={SOURCE_KEY: TOLD})
+        engine.side.on_new_request(prompt)
+        engine.clock.advance(8.0)
+        engine.client.pendings("lookup")[-1].outcome = from_l2 = answer(2, 600)
+        from_l2.chunks_l1 = 0
+        assert engine.side.matched_tokens(prompt, 0) == (512, True)
+        engine.side.request_finished(prompt, ([],))
+    engine.side.on_new_request(request("ordinary", 600))
+    assert engine.client.messages("lookup")[-1].recompute is False
 
 
 def test_after_a_preemption_it_waits_no_more() -> None:
