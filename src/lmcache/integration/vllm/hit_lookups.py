@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import msgspec
+
 from lmcache.client.lookup_client import Progress
 from lmcache.core.key_batch import SLOT_BYTES
 from lmcache.integration.engine.inflight_prefixes import PrefixState
@@ -141,8 +143,12 @@ class HitLookups:
         return progress is Progress.WAITING
 
     def _drop_answer(self, tracked: TrackedRequest) -> None:
-        """Its lease ends with the session's next lookup, or with the session; another server has none of it."""
-        tracked.session.answer = None
+        """Its lease ends with the session's next lookup, or with the session; another server has none of it. What
+        another engine stores was waited for already."""
+        session = tracked.session
+        session.answer = None
+        if session.source is not None:
+            session.source = msgspec.structs.replace(session.source, wait_seconds=0.0)
         tracked.move(RequestState.IDLE)
 
     def _too_short(self, tracked: TrackedRequest) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmcache.client.engine_environment import EngineEnvironment
+from lmcache.integration.engine.connector_metadata import WorkerReport
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.handover import HANDOVER_SECONDS, SOURCE_KEY, source_of
 from lmcache.integration.vllm.scheduler_options import SchedulerOptions
@@ -159,6 +161,23 @@ def test_after_a_preemption_it_waits_no_more() -> None:
     engine.side.after_allocation(prompt, ([],), 0)
     engine.side.matched_tokens(prompt, 0)
     waits = [asked.source.wait_seconds for asked in engine.client.messages("lookup")]
+    assert waits == [HANDOVER_SECONDS, 0.0]
+
+
+def test_one_that_asks_again_when_another_request_has_stored_its_prefix_waits_no_more() -> None:
+    engine = Engine()
+    engine.side.on_new_request(first := request("a", 600))
+    engine.client.pendings("lookup")[0].outcome = answer(0, 600)
+    assert engine.side.matched_tokens(first, 0) == (0, False)
+    engine.side.after_allocation(first, (list(range(1, 21)),), 0)
+    engine.side.on_new_request(second := request("b", 600, kv_transfer_params={SOURCE_KEY: TOLD}))
+    engine.client.pendings("lookup")[1].outcome = answer(0, 600)
+    assert engine.side.matched_tokens(second, 0) == (None, False)
+    (order,) = engine.side.step_metadata(step(new=[("a", 0, 600)])).stores
+    engine.clock.advance(0.1)
+    engine.side.step_ended(output(report=WorkerReport(settled_stores=Counter([order.job]))))
+    engine.side.matched_tokens(second, 0)
+    waits = [asked.source.wait_seconds for asked in engine.client.messages("lookup")[1:]]
     assert waits == [HANDOVER_SECONDS, 0.0]
 
 
