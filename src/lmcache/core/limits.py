@@ -46,7 +46,7 @@ MAX_DEFERRED_CALLS = 16_384  # of all clients: lookups that wait for L2
 # prefill and decode apart
 MAX_HANDOVER_WAITS = 256  # lookups that wait for chunks that another engine is storing
 MAX_HANDOVER_WAIT_SECONDS = 30.0
-HANDOVER_START_SECONDS = 2.0  # from one chunk that was announced to the store of the next one
+HANDOVER_START_SECONDS = 2.0  # to the store of a chunk that was announced, while its engine stores nothing else
 
 # changes that engines follow for the KV events of routers
 MAX_CHANGES_PER_CALL = 1024  # looked at, of all indexes

@@ -108,6 +108,8 @@ class HandoverWaits:
             wait.progress_at = now_seconds
             return None
         instance = self._registry.instances.get(wait.instance_id)
+        if instance is not None and any(worker.reservations for worker in instance.workers.values()):
+            wait.progress_at = now_seconds  # it stores one after the other: the turn of this one is still to come
         is_late = now_seconds - wait.progress_at >= limits.HANDOVER_START_SECONDS
         if was_staged or is_late or instance is None or not instance.workers:
             return WaitEnd.GONE

@@ -124,6 +124,30 @@ def test_a_store_that_was_ordered_and_does_not_come_costs_little(service: Servic
     assert ends(service) == {"gone": 1}
 
 
+def test_a_store_behind_others_of_its_engine_is_waited_for(service: Service) -> None:
+    """An engine copies one after the other, and reserves room when its turn has come."""
+    both(service)
+    asked = Asked(service)
+    for other in (chunks(7, 8, 9), chunks(4, 5, 6)):
+        earlier = service.reserve(other, instance="prefill")
+        assert asked.after(limits.HANDOVER_START_SECONDS * 1.5) is None
+        service.commit(earlier.reservation, instance="prefill")
+    reserved = service.reserve(PROMPT, instance="prefill")
+    assert asked.after(1.0) is None
+    service.commit(reserved.reservation, instance="prefill")
+    assert asked.look().chunks == 3
+
+
+def test_a_store_of_another_prompt_is_not_waited_for_longer_than_allowed(service: Service) -> None:
+    both(service)
+    earlier = service.reserve(chunks(7, 8, 9), instance="prefill")
+    asked = Asked(service)
+    assert asked.after(WAIT_SECONDS - 0.1) is None
+    assert asked.after(0.2).chunks == 0
+    assert ends(service) == {"late": 1}
+    service.commit(earlier.reservation, instance="prefill")
+
+
 def test_an_abort_ends_it(service: Service) -> None:
     both(service)
     reserved = service.reserve(PROMPT, instance="prefill")
