@@ -302,6 +302,27 @@ def test_another_server_is_asked_by_its_address(tiered: Service) -> None:
     assert hints == [whole, None, Hint("10.0.0.7:9500", b"o" * 16, 0.0)]
 
 
+def test_the_prefix_that_was_there_stays_leased_until_it_is_leased_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who needs room may take it in between."""
+    both(service)
+    service.store(chunks(1), instance="prefill")
+    reserved = service.reserve(PROMPT, instance="prefill")
+    asked = Asked(service)
+    service.commit(reserved.reservation, instance="prefill")
+    leases: list[int] = []
+    acquire = service.l1.acquire
+
+    def noting(*args: Any) -> Any:
+        leases.append(service.stat("leases"))
+        return acquire(*args)
+
+    monkeypatch.setattr(service.l1, "acquire", noting)
+    assert asked.look().chunks == 3
+    assert (leases, service.stat("leases")) == ([1], 1)
+
+
 def test_so_many_wait_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     both(service)
     monkeypatch.setattr(limits, "MAX_HANDOVER_WAITS", 2)
