@@ -297,6 +297,9 @@ class LookupService:
             )
         except RemoteError as refusal:
             reply = refusal
+        except Exception:  # the root of a request that has waited
+            log.exception("A lookup that had waited failed")
+            reply = RemoteError(ErrorCode.INTERNAL, "The lookup failed; see the server's log.")
         if not isinstance(reply, Deferred):
             pending.deferred.answer(reply)
 

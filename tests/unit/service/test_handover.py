@@ -323,6 +323,41 @@ def test_the_prefix_that_was_there_stays_leased_until_it_is_leased_again(
     assert (leases, service.stat("leases")) == ([1], 1)
 
 
+def test_a_fault_after_the_wait_is_answered(tiered: Service, caplog: pytest.LogCaptureFixture) -> None:
+    both(tiered)
+    reserved = tiered.reserve(PROMPT, instance="prefill")
+    asked = Asked(tiered, chunks(1, 2, 3, 4))
+    tiered.storage.fault = RuntimeError("a defect")
+    tiered.commit(reserved.reservation, instance="prefill")
+    assert asked.look().code == m.ErrorCode.INTERNAL
+    assert "a defect" in caplog.text
+    assert tiered.stat("leases") == 0 and not tiered.timers()
+
+
+def test_a_fault_of_one_wait_ends_no_other(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    both(service)
+    service.register("third")
+
+    class Faulty(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            if name == "third":
+                raise RuntimeError("a defect")
+            return super().get(name, default)
+
+    reserved = service.reserve(PROMPT, instance="prefill")
+    waiting = Asked(service)
+    faulty = Asked(service, chunks(7, 8), "e", source=source(instance_id="third"))
+    assert faulty.look() is None
+    monkeypatch.setattr(service.registry, "instances", Faulty(service.registry.instances))
+    assert faulty.look().chunks == 0
+    assert "a defect" in caplog.text
+    service.commit(reserved.reservation, instance="prefill")
+    assert waiting.look().chunks == 3
+    assert ends(service) == {"stored": 1, "gone": 1}
+
+
 def test_so_many_wait_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     both(service)
     monkeypatch.setattr(limits, "MAX_HANDOVER_WAITS", 2)
