@@ -14,7 +14,8 @@ from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, MissReason, StoreOutcome
 from lmcache.l2.adapter import Adapter
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
-from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
+from lmcache.tiering.prefetch import FIRST_WINDOW_CHUNKS, PrefetchRequest, PrefetchResult
+from manual_clock import ManualClock
 from polling import until
 from unit.tiering.support import ENGINE, FOREVER, MOCK, Rig, batch, faulty, keys, open_rig
 
@@ -128,6 +129,27 @@ def test_a_hint_puts_it_first_and_reaches_it() -> None:
         rig.storage.prefetch(request, answers.append)
         until(lambda: answers)
         assert answers[0].chunks == 8 and adapter.hints == [hint]
+
+
+def test_the_questions_of_one_request_wait_together_as_long_as_its_hint_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured, adapter = others(0)
+    wanted, clock = keys(2 * FIRST_WINDOW_CHUNKS), ManualClock()
+    probe_hinted = adapter.probe_hinted
+
+    async def takes_time(keys: Sequence[ObjectKey], hint: Hint | None) -> list[int | None]:
+        clock.advance(4.0)
+        return await probe_hinted(keys, hint)
+
+    monkeypatch.setattr(adapter, "probe_hinted", takes_time)
+    with open_rig([configured], clock=clock) as rig:
+        rig.put(wanted[:FIRST_WINDOW_CHUNKS], tell=False)
+        adapter.take_from(rig, wanted[:FIRST_WINDOW_CHUNKS])
+        answers: list[PrefetchResult] = []
+        hint = Hint("127.0.0.1:9500", b"e" * 16, 10.0)
+        rig.storage.prefetch(PrefetchRequest(ENGINE, FOREVER, batch(wanted), 0, 60.0, hint), answers.append)
+        until(lambda: answers)
+        assert [asked.wait_seconds for asked in adapter.hints if asked is not None] == [10.0, 6.0]
+        assert answers[0].chunks == FIRST_WINDOW_CHUNKS
 
 
 def test_who_waits_by_a_hint_holds_up_nobody_else() -> None:
