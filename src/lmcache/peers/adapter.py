@@ -148,6 +148,10 @@ class PeersAdapter(Adapter):
                 await self._ask(others, part, 0.0, partial(_merge, sizes, first))
         return sizes
 
+    def waits_at(self, hint: Hint) -> str | None:
+        named = self._named(hint) if hint.wait_seconds > 0 else None
+        return named.address if named is not None else None
+
     async def _ask(
         self, peers: Iterable[Peer], keys: Sequence[ObjectKey], wait_seconds: float, take: Callable[[Answer], None]
     ) -> None:

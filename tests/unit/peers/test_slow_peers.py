@@ -139,6 +139,27 @@ def test_the_parts_of_a_question_wait_no_longer_than_one(monkeypatch: pytest.Mon
     assert [wait for wait in waits if wait] == [10_000]
 
 
+def test_only_members_are_waited_for() -> None:
+    """So that whoever sends requests makes no more places to wait than there are peers."""
+
+    async def test() -> None:
+        with holding([]) as (honest,):
+            async with reading([honest.address]) as reader:
+                epoch = honest.l1.memory.server_epoch
+                port = honest.address.rpartition(":")[2]
+                assert reader.adapter.waits_at(Hint(honest.address, epoch, 1.0)) == honest.address
+                assert reader.adapter.waits_at(Hint(f"127.0.0.1:0{port}", b"", 1.0)) == honest.address
+                for hint in (
+                    Hint(honest.address, epoch),
+                    Hint(honest.address, b"o" * 16, 1.0),
+                    Hint("127.0.0.1:1", b"", 1.0),
+                    Hint("nonsense", b"", 1.0),
+                ):
+                    assert reader.adapter.waits_at(hint) is None
+
+    run(test)
+
+
 async def never(*_: object) -> None:
     await asyncio.sleep(3600)
 
