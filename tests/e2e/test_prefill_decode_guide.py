@@ -14,6 +14,7 @@ import pytest
 
 from e2e.harness import until
 from e2e.test_tutorial import Reader, counted
+from lmcache.integration.vllm.handover import SOURCE_KEY
 from lmcache.testing.processes import ManagedProcess, http_json
 from services import vllm_router
 from services.network import Network, in_own_network, with_own_memory
@@ -26,6 +27,12 @@ SERVER, PREFILL, DECODE, ROUTER, ASK = re.findall(r"^```bash\n(.*?)^```", GUIDE,
 HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8080, 8000, 8100, 8200
 WHOLE_TOKENS, CHUNKS = 1792, 7
 START_SECONDS = 900.0
+WAITS = "lmcache_mp_handover_waits_total"
+FOR_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
+}
 
 
 class Tour:
@@ -70,13 +77,24 @@ class Tour:
             "text"
         ]
 
+    def question(self) -> dict[str, Any]:
+        return dict(json.loads((self.reader.folder / "prompt.json").read_text()))
+
+    def complete(self, port: int, **fields: Any) -> dict[str, Any]:
+        """The answer of one engine alone, with those fields in the question."""
+        status, answer = http_json(port, "POST", "/v1/completions", self.question() | fields, 300.0)
+        assert status == 200, answer
+        return dict(answer)
+
     def ask(self, port: int) -> tuple[int, str]:
         """One engine alone: tokens that it loaded or had, and the answer."""
-        body = json.loads((self.reader.folder / "prompt.json").read_text())
-        status, answer = http_json(port, "POST", "/v1/completions", body, 300.0)
-        assert status == 200, answer
+        answer = self.complete(port)
         details: dict[str, Any] = answer["usage"].get("prompt_tokens_details") or {}
         return int(details.get("cached_tokens") or 0), str(answer["choices"][0]["text"])
+
+    def waits(self) -> float:
+        """Lookups that have waited for the store of another engine."""
+        return counted(self.reader.run(f"curl --silent --fail localhost:{HTTP_PORT}/metrics | grep {WAITS} || true"))
 
 
 def test_the_guide(tmp_path: Path, llama: Path) -> None:
@@ -99,21 +117,29 @@ def test_the_guide(tmp_path: Path, llama: Path) -> None:
 
 
 def follow(tour: Tour, prefill: ManagedProcess) -> None:
-    answers: list[tuple[int, str]] = []
-
-    def handed_over() -> bool:  # less where the decode engine asked before the last step was stored
-        answers.append(tour.hand_over())
-        return answers[-1][0] >= WHOLE_TOKENS
-
-    until(handed_over, 300.0, tell=lambda: answers)
+    answers = [tour.hand_over() for _ in range(3)]
+    assert all(loaded >= WHOLE_TOKENS for loaded, _ in answers), answers
     told = tour.proxy.told
     assert len(told) == len(answers) and len(set(told)) == len(told)
     assert all("prefill_addr" in request_id for request_id in told), "a part of each is the router's X-Request-Id"
     tour.forget()
     cached, alone = tour.ask(DECODE_PORT)
     assert cached == 0 and {text for _, text in answers} == {alone}
+    engines_hand_over(tour)
     tour.hand_over()
     prefill.kill()
     http_json(DECODE_PORT, "POST", "/reset_prefix_cache")
     cached, text = tour.ask(DECODE_PORT)
     assert cached >= WHOLE_TOKENS and text == alone
+
+
+def engines_hand_over(tour: Tour) -> None:
+    """The prefill engine names what it stores, and the decode engine has the server wait for what it is told of: here
+    for a prompt that nobody stores."""
+    tour.forget()
+    told, waits = len(tour.proxy.told), tour.waits()
+    params = tour.complete(PREFILL_PORT, max_tokens=1, kv_transfer_params=FOR_PREFILL)["kv_transfer_params"]
+    assert params[SOURCE_KEY]["tokens"] == WHOLE_TOKENS
+    until(lambda: len(tour.proxy.told) > told)
+    tour.complete(DECODE_PORT, prompt=tour.question()["prompt"][::-1], kv_transfer_params=params)
+    assert tour.waits() == waits + 1

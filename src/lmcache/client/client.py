@@ -50,7 +50,7 @@ _RegistrationKey = tuple[str, int]
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.25  # while nobody answers: what a restarted server waits for its engines
 _REFUSED_PAUSE_SECONDS = 1.0  # while somebody answers whom this client cannot use
-_CONTROL_TIMEOUT_SECONDS = 2.0  # hello, ping, register: the server answers these whatever else it does
+CONTROL_TIMEOUT_SECONDS = 2.0  # hello, ping, register: the server answers these whatever else it does
 _CLOSE_TIMEOUT_SECONDS = 0.5
 _SCHEDULER_SIDE = -1
 _CLOSED = "The LMCache client is closed."
@@ -219,7 +219,7 @@ class Client:
             self._changed.notify_all()
         self._nudge()
         if self._keeper is not None:
-            self._keeper.join(timeout=2 * _CONTROL_TIMEOUT_SECONDS)
+            self._keeper.join(timeout=2 * CONTROL_TIMEOUT_SECONDS)
             if self._keeper.is_alive():  # in the engine's callback: what it uses has to stay
                 log.warning("The LMCache client is still busy and is left to end with the process")
                 return
@@ -271,9 +271,9 @@ class Client:
         return environment.connection(self.endpoint, self._context, environment.clock, self._note_trouble, **keys)
 
     def _establish(self, connection: Connection) -> None:
-        connection.wait_established(_CONTROL_TIMEOUT_SECONDS)
+        connection.wait_established(CONTROL_TIMEOUT_SECONDS)
         message = Hello(PROTOCOL_VERSION, __version__, OLDEST_SUPPORTED_PROTOCOL_VERSION)
-        hello = connection.submit("hello", message, HelloReply, _CONTROL_TIMEOUT_SECONDS).result()
+        hello = connection.submit("hello", message, HelloReply, CONTROL_TIMEOUT_SECONDS).result()
         if not OLDEST_SUPPORTED_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
             raise VersionError(
                 f"The server at {self.endpoint} ({hello.server_version}) speaks protocol version "
@@ -328,7 +328,7 @@ class Client:
             if isinstance(message, RegisterWorker):
                 method, message = "register_worker", self._with_transfer(message)
             try:
-                reply = connection.submit(method, message, RegisterReply, _CONTROL_TIMEOUT_SECONDS).result()
+                reply = connection.submit(method, message, RegisterReply, CONTROL_TIMEOUT_SECONDS).result()
             except RemoteError as error:
                 with self._changed:
                     news = str(self._refused.get(key)) != str(error)
@@ -394,7 +394,7 @@ class Client:
             counts = self._counts()
             growth = [count - told for count, told in zip_longest(counts, self._counted, fillvalue=0)]
             message = Ping(instance_id, worker_id, self._process, growth)
-            reply = connection.submit("ping", message, PingReply, _CONTROL_TIMEOUT_SECONDS).result()
+            reply = connection.submit("ping", message, PingReply, CONTROL_TIMEOUT_SECONDS).result()
             if reply.server_epoch != self.server_epoch:
                 raise ServerUnavailable(f"Another server has taken the place of the one at {self.endpoint}.")
             if reply.registered:

@@ -46,7 +46,7 @@ MAX_DEFERRED_CALLS = 16_384  # of all clients: lookups that wait for L2
 # prefill and decode apart
 MAX_HANDOVER_WAITS = 256  # lookups that wait for chunks that another engine is storing
 MAX_HANDOVER_WAIT_SECONDS = 30.0
-HANDOVER_START_SECONDS = 2.0  # from one chunk that was announced to the store of the next one
+HANDOVER_START_SECONDS = 2.0  # to the store of a chunk that was announced, while its engine stores nothing else
 
 # changes that engines follow for the KV events of routers
 MAX_CHANGES_PER_CALL = 1024  # looked at, of all indexes
@@ -91,7 +91,7 @@ L2_BREAKER_MAX_OPEN_SECONDS = 60.0
 L2_RETRY_BACKOFF_SECONDS = 0.05  # before the first retry, then doubled
 L2_MAX_READS_IN_FLIGHT = 8  # operations an adapter, running or abandoned
 L2_MAX_PROBES_IN_FLIGHT = 8  # beside the loads
-L2_MAX_WAITS_IN_FLIGHT = 32  # probes an adapter that wait for what others are storing
+L2_MAX_WAITS_IN_FLIGHT = 32  # probes a place of an adapter that wait for what is being stored there
 L2_MAX_WRITES_IN_FLIGHT = 4
 # Of one search of a bucket or a Redis server, which itself says when it ends.
 MAX_L2_LISTED_OBJECTS = 1 << 26
@@ -123,7 +123,7 @@ MAX_PEER_PLACEMENTS = 262_144  # objects that peers said they have, remembered u
 MAX_PEER_LOOKUPS = 64  # that one peer has not answered
 MAX_PEER_LOADS = 8  # from one peer at once; others wait, and keep nothing of other peers waiting
 MAX_PEER_READS = 4  # of these over the network, a connection each
-MAX_PEER_CALLS = 512  # loads from all peers, running or waiting; and as many lookups
+MAX_PEER_CALLS = 512  # loads from all peers, running or waiting; as many lookups, and as many that wait
 PEER_LOAD_THREADS = 256  # for loads from all peers, started when they are needed
 PEER_SEND_THREADS = 8  # for reads of all peers
 MAX_PEER_SENDS = 4  # of these, for peers of one host

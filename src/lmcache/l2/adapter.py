@@ -206,6 +206,10 @@ class FollowsHints(Protocol):
         """As `Adapter.probe`, for as long as the hint says."""
         ...
 
+    def waits_at(self, hint: Hint) -> str | None:
+        """The place whose answer waits, as the hint says; None where none does. There are not many of them."""
+        ...
+
 
 @runtime_checkable
 class EndsLoads(Protocol):

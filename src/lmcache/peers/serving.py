@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -97,7 +97,7 @@ class ServedPeer:
     # ---- lookups -----------------------------------------------------------------------------------------------------
     async def _lookup(self, number: int, lookup: Lookup) -> None:
         check_keys(lookup)
-        if lookup.wait_ms and self._first_missing(lookup) is not None and self._on_wait(1):
+        if lookup.wait_ms and 0 in self._resident(lookup) and self._on_wait(1):
             waiting = spawn(self._answer_later(number, lookup), "peer-wait")
             self._waiting.add(waiting)
             waiting.add_done_callback(self._wait_ended)
@@ -109,21 +109,26 @@ class ServedPeer:
         self._on_wait(-1)
 
     async def _answer_later(self, number: int, lookup: Lookup) -> None:
-        """What was announced is waited for from one object to the next: each may be staged, or not even reserved."""
+        """What was announced is waited for from one object to the next: each may be staged, or not even reserved. Of a
+        group with a tail most objects are never stored: nothing more comes once the last of each namespace is there."""
         loop = asyncio.get_running_loop()
         progress_at = loop.time()
         deadline = progress_at + lookup.wait_ms / 1000
-        awaited: int | None = None
+        ends = _ends(lookup)
+        awaited = 0
         was_staged = False
         while (now := loop.time()) < deadline:
-            missing = self._first_missing(lookup)
-            if missing is None:
+            resident = self._resident(lookup)
+            missing = resident.count(0)
+            if not missing:
                 break
-            is_staged = self._is_staged(lookup, missing)
+            is_staged = any(self._is_staged(lookup, position) for position in _next(resident, ends))
             if missing != awaited or is_staged:
                 awaited, progress_at = missing, now
             elif was_staged or now - progress_at >= limits.HANDOVER_START_SECONDS:
                 break  # its store has ended without it, or does not begin
+            if not is_staged and all(resident[end] for end in ends):
+                break
             was_staged = is_staged
             await asyncio.sleep(min(_LOOK_SECONDS, deadline - now))
         try:
@@ -131,10 +136,9 @@ class ServedPeer:
         except OSError:
             self._sock.cut()  # `run` sees it
 
-    def _first_missing(self, lookup: Lookup) -> int | None:
-        """Position of the first of these objects that is not there."""
-        missing = self._core.resident_each(lookup.digests, lookup.hashes).find(0)
-        return missing if missing >= 0 else None
+    def _resident(self, lookup: Lookup) -> bytes:
+        """A byte for each of these objects, 0 where it is not there."""
+        return self._core.resident_each(lookup.digests, lookup.hashes)
 
     def _is_staged(self, lookup: Lookup, position: int) -> bool:
         """Whether an engine is storing that object."""
@@ -184,6 +188,26 @@ class ServedPeer:
         if error:
             raise OSError(error, "it did not take what it asked for")
         context.metrics.p2p_sent.inc(total_bytes)
+
+
+def _ends(lookup: Lookup) -> list[int]:
+    """Position of the last object of each namespace."""
+    digests = lookup.digests
+    last = {
+        digests[at : at + CHUNK_HASH_BYTES]: at // CHUNK_HASH_BYTES for at in range(0, len(digests), CHUNK_HASH_BYTES)
+    }
+    return list(last.values())
+
+
+def _next(resident: bytes, ends: Sequence[int]) -> Iterator[int]:
+    """Where a store is to be seen first, as objects are stored from the first chunk to the last: the first object that
+    is missing, those of the chunk behind the last one that is there, and the last of each namespace."""
+    yield resident.find(0)
+    behind = len(resident.rstrip(b"\0"))
+    yield from range(behind, min(behind + len(ends), len(resident)))
+    for end in ends:
+        if not resident[end]:
+            yield end
 
 
 def is_expected(fault: BaseException) -> bool:

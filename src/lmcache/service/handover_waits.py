@@ -86,13 +86,20 @@ class HandoverWaits:
     def _look(self) -> None:
         self._is_looking = False
         now_seconds = self._clock.monotonic()
-        ended = [(wait, end) for wait in self._waits if (end := self._outcome(wait, now_seconds)) is not None]
+        ended = [(wait, end) for wait in self._waits if (end := self._end_of(wait, now_seconds)) is not None]
         for wait, end in ended:
             del self._waits[wait]
             self._metrics.handover_waits.labels(end.value).inc()
             self._metrics.handover_wait.observe(now_seconds - wait.began_at)
             self._loop.post(wait.on_end)
         self._look_later()
+
+    def _end_of(self, wait: _Wait, now_seconds: float) -> WaitEnd | None:
+        try:
+            return self._outcome(wait, now_seconds)
+        except Exception:  # the root of a request: no other one waits for ever because of it
+            log.exception("A wait for chunks that another engine stores failed")
+            return WaitEnd.GONE
 
     def _outcome(self, wait: _Wait, now_seconds: float) -> WaitEnd | None:
         """None: it goes on."""
@@ -108,6 +115,8 @@ class HandoverWaits:
             wait.progress_at = now_seconds
             return None
         instance = self._registry.instances.get(wait.instance_id)
+        if instance is not None and any(worker.reservations for worker in instance.workers.values()):
+            wait.progress_at = now_seconds  # it stores one after the other: the turn of this one is still to come
         is_late = now_seconds - wait.progress_at >= limits.HANDOVER_START_SECONDS
         if was_staged or is_late or instance is None or not instance.workers:
             return WaitEnd.GONE

@@ -287,8 +287,10 @@ class LookupService:
             if pending.ended:
                 return
             pending.ended, pending.query.session.cancel_lookup = True, None
-            self._release_l1_prefix(pending)
-            self._go_on(pending, give_up_at - self._clock.monotonic())
+            try:
+                self._go_on(pending, give_up_at - self._clock.monotonic())
+            finally:  # not before: somebody who needs room could take it in between
+                self._release_l1_prefix(pending)
 
         stop = self._handovers.begin(announced, source.instance_id, seconds, on_end)
         if stop is None:
@@ -306,6 +308,9 @@ class LookupService:
             )
         except RemoteError as refusal:
             reply = refusal
+        except Exception:  # the root of a request that has waited
+            log.exception("A lookup that had waited failed")
+            reply = RemoteError(ErrorCode.INTERNAL, "The lookup failed; see the server's log.")
         if not isinstance(reply, Deferred):
             pending.deferred.answer(reply)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 from lmcache._native import NO_SLOT, usable_prefix
@@ -91,6 +91,8 @@ class Prefetch:
         self._awaited: set[BatchLoad] = set()
         self._leases: list[int] = []  # on objects that were resident already
         self._chunks = 0  # expected to be resident once the loads are done
+        self._clock = context.clock
+        self._wait_ends: float | None = None  # of what the hint says, from the first question on
         self._is_unanswered = False  # an adapter was late, and not waited for
 
     async def run(self) -> None:
@@ -206,7 +208,7 @@ class Prefetch:
         if not unknown:
             return
         patience_seconds = self._patience_seconds(position) if self._has_prefix(sources) else None
-        hint = self._request.hint if isinstance(self._runners[position].adapter, FollowsHints) else None
+        hint = self._hint() if isinstance(self._runners[position].adapter, FollowsHints) else None
         if hint is not None and patience_seconds is not None:
             patience_seconds += hint.wait_seconds
         answer = await self._place.ask(position, [keys[index] for index in unknown], patience_seconds, hint)
@@ -217,6 +219,17 @@ class Prefetch:
             sources[index] = position
         if not all(answer.exist):  # what an adapter that did not answer lacks, nobody knows
             self._fault = self._fault or answer.fault
+
+    def _hint(self) -> Hint | None:
+        """That of the request. All its questions together wait as long as it says."""
+        hint = self._request.hint
+        if hint is None:
+            return None
+        now_seconds = self._clock.monotonic()
+        if self._wait_ends is None:
+            self._wait_ends = now_seconds + hint.wait_seconds
+            return hint
+        return replace(hint, wait_seconds=max(0.0, self._wait_ends - now_seconds))
 
     def _patience_seconds(self, position: int) -> float:
         return LATE_FRACTION * min(self._request.deadline_seconds, self._runners[position].config.timeout_seconds)

@@ -7,8 +7,8 @@ has no more of their prompt. One that has joined the loads of others has no plac
 A question goes on when whoever asked stops waiting for the answer, with its place: its end tells the breaker, and
 whoever asks next, what the adapter is worth.
 
-Questions that are to wait for what is being stored elsewhere have places of their own: how long they take says nothing
-of the adapter, and nobody else waits behind them.
+Questions that are to wait for what is being stored elsewhere have places of their own for each such place: how long
+they take says nothing of the adapter, and nobody else waits behind them.
 
 No deadlock: a place to ask is given back without waiting for another place, and one for loads before the next one.
 """
@@ -23,6 +23,7 @@ from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.core.hint import Hint
 from lmcache.core.key import ObjectKey
+from lmcache.l2.adapter import FollowsHints
 from lmcache.l2.runner import ProbeAnswer, Runner
 from lmcache.telemetry.metrics import L2Metrics
 
@@ -33,6 +34,7 @@ class _Lane:
     def __init__(self, max_in_flight: int) -> None:
         self.free = asyncio.Semaphore(max_in_flight)
         self.asked_at: dict[object, float] = {}  # the oldest first
+        self.users = 0  # questions, those that wait for a place included
 
 
 class PrefetchPlaces:
@@ -43,7 +45,7 @@ class PrefetchPlaces:
         self._clock = clock
         self._queue_seconds = {runner.name: metrics.l2_prefetch_queue.labels(runner.name) for runner in runners}
         self._lanes = {runner.name: _Lane(max_in_flight) for runner in runners}
-        self._waits = {runner.name: _Lane(limits.L2_MAX_WAITS_IN_FLIGHT) for runner in runners}
+        self._waits: dict[tuple[str, str], _Lane] = {}  # by adapter and place, while anybody asks there
         self._loading = {runner.name: asyncio.Semaphore(max_in_flight) for runner in runners}
         self.waiting = 0
 
@@ -57,13 +59,16 @@ class PrefetchPlaces:
     ) -> ProbeAnswer | None:
         """As the adapter's. None when that takes longer than `patience_seconds`, at once when another question has."""
         loop = asyncio.get_running_loop()
-        lane = (self._waits if hint is not None and hint.wait_seconds > 0 else self._lanes)[runner.name]
+        place = _waits_at(runner, hint)
+        lane = self._lanes[runner.name] if place is None else self._wait_lane(place)
         now_seconds, asked_at = loop.time(), lane.asked_at
         if patience_seconds is not None and any(now_seconds - at >= patience_seconds for at in asked_at.values()):
             return None
         question = object()
+        lane.users += 1
         asking = loop.create_task(self._ask(question, now_seconds, lane, runner, keys, hint))
         asking.add_done_callback(_note_fault)
+        asking.add_done_callback(lambda _: self._leave_lane(lane, place))
         try:
             await asyncio.wait({asking}, timeout=patience_seconds)
         finally:
@@ -71,6 +76,16 @@ class PrefetchPlaces:
                 asking.cancel()
                 await asyncio.wait({asking})
         return asking.result() if asking.done() and not asking.cancelled() else None
+
+    def _wait_lane(self, place: tuple[str, str]) -> _Lane:
+        if place not in self._waits:
+            self._waits[place] = _Lane(limits.L2_MAX_WAITS_IN_FLIGHT)
+        return self._waits[place]
+
+    def _leave_lane(self, lane: _Lane, place: tuple[str, str] | None) -> None:
+        lane.users -= 1
+        if place is not None and not lane.users:
+            del self._waits[place]
 
     async def _ask(
         self,
@@ -104,6 +119,14 @@ class PrefetchPlaces:
         finally:
             self.waiting -= 1
             self._queue_seconds[runner.name].observe(self._clock.monotonic() - started)
+
+
+def _waits_at(runner: Runner, hint: Hint | None) -> tuple[str, str] | None:
+    """The adapter and its place whose answer waits; None for an answer that comes at once."""
+    if hint is None or hint.wait_seconds <= 0 or not isinstance(runner.adapter, FollowsHints):
+        return None
+    place = runner.adapter.waits_at(hint)
+    return (runner.name, place) if place is not None else None
 
 
 def _note_fault(asking: asyncio.Task[Any]) -> None:

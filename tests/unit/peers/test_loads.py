@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 
 import pytest
 
 from lmcache.core import limits
 from lmcache.core.hint import Hint
+from lmcache.core.key import ObjectKey
 from lmcache.l2.adapter import FollowsHints
 from lmcache.l2.runner import ProbeAnswer
 from lmcache.testing.frames import keys, namespace
@@ -230,6 +232,34 @@ def test_a_hint_waits_for_stores_that_begin_one_after_the_other(monkeypatch: pyt
                 assert not asked.done()
                 holder.put(wanted[5:])
                 assert (await asked).exist == [True] * 8
+
+    run(test)
+
+
+@pytest.mark.parametrize("start_seconds", [0.0, 3600.0])
+def test_a_hint_waits_for_what_is_stored_behind_objects_that_are_not(
+    start_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a recurrent state nothing is stored but the end: what is before it keeps no answer, and ends no wait."""
+    monkeypatch.setattr(limits, "HANDOVER_START_SECONDS", start_seconds)
+
+    async def test() -> None:
+        whole = keys(4)
+        wanted = [key for each in whole for key in (each, ObjectKey(namespace("states"), each.chunk_hash))]
+        with holding(whole[:3]) as (holder,):
+            async with reading([holder.address]) as reader:
+                reserved = [(part, *holder.reserve(part)) for part in (wanted[6:7], wanted[7:])]
+                hint = Hint(holder.address, holder.l1.memory.server_epoch, wait_seconds=14.0)
+                asked = asyncio.ensure_future(reader.runner.ask(wanted, hint))
+                await until_true(lambda: holder.listener.status()["waiting_lookups"] == 1)
+                for _ in range(100):  # it is looked at a few times meanwhile
+                    await reader.has(wanted[:1])
+                for part, reservation, slots in reserved:
+                    holder.fill(part, slots)
+                    holder.l1.core.commit(reservation)
+                started = time.monotonic()
+                assert (await asked).exist == [True, False] * 3 + [True] * 2
+                assert time.monotonic() - started < 10.0
 
     run(test)
 

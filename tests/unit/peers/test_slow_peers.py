@@ -18,6 +18,7 @@ from lmcache.peers import adapter
 from lmcache.peers.protocol import Found, Kind, Lookup, decode
 from lmcache.peers.sockets import PeerSocket
 from lmcache.testing.frames import keys
+from manual_clock import ManualClock
 from unit.l2.support import run
 from unit.peers.support import FRAME_BYTES, Liar, Script, holding, reading, until_true
 
@@ -107,6 +108,54 @@ def test_lookups_of_others_do_not_wait_for_hinted_ones() -> None:
                 assert not any(answer.done() for answer in asking)
                 assert await reader.runner.drain(WAIT_SECONDS)
                 assert [(await answer).exist for answer in asking] == [[False]] * len(asking)
+
+    run(test)
+
+
+def test_the_parts_of_a_question_wait_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they would outlast the deadline of the call, which suspends all peers."""
+    monkeypatch.setattr("lmcache.peers.adapter.limits.MAX_PEER_KEYS", 4)
+    waits: list[int] = []
+
+    async def script(liar: Liar, sock: PeerSocket) -> None:
+        await liar.introducer.accept(sock)
+        while True:
+            kind, number, body = await sock.receive()
+            if kind is Kind.LOOKUP:
+                lookup = decode(body, Lookup)
+                waits.append(lookup.wait_ms)
+                clock.advance(lookup.wait_ms / 1000)
+                await sock.send(Kind.FOUND, number, Found(0, bytes(len(lookup.hashes) // 4), b""))
+
+    clock = ManualClock()
+
+    async def test() -> None:
+        with holding([]) as (honest,):
+            async with Liar(script, honest) as liar, reading([liar.address], clock=clock) as reader:
+                hint = Hint(liar.address, wait_seconds=10.0)
+                assert not any((await reader.runner.ask(keys(12), hint)).exist)
+
+    run(test)
+    assert [wait for wait in waits if wait] == [10_000]
+
+
+def test_only_members_are_waited_for() -> None:
+    """So that whoever sends requests makes no more places to wait than there are peers."""
+
+    async def test() -> None:
+        with holding([]) as (honest,):
+            async with reading([honest.address]) as reader:
+                epoch = honest.l1.memory.server_epoch
+                port = honest.address.rpartition(":")[2]
+                assert reader.adapter.waits_at(Hint(honest.address, epoch, 1.0)) == honest.address
+                assert reader.adapter.waits_at(Hint(f"127.0.0.1:0{port}", b"", 1.0)) == honest.address
+                for hint in (
+                    Hint(honest.address, epoch),
+                    Hint(honest.address, b"o" * 16, 1.0),
+                    Hint("127.0.0.1:1", b"", 1.0),
+                    Hint("nonsense", b"", 1.0),
+                ):
+                    assert reader.adapter.waits_at(hint) is None
 
     run(test)
 

@@ -124,6 +124,30 @@ def test_a_store_that_was_ordered_and_does_not_come_costs_little(service: Servic
     assert ends(service) == {"gone": 1}
 
 
+def test_a_store_behind_others_of_its_engine_is_waited_for(service: Service) -> None:
+    """An engine copies one after the other, and reserves room when its turn has come."""
+    both(service)
+    asked = Asked(service)
+    for other in (chunks(7, 8, 9), chunks(4, 5, 6)):
+        earlier = service.reserve(other, instance="prefill")
+        assert asked.after(limits.HANDOVER_START_SECONDS * 1.5) is None
+        service.commit(earlier.reservation, instance="prefill")
+    reserved = service.reserve(PROMPT, instance="prefill")
+    assert asked.after(1.0) is None
+    service.commit(reserved.reservation, instance="prefill")
+    assert asked.look().chunks == 3
+
+
+def test_a_store_of_another_prompt_is_not_waited_for_longer_than_allowed(service: Service) -> None:
+    both(service)
+    earlier = service.reserve(chunks(7, 8, 9), instance="prefill")
+    asked = Asked(service)
+    assert asked.after(WAIT_SECONDS - 0.1) is None
+    assert asked.after(0.2).chunks == 0
+    assert ends(service) == {"late": 1}
+    service.commit(earlier.reservation, instance="prefill")
+
+
 def test_an_abort_ends_it(service: Service) -> None:
     both(service)
     reserved = service.reserve(PROMPT, instance="prefill")
@@ -276,6 +300,62 @@ def test_another_server_is_asked_by_its_address(tiered: Service) -> None:
     hints = [request.hint for request, _ in tiered.storage.asked]
     whole = Hint("10.0.0.7:9500", b"o" * 16, limits.MAX_HANDOVER_WAIT_SECONDS)
     assert hints == [whole, None, Hint("10.0.0.7:9500", b"o" * 16, 0.0)]
+
+
+def test_the_prefix_that_was_there_stays_leased_until_it_is_leased_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who needs room may take it in between."""
+    both(service)
+    service.store(chunks(1), instance="prefill")
+    reserved = service.reserve(PROMPT, instance="prefill")
+    asked = Asked(service)
+    service.commit(reserved.reservation, instance="prefill")
+    leases: list[int] = []
+    acquire = service.l1.acquire
+
+    def noting(*args: Any) -> Any:
+        leases.append(service.stat("leases"))
+        return acquire(*args)
+
+    monkeypatch.setattr(service.l1, "acquire", noting)
+    assert asked.look().chunks == 3
+    assert (leases, service.stat("leases")) == ([1], 1)
+
+
+def test_a_fault_after_the_wait_is_answered(tiered: Service, caplog: pytest.LogCaptureFixture) -> None:
+    both(tiered)
+    reserved = tiered.reserve(PROMPT, instance="prefill")
+    asked = Asked(tiered, chunks(1, 2, 3, 4))
+    tiered.storage.fault = RuntimeError("a defect")
+    tiered.commit(reserved.reservation, instance="prefill")
+    assert asked.look().code == m.ErrorCode.INTERNAL
+    assert "a defect" in caplog.text
+    assert tiered.stat("leases") == 0 and not tiered.timers()
+
+
+def test_a_fault_of_one_wait_ends_no_other(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    both(service)
+    service.register("third")
+
+    class Faulty(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            if name == "third":
+                raise RuntimeError("a defect")
+            return super().get(name, default)
+
+    reserved = service.reserve(PROMPT, instance="prefill")
+    waiting = Asked(service)
+    faulty = Asked(service, chunks(7, 8), "e", source=source(instance_id="third"))
+    assert faulty.look() is None
+    monkeypatch.setattr(service.registry, "instances", Faulty(service.registry.instances))
+    assert faulty.look().chunks == 0
+    assert "a defect" in caplog.text
+    service.commit(reserved.reservation, instance="prefill")
+    assert waiting.look().chunks == 3
+    assert ends(service) == {"stored": 1, "gone": 1}
 
 
 def test_so_many_wait_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

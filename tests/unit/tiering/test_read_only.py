@@ -14,7 +14,8 @@ from lmcache.core.key import ObjectKey
 from lmcache.core.outcome import LoadOutcome, MissReason, StoreOutcome
 from lmcache.l2.adapter import Adapter
 from lmcache.l2.adapter_types import ConfiguredAdapter, build, parse_adapter
-from lmcache.tiering.prefetch import PrefetchRequest, PrefetchResult
+from lmcache.tiering.prefetch import FIRST_WINDOW_CHUNKS, PrefetchRequest, PrefetchResult
+from manual_clock import ManualClock
 from polling import until
 from unit.tiering.support import ENGINE, FOREVER, MOCK, Rig, batch, faulty, keys, open_rig
 
@@ -23,11 +24,13 @@ class Others(Adapter):
     """Has what the test puts there, and fails the test when anything else is asked of it."""
 
     is_read_only = True
+    most_calls = limits.MAX_PEER_CALLS
 
     def __init__(self) -> None:
         self.frames: dict[ObjectKey, bytes] = {}
         self.hints: list[Hint | None] = []
         self.gate: asyncio.Event | None = None  # until it is set, who waits by a hint waits
+        self.silent = ""  # or only who waits for that place
 
     async def load(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[LoadOutcome]:
         for key, buffer in zip(keys, buffers, strict=True):
@@ -39,9 +42,13 @@ class Others(Adapter):
 
     async def probe_hinted(self, keys: Sequence[ObjectKey], hint: Hint | None) -> list[int | None]:
         self.hints.append(hint)
-        if hint is not None and hint.wait_seconds and self.gate is not None:
+        is_late = hint is not None and hint.wait_seconds and self.silent in ("", hint.address)
+        if is_late and self.gate is not None:
             await self.gate.wait()
         return [len(self.frames[key]) if key in self.frames else None for key in keys]
+
+    def waits_at(self, hint: Hint) -> str | None:
+        return hint.address if hint.wait_seconds else None
 
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
         raise AssertionError("stored")
@@ -130,6 +137,27 @@ def test_a_hint_puts_it_first_and_reaches_it() -> None:
         assert answers[0].chunks == 8 and adapter.hints == [hint]
 
 
+def test_the_questions_of_one_request_wait_together_as_long_as_its_hint_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured, adapter = others(0)
+    wanted, clock = keys(2 * FIRST_WINDOW_CHUNKS), ManualClock()
+    probe_hinted = adapter.probe_hinted
+
+    async def takes_time(keys: Sequence[ObjectKey], hint: Hint | None) -> list[int | None]:
+        clock.advance(4.0)
+        return await probe_hinted(keys, hint)
+
+    monkeypatch.setattr(adapter, "probe_hinted", takes_time)
+    with open_rig([configured], clock=clock) as rig:
+        rig.put(wanted[:FIRST_WINDOW_CHUNKS], tell=False)
+        adapter.take_from(rig, wanted[:FIRST_WINDOW_CHUNKS])
+        answers: list[PrefetchResult] = []
+        hint = Hint("127.0.0.1:9500", b"e" * 16, 10.0)
+        rig.storage.prefetch(PrefetchRequest(ENGINE, FOREVER, batch(wanted), 0, 60.0, hint), answers.append)
+        until(lambda: answers)
+        assert [asked.wait_seconds for asked in adapter.hints if asked is not None] == [10.0, 6.0]
+        assert answers[0].chunks == FIRST_WINDOW_CHUNKS
+
+
 def test_who_waits_by_a_hint_holds_up_nobody_else() -> None:
     """More than there are places: neither these nor the patience of others are theirs."""
     configured, adapter = others(0)
@@ -148,6 +176,28 @@ def test_who_waits_by_a_hint_holds_up_nobody_else() -> None:
         rig.storage.call_soon(adapter.gate.set)
         for _ in range(limits.L2_MAX_PROBES_IN_FLIGHT + 1):
             assert answers.get(timeout=60).chunks == 0
+
+
+def test_who_waits_at_one_place_takes_no_place_of_another() -> None:
+    configured, adapter = others(0)
+    wanted, coming = keys(8), keys(8, seed=1)
+    frozen, healthy = (Hint(f"127.0.0.1:{port}", b"e" * 16, 60.0) for port in (9500, 9501))
+    with open_rig([configured], prefetch_max_in_flight=1) as rig:
+        rig.put(wanted, tell=False)
+        adapter.take_from(rig, wanted)
+        adapter.gate, adapter.silent = asyncio.Event(), frozen.address
+        answers: queue.Queue[PrefetchResult] = queue.Queue()
+        for _ in range(2 * limits.L2_MAX_WAITS_IN_FLIGHT):
+            rig.storage.prefetch(PrefetchRequest(ENGINE, FOREVER, batch(coming), 0, 60.0, frozen), answers.put)
+        until(lambda: adapter.hints.count(frozen) == limits.L2_MAX_WAITS_IN_FLIGHT)
+        found: queue.Queue[PrefetchResult] = queue.Queue()
+        rig.storage.prefetch(PrefetchRequest(ENGINE, FOREVER, batch(wanted), 0, 60.0, healthy), found.put)
+        assert found.get(timeout=30).chunks == 8
+        assert answers.empty()
+        rig.storage.call_soon(adapter.gate.set)
+        for _ in range(2 * limits.L2_MAX_WAITS_IN_FLIGHT):
+            assert answers.get(timeout=60).chunks == 0
+        assert adapter.hints.count(frozen) == 2 * limits.L2_MAX_WAITS_IN_FLIGHT
 
 
 def test_nobody_waits_longer_for_an_adapter_that_follows_no_hint() -> None:

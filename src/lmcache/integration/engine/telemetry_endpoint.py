@@ -133,7 +133,11 @@ def _connect(addresses: Sequence[Any], left: Callable[[], float]) -> socket.sock
     """To the first of the addresses, as `getaddrinfo` gives them, that answers. OSError where none does."""
     failure = OSError("its name has no address")
     for family, kind, protocol, _, address in addresses:
-        connection = socket.socket(family, kind, protocol)
+        try:
+            connection = socket.socket(family, kind, protocol)
+        except OSError as error:  # this machine has no such family
+            failure = error
+            continue
         try:
             connection.settimeout(left())
             connection.connect(address)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import msgspec
+
 from lmcache.client.lookup_client import Progress
 from lmcache.core.key_batch import SLOT_BYTES
 from lmcache.integration.engine.inflight_prefixes import PrefixState
@@ -131,7 +133,8 @@ class HitLookups:
             assert session.answer is not None and session.server is not None
             self._parts.note_named(tracked, session.full_hit_chunks)
             from_l2 = session.hit_tokens - session.answer.chunks_l1 * session.server.chunk_tokens
-            self._parts.note_load(Tier.L2, from_l2, waited_until - session.looked_up_at)
+            if session.source is None:  # else it may have waited for the store of another engine
+                self._parts.note_load(Tier.L2, from_l2, waited_until - session.looked_up_at)
         elif progress is Progress.FAILED:
             tracked.move(RequestState.RECOMPUTING)
         elif not self._lookups.server_answers(session):
@@ -141,8 +144,12 @@ class HitLookups:
         return progress
 
     def _drop_answer(self, tracked: TrackedRequest) -> None:
-        """Its lease ends with the session's next lookup, or with the session; another server has none of it."""
-        tracked.session.answer = None
+        """Its lease ends with the session's next lookup, or with the session; another server has none of it. What
+        another engine stores was waited for already."""
+        session = tracked.session
+        session.answer = None
+        if session.source is not None:
+            session.source = msgspec.structs.replace(session.source, wait_seconds=0.0)
         tracked.move(RequestState.IDLE)
 
     def _too_short(self, tracked: TrackedRequest) -> bool:

@@ -52,7 +52,8 @@ class LayerStack:
         self._probe_limit = ConcurrencyLimit(context.name, most_probes, self.loads.deadline)
         self.probes = BreakerLayer("loads", context.name, self.loads.circuit, context.on_change, self._probe_limit)
         # Nor behind questions that wait for what somebody is still storing.
-        self._wait_limit = ConcurrencyLimit(context.name, limits.L2_MAX_WAITS_IN_FLIGHT, self.loads.deadline)
+        most_waits = most_calls or limits.L2_MAX_WAITS_IN_FLIGHT
+        self._wait_limit = ConcurrencyLimit(context.name, most_waits, self.loads.deadline)
         self.waits = BreakerLayer("loads", context.name, self.loads.circuit, context.on_change, self._wait_limit)
         self.deletion = AdapterDeletion(context, self.stores.breaker)
         self.eviction = AdapterEviction(context, self.deletion)

@@ -27,6 +27,12 @@ def order(request_id: str, job: int = 1) -> StoreOrder:
     return StoreOrder(job, b"", "", b"", (), request_id=request_id)
 
 
+@pytest.fixture(autouse=True)
+def ample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still is no proxy that does."""
+    monkeypatch.setattr(limits, "TELEMETRY_POST_SECONDS", 60.0)
+
+
 @pytest.fixture
 def proxy() -> Iterator[TelemetryProxy]:
     with telemetry_proxy() as made:

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -49,6 +50,19 @@ def test_an_endpoint_takes_an_event() -> None:
     with telemetry_proxy() as proxy:
         post(proxy.url)
     assert proxy.told == ["a"]
+
+
+def test_a_family_of_addresses_that_the_machine_lacks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where `localhost` has ::1 too, and the kernel no IPv6."""
+    with telemetry_proxy() as proxy:
+        (known,) = socket.getaddrinfo("127.0.0.1", int(urlsplit(proxy.url).port or 0), type=socket.SOCK_STREAM)
+        lacking = 255, socket.SOCK_STREAM, 0, "", known[4]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [lacking, known])
+        post(proxy.url)
+        assert proxy.told == ["a"]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [lacking])
+        with pytest.raises(ServerUnavailable, match=r"^nothing answers at http://"):
+            post(proxy.url)
 
 
 def test_an_endpoint_that_refuses_is_named_with_its_answer() -> None:

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from lmcache.core import limits
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata
 from lmcache.integration.engine.worker_side import EndedLoads
 from lmcache.integration.vllm import connector as module
@@ -204,6 +205,7 @@ def test_a_proxy_is_told_of_each_request_also_where_nothing_is_cached(
     engine.kv_transfer_config.is_kv_producer = stores
     engine.parallel_config = SimpleNamespace(world_size=2, tensor_parallel_size=2, rank=rank)
     engine.model_config = SimpleNamespace(model="model", use_mla=mla)
+    monkeypatch.setattr(limits, "TELEMETRY_POST_SECONDS", 60.0)  # this machine may stand still
     with telemetry_proxy() as proxy:
         monkeypatch.setenv("LMCACHE_REQUEST_TELEMETRY_TYPE", "fastapi")
         monkeypatch.setenv("LMCACHE_REQUEST_TELEMETRY_ENDPOINT", proxy.url)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmcache.client.engine_environment import EngineEnvironment
+from lmcache.integration.engine.connector_metadata import WorkerReport
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.handover import HANDOVER_SECONDS, SOURCE_KEY, source_of
 from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.protocol.messages import AppendReply, Source
 from manual_clock import ManualClock
-from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, request, step
+from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, output, request, step
 
 EPOCH = hello().server_epoch
 FOR_PREFILL = {
@@ -131,6 +133,25 @@ def test_a_decode_engine_asks_with_it_and_loads_what_it_finds() -> None:
     assert engine.side.matched_tokens(prompt, 0) == (512, True)
 
 
+def test_waits_for_the_other_engine_do_not_count_as_the_speed_of_l2() -> None:
+    """Or ordinary requests would compute what L2 has."""
+    engine = Engine(stores=False)
+    for second in range(8):  # 1,000 tokens a second
+        engine.side.step_metadata(step(running=[("x", second * 1000, 1000)]))
+        engine.clock.advance(1.0)
+        engine.side.step_ended(output())
+    for number in range(8):
+        prompt = request(f"r{number}", 600, kv_transfer_params={SOURCE_KEY: TOLD})
+        engine.side.on_new_request(prompt)
+        engine.clock.advance(8.0)
+        engine.client.pendings("lookup")[-1].outcome = from_l2 = answer(2, 600)
+        from_l2.chunks_l1 = 0
+        assert engine.side.matched_tokens(prompt, 0) == (512, True)
+        engine.side.request_finished(prompt, ([],))
+    engine.side.on_new_request(request("ordinary", 600))
+    assert engine.client.messages("lookup")[-1].recompute is False
+
+
 def test_after_a_preemption_it_waits_no_more() -> None:
     engine = Engine(stores=False)
     prompt = request("a", 600, kv_transfer_params={SOURCE_KEY: TOLD})
@@ -140,6 +161,23 @@ def test_after_a_preemption_it_waits_no_more() -> None:
     engine.side.after_allocation(prompt, ([],), 0)
     engine.side.matched_tokens(prompt, 0)
     waits = [asked.source.wait_seconds for asked in engine.client.messages("lookup")]
+    assert waits == [HANDOVER_SECONDS, 0.0]
+
+
+def test_one_that_asks_again_when_another_request_has_stored_its_prefix_waits_no_more() -> None:
+    engine = Engine()
+    engine.side.on_new_request(first := request("a", 600))
+    engine.client.pendings("lookup")[0].outcome = answer(0, 600)
+    assert engine.side.matched_tokens(first, 0) == (0, False)
+    engine.side.after_allocation(first, (list(range(1, 21)),), 0)
+    engine.side.on_new_request(second := request("b", 600, kv_transfer_params={SOURCE_KEY: TOLD}))
+    engine.client.pendings("lookup")[1].outcome = answer(0, 600)
+    assert engine.side.matched_tokens(second, 0) == (None, False)
+    (order,) = engine.side.step_metadata(step(new=[("a", 0, 600)])).stores
+    engine.clock.advance(0.1)
+    engine.side.step_ended(output(report=WorkerReport(settled_stores=Counter([order.job]))))
+    engine.side.matched_tokens(second, 0)
+    waits = [asked.source.wait_seconds for asked in engine.client.messages("lookup")[1:]]
     assert waits == [HANDOVER_SECONDS, 0.0]
 
 
