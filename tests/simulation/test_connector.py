@@ -81,7 +81,7 @@ SHAPES = {
     "handed over, events": Shape(hands_over=True, events=True),
     "handed over, sessions": Shape(hands_over=True, sessions=True, block_tokens=8, blocks=120, extra=DECODED),
 }
-ELSEWHERE = {"instance": "other", "p2p": "", "epoch": "00" * 16, "tokens": 1}
+ELSEWHERE = {"instance": "other", "p2p": "", "epoch": "00" * 16, "tokens": 1 << 20}
 HANDED_OVER = ({"do_remote_decode": True, "do_remote_prefill": False}, {SOURCE_KEY: ELSEWHERE})
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 BLOCK, CHUNK_BLOCKS = 16, 4
 CHUNK = BLOCK * CHUNK_BLOCKS
 PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-DECODE: dict[str, Any] = {SOURCE_KEY: {"instance": "engine", "p2p": "", "epoch": "00" * 16, "tokens": 1}}
+DECODE: dict[str, Any] = {SOURCE_KEY: {"instance": "engine", "p2p": "", "epoch": "00" * 16, "tokens": 1 << 20}}
 ALWAYS_LOAD = {"lmcache.mp.load_or_recompute": False}
 SHAPES = {
     "plain": Shape(),

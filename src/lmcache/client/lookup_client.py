@@ -99,8 +99,12 @@ class RequestSession:
         return min(self.answer.chunks, len(self.hashes)) if self.answer is not None else 0
 
     def partial_tokens(self, chunk_tokens: int) -> int:
-        """How many tokens behind the last full chunk are named as a partial one."""
+        """How many tokens behind the last full chunk are named as a partial one: of a prompt that another engine hands
+        over, at most those that it says it stores, as others would be waited for in vain."""
         rest_tokens = self.token_count % chunk_tokens
+        if self.source is not None:
+            stored_tokens = self.source.tokens - (self.token_count - rest_tokens)
+            rest_tokens = max(0, min(rest_tokens, stored_tokens))
         return rest_tokens - rest_tokens % self.partial_unit_tokens if self.partial_unit_tokens else 0
 
     def take_names(self, known: ChunkHashes, packed: bytes, partial_tokens: int, chunk_tokens: int) -> None:

@@ -125,8 +125,9 @@ class LookupService:
         instance, scheduler = self._registry.scheduled(message.instance_id)
         plan = self._sessions.plan(instance, message)
         # A window or a state ends with a full chunk, so their hits do.
-        partial_tokens = message.partial_tokens if not any(scheduler.profile.tail_tokens) else 0
-        if plan.growth.chunks + bool(partial_tokens) > limits.MAX_CHUNKS_PER_CALL:
+        has_room = plan.growth.chunks < limits.MAX_CHUNKS_PER_CALL
+        partial_tokens = message.partial_tokens if has_room and not any(scheduler.profile.tail_tokens) else 0
+        if plan.growth.chunks > limits.MAX_CHUNKS_PER_CALL:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A lookup covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
         tenant = self._registry.tenant(instance, scheduler, message.cache_salt)
         namespaces = tenant.of_all_ranks()
@@ -220,12 +221,13 @@ class LookupService:
     def append(self, message: Append) -> AppendReply:
         instance, scheduler = self._registry.scheduled(message.instance_id)
         plan = self._sessions.plan(instance, message)
-        if plan.growth.new_chunks + bool(message.partial_tokens) > limits.MAX_CHUNKS_PER_CALL:
+        partial_tokens = message.partial_tokens if plan.growth.new_chunks < limits.MAX_CHUNKS_PER_CALL else 0
+        if plan.growth.new_chunks > limits.MAX_CHUNKS_PER_CALL:
             raise RemoteError(ErrorCode.TOO_LARGE, f"A call covers at most {limits.MAX_CHUNKS_PER_CALL} chunks.")
         self._registry.tenant(instance, scheduler, message.cache_salt)
         session, first_chunk = self._sessions.grow(plan), plan.growth.first_chunk
-        hashes = self._named(session, message.partial_tokens)
-        return AppendReply(first_chunk, hashes[first_chunk * CHUNK_HASH_BYTES :], message.partial_tokens)
+        hashes = self._named(session, partial_tokens)
+        return AppendReply(first_chunk, hashes[first_chunk * CHUNK_HASH_BYTES :], partial_tokens)
 
     def release(self, message: Release) -> Empty:
         instance, _ = self._registry.scheduled(message.instance_id)

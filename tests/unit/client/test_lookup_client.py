@@ -8,7 +8,7 @@ import pytest
 
 from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.client.lookup_client import LookupClient, PartialChunk, Progress, RequestSession
-from lmcache.protocol.messages import AppendReply, LookupReply
+from lmcache.protocol.messages import AppendReply, LookupReply, Source
 from manual_clock import ManualClock
 from unit.integration.vllm.fakes import FakeClient, FakePending, hello
 
@@ -48,6 +48,14 @@ def test_whole_units_behind_the_last_full_chunk_are_named(tokens: int, unit: int
     assert lookups.lookup(session)
     assert lookups.append(session)
     assert [message.partial_tokens for _, message, _ in client.sent] == [partial, partial]
+    lookups.close()
+
+
+@pytest.mark.parametrize(("stored", "partial"), [(512, 0), (704, 192), (700, 176), (720, 208), (1000, 208), (100, 0)])
+def test_of_what_is_handed_over_only_what_is_stored_is_named(stored: int, partial: int) -> None:
+    _, lookups, session = a_session(720)
+    session.source = Source("p", "", bytes(16), stored)
+    assert session.partial_tokens(256) == partial
     lookups.close()
 
 

@@ -106,12 +106,15 @@ def test_more_than_there_is_is_refused_and_changes_nothing(service: Service, par
     assert service.sessions.size_bytes == 0
 
 
-def test_it_counts_as_a_chunk_of_the_call(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_full_without_it_is_answered_without_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "MAX_CHUNKS_PER_CALL", 2)
-    assert lookup(service, partial=0).chunks == 0
-    for call in (lookup, names):
-        with pytest.raises(RemoteError, match="at most 2 chunks"):
-            call(service)
+    hashes = names(service)
+    assert hashes == service.hashes(FULL)
+    store(service, hashes)
+    reply = lookup(service)
+    assert (reply.chunks, reply.hashes, reply.partial_tokens) == (2, hashes, 0)
 
 
 def test_its_tokens_are_counted(service: Service) -> None:

@@ -44,7 +44,7 @@ def blocks_to_store(
             row = array("q", [states.get((index, end), null_block_id) for end in ends])
         else:
             row = array("q", ids[first_chunk * per_chunk : end_token // group.block_tokens])
-            row.extend([row[-1]] * (-len(row) % per_chunk) if row else ())
+            row.extend(row[-1:] * _lacking(group, end_token, chunk_tokens))
         blocks.append(row)
         whole = [null_block_id not in row[at : at + per_chunk] for at in range(0, len(row), per_chunk)]
         if not group.tail_tokens and not all(whole):
@@ -67,7 +67,7 @@ def group_load(
     per_chunk = group.blocks_in(chunk_tokens)
     first_chunk = start_token // chunk_tokens
     blocks = array("q", ids[first_chunk * per_chunk : end_token // group.block_tokens])
-    blocks.extend([NOT_WRITTEN] * (-len(blocks) % per_chunk))
+    blocks.extend([NOT_WRITTEN] * _lacking(group, end_token, chunk_tokens))
     for index in range(start_token // group.block_tokens - first_chunk * per_chunk):
         blocks[index] = NOT_WRITTEN
     if group.tail_tokens:
@@ -78,6 +78,12 @@ def group_load(
         first_chunk += skipped
         del blocks[: skipped * per_chunk]
     return GroupLoad(first_chunk, blocks.tobytes())
+
+
+def _lacking(group: CacheGroup, end_token: int, chunk_tokens: int) -> int:
+    """Blocks between `end_token` and the end of its chunk. What a table of blocks lacks before is not made up: the copy
+    refuses it."""
+    return -(end_token // group.block_tokens) % group.blocks_in(chunk_tokens)
 
 
 def is_all_or_nothing(groups: Sequence[CacheGroup]) -> bool:

@@ -12,6 +12,7 @@ from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.client.lookup_client import APPEND_SECONDS
 from lmcache.integration.engine.connector_metadata import LoadOrder, StoreOrder, WorkerReport
 from lmcache.integration.vllm.block_pins import MAX_PINNED_FRACTION
+from lmcache.integration.vllm.chunk_blocks import blocks_to_store, group_load
 from lmcache.integration.vllm.groups import CacheGroup
 from lmcache.integration.vllm.handover import SOURCE_KEY, source_of
 from lmcache.integration.vllm.partial_chunks import has_partial_chunk, partial_unit_tokens
@@ -177,6 +178,20 @@ def test_a_server_that_names_none_gets_full_chunks() -> None:
     (order,) = engine.prefill(prompt, AppendReply(0, b"".join(NAMES[:2])))
     assert order.hashes == b"".join(NAMES[:2])
     engine.end(prompt, [order])
+
+
+def test_a_table_that_lacks_blocks_is_not_filled_up() -> None:
+    """The copy refuses it."""
+    stored = blocks_to_store((FULL,), [[1, 2, 3]], 0, CHUNK, CHUNK, 0, {})
+    assert stored is not None and stored.blocks[0].tolist() == [1, 2, 3]
+    assert blocks_of(group_load(FULL, [1, 2, 3], 0, CHUNK, CHUNK, 0).blocks) == [1, 2, 3]
+
+
+def test_blocks_of_a_full_chunk_never_have_the_name_of_the_partial_one() -> None:
+    engine = Engine(blocks=14, loads=False)  # with room to pin one chunk, or the partial one
+    prompt = request("a", PROMPT, kv_transfer_params=PREFILL)
+    (order,) = engine.prefill(prompt, named())
+    assert (order.hashes, blocks_of(order.blocks[0])) == (NAMES[0], [1, 2, 3, 4])
 
 
 def test_without_room_to_pin_the_full_chunks_come_first() -> None:
