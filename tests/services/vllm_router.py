@@ -7,21 +7,25 @@ with VllmRouter(tmp_path, "--policy", "round_robin", "--worker-urls", url) as ro
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 from lmcache.testing.processes import LOOPBACK, ManagedProcess, free_port
-from services import FOLDER, program
+from services import FOLDER, missing
 
 READY_SECONDS = 120.0
 _MODULES = FOLDER / "python"
+_MAIN = "from vllm_router.launch_router import main; main()"
 
 
 def command() -> list[str]:
     """What begins its command line; ends the test where it is not installed."""
-    installed = _MODULES / "bin" / "vllm-router"
-    if not installed.exists() and (of_system := shutil.which("vllm-router")):
-        return [of_system]
-    return ["/usr/bin/env", f"PYTHONPATH={_MODULES}", str(program(installed, "vllm-router"))]
+    if (_MODULES / "vllm_router").is_dir():  # by its module: of several packages in one folder pip puts one's programs
+        return ["/usr/bin/env", f"PYTHONPATH={_MODULES}", sys.executable, "-c", _MAIN]
+    of_system = shutil.which("vllm-router")
+    if of_system is None:
+        missing("vllm-router")
+    return [of_system]
 
 
 class VllmRouter(ManagedProcess):
