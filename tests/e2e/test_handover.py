@@ -15,6 +15,7 @@ from lmcache.testing.tiny_models import sample_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+BLOCK_TOKENS = 32
 FOR_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -42,8 +43,9 @@ def test_what_one_engine_computed_another_one_goes_on_with(llama: Path, tmp_path
     """Prompts of one step and of several. Of a prefill engine that dies nothing worse comes than a recompute."""
 
     def engine(role: str) -> VllmEngine:
-        exact = ["--dtype", "float32"]  # whatever the size of a step, as it decides how sums are rounded
-        return VllmEngine(llama, tmp_path, cache_port=server.port, role=role, extra=exact, log_name=f"{role}.log")
+        # Exact whatever the size of a step, as it decides how sums are rounded.
+        flags = ("--dtype", "float32", "--block-size", str(BLOCK_TOKENS))
+        return VllmEngine(llama, tmp_path, cache_port=server.port, role=role, extra=flags, log_name=f"{role}.log")
 
     with CacheServer(tmp_path, l1_size_gb=0.5) as server:
         server.wait_ready()
@@ -54,9 +56,9 @@ def test_what_one_engine_computed_another_one_goes_on_with(llama: Path, tmp_path
             for seed, tokens in enumerate((300, 1100, 5000)):
                 prompt = sample_tokens(tokens, seed=seed)
                 told = prefill(first, prompt)
-                assert told[SOURCE_KEY]["tokens"] == tokens // 256 * 256
+                assert told[SOURCE_KEY]["tokens"] == tokens // BLOCK_TOKENS * BLOCK_TOKENS
                 warm = second.complete(prompt, kv_transfer_params=told)
-                assert warm.cached_tokens == tokens // 256 * 256
+                assert warm.cached_tokens == tokens // BLOCK_TOKENS * BLOCK_TOKENS
                 assert warm.token_ids == first.complete(prompt).token_ids  # which never loads
             prompt = sample_tokens(3000, seed=9)
             told = prefill(first, prompt)

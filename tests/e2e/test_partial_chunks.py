@@ -15,7 +15,7 @@ from lmcache.testing.tiny_models import sample_tokens
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-DECODE: dict[str, Any] = {SOURCE_KEY: {"instance": "", "p2p": "", "epoch": "00" * 16, "tokens": 0}}
+DECODE: dict[str, Any] = {SOURCE_KEY: {"instance": "", "p2p": "", "epoch": "00" * 16, "tokens": 1 << 20}}
 # By prompt: blocks of 32 tokens behind the full chunks of 256.
 WHOLE_TOKENS = {1100: 1088, 100: 96, 1056: 1056, 1030: 1024}
 

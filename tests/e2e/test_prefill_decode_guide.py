@@ -139,7 +139,7 @@ def engines_hand_over(tour: Tour) -> None:
     tour.forget()
     told, waits = len(tour.proxy.told), tour.waits()
     params = tour.complete(PREFILL_PORT, max_tokens=1, kv_transfer_params=FOR_PREFILL)["kv_transfer_params"]
-    assert params[SOURCE_KEY]["tokens"] == WHOLE_TOKENS
+    assert params[SOURCE_KEY]["tokens"] >= WHOLE_TOKENS
     until(lambda: len(tour.proxy.told) > told)
     tour.complete(DECODE_PORT, prompt=tour.question()["prompt"][::-1], kv_transfer_params=params)
     assert tour.waits() == waits + 1
