@@ -9,10 +9,8 @@ seed. The scheduler is vLLM's own, so what it does with blocks is not guessed.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from lmcache.integration.vllm.handover import SOURCE_KEY
 from seeds import FIXED_SEED, SEED
 from simulation.copier import Copies, SimCopier
 from simulation.engine import Engine, Shape
+from simulation.logged_errors import LoggedErrors
 from simulation.network import Network, SimConnection, SimServer
 from simulation.threads import engine_environment
 from simulation.world import World
@@ -83,35 +82,6 @@ SHAPES = {
 }
 ELSEWHERE = {"instance": "other", "p2p": "", "epoch": "00" * 16, "tokens": 1 << 20}
 HANDED_OVER = ({"do_remote_decode": True, "do_remote_prefill": False}, {SOURCE_KEY: ELSEWHERE})
-
-
-class _Errors(logging.Handler):
-    """Faults that the connector contains are still faults."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.faults: list[str] = []
-        self.counts: Counter[str] = Counter()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.counts[str(record.msg)] += 1
-        if record.exc_info:
-            self.faults.append(self.format(record))
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("simulated-model")
-
-
-@pytest.fixture
-def errors() -> Iterator[_Errors]:
-    handler = _Errors()
-    logger = logging.getLogger("lmcache")
-    logger.addHandler(handler)
-    logger.propagate = False
-    yield handler
-    logger.removeHandler(handler)
 
 
 @dataclass
@@ -389,7 +359,7 @@ interrupted: Counter[str] = Counter()  # in all runs
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("run", range(RUNS))
-def test_nothing_leaks_hangs_or_lies(name: str, run: int, model_folder: Path, errors: _Errors) -> None:
+def test_nothing_leaks_hangs_or_lies(name: str, run: int, model_folder: Path, errors: LoggedErrors) -> None:
     seed = SEED + run * len(SHAPES) + list(SHAPES).index(name)
     print(f"seed {seed}, shape {name}")
     simulation = Run(seed, SHAPES[name], model_folder)
@@ -427,7 +397,7 @@ def test_requests_were_interrupted_in_every_state() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "two ranks", "no prefix cache"])
 def test_kv_of_previous_weights_is_neither_served_nor_stored_under_the_new_name(
-    name: str, model_folder: Path, errors: _Errors
+    name: str, model_folder: Path, errors: LoggedErrors
 ) -> None:
     simulation = Run(1, SHAPES[name], model_folder)
     engine = simulation.engine
@@ -458,7 +428,9 @@ def test_kv_of_previous_weights_is_neither_served_nor_stored_under_the_new_name(
     assert not errors.faults, errors.faults[0]
 
 
-def test_a_lease_outlives_a_load_of_half_an_hour_and_ends_with_its_request(model_folder: Path, errors: _Errors) -> None:
+def test_a_lease_outlives_a_load_of_half_an_hour_and_ends_with_its_request(
+    model_folder: Path, errors: LoggedErrors
+) -> None:
     simulation = Run(1, SHAPES["no prefix cache"], model_folder)
     engine, world = simulation.engine, simulation.world
     text = simulation.fresh(200)

@@ -6,7 +6,6 @@ model checks whatever it attends to, and the copies check that no name gets two 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,9 @@ pytest.importorskip("vllm")
 
 from lmcache.integration.vllm.handover import SOURCE_KEY
 from simulation.engine import Shape
+from simulation.logged_errors import LoggedErrors
 from simulation.network import SimServer
-from simulation.test_connector import L1_BYTES, Run, _Errors
+from simulation.test_connector import L1_BYTES, Run
 
 pytestmark = pytest.mark.engine
 
@@ -67,23 +67,8 @@ class HandedOver(Run):
         return loaded
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("simulated-model")
-
-
 @pytest.fixture
-def errors() -> Iterator[_Errors]:
-    handler = _Errors()
-    logger = logging.getLogger("lmcache")
-    logger.addHandler(handler)
-    logger.propagate = False
-    yield handler
-    logger.removeHandler(handler)
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest, model_folder: Path, errors: _Errors) -> Iterator[HandedOver]:
+def run(request: pytest.FixtureRequest, model_folder: Path, errors: LoggedErrors) -> Iterator[HandedOver]:
     simulation = HandedOver(SHAPES[getattr(request, "param", "plain")], model_folder)
     try:
         yield simulation

@@ -307,8 +307,8 @@ class Directory:
             page = self._native.scopes()
             self._models = {}
             self._note_models(page.scopes)
-            there = set(page.variants)
-            self._world_sizes = {variant: size for variant, size in self._world_sizes.items() if variant in there}
+            variants = set(page.variants)
+            self._world_sizes = {variant: size for variant, size in self._world_sizes.items() if variant in variants}
 
     def places(self) -> list[Place]:
         with self._lock:

@@ -117,20 +117,20 @@ class ServedPeer:
         ends = _ends(lookup)
         awaited = 0
         was_staged = False
-        while (now := loop.time()) < deadline:
+        while (now_seconds := loop.time()) < deadline:
             resident = self._resident(lookup)
             missing = resident.count(0)
             if not missing:
                 break
             is_staged = any(self._is_staged(lookup, position) for position in _next(resident, ends))
             if missing != awaited or is_staged:
-                awaited, progress_at = missing, now
-            elif was_staged or now - progress_at >= limits.HANDOVER_START_SECONDS:
+                awaited, progress_at = missing, now_seconds
+            elif was_staged or now_seconds - progress_at >= limits.HANDOVER_START_SECONDS:
                 break  # its store has ended without it, or does not begin
             if not is_staged and all(resident[end] for end in ends):
                 break
             was_staged = is_staged
-            await asyncio.sleep(min(_LOOK_SECONDS, deadline - now))
+            await asyncio.sleep(min(_LOOK_SECONDS, deadline - now_seconds))
         try:
             await self._answer(number, lookup)
         except OSError:

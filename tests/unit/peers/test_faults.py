@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lmcache.core import limits
 from lmcache.core.outcome import LoadOutcome
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
@@ -20,14 +19,9 @@ from lmcache.testing.frames import FrameMemory, keys
 from unit.l2.support import run
 from unit.peers.support import holding, reading
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 WANTED = keys(8)
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still is no peer that does."""
-    monkeypatch.setattr(limits, "PEER_LOAD_FLOOR_SECONDS", 30.0)
-    monkeypatch.setattr(limits, "PEER_IDLE_SECONDS", 30.0)
 
 
 def test_a_load_ends_when_all_its_parts_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

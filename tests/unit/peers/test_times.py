@@ -20,14 +20,9 @@ from lmcache.testing.frames import keys
 from unit.l2.support import run
 from unit.peers.support import holding, known_to, later, reading, until_true
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 WANTED = keys(8)
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still is no peer that does."""
-    monkeypatch.setattr(limits, "PEER_LOAD_FLOOR_SECONDS", 30.0)
-    monkeypatch.setattr(limits, "PEER_IDLE_SECONDS", 30.0)
 
 
 def test_a_load_ends_before_the_deadline_of_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:
