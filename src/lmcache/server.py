@@ -68,8 +68,9 @@ _REMOVE_SECONDS = 1.0
 _ANNOUNCE_SECONDS = 1.0
 _STATUS_SECONDS = 2.0
 _RNG_SEED_BYTES = 16
-# How long a thread may keep the interpreter: the message loop must not wait 5 ms for the storage loop.
-_THREAD_SWITCH_SECONDS = 0.0005
+# How long a thread may keep the interpreter: the message loop must not wait 5 ms for the storage loop. A lookup gives
+# it up several times, and waits that long each time while a page of metrics or of a listing is made.
+_THREAD_SWITCH_SECONDS = 0.0001
 _WANTED_FILE_DESCRIPTORS = 65_536
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_BYTES = 32 << 20  # the most that mallopt takes
