@@ -30,10 +30,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from install_cpu_engine import NOT_NEEDED, VLLM_VERSION, pip_install
-from lmcache.cli.tested_engines import FILE, PASSED, EngineResult, known_engines, markdown_table
+from lmcache.cli.tested_engines import PASSED, EngineResult, known_engines, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ROOT / "build" / "engines"
+FILE = ROOT / "src" / "lmcache" / "cli" / "tested_engines.json"  # of this tree, whichever package is imported
 RUN_ON_CPU = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 SOURCES_ONLY = ("0.33.0",)
 REFERENCE = VLLM_VERSION
@@ -179,7 +180,7 @@ def result_of(case: ElementTree.Element) -> str:
 
 
 def write(found: list[EngineResult]) -> None:
-    known = {engine.version: engine for engine in (known_engines() if FILE.exists() else ())}
+    known = {engine.version: engine for engine in (known_engines(FILE) if FILE.exists() else ())}
     for engine in found:
         before = known.get(engine.version, engine)
         known[engine.version] = replace(
@@ -192,7 +193,7 @@ def write(found: list[EngineResult]) -> None:
 def readme_with_table() -> str:
     before, _, rest = README.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    known = known_engines()
+    known = known_engines(FILE)
     missing = sorted({*RUN_ON_CPU, *SOURCES_ONLY} - {engine.version for engine in known})
     said = f"\nNot run yet: {', '.join(missing)}.\n" if missing else ""
     return before + BEGIN + markdown_table(known) + "\n" + said + end + after
@@ -213,7 +214,7 @@ def main(arguments: list[str]) -> int:
             write(found)
     print(markdown_table(found))
     README.write_text(readme_with_table())
-    known = {engine.version: engine for engine in known_engines()}
+    known = {engine.version: engine for engine in known_engines(FILE)}
     slow = [known[engine.version] for engine in found if known[engine.version].is_slow]
     for engine in slow:
         print(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import mmap
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -13,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import lmcache
-from lmcache import _native
 from lmcache.testing.processes import LOOPBACK, CacheServer, Completion, VllmEngine
 from lmcache.testing.tiny_models import sample_tokens
 from support.network import Network
+from support.spoiled_memory import spoil_frames
 from support.stand_stills import StandStills
 
 GIVEN_UP = "The LMCache server does not answer"  # what the engine says then
 CONNECTED = "Connected to the LMCache server"  # what each process of the engine says once it asks the server again
 PACKAGE_PARENT = Path(lmcache.__file__).parents[1]  # of the package under test, installed or not
 TESTS = Path(__file__).parents[1]
+# An installed package is found as its vLLM is; in front, its folder would bring that vLLM to engines of other versions.
+ENGINE_PATH = ":".join(str(folder) for folder in (PACKAGE_PARENT, TESTS) if not (folder / "vllm").exists())
 PROBE = "e2e.worker_probe.KVProbe"
 CHUNK_TOKENS = 256
 _STAND_STILLS = 3  # that a check survives
@@ -138,7 +139,7 @@ class Stack:
             extra=["--worker-extension-cls", PROBE, "--dtype", self._dtype, *flags],
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",
-                "PYTHONPATH": f"{PACKAGE_PARENT}:{TESTS}",
+                "PYTHONPATH": ENGINE_PATH,
                 **self._environment,
             },
             log_name=f"engine-{self._starts}.log",
@@ -250,13 +251,8 @@ class Stack:
         until(clean, tell=self.server.status)
 
     def spoil_l1(self, frames: Sequence[int]) -> int:
-        """Flips a payload byte of the frames at these positions, in order of address; how many frames there are."""
-        magic = _native.frame_template(b"", bytes(32), 0)[:8]
-        with (Path("/dev/shm") / self.server.shm_name).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-            starts = [at for at in range(4096, len(memory), 4096) if memory[at : at + 8] == magic]
-            for index in frames:
-                memory[starts[index] + 4096 + 999] ^= 1
-        return len(starts)
+        """`spoil_frames` of the server."""
+        return spoil_frames(self.server.shm_name, frames)
 
     def close(self) -> None:
         self._stand_stills.close()

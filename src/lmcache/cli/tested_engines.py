@@ -42,9 +42,9 @@ class EngineResult:
         return bool(self.scenarios) and set(self.scenarios.values()) == {PASSED}
 
 
-def known_engines() -> tuple[EngineResult, ...]:
+def known_engines(file: Path = FILE) -> tuple[EngineResult, ...]:
     """In the order of their versions."""
-    return tuple(EngineResult(**entry) for entry in json.loads(FILE.read_text()))
+    return tuple(EngineResult(**entry) for entry in json.loads(file.read_text()))
 
 
 def markdown_table(engines: Sequence[EngineResult]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine_matrix import REFERENCE, TURNS, hit_ratio, parts_of_engine, whole_engine
-from lmcache.cli.tested_engines import EngineResult
+from engine_matrix import FILE, README, REFERENCE, TURNS, hit_ratio, parts_of_engine, whole_engine
+from lmcache.cli.tested_engines import EngineResult, known_engines
 
 CASES = """<testsuites><testsuite>
 <testcase classname="e2e.test_engine_matrix" name="test_cold">
@@ -53,3 +53,8 @@ def test_hits_of_a_version_are_compared_with_the_references_in_turns() -> None:
     assert hit_ratio("0.30.0", time) == 1.1
     assert asked == ["0.30.0", REFERENCE] * TURNS
     assert hit_ratio("0.30.0", lambda version: 0.0 if version == REFERENCE else 40.0) == 0.0
+
+
+def test_results_are_kept_in_this_tree_whichever_package_is_imported() -> None:
+    assert FILE.is_relative_to(README.parent)
+    assert {engine.version for engine in known_engines(FILE)} >= {REFERENCE}
