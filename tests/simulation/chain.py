@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 VOCABULARY = 8192
 _MASK = 2**64 - 1
+_MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
 
 
 class Chain:
@@ -35,9 +36,15 @@ class Chain:
             known = next(at for at in range(known) if self._inputs[at] != inputs[at])
         del self._inputs[known:], self._states[known + 1 :]
         for value in inputs[known:]:
-            self._states.append((self._states[-1] * 6364136223846793005 + value * 2 + 1442695040888963407) & _MASK)
+            self._states.append((self._states[-1] * _MULTIPLIER + value * 2 + _INCREMENT) & _MASK)
         self._inputs = inputs
         return np.array(self._states[1:], dtype=np.uint64)
 
     def next_token(self, count: int) -> int:
         return 2 + (self._states[count] >> 33) % (VOCABULARY - 2)
+
+
+def may_follow(value: int, next_value: int) -> bool:
+    """Whether some token of the vocabulary leads from the value of a position to this value of the next one."""
+    token, odd = divmod((next_value - value * _MULTIPLIER - _INCREMENT) & _MASK, 2)
+    return not odd and token < VOCABULARY

@@ -59,7 +59,7 @@ SHAPES = {
     "sessions, decoded": Shape(sessions=True, blocks=60, extra=DECODED),
     "sessions, decoded, overlapped": Shape(sessions=True, blocks=60, overlapped=True, extra=DECODED),
     "sessions, decoded, small chunks": Shape(sessions=True, block_tokens=8, blocks=120, extra=DECODED),
-    # vLLM's own prefix cache names the blocks of a head by their own tokens alone: what it gives may be of others.
+    # Beside these vLLM has no cache of its own, so that a head finds the KV of its own prompt alone.
     "head": Shape(head=1, prefix_caching=False, blocks=80),
     "head, decoded": Shape(head=1, prefix_caching=False, blocks=80, extra=DECODED),
     "head, decoded, two ranks": Shape(head=1, prefix_caching=False, blocks=80, ranks=2, extra=DECODED),
@@ -79,6 +79,8 @@ SHAPES = {
     "handed over, window": Shape(hands_over=True, window=40, blocks=60),
     "handed over, events": Shape(hands_over=True, events=True),
     "handed over, sessions": Shape(hands_over=True, sessions=True, block_tokens=8, blocks=120, extra=DECODED),
+    "head, own cache": Shape(head=1, blocks=90),
+    "head, own cache, decoded, two ranks": Shape(head=1, blocks=80, ranks=2, extra=DECODED),
 }
 ELSEWHERE = {"instance": "other", "p2p": "", "epoch": "00" * 16, "tokens": 1 << 20}
 HANDED_OVER = ({"do_remote_decode": True, "do_remote_prefill": False}, {SOURCE_KEY: ELSEWHERE})
