@@ -11,6 +11,7 @@ from hicache.harness import PAGE_TOKENS, PYTHON, SGLangServer
 from lmcache.testing.processes import CacheServer
 from lmcache.testing.tiny_models import make_llama
 from polling import until
+from support.spoiled_memory import spoil_frames
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,6 +35,12 @@ def cache_server(folder: Path, port: int | None = None) -> CacheServer:
     server = CacheServer(folder, l1_size_gb=0.25, l2_folder=folder / "l2", port=port, log_name=f"cache-{port}.log")
     server.wait_ready()
     return server
+
+
+def in_all(cache: CacheServer) -> int:
+    """Objects that were stored, but for those that did not verify."""
+    l1 = cache.status()["l1"]
+    return int(l1["objects"] + l1["evicted_objects"])
 
 
 def test_tokens_are_the_same_computed_loaded_and_after_a_restart(tmp_path: Path) -> None:
@@ -102,3 +109,33 @@ def test_after_weights_were_replaced_no_page_of_the_previous_ones_is_loaded(tmp_
         assert engine.generate(PROMPT).from_storage == 0
         assert cache.status()["l1"]["objects"] == objects
         assert "This engine runs uncached, because its weights were replaced" in engine.log()
+
+
+def test_pages_that_were_damaged_or_evicted_are_computed_again(tmp_path: Path) -> None:
+    """All pages of a prompt at once: where a step of SGLang begins decides how its sums are rounded."""
+    pytest.importorskip("transformers")
+    model = make_llama(tmp_path / "model")
+    longs = [prompt(seed, LONG_PAGES) for seed in range(10, 18)]
+    with CacheServer(tmp_path, l1_size_gb=0.125) as cache:  # of 512 KiB and a header: room for 255 at most
+        cache.wait_ready()
+        with SGLangServer(tmp_path, model, cache.port, log_name="sglang.log") as engine:
+            engine.wait_ready()
+            computed = engine.generate(PROMPT)
+            until(lambda: cache.status()["l1"]["objects"] >= PAGES, 60.0)
+            until(engine.flush, 60.0)
+            pages = spoil_frames(cache.shm_name, [])
+            assert pages >= PAGES
+            spoil_frames(cache.shm_name, range(pages))
+            spoiled = engine.generate(PROMPT)
+            assert (spoiled.tokens, spoiled.from_storage) == (computed.tokens, 0)
+            assert "L1 held a page that is not what was stored" in engine.log()
+            firsts = [engine.generate(long, 1) for long in longs]
+            until(lambda: in_all(cache) >= len(longs) * LONG_PAGES, tell=cache.status)
+            until(lambda: cache.status()["l1"]["evicted_objects"] >= LONG_PAGES, tell=cache.status)
+            until(engine.flush, 60.0)
+            kept, evicted = engine.generate(longs[-2], 1), engine.generate(PROMPT)
+            assert (kept.tokens, kept.from_storage) == (firsts[-2].tokens, LONG_PAGES * PAGE_TOKENS)
+            assert (evicted.tokens, evicted.from_storage) == (computed.tokens, 0)
+            assert "Traceback" not in engine.log_since_started()
+        until(lambda: not cache.status()["instances"], 60.0)
+        assert not cache.status()["l1"]["leased_objects"]
