@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "lmcache/rounding.h"
+
 namespace lmcache {
 
 namespace {
@@ -37,7 +39,7 @@ FleetDirectory::~FleetDirectory() = default;
 // Exact below 2 GiB, whole pages beyond.
 std::uint32_t FleetDirectory::encode_size(std::uint64_t size_bytes) {
     if (size_bytes < kLargeSize) return static_cast<std::uint32_t>(size_bytes);
-    const std::uint64_t pages = (size_bytes + kSizePageBytes - 1) / kSizePageBytes;
+    const std::uint64_t pages = div_ceil(size_bytes, kSizePageBytes);
     return kLargeSize | static_cast<std::uint32_t>(std::min<std::uint64_t>(pages, kLargeSize - 1));
 }
 
@@ -268,6 +270,7 @@ std::size_t FleetDirectory::store(std::uint32_t holder, const FleetKeys& keys,
     for (std::size_t i = 0; i < scopes.size(); ++i) scopes[i] = add_scope(keys.scopes[i], keys.variant);
     std::size_t held = 0;
     sweep_keys(keys, scopes, [&](std::size_t i, std::uint64_t hash) {
+        mutex_.assert_held();
         const std::uint32_t scope = scopes[keys.positions[i]];
         if (scope == kNoRecord) return;
         const std::uint32_t size = encode_size(sizes_bytes[i]);
@@ -315,6 +318,7 @@ std::size_t FleetDirectory::remove(std::uint32_t holder, const FleetKeys& keys) 
     std::vector<std::uint32_t> scopes(keys.scopes.size());
     for (std::size_t i = 0; i < scopes.size(); ++i) scopes[i] = known_scope(keys.scopes[i], keys.variant);
     sweep_keys(keys, scopes, [&](std::size_t i, std::uint64_t hash) {
+        mutex_.assert_held();
         const std::uint32_t scope = scopes[keys.positions[i]];
         if (scope == kNoRecord) return;
         std::uint32_t* const slot = find_slot(hash, scope, keys.hash(i));
@@ -336,6 +340,7 @@ std::size_t FleetDirectory::count_accesses(const FleetKeys& keys) {
     std::vector<std::uint32_t> scopes(keys.scopes.size());
     for (std::size_t i = 0; i < scopes.size(); ++i) scopes[i] = known_scope(keys.scopes[i], keys.variant);
     sweep_keys(keys, scopes, [&](std::size_t i, std::uint64_t hash) {
+        mutex_.assert_held();
         const std::uint32_t scope = scopes[keys.positions[i]];
         if (scope == kNoRecord) return;
         if (const std::uint32_t* const slot = find_slot(hash, scope, keys.hash(i)); slot != nullptr) {
@@ -364,10 +369,11 @@ FleetPage FleetDirectory::lookup(const FleetKeys& keys, std::size_t most_copies)
     std::vector<std::uint32_t> scopes(keys.scopes.size());
     for (std::size_t round = 0; round < most_variants; ++round) {
         for (std::size_t i = 0; i < scopes.size(); ++i) {
-            const bool has = variants[i] != nullptr && round < variants[i]->size();
-            scopes[i] = has ? (*variants[i])[round] : kNoRecord;
+            const bool is_there = variants[i] != nullptr && round < variants[i]->size();
+            scopes[i] = is_there ? (*variants[i])[round] : kNoRecord;
         }
         sweep_keys(keys, scopes, [&](std::size_t i, std::uint64_t hash) {
+            mutex_.assert_held();
             const std::uint32_t scope = scopes[keys.positions[i]];
             if (scope == kNoRecord) return;
             const std::uint32_t* const slot = find_slot(hash, scope, keys.hash(i));

@@ -139,30 +139,35 @@ private:
     static std::uint32_t encode_size(std::uint64_t size_bytes);
     static std::uint64_t decode_size(std::uint32_t size);
 
-    Record& record(std::uint32_t index) const { return blocks_[index >> kBlockBits][index & (kBlockRecords - 1)]; }
+    Record& record(std::uint32_t index) const LMCACHE_REQUIRES(mutex_) {
+        return blocks_[index >> kBlockBits][index & (kBlockRecords - 1)];
+    }
     std::uint64_t hash_of(const Record& of) const { return hash_key_(of.scope, of.hash.data()); }
-    Part& part_of(std::uint64_t hash) { return parts_[hash >> 56]; }
-    const Part& part_of(std::uint64_t hash) const { return parts_[hash >> 56]; }
+    Part& part_of(std::uint64_t hash) LMCACHE_REQUIRES(mutex_) { return parts_[hash >> 56]; }
+    const Part& part_of(std::uint64_t hash) const LMCACHE_REQUIRES(mutex_) { return parts_[hash >> 56]; }
 
-    std::uint32_t* find_slot(std::uint64_t hash, std::uint32_t scope, const std::uint8_t* chunk_hash) const;
-    void insert(std::uint64_t hash, std::uint32_t index);
-    void erase(std::uint64_t hash, std::uint32_t* slot);
-    void grow(Part& part);
-    void prefetch_slot(std::uint64_t hash) const;
-    void prefetch_record(std::uint64_t hash) const;
+    std::uint32_t* find_slot(std::uint64_t hash, std::uint32_t scope, const std::uint8_t* chunk_hash) const
+        LMCACHE_REQUIRES(mutex_);
+    void insert(std::uint64_t hash, std::uint32_t index) LMCACHE_REQUIRES(mutex_);
+    void erase(std::uint64_t hash, std::uint32_t* slot) LMCACHE_REQUIRES(mutex_);
+    void grow(Part& part) LMCACHE_REQUIRES(mutex_);
+    void prefetch_slot(std::uint64_t hash) const LMCACHE_REQUIRES(mutex_);
+    void prefetch_record(std::uint64_t hash) const LMCACHE_REQUIRES(mutex_);
 
-    std::uint32_t take_record();
+    std::uint32_t take_record() LMCACHE_REQUIRES(mutex_);
     // Takes it out of its list, and frees it. `slot` is where the table has the first one.
-    void drop(std::uint64_t hash, std::uint32_t* slot, std::uint32_t previous, std::uint32_t index);
-    void charge(Record& of, std::uint16_t holder, std::uint32_t size);
-    void discharge(const Record& of);
+    void drop(std::uint64_t hash, std::uint32_t* slot, std::uint32_t previous, std::uint32_t index)
+        LMCACHE_REQUIRES(mutex_);
+    void charge(Record& of, std::uint16_t holder, std::uint32_t size) LMCACHE_REQUIRES(mutex_);
+    void discharge(const Record& of) LMCACHE_REQUIRES(mutex_);
     // kNoRecord beyond a limit.
-    std::uint32_t add_scope(const std::string& encoded, const std::string& variant);
-    void forget_scope(std::uint32_t number);
-    std::uint32_t known_scope(const std::string& encoded, const std::string& variant) const;
+    std::uint32_t add_scope(const std::string& encoded, const std::string& variant) LMCACHE_REQUIRES(mutex_);
+    void forget_scope(std::uint32_t number) LMCACHE_REQUIRES(mutex_);
+    std::uint32_t known_scope(const std::string& encoded, const std::string& variant) const LMCACHE_REQUIRES(mutex_);
     template <typename Visit>
-    void sweep_keys(const FleetKeys& keys, std::span<const std::uint32_t> scopes, Visit&& visit) const;
-    const Holder& checked(std::uint32_t holder) const;
+    void sweep_keys(const FleetKeys& keys, std::span<const std::uint32_t> scopes, Visit&& visit) const
+        LMCACHE_REQUIRES(mutex_);
+    const Holder& checked(std::uint32_t holder) const LMCACHE_REQUIRES(mutex_);
 
     static constexpr unsigned kBlockBits = 14;
     static constexpr std::uint32_t kBlockRecords = 1U << kBlockBits;
@@ -170,18 +175,21 @@ private:
     mutable Mutex mutex_;
     KeyHash hash_key_;
     const std::uint64_t most_records_;
-    std::vector<std::unique_ptr<Record[]>> blocks_;
-    std::uint32_t end_ = 0;  // records are below
-    std::uint32_t free_ = kNoRecord;
-    std::uint64_t records_ = 0, void_records_ = 0, keys_ = 0;
-    std::uint32_t sweep_at_ = 0;
-    std::array<Part, 256> parts_;
-    std::vector<Holder> holders_;
-    std::vector<std::uint32_t> free_holders_;
-    std::vector<Scope> scopes_;
-    std::vector<std::uint32_t> free_scopes_;
-    std::unordered_map<std::string, std::vector<std::uint32_t>> scopes_of_;  // variants by encoded scope
-    std::uint64_t scope_bytes_ = 0;
+    std::vector<std::unique_ptr<Record[]>> blocks_ LMCACHE_GUARDED_BY(mutex_);
+    std::uint32_t end_ LMCACHE_GUARDED_BY(mutex_) = 0;  // records are below
+    std::uint32_t free_ LMCACHE_GUARDED_BY(mutex_) = kNoRecord;
+    std::uint64_t records_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::uint64_t void_records_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::uint64_t keys_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::uint32_t sweep_at_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::array<Part, 256> parts_ LMCACHE_GUARDED_BY(mutex_);
+    std::vector<Holder> holders_ LMCACHE_GUARDED_BY(mutex_);
+    std::vector<std::uint32_t> free_holders_ LMCACHE_GUARDED_BY(mutex_);
+    std::vector<Scope> scopes_ LMCACHE_GUARDED_BY(mutex_);
+    std::vector<std::uint32_t> free_scopes_ LMCACHE_GUARDED_BY(mutex_);
+    std::unordered_map<std::string, std::vector<std::uint32_t>> scopes_of_
+        LMCACHE_GUARDED_BY(mutex_);  // variants by encoded scope
+    std::uint64_t scope_bytes_ LMCACHE_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace lmcache
