@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import struct
+from typing import get_args, get_type_hints
 
 import pytest
 
 from lmcache._native import L1Core
+from lmcache.cli import cache_simulator
+from lmcache.config.spec import options
+from lmcache.config.values import Choice
+from lmcache.l2.adapter_config import EvictionConfig
 from seeds import SEED
 from unit.l1.results import values
 
@@ -300,3 +306,16 @@ def test_no_chunk_outlives_its_prefix(policy: str) -> None:
         orphans = [name for name in resident if name in parents and parents[name] not in resident]
         assert not orphans
     assert tier.core.stats()["evicted_objects"] > 500
+
+
+def test_every_policy_is_offered_wherever_one_is_chosen() -> None:
+    """The core names them; a new one is to be added at each of these places (policy.h)."""
+    with pytest.raises(ValueError, match="policy must be ") as refused:
+        L1Core(UNIT, 0, UNIT, "a policy that is not there")
+    known = set(re.split(", | or ", str(refused.value).removeprefix("policy must be ").partition(", not ")[0]))
+    kind = options()["eviction_policy"][0].kind
+    assert isinstance(kind, Choice) and set(kind.choices) == known
+    assert set(get_args(get_type_hints(EvictionConfig)["eviction_policy"])) == known
+    assert {*cache_simulator.POLICIES, "noop"} == known  # with noop nothing leaves: there is nothing to simulate
+    for policy in known:
+        Tier(policy, 4).store("a")

@@ -5,8 +5,9 @@
 //   s3fifo.h        one for what was never used again, one for what was, and a memory of what has gone
 //   noop.h          one queue that never gives
 //
-// A new policy is a class in a file of its own, a name in policies.cc, and the same name in config/spec.py and
-// l2/adapter_config.py, which offer it.
+// A new policy is a class in a file of its own, an enumerator here, its name and its case in policies.cc, and the same
+// name where it is offered: config/spec.py, l2/adapter_config.py and cli/cache_simulator.py. One that needs its queues
+// from the start, or goes by limits of salts, says so in the constructor of EvictionOrder, too (order.h).
 #pragma once
 
 #include <cstddef>
