@@ -135,7 +135,7 @@ class Server:
         self.rpc = RpcServer(self.config.host, self.config.port, self._clock, metrics.rpc, curve=self._curve_gate())
         closers.callback(self.rpc.stop)
         if not self.config.disable_http:
-            self._http = HttpListener(self)
+            self._http = HttpListener(self, self._clock)
             closers.callback(self._http.close)
         checkpoint()
         hasher = ChunkHasher(self.config.hash_algorithm, self.config.chunk_size)

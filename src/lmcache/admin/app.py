@@ -19,7 +19,9 @@ from lmcache.admin.quota_routes import QuotaRoutes
 from lmcache.admin.requests import AdminContext
 from lmcache.admin.server_routes import HealthCheck, ServerRoutes
 from lmcache.admin.state import ServerState
+from lmcache.clock import Clock
 from lmcache.config import unbuilt
+from lmcache.environment import SYSTEM
 from lmcache.http import openapi
 from lmcache.http.app import EVERY_METHOD, application, index_text, routes
 from lmcache.http.operation import Access, Call, Operation
@@ -53,10 +55,10 @@ def _unbuilt(subject: str, instead: str) -> Callable[[Request], Awaitable[Respon
     return answer
 
 
-def build_app(state: ServerState, token: Callable[[], str] = lambda: "") -> Starlette:
+def build_app(state: ServerState, token: Callable[[], str] = lambda: "", clock: Clock = SYSTEM.clock) -> Starlette:
     """`token` gives the admin token that counts now, "" when only this host may change state. `state.context` of the
     application has what all operations share; at the end comes `state.close()`."""
-    context, health = AdminContext(state, token), HealthCheck(state)
+    context, health = AdminContext(state, token, clock), HealthCheck(state)
     all_routes = routes(operations(context, health), context.admit, state.audit_log)
     all_routes.append(context.dashboard.route())
     all_routes += [Route(path, _unbuilt(*texts), methods=EVERY_METHOD) for path, texts in unbuilt.HTTP.items()]

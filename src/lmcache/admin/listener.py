@@ -8,7 +8,9 @@ from typing import Any
 from lmcache.admin.app import build_app
 from lmcache.admin.history_routes import keep_history
 from lmcache.admin.state import ServerState
+from lmcache.clock import Clock
 from lmcache.core.address import http_listening_host
+from lmcache.environment import SYSTEM
 from lmcache.http.access import AdminToken
 from lmcache.http.listener import App, HttpThread, Scope, limited_sockets
 from lmcache.http.tls import server_context
@@ -18,7 +20,7 @@ from lmcache.l2.background import spawn
 class HttpListener:
     """Binds at construction (ResourceError when a port cannot be had), serves from `start` to `stop`."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, clock: Clock = SYSTEM.clock) -> None:
         config = state.config
         token = AdminToken(config.admin_token_file)
         tls = server_context(config.http_tls_cert, config.http_tls_key)
@@ -28,7 +30,7 @@ class HttpListener:
         sockets = limited_sockets(http_listening_host(config.http_host), ports)
         self.http_port, *others = (int(listening.getsockname()[1]) for listening in sockets)
         self.prometheus_port = others[0] if others else None
-        self._app = build_app(state, token)
+        self._app = build_app(state, token, clock)
         context = self._app.state.context
 
         def begin_history() -> asyncio.Task[None]:

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from lmcache.admin.dashboard_files import DashboardFiles
 from lmcache.admin.jobs import JobTable
 from lmcache.admin.state import ServerState
-from lmcache.clock import Clock, SystemClock
+from lmcache.clock import Clock
+from lmcache.environment import SYSTEM
 from lmcache.errors import ServerUnavailable
 from lmcache.http import requests
 from lmcache.http.operation import Call, Operation
@@ -28,9 +29,8 @@ T = TypeVar("T")
 class AdminContext:
     """`token` gives the admin token that counts now, "" when only this host may change state."""
 
-    def __init__(self, state: ServerState, token: Callable[[], str], clock: Clock | None = None) -> None:
+    def __init__(self, state: ServerState, token: Callable[[], str], clock: Clock = SYSTEM.clock) -> None:
         self.state = state
-        clock = clock or SystemClock()
         self.jobs = JobTable(clock)
         self.history = MetricsHistory(state.metrics, clock)
         self.dashboard = DashboardFiles()

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lmcache.clock import Clock
 from lmcache.environment import SYSTEM
 from lmcache.errors import LMCacheError
 from lmcache.fleet.directory import Directory
@@ -45,14 +46,14 @@ class EventCounts:
 class EventIntake:
     """Thread-safe."""
 
-    def __init__(self, knows: Callable[[str], bool]) -> None:
+    def __init__(self, knows: Callable[[str], bool], clock: Clock = SYSTEM.clock) -> None:
         """`knows`: whether a server of that name has joined."""
         self._knows = knows
         self._lock = threading.Lock()
         self._streams: dict[str, Stream] = {}
         self.directory = Directory(self._incarnation_of)
         self.counts = EventCounts()
-        self._log_limiter = LogLimiter(60.0, SYSTEM.clock)
+        self._log_limiter = LogLimiter(60.0, clock)
 
     def apply(self, batches: Sequence[Batch]) -> EventsAnswer:
         applied = duplicates = stale = 0

@@ -40,8 +40,8 @@ class Fleet:
         self.random_bytes = environment.random_bytes
         self.epoch_seconds = clock.wall() - clock.monotonic()  # a monotonic time as seconds since 1970-01-01 UTC
         self.hasher = ChunkHasher(settings.hash_algorithm, settings.chunk_size)
-        self.instances = Instances(environment, settings.instance_timeout)
-        self.intake = EventIntake(self.instances.knows)
+        self.instances = Instances(environment, settings.instance_timeout, self)
+        self.intake = EventIntake(self.instances.knows, clock)
         self.directory = self.intake.directory
         self.metadata = Metadata(settings.metadata_path)
         self.servers = Servers(self.instances, token)
@@ -49,8 +49,6 @@ class Fleet:
         self.quotas = FleetQuotas(self.metadata, self.instances, self.servers, self.directory, clock)
         self.pins = FleetPins(self.metadata, self.servers, clock, environment.random_bytes)
         self._coming = threading.Lock()  # while somebody joins or leaves
-        self.instances.on_joined = self._joined
-        self.instances.on_left = self._left
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleet-housekeeping", daemon=True)
         self._checkpointing = threading.Lock()
@@ -102,7 +100,7 @@ class Fleet:
             except LMCacheError as error:
                 logger.error("No checkpoint: %s", error)
 
-    def _joined(self, instance: Instance) -> None:
+    def joined(self, instance: Instance) -> None:
         with self._coming:
             self._welcome(instance.instance_id)
         told = instance.metadata.get("chunk_sample")
@@ -113,7 +111,7 @@ class Fleet:
                 *(instance.instance_id, self.settings.chunk_size, self.settings.hash_algorithm),
             )
 
-    def _left(self, instance_id: str) -> None:
+    def left(self, instance_id: str) -> None:
         with self._coming:
             self.intake.forget(instance_id)
             self.quotas.left(instance_id)

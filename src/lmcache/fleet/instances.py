@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -42,10 +41,28 @@ class Instance:
         return http_url(self.ip, self.http_port, tls=bool(self.metadata.get("http_tls")))
 
 
+class InstanceListener(Protocol):
+    """What is told of servers that come and go, by the thread that changed them."""
+
+    def joined(self, instance: Instance) -> None: ...
+
+    def left(self, instance_id: str) -> None: ...
+
+
+class NoListener:
+    def joined(self, instance: Instance) -> None:
+        pass
+
+    def left(self, instance_id: str) -> None:
+        pass
+
+
 class Instances:
     """Thread-safe."""
 
-    def __init__(self, environment: Environment, timeout_seconds: float) -> None:
+    def __init__(
+        self, environment: Environment, timeout_seconds: float, listener: InstanceListener | None = None
+    ) -> None:
         self._clock = environment.clock
         self._random_bytes = environment.random_bytes
         self._timeout_seconds = timeout_seconds
@@ -53,8 +70,7 @@ class Instances:
         self._known: dict[str, Instance] = {}
         # Another number whenever somebody else is there, also after a restart.
         self._members = int.from_bytes(environment.random_bytes(4), "little") | 1
-        self.on_joined: Callable[[Instance], None] = lambda instance: None
-        self.on_left: Callable[[str], None] = lambda instance_id: None
+        self._listener = listener or NoListener()
 
     def register(self, request: RegisterRequest, *, token: str = "") -> tuple[Instance, bool]:
         """The server, and whether one of that name was there. `token`: the admin token that it came with.
@@ -84,11 +100,11 @@ class Instances:
             )
         else:
             logger.info("%s has joined, at %s", instance.instance_id, instance.url)
-        self.on_joined(instance)
+        self._listener.joined(instance)
         return instance, before is not None
 
     def restore(self, instances: list[Instance]) -> None:
-        """Of a checkpoint: heard of now."""
+        """Takes the servers of a checkpoint, as if each had just been heard of."""
         with self._lock:
             self._known.update({instance.instance_id: instance for instance in instances})
 
@@ -114,7 +130,7 @@ class Instances:
             if self._known.pop(instance_id, None) is None:
                 return False
             self._members += 1
-        self.on_left(instance_id)
+        self._listener.left(instance_id)
         return True
 
     def expire(self) -> list[str]:

@@ -25,13 +25,13 @@ class FleetMember:
         """`on_members` is called by the thread of the membership with all servers, this one included, whenever others
         may be there."""
         self._reporter = EventReporting(settings, sources, metrics, clock) if sources else None
-        self._membership = Membership(settings, metrics, self._joined, self._took)
+        self._membership = Membership(settings, metrics, clock, self._joined, self._took)
         self._on_members = on_members
         self._members: Sequence[Member] = ()
 
     @property
     def members(self) -> Sequence[Member]:
-        """As the coordinator told last."""
+        """The servers that the coordinator named last."""
         return self._members
 
     def start(self) -> None:

@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from lmcache.clock import Clock
 from lmcache.core.limits import MAX_MEMBER_ANSWER_BYTES
-from lmcache.environment import SYSTEM
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.fleet import messages as m
 from lmcache.http.client import HttpRefused, answer_of, request, split_url
@@ -107,6 +107,7 @@ class Membership:
         self,
         settings: MemberSettings,
         metrics: FleetMemberMetrics,
+        clock: Clock,
         on_joined: Callable[[int], None],
         on_members: Callable[[Sequence[Member]], None],
     ) -> None:
@@ -116,7 +117,7 @@ class Membership:
         self._on_joined = on_joined
         self._on_members = on_members
         self._stop = threading.Event()
-        self._limiter = LogLimiter(_LOG_SECONDS, SYSTEM.clock)
+        self._limiter = LogLimiter(_LOG_SECONDS, clock)
         self._joined = False
         self._members = -1  # the number that the coordinator gave when they were last looked at
         self._rounds_without_look = 0

@@ -19,7 +19,7 @@ from lmcache.errors import ServerUnavailable
 from lmcache.fleet import checkpoint
 from lmcache.fleet import messages as m
 from lmcache.fleet.events import EventIntake
-from lmcache.fleet.instances import Instances
+from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.reporter import Reporter, ResyncNeeded
 from lmcache.telemetry.metrics import Metrics
 from manual_clock import ManualClock
@@ -36,11 +36,16 @@ class Coordinator:
 
     def __init__(self, clock: ManualClock, saved: bytes = b"") -> None:
         environment = Environment(clock, lambda size: bytes(size))
-        self.instances = Instances(environment, TIMEOUT_SECONDS)
-        self.intake = EventIntake(self.instances.knows)
-        self.instances.on_left = self.intake.forget
+        self.instances = Instances(environment, TIMEOUT_SECONDS, self)
+        self.intake = EventIntake(self.instances.knows, clock)
         if saved:
             checkpoint.restore(io.BytesIO(saved), self.instances, self.intake, clock.monotonic())
+
+    def joined(self, instance: Instance) -> None:
+        pass
+
+    def left(self, instance_id: str) -> None:
+        self.intake.forget(instance_id)
 
     def saved(self) -> bytes:
         file = io.BytesIO()
