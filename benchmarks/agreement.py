@@ -80,7 +80,7 @@ class Errors:
                 self._lost[name][part] += float(lost[:, part].square().sum())
 
     def relative(self) -> dict[str, list[float]]:
-        """Of K and of V, for each stage."""
+        """Returns the relative error of K and of V, for each stage."""
         return {
             name: [math.sqrt(part / whole) for part, whole in zip(lost, self._values, strict=True)]
             for name, lost in self._lost.items()

@@ -36,7 +36,7 @@ def hashes_of(number: int) -> bytes:
 
 class AnnouncingAdapter(Adapter):
     def __init__(self, objects: int, prompts: int) -> None:
-        """Of `objects` the youngest are the chunks of the prompts 0 to `prompts` - 1."""
+        """The youngest of `objects` are the chunks of the prompts 0 to `prompts` - 1."""
         self._objects = objects
         self._asked = b"".join(map(hashes_of, range(prompts)))
         starts = range(0, len(self._asked), CHUNK_HASH_BYTES)

@@ -128,7 +128,7 @@ class Bench:
         return load
 
     def _plain(self, which: str) -> float:
-        """As many threads as the adapter has for this, the better of both loops, object by object."""
+        """Copies object by object on as many threads as the adapter has for this, by the better of both loops."""
         threads, best = self.threads[which], float("inf")
 
         def copy(first: int, path: str) -> None:
@@ -159,7 +159,7 @@ class Bench:
         return seconds
 
     def _result(self, ours: str, plain: str) -> Result:
-        """Of the best rounds: there is no medium whose speed varies, and other work on the machine only ever adds."""
+        """Compares the best rounds: no medium varies in speed here, and other work on the machine only ever adds."""
         total = self.count * self.frame_bytes / 1e9
         own, floor = min(self.times[ours]), min(self.times[plain])
         detail = f"{total / own:.1f} of {total / floor:.1f} GB/s, ms {spread(self.times[ours], 1e3)}"

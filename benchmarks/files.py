@@ -145,7 +145,7 @@ class Bench:
     async def _load_verified(
         self, keys: Sequence[ObjectKey], views: Sequence[memoryview], release: Callable[[], None]
     ) -> list[LoadOutcome]:
-        """As the prefetch controller loads (lmcache.tiering.l2_loads)."""
+        """Loads as the prefetch controller does (lmcache.tiering.l2_loads)."""
         outcomes = await self.runner.load(keys, views, release)
         if self.runner.verifies:
             return outcomes

@@ -52,12 +52,13 @@ class Filled:
         return b"".join(self.random.choices(self.hashes, k=CALL_CHUNKS))
 
     def probe_seconds(self, runs: int) -> list[float]:
-        """Of prompts, taken at random."""
+        """Measures probes of prompts, taken at random."""
         keys = iter([self.random.choice(self.prompts) for _ in range(runs + 2)])
         return median_seconds(lambda: self.core.probe(self.namespace, next(keys)), runs)
 
     def scattered_probe_seconds(self, runs: int) -> list[float]:
-        """Of keys from 500 prompts, which no lookup asks for: each costs two misses of every processor cache."""
+        """Measures probes of keys from 500 prompts, which no lookup asks for: each costs two misses of every processor
+        cache."""
         keys = iter([self.some_keys() for _ in range(runs + 2)])
         return median_seconds(lambda: self.core.probe(self.namespace, next(keys)), runs)
 

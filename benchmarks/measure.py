@@ -25,8 +25,8 @@ _ALL_THREADS = 2  # in the number of a process's clock, as clock_getcpuclockid(3
 def command_line(
     description: str | None, *, runs: int = 0, rounds: int = 0, on_disk: bool = False
 ) -> argparse.ArgumentParser:
-    """Of a benchmark: --json, and --runs or --rounds where it repeats itself so often. `on_disk`: --folder on the disk
-    that is measured, and --small."""
+    """Gives a benchmark --json, and --runs or --rounds where it repeats itself so often. `on_disk`: --folder on the
+    disk that is measured, and --small."""
     parser = argparse.ArgumentParser(description=description)
     for name, number in (("--runs", runs), ("--rounds", rounds)):
         if number:

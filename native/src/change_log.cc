@@ -62,9 +62,9 @@ ChangeBatch ChangeLog::read(std::uint64_t cursor, std::size_t most) const {
 }
 
 std::size_t ChangeLog::memory_bytes() const {
-    const auto there =
+    const auto used_blocks =
         std::count_if(blocks_.begin(), blocks_.end(), [](const auto& block) { return block != nullptr; });
-    return static_cast<std::size_t>(there) * kBlockChanges * sizeof(Change);
+    return static_cast<std::size_t>(used_blocks) * kBlockChanges * sizeof(Change);
 }
 
 // ---- pages ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@
 namespace lmcache {
 namespace {
 
-// As for folders (file_folders.h).
+// For the reason of kFolderMode (file_folders.h).
 constexpr mode_t kFileMode = 0660;
 
 // From this size on mapping a file costs less than it saves.

@@ -81,7 +81,7 @@ template <class Format>
 }
 
 struct Kernels {
-    // Of `groups` whole groups.
+    // Both take `groups` whole groups.
     void (*encode)(const std::byte* elements, std::size_t groups, std::byte* scales, std::byte* codes);
     void (*decode)(const std::byte* scales, const std::byte* codes, std::size_t groups, std::byte* elements);
 };
@@ -131,7 +131,7 @@ template <class Format>
     }
 LMCACHE_FP8_KERNELS(, portable)
 #if defined(__x86_64__)
-// As scale_of() and code_of(), 16 elements at a time: the compiler makes no vectors of the way from 16 bits to 8.
+// scale_of() and code_of() for 16 elements at a time: the compiler makes no vectors of the way from 16 bits to 8.
 template <class Format>
 LMCACHE_AVX512 float scale_of_avx512(const std::byte* elements) {
     const __m512i magnitude_bits = _mm512_set1_epi16(0x7fff), infinity = _mm512_set1_epi16(kBfloatInfinity);

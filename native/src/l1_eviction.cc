@@ -180,14 +180,14 @@ void L1Core::set_limit(std::string_view salt, std::uint64_t limit_bytes) {
 
 Removed L1Core::enforce_limits(bool spare_new) {
     const MutexLock lock(mutex_);
-    const std::uint8_t now = cycle_;
+    const std::uint8_t cycle = cycle_;
     if (spare_new) ++cycle_;
     Removed removed;
     for (const std::uint32_t salt : order_.salts_above_limits()) {  // others may get a number meanwhile: no matter
         const Removed of_salt = evict_while(std::numeric_limits<std::uint64_t>::max(), [&] {
             mutex_.assert_held();
             const std::uint32_t victim = order_.victim_above_limit(salt);
-            return victim != kNoObject && spare_new && objects_[victim].cycle == now ? kNoObject : victim;
+            return victim != kNoObject && spare_new && objects_[victim].cycle == cycle ? kNoObject : victim;
         });
         removed.objects += of_salt.objects;
         removed.size_bytes += of_salt.size_bytes;

@@ -57,7 +57,7 @@ bool take_beginning(std::string_view& name, std::string_view prefix, std::string
     return true;
 }
 
-// Of kKeyDigits characters.
+// Reads kKeyDigits characters.
 std::optional<std::array<std::byte, kObjectKeyBytes>> parse_key(std::string_view digits) {
     std::array<std::byte, kObjectKeyBytes> key;
     const std::span<std::byte> bytes(key);

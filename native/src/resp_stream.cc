@@ -126,8 +126,8 @@ void RespStream::connect(const RespAddress& address, RespDeadline deadline) {
     for (const addrinfo* next = list; next != nullptr; next = next->ai_next) ++left;
     for (const addrinfo* next = list; next != nullptr; next = next->ai_next, --left) {
         // One that swallows what it gets leaves time for the others.
-        const auto now = std::chrono::steady_clock::now();
-        error = attempt(next->ai_family, next->ai_addr, next->ai_addrlen, now + (deadline - now) / left);
+        const auto start = std::chrono::steady_clock::now();
+        error = attempt(next->ai_family, next->ai_addr, next->ai_addrlen, start + (deadline - start) / left);
         if (error != 0) continue;
         set_tcp_options(socket_.get());
         return;

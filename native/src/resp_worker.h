@@ -60,7 +60,7 @@ private:
     };
 
     void run_act(RespJob& job, std::size_t begin, std::size_t end);
-    // Of an exchange that begins now.
+    // The deadline of an exchange that begins now.
     RespDeadline deadline() const { return std::min(context_.deadline(), limit_); }
     bool is_late() const { return std::chrono::steady_clock::now() >= limit_; }
     RespConnection& connection(std::uint32_t node, RespDeadline deadline);

@@ -114,7 +114,7 @@ int RespWorker::find_manifest(std::string_view name, std::optional<RespManifest>
         });
 }
 
-// As find_manifest for each. An errno each.
+// Does what find_manifest does for each name. Returns an errno each.
 std::vector<int> RespWorker::find_manifests(std::span<const std::string> names,
                                             std::vector<std::optional<RespManifest>>& found) {
     found.assign(names.size(), std::nullopt);

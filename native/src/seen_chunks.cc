@@ -63,10 +63,10 @@ std::size_t SeenChunks::seen_prefix(std::uint32_t scope, std::span<const std::ui
 
 bool SeenChunks::knows(std::uint64_t chunk) const {
     const std::size_t own = bucket_of(chunk);
-    const auto has = [chunk](const Bucket& bucket) {
+    const auto holds = [chunk](const Bucket& bucket) {
         return std::find(bucket.chunks.begin(), bucket.chunks.end(), chunk) != bucket.chunks.end();
     };
-    return has(buckets_[own]) || has(buckets_[own ^ 1]);
+    return holds(buckets_[own]) || holds(buckets_[own ^ 1]);
 }
 
 // Whether it was seen before.

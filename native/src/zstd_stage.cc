@@ -60,7 +60,7 @@ const Zstd& zstd() {
     return loaded;
 }
 
-// Of one thread.
+// The contexts of one thread.
 struct Contexts {
     Contexts() : compression(zstd().create_cctx()), decompression(zstd().create_dctx()), exponents(kBlockElements) {
         if (compression == nullptr || decompression == nullptr) throw std::bad_alloc();

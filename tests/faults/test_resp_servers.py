@@ -64,10 +64,10 @@ def test_a_part_of_a_cluster_that_is_away_costs_its_objects_alone(
             outcomes = await life.load(wanted)
             assert set(outcomes) == {LOADED, LoadOutcome.FAILED}
             assert await life.load(wanted) == outcomes
-            there = [key for key, outcome in zip(wanted, outcomes, strict=True) if outcome is LOADED]
+            loadable = [key for key, outcome in zip(wanted, outcomes, strict=True) if outcome is LOADED]
             caplog.clear()
             for _ in range(20):  # what works does not make what fails news
-                assert await life.load(wanted) == outcomes and await life.load(there) == [LOADED] * len(there)
+                assert await life.load(wanted) == outcomes and await life.load(loadable) == [LOADED] * len(loadable)
             assert len(caplog.records) <= 2  # refused, and left alone for a while
 
         run(at(nodes[0]), test)

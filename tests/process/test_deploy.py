@@ -228,8 +228,8 @@ def test_what_stops_a_server_waits_for_it_to_drain(tmp_path: Path) -> None:
 def test_the_kustomization_names_every_file() -> None:
     folder = DEPLOY / "kubernetes"
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    there = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
-    assert set(kustomization["resources"]) == there
+    manifests = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+    assert set(kustomization["resources"]) == manifests
     used = {container(pod)["image"] for pod in PODS}
     assert {image["name"] for image in kustomization["images"]} == used - {container("valkey")["image"]}
 
@@ -241,9 +241,9 @@ def own_mounts(folder: Path) -> None:
     if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None):
         missing("The right to mount", installed=False)
 
-    def bind(there: Path, here: Path) -> None:
-        here.mkdir(parents=True, exist_ok=True)
-        assert libc.mount(str(there).encode(), str(here).encode(), None, MS_BIND, None) == 0
+    def bind(source: Path, target: Path) -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        assert libc.mount(str(source).encode(), str(target).encode(), None, MS_BIND, None) == 0
 
     # The interpreter may lie in a home folder that nobody else may enter.
     interpreter = Path(sys.base_prefix)

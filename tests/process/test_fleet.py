@@ -199,8 +199,8 @@ def test_after_stores_and_evictions_the_directory_is_what_the_server_lists(tmp_p
 
 def test_a_server_that_is_killed_is_gone_and_comes_back(tmp_path: Path) -> None:
     with fleet(tmp_path, timeout_seconds=SOON_GONE_SECONDS) as (coordinator, servers):
-        with SmallEngine(servers["a"].port) as one, SmallEngine(servers["b"].port) as other:
-            one.store(one.tokens(*CHUNKS))
+        with SmallEngine(servers["a"].port) as engine, SmallEngine(servers["b"].port) as other:
+            engine.store(engine.tokens(*CHUNKS))
             other.store(other.tokens(*CHUNKS))
             become(coordinator, [["a", "b"]] * 3)
         servers["b"].kill()
@@ -234,16 +234,16 @@ def test_a_coordinator_that_is_killed_knows_everything_soon(tmp_path: Path) -> N
     """With and without its checkpoint. Engines notice nothing."""
     saved = ("--checkpoint-path", str(tmp_path / "directory"), "--checkpoint-interval", "0.5")
     with fleet(tmp_path, coordinator_options=saved) as (coordinator, servers), contextlib.ExitStack() as engines:
-        one, other = (engines.enter_context(SmallEngine(server.port)) for server in servers.values())
-        one.store(one.tokens(*CHUNKS))
+        engine, other = (engines.enter_context(SmallEngine(server.port)) for server in servers.values())
+        engine.store(engine.tokens(*CHUNKS))
         other.store(other.tokens(1))
         become(coordinator, [["a", "b"], ["a"], ["a"]])
         until(lambda: (tmp_path / "directory").exists())
         coordinator.kill()
         other.store(other.tokens(1, 2))  # while there is none
         servers["a"].clear("l1")
-        assert one.lookup("r", one.tokens(*CHUNKS)).chunks == 0
-        one.end("r")
+        assert engine.lookup("r", engine.tokens(*CHUNKS)).chunks == 0
+        engine.end("r")
         for name in (str(tmp_path / "directory"), ""):
             options = ["--checkpoint-path", name] if name else []
             with CoordinatorProcess(
@@ -277,8 +277,8 @@ def test_servers_serve_while_the_coordinator_stands_still(tmp_path: Path) -> Non
 def test_operators_pin_delete_and_move(tmp_path: Path) -> None:
     with fleet(tmp_path, l2=True) as (coordinator, servers):
         a = servers["a"]
-        with SmallEngine(a.port) as one, SmallEngine(servers["b"].port) as other:
-            one.store(one.tokens(*CHUNKS))
+        with SmallEngine(a.port) as engine, SmallEngine(servers["b"].port) as other:
+            engine.store(engine.tokens(*CHUNKS))
             other.store(other.tokens(1))
             become(coordinator, [["a", "b"], ["a"], ["a"]])
             become(coordinator, [["a", "b"], ["a"], ["a"]], "l2")
@@ -321,8 +321,8 @@ def test_operators_pin_delete_and_move(tmp_path: Path) -> None:
             assert (deleted["deleted"], deleted["failed"]) == (4, {})
             become(coordinator, [[]] * 3)
             become(coordinator, [[]] * 3, "l2")
-            assert one.lookup("r", one.tokens(*CHUNKS)).chunks == 0
-            one.end("r")
+            assert engine.lookup("r", engine.tokens(*CHUNKS)).chunks == 0
+            engine.end("r")
 
 
 def test_quotas_reach_every_server_and_those_that_join_later(tmp_path: Path) -> None:

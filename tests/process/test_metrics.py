@@ -248,10 +248,10 @@ def test_prometheus_evaluates_every_alert(prometheus: Prometheus) -> None:
         return all(rule["health"] == "ok" for rule in prometheus.rules())
 
     until(healthy, tell=lambda: [rule for rule in prometheus.rules() if rule["health"] != "ok"])
-    there = prometheus.metric_names()
+    scraped = prometheus.metric_names()
     for rule in prometheus.rules():
         names = set(re.findall(r"\blmcache_mp_\w+", rule["query"])) - WITHOUT_SERIES
-        assert names <= there, rule["name"]
+        assert names <= scraped, rule["name"]
 
 
 @pytest.mark.parametrize(

@@ -436,8 +436,8 @@ class Engine:
             positions = np.arange(end)
             where = table[positions // self.shape.block_tokens], positions % self.shape.block_tokens
             first = self._first_seen(share.start) if is_special else 0
-            there = self.memory[rank][where][first : share.start]
-            wrong = np.nonzero(there != values[first : share.start])[0]
+            written = self.memory[rank][where][first : share.start]
+            wrong = np.nonzero(written != values[first : share.start])[0]
             assert not wrong.size, (
                 f"{request.request_id} attends to wrong KV at positions {(wrong + first).tolist()} of {share.start}, "
                 f"group {group}, rank {rank}, blocks {blocks}"

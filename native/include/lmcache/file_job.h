@@ -30,7 +30,7 @@ struct FileJob : Job<IoResults> {
     std::vector<std::byte> frame_names;        // reads of frames: kFrameNameBytes a file
     timespec submitted{};                      // reads, writes and marks
 
-    // Of writes; guarded by the publisher's mutex.
+    // Only writes have it; guarded by the publisher's mutex.
     std::vector<Publication> publication;
     std::size_t next_to_publish = 0;
     std::atomic<bool> is_broken{false};  // a file failed: those behind it are not published

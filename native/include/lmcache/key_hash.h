@@ -21,7 +21,7 @@ public:
             throw std::system_error(errno, std::generic_category(), "getrandom");
     }
 
-    // Of the number of a namespace and a chunk hash.
+    // Hashes the number of a namespace and a chunk hash.
     std::uint64_t operator()(std::uint32_t name_space, const std::uint8_t* hash) const {
         std::array<std::uint64_t, 4> words;
         static_assert(sizeof(words) == kChunkHashBytes);

@@ -199,7 +199,7 @@ public:
     Removed enforce_limits(bool spare_new = false);
     // Salts that went beyond their limits since the last call, each once for as long as it has objects.
     std::vector<Overuse> take_overuses();
-    // Of the objects of one chunk: the fate of the first one that is not resident and has one.
+    // The fate of the first object of a chunk that is not resident and has one.
     Fate fate_of(NamespaceDigests namespaces, const std::uint8_t* hash);
     // `fate` is what is remembered of them; kUnknown: nothing.
     std::size_t remove(NamespaceDigests namespaces, Hashes hashes, Fate fate = Fate::kUnknown);

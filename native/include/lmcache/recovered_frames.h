@@ -21,7 +21,7 @@ struct RecoveredFrame {
     std::uint32_t last_use;
 };
 
-// As in the headers. The caller checks that the digest is that of `encoded`.
+// A namespace as headers have it. The caller checks that the digest is that of `encoded`.
 struct RecoveredNamespace {
     Digest digest;
     std::vector<std::uint8_t> encoded;

@@ -55,10 +55,10 @@ struct RespJob : Job<RespResults> {
     RespAct act = RespAct::kSize;
     std::vector<std::byte> keys;                  // kObjectKeyBytes an object
     std::vector<std::uint64_t> addresses, sizes;  // of stores and loads
-    // Of stores and loads: no frame moves later, as nobody waits for it.
+    // After it no frame of a store or load moves, as nobody waits for it.
     RespDeadline deadline = RespDeadline::max();
     std::vector<std::string> arguments;  // of a command
-    // Of a command and of scans: a position among the addresses assigned last; without: by the command's first
+    // Where a command or a scan goes: a position among the addresses assigned last; without: by the command's first
     // argument.
     std::optional<std::uint32_t> node;
     std::uint64_t cursor = 0;  // of scans
@@ -128,7 +128,7 @@ public:
 
     // What a server or a connection said last.
     std::string last_error();
-    // Of failed attempts to connect, redirects and refused writes: what servers there are may have changed.
+    // Counts failed attempts to connect, redirects and refused writes: what servers there are may have changed.
     std::uint64_t changes() { return context_.nodes.changes() + context_.read_only; }
     std::uint64_t connections() const { return context_.connections; }
 

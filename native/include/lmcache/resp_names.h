@@ -36,7 +36,7 @@ struct RespManifest {
     std::uint64_t total_bytes = 0;  // of the frame
     std::array<std::byte, kWriteIdBytes> write_id{};
 
-    // Of a frame that is about to be stored, with a random id. Throws std::system_error.
+    // Makes that of a frame that is about to be stored, with a random id. Throws std::system_error.
     static RespManifest make(std::uint64_t total_bytes, std::uint64_t part_bytes);
     // nullopt for what is no manifest, or a damaged one.
     static std::optional<RespManifest> parse(std::span<const std::byte> image);

@@ -64,7 +64,7 @@ public:
     bool may_connect(std::uint32_t node);
     void connected(std::uint32_t node, bool successfully);
 
-    // Of all redirects and failed attempts to connect: what nodes there are may have changed.
+    // Counts redirects and failed attempts to connect: what nodes there are may have changed.
     std::uint64_t changes();
 
 private:

@@ -21,7 +21,7 @@ struct Guard {
     Guard* outer = nullptr;
 };
 
-// Of this thread; nullptr outside guarded accesses.
+// The guard of this thread; nullptr outside guarded accesses.
 Guard*& current();
 
 }  // namespace sigbus_guard

@@ -31,7 +31,7 @@ struct IoOutcome {
 
 inline IoOutcome io_failure(int error) { return {-1, error}; }
 
-// Of each element of a job, the two halves of its outcome.
+// The two halves of the outcome of each element of a job.
 struct IoResults {
     std::vector<std::int64_t> values;
     std::vector<std::int32_t> errors;

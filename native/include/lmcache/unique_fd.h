@@ -46,8 +46,8 @@ public:
     }
     int get() const { return fd_.get(); }
     void signal() noexcept {
-        const std::uint64_t one = 1;
-        while (::write(fd_.get(), &one, sizeof one) < 0 && errno == EINTR) {
+        const std::uint64_t increment = 1;
+        while (::write(fd_.get(), &increment, sizeof increment) < 0 && errno == EINTR) {
         }
     }
     void reset() noexcept {

@@ -79,14 +79,14 @@ class Readiness(Struct, frozen=True):
 
 
 class ProtocolVersions(Struct, frozen=True):
-    """Of the protocol that engines speak."""
+    """The versions of the protocol that engines may speak."""
 
     current: int
     oldest_supported: int
 
 
 class Version(Struct, frozen=True):
-    """Of this server."""
+    """The version of this server, and of the protocol that its engines speak."""
 
     version: str
     protocol_version: ProtocolVersions
@@ -368,7 +368,7 @@ class SaltQuota(Quota, frozen=True):
 
 
 class Quotas(Struct, frozen=True):
-    """Of every salt that has a limit or holds something."""
+    """The quotas of all salts that have a limit or hold something."""
 
     quotas: list[Quota]
     enforced: Annotated[bool, Meta(description="only --eviction-policy IsolatedLRU goes by quotas")]

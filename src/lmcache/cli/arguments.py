@@ -57,7 +57,7 @@ class _Typed:
 
 
 def default_text(action: argparse.Action) -> str:
-    """As help shows it, with its unit; "" where there is none."""
+    """Returns the default as help shows it, with its unit; "" where there is none."""
     if action.default in (None, False, "", [], argparse.SUPPRESS):
         return ""
     kind = action.type.kind if isinstance(action.type, _Typed) else None

@@ -20,7 +20,8 @@ ENGINE_KEY_VARIABLE = "OPENAI_API_KEY"
 def request(
     url: str, method: str, path: str, body: Any = None, *, token: str | None = None, timeout_seconds: float = 10.0
 ) -> Any:
-    """As `client.request`. `token`: unless given, the admin token in LMCACHE_ADMIN_TOKEN, for a cache server alone."""
+    """Does what `client.request` does. `token`: unless given, the admin token in LMCACHE_ADMIN_TOKEN, for a cache
+    server alone."""
     return client.request(url, method, path, body, token=_token(token), timeout_seconds=timeout_seconds)
 
 

@@ -47,7 +47,7 @@ def _tier(place: Mapping[str, Any]) -> str:
 
 
 def _longest_prefix(chunks: Sequence[set[str]]) -> int:
-    """Of one server."""
+    """Counts the chunks that one server has from the first one on."""
     holders: set[str] | None = None
     for number, servers in enumerate(chunks):
         holders = servers if holders is None else holders & servers

@@ -83,7 +83,7 @@ class RequestSession:
 
     @property
     def hit_tokens(self) -> int:
-        """Of the answer that is held; 0 where it has more chunks than there are names."""
+        """How many tokens the held answer covers; 0 where it has more chunks than there are names."""
         if self.answer is None or self.server is None:
             return 0
         beyond_names = self.answer.chunks - len(self.hashes)
@@ -95,7 +95,7 @@ class RequestSession:
 
     @property
     def full_hit_chunks(self) -> int:
-        """Of the answer that is held, without a partial chunk."""
+        """How many chunks the held answer covers, without a partial chunk."""
         return min(self.answer.chunks, len(self.hashes)) if self.answer is not None else 0
 
     def partial_tokens(self, chunk_tokens: int) -> int:
@@ -108,7 +108,7 @@ class RequestSession:
         return rest_tokens - rest_tokens % self.partial_unit_tokens if self.partial_unit_tokens else 0
 
     def take_names(self, known: ChunkHashes, packed: bytes, partial_tokens: int, chunk_tokens: int) -> None:
-        """Of an answer: the full chunks behind the `known` ones, and a partial one if it has some tokens."""
+        """Takes the names of an answer: full chunks behind the `known` ones, a partial one if it has some tokens."""
         self.partial = None
         if partial_tokens and packed:
             packed, partial_hash = packed[:-CHUNK_HASH_BYTES], packed[-CHUNK_HASH_BYTES:]

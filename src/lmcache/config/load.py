@@ -105,7 +105,7 @@ def file_sources(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
 
 
 def is_of_kubernetes(value: str) -> bool:
-    """Of a variable: Kubernetes sets LMCACHE_PORT=tcp://... beside a service that is called lmcache."""
+    """Whether Kubernetes set this variable: it sets LMCACHE_PORT=tcp://... beside a service that is called lmcache."""
     return bool(_KUBERNETES_PORT.match(value))
 
 

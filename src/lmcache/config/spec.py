@@ -428,7 +428,7 @@ class ServerConfig:
 
     @property
     def p2p_addresses(self) -> list[str]:
-        """Of --p2p-peers, one by one."""
+        """Each address of --p2p-peers."""
         return [address.strip() for value in self.p2p_peers for address in value.split(",") if address.strip()]
 
     @property

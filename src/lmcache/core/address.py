@@ -54,7 +54,7 @@ def connect_endpoint(url: str, port: int | None = None) -> str:
 
 
 def host_and_port(subject: str, text: str) -> tuple[str, int]:
-    """Of HOST:PORT or tcp://HOST:PORT. ConfigError begins with `subject`."""
+    """Reads HOST:PORT or tcp://HOST:PORT. ConfigError begins with `subject`."""
     scheme, rest = _scheme(text.strip())
     host, port = _split(rest)
     if scheme != "tcp" or not _HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -63,7 +63,7 @@ def host_and_port(subject: str, text: str) -> tuple[str, int]:
 
 
 def host_port(host: str, port: int) -> str:
-    """As `host_and_port` takes it."""
+    """Returns HOST:PORT as `host_and_port` takes it."""
     return f"{_bracketed(host)}:{port}"
 
 

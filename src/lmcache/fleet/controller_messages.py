@@ -184,7 +184,7 @@ class WorkerInfoAnswer(Struct, frozen=True):
 
 
 class WorkersAnswer(Struct, frozen=True):
-    """Of all servers."""
+    """The workers of all servers."""
 
     workers: list[Worker]
 

@@ -276,7 +276,7 @@ class Directory:
             return entries, page.next_start
 
     def page(self, start: int, most: int) -> tuple[_native.FleetPage, list[PlaceName], list[int]]:
-        """Of all copies, for a checkpoint; the place of each, and the world size of each of its variants."""
+        """Lists all copies, for a checkpoint; the place of each, and the world size of each of its variants."""
         with self._lock:
             page = self._native.list(start, most, _LIST_EXAMINED_RECORDS)
             places = [self._holders[holder] for holder in page.holders]

@@ -37,7 +37,7 @@ class Stream:
         return self._batch(source, "config", timestamp, capacity_bytes=source.capacity_bytes())
 
     def mark(self, mark: ResyncMark, source: ChangeSource, timestamp: float) -> bytes:
-        """Of all tiers."""
+        """Marks a resync of all tiers."""
         return self._batch(source, "config", timestamp, mark=mark)
 
     def _batch(

@@ -26,7 +26,7 @@ _OWNER_PREFIX = "fleet:"
 
 @dataclass
 class PinState:
-    """Of one pin: copies that each server holds, and why others could not be asked."""
+    """How many copies of one pin each server holds, and why others could not be asked."""
 
     held: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class FleetPins:
                 self._states.setdefault(pin.pin_id, PinState()).failed[instance_id] = reason
 
     def _state_of(self, pin_id: str) -> PinState:
-        """As it is at this moment."""
+        """Returns a copy of the pin's state."""
         with self._lock:
             state = self._states.get(pin_id, PinState())
             return PinState(dict(state.held), dict(state.failed))

@@ -73,7 +73,7 @@ class FleetQuotas:
         return self._quota(salt, self._metadata.quotas(), self._directory.bytes_of_salts())
 
     def all(self) -> list[FleetQuota]:
-        """Of every salt that has one or of which a server has something."""
+        """Returns the quotas of all salts that have one or of which a server has something."""
         quotas, used = self._metadata.quotas(), self._directory.bytes_of_salts()
         return [self._quota(salt, quotas, used) for salt in sorted({*quotas, *used})]
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass
 class Answers:
-    """Of several servers: what each said, or why it could not be asked."""
+    """What each of several servers said, or why it could not be asked."""
 
     values: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

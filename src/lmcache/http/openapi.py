@@ -27,7 +27,7 @@ def refusals_of(operation: Operation) -> dict[int, str]:
 
 
 def document(operations: Sequence[Operation], version: str, title: str, description: str) -> dict[str, Any]:
-    """As JSON values."""
+    """Returns the OpenAPI document as JSON values."""
     types: list[Any] = [Problem]
     for operation in operations:
         types += [kind for kind in (operation.body, operation.query) if kind is not None]

@@ -81,5 +81,5 @@ class Operation:
 
     @property
     def open_path(self) -> str:
-        """As OpenAPI writes it."""
+        """The path as OpenAPI writes it."""
         return self.path.replace(":text}", "}")

@@ -82,8 +82,8 @@ class Inventory(Protocol):
         ...
 
     def seen(self, digest: bytes, hashes: bytes) -> None:
-        """As `found`, where sizes are not known: objects of the namespace with this digest, 32 bytes of chunk hash
-        each. Unknown ones are ignored."""
+        """Does what `found` does where sizes are not known: objects of the namespace with this digest, 32 bytes of
+        chunk hash each. Unknown ones are ignored."""
         ...
 
     def known(
@@ -203,7 +203,7 @@ class FollowsHints(Protocol):
     """An adapter over several places, which a request may know better than to ask all of them."""
 
     async def probe_hinted(self, keys: Sequence[ObjectKey], hint: Hint | None) -> list[int | None]:
-        """As `Adapter.probe`, for as long as the hint says."""
+        """Does what `Adapter.probe` does, and waits for as long as the hint says."""
         ...
 
     def waits_at(self, hint: Hint) -> str | None:

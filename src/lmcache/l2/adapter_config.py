@@ -94,7 +94,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As in logs, metrics (`l2_name`) and status."""
+        """The adapter's name in logs, metrics (`l2_name`) and status."""
         return f"{self.type}_{self.index}"
 
     @property

@@ -134,23 +134,23 @@ class PeersAdapter(Adapter):
     async def probe_hinted(self, keys: Sequence[ObjectKey], hint: Hint | None) -> list[int | None]:
         """Asks the peer that the hint names, for as long as it says, and all others about what that one lacks."""
         sizes: list[int | None] = [None] * len(keys)
-        named = self._named(hint) if hint is not None else None
+        hinted_peer = self._named(hint) if hint is not None else None
         # All parts together, and less than the deadline of the call, which would suspend all peers.
         most_seconds = min(limits.MAX_PEER_WAIT_SECONDS, self._config.timeout_seconds / 2)
         until = self._clock.monotonic() + min(hint.wait_seconds if hint is not None else 0.0, most_seconds)
         for first in range(0, len(keys), limits.MAX_PEER_KEYS):
             part = keys[first : first + limits.MAX_PEER_KEYS]
-            if named is not None:
+            if hinted_peer is not None:
                 left_seconds = max(0.0, until - self._clock.monotonic())
-                await self._ask([named], part, left_seconds, partial(_merge, sizes, first))
+                await self._ask([hinted_peer], part, left_seconds, partial(_merge, sizes, first))
             if None in sizes[first : first + len(part)]:
-                others = [peer for peer in self._peers.values() if peer is not named]
+                others = [peer for peer in self._peers.values() if peer is not hinted_peer]
                 await self._ask(others, part, 0.0, partial(_merge, sizes, first))
         return sizes
 
     def waits_at(self, hint: Hint) -> str | None:
-        named = self._named(hint) if hint.wait_seconds > 0 else None
-        return named.address if named is not None else None
+        hinted_peer = self._named(hint) if hint.wait_seconds > 0 else None
+        return hinted_peer.address if hinted_peer is not None else None
 
     async def _ask(
         self, peers: Iterable[Peer], keys: Sequence[ObjectKey], wait_seconds: float, take: Callable[[Answer], None]

@@ -8,7 +8,8 @@ from lmcache.l2.adapter_config import AdapterConfig
 
 
 class PeersConfig(AdapterConfig, frozen=True, kw_only=True):
-    """As the configuration of an adapter, which it is behind those of --l2-adapter. `timeout_seconds` is of loads."""
+    """Configures the adapter over all peers, which stands behind those of --l2-adapter. `timeout_seconds` is the
+    deadline of loads."""
 
     members: tuple[str, ...] = ()
     lookup_timeout_seconds: float = 30.0
@@ -25,7 +26,7 @@ class PeersConfig(AdapterConfig, frozen=True, kw_only=True):
 
 
 def peers_config(config: ServerConfig) -> PeersConfig:
-    """Of a server with --p2p-advertise-url."""
+    """Returns what a server with --p2p-advertise-url configures."""
     return PeersConfig(
         index=len(config.l2_adapter),
         type="p2p",

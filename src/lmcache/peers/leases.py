@@ -55,8 +55,8 @@ class PeerLeases:
         self._end([lease for lease, known in self._leases.items() if known.holder is holder])
 
     def end_expired(self) -> None:
-        now = self._clock.monotonic()
-        self._end([lease for lease, known in self._leases.items() if known.ends_at <= now])
+        monotonic = self._clock.monotonic()
+        self._end([lease for lease, known in self._leases.items() if known.ends_at <= monotonic])
 
     def _end(self, leases: Iterable[int]) -> None:
         for lease in leases:

@@ -191,13 +191,13 @@ class Peer:
         """Whether a lookup makes sense: it answers in time, and what it has could be loaded."""
         if self._lookups is None or self._lookups.unanswered >= limits.MAX_PEER_LOOKUPS:
             return False
-        now = self._context.clock.monotonic()
-        if any(now - at > limits.PEER_PATIENCE_SECONDS for at in self._asked_at.values()):
+        monotonic = self._context.clock.monotonic()
+        if any(monotonic - at > limits.PEER_PATIENCE_SECONDS for at in self._asked_at.values()):
             return False
         return self._lookup_breaker.would_admit and self._load_breaker.would_admit
 
     async def lookup(self, digests: bytes, hashes: bytes, wait_seconds: float = 0.0) -> Answer | None:
-        """Of keys as `pack_keys` packs them. None where it does not answer within --p2p-lookup-timeout."""
+        """Looks up keys as `pack_keys` packs them. None where the peer does not answer within --p2p-lookup-timeout."""
         connection, context = self._lookups, self._context
         if connection is None or not self._lookup_breaker.admits():
             return None

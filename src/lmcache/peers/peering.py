@@ -35,7 +35,7 @@ class Peering:
         clock: Clock,
         random_bytes: Callable[[int], bytes],
     ) -> None:
-        """Of a server with --p2p-advertise-url. ResourceError when it cannot listen."""
+        """For a server with --p2p-advertise-url. ResourceError when it cannot listen."""
         identity = Identity(
             server_epoch,
             advertised(config),

@@ -47,7 +47,7 @@ class Share(Generic[P]):
     indices: Sequence[int]
 
     def parts(self, most: int) -> list[Share[P]]:
-        """Of at most so many."""
+        """Splits the share into parts of at most so many."""
         if len(self.indices) <= most:
             return [self]
         return [Share(self.holding, self.indices[at : at + most]) for at in range(0, len(self.indices), most)]
@@ -94,10 +94,10 @@ class Placements(Generic[P]):
 
     def renew(self, holding: Holding[P]) -> bool:
         """It is being loaded. True when it is time to tell the peer."""
-        now = self._clock.monotonic()
-        if now < holding.ends_at - limits.PEER_LEASE_SECONDS * _TOLD_FRACTION:
+        monotonic = self._clock.monotonic()
+        if monotonic < holding.ends_at - limits.PEER_LEASE_SECONDS * _TOLD_FRACTION:
             return False
-        holding.ends_at = now + limits.PEER_LEASE_SECONDS
+        holding.ends_at = monotonic + limits.PEER_LEASE_SECONDS
         return True
 
     def forget(self, keys: Sequence[ObjectKey]) -> None:
@@ -111,10 +111,10 @@ class Placements(Generic[P]):
 
     def end_expired(self) -> None:
         """At the peers these leases have ended, or end by themselves."""
-        now = self._clock.monotonic()
-        while self._holdings and (self._holdings[0].due_at <= now or not self._holdings[0].places):
+        monotonic = self._clock.monotonic()
+        while self._holdings and (self._holdings[0].due_at <= monotonic or not self._holdings[0].places):
             holding = self._holdings.popleft()
-            if holding.ends_at > now and holding.places:  # renewed since
+            if holding.ends_at > monotonic and holding.places:  # renewed since
                 holding.due_at = holding.ends_at
                 self._holdings.append(holding)
 

@@ -47,7 +47,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Digests:
-    """Of the namespaces of a salt that a chunk must be in: packed, and each."""
+    """The digests of the namespaces of a salt that a chunk must be in: packed, and each."""
 
     packed: bytes
     names: frozenset[bytes]
@@ -245,7 +245,7 @@ def _counted(namespaces: NamespaceSet) -> list[Namespace]:
 
 
 def _digests(namespaces: list[Namespace], serde: str) -> _Digests:
-    """As they are named where that serde stores them."""
+    """Returns the digests of the namespaces where that serde stores them."""
     mark = f"{SERDE_MARK}{serde}" if serde else ""
     names = [
         (replace(namespace, layout=f"{namespace.layout}{mark}") if mark else namespace).digest

@@ -444,7 +444,7 @@ class LookupService:
         trace.child("mp.lookup_prefetch", query.started, now_seconds, attributes, (l1, *l2_times))
 
     def _publish(self, events: EventBus, query: _Query, chain: TokenChain, hit_chunks: int) -> None:
-        """Of the full chunks, as those who read the log take each hash for one."""
+        """Publishes the full chunks alone, as readers of the log take each hash for one."""
         full_chunks = len(query.hashes) // CHUNK_HASH_BYTES - bool(query.partial_tokens)
         scheduler, ranks = query.instance.scheduler, query.instance.by_rank()
         events.publish(

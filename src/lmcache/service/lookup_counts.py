@@ -65,7 +65,7 @@ class LookupCounts:
         lacking_tokens = self._chunk_tokens - partial_tokens if partial_tokens else 0
 
         def tokens(first: int, chunks: int) -> int:
-            """Of so many chunks from the `first` on."""
+            """Counts the tokens of so many chunks from the `first` on."""
             has_last = first < requested <= first + chunks
             return chunks * self._chunk_tokens - (lacking_tokens if has_last else 0)
 
@@ -145,7 +145,7 @@ class LookupCounts:
     def _observe(
         self, seen: SeenChunks, session: Session, namespaces: NamespaceSet, first: int, count: int, hit: int
     ) -> None:
-        """Of full chunks: a partial one is loaded once, by the engine that it was stored for."""
+        """Notes full chunks alone: a partial one is loaded once, by the engine that it was stored for."""
         count = max(0, min(count, session.chain.chunks - first))
         hit = min(hit, count)
         hashes = session.chain.hashes[first * CHUNK_HASH_BYTES : (first + count) * CHUNK_HASH_BYTES]

@@ -45,7 +45,7 @@ def refuse_unusable(endpoint: str, environ: Mapping[str, str]) -> None:
 
 
 def _is_endpoint(text: str) -> bool:
-    """Of what else a URL may have, such as the path of a receiver over HTTP, the exporter would take no notice."""
+    """Refuses whatever else a URL may have, such as the path of a receiver over HTTP: the exporter would ignore it."""
     try:
         url = urlsplit(text)
         has_port = url.port != 0 if url.port is not None else url.scheme == "https" and not url.netloc.endswith(":")
@@ -153,17 +153,17 @@ class OtlpExporter:
 
     def _running(self) -> ExporterProcess | None:
         """None while one that ended is not to be started again yet."""
-        now = self._clock.monotonic()
+        monotonic = self._clock.monotonic()
         if self._process is not None:
             if not (reason := self._process.why_ended):
                 return self._process
             self._process.kill()
             self._process = None
-            self._restart.ended(now)
+            self._restart.ended(monotonic)
             self._gone(reason)
-        if self._stopping.is_set() or not self._restart.due(now):
+        if self._stopping.is_set() or not self._restart.due(monotonic):
             return None
-        self._restart.begun(now)
+        self._restart.begun(monotonic)
         try:
             self._process = self._start_process(self._settings, self._on_lost)
         except OSError as error:
@@ -199,16 +199,16 @@ class RestartPause:
         self._begun_at = self._due_at = 0.0
         self._pause_seconds = _FIRST_RESTART_SECONDS
 
-    def due(self, now: float) -> bool:
-        return now >= self._due_at
+    def due(self, monotonic: float) -> bool:
+        return monotonic >= self._due_at
 
-    def begun(self, now: float) -> None:
-        self._begun_at, self._due_at = now, now + self._pause_seconds
+    def begun(self, monotonic: float) -> None:
+        self._begun_at, self._due_at = monotonic, monotonic + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, _LAST_RESTART_SECONDS)
 
-    def ended(self, now: float) -> None:
-        if now - self._begun_at >= _STEADY_SECONDS:
-            self._due_at, self._pause_seconds = now, _FIRST_RESTART_SECONDS
+    def ended(self, monotonic: float) -> None:
+        if monotonic - self._begun_at >= _STEADY_SECONDS:
+            self._due_at, self._pause_seconds = monotonic, _FIRST_RESTART_SECONDS
 
 
 def _packed(span: Span) -> Sequence[Any]:

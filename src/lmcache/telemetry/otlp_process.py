@@ -82,23 +82,25 @@ def spans(message: Mapping[str, Any], resource: Resource) -> Iterator[ReadableSp
 
 
 def metrics(message: Mapping[str, Any], resource: Resource, started: int) -> otel.MetricsData:
-    now = int(message["wall"] * _NANOSECONDS)
+    sampled_at = int(message["wall"] * _NANOSECONDS)
     converted = [
-        _metric(family, started, now) for family in message["metrics"] if family[0].startswith(PREFIX) and family[4]
+        _metric(family, started, sampled_at)
+        for family in message["metrics"]
+        if family[0].startswith(PREFIX) and family[4]
     ]
     scope = otel.ScopeMetrics(_SCOPE, converted, "")
     return otel.MetricsData([otel.ResourceMetrics(resource, [scope], "")])
 
 
-def _metric(family: list[Any], started: int, now: int) -> otel.Metric:
+def _metric(family: list[Any], started: int, sampled_at: int) -> otel.Metric:
     name, kind, unit, text, samples = family
     base = name.removesuffix(f"_{unit}") if unit else name
     data: otel.Sum | otel.Gauge | otel.Histogram
     if kind == "histogram":
-        data = otel.Histogram(list(_histogram_points(name, samples, started, now)), _CUMULATIVE)
+        data = otel.Histogram(list(_histogram_points(name, samples, started, sampled_at)), _CUMULATIVE)
     else:
         points = [
-            otel.NumberDataPoint(labels, started, now, value)
+            otel.NumberDataPoint(labels, started, sampled_at, value)
             for sample, labels, value in samples
             if not sample.endswith("_created")
         ]
@@ -111,7 +113,9 @@ def _unit(unit: str) -> str:
     return {"seconds": "s", "bytes": "By", "": "1", "GB_per_second": "GBy/s"}.get(unit, f"{{{unit}}}")
 
 
-def _histogram_points(name: str, samples: Iterable[Any], started: int, now: int) -> Iterator[otel.HistogramDataPoint]:
+def _histogram_points(
+    name: str, samples: Iterable[Any], started: int, sampled_at: int
+) -> Iterator[otel.HistogramDataPoint]:
     series: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
     for sample, labels, value in samples:
         key = tuple(sorted((label, text) for label, text in labels.items() if label != "le"))
@@ -128,7 +132,7 @@ def _histogram_points(name: str, samples: Iterable[Any], started: int, now: int)
         upto = found["upto"]
         counts = [count - before for count, before in zip(upto, [0, *upto], strict=False)]
         yield otel.HistogramDataPoint(
-            dict(key), started, now, found["count"], found["sum"], counts, found["bounds"], 0.0, 0.0
+            dict(key), started, sampled_at, found["count"], found["sum"], counts, found["bounds"], 0.0, 0.0
         )
 
 

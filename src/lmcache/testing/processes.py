@@ -305,7 +305,7 @@ class CoordinatorProcess(ManagedProcess):
 
     @property
     def member_options(self) -> list[str]:
-        """Of a server that joins and tells soon."""
+        """The options of a server that joins and reports soon."""
         return [
             *("--coordinator-url", self.url, "--coordinator-heartbeat-interval", "0.3"),
             *("--coordinator-event-flush-interval", "0.1"),

@@ -57,7 +57,8 @@ class PrefetchPlaces:
     async def ask(
         self, runner: Runner, keys: Sequence[ObjectKey], patience_seconds: float | None, hint: Hint | None = None
     ) -> ProbeAnswer | None:
-        """As the adapter's. None when that takes longer than `patience_seconds`, at once when another question has."""
+        """Returns the adapter's answer; None when it takes longer than `patience_seconds`, and at once when another
+        question has."""
         loop = asyncio.get_running_loop()
         place = _waits_at(runner, hint)
         lane = self._lanes[runner.name] if place is None else self._wait_lane(place)
@@ -149,7 +150,7 @@ class RequestPlace:
     async def ask(
         self, position: int, keys: Sequence[ObjectKey], patience_seconds: float | None, hint: Hint | None = None
     ) -> ProbeAnswer | None:
-        """As that of all places."""
+        """Asks the adapter at this position, as `PrefetchPlaces.ask` does."""
         return await self._places.ask(self._runners[position], keys, patience_seconds, hint)
 
     async def move_to(self, position: int) -> None:

@@ -87,7 +87,7 @@ class Peer:
         return bool(count)
 
     def next_message(self) -> Message | None:
-        """As MessageReader.next; what the protocol itself answers is queued."""
+        """Returns `MessageReader.next`; what the protocol itself answers is queued."""
         message = self.reader.next()
         if message is None and self._has_more and self.reader.is_in_frame:
             # The rest has mostly arrived as well: to wait for it would be one more turn of the message loop.

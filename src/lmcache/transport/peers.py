@@ -167,7 +167,7 @@ class Peers:
 
     # ---- in ----------------------------------------------------------------------------------------------------------
     def next_message(self, peer: Peer) -> Message | None:
-        """As Peer.next_message; None, too, for a peer that has gone or must first take answers."""
+        """Returns `Peer.next_message`, and None for a peer that has gone or must first take answers."""
         peer.held_back = _deaf(peer)
         if peer.closed or peer.held_back:
             return None

@@ -125,7 +125,7 @@ def test_salts_of_the_history_are_digests_for_those_who_may_not_read_them() -> N
     metrics.service.lookups.labels("model", "alice").inc(3)
 
     def salts(answer: Any) -> set[str]:
-        return {one["labels"]["cache_salt"] for one in answer["series"] if "cache_salt" in one["labels"]}
+        return {series["labels"]["cache_salt"] for series in answer["series"] if "cache_salt" in series["labels"]}
 
     assert salts(sampled(metrics, "127.0.0.1")) == {"alice"}
     assert salts(sampled(metrics, "192.0.2.1", {"Authorization": f"Bearer {TOKEN}"})) == {"alice"}

@@ -194,9 +194,9 @@ def test_salts_are_shown_to_this_host_and_to_who_has_the_token(http: TestClient,
         assert 'lmcache_mp_lookups_total{cache_salt="",model_name="model"} 1.0' in page
         in_metrics = {name for name in ("alice", alice) if f'cache_salt="{name}"' in page}
         assert f'lmcache_mp_quota_usage_bytes{{cache_salt="{min(in_metrics)}"}} 1.048576e+06' in page
-        one = client.get("/quota/alice", headers=headers)
-        assert one.status_code == (200 if "alice" in in_metrics else 403)
-        assert (client.get("/quota/nobody", headers=headers).text == one.text) is (one.status_code == 403)
+        answer = client.get("/quota/alice", headers=headers)
+        assert answer.status_code == (200 if "alice" in in_metrics else 403)
+        assert (client.get("/quota/nobody", headers=headers).text == answer.text) is (answer.status_code == 403)
         return {quota["cache_salt"] for quota in quotas} | in_metrics
 
     alice = tier.metrics.salt_digest("alice")

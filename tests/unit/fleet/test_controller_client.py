@@ -48,15 +48,15 @@ def test_a_router_asks_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         health = asyncio.ensure_future(manager.start_all())
         found = await manager.handle_orchestration_message(LookupMsg(tokens=[*TOKENS, 9], event_id="Lookup1"))
-        who = await manager.handle_orchestration_message(QueryInstMsg(ip="10.0.0.5", event_id="QueryInst1"))
+        named_server = await manager.handle_orchestration_message(QueryInstMsg(ip="10.0.0.5", event_id="QueryInst1"))
         health.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await health
-        return found, who
+        return found, named_server
 
-    found, who = asyncio.run(route())
+    found, named_server = asyncio.run(route())
     assert found == LookupRetMsg(layout_info={"pod-5": ("LocalCPUBackend", 8)}, event_id="Lookup1")
-    assert who == QueryInstRetMsg(instance_id="pod-5", event_id="QueryInst1")
+    assert named_server == QueryInstRetMsg(instance_id="pod-5", event_id="QueryInst1")
     process.stop()
     assert asyncio.run(route()) == (  # away: nobody has anything
         LookupRetMsg(layout_info={}, event_id="Lookup1"),

@@ -59,8 +59,8 @@ class Both:
 
     def remove(self) -> None:
         place, some = self.place(), self.some()
-        there = sum(self.held[place].pop(key, None) is not None for key in some)
-        assert self.directory.remove(*place, [Entry(key_of(key)) for key in some], "") == there
+        removed = sum(self.held[place].pop(key, None) is not None for key in some)
+        assert self.directory.remove(*place, [Entry(key_of(key)) for key in some], "") == removed
 
     def count_accesses(self) -> None:
         some = self.some()
@@ -117,8 +117,10 @@ class Both:
         names, unnamed = self.directory.names_by_instance([key_of(key, named=False) for key in keys])
         assert not unnamed
         for instance in INSTANCES:
-            there = {key for key in keys for place, held in self.held.items() if place[0] == instance and key in held}
-            expected = {f"{namespace(key[0]).digest.hex()}/{chunk_hash(key[1]).hex()}" for key in there}
+            held_keys = {
+                key for key in keys for place, held in self.held.items() if place[0] == instance and key in held
+            }
+            expected = {f"{namespace(key[0]).digest.hex()}/{chunk_hash(key[1]).hex()}" for key in held_keys}
             assert set(names.get(instance, ())) == expected
 
     def check(self) -> None:
@@ -162,13 +164,13 @@ def test_accesses_are_counted_for_a_key() -> None:
 def test_layouts_of_one_model_are_told_apart() -> None:
     """A lookup without a namespace finds all; what goes in one stays in the other."""
     directory = Directory(lambda instance_id: 7)
-    one, other, unnamed = (Entry(Key("ab" * 32, "m", 0, 0, "", name), 10) for name in ("11" * 32, "22" * 32, ""))
-    for entry in (one, other, unnamed):
+    first, other, unnamed = (Entry(Key("ab" * 32, "m", 0, 0, "", name), 10) for name in ("11" * 32, "22" * 32, ""))
+    for entry in (first, other, unnamed):
         directory.store("a", "l1", "", False, [entry], "")
     assert directory.stats().records == 3
     (result,) = directory.lookup([unnamed.key])
     assert (len(result.placements), result.key.namespace) == (1, "")  # of one place
-    directory.remove("a", "l1", "", [one], "")
+    directory.remove("a", "l1", "", [first], "")
     assert directory.names_by_instance([unnamed.key]) == ({"a": [f"{'22' * 32}/{'ab' * 32}"]}, 0)
     directory.remove("a", "l1", "", [other], "")
     assert directory.names_by_instance([unnamed.key]) == ({}, 1)

@@ -80,34 +80,34 @@ def url_of(process: CoordinatorProcess) -> str:
 
 
 def test_changes_are_told_and_members_known() -> None:
-    with coordinator() as process, Joined(url_of(process)) as one, Joined(url_of(process), "b") as other:
-        one.tiers[0].add((0, 1), 4096)
+    with coordinator() as process, Joined(url_of(process)) as server, Joined(url_of(process), "b") as other:
+        server.tiers[0].add((0, 1), 4096)
         other.tiers[1].add((1, 2), 8192)
-        until(lambda: one.is_told(process) and other.is_told(process))
-        until(lambda: {member.p2p_advertised_url for member in one.members} == {"a:1", "b:1"})
+        until(lambda: server.is_told(process) and other.is_told(process))
+        until(lambda: {member.p2p_advertised_url for member in server.members} == {"a:1", "b:1"})
         (entry,) = process.fleet.directory.list_keys("", "a", "", 0, 10)[0]
         assert process.fleet.directory.copies([entry.key]) == [(0, 2, "a", "l1")]  # of two ranks
-        one.tiers[0].remove((0, 1))
-        until(lambda: one.is_told(process))
+        server.tiers[0].remove((0, 1))
+        until(lambda: server.is_told(process))
         (disk,) = [usage for usage in process.fleet.directory.usage("b") if usage.place.tier == "l2"]
         assert (disk.used_bytes, disk.place.capacity_bytes) == (8192, 1 << 20)
-        assert one.member.status()["joined"] is True
+        assert server.member.status()["joined"] is True
         other.member.stop()
         until(lambda: not process.fleet.instances.knows("b"))
-        until(lambda: [member.instance_id for member in one.members] == ["a"])
+        until(lambda: [member.instance_id for member in server.members] == ["a"])
         assert not [name for name in told(process.fleet.directory) if name[0] == "b"]
 
 
 def test_a_coordinator_that_was_started_again_is_told_everything(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         with coordinator() as process:
-            one = stack.enter_context(Joined(url_of(process)))
-            one.tiers[0].add((0, 1), 4096)
-            until(lambda: one.is_told(process))
-        one.tiers[0].add((0, 2), 4096)
-        one.tiers[0].remove((0, 1))
+            server = stack.enter_context(Joined(url_of(process)))
+            server.tiers[0].add((0, 1), 4096)
+            until(lambda: server.is_told(process))
+        server.tiers[0].add((0, 2), 4096)
+        server.tiers[0].remove((0, 1))
         with coordinator(process.port) as process:
-            until(lambda: one.is_told(process))
+            until(lambda: server.is_told(process))
             until(lambda: process.fleet.intake.counts.resyncs == 1)
 
 
@@ -115,16 +115,16 @@ def test_a_checkpoint_spares_telling_everything(tmp_path: Path) -> None:
     saved: dict[str, Any] = {"checkpoint_path": str(tmp_path / "directory")}
     with contextlib.ExitStack() as stack:
         with coordinator(**saved) as process:
-            one = stack.enter_context(Joined(url_of(process)))
+            server = stack.enter_context(Joined(url_of(process)))
             for number in range(30):
-                one.tiers[0].add((0, number), 4096)
-            until(lambda: one.is_told(process) and process.fleet.intake.counts.resyncs == 1)
-            resyncs = one.metrics.coordinator_resyncs._value.get()  # noqa: SLF001
+                server.tiers[0].add((0, number), 4096)
+            until(lambda: server.is_told(process) and process.fleet.intake.counts.resyncs == 1)
+            resyncs = server.metrics.coordinator_resyncs._value.get()  # noqa: SLF001
         with coordinator(process.port, **saved) as process:
             assert process.fleet.directory.stats().records == 30
-            one.tiers[0].add((1, 1), 4096)
-            until(lambda: one.is_told(process))
-        assert one.metrics.coordinator_resyncs._value.get() == resyncs  # noqa: SLF001
+            server.tiers[0].add((1, 1), 4096)
+            until(lambda: server.is_told(process))
+        assert server.metrics.coordinator_resyncs._value.get() == resyncs  # noqa: SLF001
 
 
 def capacities(process: CoordinatorProcess) -> dict[str, int]:
@@ -133,30 +133,30 @@ def capacities(process: CoordinatorProcess) -> dict[str, int]:
 
 def test_a_tier_may_be_as_large_as_anybody_has_it() -> None:
     with coordinator() as process:
-        one = Joined(url_of(process))
-        one.tiers[1].capacity = 1 << 60
-        with one:
-            one.tiers[0].add((0, 1), 4096)
-            until(lambda: one.is_told(process) and capacities(process).get("l2") == 1 << 60)
+        server = Joined(url_of(process))
+        server.tiers[1].capacity = 1 << 60
+        with server:
+            server.tiers[0].add((0, 1), 4096)
+            until(lambda: server.is_told(process) and capacities(process).get("l2") == 1 << 60)
 
 
 def test_what_a_coordinator_will_never_take_is_left_out() -> None:
     """And nothing else is: that it is told again and again would help nobody."""
     with coordinator() as process:
-        one = Joined(url_of(process))
-        one.tiers[1].capacity = 1 << 63
-        with one:
-            one.tiers[1].add((0, 1), 4096)
-            until(lambda: one.is_told(process) and process.fleet.intake.counts.resyncs)
+        server = Joined(url_of(process))
+        server.tiers[1].capacity = 1 << 63
+        with server:
+            server.tiers[1].add((0, 1), 4096)
+            until(lambda: server.is_told(process) and process.fleet.intake.counts.resyncs)
             for number in range(10):
-                one.tiers[0].add((0, number), 4096)
-            until(lambda: one.is_told(process))
+                server.tiers[0].add((0, number), 4096)
+            until(lambda: server.is_told(process))
             assert process.fleet.intake.counts.gaps == 0
-            assert capacities(process) == {"l1": 0, "l2": 0} and failures(one, "events") >= 1
+            assert capacities(process) == {"l1": 0, "l2": 0} and failures(server, "events") >= 1
 
 
 def test_what_was_refused_for_a_while_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    with coordinator() as process, Joined(url_of(process)) as one:
+    with coordinator() as process, Joined(url_of(process)) as server:
         until(lambda: process.fleet.intake.counts.resyncs)
         refused: list[str] = []
 
@@ -166,10 +166,10 @@ def test_what_was_refused_for_a_while_is_told_later(monkeypatch: pytest.MonkeyPa
 
         with monkeypatch.context() as patch:
             patch.setattr(process.fleet.intake, "apply", refuse)
-            one.tiers[0].add((0, 1), 4096)
+            server.tiers[0].add((0, 1), 4096)
             until(lambda: "store" in refused)
         monkeypatch.setattr(reporter, "_AFTER_REFUSAL_SECONDS", 0.0)
-        until(lambda: one.is_told(process))
+        until(lambda: server.is_told(process))
 
 
 def test_a_server_learns_of_all_that_a_coordinator_knows() -> None:
@@ -181,17 +181,17 @@ def test_a_server_learns_of_all_that_a_coordinator_knows() -> None:
             process.fleet.instances.register(
                 m.RegisterRequest("127.0.0.1", 1, f"server-{number}", metadata, f"h:{number}")
             )
-        with Joined(url_of(process)) as one:
-            until(lambda: len(one.members) == count + 1)
-            assert {f"h:{number}" for number in range(count)} < {member.p2p_advertised_url for member in one.members}
+        with Joined(url_of(process)) as server:
+            until(lambda: len(server.members) == count + 1)
+            assert {f"h:{number}" for number in range(count)} < {member.p2p_advertised_url for member in server.members}
 
 
 def test_lost_changes_are_told_again() -> None:
-    with coordinator() as process, Joined(url_of(process), ring=3) as one:
-        until(lambda: one.member.status()["joined"])
+    with coordinator() as process, Joined(url_of(process), ring=3) as server:
+        until(lambda: server.member.status()["joined"])
         for number in range(200):
-            one.tiers[0].add((0, number % 40), 4096 * (number + 1))
-        until(lambda: one.is_told(process))
+            server.tiers[0].add((0, number % 40), 4096 * (number + 1))
+        until(lambda: server.is_told(process))
 
 
 def test_without_the_token_nobody_gets_in(tmp_path: Path) -> None:
@@ -199,13 +199,13 @@ def test_without_the_token_nobody_gets_in(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
     with coordinator(admin_token_file=str(file)) as process:
-        with Joined(url_of(process), token="not that token of an operator") as one:
-            one.tiers[0].add((0, 1), 4096)
-            until(lambda: failures(one, "heartbeat") >= 2)
-            assert not one.member.status()["joined"] and not process.fleet.instances.all()
-        with Joined(url_of(process), token=TOKEN) as one:
-            one.tiers[0].add((0, 1), 4096)
-            until(lambda: one.is_told(process) and process.fleet.directory.stats().records == 1)
+        with Joined(url_of(process), token="not that token of an operator") as server:
+            server.tiers[0].add((0, 1), 4096)
+            until(lambda: failures(server, "heartbeat") >= 2)
+            assert not server.member.status()["joined"] and not process.fleet.instances.all()
+        with Joined(url_of(process), token=TOKEN) as server:
+            server.tiers[0].add((0, 1), 4096)
+            until(lambda: server.is_told(process) and process.fleet.directory.stats().records == 1)
 
 
 def failures(joined: Joined, call: str) -> float:
@@ -265,10 +265,10 @@ def joins_then(body: bytes) -> Answer:
     ],
 )
 def test_wrong_answers_are_counted_and_no_more(answer: Answer) -> None:
-    with hostile(answer) as url, Joined(url) as one:
-        one.tiers[0].add((0, 1), 4096)
-        until(lambda: failures(one, "heartbeat") + failures(one, "events") >= 2)
-        assert not one.members
+    with hostile(answer) as url, Joined(url) as server:
+        server.tiers[0].add((0, 1), 4096)
+        until(lambda: failures(server, "heartbeat") + failures(server, "events") >= 2)
+        assert not server.members
 
 
 def test_who_asks_for_everything_again_and_again_is_told_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,11 +281,11 @@ def test_who_asks_for_everything_again_and_again_is_told_less_and_less_often(mon
         return joins_then(b'{"instances":[],"members":1}')(method, path)
 
     monkeypatch.setattr(reporter, "_FIRST_RESYNC_SECONDS", 0.1)
-    with hostile(answer) as url, Joined(url) as one:
+    with hostile(answer) as url, Joined(url) as server:
         until(lambda: len(asked) >= 5)
         waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
         assert all(wait >= 0.1 * 2**number for number, wait in enumerate(waits, 1)), waits
-        until(lambda: one.member.status()["joined"])
+        until(lambda: server.member.status()["joined"])
 
 
 def test_who_forgets_a_server_again_and_again_is_told_no_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +296,8 @@ def test_who_forgets_a_server_again_and_again_is_told_no_more_often(monkeypatch:
 
     monkeypatch.setattr(reporter, "_FIRST_RESYNC_SECONDS", 0.5)
     began = time.monotonic()
-    with hostile(answer) as url, Joined(url) as one:
-        until(lambda: float(one.metrics.coordinator_resyncs._value.get()) >= 3)  # noqa: SLF001
+    with hostile(answer) as url, Joined(url) as server:
+        until(lambda: float(server.metrics.coordinator_resyncs._value.get()) >= 3)  # noqa: SLF001
         assert time.monotonic() - began >= 1.0 + 2.0
 
 
@@ -306,8 +306,8 @@ def test_a_coordinator_that_never_answers_is_given_up(monkeypatch: pytest.Monkey
     monkeypatch.setattr(membership, "ASK_SECONDS", 0.2)
     monkeypatch.setattr(membership.Coordinator.ask, "__defaults__", (None, 0.2))
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        with Joined(f"http://127.0.0.1:{silent.getsockname()[1]}") as one:
-            until(lambda: failures(one, "heartbeat") >= 2)
+        with Joined(f"http://127.0.0.1:{silent.getsockname()[1]}") as server:
+            until(lambda: failures(server, "heartbeat") >= 2)
             began = time.monotonic()
         assert time.monotonic() - began < 5.0 + STALL_SECONDS
 
@@ -316,8 +316,8 @@ def test_an_incarnation_goes_on_above_what_is_known() -> None:
     """Also where the clock of a server was set back."""
     with coordinator() as process:
         process.fleet.intake.restore({"a": type(process.fleet.intake.stream("a"))(1 << 50, 7)})
-        with Joined(url_of(process)) as one:
-            one.tiers[0].add((0, 1), 4096)
-            until(lambda: one.is_told(process) and process.fleet.directory.stats().records == 1)
+        with Joined(url_of(process)) as server:
+            server.tiers[0].add((0, 1), 4096)
+            until(lambda: server.is_told(process) and process.fleet.directory.stats().records == 1)
             assert process.fleet.intake.stream("a").incarnation > 1 << 50
-            assert json.dumps(one.member.status())
+            assert json.dumps(server.member.status())

@@ -103,9 +103,9 @@ def test_a_flipped_bit_of_the_table_costs_at_most_that_object(name: str, bit: in
         word = TABLE_OFFSET + (offsets[1] - COMPATIBILITY.first_offset) // 4096 * 8
         previous.memory.view(word + bit // 8, 1)[0] ^= 1 << bit % 8
     with closing(open_l1(name, 1)) as l1:
-        there = resident(l1, keys(3))
-        assert there[0] and there[2]
-        assert there[1] == (bit < 32)  # only its place in the order of uses
+        found = resident(l1, keys(3))
+        assert found[0] and found[2]
+        assert found[1] == (bit < 32)  # only its place in the order of uses
         l1.core.check()
 
 

@@ -136,14 +136,14 @@ def test_a_slot_that_is_read_is_not_written(tmp_path: Path) -> None:
                     sources.fill(turn * SLOTS + slot, key)
             await adapter.store(batches[0], sources.buffers[:SLOTS])
             for turn in range(1, 20):
-                there, coming = batches[1 - turn % 2], batches[turn % 2]
+                present, coming = batches[1 - turn % 2], batches[turn % 2]
                 buffers = sources.buffers[SLOTS:] if turn % 2 else sources.buffers[:SLOTS]
-                loading = asyncio.ensure_future(adapter.load(there, target.buffers))
+                loading = asyncio.ensure_future(adapter.load(present, target.buffers))
                 await asyncio.sleep(0)
-                await adapter.delete(there)
+                await adapter.delete(present)
                 stored = await adapter.store(coming, buffers)
                 assert await loading == [LOADED] * SLOTS
-                assert all(target.verify(slot, key) == "" for slot, key in enumerate(there))
+                assert all(target.verify(slot, key) == "" for slot, key in enumerate(present))
                 missing = [at for at, outcome in enumerate(stored) if outcome is FULL]  # slots that were still read
                 rest = await adapter.store([coming[at] for at in missing], [buffers[at] for at in missing])
                 assert rest == [STORED] * len(missing)

@@ -359,8 +359,8 @@ def test_a_full_disk_under_a_sparse_file(tmp_path: Path) -> None:
                 outcomes = await server.store(keys(30))
                 stored = outcomes.count(STORED)
                 assert 5 < stored < 16 and set(outcomes) == {STORED, FULL}
-                there = [key for key, outcome in zip(keys(30), outcomes, strict=True) if outcome is STORED]
-                assert await server.load(there) == [LOADED] * stored
+                stored_keys = [key for key, outcome in zip(keys(30), outcomes, strict=True) if outcome is STORED]
+                assert await server.load(stored_keys) == [LOADED] * stored
 
         run(test)
     finally:
@@ -555,21 +555,21 @@ def test_a_number_that_names_another_namespace_never_gives_its_objects(device: P
 
     async def go() -> None:
         dice = random.Random(7)
-        there: set[ObjectKey] = set()
+        known: set[ObjectKey] = set()
         for _ in range(12):
             server = RawServer(device)
             await server.adapter.open(server.inventory)
             await server.inventory.completed.wait()
-            assert set(server.inventory.objects) == there
-            assert await server.load(list(there)) == [LOADED] * len(there)
+            assert set(server.inventory.objects) == known
+            assert await server.load(list(known)) == [LOADED] * len(known)
             for _ in range(60):
                 [key] = keys(1, of=namespace(salt=f"user {dice.randrange(12)}"))
                 if dice.random() < 0.5:
                     await server.store([key])
-                    there.add(key)
+                    known.add(key)
                 else:
                     await server.adapter.delete([key])
-                    there.discard(key)
+                    known.discard(key)
                 assert server.adapter.index is not None
                 server.adapter.index.core.check()
             await server.adapter.close()

@@ -36,12 +36,12 @@ def test_features_are_those_the_kernel_reports() -> None:
 
 
 def test_the_copy_path_is_the_best_that_the_cpu_has() -> None:
-    has = _native.cpu_features()
-    if has["avx512f"]:
-        expected = "clmul" if has["vpclmulqdq"] else "avx512"
-    elif has["avx2"]:
+    features = _native.cpu_features()
+    if features["avx512f"]:
+        expected = "clmul" if features["vpclmulqdq"] else "avx512"
+    elif features["avx2"]:
         expected = "avx2"
-    elif has["neon"] and has["arm_crc32"]:
+    elif features["neon"] and features["arm_crc32"]:
         expected = "neon"
     else:
         expected = "portable"

@@ -235,15 +235,15 @@ def test_a_reader_that_is_far_behind_reads_on_in_bounded_calls() -> None:
         for number in range(limits.MAX_CHANGES_PER_CALL):  # two changes each, once L1 is full
             reserved = service.stores.reserve(m.Reserve("engine", 0, "", number.to_bytes(32, "little")))
             service.commit(reserved.reservation)
-        there = reader.read()
+        changes = reader.read()
         assert reader.reply.more
         calls = 1
         while reader.reply.more:
-            there |= reader.read()
+            changes |= reader.read()
             calls += 1
         assert calls <= 3
-        assert sum(there.values()) == 4 * L1
-        assert len(there) == limits.MAX_CHANGES_PER_CALL
+        assert sum(changes.values()) == 4 * L1
+        assert len(changes) == limits.MAX_CHANGES_PER_CALL
 
 
 class FakeRunner:

@@ -103,7 +103,7 @@ def test_of_calls_only_lookups_have_a_histogram() -> None:
         rig.metrics.rpc.call.labels(method).observe(0.003)
     rig.sample()
     series = described(rig.excerpt())
-    methods = {one["labels"]["method"] for one in series if one["name"] == "call_seconds_bucket"}
+    methods = {entry["labels"]["method"] for entry in series if entry["name"] == "call_seconds_bucket"}
     assert methods == {"lookup"}
 
 

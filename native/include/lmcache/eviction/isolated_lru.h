@@ -41,7 +41,7 @@ public:
     void check() const override;
 
 private:
-    // Of a salt, as of the last `weigh`.
+    // The share of a salt, as of the last `weigh`.
     struct Share {
         std::uint64_t limit_units = 0;
         std::uint64_t excess_units = 0;  // beyond the limit, staged and quarantined objects included

@@ -70,7 +70,7 @@ class Shape:
 
 @functools.lru_cache(maxsize=_KEPT_PIECES)
 def text_of(piece: Piece) -> str:
-    """As many words as it has tokens, each a token or so in the usual vocabularies."""
+    """Returns as many words as the piece has tokens, each a token or so in the usual vocabularies."""
     numbers = random.Random(piece.name).randbytes(piece.tokens)
     return " ".join(map(_WORDS.__getitem__, numbers))
 

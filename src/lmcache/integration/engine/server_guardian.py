@@ -234,7 +234,7 @@ class Guardian:
 
 
 def remove_old_logs(folder: str, now: float) -> None:
-    """Of servers that failed long ago: those that one engine alone may reach have a new name each time."""
+    """Removes logs of servers that failed long ago: one that a single engine may reach has a new name each time."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             name, dot, kind = entry.name.rpartition(".log")

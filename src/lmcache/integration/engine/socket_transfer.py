@@ -167,7 +167,7 @@ class SocketTransfer:
 
     # ---- the arena ---------------------------------------------------------------------------------------------------
     def _batches(self, positions: _Positions, start: int) -> Iterator[list[_StagedFrame]]:
-        """As many frames at a time as half of the arena holds, from `start` on."""
+        """Yields as many frames at a time as half of the arena holds, from `start` on."""
         batch: list[_StagedFrame] = []
         used_bytes = 0
         for group, chunk in positions:

@@ -37,7 +37,7 @@ class _Contents(NamedTuple):
 
 
 def weights_sample(folder: Path) -> str:
-    """Of all weight files of a model, those of subfolders too."""
+    """Samples all weight files of a model, those of subfolders too."""
     return files_sample(
         path for pattern in _WEIGHT_FILES for path in (*folder.glob(pattern), *folder.glob("*/" + pattern))
     )

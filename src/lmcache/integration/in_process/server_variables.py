@@ -56,5 +56,5 @@ def server_environment(environ: Mapping[str, str], options: Sequence[str], trans
 
 
 def adapters_variable(adapters: list[dict[str, Any]]) -> dict[str, str]:
-    """As an environment variable: a command line, which anybody may read, is no place for passwords."""
+    """Passes adapters in an environment variable: a command line, which anybody may read, is no place for passwords."""
     return {variable(_ADAPTERS): json.dumps(adapters)} if adapters else {}

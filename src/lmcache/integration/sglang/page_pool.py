@@ -282,6 +282,6 @@ class PagePool:
 
 
 def _parts(packed: bytes, item_bytes: int) -> Sequence[bytes]:
-    """As many items at a time as one call may name."""
+    """Splits packed items into parts of as many as one call may name."""
     step = MAX_CHUNKS_PER_CALL * item_bytes
     return [packed[first : first + step] for first in range(0, len(packed), step)]

@@ -115,7 +115,7 @@ def follows(chunk: DescribedChunk, previous: DescribedChunk) -> bool:
 def stored_event(
     run: Sequence[DescribedChunk], medium: str, block_tokens: int, group: int, events: EventInterface
 ) -> Any:
-    """Of chunks that follow each other."""
+    """Makes one event of chunks that follow each other."""
     first = run[0]
     external = events.external_hash
     hashes = [external(block) for chunk in run for block in chunk.block_hashes()]

@@ -139,11 +139,11 @@ class KVEvents:
             self._engine_cleared = False
             maker.announce_again()
         while self._named:
-            named = self._named.popleft()
-            if named is None:
+            chunks = self._named.popleft()
+            if chunks is None:
                 maker.forget_all()
             else:
-                maker.remember(named, self._hashed_tokens)
+                maker.remember(chunks, self._hashed_tokens)
         is_busy = len(self._ready) < limits.MAX_EVENTS_WAITING and maker.poll()
         self._ready.extend(maker.events())
         if self._clock.monotonic() > self._expected_until + _COMPUTED_SECONDS:

@@ -93,7 +93,7 @@ class TrackedRequest(RequestStateMachine):
         self._compared = ()
 
     def stored_tokens(self, chunk_tokens: int) -> int:
-        """Of the prompt, a partial chunk included, that are stored or are being stored."""
+        """How many tokens of the prompt, a partial chunk included, are stored or being stored."""
         session = self.session
         chunks = min(self.stored_chunks, self.prompt_tokens // chunk_tokens)
         has_all = session.partial is not None and not self.stores_partial and chunks == len(session.hashes)

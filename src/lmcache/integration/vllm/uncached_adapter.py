@@ -13,8 +13,8 @@ _NO_CHUNK_BLOCKS = 1 << 30  # longer than any request: the engine finds no whole
 
 
 class UncachedAdapter:
-    """Of scheduler and worker. Nothing is found, nothing stored; a load that is ordered all the same has failed, and
-    the blocks of a finished request are given back. Whatever else is called does nothing."""
+    """Stands in for the adapters of scheduler and worker. Nothing is found, nothing stored; a load that is ordered all
+    the same has failed, and the blocks of a finished request are given back. Whatever else is called does nothing."""
 
     def __init__(self) -> None:
         self._ended_loads: set[str] = set()

@@ -148,7 +148,7 @@ class LMCacheConnectorV1Impl:
             self._tell(WorkerReport(), frozenset({request_id}))
 
     def _tell(self, report: WorkerReport, loaded: frozenset[str] = frozenset()) -> None:
-        """As the engine would after a step."""
+        """Reports to the scheduler's side as the engine would after a step."""
         self._inner.update_connector_output(
             SimpleNamespace(
                 kv_connector_worker_meta=report, invalid_block_ids=set(), finished_recving=loaded, failed_recving=set()

@@ -32,7 +32,7 @@ class Geometry:
 
     @classmethod
     def of(cls, size_bytes: int, slot_bytes: int) -> Geometry:
-        """As many slots as fit, each for a frame whose payload has `slot_bytes`."""
+        """Gives the device as many slots as fit, each for a frame whose payload has `slot_bytes`."""
         stride = round_up(slot_bytes, FRAME_ALIGN_BYTES) + FRAME_HEADER_BYTES
         usable_bytes = size_bytes - SUPERBLOCK_BYTES - (FRAME_ALIGN_BYTES - 1)
         return cls(stride, max(0, usable_bytes // (stride + ENTRY_BYTES)))

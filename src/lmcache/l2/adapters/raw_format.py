@@ -51,7 +51,7 @@ class Geometry:
 
     @property
     def max_slots(self) -> int:
-        """As many as the table has entries for."""
+        """How many slots the table has entries for."""
         return (self.meta_total_bytes - self.table_offset) // self.page_bytes * self.entries_per_page
 
     def meta_bytes_for(self, slots: int) -> int:

@@ -112,7 +112,7 @@ def _of_connecting(location: S3Location, authorities: str) -> str:
 
 
 def _its_time(location: S3Location, authorities: str) -> str:
-    """As it says when it is asked once more: awscrt keeps the headers of such a refusal to itself."""
+    """Asks the store once more what time it has: awscrt keeps the headers of such a refusal to itself."""
     try:
         with contextlib.closing(_connection(location, authorities)) as connection:
             connection.request("HEAD", "/")

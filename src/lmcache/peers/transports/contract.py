@@ -28,7 +28,7 @@ class Transfer:
     seconds: float  # until it is to end
 
     def pick(self, indices: Sequence[int], seconds: float) -> Transfer:
-        """Of these positions, and until then."""
+        """Returns the transfer of these positions, which is to end in `seconds`."""
         if len(indices) == len(self.keys):
             return replace(self, seconds=seconds)
 
@@ -52,7 +52,7 @@ class Fetched:
 class Transport(Protocol):
     @property
     def name(self) -> str:
-        """As in metrics."""
+        """The transport's name in metrics."""
         ...
 
     async def fetch(self, transfer: Transfer) -> Fetched:

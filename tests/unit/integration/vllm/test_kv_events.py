@@ -227,9 +227,9 @@ def test_the_tiers_are_told_apart_and_shared_adapters_are_left_out(service: Serv
     request = a_request(TOKENS[:CHUNK_TOKENS])
     (chunk_hash,) = [service.hashes(pack_tokens(request.prompt_token_ids))]
     engine, all_l2 = Engine(service), Engine(service, shared_l2=True)
-    for one in (engine, all_l2):
-        one.remember(request)
-        one.follow()
+    for follower in (engine, all_l2):
+        follower.remember(request)
+        follower.follow()
     key = own.stored(chunk_hash)
     store(service, request.prompt_token_ids)
     media = [event.medium for event in engine.follow()]
@@ -417,8 +417,8 @@ def test_a_random_history_ends_with_what_is_there(service: Service) -> None:
     digest = Namespace("model", 1, 0, 0, LAYOUT, "").digest
     for request in requests[-3:]:
         hashes = service.hashes(pack_tokens(request.prompt_token_ids))
-        there = service.l1.core.resident_in_all(digest, hashes)
-        for chunk, is_there in enumerate(there):
+        resident = service.l1.core.resident_in_all(digest, hashes)
+        for chunk, is_there in enumerate(resident):
             assert (set(external(request, chunk, chunk + 1)) <= engine.believed()) == bool(is_there)
 
 
@@ -450,20 +450,20 @@ def test_the_scheduler_thread_notes_and_takes(service: Service) -> None:
     events = KVEvents(client, "engine", options, EVENTS, environment)  # type: ignore[arg-type]
     try:
         events.bind(SimpleNamespace(hash_block_size=BLOCK_TOKENS))
-        one = tracked(service, request, client.hello)
-        events.note(one, 2)
-        events.note(one, 2)
+        noted = tracked(service, request, client.hello)
+        events.note(noted, 2)
+        events.note(noted, 2)
         assert not events.is_pending
         store(service, TOKENS[: 2 * CHUNK_TOKENS])
-        events.expect("", one.session.hashes[1])
+        events.expect("", noted.session.hashes[1])
         assert events.is_pending
         taken: list[Any] = []
         until(lambda: bool(taken.extend(events.take()) or taken))
         assert [block for event in taken for block in event.block_hashes] == external(request, 0, 2)
         until(lambda: not events.is_pending)
         request.resumable = True  # what it says may be replaced
-        events.note(one, 3)
-        assert one.noted_chunks == 2
+        events.note(noted, 3)
+        assert noted.noted_chunks == 2
     finally:
         events.close()
 
