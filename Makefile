@@ -21,7 +21,7 @@ READY := $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/tools $(STAMPS)/docs $(STA
 test: $(READY) lint ## every check: lint, types, C++ and Python tests, real vLLM; suites run side by side
 	$(PY) scripts/run_tests.py
 
-unit: native ## the tests that need no engine and start no server, on the sources of this tree
+unit: native ## the quick tests that need no engine and start no server, on the sources of this tree
 	PYTHONPATH=src $(PY) scripts/run_tests.py units
 
 one: ## tests by path or by a part of their name, Python and C++ alike: make one T=a_full_disk

@@ -1,5 +1,6 @@
 """`make test`: suites side by side, in two lanes of one suite after the other, with a table of results at the end.
-`make unit`, which is `run_tests.py units`: those of units alone, in two lanes of about the same length.
+`make unit`, which is `run_tests.py units`: units and the contract in lanes of about the same length, without what needs
+an engine or starts a server or a service, and what takes long, which `make test` alone runs.
 
 Tests with engines and servers mostly wait for one process that starts, so the second lane, at a lower priority, has a
 core to itself. A suite that fails does not end the others. What a suite prints goes to build/logs; of one that fails
@@ -53,11 +54,40 @@ LANES = (
         Suite("faults", (*PYTEST, "tests/faults"), environment=REQUIRED),
     ),
 )
-L2 = "tests/unit/l2"  # and the contract: half of what the units take
-UNIT_LANES = (
-    (Suite("units-of-l2", (*WITHOUT_ENGINE, L2, "tests/contract")),),
-    (Suite("other-units", (*WITHOUT_ENGINE, "tests/unit", f"--ignore={L2}")),),
+# What `make unit` leaves to `make test`. Each file of tests is here or in one lane.
+OF_ENGINES_AND_SERVERS = (
+    "tests/contract/test_mooncake.py",
+    "tests/contract/test_nixl_objects.py",
+    "tests/contract/test_resp.py",
+    "tests/contract/test_s3.py",
+    "tests/unit/integration/vllm/test_connector.py",
+    "tests/unit/integration/vllm/test_in_process_settings.py",
+    "tests/unit/integration/vllm/test_kv_events.py",
+    "tests/unit/l2/test_nixl_objects.py",
+    "tests/unit/test_public_contracts.py",
 )
+LONG = (  # some seconds each, of processor or disk
+    "tests/contract/test_nixl.py",
+    "tests/unit/device/test_cuda.py",
+    "tests/unit/docs/test_site.py",
+    "tests/unit/l2/test_empty_folders.py",
+    "tests/unit/l2/test_raw_crash.py",
+    "tests/unit/scripts/test_check_thread_safety.py",
+    "tests/unit/scripts/test_nightly.py",
+    "tests/unit/simulation/test_simulation.py",
+    "tests/unit/tiering/test_huge_prompt.py",
+)
+LEFT_TO_TEST = (*OF_ENGINES_AND_SERVERS, *LONG)
+FEWER_STEPS = {"LMCACHE_CONTRACT_STEPS": "200", "TEST_LEDGER_STEPS": "300", "TEST_FLEET_STEPS": "500"}
+
+
+def _unit_suite(name: str, *paths: str, without: Sequence[str] = ()) -> Suite:
+    ignored = (f"--ignore={path}" for path in (*without, *LEFT_TO_TEST))
+    return Suite(name, (*WITHOUT_ENGINE, *paths, *ignored), environment=FEWER_STEPS)
+
+
+L2 = ("tests/unit/l2", "tests/contract")
+UNIT_LANES = ((_unit_suite("units-of-l2", *L2),), (_unit_suite("other-units", "tests/unit", without=L2[:1]),))
 
 
 def run_suite(suite: Suite) -> tuple[bool, str]:

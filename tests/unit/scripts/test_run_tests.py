@@ -1,15 +1,22 @@
-"""`make test`: every folder of tests is in a lane, and a suite that fails ends neither its lane nor the other."""
+"""`make test`: every folder of tests is in a lane, and a suite that fails ends neither its lane nor the other.
+`make unit`: what it leaves out has a name."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from results import exit_code, table
-from run_tests import LANES, MOST_AGAIN, UNIT_LANES, Suite, run_lanes
+from run_tests import LANES, LEFT_TO_TEST, MOST_AGAIN, UNIT_LANES, Suite, run_lanes
 
 TESTS = Path(__file__).parents[2]
+UNITS = ("unit", "contract")
+NEEDS_MORE = re.compile(  # an engine when it is imported, a server or a service when it is run
+    r"^(?:from|import) (?:vllm\b|process\.support\b|services\.(?!certificates\b)\w+)|^pytest\.importorskip\(.vllm",
+    re.MULTILINE,
+)
 
 
 def test_every_folder_of_tests_is_in_one_lane() -> None:
@@ -18,12 +25,30 @@ def test_every_folder_of_tests_is_in_one_lane() -> None:
     assert sorted(named) == sorted(folders)
 
 
-def test_every_unit_test_is_in_one_lane_of_their_own() -> None:
-    (of_l2,), (others,) = UNIT_LANES
-    left_out = {word.removeprefix("--ignore=") for word in others.command if word.startswith("--ignore=")}
-    assert {word for word in others.command if word.startswith("tests/")} == {"tests/unit"}
-    assert {word for word in of_l2.command if word.startswith("tests/")} == {*left_out, "tests/contract"}
-    assert all((TESTS.parent / path).is_dir() for path in left_out)
+def files_of(suite: Suite) -> list[str]:
+    ignored = [word.removeprefix("--ignore=") for word in suite.command if word.startswith("--ignore=")]
+    files = [
+        str(file.relative_to(TESTS.parent))
+        for word in suite.command
+        if word.startswith("tests/")
+        for file in (TESTS.parent / word).rglob("test_*.py")
+    ]
+    return [file for file in files if not any(file == path or file.startswith(f"{path}/") for path in ignored)]
+
+
+def test_every_unit_test_is_in_one_lane_or_left_to_make_test_by_name() -> None:
+    files = [str(file.relative_to(TESTS.parent)) for part in UNITS for file in (TESTS / part).rglob("test_*.py")]
+    in_lanes = [file for lane in UNIT_LANES for suite in lane for file in files_of(suite)]
+    assert sorted([*in_lanes, *LEFT_TO_TEST]) == sorted(files)
+
+
+def test_make_unit_needs_no_engine_and_starts_no_server() -> None:
+    """Single tests that are marked `engine` are left out; a file that cannot be read without one is to be named."""
+    for file in (file for lane in UNIT_LANES for suite in lane for file in files_of(suite)):
+        found = NEEDS_MORE.search((TESTS.parent / file).read_text())
+        assert not found, f"{file} has {found[0].strip()!r}: name it in OF_ENGINES_AND_SERVERS"
+    for suite in (suite for lane in UNIT_LANES for suite in lane):
+        assert suite.command[suite.command.index("-m", 3) + 1] == "not slow and not engine"
 
 
 def test_a_suite_that_fails_ends_no_other_one(capsys: pytest.CaptureFixture[str]) -> None:
