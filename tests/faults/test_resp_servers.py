@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 
 from faults.test_resp import LOADED, SECRET, STORED, Life, alive, at, name_of, refusal, run
+from lmcache import _native
 from lmcache.core.outcome import LoadOutcome
 from lmcache.errors import AdapterError
-from lmcache.l2.adapters import resp_inventory
+from lmcache.l2.adapters import resp_inventory, scan_order
 from lmcache.l2.native_resp import Page
 from lmcache.testing.frames import keys
 from lmcache.testing.processes import LOOPBACK, free_port
 from manual_clock import ManualClock
 from polling import until
-from services.redis import SLOTS, Redis, Sentinel, cluster
+from services.redis import SLOTS, Redis, Sentinel, Valkey, cluster
 
 
 def test_a_cluster_is_found_by_one_node_and_slots_may_move(tmp_path: Path) -> None:
@@ -228,6 +229,30 @@ def test_a_search_that_does_not_end_is_left_and_its_memory_is_bounded(
     with lying_server({b"INFO": b"$0\r\n\r\n", b"SCAN": page}) as listening:
         run({"host": LOOPBACK, "port": listening}, test)
     assert "without an end" in caplog.text and next(asked) <= 120  # of the scan, the sweep and clear()
+
+
+def test_the_loop_goes_on_while_what_a_search_found_is_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four million objects take two seconds."""
+    sorters: set[str] = set()
+
+    class Watched:
+        @staticmethod
+        def youngest_first(times: memoryview) -> bytes:
+            sorters.add(threading.current_thread().name)
+            return _native.youngest_first(times)
+
+    async def fill(life: Life) -> None:
+        assert await life.store(keys(3)) == [STORED] * 3
+
+    async def test(life: Life) -> None:
+        assert set(life.inventory.objects) == set(keys(3))
+
+    with Valkey(tmp_path) as server:
+        server.wait_ready()
+        run(at(server), fill)
+        monkeypatch.setattr(scan_order, "_native", Watched)
+        run(at(server), test)
+    assert sorters == {"l2-order"}
 
 
 def test_objects_and_namespaces_of_a_search_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,5 +190,5 @@ def test_a_service_that_is_killed_and_started_in_the_middle_of_loads(tmp_path: P
             return bool(tokens) and asking[0].ask(tokens)[0] == CHUNKS and not is_suspended(server)
 
         until(is_well, AGAIN_SECONDS, tell=lambda: (server.status(), server.log()[-2000:]))
-        for one, tokens in zip(asking, prompts, strict=True):  # what the service kept is exact
-            assert one.ask(tokens)[0] <= CHUNKS
+        for client, tokens in zip(asking, prompts, strict=True):  # what the service kept is exact
+            assert client.ask(tokens)[0] <= CHUNKS

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import pytest
 import yaml
@@ -19,10 +20,11 @@ from process.support import SmallEngine
 from services import azurite, mooncake, need_package, nixl
 from services.azurite import Azurite
 from services.mooncake import Master, Peer
-from services.redis import Valkey
+from services.redis import Redis, Sentinel, Valkey
 from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, SeaweedFS
 
 PASSWORD = "planted-password"
+ODD_PASSWORD = "planted password: with / signs"
 TOKEN = "planted-token"
 CHUNKS = 4
 LOUD = {"LMCACHE_LOG_LEVEL": "DEBUG", "PYTHONFAULTHANDLER": "1"}
@@ -38,8 +40,8 @@ class Planted(NamedTuple):
 Start = Callable[[Path, ExitStack], Planted]
 
 
-def valkey(folder: Path, running: ExitStack) -> Valkey:
-    server = running.enter_context(Valkey(folder / "valkey", password=PASSWORD))
+def valkey(folder: Path, running: ExitStack, password: str = PASSWORD) -> Valkey:
+    server = running.enter_context(Valkey(folder / "valkey", password=password))
     server.wait_ready()
     return server
 
@@ -52,6 +54,24 @@ def resp_by_password(folder: Path, running: ExitStack) -> Planted:
 def resp_by_url(folder: Path, running: ExitStack) -> Planted:
     server = valkey(folder, running)
     return Planted({"type": "resp", "url": f"redis://:{PASSWORD}@{LOOPBACK}:{server.port}"}, (PASSWORD,))
+
+
+def resp_by_url_with_spaces(folder: Path, running: ExitStack) -> Planted:
+    """In a URL spaces may stand as they are."""
+    server = valkey(folder, running, ODD_PASSWORD)
+    written = quote(ODD_PASSWORD, safe=" ")
+    adapter = {"type": "resp", "url": f"redis://:{written}@{LOOPBACK}:{server.port}"}
+    return Planted(adapter, (ODD_PASSWORD, written))
+
+
+def resp_by_sentinel(folder: Path, running: ExitStack) -> Planted:
+    """The password of Sentinels is not that of the server."""
+    server = running.enter_context(Redis(folder / "redis", password=PASSWORD))
+    server.wait_ready()
+    sentinel = running.enter_context(Sentinel(folder / "sentinel", server, password=TOKEN))
+    until(lambda: sentinel.master_port() == server.port, tell=sentinel.log)
+    where = {"master": "kv", "nodes": [f"{LOOPBACK}:{sentinel.port}"], "password": TOKEN}
+    return Planted({"type": "resp", "sentinel": where, "password": PASSWORD}, (PASSWORD, TOKEN))
 
 
 def seaweedfs(folder: Path, running: ExitStack) -> SeaweedFS:
@@ -96,7 +116,11 @@ def mooncake_store(folder: Path, running: ExitStack) -> Planted:
     return Planted(adapter, (TOKEN,))
 
 
-@pytest.mark.parametrize("start", [resp_by_password, resp_by_url, s3, nixl_s3, nixl_azure, mooncake_store])
+STARTS = [resp_by_password, resp_by_url, resp_by_url_with_spaces, resp_by_sentinel, s3]
+STARTS += [nixl_s3, nixl_azure, mooncake_store]
+
+
+@pytest.mark.parametrize("start", STARTS)
 def test_no_secret_is_shown_and_none_by_a_crash(tmp_path: Path, start: Start) -> None:
     with ExitStack() as running:
         adapter, secrets = start(tmp_path, running)

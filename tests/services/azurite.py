@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import http.client
 import shutil
+from collections.abc import Mapping
 from email.utils import formatdate
 from pathlib import Path
 
@@ -66,19 +67,24 @@ class Azurite(ManagedProcess):
         status = self.call("PUT", f"/{name}?restype=container")
         assert status == 201, f"a container was answered with {status}"
 
-    def call(self, method: str, path: str) -> int:
-        """The status of a request with an empty body, signed as the account."""
-        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": VERSION}
+    def put_blob(self, path: str, body: bytes) -> int:
+        return self.call("PUT", path, body, {"x-ms-blob-type": "BlockBlob"})
+
+    def call(self, method: str, path: str, body: bytes = b"", more: Mapping[str, str] | None = None) -> int:
+        """The status of a request, signed as the account. `more`: headers that begin with x-ms-."""
+        headers = dict(sorted({**(more or {}), "x-ms-date": formatdate(usegmt=True), "x-ms-version": VERSION}.items()))
         place, _, query = path.partition("?")
         resource = f"/{ACCOUNT}/{ACCOUNT}{place}" + "".join(
             "\n" + pair.replace("=", ":") for pair in sorted(query.split("&")) if pair
         )
-        lines = [method, *[""] * 11, *(f"{name}:{value}" for name, value in headers.items()), resource]
+        length = str(len(body) or "")
+        lines = [method, "", "", length, *[""] * 8, *(f"{name}:{value}" for name, value in headers.items()), resource]
         digest = hmac.digest(base64.b64decode(KEY), "\n".join(lines).encode(), hashlib.sha256)
         headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
         connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=10.0)
         try:
-            connection.request(method, f"/{ACCOUNT}{path}", headers={**headers, "Content-Length": "0"})
+            headers["Content-Length"] = str(len(body))
+            connection.request(method, f"/{ACCOUNT}{path}", body, headers)
             response = connection.getresponse()
             response.read()
             return response.status

@@ -48,8 +48,9 @@ def test_users_and_queries_of_urls_are_hidden() -> None:
     assert adapter["plain"] == "https://host/box"
 
 
-def test_a_password_with_a_space_is_hidden() -> None:
-    assert shown({"type": "x", "url": "redis://me:s3 cr3t@host:1/0"})["url"] == f"redis://{HIDDEN}@host:1/0"
+@pytest.mark.parametrize("password", ["s3 cr3t", "s3@cr3t", "s3:cr3t"])
+def test_an_odd_password_of_a_url_is_hidden(password: str) -> None:
+    assert shown({"type": "x", "url": f"redis://me:{password}@host:1/0"})["url"] == f"redis://{HIDDEN}@host:1/0"
 
 
 def test_what_is_no_secret_is_shown() -> None:

@@ -133,6 +133,33 @@ def test_damaged_objects_are_misses_and_their_slots_are_used_again(s3: SeaweedFS
     asyncio.run(whole())
 
 
+def test_damaged_blobs_are_misses_and_their_slots_are_used_again(tmp_path: Path) -> None:
+    nixl.need()
+
+    async def whole(server: Azurite) -> None:
+        adapter, _ = await opened(azure_pool(server.connection_string, "cache"))
+        wanted, memory = keys(6), FrameMemory(6)
+        frames = [bytes(memory.fill(slot, key)) for slot, key in enumerate(wanted)]
+        assert await adapter.store(wanted, memory.buffers) == [StoreOutcome.STORED] * 6
+        names = [f"/cache/lmcache/nixl-pool-v1/slot-{slot:08}" for slot in range(6)]
+        changed = {0: frames[0][:5000], 1: b"", 2: frames[3], 3: frames[3] + bytes(100_000)}
+        assert [server.put_blob(names[slot], body) for slot, body in changed.items()] == [201] * 4
+        assert server.call("DELETE", names[4]) == 202
+        outcomes = await load(adapter, wanted)
+        assert outcomes[0] is not LOADED and outcomes[1] is not LOADED  # a range that the blob does not have
+        assert outcomes[2:] == [CORRUPT, LOADED, MISSING, LOADED]
+        lost = [key for key, outcome in zip(wanted, outcomes, strict=True) if outcome is not LOADED]
+        await adapter.delete(lost, corrupt=True)
+        assert await store(adapter, lost) == [StoreOutcome.STORED] * len(lost)
+        assert await load(adapter, wanted) == [LOADED] * 6
+        await adapter.close()
+
+    with Azurite(tmp_path / "azurite") as server:
+        server.wait_ready()
+        server.make_container("cache")
+        asyncio.run(asyncio.wait_for(whole(server), RECOVERY_SECONDS))
+
+
 @pytest.mark.parametrize("persists", [True, False])
 def test_cleared_objects_and_those_that_are_not_to_persist_leave_no_bytes(s3: SeaweedFS, persists: bool) -> None:
     """NIXL cannot delete objects: they are written over."""

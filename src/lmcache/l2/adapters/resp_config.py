@@ -224,7 +224,7 @@ def parse_url(url: str) -> Url:
         raise ValueError(f"{rule}; its host or port cannot be read.") from None
     if parts.scheme not in SCHEMES:
         raise ValueError(f"{rule}; its scheme must be one of {', '.join(SCHEMES)}.")
-    if parts.netloc.count("@") > 1:  # what hides passwords would hide the first part alone
+    if parts.netloc.count("@") > 1:  # clients differ in where such a password ends
         raise ValueError(f"{rule}; an @ in a user or password is written %40.")
     if parts.fragment or parts.query:
         raise ValueError(f"{rule}; it takes no options behind ? or #: there are keys for them.")
