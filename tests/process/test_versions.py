@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lmcache.client.client import ClientState
 from lmcache.errors import RemoteError
+from lmcache.integration.engine.connection_settings import DEFAULT_HEARTBEAT_SECONDS
 from lmcache.testing.processes import CacheServer
-from polling import until
+from polling import STALL_SECONDS, until
 from process.support import CALL_SECONDS, SmallEngine
 from support.other_version import other_version
 
@@ -47,3 +51,38 @@ def test_the_newest_version_that_both_speak_is_spoken(
             finally:
                 engine.close()
         assert stored == 2  # what the first of them has stored, the others find
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 1), (1, 2)), ((1, 2), (1, 1))])
+def test_another_version_under_a_running_engine_costs_a_heartbeat(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """Of misses: the engine finds the server that took the place of its own by itself, and both use each other."""
+    with (
+        CacheServer(tmp_path, l1_size_gb=0.0625, program=other_version(*before)) as first,
+        contextlib.ExitStack() as stack,
+    ):
+        first.wait_ready()
+        engine = stack.enter_context(SmallEngine(first.port, heartbeat=DEFAULT_HEARTBEAT_SECONDS))
+        tokens = engine.tokens(1, 2)
+        assert engine.store(tokens) == 2
+        epoch = engine.client.server_epoch
+        assert first.stop() == 0
+        place: dict[str, Any] = {"port": first.port, "http_port": first.http_port, "shm_name": first.shm_name}
+        second = stack.enter_context(
+            CacheServer(tmp_path, l1_size_gb=0.0625, program=other_version(*after), log_name="second.log", **place)
+        )
+        second.wait_ready()
+
+        def is_found() -> bool:
+            registered = [entry for entry in second.status()["instances"] if entry["workers"]]
+            is_ready = engine.client.state is ClientState.READY and engine.client.server_epoch != epoch
+            return bool(registered and is_ready)
+
+        until(is_found, DEFAULT_HEARTBEAT_SECONDS + STALL_SECONDS, tell=second.status)
+        assert engine.lookup("early", tokens).chunks == 0
+        engine.end("early")
+        assert engine.store(tokens) == 2
+        found = engine.lookup("again", tokens)
+        assert found.chunks == 2 and engine.read(found)
+        engine.end("again")
