@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,12 @@ from lmcache.testing.processes import CacheServer
 from lmcache.testing.tiny_models import LlamaShape, describe_llama, sample_text
 from polling import until
 from process.support import CALL_SECONDS, SmallEngine
+from seeds import SEED
 
 CHUNKS = 4
+TEXTS = 60
+# Latin letters and signs, controls, half of a pair of UTF-16, the rest of the first plane, those beyond it.
+CHARACTERS = (range(32, 127), range(32), range(0xD800, 0xE000), range(128, 0xD800), range(0x1F300, 0x1FA00))
 
 
 def tokens(chunks: int) -> list[int]:
@@ -121,6 +127,30 @@ def test_a_long_text_holds_up_no_engine(tmp_path: Path) -> None:
             while not shares or (min(shares) > 0.5 and len(shares) < 8):
                 shares.append(longest_call_of_the_time())
     assert min(shares) <= 0.5, f"the longest call took these shares of the time that a text took: {shares}"
+
+
+def test_whatever_a_text_has_is_answered(tmp_path: Path) -> None:
+    """Half characters, characters that nobody uses, and none of it again and again."""
+    describe_llama(tmp_path / "models" / "small", LlamaShape())
+    random_ = random.Random(SEED)
+    options = ("--tokenizer-dir", str(tmp_path / "models"))
+
+    def any_text() -> str:
+        kinds = random_.sample(CHARACTERS, random_.randint(1, len(CHARACTERS)))
+        return "".join(chr(random_.choice(random_.choice(kinds))) for _ in range(random_.choice((0, 1, 50, 3000))))
+
+    with CacheServer(tmp_path, l1_size_gb=0.0625, extra=options) as server:
+        server.wait_ready()
+        with SmallEngine(server.port, model_name="small"):
+            statuses: Counter[int] = Counter()
+            for _ in range(TEXTS):
+                body = {"model_name": "small", "text": any_text()}
+                status, answer = server.ask(server.http_port, "POST", "/cache/lookup", body)
+                assert status in (200, 400), (body, answer)
+                statuses[status] += 1
+        assert statuses[200] and statuses[400], statuses
+        assert server.metric("lmcache_mp_internal_faults_total") == 0
+        assert not [line for line in server.log().splitlines() if "ERROR" in line or "Traceback" in line]
 
 
 _LIKE_OTHERS = {

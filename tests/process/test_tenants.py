@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from lmcache.testing.processes import CacheServer
+from polling import until
 from process.support import NO_SLOT, SmallEngine, unpack_slots
 from services.network import Network, in_own_network
 
@@ -123,8 +124,10 @@ def test_who_asks_from_another_address_learns_of_no_salt(tmp_path: Path) -> None
                 assert engine.lookup("own", engine.tokens(1), salt="alice").chunks == 1
                 engine.end("own")
             quota = f"http://127.0.0.1:{server.http_port}/quota/alice"
+            history = f"{server.http_port}/metrics/history?since=0"
+            until(lambda: "alice" in http.get(f"http://127.0.0.1:{history}").text, tell=server.log)
             assert http.put(quota, json={"limit_gb": 1}, headers=with_token).status_code == 200
-            for page in (f"{server.http_port}/quota", f"{server.http_port}/metrics", "9111/metrics"):
+            for page in (f"{server.http_port}/quota", f"{server.http_port}/metrics", "9111/metrics", history):
                 seen = http.get(f"http://{ELSEWHERE}:{page}").text
                 assert re.search(r"salt-[0-9a-f]{12}", seen) and "alice" not in seen, page
                 assert hashlib.sha256(b"alice").hexdigest()[:12] not in seen, page
