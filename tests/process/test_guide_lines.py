@@ -4,7 +4,9 @@ keep KV, and what is asked of a running one."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,14 +19,17 @@ from process.nursery import Nursery
 from process.support import SmallEngine
 from process.test_documented_commands import Row, with_server
 from process.test_share_guide import Tour
-from process.test_short_guides import RPC_PORT, SMALL_SERVER, hits, serving
+from process.test_short_guides import HTTP_PORT, RPC_PORT, SMALL_SERVER, START_SECONDS, hits, serving
 from services import nixl, program
+from services.certificates import Certificates
 from services.network import Network, in_own_network, with_own_memory
 from services.redis import VALKEY, Valkey
+from support.openai_server import openai_server
 from unit.docs.test_command_lines import ROOT, lines_of
 
 HOW_TO = ROOT / "docs" / "how-to"
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
+COORDINATOR_PORT = 9300
 # They ask a server and end. Beside them: `top` without --once never ends, zsh's line needs zsh, and there is neither an
 # engine nor a tokenizer here.
 ASKING = ("describe", "top --once", "query --tokens", "doctor", "completion bash", "completion fish")
@@ -39,6 +44,8 @@ def lines(page: Path, *beginnings: str) -> list[str]:
 KEEPING = [
     *lines(ROOT / "README.md", "server"),
     *lines(HOW_TO / "store_with_nixl.md", 'server --l1-size-gb 20 --eviction-policy LRU --l2-adapter \'{"type": "nixl'),
+    *lines(HOW_TO / "connect_tensorrt_llm.md", "server"),
+    *lines(HOW_TO / "route_by_kv.md", "server"),
     *lines(COMMANDS, "server --l1-size-gb"),
 ]
 IN_FOLDERS = [line for line in KEEPING if '"OBJ"' not in line]
@@ -130,5 +137,65 @@ def test_what_is_asked_of_a_server(tmp_path: Path) -> None:
         for line, text in zip(asked, printed, strict=True):
             assert text or "completion" in line, line
         assert len(list(tmp_path.rglob("completions/*"))) == 2
+
+    in_own_network(test)
+
+
+def test_a_server_reads_its_options_from_a_file(nursery: Nursery, tmp_path: Path) -> None:
+    (line,) = lines(COMMANDS, "server --config")
+    (tmp_path / "server.yaml").write_text("l1_size_gb: 0.05\neviction_policy: LRU\n")
+    with_server(nursery, Row("", line.replace("server.yaml", f"{tmp_path}/server.yaml"), "runs"), tmp_path, {})
+
+
+def test_a_coordinator_starts(tmp_path: Path) -> None:
+    starts = lines(COMMANDS, "coordinator")
+    (tmp_path / "token").write_text("a token of sixteen characters and more\n")
+    (tmp_path / "token").chmod(0o600)
+
+    def test(_: Network) -> None:
+        tour = Tour(tmp_path)
+        for number, line in enumerate(starts):
+            fitted = line.replace("/etc/lmcache", str(tmp_path)).replace("/var/lib/lmcache", str(tmp_path))
+            with tour.start(f"exec {fitted}", f"coordinator-{number}") as coordinator:
+                coordinator.wait_until_ready(COORDINATOR_PORT, "/healthz", START_SECONDS)
+                assert coordinator.stop() == 0, coordinator.log()
+
+    assert len(starts) == 2
+    in_own_network(test)
+
+
+def test_an_engine_is_measured_by_other_workloads(tmp_path: Path) -> None:
+    """Beside long-doc-qa, which the guide to measuring has. A trace of lookups is not at hand."""
+    asked = [line for line in lines(COMMANDS, "bench engine --workload") if "--trace " not in line]
+    tour = Tour(tmp_path)
+    with openai_server() as engine:
+        for line in asked:
+            if "long-doc-qa" not in line:
+                before = len(engine.bodies)
+                command = line.replace("bench engine", f"bench engine --url {engine.url}").replace(
+                    "--rate 2", "--rate 100"
+                )
+                assert "time to first token" in tour.run(f"{command} --prompt-tokens 64 --requests 20").lower()
+                assert len(engine.bodies) >= before + 20
+    assert len(asked) == 3
+
+
+def test_a_server_with_a_token_and_a_certificate_is_asked(tmp_path: Path) -> None:
+    page = HOW_TO / "administer_a_server.md"
+    (secret,) = re.findall(r"^    (umask .*\n    openssl .*\n)", page.read_text(), re.MULTILINE)
+    (server_line,) = [line for line in lines(page, "server") if "--http-tls-cert" in line]
+    certificates = Certificates(tmp_path / "certificates", "localhost")
+    shutil.copy(certificates.server_cert, tmp_path / "server.pem")
+    shutil.copy(certificates.server_key, tmp_path / "server.key")
+
+    def test(_: Network) -> None:
+        with_own_memory()
+        tour = Tour(tmp_path)
+        tour.run(secret)
+        tour.environment["SSL_CERT_FILE"] = str(certificates.ca)
+        with tour.start(f"exec {server_line.replace('--l1-size-gb 60', '--l1-size-gb 0.05')}", "server") as server:
+            until(lambda: "is ready" in server.log(), START_SECONDS, tell=server.log)
+            assert "L1" in tour.run(f"lmcache describe --url https://localhost:{HTTP_PORT}")
+            assert server.stop() == 0, server.log()
 
     in_own_network(test)
