@@ -144,6 +144,8 @@ def hits_and_stores(watched: Watched) -> None:
     watched.server.clear("l1")
     with watched.lookup(tokens) as reply:
         assert reply.chunks == CHUNKS and engine.read(reply)
+        loaded = m.Release(engine.instance_id, reply.lease, loaded_tokens=256, prefill_seconds=1.0)
+        engine.client.call("release", loaded, CALL_SECONDS)
     with watched.lookup(watched.tokens(500)):
         pass
     with watched.lookup(watched.tokens(500)) as reply:  # an endless cache would have it

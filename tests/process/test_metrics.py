@@ -32,6 +32,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         'lmcache_mp_tier_hit_bytes_total{tier="l1"}',
         'lmcache_mp_tier_hit_bytes_total{tier="l2"}',
         'lmcache_mp_prefill_saved_seconds_total{tier="l1"}',
+        'lmcache_mp_prefill_saved_seconds_total{tier="l2"}',
         "lmcache_mp_lookup_ceiling_tokens_total",
         "lmcache_mp_lookup_ceiling_sampled_ratio",
         "lmcache_mp_lookup_ceiling_distance_ratio",
