@@ -77,6 +77,12 @@ class Instances:
         LMCacheError beyond MAX_FLEET_INSTANCES."""
         if len(msgspec.json.encode(request.metadata)) > limits.MAX_FLEET_METADATA_BYTES:
             raise ConfigError(f'The body: "metadata" has at most {limits.MAX_FLEET_METADATA_BYTES} bytes of JSON.')
+        try:
+            msgspec.msgpack.encode(request.metadata)
+        except OverflowError:  # JSON has such numbers, a checkpoint has not
+            raise ConfigError(
+                f'The body: whole numbers in "metadata" are from {-(2**63)} to {2**64 - 1}; write others as strings.'
+            ) from None
         joined_at = self._clock.monotonic()
         instance = Instance(
             request.instance_id or f"instance-{self._random_bytes(6).hex()}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,8 @@ from starlette.testclient import TestClient
 from lmcache.core import limits
 from lmcache.core.chunking import ChunkHasher
 from lmcache.environment import SYSTEM
+from lmcache.fleet import checkpoint, prefixes
 from lmcache.fleet import messages as m
-from lmcache.fleet import prefixes
 from lmcache.fleet.app import build_app, operations
 from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.routes.base import RouteContext
@@ -123,6 +124,15 @@ def test_a_server_joins_lives_and_leaves(here: TestClient) -> None:
     for _ in range(2):
         assert here.delete("/instances/a").status_code == 204
     assert here.put("/instances/a/heartbeat").status_code == 404
+
+
+def test_what_a_server_tells_of_itself_can_be_kept_in_a_checkpoint(fleet: Fleet, here: TestClient) -> None:
+    """Beyond 64 bits nothing can: checkpoints of all servers would fail."""
+    for number in (2**64, -(2**63) - 1, 10**30):
+        refused = here.post("/instances", json={**REGISTERED, "metadata": {"deep": [number]}})
+        assert refused.status_code == 400 and "metadata" in refused.json()["detail"]
+    assert here.post("/instances", json={**REGISTERED, "metadata": {"deep": [2**64 - 1, -(2**63)]}}).status_code == 200
+    checkpoint.write(io.BytesIO(), fleet.instances, fleet.intake)
 
 
 def test_who_joined_with_the_token_is_replaced_with_it_alone(fleet: Fleet, here: TestClient) -> None:
