@@ -40,13 +40,13 @@ from lmcache.peers.config import PeersConfig
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.listener import PeerListener
+from lmcache.server import THREAD_SWITCH_SECONDS
 from lmcache.telemetry.metrics import Metrics
 from lmcache.transport.listening import listen
 from measure import MIB, Result, at_least, command_line, report, spread
 
 FOREVER = 1e18
 OWNER = 7
-THREAD_SWITCH_SECONDS = 0.0005  # as in a server
 CONNECTIONS = limits.MAX_PEER_READS
 NAMESPACE = Namespace("bench", 1, 0, 0, "0" * 32, "")
 FLOORS = {(2 * MIB, "tcp"): 85.0, (2 * MIB, "shared_memory"): 80.0, (64 << 10, "tcp"): 70.0}

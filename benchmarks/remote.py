@@ -151,7 +151,7 @@ async def _nixl(folder: Path, rounds: int, direct: bool, frame_bytes: int) -> li
                     took = await in_batches(frames, L2_LOAD_BATCH_BYTES, runner.load, LoadOutcome.LOADED)
                 if number > 1:
                     seconds.setdefault((operation, program), []).append(took)
-        await runner.layers.deletion.delete(frames.keys)  # as eviction does it, so that both write files that are there
+        await runner.delete(frames.keys)  # as eviction does it, so that both write files that are there
     plain.close()
     assert await runner.drain(10) and await runner.close(10)
     kind = "O_DIRECT" if direct else "page cache"

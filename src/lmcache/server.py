@@ -70,7 +70,7 @@ _STATUS_SECONDS = 2.0
 _RNG_SEED_BYTES = 16
 # How long a thread may keep the interpreter: the message loop must not wait 5 ms for the storage loop. A lookup gives
 # it up several times, and waits that long each time while a page of metrics or of a listing is made.
-_THREAD_SWITCH_SECONDS = 0.0001
+THREAD_SWITCH_SECONDS = 0.0001
 _WANTED_FILE_DESCRIPTORS = 65_536
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_BYTES = 32 << 20  # the most that mallopt takes
@@ -488,7 +488,7 @@ class Server:
 
 
 def _tune_process() -> None:
-    sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
+    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     _raise_descriptor_limit()
     _keep_freed_memory()
 

@@ -130,7 +130,7 @@ def test_a_long_text_holds_up_no_engine(tmp_path: Path) -> None:
 
 
 def test_whatever_a_text_has_is_answered(tmp_path: Path) -> None:
-    """Half characters, characters that nobody uses, and none of it again and again."""
+    """Texts have half characters and characters that nobody uses, and some are empty."""
     describe_llama(tmp_path / "models" / "small", LlamaShape())
     random_ = random.Random(SEED)
     options = ("--tokenizer-dir", str(tmp_path / "models"))

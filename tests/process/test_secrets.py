@@ -61,7 +61,7 @@ def resp_by_url_with_spaces(folder: Path, running: ExitStack) -> Planted:
     server = valkey(folder, running, ODD_PASSWORD)
     written = quote(ODD_PASSWORD, safe=" ")
     adapter = {"type": "resp", "url": f"redis://:{written}@{LOOPBACK}:{server.port}"}
-    return Planted(adapter, (ODD_PASSWORD, written))
+    return Planted(adapter, (ODD_PASSWORD, written, "/ signs", "%2F signs"))
 
 
 def resp_by_sentinel(folder: Path, running: ExitStack) -> Planted:

@@ -57,7 +57,7 @@ def test_the_newest_version_that_both_speak_is_spoken(
 def test_another_version_under_a_running_engine_costs_a_heartbeat(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    """Of misses: the engine finds the server that took the place of its own by itself, and both use each other."""
+    """The engine misses until it finds the server that took the place of its own, by itself."""
     with (
         CacheServer(tmp_path, l1_size_gb=0.0625, program=other_version(*before)) as first,
         contextlib.ExitStack() as stack,

@@ -14,7 +14,7 @@ _SECRET_NAME = re.compile(
     r"|encryption_?key|(^|_)(key|sas|pw|pwd)$",
     re.IGNORECASE,
 )
-_URL_USER = re.compile(r"(?<=://)[^/]+(?=@)")
+_URL_USER = re.compile(r"(?<=://).+(?=@)", re.DOTALL)
 _URL_QUERY = re.compile(r"(?<=\?)\S+")
 
 

@@ -45,7 +45,7 @@ def refuse_unusable(endpoint: str, environ: Mapping[str, str]) -> None:
 
 
 def _is_endpoint(text: str) -> bool:
-    """Refuses whatever else a URL may have, such as the path of a receiver over HTTP: the exporter would ignore it."""
+    """Whether it is an endpoint and nothing more: the exporter would ignore the path of a receiver over HTTP."""
     try:
         url = urlsplit(text)
         has_port = url.port != 0 if url.port is not None else url.scheme == "https" and not url.netloc.endswith(":")

@@ -48,7 +48,7 @@ def test_users_and_queries_of_urls_are_hidden() -> None:
     assert adapter["plain"] == "https://host/box"
 
 
-@pytest.mark.parametrize("password", ["s3 cr3t", "s3@cr3t", "s3:cr3t"])
+@pytest.mark.parametrize("password", ["s3 cr3t", "s3@cr3t", "s3:cr3t", "s3/cr3t", "s3\ncr3t"])
 def test_an_odd_password_of_a_url_is_hidden(password: str) -> None:
     assert shown({"type": "x", "url": f"redis://me:{password}@host:1/0"})["url"] == f"redis://{HIDDEN}@host:1/0"
 

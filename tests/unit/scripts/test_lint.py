@@ -31,7 +31,8 @@ def test_a_clock_or_randomness_that_is_not_passed_in_is_refused() -> None:
 def test_no_part_is_called_back_by_what_another_one_sets() -> None:
     """A callback is an argument of the constructor."""
     set_from_outside = re.compile(r"^\s*(?!self\.on_)\w[\w.]*\.on_\w+ = .*", re.MULTILINE)
-    assert set_from_outside.findall("        self.instances.on_left = self.intake.forget\n    a.on_x = b")
+    assert len(set_from_outside.findall("        self.instances.on_left = self.intake.forget\n    a.on_x = b")) == 2
+    assert not set_from_outside.findall("        self.on_x = on_x")
     found = {
         str(path.relative_to(ROOT)): found
         for path in (ROOT / "src").rglob("*.py")

@@ -14,7 +14,9 @@ from run_tests import LANES, LEFT_TO_TEST, MOST_AGAIN, UNIT_LANES, Suite, run_la
 TESTS = Path(__file__).parents[2]
 UNITS = ("unit", "contract")
 NEEDS_MORE = re.compile(  # an engine when it is imported, a server or a service when it is run
-    r"^(?:from|import) (?:vllm\b|process\.support\b|services\.(?!certificates\b)\w+)|^pytest\.importorskip\(.vllm",
+    r"^(?:from|import) (?:vllm\b|process\.(?:support|nursery)\b|services\.(?!certificates\b)\w+)"
+    r"|^from services import .*\b(?:azurite|mooncake|redis|seaweedfs)\b|^(?:\w+ = )?pytest\.importorskip\(.vllm"
+    r"|\bCacheServer\(",
     re.MULTILINE,
 )
 

@@ -34,7 +34,7 @@ BUILDS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 MAX_FILE_BYTES = 1 << 40  # that a descriptor of a file is registered for
 FIRST_PAUSE_SECONDS = 20e-6  # between two looks at a transfer; it grows with every look
 LAST_PAUSE_SECONDS = 200e-6
-PAUSE_GROWTH = 1.05  # so that a pause is a twentieth of the time before it: its end is seen that late at most
+PAUSE_GROWTH = 1.05  # the end of a transfer is seen a twentieth of its time and the first pause late at most
 
 # What plugins get where nothing else is given. By itself POSIX prepares for 65,536 transfers, which takes longer than
 # the rest of its start, and the others move as many objects at once as the machine has processors, or half of that.
