@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lmcache.admin.listener import HttpListener
 from lmcache.clock import SystemClock
 from lmcache.core.limits import MIB
 from lmcache.protocol import messages as m
@@ -50,7 +51,7 @@ class LapseClock(SystemClock):
 def hasty_history(lapse: int) -> Iterator[None]:
     """Of servers that begin meanwhile: it has a sample every ten seconds of that many times as fast a clock."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("lmcache.admin.requests.SystemClock", lambda: LapseClock(lapse))
+        patches.setattr("lmcache.server.HttpListener", lambda server, _: HttpListener(server, LapseClock(lapse)))
         patches.setattr(history, "SAMPLE_SECONDS", history.SAMPLE_SECONDS / lapse)
         yield
 
