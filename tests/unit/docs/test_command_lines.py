@@ -42,12 +42,12 @@ class Line:
         return [PLACEHOLDERS.get(word, word) for word in words]
 
 
-def whole_lines(block: str) -> Iterator[str]:
-    """Commands of a block, those over several lines too."""
+def whole_lines(block: str, beginning: re.Pattern[str] = _BEGINNING) -> Iterator[str]:
+    """Commands of a block that begin so, those over several lines too."""
     begun = ""
     for line in block.splitlines():
         line = line.removeprefix("    ")
-        if not begun and not _BEGINNING.match(line):
+        if not begun and not beginning.match(line):
             continue
         begun += line
         if begun.endswith("\\"):

@@ -5,43 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
 import shlex
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from lmcache.integration.vllm.settings import ConnectorSettings
-from unit.docs.test_command_lines import PAGES, ROOT
+from unit.docs.test_command_lines import PAGES, ROOT, whole_lines
 
-BEGINNING = "vllm serve "
+BEGINNING = re.compile("vllm serve ")
 OPTION = "--kv-transfer-config"
 KEYS = {"kv_connector", "kv_role", "kv_connector_extra_config", "kv_connector_module_path"}
 ROLES = {"kv_both", "kv_producer", "kv_consumer"}
 OF_A_MODULE = {"LMCacheConnectorV1Dynamic"}  # vLLM finds the others by name
 
 
-def engine_lines(page: Path) -> Iterator[str]:
-    """Those to be typed, over several lines too."""
-    begun = ""
-    for line in page.read_text().splitlines():
-        if not begun and not line.removeprefix("    ").startswith(BEGINNING):
-            continue
-        begun += line.removeprefix("    ")
-        if begun.endswith("\\"):
-            begun = begun[:-1]
-            continue
-        try:
-            shlex.split(begun)
-        except ValueError:  # a quotation goes on
-            begun += "\n"
-            continue
-        yield begun
-        begun = ""
-    assert not begun, begun
-
-
-LINES = [(str(page.relative_to(ROOT)), line) for page in PAGES for line in engine_lines(page)]
+LINES = [(str(page.relative_to(ROOT)), line) for page in PAGES for line in whole_lines(page.read_text(), BEGINNING)]
 
 
 def test_there_are_lines() -> None:
