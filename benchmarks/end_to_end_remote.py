@@ -5,7 +5,7 @@
 A server and an engine for each tier; in each run a new prompt is computed, and one that L1 has, or after L1 was cleared
 the tier alone, is asked again. Every hit must be whole and is loaded, also where computing would be faster
 (`lmcache.mp.load_or_recompute` is false). --peer: the virtual environment of LMCache 0.5.6 on the same vLLM. For fs,
-resp and s3 it then has a server, an engine and a service of its own with the same settings, in turns with ours.
+resp, s3 and nixl it then has a server, an engine and a service of its own with the same settings, in turns with ours.
 """
 
 from __future__ import annotations

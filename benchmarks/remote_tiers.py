@@ -104,7 +104,7 @@ TIERS = {
     "fs": Tier(_files, in_peer=True),
     "resp": Tier(_valkey, in_peer=True),
     "s3": Tier(_s3, in_peer=True),
-    "nixl": Tier(_nixl_posix),
+    "nixl": Tier(_nixl_posix, in_peer=True),
     "nixl-s3": Tier(_nixl_s3),
     "nixl-azure": Tier(_nixl_azure),
     "mooncake": Tier(_mooncake),

@@ -20,7 +20,7 @@ from services import FOLDER, debian_environment, missing, program
 
 NFT = FOLDER / "debian" / "usr" / "sbin" / "nft"
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 
 
 class Network:
@@ -122,6 +122,12 @@ def with_small_disk(folder: Path, size_bytes: int, test: Callable[[], None]) -> 
         test()
 
     _in_own_thread(run)
+
+
+def grow_small_disk(folder: Path, size_bytes: int) -> None:
+    """Within `with_small_disk`: from now on the disk has that size."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mount(b"tmpfs", bytes(folder), b"tmpfs", MS_REMOUNT, f"size={size_bytes}".encode()) == 0
 
 
 def _in_own_thread(test: Callable[[], None]) -> None:
