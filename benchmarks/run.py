@@ -12,6 +12,7 @@ ORDER = (
     "index.py",
     "ledger.py",
     "directory.py",
+    "fleet.py",
     "rpc.py",
     "copies.py",
     "pages.py",

@@ -1,0 +1,242 @@
+"""A fleet on one machine: 1,000 servers that tell a coordinator of 100 million copies, 10,000 changes a second, a tenth
+of the servers cut off, and a coordinator that begins with nothing.
+
+Servers are the real reporter on simulated time, the coordinator is the real intake over the real directory, and between
+them is the text that travels; only the network is left out. Seconds are the processor's: a coordinator takes events on
+one thread, so they are what it needs at least. `requests` are those of a coordinator's process, over HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from directory import resident_bytes
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
+from lmcache.core.object_changes import ChangePage, ObjectsPage, Run
+from lmcache.environment import Environment
+from lmcache.fleet import messages as m
+from lmcache.fleet.event_batches import Stream, request_body
+from lmcache.fleet.events import EventIntake
+from lmcache.fleet.instances import Instance, Instances
+from lmcache.fleet.reporter import Reporter
+from lmcache.fleet.routes.directory import decode_events
+from lmcache.telemetry.metrics import Metrics
+from lmcache.testing.processes import CoordinatorProcess
+from measure import Result, at_most, command_line, report, spread
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from manual_clock import ManualClock
+
+OBJECT_BYTES = 2 << 20
+CALL_KEYS = 500
+LOOKUP_EVERY_REQUESTS = 64
+TIMEOUT_SECONDS = 30.0
+MEMORY_LIMIT_BYTES, LOOKUP_LIMIT_MS = 64, 0.5
+MODELS, TENANTS = 8, 16
+
+
+class Memory:
+    """L1 of a server, as the reporter reads it: hashes by chance, the same whenever they are read."""
+
+    tier, backend, shared = "l1", "", False
+
+    def __init__(self, number: int, objects: int) -> None:
+        self.number, self.count = number, objects
+        self.namespace = Namespace(
+            f"model-{number % MODELS}", 8, number % 8, 0, "5e" * 16, f"tenant-{number % TENANTS}"
+        )
+        self.changed: list[Run] = []
+        self._told = 0
+
+    def capacity_bytes(self) -> int:
+        return self.count * OBJECT_BYTES
+
+    def cursor(self) -> int:
+        return self._told
+
+    def run(self, seed: int, objects: int, *, added: bool = True) -> Run:
+        hashes = random.Random(self.number << 32 | seed).randbytes(objects * CHUNK_HASH_BYTES)
+        return Run(self.namespace, hashes, (array("Q", [OBJECT_BYTES]) * objects).tobytes(), added)
+
+    def changes(self, cursor: int, most: int) -> ChangePage:
+        runs, self.changed = self.changed, []
+        self._told += len(runs)
+        return ChangePage(runs, self._told)
+
+    def objects(self, start: int, most: int) -> ObjectsPage:
+        objects = min(most, self.count - start)
+        end = start + objects
+        return ObjectsPage([self.run(start, objects)], end if end < self.count else 0)
+
+
+class Coordinator:
+    """Its state without its process. `seconds`: what it took to answer; `sent_bytes`: what it was told."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.instances = Instances(Environment(clock, os.urandom), TIMEOUT_SECONDS, self)
+        self.intake = EventIntake(self.instances.knows, clock)
+        self.seconds, self.sent_bytes, self.requests = 0.0, 0, 0
+        self.lookups: list[float] = []
+        self.keys: list[m.Key] = []
+
+    def joined(self, instance: Instance) -> None:
+        pass
+
+    def left(self, instance_id: str) -> None:
+        self.intake.forget(instance_id)
+
+    def read(self, kind: Any, method: str, path: str, body: Any = None) -> Any:
+        began = time.thread_time()
+        batches = decode_events(body).batches
+        answer = self.intake.apply(batches)
+        self.seconds += time.thread_time() - began
+        self.sent_bytes += len(body)
+        self.requests += 1
+        if len(batches[-1].entries) >= CALL_KEYS and self.requests % LOOKUP_EVERY_REQUESTS == 0:
+            self.keys = [entry.key for entry in batches[-1].entries[:CALL_KEYS]]
+            self._look_up()
+        return answer
+
+    def _look_up(self) -> None:
+        began = time.thread_time()
+        assert all(result.placements for result in self.intake.directory.lookup(self.keys))
+        self.lookups.append(time.thread_time() - began)
+
+    def take(self) -> tuple[float, int, int]:
+        """Seconds, bytes and requests since the last call."""
+        taken = self.seconds, self.sent_bytes, self.requests
+        self.seconds, self.sent_bytes, self.requests = 0.0, 0, 0
+        return taken
+
+
+class Server:
+    def __init__(
+        self, number: int, objects: int, coordinator: Coordinator, clock: ManualClock, metrics: Metrics
+    ) -> None:
+        self.name, self.memory = f"server-{number}", Memory(number, objects)
+        self._coordinator = coordinator
+        self.reporter = Reporter(
+            *(self.name, [self.memory], coordinator, metrics.fleet, clock, lambda seconds: None),
+            capacity_seconds=float("inf"),
+        )
+
+    def join(self) -> None:
+        self._coordinator.instances.register(m.RegisterRequest("10.0.0.1", 8080, self.name))
+        self.reporter.tell_everything()
+
+
+def simulate(servers: int, copies: int, events: int, seconds: int) -> Iterator[Result]:
+    clock = ManualClock()
+    before = resident_bytes()
+    coordinator = Coordinator(clock)
+    metrics = Metrics()
+    fleet = [Server(number, copies // servers, coordinator, clock, metrics) for number in range(servers)]
+    told_seconds = time.thread_time()
+    for server in fleet:
+        server.join()
+    told_seconds = time.thread_time() - told_seconds
+    taken, sent, requests = coordinator.take()
+    stats = coordinator.intake.directory.stats()
+    assert stats.records == copies // servers * servers
+    bytes_a_copy = stats.memory_bytes / stats.records
+    yield at_most("memory", bytes_a_copy, "bytes/copy", MEMORY_LIMIT_BYTES, f"{stats.memory_bytes / 1e9:.2f} GB")
+    yield Result("memory by the kernel", (resident_bytes() - before) / 1e9, "GB")
+    yield Result("everything told: the coordinator", taken, "s", detail=f"{sent / 1e9:.1f} GB in {requests} requests")
+    yield Result("everything told: each server", (told_seconds - taken) / servers, "s")
+    milliseconds = statistics.median(coordinator.lookups) * 1e3
+    yield at_most(
+        f"lookup of {CALL_KEYS} keys meanwhile, with an answer of text",
+        *(milliseconds, "ms", 10.0, spread(coordinator.lookups, 1e3)),
+    )
+    yield from _changes(fleet, coordinator, events, seconds)
+    yield from _partition(fleet, coordinator, clock)
+
+
+def _changes(fleet: Sequence[Server], coordinator: Coordinator, events: int, seconds: int) -> Iterator[Result]:
+    """Each server tells once a second: half of it comes, half goes."""
+    each = max(1, events // len(fleet) // 2)
+    for second in range(seconds):
+        for server in fleet:
+            seed = (1 << 30) + second
+            server.memory.changed = [server.memory.run(seed, each), server.memory.run(seed - 1, each, added=False)]
+            server.reporter.tell_changes()
+    taken, sent, requests = coordinator.take()
+    name = f"{2 * each * len(fleet):,} changes a second, {requests // seconds} requests"
+    yield at_most(f"{name}: of a processor", taken / seconds, "share", 0.5, "without HTTP")
+    yield Result(f"{name}: on the wire", sent / seconds / 1e6, "MB/s")
+
+
+def _partition(fleet: Sequence[Server], coordinator: Coordinator, clock: ManualClock) -> Iterator[Result]:
+    """A tenth is silent until it counts as gone, and comes back."""
+    cut_off = fleet[: max(1, len(fleet) // 10)]
+    directory, before = coordinator.intake.directory, coordinator.intake.directory.stats().records
+    clock.advance(TIMEOUT_SECONDS + 1)
+    for server in fleet[len(cut_off) :]:
+        assert coordinator.instances.heartbeat(server.name)
+    began = time.thread_time()
+    assert len(coordinator.instances.expire()) == len(cut_off)
+    forgotten = time.thread_time() - began
+    while directory.sweep():
+        pass
+    swept = time.thread_time() - began
+    lost = before - directory.stats().records
+    assert lost >= sum(server.memory.count for server in cut_off)
+    yield Result(f"{len(cut_off)} servers gone: seen by nobody", forgotten * 1e3, "ms", detail=f"{lost:,} copies")
+    yield Result(f"{len(cut_off)} servers gone: their memory free", swept, "s")
+    for server in cut_off:
+        server.join()
+    taken, sent, _ = coordinator.take()
+    yield Result(f"{len(cut_off)} servers back: all is known", taken, "s", detail=f"{sent / 1e9:.2f} GB")
+
+
+def over_http(requests: int, entries: int) -> Iterator[Result]:
+    """Processor time of a coordinator's process for a request with the changes of a second of one server."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    memory, stream = Memory(0, 1), Stream("server", 1)
+    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as folder, CoordinatorProcess(Path(folder)) as process:
+        process.wait_ready()
+        process.answer("POST", "/instances", {"instance_id": "server", "ip": "127.0.0.1", "http_port": 1})
+
+        def used() -> float:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()
+            return (int(fields[11]) + int(fields[12])) / ticks
+
+        with process.connection(process.port, 60.0) as connection:
+            began = used()
+            for number in range(requests):
+                body = request_body([stream.changes(memory, memory.run(number, entries), 0.0)])
+                connection.request("POST", "/events", body, {"Content-Type": "application/json"})
+                answer = connection.getresponse()
+                assert answer.status == 200 and msgspec.json.decode(answer.read())["applied"] == 1
+            seconds = (used() - began) / requests
+    yield Result(f"a request with {entries} changes over HTTP", seconds * 1e3, "ms", detail="of a processor")
+
+
+def main() -> int:
+    parser = command_line(__doc__, runs=1)
+    parser.add_argument("--servers", type=int, default=1000)
+    parser.add_argument("--copies", type=int, default=100_000_000)
+    parser.add_argument("--events", type=int, default=10_000, help="changes a second of the whole fleet")
+    parser.add_argument("--seconds", type=int, default=10, help="of changes")
+    parser.add_argument("--requests", type=int, default=5000)
+    options = parser.parse_args()
+    logging.getLogger("lmcache.fleet").setLevel(logging.ERROR)  # each server that is gone
+    results = list(simulate(options.servers, options.copies, options.events, options.seconds))
+    results += over_http(options.requests, max(1, options.events // options.servers))
+    return report(results, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
