@@ -37,7 +37,7 @@ def test_it_is_left_alone_while_it_is_full_and_used_again(start: Start, folder: 
             server = running.enter_context(CacheServer(tmp_path, l1_size_gb=0.125, extra=extra))
             server.wait_ready()
             engine = running.enter_context(SmallEngine(server.port, payload_bytes=PAYLOAD_BYTES))
-            prompts: list[list[int]] = []
+            prompts: list[bytes] = []
 
             def adapters() -> list[dict[str, Any]]:
                 return list(server.status()["l2"]["adapters"])
@@ -48,7 +48,7 @@ def test_it_is_left_alone_while_it_is_full_and_used_again(start: Start, folder: 
             def settled() -> bool:
                 return not any(each["stores_in_flight"] for each in adapters())
 
-            def store_another() -> list[int]:
+            def store_another() -> bytes:
                 prompts.append(engine.tokens(10 + len(prompts)))
                 assert engine.store(prompts[-1]) == 1
                 until(settled, 60.0, tell=tell)
