@@ -1,6 +1,6 @@
 """`make test`: suites side by side, in two lanes of one suite after the other, with a table of results at the end.
-`make unit`, which is `run_tests.py units`: units and the contract in lanes of about the same length, without what needs
-an engine or starts a server or a service, and what takes long, which `make test` alone runs.
+`make unit`, which is `run_tests.py units`: units and the contract in more lanes than cores, of about the same length,
+without what needs an engine or starts a server or a service, and what takes long, which `make test` alone runs.
 
 Tests with engines and servers mostly wait for one process that starts, so the second lane, at a lower priority, has a
 core to itself. A suite that fails does not end the others. What a suite prints goes to build/logs; of one that fails
@@ -70,6 +70,7 @@ LONG = (  # some seconds each, of processor or disk
     "tests/contract/test_nixl.py",
     "tests/unit/device/test_cuda.py",
     "tests/unit/docs/test_site.py",
+    "tests/unit/fleet/test_prefixes.py",
     "tests/unit/l2/test_empty_folders.py",
     "tests/unit/l2/test_raw_crash.py",
     "tests/unit/scripts/test_check_thread_safety.py",
@@ -86,8 +87,18 @@ def _unit_suite(name: str, *paths: str, without: Sequence[str] = ()) -> Suite:
     return Suite(name, (*WITHOUT_ENGINE, *paths, *ignored), environment=FEWER_STEPS)
 
 
-L2 = ("tests/unit/l2", "tests/contract")
-UNIT_LANES = ((_unit_suite("units-of-l2", *L2),), (_unit_suite("other-units", "tests/unit", without=L2[:1]),))
+# More lanes than cores: tests of one wait for threads, sockets and disks while others compute.
+PARTS_OF_UNITS = {
+    "units-of-l2": ("tests/unit/l2",),
+    "contract": ("tests/contract",),
+    "units-of-tiering": ("tests/unit/tiering", "tests/unit/transport", "tests/unit/service", "tests/unit/telemetry"),
+    "units-of-engines": ("tests/unit/integration", "tests/unit/peers", "tests/unit/client", "tests/unit/memory"),
+}
+IN_PARTS = [path for paths in PARTS_OF_UNITS.values() for path in paths]
+UNIT_LANES = (
+    *((_unit_suite(name, *paths),) for name, paths in PARTS_OF_UNITS.items()),
+    (_unit_suite("other-units", "tests/unit", without=[path for path in IN_PARTS if path != "tests/contract"]),),
+)
 
 
 def run_suite(suite: Suite) -> tuple[bool, str]:

@@ -10,6 +10,8 @@ from lmcache.l1.store import L1Store
 from lmcache.l2.runner import Runner
 from lmcache.telemetry.metrics import L2Metrics
 
+PERIOD_SECONDS = 1.0
+
 
 @dataclass(frozen=True, eq=False)
 class TieringContext:
@@ -17,3 +19,4 @@ class TieringContext:
     runners: Sequence[Runner]  # one for each --l2-adapter, in that order
     metrics: L2Metrics
     clock: Clock
+    period_seconds: float = PERIOD_SECONDS  # between two looks of a controller that wakes by itself

@@ -12,7 +12,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from lmcache._native import Committed
@@ -31,7 +31,7 @@ from lmcache.memory.ownership import PIN_OWNER
 from lmcache.telemetry.metrics import L2Metrics
 from lmcache.telemetry.tracing import StoredTrace
 from lmcache.tiering.checked_policies import CheckedPrefetchPolicy, CheckedStorePolicy
-from lmcache.tiering.context import TieringContext
+from lmcache.tiering.context import PERIOD_SECONDS, TieringContext
 from lmcache.tiering.l2_loads import L2Loader
 from lmcache.tiering.leases import QueuedObject
 from lmcache.tiering.object_deletion import ObjectDeletion
@@ -75,6 +75,7 @@ class StorageSettings:
     eviction_watermark: float
     eviction_ratio: float
     verify_threads: int = 1
+    period_seconds: float = PERIOD_SECONDS
 
 
 class StorageLoop:
@@ -108,13 +109,13 @@ class StorageLoop:
         # Whose objects are this server's: what others decide about is only loaded from.
         self.own_runners = [runner for runner in self.runners if not runner.is_read_only]
         described = [AdapterInfo(runner.name, runner.config.type, runner.config.limit_bytes) for runner in self.runners]
-        context = TieringContext(l1, self.runners, metrics, clock)
+        context = TieringContext(l1, self.runners, metrics, clock, settings.period_seconds)
         prefetch = CheckedPrefetchPolicy(settings.prefetch_policy, described, metrics)
         self._loader = L2Loader(context, self._verifier, retains=prefetch.retains)
         self._prefetch = PrefetchController(
             context, self._loader, prefetch, max_in_flight=settings.prefetch_max_in_flight
         )
-        own = TieringContext(l1, self.own_runners, metrics, clock)
+        own = replace(context, runners=self.own_runners)
         self._write_back = WriteBack(
             own, CheckedStorePolicy(settings.store_policy, described[: len(self.own_runners)], metrics)
         )

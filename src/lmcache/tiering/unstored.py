@@ -21,7 +21,6 @@ from lmcache.tiering.leases import QueuedObject, are_resident
 
 log = logging.getLogger("lmcache.tiering")
 
-PERIOD_SECONDS = 1.0
 MOST_PERIODS_BETWEEN_OFFERS = 64
 LOG_INTERVAL_SECONDS = 60.0  # as the lines say
 _SLICE_OBJECTS = 1024  # checked before other tasks run

@@ -15,8 +15,6 @@ from lmcache.tiering.write_back import WriteBack
 
 log = logging.getLogger("lmcache.tiering")
 
-PERIOD_SECONDS = 1.0
-
 
 class WatermarkEviction:
     """Belongs to the storage loop. Which objects go is the policies' business: that of L1 is in the native core,
@@ -29,6 +27,7 @@ class WatermarkEviction:
         self._write_back = write_back
         self._watermark = watermark
         self._ratio = ratio
+        self._period_seconds = context.period_seconds
 
     def start(self) -> list[asyncio.Task[None]]:
         """One task for L1 and one for each adapter that evicts: a tier that deletes slowly holds up no other."""
@@ -38,14 +37,13 @@ class WatermarkEviction:
             *(spawn(self._repeat(partial(self.relieve, runner)), f"evict-{runner.name}") for runner in evicting),
         ]
 
-    @staticmethod
-    async def _repeat(relieve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _repeat(self, relieve: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             try:
                 await relieve()
             except Exception:  # the root of a task: the next time may go better
                 log.exception("Eviction failed")
-            await asyncio.sleep(PERIOD_SECONDS)
+            await asyncio.sleep(self._period_seconds)
 
     async def relieve_l1(self) -> None:
         removed = self._l1.enforce_limits()

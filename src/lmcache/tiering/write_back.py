@@ -28,7 +28,7 @@ from lmcache.telemetry.tracing import StoredTrace
 from lmcache.tiering.checked_policies import CheckedStorePolicy
 from lmcache.tiering.context import TieringContext
 from lmcache.tiering.leases import QueuedObject, are_resident, lease_objects
-from lmcache.tiering.unstored import MOST_PERIODS_BETWEEN_OFFERS, PERIOD_SECONDS, Unstored
+from lmcache.tiering.unstored import MOST_PERIODS_BETWEEN_OFFERS, Unstored
 
 log = logging.getLogger("lmcache.tiering")
 
@@ -46,6 +46,7 @@ class WriteBack:
         for reason in _DROP_REASONS:
             self._metrics.l2_store_dropped.labels(reason)
         self._clock = context.clock
+        self._period_seconds = context.period_seconds
         self._queues: list[deque[QueuedObject]] = [deque() for _ in self._runners]
         self._wake = [asyncio.Event() for _ in self._runners]
         self._tasks: list[asyncio.Task[None]] = []
@@ -360,7 +361,7 @@ class WriteBack:
         periods_left, periods = 0, 1
         took_stores = [False] * len(self._runners)
         while True:
-            await asyncio.sleep(PERIOD_SECONDS)
+            await asyncio.sleep(self._period_seconds)
             try:
                 await self._unstored.count_evicted()
                 takes_stores = [runner.takes_stores for runner in self._runners]

@@ -147,7 +147,14 @@ def storage_settings(
 ) -> StorageSettings:
     policies = select_store_policy(store_policy), select_prefetch_policy(prefetch_policy)
     return StorageSettings(
-        *policies, **{"prefetch_max_in_flight": 8, "eviction_watermark": 1.0, "eviction_ratio": 0.2, **options}
+        *policies,
+        **{
+            "prefetch_max_in_flight": 8,
+            "eviction_watermark": 1.0,
+            "eviction_ratio": 0.2,
+            "period_seconds": 0.02,
+            **options,
+        },
     )
 
 

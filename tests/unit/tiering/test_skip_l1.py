@@ -98,7 +98,6 @@ def test_what_no_adapter_may_have_stays_in_l1_and_is_never_offered(
     l1_policy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offers: list[int] = []
-    monkeypatch.setattr("lmcache.tiering.write_back.PERIOD_SECONDS", 0.01)
     to_offer = Unstored.to_offer
 
     def counted(self: Unstored) -> list[QueuedObject]:
@@ -158,7 +157,8 @@ def test_what_nobody_took_is_a_hit_in_l1_and_reaches_l2_later(
         until(lambda: rig.it.sample("l2_store_unstored") == 40)
         rig.live()
         until(lambda: rig.l1_objects == 0, tell=lambda: rig.it.storage.status())
-        assert (rig.unstored, rig.lost) == (0, 0)
+        until(lambda: rig.unstored == 0)
+        assert rig.lost == 0
         result = rig.it.fetch(keys(40))
         assert result.chunks == 40 and rig.it.holds(result, keys(40))
     said = sum("stay in L1 because no adapter took them" in record.message for record in caplog.records)
@@ -168,7 +168,6 @@ def test_what_nobody_took_is_a_hit_in_l1_and_reaches_l2_later(
 def test_a_recovery_that_a_store_of_an_engine_finds_brings_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when its turn comes after many failures, but at once."""
     monkeypatch.setattr("lmcache.tiering.write_back.MOST_PERIODS_BETWEEN_OFFERS", 1 << 30)
-    monkeypatch.setattr("lmcache.tiering.write_back.PERIOD_SECONDS", 0.01)
     with skipping(adapters=1) as rig:
         rig.fail()
         rig.put(keys(40))
@@ -194,11 +193,10 @@ def test_what_waits_is_not_offered_to_full_queues(monkeypatch: pytest.MonkeyPatc
             await asyncio.sleep(0.001)
         rounds.append(None)
 
-    monkeypatch.setattr("lmcache.tiering.write_back.PERIOD_SECONDS", 0.001)
     monkeypatch.setattr("lmcache.tiering.write_back.MOST_PERIODS_BETWEEN_OFFERS", 1)
     monkeypatch.setattr(Unstored, "count_evicted", count_evicted)
     monkeypatch.setattr(limits, "MAX_L2_STORE_QUEUE_OBJECTS", 8)
-    with skipping(adapters=1) as rig:
+    with skipping(adapters=1, period_seconds=0.001) as rig:
         rig.fail()
         rig.put(keys(8))
         assert rig.unstored == 8
@@ -263,8 +261,7 @@ def test_what_is_lost_and_computed_again_was_lost() -> None:
         rig.put(keys(4))
         rig.it.l1.core.evict(1 << 30)
         rig.put(keys(4))
-        until(lambda: rig.lost == 4)
-        assert rig.unstored == rig.l1_objects == 4
+        until(lambda: (rig.lost, rig.unstored, rig.l1_objects) == (4, 4, 4))
 
 
 def test_without_eviction_those_that_waited_longest_make_room() -> None:

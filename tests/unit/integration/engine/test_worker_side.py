@@ -27,7 +27,7 @@ from lmcache.core.key import Namespace, ObjectKey  # noqa: E402
 from lmcache.device.affinity import engine_cpus, near_cpus  # noqa: E402
 from lmcache.device.cuda import Gpu  # noqa: E402
 from lmcache.errors import RemoteError, ServerUnavailable  # noqa: E402
-from lmcache.integration.engine import socket_transfer, worker_side  # noqa: E402
+from lmcache.integration.engine import socket_transfer, storer, worker_side  # noqa: E402
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder  # noqa: E402
 from lmcache.integration.engine.frame_names import WorkerIdentity  # noqa: E402
 from lmcache.integration.engine.storer import Storer  # noqa: E402
@@ -71,7 +71,8 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def worker(memory: ServerMemory, mode: str) -> Iterator[Worker]:
+def worker(memory: ServerMemory, mode: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    monkeypatch.setattr(storer, "_RETRY_SECONDS", 0.05)
     made = Worker(memory, mode)
     yield made
     made.side.close()
