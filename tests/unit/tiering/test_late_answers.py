@@ -123,7 +123,7 @@ def test_requests_of_less_patience_than_the_adapter_suspend_it_all_the_same() ->
     configured, mute = faulty()
     with open_rig([configured]) as rig:
         silent(rig, mute)
-        rig.be_impatient(0.5)
+        rig.be_impatient(1.5)
         for seed in range(3):
             result = rig.fetch(keys(4, seed), deadline_seconds=0.1)
             assert (result.chunks, result.miss_reason) == (0, MissReason.L2_DEADLINE)
