@@ -13,7 +13,7 @@ from lmcache.client.client import Client, ClientState
 from lmcache.client.transfer_mode import WantedTransfer
 from lmcache.errors import RemoteError, ServerUnavailable
 from lmcache.integration.engine.instance_id import instance_name
-from lmcache.integration.vllm.instance_id import scheduler_process_id
+from lmcache.integration.vllm.scheduler_process import scheduler_process_id
 from lmcache.protocol import messages as m
 from lmcache.testing.processes import free_port
 from polling import until

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache.cli.arguments import Arguments
-from lmcache.cli.engine_bench.completions import APIS, Asker, Asking, Outcome, models
+from lmcache.cli.engine_bench.completion_client import APIS, Asker, Asking, Outcome, models
 from lmcache.cli.engine_bench.figures import (
     comparison,
     each_request,
@@ -21,7 +21,7 @@ from lmcache.cli.engine_bench.figures import (
     summary,
 )
 from lmcache.cli.engine_bench.http_stream import Endpoint, RequestFailed
-from lmcache.cli.engine_bench.load import Load, Measured, Pace, end
+from lmcache.cli.engine_bench.load_generator import Load, Measured, Pace, end
 from lmcache.cli.engine_bench.workloads import (
     TRACE,
     TRACE_OUTPUT_TOKENS,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmcache.cli.engine_bench.completions import Outcome
-from lmcache.cli.engine_bench.load import Measured
+from lmcache.cli.engine_bench.completion_client import Outcome
+from lmcache.cli.engine_bench.load_generator import Measured
 from lmcache.cli.output import Report
 from lmcache.errors import ConfigError
 

@@ -13,7 +13,7 @@ from lmcache.core.limits import MAX_NAME_BYTES, MAX_TOKENS_PER_SESSION
 from lmcache.errors import ConfigError, LMCacheError
 from lmcache.integration.engine.instance_id import instance_name
 from lmcache.integration.vllm.hit_lookups import STEP_WAIT_SECONDS
-from lmcache.integration.vllm.instance_id import scheduler_process_id
+from lmcache.integration.vllm.scheduler_process import scheduler_process_id
 from lmcache.integration.vllm.uncached_adapter import CalledAsDeclared
 from lmcache.integration.vllm.upstream_types import ParallelStrategy
 from lmcache.protocol.messages import HelloReply, RegisterInstance

@@ -31,7 +31,7 @@ from lmcache.integration.engine.worker_side import WorkerSide
 from lmcache.integration.vllm.chunk_blocks import NOT_WRITTEN
 from lmcache.integration.vllm.groups import refuse_settings
 from lmcache.integration.vllm.identity import engine_identity, model_identity
-from lmcache.integration.vllm.instance_id import scheduler_process_id
+from lmcache.integration.vllm.scheduler_process import scheduler_process_id
 from lmcache.integration.vllm.settings import ConnectorSettings
 from lmcache.integration.vllm.speculation import has_head
 from lmcache.integration.vllm.uncached_adapter import CalledAsDeclared

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache.cli.engine_bench.completions import Asker, Outcome
+from lmcache.cli.engine_bench.completion_client import Asker, Outcome
 from lmcache.cli.engine_bench.workloads import Session, Stages
 
 _CANCEL_SECONDS = 0.2
