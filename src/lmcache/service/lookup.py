@@ -339,7 +339,7 @@ class LookupService:
         pending.timer = self._loop.call_later(request.deadline_seconds + _GRACE_SECONDS, lambda: self._give_up(pending))
         try:
             pending.stop = self._storage.prefetch(request, on_done)
-        except Exception:
+        except BaseException:  # gives back what the request holds; its root logs
             self._end(pending)
             self._release_l1_prefix(pending)
             raise

@@ -187,7 +187,7 @@ class Storer:
         except LMCacheError as error:
             log.debug("Nothing was copied into %d reserved chunks: %s", len(nothing), error)
             written = nothing
-        except Exception:
+        except Exception:  # the root of one copy: its reservation is ended all the same
             log.exception("A copy into L1 failed")
             written = nothing
         return _Unsettled(order.server_epoch, written, reply.reservation, present)
