@@ -131,6 +131,7 @@ PEER_PATIENCE_SECONDS = 0.02  # that a request waits for what peers have
 PEER_HELLO_SECONDS = 5.0
 PEER_LEASE_SECONDS = 10.0  # from a lookup to the read, and from one read to the next
 PEER_IDLE_SECONDS = 2.0  # without a byte of a transfer
+PEER_VANISHED_SECONDS = 20  # without a sign of the other machine, at least 4: its connections end
 PEER_LOAD_FLOOR_SECONDS = 2.0  # of the deadline of a load; what its size takes comes on top
 PEER_LOAD_MARGIN = 8  # how many times longer a load may take than at the measured rate
 PEER_FIRST_RATE = 50e6  # bytes a second, until one is measured
