@@ -290,3 +290,9 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 def test_variables_of_others_are_left_alone() -> None:
     environ = {"LMCACHE_LOG_LEVEL": "DEBUG", "LMCACHE_USE_UPSTREAM_MP": "1", "LMCACHE_SERVICE_HOST": "10.0.0.1"}
     assert translate({"other": 1, "lmcache.mp.port": 7}, environ).connector == {}
+
+
+def test_use_native_is_vllms_own_and_is_no_key_of_lmcache() -> None:
+    """vLLM reads it before anything here is loaded: tests/unit/integration/vllm/test_connector.py has what follows."""
+    assert translate({"use_native": True}, {}) == translate({}, {})
+    assert refusals({"lmcache.use_native": True}) == ["lmcache.use_native is not a key of LMCache; remove it."]

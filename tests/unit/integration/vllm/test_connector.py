@@ -250,3 +250,13 @@ def test_a_reset_of_vllms_own_class_gives_later_requests_another_name(
     engine.side.on_new_request(request("after", 600))
     identities = [identity for _, _, identity in lookups(engine)]
     assert identities == ([b""] if blocks_in_use else [b"", name_of(1)])
+
+
+def test_vllms_own_class_with_use_native_needs_parts_of_lmcache_that_are_not_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda self, **_: None)
+    role = SimpleNamespace(get_from_extra_config={"use_native": True}.get)
+    with pytest.raises(ImportError) as refused:
+        LMCacheConnectorV1(SimpleNamespace(kv_transfer_config=role), KVConnectorRole.SCHEDULER, None)
+    assert (refused.value.name or "").startswith("lmcache.")
