@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ L2_WATERMARK = 0.5
 CHUNKS, HIT_CHUNKS = 4, 3  # of each prompt of the tenant that hits
 HITS, MISSES = 32, 16  # requests
 TOKENS = CHUNKS * 256
+OLD_SECONDS = 1.0  # that objects lie in L1, at least, before they are evicted
+NOTHING = "\u2013"  # a figure that there is not
 HASTE = "const patient = window.setTimeout; window.setTimeout = (act, wait) => patient(act, wait / 20);"
 MODEL = "Qwen/Qwen3-8B"
 
@@ -65,6 +68,19 @@ def rows(page: Page, selector: str) -> list[list[str]]:
     return [[" ".join(cell.split()) for cell in row] for row in found]
 
 
+def fill_of(page: Page, tier: int) -> tuple[str, float]:
+    """What a tier's card says of how full it is, and the share of its bar that is filled."""
+    card = f".tier:nth-child({tier})"
+    width = f"document.querySelector('{card} .filled').style.width"
+    return page.text(f"{card} .used"), float(page.evaluate(f"parseFloat({width}) / 100"))
+
+
+def filled(used: int, capacity: int) -> str:
+    return f"{used / 2**20:.2f} MiB of {capacity / 2**20:.{2 if capacity < 10 << 20 else 1}f} MiB · " + (
+        f"{used / capacity:.1%}".replace("%", " %")
+    )
+
+
 def facts(page: Page, tier: int) -> dict[str, str]:
     """Of a tier's card, by their names."""
     card = f"document.querySelector('.tier:nth-child({tier}) .facts')"
@@ -103,7 +119,7 @@ def test_figures_are_those_of_the_server(tmp_path: Path) -> None:
             page.until("document.querySelector('.chart .legend').innerText.includes('red')")
             legend = page.text(".chart .legend").split()
             l1, l2 = facts(page, 1), facts(page, 2)
-            fill = page.text(".tier:nth-child(1) .used")
+            fills = [fill_of(page, tier) for tier in (1, 2)]
     share = HITS * HIT_CHUNKS / ((HITS + MISSES) * CHUNKS)
     assert found["lmcache_mp_lookup_requested_tokens_total"] == asked
     assert found["lmcache_mp_lookup_hit_tokens_total"] == asked * share
@@ -119,10 +135,40 @@ def test_figures_are_those_of_the_server(tmp_path: Path) -> None:
         ["blue", f"{MISSES * TOKENS / 1000:.1f} k", "0 %"],
     ]
     assert legend == ["red", "75.0", "%", "blue", "0", "%"]
-    used, capacity = status["l1"]["used_bytes"], status["l1"]["capacity_bytes"]
-    assert used == given
-    assert fill == f"{used / 2**20:.2f} MiB of {capacity / 2**20:.1f} MiB · {used / capacity:.1%}".replace("%", " %")
+    tiers = [status["l1"], status["l2"]["adapters"][0]]
+    assert tiers[0]["used_bytes"] == given and 0 < tiers[1]["used_bytes"] == found["lmcache_mp_l2_usage_bytes"]
+    assert tiers[1]["capacity_bytes"] == L2_FRAMES * FRAME_BYTES
+    for tier, (said, share_of_bar) in zip(tiers, fills, strict=True):
+        used, capacity = tier["used_bytes"], tier["capacity_bytes"]
+        assert said == filled(used, capacity)
+        assert share_of_bar == pytest.approx(used / capacity, abs=0.001)
     assert l1["Objects"] == str(HITS * HIT_CHUNKS) and l2["Objects"] == str(status["l2"]["adapters"][0]["objects"])
     assert evicted == HITS * HIT_CHUNKS - int(l2["Objects"]) > 0
     age, of_window = (float(text.split()[-2]) for text in (l2["Age when evicted"], tiles[2][2]))
     assert age == pytest.approx(of_window * int(l2["Objects"]) / evicted, rel=0.1)
+
+
+def test_the_age_of_what_l1_evicts_is_told_once_something_was(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with (
+        Chromium(tmp_path) as browser,
+        hasty_history(LAPSE),
+        server_within() as server,
+        SmallEngine(server.rpc.endpoint, payload_bytes=FRAME_BYTES - FRAME_HEADER_BYTES) as engine,
+    ):
+        port = server.config.http_port
+        room = http_json(port, "GET", "/status")[1]["l1"]["capacity_bytes"] // FRAME_BYTES
+        with browser.page(f"http://{LOOPBACK}:{port}/", script=HASTE) as page:
+            engine.store(engine.tokens(*range(room // 2)))
+            until(lambda: facts(page, 1).get("Objects") == str(room // 2), tell=lambda: facts(page, 1))
+            assert facts(page, 1)["Age when evicted"] == NOTHING
+            stored = time.monotonic()
+            until(lambda: time.monotonic() - stored > OLD_SECONDS)
+            engine.store(engine.tokens(*range(room, 2 * room - 8)))
+            until(lambda: counted(port)["lmcache_mp_l1_evicted_chunks_total"] > 0)
+            age = counted(port)["lmcache_mp_l1_eviction_age_seconds"]
+            until(lambda: facts(page, 1)["Age when evicted"] != NOTHING, tell=lambda: facts(page, 1))
+            shown, unit = facts(page, 1)["Age when evicted"].split()
+    seconds = time.monotonic() - began
+    assert OLD_SECONDS < age < seconds
+    assert float(shown) * {"ms": 0.001, "s": 1.0}[unit] == pytest.approx(age, rel=0.06)
