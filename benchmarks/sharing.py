@@ -17,10 +17,7 @@ TURNS, SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 8, 1000, 300, 64
 
 
 def computed_tokens(engine: VllmEngine) -> float:
-    _, text = engine.ask(engine.port, "GET", "/metrics")
-    name = "vllm:prompt_tokens_by_source_total"
-    lines = [line for line in str(text).splitlines() if line.startswith(name) and "local_compute" in line]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    return engine.metric("vllm:prompt_tokens_by_source_total", "local_compute")
 
 
 def burst(engine: VllmEngine, seed: int) -> tuple[float, float]:

@@ -40,6 +40,13 @@ def until(
     return value
 
 
+def call_workers(engine: VllmEngine, method: str) -> list[Any]:
+    """What each worker answers: a method of vLLM's, or of the probe."""
+    status, body = engine.ask(engine.port, "POST", "/collective_rpc", {"method": method}, 60.0)
+    assert status == 200, body
+    return list(body["results"])
+
+
 def whole_chunks(tokens: int) -> int:
     return tokens // CHUNK_TOKENS * CHUNK_TOKENS
 
@@ -148,10 +155,7 @@ class Stack:
 
     # ---- the engine --------------------------------------------------------------------------------------------------
     def rpc(self, method: str, engine: VllmEngine | None = None) -> list[Any]:
-        asked = engine or self.engine
-        status, body = asked.ask(asked.port, "POST", "/collective_rpc", {"method": method}, 60.0)
-        assert status == 200, body
-        return list(body["results"])
+        return call_workers(engine or self.engine, method)
 
     def unless_machine_stood_still(self, check: Callable[[], None]) -> None:
         """Runs a check of hits. An engine rightly gives up a server that nothing of the machine let answer: where both
@@ -177,10 +181,7 @@ class Stack:
         until(done)
 
     def engine_metric(self, name: str, label: str = "") -> float:
-        """Sum of the samples whose labels contain `label`."""
-        _, text = self.engine.ask(self.engine.port, "GET", "/metrics")
-        lines = [line for line in str(text).splitlines() if line.startswith((name + " ", name + "{")) and label in line]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+        return self.engine.metric(name, label)
 
     def kill_engine(self) -> None:
         """SIGKILL to all its processes, and another one in its place."""

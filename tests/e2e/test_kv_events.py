@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -195,7 +194,7 @@ def test_a_router_sends_a_request_where_the_server_holds_its_prefix(llama: Path,
         router.wait_ready()
 
         def served() -> list[float]:
-            return [_requests(engine) for engine in engines]
+            return [engine.metric("vllm:request_success_total") for engine in engines]
 
         for number, engine in enumerate(engines):  # each has a prompt of its own, and has pushed it out
             engine.complete(sample_tokens(1060, seed=20 + number), max_tokens=2)
@@ -207,12 +206,3 @@ def test_a_router_sends_a_request_where_the_server_holds_its_prefix(llama: Path,
             assert [now - then for now, then in zip(after, before, strict=True)] == [number == 0, number == 1]
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= WHOLE_TOKENS - BLOCK_TOKENS
             push_out(engines[number], 400)
-
-
-def _requests(engine: VllmEngine) -> float:
-    connection = http.client.HTTPConnection(LOOPBACK, engine.port, timeout=60)
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
-    lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

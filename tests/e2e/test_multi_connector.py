@@ -19,6 +19,7 @@ from services import nixl
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TOKENS = 1500
+NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"  # `cached_tokens` of an answer leaves them out
 TOKEN_BYTES = 16 << 10  # in float32, which makes the answers those of an engine that computed
 
 
@@ -52,13 +53,6 @@ def engine(model: Path, folder: Path, name: str, server: CacheServer) -> VllmEng
     )
 
 
-def nixl_bytes(engine: VllmEngine) -> float:
-    """That the engine got by NIXL, which `cached_tokens` of an answer leaves out."""
-    _, text = engine.ask(engine.port, "GET", "/metrics")
-    lines = [line for line in str(text).splitlines() if line.startswith("vllm:nixl_bytes_transferred_sum")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-
 def test_a_prompt_goes_by_nixl_and_by_the_servers_when_its_engine_is_gone(llama: Path, tmp_path: Path) -> None:
     nixl.need()
     ports = [free_port(), free_port()]
@@ -82,7 +76,7 @@ def test_a_prompt_goes_by_nixl_and_by_the_servers_when_its_engine_is_gone(llama:
             told = prefill(first, prompt)
             assert told["remote_block_ids"] and told[SOURCE_KEY]["tokens"]
             warm = second.complete(prompt, kv_transfer_params=told)
-            until(lambda: nixl_bytes(second) >= (TOKENS - 32) * TOKEN_BYTES, tell=second.log)
+            until(lambda: second.metric(NIXL_BYTES) >= (TOKENS - 32) * TOKEN_BYTES, tell=second.log)
             exact = first.complete(prompt)
             assert warm.token_ids == exact.token_ids
             # Of a prompt whose engine is gone, NIXL has nothing and the peer has all that was stored.

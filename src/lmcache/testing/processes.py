@@ -162,6 +162,14 @@ class ManagedProcess:
         with self.connection(port, timeout_seconds) as connection:
             return _exchange(connection, method, path, body)
 
+    def metric_at(self, port: int, name: str, label: str = "") -> float:
+        """Sum of the samples of one metric whose labels contain `label`, 0.0 when it has none yet."""
+        status, text = self.ask(port, "GET", "/metrics")
+        if status != 200:
+            raise RuntimeError(f"/metrics answered {status}")
+        lines = [line for line in str(text).splitlines() if line.startswith((name + " ", name + "{")) and label in line]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
     @contextlib.contextmanager
     def connection(self, port: int, timeout_seconds: float) -> Iterator[http.client.HTTPConnection]:
         """To this process. A child that outlives it may keep its sockets open, so the end of the process is watched
@@ -265,16 +273,9 @@ class CacheServer(ManagedProcess):
             raise RuntimeError(f"/status answered {status}: {body}")
         return dict(body)
 
-    def metric(self, name: str) -> float:
-        """Sum over the labels of one metric, 0.0 when it has no sample yet."""
-        status, text = self.ask(self.http_port, "GET", "/metrics")
-        if status != 200:
-            raise RuntimeError(f"/metrics answered {status}")
-        total = 0.0
-        for line in str(text).splitlines():
-            if line.startswith((name + " ", name + "{")):
-                total += float(line.rsplit(" ", 1)[1])
-        return total
+    def metric(self, name: str, label: str = "") -> float:
+        """`metric_at` the server's HTTP port."""
+        return self.metric_at(self.http_port, name, label)
 
 
 class CoordinatorProcess(ManagedProcess):
@@ -400,6 +401,10 @@ class VllmEngine(ManagedProcess):
     def ended(self) -> str:
         lost = [f"{program} ({pid})" for pid, program in self._parts.items() if not _runs(pid)]
         return super().ended() or (f"{self.name} has lost {', '.join(lost)}" if lost else "")
+
+    def metric(self, name: str, label: str = "") -> float:
+        """`metric_at` the engine's port."""
+        return self.metric_at(self.port, name, label)
 
     def complete(
         self,
