@@ -12,15 +12,11 @@ from e2e.harness import until
 from lmcache.integration.vllm.handover import SOURCE_KEY
 from lmcache.testing.processes import CacheServer, VllmEngine
 from lmcache.testing.tiny_models import sample_tokens
+from support.router_requests import FOR_PREFILL
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_TOKENS = 32
-FOR_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
-}
 
 
 def prefill(engine: VllmEngine, prompt: list[int]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lmcache.integration.vllm.handover import SOURCE_KEY
 from lmcache.testing.processes import ManagedProcess, http_json
 from services import vllm_router
 from services.network import Network, in_own_network, with_own_memory
+from support.router_requests import FOR_PREFILL
 from support.telemetry_proxy import TelemetryProxy, telemetry_proxy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -28,11 +29,6 @@ HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8080, 8000, 8100, 8200
 WHOLE_TOKENS, CHUNKS = 1792, 7
 START_SECONDS = 900.0
 WAITS = "lmcache_mp_handover_waits_total"
-FOR_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
-}
 
 
 class Tour:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from e2e.harness import CHUNK_TOKENS, ENGINE_PATH, PROBE, until, whole_chunks
+from e2e.harness import CHUNK_TOKENS, ENGINE_PATH, PROBE, call_workers, until, whole_chunks
 from lmcache.testing.processes import CacheServer, Completion, VllmEngine
 from lmcache.testing.tiny_models import sample_tokens
+from process.support import held
 from support.machines import Machine, two_machines
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -32,7 +33,6 @@ class Site:
         self.machine = machine
         folder.mkdir()
         self.server = self._start(stack, lambda: CacheServer(folder, l1_size_gb=1.0, extra=flags))
-        self.port = self.server.port
         machine.run(self.server.wait_ready)
         self.engines = {
             layout: self._start(stack, self._engine(model, folder, cpu, layout)) for layout in (EXACT, ROUNDED)
@@ -42,7 +42,7 @@ class Site:
         return lambda: VllmEngine(
             model,
             folder,
-            cache_port=self.port,
+            cache_port=self.server.port,
             extra_config={"lmcache.mp.load_or_recompute": False},
             extra=["--worker-extension-cls", PROBE, "--dtype", layout],
             environment={
@@ -63,7 +63,7 @@ class Site:
             self.machine.run(engine.wait_ready)
         until(lambda: len(self.status()["instances"]) == len(self.engines), tell=self.status)
         for layout in self.engines:
-            self._rpc(layout, "kv_watch")
+            self._call_workers(layout, "kv_watch")
 
     def status(self) -> dict[str, Any]:
         return self.machine.run(self.server.status)
@@ -73,14 +73,10 @@ class Site:
 
     def seen(self, layout: str, kind: str) -> dict[str, str]:
         """Digests of the KV that the engine stored or loaded."""
-        return dict(self._rpc(layout, "kv_seen")[0][kind])
+        return dict(self._call_workers(layout, "kv_seen")[0][kind])
 
-    def _rpc(self, layout: str, method: str) -> list[Any]:
-        engine = self.engines[layout]
-        body = {"method": method}
-        status, answer = self.machine.run(lambda: engine.ask(engine.port, "POST", "/collective_rpc", body, 60.0))
-        assert status == 200, answer
-        return list(answer["results"])
+    def _call_workers(self, layout: str, method: str) -> list[Any]:
+        return self.machine.run(lambda: call_workers(self.engines[layout], method))
 
     def is_connected(self) -> bool:
         return self.machine.run(lambda: self.server.metric("lmcache_mp_p2p_peers")) == 1
@@ -91,8 +87,8 @@ class Site:
     def check_idle(self) -> None:
         def idle() -> bool:
             status = self.status()
-            held = [status["sessions"], status["leases"], status["reservations"], status["p2p"]["leases"]]
-            return not any(held + [status["l1"][name] for name in ("leased_objects", "reservations", "staged")])
+            others = status["p2p"]["leases"], status["l1"]["reservations"]
+            return not (any(others) or self.machine.run(lambda: held(self.server)))
 
         until(idle, tell=self.status)
         assert "Traceback" not in self.server.log()

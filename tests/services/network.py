@@ -28,10 +28,7 @@ class Network:
 
     def __init__(self) -> None:
         self._nft = Path(shutil.which("nft") or program(NFT, "nft"))
-        libc = ctypes.CDLL(None, use_errno=True)
-        if os.geteuid() != 0 or libc.unshare(CLONE_NEWNET) != 0:
-            missing("The right to make a network namespace", installed=False)
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        leave_network()
         self._rules("add table inet test", "add chain inet test faults { type filter hook input priority 0; }")
 
     def well(self) -> None:
@@ -57,6 +54,13 @@ class Network:
         done = subprocess.run([self._nft, "; ".join(rules)], env=environment, capture_output=True, text=True)
         if done.returncode:
             missing(f"A packet filter ({done.stderr.strip()})", installed=False)
+
+
+def leave_network() -> None:
+    """From now on this thread, and what it starts, has a network of its own with a loopback alone."""
+    if os.geteuid() != 0 or ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
+        missing("The right to make a network namespace", installed=False)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
 def listening_ports(pid: int) -> list[int]:

@@ -6,7 +6,6 @@ with two_machines() as (a, b):
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import threading
@@ -15,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from services import missing
-from services.network import CLONE_NEWNET, with_own_memory
+from services.network import leave_network, with_own_memory
 
 Value = TypeVar("Value")
 
@@ -29,7 +27,7 @@ class Machine:
     def __init__(self, address: str) -> None:
         self.address = address
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"machine {address}")
-        self.thread_id = self.run(_leave_the_network)
+        self.run(leave_network)
         self.run(with_own_memory)
 
     def run(self, call: Callable[[], Value]) -> Value:
@@ -40,7 +38,7 @@ class Machine:
         self.run(lambda: subprocess.run(words, check=True))
 
     def connect(self, other: Machine) -> None:
-        place = f"/proc/{os.getpid()}/task/{other.thread_id}/ns/net"
+        place = f"/proc/{os.getpid()}/task/{other.run(threading.get_native_id)}/ns/net"
         self.command("ip", "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", place)
         for machine in (self, other):
             machine.command("ip", "address", "add", f"{machine.address}/24", "dev", CABLE)
@@ -50,7 +48,7 @@ class Machine:
         self.command("ip", "link", "set", CABLE, "up")
 
     def unplug(self) -> None:
-        """Every packet to and from the other machine is lost, and nobody is told."""
+        """This machine has no network any more. The other one hears nothing, and is told nothing."""
         self.command("ip", "link", "set", CABLE, "down")
 
     def close(self) -> None:
@@ -67,10 +65,3 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
     finally:
         a.close()
         b.close()
-
-
-def _leave_the_network() -> int:
-    if os.geteuid() != 0 or ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
-        missing("The right to make a network namespace", installed=False)
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    return threading.get_native_id()

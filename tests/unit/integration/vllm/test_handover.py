@@ -16,14 +16,10 @@ from lmcache.integration.vllm.scheduler_options import SchedulerOptions
 from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.protocol.messages import AppendReply, Source
 from manual_clock import ManualClock
+from support.router_requests import FOR_PREFILL
 from unit.integration.vllm.fakes import FakeBlockPool, FakeClient, answer, hello, output, request, step
 
 EPOCH = hello().server_epoch
-FOR_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
-}
 TOLD = {"instance": "i", "p2p": "10.0.0.7:9500", "epoch": EPOCH.hex(), "tokens": 512}
 
 
