@@ -13,7 +13,7 @@ from array import array
 
 from lmcache import _native
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
-from lmcache.core.object_changes import ObjectsPage, Run
+from lmcache.core.object_changes import ChangePage, ObjectsPage, Run
 from lmcache.environment import SYSTEM
 from lmcache.fleet import messages as m
 from lmcache.fleet.event_batches import Stream, request_body
@@ -21,7 +21,7 @@ from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instances
 from lmcache.fleet.keys import encode_scope
 from lmcache.fleet.routes.directory import decode_events
-from measure import Result, at_least, at_most, command_line, report, spread
+from measure import Result, at_least, at_most, command_line, report, resident_bytes, spread
 
 OBJECT_BYTES = 64 << 10
 BATCH_KEYS = 4096
@@ -31,11 +31,7 @@ LOOKUP_LIMIT_MS = 0.5
 STEP_LIMIT_MS = 5.0
 EVENTS_A_SECOND = 10_000
 SWEEP_STEP = 65_536
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+MODELS, TENANTS = 8, 16
 
 
 class Filled:
@@ -85,22 +81,38 @@ class Filled:
         return voided, steps
 
 
-class OneTier:
-    """What a stream asks of the source of a batch."""
+class Memory:
+    """L1 of a server, as the reporter reads it: hashes by chance, the same whenever they are read."""
 
     tier, backend, shared = "l1", "", False
 
+    def __init__(self, number: int, objects: int, object_bytes: int) -> None:
+        self._number, self.count, self._object_bytes = number, objects, object_bytes
+        self.namespace = Namespace(
+            f"model-{number % MODELS}", 8, number % 8, 0, "5e" * 16, f"tenant-{number % TENANTS}"
+        )
+        self.changed: list[Run] = []
+        self._told = 0
+
     def capacity_bytes(self) -> int:
-        return 0
+        return self.count * self._object_bytes
 
     def cursor(self) -> int:
-        return 0
+        return self._told
 
-    def changes(self, cursor: int, most: int) -> object:
-        raise NotImplementedError
+    def run(self, seed: int, objects: int, *, added: bool = True) -> Run:
+        hashes = random.Random(self._number << 32 | seed).randbytes(objects * CHUNK_HASH_BYTES)
+        return Run(self.namespace, hashes, (array("Q", [self._object_bytes]) * objects).tobytes(), added)
+
+    def changes(self, cursor: int, most: int) -> ChangePage:
+        runs, self.changed = self.changed, []
+        self._told += len(runs)
+        return ChangePage(runs, self._told)
 
     def objects(self, start: int, most: int) -> ObjectsPage:
-        raise NotImplementedError
+        objects = min(most, self.count - start)
+        end = start + objects
+        return ObjectsPage([self.run(start, objects)], end if end < self.count else 0)
 
 
 def events(batches: int) -> tuple[float, float, int]:
@@ -114,7 +126,7 @@ def events(batches: int) -> tuple[float, float, int]:
     for _ in range(batches):
         run = Run(namespace, os.urandom(CHUNK_HASH_BYTES * BATCH_KEYS), bytes(array("Q", [OBJECT_BYTES]) * BATCH_KEYS))
         started = time.thread_time()
-        body = request_body([stream.changes(OneTier(), run, 0.0)])  # type: ignore[arg-type]
+        body = request_body([stream.changes(Memory(0, 0, OBJECT_BYTES), run, 0.0)])
         wrote += time.thread_time() - started
         sent_bytes += len(body)
         started = time.thread_time()

@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import statistics
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from directory import resident_bytes
-from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
-from lmcache.core.object_changes import ChangePage, ObjectsPage, Run
+from directory import CALL_KEYS, MEMORY_LIMIT_BYTES, Memory
 from lmcache.environment import Environment
 from lmcache.fleet import messages as m
 from lmcache.fleet.event_batches import Stream, request_body
@@ -34,51 +30,16 @@ from lmcache.fleet.reporter import Reporter
 from lmcache.fleet.routes.directory import decode_events
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.processes import CoordinatorProcess
-from measure import Result, at_most, command_line, report, spread
+from measure import Result, at_most, command_line, processor_seconds, report, resident_bytes, spread
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from manual_clock import ManualClock
 
 OBJECT_BYTES = 2 << 20
-CALL_KEYS = 500
 LOOKUP_EVERY_REQUESTS = 64
 TIMEOUT_SECONDS = 30.0
-MEMORY_LIMIT_BYTES, LOOKUP_LIMIT_MS = 64, 0.5
-MODELS, TENANTS = 8, 16
-
-
-class Memory:
-    """L1 of a server, as the reporter reads it: hashes by chance, the same whenever they are read."""
-
-    tier, backend, shared = "l1", "", False
-
-    def __init__(self, number: int, objects: int) -> None:
-        self.number, self.count = number, objects
-        self.namespace = Namespace(
-            f"model-{number % MODELS}", 8, number % 8, 0, "5e" * 16, f"tenant-{number % TENANTS}"
-        )
-        self.changed: list[Run] = []
-        self._told = 0
-
-    def capacity_bytes(self) -> int:
-        return self.count * OBJECT_BYTES
-
-    def cursor(self) -> int:
-        return self._told
-
-    def run(self, seed: int, objects: int, *, added: bool = True) -> Run:
-        hashes = random.Random(self.number << 32 | seed).randbytes(objects * CHUNK_HASH_BYTES)
-        return Run(self.namespace, hashes, (array("Q", [OBJECT_BYTES]) * objects).tobytes(), added)
-
-    def changes(self, cursor: int, most: int) -> ChangePage:
-        runs, self.changed = self.changed, []
-        self._told += len(runs)
-        return ChangePage(runs, self._told)
-
-    def objects(self, start: int, most: int) -> ObjectsPage:
-        objects = min(most, self.count - start)
-        end = start + objects
-        return ObjectsPage([self.run(start, objects)], end if end < self.count else 0)
+LOOKUP_LIMIT_MS = 10.0
+PROCESSOR_LIMIT = 0.5  # of one
 
 
 class Coordinator:
@@ -89,7 +50,6 @@ class Coordinator:
         self.intake = EventIntake(self.instances.knows, clock)
         self.seconds, self.sent_bytes, self.requests = 0.0, 0, 0
         self.lookups: list[float] = []
-        self.keys: list[m.Key] = []
 
     def joined(self, instance: Instance) -> None:
         pass
@@ -105,13 +65,12 @@ class Coordinator:
         self.sent_bytes += len(body)
         self.requests += 1
         if len(batches[-1].entries) >= CALL_KEYS and self.requests % LOOKUP_EVERY_REQUESTS == 0:
-            self.keys = [entry.key for entry in batches[-1].entries[:CALL_KEYS]]
-            self._look_up()
+            self._look_up([entry.key for entry in batches[-1].entries[:CALL_KEYS]])
         return answer
 
-    def _look_up(self) -> None:
+    def _look_up(self, keys: Sequence[m.Key]) -> None:
         began = time.thread_time()
-        assert all(result.placements for result in self.intake.directory.lookup(self.keys))
+        assert all(result.placements for result in self.intake.directory.lookup(keys))
         self.lookups.append(time.thread_time() - began)
 
     def take(self) -> tuple[float, int, int]:
@@ -125,7 +84,7 @@ class Server:
     def __init__(
         self, number: int, objects: int, coordinator: Coordinator, clock: ManualClock, metrics: Metrics
     ) -> None:
-        self.name, self.memory = f"server-{number}", Memory(number, objects)
+        self.name, self.memory = f"server-{number}", Memory(number, objects, OBJECT_BYTES)
         self._coordinator = coordinator
         self.reporter = Reporter(
             *(self.name, [self.memory], coordinator, metrics.fleet, clock, lambda seconds: None),
@@ -157,8 +116,8 @@ def simulate(servers: int, copies: int, events: int, seconds: int) -> Iterator[R
     yield Result("everything told: each server", (told_seconds - taken) / servers, "s")
     milliseconds = statistics.median(coordinator.lookups) * 1e3
     yield at_most(
-        f"lookup of {CALL_KEYS} keys meanwhile, with an answer of text",
-        *(milliseconds, "ms", 10.0, spread(coordinator.lookups, 1e3)),
+        f"lookup of {CALL_KEYS} keys meanwhile, from keys to placements",
+        *(milliseconds, "ms", LOOKUP_LIMIT_MS, spread(coordinator.lookups, 1e3)),
     )
     yield from _changes(fleet, coordinator, events, seconds)
     yield from _partition(fleet, coordinator, clock)
@@ -174,7 +133,7 @@ def _changes(fleet: Sequence[Server], coordinator: Coordinator, events: int, sec
             server.reporter.tell_changes()
     taken, sent, requests = coordinator.take()
     name = f"{2 * each * len(fleet):,} changes a second, {requests // seconds} requests"
-    yield at_most(f"{name}: of a processor", taken / seconds, "share", 0.5, "without HTTP")
+    yield at_most(f"{name}: of a processor", taken / seconds, "share", PROCESSOR_LIMIT, "without HTTP")
     yield Result(f"{name}: on the wire", sent / seconds / 1e6, "MB/s")
 
 
@@ -203,24 +162,18 @@ def _partition(fleet: Sequence[Server], coordinator: Coordinator, clock: ManualC
 
 def over_http(requests: int, entries: int) -> Iterator[Result]:
     """Processor time of a coordinator's process for a request with the changes of a second of one server."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    memory, stream = Memory(0, 1), Stream("server", 1)
+    memory, stream = Memory(0, 1, OBJECT_BYTES), Stream("server", 1)
     with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as folder, CoordinatorProcess(Path(folder)) as process:
         process.wait_ready()
         process.answer("POST", "/instances", {"instance_id": "server", "ip": "127.0.0.1", "http_port": 1})
-
-        def used() -> float:
-            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()
-            return (int(fields[11]) + int(fields[12])) / ticks
-
         with process.connection(process.port, 60.0) as connection:
-            began = used()
+            began = processor_seconds(process.pid)
             for number in range(requests):
                 body = request_body([stream.changes(memory, memory.run(number, entries), 0.0)])
                 connection.request("POST", "/events", body, {"Content-Type": "application/json"})
                 answer = connection.getresponse()
                 assert answer.status == 200 and msgspec.json.decode(answer.read())["applied"] == 1
-            seconds = (used() - began) / requests
+            seconds = (processor_seconds(process.pid) - began) / requests
     yield Result(f"a request with {entries} changes over HTTP", seconds * 1e3, "ms", detail="of a processor")
 
 

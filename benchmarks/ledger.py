@@ -17,7 +17,7 @@ from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.l2.accounting import Ledger
 from lmcache.l2.adapter import Capacity, ObjectColumns
-from measure import Result, at_most, command_line, report, spread
+from measure import Result, at_most, command_line, report, resident_bytes, spread
 
 OBJECT_BYTES = 64 << 10
 SLICE_OBJECTS = 4096
@@ -25,11 +25,6 @@ VICTIMS = 1024
 CALL_CHUNKS = 500
 MEMORY_LIMIT_BYTES = 110
 CALL_LIMIT_MS = 5.0
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def namespaces(salts: int) -> list[Namespace]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -75,6 +76,12 @@ def median_seconds(call: Callable[[], object], runs: int, warm_up: int = 2) -> l
 def best_copy_seconds(source: Region, destination: Region, size_bytes: int, runs: int = 9) -> float:
     """The best single-thread copy loop of this machine."""
     return bench_timing.best_copy_seconds(destination.address, source.address, size_bytes, runs)
+
+
+def resident_bytes() -> int:
+    """Of this process's memory, by the kernel."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def processor_seconds(pid: int) -> float:
