@@ -1,5 +1,5 @@
-"""A server before object stores of NIXL whose disk is full: stores fail and are left alone, what is there is given, and
-with room again it stores again."""
+"""A server before object stores whose disk is full: stores fail and are left alone, loads are not, and with room again
+it stores again. Their answers do not tell a full disk from another fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from lmcache.testing.processes import CacheServer
 from polling import until
-from process.remote_services import Start, azure_behind_nixl, s3_behind_nixl
+from process.remote_services import Start, azure_behind_nixl, s3, s3_behind_nixl
 from process.support import SmallEngine
 from services.network import grow_small_disk, with_small_disk
 
@@ -20,13 +20,16 @@ DISK_BYTES, LARGER_DISK_BYTES = 48 << 20, 512 << 20
 PAYLOAD_BYTES = 4 << 20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("start", "folder"),
-    [(s3_behind_nixl, "seaweedfs"), (azure_behind_nixl, "azurite")],
-    ids=["OBJ", "AZURE_BLOB"],
+    ("start", "folder", "fault"),
+    [
+        pytest.param(s3, "seaweedfs", "InternalError (500)", id="s3"),
+        pytest.param(s3_behind_nixl, "seaweedfs", "", id="OBJ", marks=pytest.mark.slow),
+        pytest.param(azure_behind_nixl, "azurite", "", id="AZURE_BLOB", marks=pytest.mark.slow),
+    ],
 )
-def test_it_is_left_alone_while_it_is_full_and_used_again(start: Start, folder: str, tmp_path: Path) -> None:
+def test_it_is_left_alone_while_full_and_used_again(start: Start, folder: str, fault: str, tmp_path: Path) -> None:
+    """`fault`: what the log says then."""
     disk = tmp_path / folder / "data"
 
     def test() -> None:
@@ -41,6 +44,9 @@ def test_it_is_left_alone_while_it_is_full_and_used_again(start: Start, folder: 
 
             def adapters() -> list[dict[str, Any]]:
                 return list(server.status()["l2"]["adapters"])
+
+            def loaded_bytes() -> float:
+                return server.metric("lmcache_mp_l2_loaded_bytes_total", f'"{adapters()[0]["name"]}"')
 
             def tell() -> Any:
                 return adapters(), server.log()[-2000:]
@@ -63,13 +69,16 @@ def test_it_is_left_alone_while_it_is_full_and_used_again(start: Start, folder: 
                 return bool(adapters()[0]["stores_suspended"])
 
             until(fills, 180.0, tell=tell)
+            assert fault in server.log()
             late = store_another()
             until(lambda: adapters()[1]["objects"] == 2 + len(prompts), tell=tell)  # the other tier has all
             server.clear("l1")
+            loaded = loaded_bytes()
             for name, tokens, chunks in (("first", first, 2), ("late", late, 1)):
                 found = engine.lookup(name, tokens)
                 assert found.chunks == chunks and engine.read(found)
                 engine.end(name)
+            assert loaded_bytes() - loaded >= 2 * PAYLOAD_BYTES, "of the first prompt, not by the other tier"
             assert not adapters()[0]["loads_suspended"]
             grow_small_disk(disk, LARGER_DISK_BYTES)
             had = adapters()[0]["objects"]

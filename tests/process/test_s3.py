@@ -8,7 +8,6 @@ import os
 import struct
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from lmcache.testing.processes import LOOPBACK, CacheServer, http_json
 from polling import until
 from process.support import SmallEngine
 from services import need_package
-from services.network import with_small_disk
 from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, SeaweedFS
 
 need_package("awscrt")
@@ -197,38 +195,6 @@ def test_a_wrong_clock_costs_misses_until_it_is_right(tmp_path: Path, service: l
             for request in ("wrong", "right"):
                 engine.end(request)
         until(lambda: not server.status()["l1"]["leases"])
-
-
-def test_a_service_whose_disk_is_full_still_gives_what_it_has(tmp_path: Path) -> None:
-    """Its answers do not tell a full disk from another fault: stores are left alone, loads are not."""
-
-    def test() -> None:
-        with ExitStack() as stack:
-            service = stack.enter_context(SeaweedFS(tmp_path / "small"))
-            service.wait_ready()
-            service.make_bucket("shared")
-            server = stack.enter_context(by_environment(tmp_path, "full", service))
-            engine = stack.enter_context(SmallEngine(server.port, payload_bytes=4 << 20))
-            first = engine.tokens(0, 1)
-            assert engine.store(first) == 2
-            until(lambda: stored(server, 2), tell=server.status)
-            prompts = count(10)
-
-            def fills() -> bool:
-                assert engine.store(engine.tokens(next(prompts))) == 1
-                until(lambda: not figures(server)["stores_in_flight"], tell=server.status)
-                return bool(figures(server)["stores_suspended"])
-
-            until(fills, 120.0, tell=lambda: (figures(server), server.log()[-2000:]))
-            assert "InternalError (500)" in server.log()
-            server.clear("l1")
-            found = engine.lookup("first", first)
-            assert found.chunks == 2 and engine.read(found)
-            engine.end("first")
-            assert not figures(server)["loads_suspended"]
-            until(lambda: not server.status()["l1"]["leases"] and not figures(server)["abandoned"])
-
-    with_small_disk(tmp_path / "small" / "data", 32 << 20, test)
 
 
 def test_a_service_that_is_killed_and_comes_back(tmp_path: Path, service: list[SeaweedFS]) -> None:
