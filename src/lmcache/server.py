@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -70,7 +71,7 @@ _STATUS_SECONDS = 2.0
 _RNG_SEED_BYTES = 16
 # How long a thread may keep the interpreter: the message loop must not wait 5 ms for the storage loop. A lookup gives
 # it up several times, and waits that long each time while a page of metrics or of a listing is made.
-THREAD_SWITCH_SECONDS = 0.0001
+THREAD_SWITCH_SECONDS = 0.00002
 _WANTED_FILE_DESCRIPTORS = 65_536
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_BYTES = 32 << 20  # the most that mallopt takes
@@ -123,6 +124,9 @@ class Server:
         except BaseException:
             self._closers.close()
             raise
+        # What is here stays: a collection must not walk it again, which takes 40 ms, while a lookup waits.
+        gc.collect()
+        gc.freeze()
         self._ready = True
 
     def _build(self, checkpoint: Callable[[], object]) -> None:

@@ -50,7 +50,8 @@ class BatchQueue(Generic[T]):
                 self._dropped += 1
                 return False
             self._items.append(item)
-            self._changed.notify_all()
+            if len(self._items) == 1:  # who waits for the end of the queue is told by its thread
+                self._changed.notify_all()
         return True
 
     def drain(self, seconds: float) -> bool:

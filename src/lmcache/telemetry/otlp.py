@@ -127,7 +127,7 @@ class OtlpExporter:
         try:
             for first in range(0, len(spans), _MAX_SPANS_A_MESSAGE):
                 batch = spans[first : first + _MAX_SPANS_A_MESSAGE]
-                self._send({"offset": offset, "spans": [_packed(span) for span in batch]}, len(batch))
+                self._send({"offset": offset, "spans": batch}, len(batch))
                 rest -= len(batch)
         finally:
             self._metrics.otlp_dropped_spans.inc(rest)  # of a fault, which the queue logs
@@ -209,20 +209,6 @@ class RestartPause:
     def ended(self, monotonic: float) -> None:
         if monotonic - self._begun_at >= _STEADY_SECONDS:
             self._due_at, self._pause_seconds = monotonic, _FIRST_RESTART_SECONDS
-
-
-def _packed(span: Span) -> Sequence[Any]:
-    """Ids as bytes: msgpack has no integers of 128 bits."""
-    return (
-        span.name,
-        span.trace_id.to_bytes(16, "big"),
-        span.span_id.to_bytes(8, "big"),
-        span.parent_id.to_bytes(8, "big"),
-        span.started,
-        span.ended,
-        span.attributes,
-        span.tiers,
-    )
 
 
 def _family(family: Any) -> Sequence[Any]:

@@ -11,32 +11,23 @@ request                  from its first lookup to its end
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from lmcache.clock import Clock
 
 Attributes = tuple[tuple[str, str | int | float], ...]
 
-_TRACE_ID_BITS = 128
+_TRACE_ID_BYTES = 16
 _SPAN_ID_BITS = 64
 _SAMPLED = 1
+_TRACE_PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 
 
-class Span(NamedTuple):
-    """Seconds of the server's monotonic clock. `parent_id` 0: none."""
-
-    name: str
-    trace_id: int
-    span_id: int
-    parent_id: int
-    started: float
-    ended: float
-    attributes: Attributes
-    tiers: Sequence[TierTime] = ()  # spans below it, which get their ids from the exporter
-
-
-class TierTime(NamedTuple):
+class TierTime(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What one tier took for a request, in seconds of the monotonic clock."""
 
     tier: str  # "l1", or "l2" and the name of an adapter
@@ -45,18 +36,34 @@ class TierTime(NamedTuple):
     objects: int = 0
 
 
+class Span(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """As it goes to the process that exports. Seconds of the server's monotonic clock. `parent_id` 0: none.
+
+    Thousands may wait: the garbage collector does not look at them.
+    """
+
+    name: str
+    trace_id: bytes
+    span_id: int
+    parent_id: int
+    started: float
+    ended: float
+    attributes: Attributes
+    tiers: Sequence[TierTime] = ()  # spans below it, which get their ids from the exporter
+
+
 class Trace:
     """The trace of one request."""
 
     __slots__ = ("_begun", "_parent_id", "_request_id", "_tracer", "span_id", "trace_id")
 
-    def __init__(self, tracer: Tracer, request_id: str, trace_id: int, parent_id: int) -> None:
+    def __init__(self, tracer: Tracer, request_id: str, trace_id: bytes, parent_id: int) -> None:
         self._tracer = tracer
         self._request_id = request_id
         self._parent_id = parent_id
         self._begun = tracer.now()
         self.trace_id = trace_id
-        self.span_id = tracer.new_id(_SPAN_ID_BITS)
+        self.span_id = tracer.new_span_id()
 
     def child(
         self,
@@ -69,7 +76,7 @@ class Trace:
         parent_id: int = 0,
     ) -> int:
         """A span below the request's, or below `parent_id`; its id."""
-        span_id = self._tracer.new_id(_SPAN_ID_BITS)
+        span_id = self._tracer.new_span_id()
         self._tracer.put(
             Span(name, self.trace_id, span_id, parent_id or self.span_id, started, ended, attributes, tiers)
         )
@@ -100,8 +107,11 @@ class Tracer:
         self._sample_rate = sample_rate
         self._rng = rng
 
-    def new_id(self, bits: int) -> int:
-        return self._rng.getrandbits(bits) or 1
+    def new_span_id(self) -> int:
+        return self._rng.getrandbits(_SPAN_ID_BITS) or 1
+
+    def new_trace_id(self) -> bytes:
+        return self._rng.randbytes(_TRACE_ID_BYTES)
 
     def begin(self, request_id: str, trace_parent: str) -> Trace | None:
         """None: it is not sampled."""
@@ -111,16 +121,13 @@ class Tracer:
             return Trace(self, request_id, trace_id, parent_id) if flags & _SAMPLED else None
         if self._sample_rate < 1 and self._rng.random() >= self._sample_rate:
             return None
-        return Trace(self, request_id, self.new_id(_TRACE_ID_BITS), 0)
+        return Trace(self, request_id, self.new_trace_id(), 0)
 
 
-def _parse(trace_parent: str) -> tuple[int, int, int] | None:
+def _parse(trace_parent: str) -> tuple[bytes, int, int] | None:
     """Trace id, span id and flags of W3C Trace Context; None for what is none."""
-    parts = trace_parent.split("-")
-    if len(parts) < 4 or [len(part) for part in parts[:4]] != [2, 32, 16, 2]:
+    match = _TRACE_PARENT.fullmatch(trace_parent)
+    if match is None:
         return None
-    try:
-        trace_id, parent_id, flags = (int(part, 16) for part in parts[1:4])
-    except ValueError:
-        return None
-    return (trace_id, parent_id, flags) if trace_id and parent_id else None
+    trace_id, parent_id, flags = bytes.fromhex(match[1]), int(match[2], 16), int(match[3], 16)
+    return (trace_id, parent_id, flags) if any(trace_id) and parent_id else None

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from lmcache.telemetry.metrics import Metrics
@@ -15,7 +16,7 @@ from lmcache.telemetry.tracing import Span
 from manual_clock import ManualClock
 from polling import until
 
-SPAN = Span("request", 1, 2, 0, 0.0, 1.0, ())
+SPAN = Span("request", bytes(15) + b"\1", 2, 0, 0.0, 1.0, ())
 
 
 class RefusedProcess:
@@ -35,7 +36,7 @@ class RefusedProcess:
 
 
 class TakingProcess:
-    """Takes each message. Called as a class is, it is the process."""
+    """Takes each message that can be packed. Called as a class is, it is the process."""
 
     why_ended = ""
 
@@ -46,6 +47,7 @@ class TakingProcess:
         return self
 
     def send(self, message: Mapping[str, Any], spans: int) -> bool:
+        msgspec.msgpack.encode(message)
         self.taken.append(message)
         return True
 
@@ -110,7 +112,7 @@ def test_a_fault_costs_one_export_of_metrics_and_no_span_uncounted(caplog: pytes
     )
     exporter.start()
     until(lambda: process.taken)
-    exporter.put(SPAN._replace(trace_id=-1))
+    exporter.put(Span("request", bytes(16), 2**64, 0, 0.0, 1.0, ()))
     until(lambda: metrics.registry.get_sample_value("lmcache_mp_otlp_dropped_spans_total") == 1)
     exporter.stop()
     assert metrics.registry.get_sample_value("lmcache_mp_otlp_failed_exports_total") == 1
