@@ -33,10 +33,6 @@ LMCACHE_INLINE void save_lanes(LaneChecksum& sum, const Lanes& lanes) {
     sum.lanes[(at + 3) % 4] = static_cast<std::uint32_t>(lanes.c3);
 }
 
-// How far ahead of the copy its source is fetched. Found by trying: 2 to 4 KiB are much alike, without it a quarter of
-// the speed is lost.
-inline constexpr std::size_t kPrefetchBytes = 3072;
-
 LMCACHE_INLINE void prefetch(const std::byte* source, std::ptrdiff_t ahead) {
     __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(source) + ahead));
 }
@@ -98,7 +94,7 @@ LMCACHE_INLINE void copy_tail(std::byte* destination, const std::byte* source, s
     if (size != 0) copy_bytes<kKind>(destination, source, size, sum);
 }
 
-// Where to prefetch while a run is copied: `near` bytes of it `kPrefetchBytes` further on in the same run, then, for
+// Where to prefetch while a run is copied: `near` bytes of it `kCopyAheadBytes` further on in the same run, then, for
 // its last part, `far_ahead` bytes further on, which is in a later run.
 struct Prefetch {
     std::size_t near_bytes;
@@ -121,10 +117,10 @@ LMCACHE_INLINE void copy_odd_run(std::byte* destination, const std::byte* source
     const std::size_t near_bytes = prefetch.near_bytes < whole_bytes ? prefetch.near_bytes : whole_bytes;
     Lanes lanes = load_lanes(sum);
     if (kKind == StoreKind::kStreaming && reinterpret_cast<std::uintptr_t>(destination) % Isa::kBlockBytes == 0) {
-        copy_blocks<kKind, true>(lanes, destination, source, near_bytes, kPrefetchBytes);
+        copy_blocks<kKind, true>(lanes, destination, source, near_bytes, kCopyAheadBytes);
         copy_blocks<kKind, true>(lanes, destination, source, whole_bytes - near_bytes, prefetch.far_ahead);
     } else {
-        copy_blocks<kKind, false>(lanes, destination, source, near_bytes, kPrefetchBytes);
+        copy_blocks<kKind, false>(lanes, destination, source, near_bytes, kCopyAheadBytes);
         copy_blocks<kKind, false>(lanes, destination, source, whole_bytes - near_bytes, prefetch.far_ahead);
     }
     save_lanes(sum, lanes);
@@ -152,7 +148,7 @@ LMCACHE_INLINE void copy_even_runs(const Runs& runs, LaneChecksum& sum, const Pr
     for (std::size_t i = 0; i < runs.count; ++i) {
         const std::byte* source = run;
         std::byte* destination = target;
-        copy_blocks<kKind, kStream>(lanes, destination, source, prefetch.near_bytes, kPrefetchBytes);
+        copy_blocks<kKind, kStream>(lanes, destination, source, prefetch.near_bytes, kCopyAheadBytes);
         copy_blocks<kKind, kStream>(lanes, destination, source, far_bytes, prefetch.far_ahead);
         run += runs.source_stride;
         if constexpr (kKind != StoreKind::kChecksumOnly) target += runs.destination_stride;
@@ -186,11 +182,12 @@ LMCACHE_ISA void copy_all(const Runs& all, LaneChecksum& checksum) {
     }
     // A short run is prefetched while the run `lead` before it is copied, a long one in part, while the one before it
     // is.
-    const std::size_t lead = div_ceil(kPrefetchBytes, runs.run_bytes);
+    const std::size_t lead = div_ceil(kCopyAheadBytes, runs.run_bytes);
     Prefetch prefetch{0, static_cast<std::ptrdiff_t>(lead) * runs.source_stride};
     if (lead == 1) {
-        prefetch.near_bytes = (runs.run_bytes - kPrefetchBytes) / Isa::kBlockBytes * Isa::kBlockBytes;
-        prefetch.far_ahead += static_cast<std::ptrdiff_t>(kPrefetchBytes) - static_cast<std::ptrdiff_t>(runs.run_bytes);
+        prefetch.near_bytes = (runs.run_bytes - kCopyAheadBytes) / Isa::kBlockBytes * Isa::kBlockBytes;
+        prefetch.far_ahead +=
+            static_cast<std::ptrdiff_t>(kCopyAheadBytes) - static_cast<std::ptrdiff_t>(runs.run_bytes);
     }
     const std::byte* const past = runs.source + static_cast<std::ptrdiff_t>(runs.count) * runs.source_stride;
     LaneChecksum sum = checksum;

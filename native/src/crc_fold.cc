@@ -10,8 +10,11 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
+
 #define LMCACHE_ISA __attribute__((target("avx512f,vpclmulqdq,sse4.2")))
-#define LMCACHE_ISA_INLINE LMCACHE_ISA __attribute__((always_inline)) static inline
+#define LMCACHE_INLINE LMCACHE_ISA __attribute__((always_inline)) inline
+#define LMCACHE_ISA_INLINE LMCACHE_INLINE static
 
 namespace lmcache {
 namespace {
@@ -20,7 +23,6 @@ constexpr std::size_t kBlockBytes = 64;
 constexpr std::size_t kStreams = 4;  // blocks under way: a product takes longer than its turn
 constexpr std::size_t kStepBytes = kStreams * kBlockBytes;
 static_assert(kStepBytes == kFoldStepBytes);
-constexpr std::size_t kPrefetchBytes = 3072;  // as in copy_body.h
 
 // x^power modulo the polynomial, its highest term in bit 63.
 constexpr std::uint64_t power_of_x(unsigned power) {
@@ -28,6 +30,10 @@ constexpr std::uint64_t power_of_x(unsigned power) {
     std::uint32_t value = 1U << 31;
     for (unsigned i = 0; i < power; ++i) value = (value >> 1) ^ ((value & 1) != 0 ? kPolynomialReflected : 0);
     return std::uint64_t{value} << 32;
+}
+
+LMCACHE_ISA_INLINE void fetch(const std::byte* source, std::ptrdiff_t ahead) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(source) + ahead));
 }
 
 struct Factors {
@@ -47,29 +53,50 @@ LMCACHE_ISA_INLINE __m512i moved_onto(__m512i value, __m512i factors, __m512i on
                                      _mm512_clmulepi64_epi128(value, factors, 0x11), onto, kXorOfThree);
 }
 
-LMCACHE_ISA_INLINE __m512i block_at(const std::byte* source) {
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(source) + kPrefetchBytes));
-    return _mm512_loadu_si512(source);
-}
+// Blocks in the order of one chain, read and fetched ahead.
+struct OneChain {
+    LMCACHE_INLINE __m512i next(const std::byte* source) {
+        fetch(source, kCopyAheadBytes);
+        return _mm512_loadu_si512(source);
+    }
+};
 
-// The two words of each lane side by side.
-LMCACHE_ISA_INLINE __m512i block_by_lane(const std::byte* source) {
-    return _mm512_maskz_permutexvar_epi64(0xff, _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), block_at(source));
-}
+// The two words of each lane side by side. Also copies the block: the bytes that are summed are those written.
+template <StoreKind kKind>
+struct ByLane {
+    std::byte* destination;
+    const std::byte* last;  // from here on the blocks behind this run are fetched
+    std::ptrdiff_t behind;  // and they lie so much further on
 
-// A block that stands for all blocks: whole steps, at least one, of `kBlock`, each of which advances its 128-bit places
+    LMCACHE_INLINE __m512i next(const std::byte* source) {
+        fetch(source, source < last ? static_cast<std::ptrdiff_t>(kCopyAheadBytes) : behind);
+        __m512i block = _mm512_loadu_si512(source);
+        if constexpr (kKind != StoreKind::kChecksumOnly) {
+            asm volatile("" : "+v"(block));  // one read, not another one for the permutation
+            if constexpr (kKind == StoreKind::kStreaming) {
+                _mm512_stream_si512(reinterpret_cast<__m512i*>(destination), block);
+            } else {
+                _mm512_storeu_si512(destination, block);
+            }
+            destination += kBlockBytes;
+        }
+        return _mm512_maskz_permutexvar_epi64(0xff, _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), block);
+    }
+};
+
+// A block that stands for all blocks: whole steps, at least one, of `blocks`, each of which advances its 128-bit places
 // by kBitsPerBlock. `first` goes into the first block.
-template <unsigned kBitsPerBlock, __m512i (*kBlock)(const std::byte*)>
-LMCACHE_ISA_INLINE __m512i folded(const std::byte* source, std::size_t size_bytes, __m512i first) {
+template <unsigned kBitsPerBlock, class Blocks>
+LMCACHE_ISA_INLINE __m512i folded(Blocks blocks, const std::byte* source, std::size_t size_bytes, __m512i first) {
     __m512i streams[kStreams];
-    for (std::size_t i = 0; i < kStreams; ++i) streams[i] = kBlock(source + i * kBlockBytes);
+    for (std::size_t i = 0; i < kStreams; ++i) streams[i] = blocks.next(source + i * kBlockBytes);
     streams[0] = _mm512_xor_si512(streams[0], first);
     constexpr Factors kByStep = moves_by(kStreams * kBitsPerBlock), kByBlock = moves_by(kBitsPerBlock);
     const __m512i step = in_each_place(kByStep), block = in_each_place(kByBlock);
     const std::byte* const end = source + size_bytes;
     for (source += kStepBytes; source != end; source += kStepBytes) {
         for (std::size_t i = 0; i < kStreams; ++i)
-            streams[i] = moved_onto(streams[i], step, kBlock(source + i * kBlockBytes));
+            streams[i] = moved_onto(streams[i], step, blocks.next(source + i * kBlockBytes));
     }
     __m512i all = streams[0];
     for (std::size_t i = 1; i < kStreams; ++i) all = moved_onto(all, block, streams[i]);
@@ -81,19 +108,40 @@ LMCACHE_ISA_INLINE __m512i folded(const std::byte* source, std::size_t size_byte
 LMCACHE_ISA std::uint32_t fold_crc32c(std::uint32_t crc, const std::byte* source, std::size_t size_bytes) {
     alignas(kBlockBytes) std::uint64_t words[8];
     const __m512i first = _mm512_setr_epi64(crc, 0, 0, 0, 0, 0, 0, 0);
-    _mm512_store_si512(words, folded<8 * kBlockBytes, block_at>(source, size_bytes, first));
+    _mm512_store_si512(words, folded<8 * kBlockBytes>(OneChain{}, source, size_bytes, first));
     std::uint64_t result = 0;
     for (const std::uint64_t word : words) result = _mm_crc32_u64(result, word);
     return static_cast<std::uint32_t>(result);
 }
 
-LMCACHE_ISA void fold_lanes(LaneChecksum& sum, const std::byte* source, std::size_t size_bytes) {
+namespace {
+
+template <StoreKind kKind>
+LMCACHE_ISA_INLINE void fold(LaneChecksum& sum, const std::byte* source, std::size_t size_bytes, std::byte* destination,
+                             const std::byte* next_source) {
     const auto lane = [&sum](std::uint32_t index) -> std::uint32_t& { return sum.lanes[(sum.next_lane + index) % 4]; };
     alignas(kBlockBytes) std::uint64_t words[8];
     const __m512i first = _mm512_setr_epi64(lane(0), 0, lane(1), 0, lane(2), 0, lane(3), 0);
-    _mm512_store_si512(words, folded<2 * kBlockBytes, block_by_lane>(source, size_bytes, first));
+    const std::byte* const last = source + (size_bytes - std::min(size_bytes, kCopyAheadBytes));
+    const ByLane<kKind> blocks{destination, last, next_source == nullptr ? 0 : next_source - last};
+    _mm512_store_si512(words, folded<2 * kBlockBytes>(blocks, source, size_bytes, first));
     for (std::uint32_t i = 0; i < 4; ++i)
         lane(i) = static_cast<std::uint32_t>(_mm_crc32_u64(_mm_crc32_u64(0, words[2 * i]), words[2 * i + 1]));
+}
+
+}  // namespace
+
+LMCACHE_ISA void fold_lanes(LaneChecksum& sum, const std::byte* source, std::size_t size_bytes) {
+    fold<StoreKind::kChecksumOnly>(sum, source, size_bytes, nullptr, source + size_bytes);
+}
+
+LMCACHE_ISA void fold_and_copy(LaneChecksum& sum, const std::byte* source, std::size_t size_bytes,
+                               std::byte* destination, StoreKind kind, const std::byte* next_source) {
+    if (kind == StoreKind::kStreaming && reinterpret_cast<std::uintptr_t>(destination) % kBlockBytes == 0) {
+        fold<StoreKind::kStreaming>(sum, source, size_bytes, destination, next_source);
+    } else {
+        fold<StoreKind::kCached>(sum, source, size_bytes, destination, next_source);
+    }
 }
 
 }  // namespace lmcache

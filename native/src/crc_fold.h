@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "lmcache/checksum.h"
+#include "lmcache/copy.h"
 #include "lmcache/cpu.h"
 
 namespace lmcache {
@@ -19,5 +20,9 @@ std::uint32_t fold_crc32c(std::uint32_t crc, const std::byte* source, std::size_
 
 // Advances all lanes. Nothing is pending.
 void fold_lanes(LaneChecksum& sum, const std::byte* source, std::size_t size_bytes);
+
+// The same, and copies the bytes. `next_source`: fetched ahead, unless nullptr.
+void fold_and_copy(LaneChecksum& sum, const std::byte* source, std::size_t size_bytes, std::byte* destination,
+                   StoreKind kind, const std::byte* next_source);
 
 }  // namespace lmcache

@@ -134,6 +134,32 @@ void runs_join(const CopyKernels& kernels) {
     }
 }
 
+// Long runs that begin at any lane, between short ones.
+void long_runs_join(const CopyKernels& kernels) {
+    const auto payload = random_bytes(3 * 2048 + 256, 13);
+    for (const StoreKind kind : kKinds) {
+        for (std::size_t lane = 0; lane < 4; ++lane) {
+            std::vector<std::byte> copy(payload.size());
+            LaneChecksum sum;
+            std::size_t at = 0;
+            for (const std::size_t size : {8 * lane, std::size_t{2048}, std::size_t{8}, std::size_t{2304}}) {
+                kernels.copy_runs({.source = payload.data() + at,
+                                   .destination = copy.data() + at,
+                                   .run_bytes = size,
+                                   .count = 1,
+                                   .next_source = payload.data() + at + size},
+                                  sum, kind);
+                at += size;
+            }
+            store_fence();
+            const std::vector<std::byte> copied(payload.begin(), payload.begin() + static_cast<std::ptrdiff_t>(at));
+            copy.resize(at);
+            CHECK(kind == StoreKind::kChecksumOnly || copy == copied);
+            CHECK(sum.finish() == checksum_by_definition(copied));
+        }
+    }
+}
+
 void nothing_to_copy(const CopyKernels& kernels) {
     LaneChecksum sum;
     for (const StoreKind kind : kKinds) {
@@ -176,6 +202,8 @@ void with_all_kernels(Test&& test) {
 TEST_CASE(every_shape_is_copied_as_memcpy_does) { with_all_kernels(every_shape); }
 
 TEST_CASE(runs_are_joined) { with_all_kernels(runs_join); }
+
+TEST_CASE(long_runs_are_joined) { with_all_kernels(long_runs_join); }
 
 TEST_CASE(nothing_may_be_copied) { with_all_kernels(nothing_to_copy); }
 

@@ -39,6 +39,10 @@ struct CopyKernels {
     void (*stream)(std::byte* destination, const std::byte* source, std::size_t size_bytes);
 };
 
+// How far ahead of a copy its source is fetched. Found by trying: 2 to 4 KiB are much alike, without it a quarter of
+// the speed is lost.
+inline constexpr std::size_t kCopyAheadBytes = 3072;
+
 // Makes all earlier stores of this thread, streaming ones too, visible before any later one.
 void store_fence();
 
