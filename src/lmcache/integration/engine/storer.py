@@ -9,7 +9,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lmcache import _native
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lmcache.transport.connection import Pending
 
 log = logging.getLogger("lmcache.engine")
+
+T = TypeVar("T")
 
 RESERVE_SECONDS = 1.0  # source blocks are pinned meanwhile
 COMMIT_SECONDS = 5.0
@@ -44,8 +46,8 @@ class _Unsettled:
 
 
 class Storer:
-    """One thread. An order has ended when its source blocks are no longer read, whatever became of it, and is settled
-    when the server knows its end, or is gone."""
+    """One order at a time, on a thread of its own or the caller's. An order has ended when its source blocks are no
+    longer read, whatever became of it, and is settled when the server knows its end, or is gone."""
 
     def __init__(
         self,
@@ -54,10 +56,10 @@ class Storer:
         backend: Callable[[], TransferBackend | None],
         register_again: Callable[[], None],
         environment: EngineEnvironment = ENGINE_SYSTEM,
-        on_stored: Callable[[StoreOrder, bytes], None] = lambda order, stored: None,
+        on_stored: Callable[[StoreOrder, bytes], None] | None = None,
     ) -> None:
         """`register_again` makes the server drop whatever this worker has reserved and does not know of. `on_stored` is
-        told once of each order, on its thread, which [group][chunk] the server has now; empty: of none is that known.
+        told once of each order, by its thread, which [group][chunk] the server has now; empty: of none is that known.
         """
         self._on_stored = on_stored
         self._clock = environment.clock
@@ -66,6 +68,7 @@ class Storer:
         self._backend = backend
         self._register_again = register_again
         self._orders: queue.SimpleQueue[tuple[StoreOrder, _native.CudaFence | None] | None] = environment.queue()
+        self._turn = environment.lock()  # held while an order is stored, or what an earlier one left is settled
         self._changed = environment.condition()
         self._ended: Counter[int] = Counter()
         self._settled: Counter[int] = Counter()
@@ -89,6 +92,20 @@ class Storer:
         with self._changed:
             self._running += 1
         self._orders.put((order, computed))
+
+    def store(self, order: StoreOrder, computed: _native.CudaFence | None) -> bytes:
+        """`submit`, but here and now, without a change of threads. Which [group][chunk] the server has then; empty: of
+        none is that known."""
+        if not self._identity.stores or self._closing:
+            self.drop(order)
+            return b""
+        with self._changed:
+            self._running += 1
+        with self._turn:
+            stored = _guarded(functools.partial(self._store, order, computed))
+            if self._unsettled:
+                self._orders.put(None)  # the thread is to look after it
+        return stored or b""
 
     @property
     def busy(self) -> bool:
@@ -129,15 +146,16 @@ class Storer:
                 queued = self._orders.get(timeout=_RETRY_SECONDS if self._unsettled else None)
             except queue.Empty:
                 queued = None
-            if queued is not None:
-                _guarded(functools.partial(self._store, *queued))
-            elif self._closing:
-                return
-            is_due = self._clock.monotonic() >= self._settle_at  # also where orders never cease
-            if self._unsettled and is_due and not self._closing:
-                _guarded(self._settle_all)
+            with self._turn:
+                if queued is not None:
+                    _guarded(functools.partial(self._store, *queued))
+                elif self._closing:
+                    return
+                is_due = self._clock.monotonic() >= self._settle_at  # also where orders never cease
+                if self._unsettled and is_due and not self._closing:
+                    _guarded(self._settle_all)
 
-    def _store(self, order: StoreOrder, computed: _native.CudaFence | None) -> None:
+    def _store(self, order: StoreOrder, computed: _native.CudaFence | None) -> bytes:
         stored = b""
         try:
             try:
@@ -152,6 +170,7 @@ class Storer:
                 stored = bytes(map(max, stored, reserved.written))
         finally:
             self._settle(order, stored)
+        return stored
 
     def _reserve_and_copy(self, order: StoreOrder) -> _Unsettled:
         """Returns when the source blocks are no longer read; what is to be committed then."""
@@ -236,7 +255,7 @@ class Storer:
         try:
             reply = pending.result()
         except ServerUnavailable:
-            # The answer is lost, the slots perhaps not. No copy of this worker runs now: this thread makes them all.
+            # The answer is lost, the slots perhaps not. No copy of this worker runs now: it is this thread's turn.
             self._register_again()
             return
         except LMCacheError:
@@ -254,17 +273,19 @@ class Storer:
         with self._changed:
             self._settled[order.job] += 1
             self._changed.notify_all()
-        self._on_stored(order, stored)
+        if self._on_stored is not None:
+            self._on_stored(order, stored)
 
 
-def _guarded(action: Callable[[], None]) -> None:
-    """The root of one order, or of one look at what is unsettled."""
+def _guarded(action: Callable[[], T]) -> T | None:
+    """The root of one order, or of one look at what is unsettled. None where it failed."""
     try:
-        action()
+        return action()
     except LMCacheError as error:
         log.debug("A store was given up: %s", error)
     except Exception:
         log.exception("A store failed")
+    return None
 
 
 def _await(computed: _native.CudaFence) -> None:

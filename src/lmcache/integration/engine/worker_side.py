@@ -59,12 +59,10 @@ class WorkerSide:
         groups: Sequence[PagedGroup],
         gpu: Gpu | None = None,
         environment: EngineEnvironment = ENGINE_SYSTEM,
-        on_stored: Callable[[StoreOrder, bytes], None] = lambda order, stored: None,
         telemetry: StoreTelemetry | None = None,
     ) -> None:
         """`make_client` gets what the client has to call for every server that it meets; the client is started here.
-        `gpu`: where the groups' memory is, unless in the host's. `on_stored` as in `Storer`; with `telemetry`, which
-        then is told of stores, it is not called."""
+        `gpu`: where the groups' memory is, unless in the host's. `telemetry` is told of stores."""
         self.identity = identity
         self._gpu = gpu
         self._telemetry = telemetry
@@ -81,7 +79,7 @@ class WorkerSide:
             self.client = make_client(self._meet)
             if telemetry is not None:
                 self.client.report(telemetry.counts)
-                on_stored = telemetry.settled
+            on_stored = telemetry.settled if telemetry is not None else None
             self._storer = Storer(self.client, identity, lambda: self._backend, self._register, environment, on_stored)
             self.client.start()
 
@@ -172,6 +170,13 @@ class WorkerSide:
                 self._storer.drop(order)
         if metadata.await_stores:
             self.await_stores_read()
+
+    def store(self, order: StoreOrder) -> bytes:
+        """Stores on the calling thread; the blocks are not read any more when it returns. Which [group][chunk] the
+        server has now; empty: of none is that known."""
+        if self._telemetry is not None:
+            self._telemetry.ordered([order])
+        return self._storer.store(order, self._fence())
 
     def _fence(self) -> _native.CudaFence | None:
         """What the engine has launched so far, a forward pass that makes or still uses the blocks included."""

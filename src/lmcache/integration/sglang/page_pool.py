@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from lmcache.core.limits import MAX_CHUNKS_PER_CALL
 from lmcache.device.cpu import PagedGroup
 from lmcache.errors import LMCacheError, RemoteError, ServerUnavailable
 from lmcache.integration.engine.connection_settings import ConnectionSettings
-from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder, StoreOrder
+from lmcache.integration.engine.connector_metadata import GroupLoad, LoadOrder, StoreOrder
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.transfer_backend import COPIED, UNREADABLE
 from lmcache.integration.engine.worker_side import WorkerSide
@@ -50,14 +49,6 @@ _LOOK_SECONDS = 1.0
 _BLOCK_BYTES = 8
 _CALLS_KEPT = 1024
 _WORKER = 0
-
-
-@dataclass
-class _Stored:
-    """What became of a store."""
-
-    ended: threading.Event
-    pages: bytes = b""  # one byte each, 1: the server has it; empty: of none is that known
 
 
 @dataclass
@@ -89,13 +80,10 @@ class PagePool:
         self._salt = cache_salt
         self._rank = identity.kv_rank
         self._counted_tokens = group.block_tokens if counts_lookups else 0
-        self._environment = environment
         self._clock = environment.clock
         self._numbers = itertools.count()
-        self._stores: dict[int, _Stored] = {}
         self._lock = environment.lock()  # guards the outbox and the traffic
         self._traffic = PoolTraffic()
-        self._closed = False
         self._once = LogLimiter()
         self._said = LogLimiter(60.0, environment.clock)
 
@@ -113,7 +101,7 @@ class PagePool:
             )
             return client
 
-        self._worker = WorkerSide(make_client, identity, [group], environment=environment, on_stored=self._on_stored)
+        self._worker = WorkerSide(make_client, identity, [group], environment=environment)
         self._client = self._worker.client
         self._outbox = ReleaseOutbox(self._client, environment)
         try:
@@ -205,21 +193,10 @@ class PagePool:
         backend = self._worker.backend
         if backend is None:
             return [False] * count
-        job, stored = next(self._numbers), _Stored(self._environment.event())
-        self._stores[job] = stored
-        order = StoreOrder(job, backend.server_epoch, self._salt, hashes, (pages,))
-        self._worker.start_stores(ConnectorMetadata(stores=[order]))
-        while not (stored.ended.wait(_LOOK_SECONDS) or self._closed):
-            pass  # each step of a store has its own deadline; until its end the pages may be read
-        del self._stores[job]
+        order = StoreOrder(next(self._numbers), backend.server_epoch, self._salt, hashes, (pages,))
+        stored = self._worker.store(order)  # each step of it has its own deadline
         self._worker.report()  # forgets what is said above already
-        return [flag == COPIED for flag in stored.pages] or [False] * count
-
-    def _on_stored(self, order: StoreOrder, stored: bytes) -> None:
-        waiting = self._stores.get(order.job)
-        if waiting is not None:
-            waiting.pages = stored
-            waiting.ended.set()
+        return [flag == COPIED for flag in stored] or [False] * count
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
     def clear(self) -> None:
@@ -236,7 +213,6 @@ class PagePool:
 
     def check_idle(self) -> None:
         """AssertionError if a store is under way, or the server still has to hear of the end of a load or a store."""
-        assert not self._stores, f"{len(self._stores)} stores are under way"
         unconfirmed = self._outbox.retry()
         assert not unconfirmed, f"{unconfirmed} leases are not confirmed to be released"
         self._worker.check_idle()
@@ -245,7 +221,6 @@ class PagePool:
         """Returns when no copy touches the pages any more."""
         self._outbox.close()
         self._worker.close()
-        self._closed = True
 
     def _end(self, request_id: str, *, twice: bool = False) -> None:
         """Gives back what the lookup holds. Whichever server got it: to others the name means nothing."""

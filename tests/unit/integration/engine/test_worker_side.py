@@ -47,6 +47,7 @@ from unit.integration.engine.workers import (  # noqa: E402
     WorkerClient,
     hashes,
     packed,
+    store_order,
 )
 from unit.integration.vllm.fakes import hello  # noqa: E402
 
@@ -322,6 +323,26 @@ def test_a_commit_that_did_not_come_through_is_sent_again(worker: Worker) -> Non
     outcomes = iter([ServerUnavailable("no answer"), CommitReply(1)])
     worker.client.answers["commit"] = lambda message: next(outcomes)
     worker.store(8, [[1, 2]], hashes(10))
+    until(lambda: len(worker.client.messages("commit")) == 2)
+    first, second = worker.client.messages("commit")
+    assert first == second
+
+
+def test_a_store_by_the_caller_says_what_the_server_has(worker: Worker) -> None:
+    assert worker.side.store(store_order(8, [[1, 2, 5, 9]], hashes(10, 11))) == b"\1\1"
+    assert not worker.side.storing and worker.ended_stores() == Counter({8: 1})
+    (commit,) = worker.client.messages("commit")
+    assert (commit.reservation, commit.written) == (5, b"\1\1")
+    worker.side.check_idle()
+    worker.client.answers["reserve"] = lambda message: RemoteError("bad_request", "no")
+    assert worker.side.store(store_order(9, [[1, 2]], hashes(12))) == b""
+    worker.side.check_idle()
+
+
+def test_a_commit_of_the_caller_that_did_not_come_through_is_sent_again(worker: Worker) -> None:
+    outcomes = iter([ServerUnavailable("no answer"), CommitReply(1)])
+    worker.client.answers["commit"] = lambda message: next(outcomes)
+    assert worker.side.store(store_order(8, [[1, 2]], hashes(10))) == b"\0"
     until(lambda: len(worker.client.messages("commit")) == 2)
     first, second = worker.client.messages("commit")
     assert first == second

@@ -141,8 +141,7 @@ class Worker:
     def store(
         self, job: int, blocks: list[list[int]], hashes: bytes, server_epoch: bytes = EPOCH, request_id: str = ""
     ) -> None:
-        packed = tuple(array("q", group).tobytes() for group in blocks)
-        order = StoreOrder(job, server_epoch, "", hashes, packed, request_id=request_id)
+        order = store_order(job, blocks, hashes, server_epoch, request_id)
         self.side.start_stores(ConnectorMetadata(stores=[order]))
 
     def load(
@@ -186,6 +185,13 @@ class Worker:
 
         until(collect)
         return ended
+
+
+def store_order(
+    job: int, blocks: list[list[int]], hashes: bytes, server_epoch: bytes = EPOCH, request_id: str = ""
+) -> StoreOrder:
+    groups = tuple(array("q", group).tobytes() for group in blocks)
+    return StoreOrder(job, server_epoch, "", hashes, groups, request_id=request_id)
 
 
 def hashes(*names: int) -> bytes:
