@@ -21,13 +21,15 @@ from typing import Any
 import msgspec
 
 from directory import CALL_KEYS, MEMORY_LIMIT_BYTES, Memory
+from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.environment import Environment
 from lmcache.fleet import messages as m
-from lmcache.fleet.event_batches import Stream, request_body
+from lmcache.fleet.event_batches import Stream
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.reporter import Reporter
 from lmcache.fleet.routes.directory import decode_events
+from lmcache.http.client import JSON_TYPE
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.processes import CoordinatorProcess
 from measure import Result, at_most, command_line, processor_seconds, report, resident_bytes, spread
@@ -57,15 +59,16 @@ class Coordinator:
     def left(self, instance_id: str) -> None:
         self.intake.forget(instance_id)
 
-    def read(self, kind: Any, method: str, path: str, body: Any = None) -> Any:
+    def read(self, kind: Any, method: str, path: str, body: Any = None, content_type: str = JSON_TYPE) -> Any:
         began = time.thread_time()
         batches = decode_events(body).batches
         answer = self.intake.apply(batches)
         self.seconds += time.thread_time() - began
         self.sent_bytes += len(body)
         self.requests += 1
-        if len(batches[-1].entries) >= CALL_KEYS and self.requests % LOOKUP_EVERY_REQUESTS == 0:
-            self._look_up([entry.key for entry in batches[-1].entries[:CALL_KEYS]])
+        objects = batches[-1].objects
+        if objects is not None and len(objects) >= CALL_KEYS and self.requests % LOOKUP_EVERY_REQUESTS == 0:
+            self._look_up(keys_of(objects, CALL_KEYS))
         return answer
 
     def _look_up(self, keys: Sequence[m.Key]) -> None:
@@ -78,6 +81,13 @@ class Coordinator:
         taken = self.seconds, self.sent_bytes, self.requests
         self.seconds, self.sent_bytes, self.requests = 0.0, 0, 0
         return taken
+
+
+def keys_of(objects: m.Objects, most: int) -> list[m.Key]:
+    scope = objects.model_name, objects.kv_rank, objects.object_group_id, objects.cache_salt
+    hashes = objects.hashes[: most * CHUNK_HASH_BYTES]
+    starts = range(0, len(hashes), CHUNK_HASH_BYTES)
+    return [m.Key(hashes[at : at + CHUNK_HASH_BYTES].hex(), *scope) for at in starts]
 
 
 class Server:
@@ -163,14 +173,15 @@ def _partition(fleet: Sequence[Server], coordinator: Coordinator, clock: ManualC
 def over_http(requests: int, entries: int) -> Iterator[Result]:
     """Processor time of a coordinator's process for a request with the changes of a second of one server."""
     memory, stream = Memory(0, 1, OBJECT_BYTES), Stream("server", 1)
+    stream.packs = True
     with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as folder, CoordinatorProcess(Path(folder)) as process:
         process.wait_ready()
         process.answer("POST", "/instances", {"instance_id": "server", "ip": "127.0.0.1", "http_port": 1})
         with process.connection(process.port, 60.0) as connection:
             began = processor_seconds(process.pid)
             for number in range(requests):
-                body = request_body([stream.changes(memory, memory.run(number, entries), 0.0)])
-                connection.request("POST", "/events", body, {"Content-Type": "application/json"})
+                body, media_type = stream.request([stream.changes(memory, memory.run(number, entries), 0.0)])
+                connection.request("POST", "/events", body, {"Content-Type": media_type})
                 answer = connection.getresponse()
                 assert answer.status == 200 and msgspec.json.decode(answer.read())["applied"] == 1
             seconds = (processor_seconds(process.pid) - began) / requests

@@ -1,11 +1,14 @@
 #include "lmcache/change_log.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <stdexcept>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
+
+#include "lmcache/key_hash.h"
 
 namespace lmcache {
 
@@ -95,6 +98,34 @@ ChangePage page_of(const ChangeBatch& batch) {
         page.added.push_back(change.added() ? 1 : 0);
     }
     return page;
+}
+
+std::vector<ObjectStates> last_states(const ChangePage& page) {
+    const std::size_t count = page.positions.size();
+    const auto hash_at = [&](std::size_t row) { return &page.hashes[row * kChunkHashBytes]; };
+    const KeyHash hash_key;
+    std::vector<std::uint32_t> rows(std::bit_ceil(2 * count + 1), 0);  // by key: 1 + the last one
+    std::vector<std::uint8_t> is_last(count, 0);
+    for (std::size_t row = count; row-- > 0;) {
+        const std::uint32_t position = page.positions[row];
+        std::size_t at = hash_key(position, hash_at(row)) & (rows.size() - 1);
+        const auto is_other = [&](std::uint32_t later) {
+            return page.positions[later] != position || std::memcmp(hash_at(later), hash_at(row), kChunkHashBytes) != 0;
+        };
+        while (rows[at] != 0 && is_other(rows[at] - 1)) at = (at + 1) & (rows.size() - 1);
+        if (rows[at] != 0) continue;
+        rows[at] = static_cast<std::uint32_t>(row + 1);
+        is_last[row] = 1;
+    }
+    std::vector<ObjectStates> states(page.namespaces.size());
+    for (std::size_t row = 0; row < count; ++row) {
+        if (is_last[row] == 0) continue;
+        ObjectStates& of = states[page.positions[row]];
+        std::vector<std::uint8_t>& hashes = page.added[row] != 0 ? of.there : of.gone;
+        hashes.insert(hashes.end(), hash_at(row), hash_at(row) + kChunkHashBytes);
+        if (page.added[row] != 0) of.sizes_bytes.push_back(page.sizes_bytes[row]);
+    }
+    return states;
 }
 
 ChangedChunks changed_chunks(const ChangePage& page, std::span<const Digest> namespaces, std::size_t width) {

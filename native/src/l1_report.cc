@@ -44,11 +44,10 @@ void L1Core::unwatch_changes() {
 }
 
 ChangePage L1Core::changes(std::uint64_t cursor, std::size_t most) {
-    const ChangeBatch batch = [&] {
+    return page_of(read_in_steps(cursor, most, [&](std::uint64_t from, std::size_t count) {
         const MutexLock lock(mutex_);
-        return changes_.read(cursor, most);
-    }();
-    return page_of(batch);
+        return changes_.read(from, count);
+    }));
 }
 
 L1Stats L1Core::stats() {

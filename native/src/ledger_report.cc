@@ -21,11 +21,10 @@ void Ledger::unwatch_changes() {
 }
 
 ChangePage Ledger::changes(std::uint64_t cursor, std::size_t most) const {
-    const ChangeBatch batch = [&] {
+    return page_of(read_in_steps(cursor, most, [&](std::uint64_t from, std::size_t count) {
         const MutexLock lock(mutex_);
-        return changes_.read(cursor, most);
-    }();
-    return page_of(batch);
+        return changes_.read(from, count);
+    }));
 }
 
 std::vector<std::uint8_t> Ledger::known_in_all(std::span<const Digest> namespaces,

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -111,6 +112,64 @@ TEST_CASE(changes_are_read_in_order_and_in_pages) {
     const ChangePage page = page_of(log.read(begin, 7));
     CHECK(page.namespaces.size() == 3 && page.positions == std::vector<std::uint32_t>({0, 1, 2, 0, 1, 2, 0}));
     CHECK(page.next_cursor == begin + 7);
+}
+
+TEST_CASE(many_changes_are_read_in_steps_as_one) {
+    ChangeLog log;
+    log.watch();
+    const std::uint64_t begin = log.next();
+    for (std::uint64_t i = 0; i < 20'000; ++i) log.add(Digest{}, hash_of(i), i, true);
+    std::size_t steps = 0;
+    const auto read = [&](std::uint64_t from, std::size_t count) {
+        ++steps;
+        return log.read(from, count);
+    };
+    const ChangeBatch some = read_in_steps(begin, 10'000, read);
+    CHECK(some.changes.size() == 10'000 && some.next_cursor == begin + 10'000 && steps == 3);
+    const ChangeBatch rest = read_in_steps(some.next_cursor, 65'536, read);
+    CHECK(rest.changes.size() == 10'000 && rest.changes.back().hash == hash_of(19'999));
+    CHECK(rest.next_cursor == log.next() && read_in_steps(log.next(), 10, read).changes.empty());
+    CHECK(read_in_steps(log.next() + 1, 0, read).lost);
+    const ChangeBatch cut = read_in_steps(begin, 10'000, [&](std::uint64_t from, std::size_t count) {
+        ChangeBatch step = log.read(from, count);
+        for (std::uint64_t i = 0; i < kMaxChangesKept; ++i) log.add(Digest{}, hash_of(i), i, true);
+        return step;
+    });
+    CHECK(!cut.lost && cut.changes.size() == 4096 && read_in_steps(cut.next_cursor, 1, read).lost);
+}
+
+TEST_CASE(the_last_state_of_each_object_of_a_page_counts) {
+    std::mt19937 random(1);
+    ChangeLog log;
+    log.watch();
+    const std::uint64_t begin = log.next();
+    std::map<std::pair<std::uint8_t, std::uint64_t>, std::uint64_t> expected;  // 0: it has gone
+    for (std::uint64_t i = 1; i <= 5'000; ++i) {
+        const auto name_space = static_cast<std::uint8_t>(random() % 3);
+        const std::uint64_t number = random() % 700;
+        const bool added = random() % 2 == 0;
+        log.add(Digest{name_space}, hash_of(number), i, added);
+        expected[{name_space, number}] = added ? i : 0;
+    }
+    const ChangePage page = page_of(log.read(begin, 5'000));
+    const std::vector<ObjectStates> states = last_states(page);
+    CHECK(states.size() == 3);
+    std::size_t objects = 0;
+    for (std::size_t at = 0; at < states.size(); ++at) {
+        const auto state_of = [&](const std::vector<std::uint8_t>& hashes, std::size_t i) {
+            std::uint64_t number;
+            std::memcpy(&number, &hashes[i * kChunkHashBytes], sizeof(number));
+            ++objects;
+            return expected.at({page.namespaces[at][0], number});
+        };
+        CHECK(states[at].there.size() == states[at].sizes_bytes.size() * kChunkHashBytes);
+        for (std::size_t i = 0; i < states[at].sizes_bytes.size(); ++i)
+            CHECK(state_of(states[at].there, i) == states[at].sizes_bytes[i]);
+        for (std::size_t i = 0; i < states[at].gone.size() / kChunkHashBytes; ++i)
+            CHECK(state_of(states[at].gone, i) == 0);
+    }
+    CHECK(objects == expected.size());
+    CHECK(last_states(ChangePage{}).empty());
 }
 
 TEST_CASE(a_reader_that_fell_behind_is_told_and_memory_is_bounded) {

@@ -9,6 +9,7 @@
 // Not thread-safe: the index that owns it calls it under its own mutex.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -78,6 +79,20 @@ private:
     std::size_t readers_ = 0;
 };
 
+// Reads at most `most` changes in steps, between which the lock that `read(cursor, most)` takes is free.
+template <typename Read>
+ChangeBatch read_in_steps(std::uint64_t cursor, std::size_t most, Read&& read) {
+    constexpr std::size_t kStepChanges = 4096;
+    ChangeBatch all = read(cursor, std::min(most, kStepChanges));
+    while (!all.changes.empty() && all.changes.size() < most) {
+        const ChangeBatch step = read(all.next_cursor, std::min(most - all.changes.size(), kStepChanges));
+        if (step.changes.empty()) break;  // that is all, or the next call says what is lost
+        all.changes.insert(all.changes.end(), step.changes.begin(), step.changes.end());
+        all.next_cursor = step.next_cursor;
+    }
+    return all;
+}
+
 // Changes as columns of one length.
 struct ChangePage {
     std::vector<Digest> namespaces;
@@ -90,6 +105,15 @@ struct ChangePage {
 };
 
 ChangePage page_of(const ChangeBatch& batch);
+
+// What comes of a page in one of its namespaces, kChunkHashBytes an object.
+struct ObjectStates {
+    std::vector<std::uint8_t> gone, there;
+    std::vector<std::uint64_t> sizes_bytes;  // of those that are there
+};
+
+// One for each namespace of the page. Of an object that changes several times the last state counts.
+std::vector<ObjectStates> last_states(const ChangePage& page);
 
 // The chunks that a page changes in some namespaces, each once, in the order of their first change.
 struct ChangedChunks {

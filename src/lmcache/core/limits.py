@@ -185,10 +185,12 @@ MAX_FLEET_JOBS_WAITING = 256
 MAX_FLEET_JOBS_KEPT = 1024  # that have ended
 MAX_MEMBER_ANSWER_BYTES = 16 * MIB  # that a server reads of a coordinator; of each server there are about 4 KB at most
 MAX_FLEET_ANSWER_BYTES = 4 * MIB  # that a coordinator reads of a server
-REPORTED_ENTRIES = 4096  # of a batch that a server sends
+REPORTED_ENTRIES = 4096  # of a request that a server sends as text
+REPORTED_OBJECTS = 65_536  # of one with columns
 
 assert MAX_HTTP_KEYS * MAX_FLEET_COPIES_SHOWN <= MAX_FLEET_COPIES_ASKED
 assert MAX_FLEET_INSTANCES * 4096 <= MAX_MEMBER_ANSWER_BYTES
+assert REPORTED_ENTRIES <= MAX_FLEET_EVENT_ENTRIES <= REPORTED_OBJECTS
 
 # telemetry
 MAX_LOG_LINES_WAITING = 10_000

@@ -16,8 +16,8 @@ from lmcache import _native
 from lmcache.core import limits
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import LMCacheError
-from lmcache.fleet.keys import PackedKeys, by_namespace, decode_scope, pack
-from lmcache.fleet.messages import Entry, Key, KeyEntry, LookupResult, Placement
+from lmcache.fleet.keys import PackedKeys, decode_scope, pack, told
+from lmcache.fleet.messages import Entry, Key, KeyEntry, LookupResult, Objects, Placement
 
 SWEEP_STEP_RECORDS = 65_536
 _LIST_EXAMINED_RECORDS = 262_144
@@ -71,36 +71,47 @@ class Directory:
         shared: bool,
         entries: Sequence[Entry],
         namespace: str,
+        objects: Objects | None = None,
+        *,
         world_size: int = 0,
     ) -> int:
-        """How many the directory has now. `world_size` of that namespace, 0 where it is not known."""
+        """How many of these the directory has now. `world_size` of that namespace, 0 where it is not known."""
         with self._lock:
             self._note_world_size(bytes.fromhex(namespace), world_size)
             place = self._place(instance_id, tier, backend)
             place.shared = shared
             stored = 0
-            for variant, some in by_namespace(entries, namespace):
-                keys = pack([entry.key for entry in some])
-                sizes = array("Q", [entry.size_bytes for entry in some])
+            for some in told(entries, namespace, objects):
+                keys = some.keys
                 self._note_models(keys.scopes)
-                stored += self._native.store(place.holder, keys.scopes, variant, keys.positions, keys.hashes, sizes)
+                stored += self._native.store(
+                    *(place.holder, keys.scopes, some.variant, keys.positions, keys.hashes), some.sizes_bytes
+                )
             return stored
 
-    def remove(self, instance_id: str, tier: str, backend: str, entries: Sequence[Entry], namespace: str) -> int:
+    def remove(
+        self,
+        instance_id: str,
+        tier: str,
+        backend: str,
+        entries: Sequence[Entry],
+        namespace: str,
+        objects: Objects | None = None,
+    ) -> int:
         """How many there were."""
         with self._lock:
             place = self._place(instance_id, tier, backend)
             removed = 0
-            for variant, some in by_namespace(entries, namespace):
-                keys = pack([entry.key for entry in some])
-                removed += self._native.remove(place.holder, keys.scopes, variant, keys.positions, keys.hashes)
+            for some in told(entries, namespace, objects):
+                keys = some.keys
+                removed += self._native.remove(place.holder, keys.scopes, some.variant, keys.positions, keys.hashes)
             return removed
 
-    def count_accesses(self, entries: Sequence[Entry], namespace: str) -> None:
+    def count_accesses(self, entries: Sequence[Entry], namespace: str, objects: Objects | None = None) -> None:
         with self._lock:
-            for variant, some in by_namespace(entries, namespace):
-                keys = pack([entry.key for entry in some])
-                self._native.count_accesses(keys.scopes, variant, keys.positions, keys.hashes)
+            for some in told(entries, namespace, objects):
+                keys = some.keys
+                self._native.count_accesses(keys.scopes, some.variant, keys.positions, keys.hashes)
 
     def restore(
         self,

@@ -1,15 +1,22 @@
-"""Batches of events as they travel: JSON whose entries the native core writes."""
+"""Batches of events as they travel: columns in msgpack where the coordinator takes them, else JSON whose entries the
+native core writes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 
 from lmcache import _native
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, UnnamedNamespace
+from lmcache.core.limits import MAX_FLEET_EVENT_ENTRIES, REPORTED_ENTRIES, REPORTED_OBJECTS
 from lmcache.core.object_changes import ChangeSource, Run
-from lmcache.fleet.messages import ResyncMark
+from lmcache.fleet.messages import Objects, ResyncMark
+from lmcache.http.client import JSON_TYPE
+
+MSGPACK_TYPE = "application/msgpack"
 
 _ENTRY_END = b"}"
 
@@ -19,6 +26,9 @@ def is_named(namespace: Namespace) -> bool:
     return not isinstance(namespace, UnnamedNamespace)
 
 
+Fields = dict[str, Any]  # of a batch
+
+
 class Stream:
     """Numbers the batches of one incarnation of a server."""
 
@@ -26,52 +36,64 @@ class Stream:
         self.instance_id = instance_id
         self.incarnation = incarnation
         self.seq = 0
+        self.packs = False  # the coordinator takes columns, in msgpack
 
-    def changes(self, source: ChangeSource, run: Run, timestamp: float) -> bytes:
-        entries = _native.listing_text(run.hashes, run.sizes_bytes, _texts(run.namespace))
-        kind = "store" if run.added else "delete"
+    @property
+    def most_objects(self) -> int:
+        """Of a batch."""
+        return MAX_FLEET_EVENT_ENTRIES if self.packs else REPORTED_ENTRIES
+
+    @property
+    def most_objects_sent(self) -> int:
+        """Of a request."""
+        return REPORTED_OBJECTS if self.packs else REPORTED_ENTRIES
+
+    def changes(self, source: ChangeSource, run: Run, timestamp: float) -> Fields:
         namespace = run.namespace
-        return self._batch(source, kind, timestamp, entries, namespace.digest.hex(), namespace.world_size)
+        told: Fields = {"namespace": namespace.digest.hex(), "world_size": namespace.world_size}
+        if self.packs:
+            told["objects"] = _columns(run)
+        else:
+            entries = _native.listing_text(run.hashes, run.sizes_bytes, _texts(namespace))
+            told["entries"] = msgspec.Raw(b"[" + entries + b"]")
+        return self._batch(source, "store" if run.added else "delete", timestamp, **told)
 
-    def capacity(self, source: ChangeSource, timestamp: float) -> bytes:
+    def capacity(self, source: ChangeSource, timestamp: float) -> Fields:
         return self._batch(source, "config", timestamp, capacity_bytes=source.capacity_bytes())
 
-    def mark(self, mark: ResyncMark, source: ChangeSource, timestamp: float) -> bytes:
+    def mark(self, mark: ResyncMark, source: ChangeSource, timestamp: float) -> Fields:
         """Marks a resync of all tiers."""
-        return self._batch(source, "config", timestamp, mark=mark)
+        return self._batch(source, "config", timestamp, resync=mark)
 
-    def _batch(
-        self,
-        source: ChangeSource,
-        kind: str,
-        timestamp: float,
-        entries: bytes = b"",
-        namespace: str = "",
-        world_size: int = 0,
-        capacity_bytes: int = 0,
-        mark: ResyncMark = "",
-    ) -> bytes:
+    def _batch(self, source: ChangeSource, kind: str, timestamp: float, **told: Any) -> Fields:
         self.seq += 1
-        fields = {
+        return {
             "instance_id": self.instance_id,
             "incarnation": self.incarnation,
             "seq": self.seq,
             "event_type": kind,
             "tier": source.tier,
             "backend": source.backend,
-            "entries": msgspec.Raw(b"[" + entries + b"]"),
+            "entries": (),
             "shared": source.shared,
             "ts": timestamp,
-            "capacity_bytes": capacity_bytes,
-            "namespace": namespace,
-            "resync": mark,
-            "world_size": world_size,
+            "capacity_bytes": 0,
+            **told,
         }
-        return msgspec.json.encode(fields)
+
+    def request(self, batches: Sequence[Fields]) -> tuple[bytes, str]:
+        """The body of a request, and its media type."""
+        if self.packs:
+            return msgspec.msgpack.encode({"batches": batches}), MSGPACK_TYPE
+        return msgspec.json.encode({"batches": batches}), JSON_TYPE
 
 
-def request_body(batches: list[bytes]) -> bytes:
-    return b'{"batches":[' + b",".join(batches) + b"]}"
+def _columns(run: Run) -> Objects:
+    namespace = run.namespace
+    return Objects(
+        *(namespace.model_name, namespace.rank, namespace.object_group, namespace.cache_salt, run.hashes),
+        run.sizes_bytes if run.added else b"",
+    )
 
 
 @lru_cache(4096)

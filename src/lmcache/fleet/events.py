@@ -89,7 +89,7 @@ class EventIntake:
             counts.applied += applied
             counts.duplicates += duplicates
             counts.stale += stale
-        return EventsAnswer(applied, duplicates, stale, list(resync), incarnations)
+        return EventsAnswer(applied, duplicates, stale, list(resync), incarnations, packed=True)
 
     def _begin(self, instance_id: str, stream: Stream, incarnation: int) -> None:
         stream.incarnation, stream.seq = incarnation, 0
@@ -116,17 +116,17 @@ class EventIntake:
 
     def _apply(self, stream: Stream, batch: Batch) -> None:
         place = batch.instance_id, batch.tier, batch.backend
-        self.counts.entries += len(batch.entries)
+        objects = batch.entries, batch.namespace, batch.objects
+        count = len(batch.entries) + len(batch.objects or ())
+        self.counts.entries += count
         if batch.event_type == "store":
-            stored = self.directory.store(
-                *place, batch.shared, batch.entries, batch.namespace, world_size=batch.world_size
-            )
-            if stored < len(batch.entries):
-                raise LMCacheError(f"the directory is full, {len(batch.entries) - stored} copies are not in it.")
+            stored = self.directory.store(*place, batch.shared, *objects, world_size=batch.world_size)
+            if stored < count:
+                raise LMCacheError(f"the directory is full, {count - stored} copies are not in it.")
         elif batch.event_type == "delete":
-            self.directory.remove(*place, batch.entries, batch.namespace)
+            self.directory.remove(*place, *objects)
         elif batch.event_type == "access":
-            self.directory.count_accesses(batch.entries, batch.namespace)
+            self.directory.count_accesses(*objects)
         elif batch.resync == "begin":
             stream.resyncs = True
             self.directory.begin_resync(batch.instance_id)

@@ -7,7 +7,7 @@ namespaces, which say the layout as well; a server that does not tell them has t
 from __future__ import annotations
 
 import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ from lmcache.core.chunking import ChunkHasher
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_HTTP_KEYS
 from lmcache.errors import ConfigError
-from lmcache.fleet.messages import Entry, Key
+from lmcache.fleet.messages import SIZE_BYTES, Entry, Key, Objects
 from lmcache.protocol.tokens import pack_tokens
 
 Scope = tuple[str, int, int, str]
@@ -67,6 +67,26 @@ def by_namespace(entries: Iterable[Entry], namespace: str) -> list[tuple[bytes, 
     for entry in entries:
         found.setdefault(entry.key.namespace or namespace, []).append(entry)
     return [(bytes.fromhex(name), some) for name, some in found.items()]
+
+
+@dataclass(frozen=True)
+class Told:
+    """Objects of one variant, and 8 bytes of the size of each."""
+
+    variant: bytes
+    keys: PackedKeys
+    sizes_bytes: array.array[int] | bytes
+
+
+def told(entries: Iterable[Entry], namespace: str, objects: Objects | None = None) -> Iterator[Told]:
+    """What a batch tells of; `namespace` is that of objects without one of their own."""
+    for variant, some in by_namespace(entries, namespace):
+        sizes_bytes = array.array("Q", [entry.size_bytes for entry in some])
+        yield Told(variant, pack([entry.key for entry in some]), sizes_bytes)
+    if objects is not None:
+        scope = encode_scope(objects.model_name, objects.kv_rank, objects.object_group_id, objects.cache_salt)
+        keys = PackedKeys([scope], array.array("I", bytes(4 * len(objects))), objects.hashes)
+        yield Told(bytes.fromhex(namespace), keys, objects.sizes_bytes or bytes(SIZE_BYTES * len(objects)))
 
 
 def keys_of_prompt(

@@ -17,7 +17,7 @@ from lmcache.clock import Clock
 from lmcache.core.limits import MAX_MEMBER_ANSWER_BYTES
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.fleet import messages as m
-from lmcache.http.client import HttpRefused, answer_of, request, split_url
+from lmcache.http.client import JSON_TYPE, HttpRefused, answer_of, request, split_url
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import FleetMemberMetrics
 
@@ -72,7 +72,9 @@ class Coordinator:
     def __init__(self, settings: MemberSettings) -> None:
         self._settings = settings
 
-    def ask(self, method: str, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> Any:
+    def ask(
+        self, method: str, path: str, body: Any = None, seconds: float = ASK_SECONDS, content_type: str = JSON_TYPE
+    ) -> Any:
         """LMCacheError."""
         settings = self._settings
         return request(
@@ -80,11 +82,12 @@ class Coordinator:
             token=settings.token(),
             timeout_seconds=seconds,
             most_answer_bytes=MAX_MEMBER_ANSWER_BYTES,
+            content_type=content_type,
         )
 
-    def read(self, kind: Any, method: str, path: str, body: Any = None) -> Any:
+    def read(self, kind: Any, method: str, path: str, body: Any = None, content_type: str = JSON_TYPE) -> Any:
         """The answer as a Struct of that kind."""
-        answer = self.ask(method, path, body)
+        answer = self.ask(method, path, body, content_type=content_type)
         with answer_of(self._settings.url, "a coordinator"):
             return msgspec.convert(answer, kind)
 

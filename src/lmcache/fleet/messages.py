@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from lmcache.core.address import INSTANCE_ID_PATTERN
+from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import (
     MAX_FLEET_COPIES_ASKED,
     MAX_FLEET_COPIES_SHOWN,
@@ -29,6 +30,8 @@ Struct = msgspec.Struct
 EventType = Literal["store", "delete", "access", "config"]
 Tier = Literal["l1", "l2"]
 ResyncMark = Literal["", "begin", "end"]
+
+SIZE_BYTES = 8  # of a number in a column
 
 _MOST = 2**63 - 1
 Number = Annotated[int, Meta(ge=0, le=_MOST)]
@@ -166,6 +169,28 @@ class Entry(Struct, frozen=True):
     size_bytes: Bytes = 0
 
 
+class Objects(Struct, frozen=True):
+    """Objects of one model, rank, object group and salt, as columns of one length."""
+
+    model_name: Text
+    kv_rank: Annotated[int, Meta(ge=0, le=MAX_WORLD_SIZE)]
+    object_group_id: Annotated[int, Meta(ge=0, le=65535)]
+    cache_salt: Text
+    hashes: Annotated[
+        bytes, Meta(max_length=CHUNK_HASH_BYTES * MAX_FLEET_EVENT_ENTRIES, description="32 bytes of each")
+    ]
+    sizes_bytes: Annotated[
+        bytes,
+        Meta(
+            max_length=SIZE_BYTES * MAX_FLEET_EVENT_ENTRIES,
+            description="8 bytes of each, little-endian; empty: not told",
+        ),
+    ] = b""
+
+    def __len__(self) -> int:
+        return len(self.hashes) // CHUNK_HASH_BYTES
+
+
 class Batch(Struct, frozen=True):
     """Changes of one tier of a server, in their order."""
 
@@ -183,6 +208,7 @@ class Batch(Struct, frozen=True):
     namespace: NamespaceHex = ""  # of the entries whose key has none
     world_size: Annotated[int, Meta(ge=0, le=MAX_WORLD_SIZE)] = 0  # of that namespace; 0: not told
     resync: ResyncMark = ""  # everything is told again from here on; everything has been told
+    objects: Objects | None = None  # in place of entries, or beside them
 
 
 class EventsRequest(Struct, frozen=True):
@@ -201,6 +227,7 @@ class EventsAnswer(Struct, frozen=True):
         list[str], Meta(description="servers that are to raise their incarnation and tell everything")
     ] = []
     incarnations: Annotated[dict[str, int], Meta(description="the highest known, of servers with stale batches")] = {}
+    packed: Annotated[bool, Meta(description="msgpack is taken, and batches with `objects`")] = False  # an addition
 
 
 class LookupRequest(Struct, frozen=True):

@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 from lmcache.clock import Clock
 from lmcache.core.key import CHUNK_HASH_BYTES
-from lmcache.core.limits import REPORTED_ENTRIES
 from lmcache.core.object_changes import ChangeSource, Run
 from lmcache.errors import LMCacheError
 from lmcache.fleet import messages as m
-from lmcache.fleet.event_batches import Stream, is_named, request_body, split
-from lmcache.http.client import HttpRefused
+from lmcache.fleet.event_batches import Fields, Stream, is_named, split
+from lmcache.http.client import JSON_TYPE, HttpRefused
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import FleetMemberMetrics
 
@@ -41,7 +40,7 @@ class ResyncNeeded(Exception):
 class Answering(Protocol):
     """A coordinator."""
 
-    def read(self, kind: Any, method: str, path: str, body: Any = None) -> Any:
+    def read(self, kind: Any, method: str, path: str, body: Any = None, content_type: str = JSON_TYPE) -> Any:
         """The answer as that Struct. LMCacheError without one."""
         ...
 
@@ -76,6 +75,7 @@ class Reporter:
         self._resynced_at = float("-inf")
         self._told_capacities_at = float("-inf")
         self._has_left_out = False  # something, since everything was told
+        self._may_pack = True  # until columns are refused, by whoever is in between
 
     @property
     def incarnation(self) -> int:
@@ -107,7 +107,7 @@ class Reporter:
         for source in self._sources:
             start, more = 0, True
             while more:
-                page = source.objects(start, REPORTED_ENTRIES)
+                page = source.objects(start, self._stream.most_objects)
                 self._tell(source, page.runs)
                 start, more = page.next_start, page.next_start > 0
         self._send([self._stream.mark("end", first, self._clock.wall())])
@@ -119,7 +119,7 @@ class Reporter:
         for index, source in enumerate(self._sources):
             more = True
             while more:
-                page = source.changes(self._cursors[index], REPORTED_ENTRIES)
+                page = source.changes(self._cursors[index], self._stream.most_objects_sent)
                 if page.lost:
                     raise ResyncNeeded(f"changes of {source.backend or source.tier} are lost")
                 self._tell(source, page.runs)
@@ -134,34 +134,38 @@ class Reporter:
 
     def _tell(self, source: ChangeSource, runs: Sequence[Run]) -> None:
         """A request for the runs of a page, unless they are many."""
-        batches: list[bytes] = []
+        batches: list[Fields] = []
         entries = 0
         for run in runs:
-            for part in split(run, REPORTED_ENTRIES) if is_named(run.namespace) else ():
+            for part in split(run, self._stream.most_objects) if is_named(run.namespace) else ():
                 batches.append(self._stream.changes(source, part, self._clock.wall()))
                 entries += len(part.hashes) // CHUNK_HASH_BYTES
-                if entries >= REPORTED_ENTRIES:
+                if entries >= self._stream.most_objects_sent:
                     self._send_changes(batches, entries)
                     batches, entries = [], 0
         if batches:
             self._send_changes(batches, entries)
 
-    def _send_changes(self, batches: list[bytes], entries: int) -> None:
+    def _send_changes(self, batches: list[Fields], entries: int) -> None:
         self._send(batches)
         self._metrics.coordinator_events.inc(entries)
 
-    def _send(self, batches: list[bytes]) -> None:
+    def _send(self, batches: list[Fields]) -> None:
         """Until the coordinator has taken them, or said that it never will: these are left out, as if they had never
         been, and what comes after them is told. Everything is told again an hour later: a proxy may have said so."""
         retry_seconds = _FIRST_RETRY_SECONDS
         self._pause(0.0)
+        request = self._stream.request(batches)
         while True:
             try:
-                answer = self._coordinator.read(m.EventsAnswer, "POST", "/events", request_body(batches))
+                answer = self._coordinator.read(m.EventsAnswer, "POST", "/events", *request)
                 break
             except LMCacheError as error:
                 self._metrics.coordinator_failures.labels("events").inc()
                 if isinstance(error, HttpRefused) and error.status in _NEVER_TAKEN:
+                    if self._stream.packs:
+                        self._may_pack = False
+                        raise ResyncNeeded("it takes no columns") from None
                     self._stream.seq -= len(batches)  # none of them has been applied
                     self._has_left_out = True
                     if self._limiter.due("refused"):
@@ -174,6 +178,7 @@ class Reporter:
         self._take(answer)
 
     def _take(self, answer: m.EventsAnswer) -> None:
+        self._stream.packs = answer.packed and self._may_pack
         wants_all = self._instance_id in answer.resync
         if answer.stale:
             known = answer.incarnations.get(self._instance_id, 0)

@@ -14,6 +14,8 @@ from typing import Any
 
 from lmcache.errors import ConfigError, LMCacheError, ServerUnavailable
 
+JSON_TYPE = "application/json"
+
 _EXAMPLE_URL = "http://localhost:8080"
 _MAX_ANSWER_BYTES = 64 << 20
 
@@ -57,19 +59,20 @@ def request(
     token: str = "",
     timeout_seconds: float = 10.0,
     most_answer_bytes: int = _MAX_ANSWER_BYTES,
+    content_type: str = JSON_TYPE,
 ) -> Any:
     """The decoded JSON answer (text where it is not JSON). ServerUnavailable without an answer that has ended in that
-    time, HttpRefused for errors. `body`: what becomes JSON, or bytes that are. `token`: one line of ASCII that the
-    request proves itself with. What goes beyond `most_answer_bytes` is cut off."""
+    time, HttpRefused for errors. `body`: what becomes JSON, or bytes of that `content_type`. `token`: one line of ASCII
+    that the request proves itself with. What goes beyond `most_answer_bytes` is cut off."""
     scheme, host, port, prefix = split_url(url)
     connection = (
         http.client.HTTPSConnection(host, port, timeout=timeout_seconds, context=ssl.create_default_context())
         if scheme == "https"
         else http.client.HTTPConnection(host, port, timeout=timeout_seconds)
     )
-    headers = {"Accept": "application/json"}
+    headers = {"Accept": JSON_TYPE}
     if body is not None:
-        headers["Content-Type"] = "application/json"
+        headers["Content-Type"] = content_type
     if token:
         headers["Authorization"] = f"Bearer {token}"
     payload = body if body is None or isinstance(body, bytes) else json.dumps(body)

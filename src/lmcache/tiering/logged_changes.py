@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Protocol
 
 from lmcache._native import ChangePage as NativePage
+from lmcache._native import objects_by_namespace
 from lmcache.core import limits
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, UnnamedNamespace, decode_known
 from lmcache.core.object_changes import ChangePage, ObjectsPage, Run
@@ -68,15 +68,8 @@ class LoggedChanges:
         page = self._index.changes(cursor, most)
         if page.lost:
             return ChangePage((), page.next_cursor, lost=True)
-        positions, sizes = memoryview(page.positions).cast("I"), memoryview(page.sizes_bytes).cast("Q")
-        hashes, added, digests = page.hashes, page.added, page.namespaces
-        last: list[dict[bytes, int]] = [{} for _ in digests]  # of each namespace: rows by chunk hash
-        for row, position in enumerate(positions):
-            last[position][hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES]] = row
         runs: list[Run] = []
-        for digest, rows in zip(digests, last, strict=True):
-            came = {chunk_hash: sizes[row] for chunk_hash, row in rows.items() if added[row]}
-            gone = [chunk_hash for chunk_hash, row in rows.items() if not added[row]]
+        for digest, (gone, came, sizes_bytes) in zip(page.namespaces, page.last_states(), strict=True):
             # What went has a name if it was told; to look for it would take long, in vain.
             namespace = self._named(digest, came) if came else self._names.get(digest)
             if namespace is None or isinstance(namespace, UnnamedNamespace):
@@ -84,34 +77,30 @@ class LoggedChanges:
                     return ChangePage((), page.next_cursor, lost=True)
                 continue
             if gone:
-                runs.append(Run(namespace, b"".join(gone), bytes(8 * len(gone)), added=False))
+                runs.append(Run(namespace, gone, bytes(8 * (len(gone) // CHUNK_HASH_BYTES)), added=False))
             if came:
-                runs.append(Run(namespace, b"".join(came), array("Q", came.values()).tobytes()))
+                runs.append(Run(namespace, came, sizes_bytes))
         return ChangePage(runs, page.next_cursor)
 
     def objects(self, start: int, most: int) -> ObjectsPage:
         if start == 0:  # what was told before is void
             self._names.clear()
             self._forgot = False
-        namespaces, packed_positions, hashes, packed_sizes, next_start = self._list_step(start, most)
-        positions, sizes = memoryview(packed_positions).cast("I"), memoryview(packed_sizes).cast("Q")
-        rows: list[list[int]] = [[] for _ in namespaces]
-        for row, position in enumerate(positions):
-            rows[position].append(row)
+        namespaces, positions, all_hashes, all_sizes_bytes, next_start = self._list_step(start, most)
+        listed = objects_by_namespace(positions, all_hashes, all_sizes_bytes, len(namespaces))
         runs = []
-        for (digest, namespace), some in zip(namespaces, rows, strict=True):
-            if isinstance(namespace, UnnamedNamespace) or not some:
+        for (digest, namespace), (_, hashes, sizes_bytes) in zip(namespaces, listed, strict=True):
+            if isinstance(namespace, UnnamedNamespace) or not hashes:
                 continue
             self._note(digest, namespace)
-            chosen = b"".join([hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES] for row in some])
-            runs.append(Run(namespace, chosen, array("Q", [sizes[row] for row in some]).tobytes()))
+            runs.append(Run(namespace, hashes, sizes_bytes))
         return ObjectsPage(runs, next_start)
 
-    def _named(self, digest: bytes, hashes: dict[bytes, int]) -> Namespace:
+    def _named(self, digest: bytes, hashes: bytes) -> Namespace:
         known = self._names.get(digest)
         if known is not None:
             return known
-        namespace = self._name_of(digest, next(iter(hashes)))
+        namespace = self._name_of(digest, hashes[:CHUNK_HASH_BYTES])
         if not isinstance(namespace, UnnamedNamespace):
             self._note(digest, namespace)
         return namespace

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from lmcache.core.limits import REPORTED_ENTRIES
@@ -18,9 +17,12 @@ from lmcache.environment import Environment
 from lmcache.errors import ServerUnavailable
 from lmcache.fleet import checkpoint
 from lmcache.fleet import messages as m
+from lmcache.fleet.event_batches import MSGPACK_TYPE
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.reporter import Reporter, ResyncNeeded
+from lmcache.fleet.routes.directory import decode_events
+from lmcache.http.client import JSON_TYPE
 from lmcache.telemetry.metrics import Metrics
 from manual_clock import ManualClock
 from seeds import SEED
@@ -62,10 +64,10 @@ class Network:
         self.coordinator = Coordinator(clock)
         self.faults = True
         self.late: list[list[m.Batch]] = []  # that come once more, or for the first time
-        self.fault_count = 0
+        self.fault_count = self.packed = self.text = 0
 
-    def read(self, kind: Any, method: str, path: str, body: Any = None) -> Any:
-        batches = msgspec.json.decode(body, type=m.EventsRequest).batches
+    def read(self, kind: Any, method: str, path: str, body: Any = None, content_type: str = JSON_TYPE) -> Any:
+        batches = decode_events(body).batches
         assert all(len(batch.entries) <= REPORTED_ENTRIES for batch in batches)
         fate = self.rng.random() if self.faults else 1.0
         self.fault_count += fate < 0.5
@@ -74,8 +76,10 @@ class Network:
         if fate < 0.2:
             self.late.append(batches)
             raise ServerUnavailable("The request is late.")
-        if fate < 0.25:  # somebody in between threw it away, and says that it came
+        if fate < 0.25:  # somebody in between threw it away, and says that it came: the next one comes as text
             return m.EventsAnswer(1, 0, 0)
+        self.packed += content_type == MSGPACK_TYPE
+        self.text += content_type == JSON_TYPE
         answer = self.coordinator.intake.apply(batches)
         if fate < 0.4:
             self.late.append(batches)
@@ -203,7 +207,7 @@ def test_after_one_resync_the_directory_is_what_the_servers_have(caplog: pytest.
             assert told(network.coordinator.intake.directory) == expected, f"round {number}"
             network.coordinator.intake.directory.check()
             checked += len(expected)
-    assert checked > ROUNDS
+    assert checked > ROUNDS and network.packed > ROUNDS and network.text > ROUNDS / 4
     print(f"{network.fault_count} faults in {ROUNDS} rounds")
 
 

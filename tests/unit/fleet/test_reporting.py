@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmcache.clock import SystemClock
@@ -22,9 +23,12 @@ from lmcache.errors import ConfigError
 from lmcache.fleet import membership, reporter
 from lmcache.fleet import messages as m
 from lmcache.fleet.coordinator import CoordinatorProcess
+from lmcache.fleet.events import EventIntake
 from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
+from lmcache.fleet.routes import directory as directory_routes
 from lmcache.fleet.settings import CoordinatorSettings
+from lmcache.http.client import JSON_TYPE
 from lmcache.telemetry.metrics import FleetMemberMetrics, Metrics
 from polling import STALL_SECONDS, until
 from unit.fleet.support import DictTier, told, truth
@@ -153,6 +157,29 @@ def test_what_a_coordinator_will_never_take_is_left_out() -> None:
             until(lambda: server.is_told(process))
             assert process.fleet.intake.counts.gaps == 0
             assert capacities(process) == {"l1": 0, "l2": 0} and failures(server, "events") >= 1
+
+
+def test_where_columns_are_refused_events_come_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an older coordinator in the place of the one that took them, or by a proxy."""
+    columns: list[bool] = []
+    apply = EventIntake.apply
+
+    def noted(intake: EventIntake, batches: Sequence[m.Batch]) -> m.EventsAnswer:
+        columns.extend(batch.objects is not None for batch in batches if batch.event_type == "store")
+        return apply(intake, batches)
+
+    monkeypatch.setattr(EventIntake, "apply", noted)
+    with coordinator() as process, Joined(url_of(process)) as server:
+        server.tiers[0].add((0, 1), 4096)
+        until(lambda: server.is_told(process) and process.fleet.intake.counts.resyncs == 1)
+        assert columns and all(columns)
+        columns.clear()
+        monkeypatch.setattr(directory_routes, "_PACKED_DECODER", msgspec.json.Decoder(m.EventsRequest))
+        server.tiers[0].add((0, 2), 4096)
+        until(lambda: server.is_told(process) and process.fleet.intake.counts.resyncs == 2)
+        server.tiers[0].add((0, 3), 4096)
+        until(lambda: server.is_told(process))
+        assert columns and not any(columns) and process.fleet.intake.counts.gaps == 0
 
 
 def test_what_was_refused_for_a_while_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +331,7 @@ def test_who_forgets_a_server_again_and_again_is_told_no_more_often(monkeypatch:
 def test_a_coordinator_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes connections and is silent."""
     monkeypatch.setattr(membership, "ASK_SECONDS", 0.2)
-    monkeypatch.setattr(membership.Coordinator.ask, "__defaults__", (None, 0.2))
+    monkeypatch.setattr(membership.Coordinator.ask, "__defaults__", (None, 0.2, JSON_TYPE))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with Joined(f"http://127.0.0.1:{silent.getsockname()[1]}") as server:
             until(lambda: failures(server, "heartbeat") >= 2)

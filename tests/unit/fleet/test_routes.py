@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
@@ -145,11 +147,59 @@ def test_who_joined_with_the_token_is_replaced_with_it_alone(fleet: Fleet, here:
     assert refused.status_code == 400 and "with the admin token" in refused.json()["detail"]
 
 
+def columns(*names: str, **fields: Any) -> dict[str, Any]:
+    scope = {"model_name": "m", "kv_rank": 0, "object_group_id": 0, "cache_salt": ""}
+    sizes_bytes = array("Q", [4096] * len(names)).tobytes()
+    return {**scope, "hashes": bytes.fromhex("".join(names)), "sizes_bytes": sizes_bytes, **fields}
+
+
+def test_events_may_come_as_columns(here: TestClient) -> None:
+    here.post("/instances", json=REGISTERED)
+    first, second, third = hashes()
+
+    def post(encode: Callable[[Any], bytes], *batches: dict[str, Any]) -> int:
+        answer = here.post("/events", content=encode({"batches": batches}))
+        assert answer.json() == {**answer.json(), "applied": len(batches), "stale": 0, "packed": True}, answer.text
+        return int(here.get("/directory/stats").json()["placements"])
+
+    packed = msgspec.msgpack.encode
+    told = batch(1, objects=columns(first, second), entries=entries(third), namespace="77" * 32, world_size=1)
+    assert post(packed, told) == 3
+    found = here.post("/directory/lookup", json={"token_ids": TOKENS, "model_name": "m"}).json()["results"]
+    assert [place["size_bytes"] for result in found for place in result["placements"]] == [4096] * 3
+    assert {result["key"]["namespace"] for result in found} == {"77" * 32}
+    gone = columns(first, sizes_bytes=b"")
+    assert post(packed, batch(2, event_type="delete", objects=gone, namespace="77" * 32)) == 2
+    accessed = batch(3, event_type="access", objects=columns(second), namespace="77" * 32)
+    assert post(msgspec.json.encode, accessed, batch(4, objects=gone)) == 3  # bytes in base64
+
+
+@pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hashes": bytes(31)},
+        {"sizes_bytes": bytes(15)},
+        {"sizes_bytes": bytes(8)},
+        {"kv_rank": -1},
+        {"hashes": bytes(32 * (limits.MAX_FLEET_EVENT_ENTRIES + 1)), "sizes_bytes": b""},
+    ],
+)
+def test_columns_that_do_not_fit_each_other_are_refused(
+    here: TestClient, encode: Callable[[Any], bytes], fields: dict[str, Any]
+) -> None:
+    here.post("/instances", json=REGISTERED)
+    body = encode({"batches": [batch(1, objects=columns(*hashes()[:2], **fields))]})
+    answer = here.post("/events", content=body)
+    assert answer.status_code == 400 and "no list of batches" in answer.json()["detail"]
+    assert here.get("/directory/stats").json()["batches_applied"] == 0
+
+
 def test_events_are_found_by_key_and_by_prompt(here: TestClient) -> None:
     here.post("/instances", json=REGISTERED)
     first, second, third = hashes()
     answer = here.post("/events", json={"batches": [batch(1, entries=entries(first, second), ts=1.5)]}).json()
-    assert answer == {"applied": 1, "duplicates": 0, "stale": 0, "resync": [], "incarnations": {}}
+    assert answer == {"applied": 1, "duplicates": 0, "stale": 0, "resync": [], "incarnations": {}, "packed": True}
     disk = batch(2, tier="l2", backend="disk", entries=entries(first, third), shared=True)
     here.post("/events", json={"batches": [disk]})
     prompt = {"token_ids": [*TOKENS, 99], "model_name": "m"}

@@ -6,6 +6,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_FLEET_COPIES_ASKED, MAX_FLEET_EVENT_BYTES
 from lmcache.errors import ConfigError
 from lmcache.fleet import messages as m
@@ -82,11 +83,19 @@ class DirectoryRoutes:
 
 
 _DECODER = msgspec.json.Decoder(m.EventsRequest)
+_PACKED_DECODER = msgspec.msgpack.Decoder(m.EventsRequest)
+_FIRST_PACKED = 0x80  # of the first bytes of msgpack's maps; JSON begins with a character of ASCII
 
 
 def decode_events(raw: bytes) -> m.EventsRequest:
-    """Fields that are not known are passed over: other servers may have more."""
+    """JSON or msgpack. Fields that are not known are passed over: other servers may have more."""
     try:
-        return _DECODER.decode(raw)
+        events = (_PACKED_DECODER if raw and raw[0] >= _FIRST_PACKED else _DECODER).decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPException(400, f"The body is no list of batches: {error}.") from None
+    for batch in events.batches:
+        if (objects := batch.objects) is None:
+            continue
+        if len(objects.hashes) % CHUNK_HASH_BYTES or len(objects.sizes_bytes) not in (0, m.SIZE_BYTES * len(objects)):
+            raise HTTPException(400, "The body is no list of batches: columns of `objects` do not fit each other.")
+    return events
