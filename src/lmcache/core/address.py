@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from functools import lru_cache
 
 from lmcache.errors import ConfigError
 
@@ -75,6 +76,7 @@ def http_url(host: str, port: int, *, tls: bool = False) -> str:
     return f"http{'s' * tls}://{_bracketed(host)}:{port}"
 
 
+@lru_cache(1024)
 def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True

@@ -62,6 +62,11 @@ class Directory:
         self._models: dict[str, int] = {}  # the highest rank of each that was told since `refresh_models`
         self._world_sizes: dict[bytes, int] = {}  # by variant, of those that were told
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a call would not wait for another one, at this moment."""
+        return not self._lock.locked()
+
     # ---- what is told ------------------------------------------------------------------------------------------------
     def store(
         self,

@@ -55,6 +55,11 @@ class EventIntake:
         self.counts = EventCounts()
         self._log_limiter = LogLimiter(60.0, clock)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a call would not wait for another one, at this moment."""
+        return not self._lock.locked() and self.directory.is_idle
+
     def apply(self, batches: Sequence[Batch]) -> EventsAnswer:
         applied = duplicates = stale = 0
         resync: dict[str, None] = {}
@@ -117,7 +122,7 @@ class EventIntake:
     def _apply(self, stream: Stream, batch: Batch) -> None:
         place = batch.instance_id, batch.tier, batch.backend
         objects = batch.entries, batch.namespace, batch.objects
-        count = len(batch.entries) + len(batch.objects or ())
+        count = batch.object_count
         self.counts.entries += count
         if batch.event_type == "store":
             stored = self.directory.store(*place, batch.shared, *objects, world_size=batch.world_size)

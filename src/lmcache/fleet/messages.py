@@ -210,6 +210,10 @@ class Batch(Struct, frozen=True):
     resync: ResyncMark = ""  # everything is told again from here on; everything has been told
     objects: Objects | None = None  # in place of entries, or beside them
 
+    @property
+    def object_count(self) -> int:
+        return len(self.entries) + len(self.objects or ())
+
 
 class EventsRequest(Struct, frozen=True):
     """Batches, which are applied in their order."""

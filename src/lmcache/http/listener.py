@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -45,13 +45,47 @@ class _Server(uvicorn.Server):
         await self.stop_requested.wait()
 
 
+class JoinedWrites:
+    """A transport that sends what was written in one turn of the loop at once: uvicorn writes the head of an answer and
+    its body apart, and each would be a packet."""
+
+    _MOST_BYTES = 64 << 10  # that wait for the end of the turn
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._waiting = bytearray()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, content: bytes) -> None:
+        if not self._waiting and content:
+            self._loop.call_soon(self._flush)
+        self._waiting += content
+        if len(self._waiting) > self._MOST_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            waiting, self._waiting = self._waiting, bytearray()
+            self._transport.write(waiting)
+
+    def get_write_buffer_size(self) -> int:
+        return len(self._waiting) + self._transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+
 class _Protocol(H11Protocol):
     """Closes connections without progress: no new request came and nothing of an answer left for a while. uvicorn waits
     for ever for the end of a header, and for a client to take its answer, so that a few hundred such connections would
     keep every health check out."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, JoinedWrites(transport, self.loop)))
         self._last_progress = self._progress()
         self._silence = self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
 

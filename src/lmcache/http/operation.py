@@ -13,6 +13,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 
 from lmcache.core.limits import MAX_HTTP_BODY_BYTES, MAX_HTTP_LARGE_BODY_BYTES
+from lmcache.http.access import has_token, may_read_salts
 
 
 class _Text(StringConvertor):
@@ -39,8 +40,16 @@ class Call:
     request: Request
     body: Any
     query: Any
-    may_read_salts: bool
-    admin_token: str  # that it came with; "" where it came from this host without
+    token: str  # the admin token that counts now
+
+    @property
+    def may_read_salts(self) -> bool:
+        return may_read_salts(self.request, self.token)
+
+    @property
+    def admin_token(self) -> str:
+        """That it came with; "" where it came from this host without."""
+        return self.token if has_token(self.request, self.token) else ""
 
     def path(self, name: str) -> str:
         value: str = self.request.path_params[name]

@@ -26,6 +26,7 @@ from lmcache.core.address import is_loopback
 from lmcache.core.salt_limits import SaltLimits
 from lmcache.errors import ConfigError, ResourceError, ServerUnavailable
 from lmcache.http.access import read_token, why_refused
+from lmcache.http.listener import JoinedWrites
 from lmcache.l1.quota import Quotas
 from lmcache.service.cache_operations import CacheOperations
 from lmcache.telemetry.metrics import Metrics
@@ -345,6 +346,37 @@ def test_noise_does_not_stop_the_listener(listener: HttpListener, http: httpx.Cl
         with socket.create_connection(("127.0.0.1", listener.http_port)) as raw:
             raw.sendall(noise)
     assert http.get("/healthcheck").status_code == 200
+
+
+def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
+    sent: list[bytes] = []
+
+    class Transport:
+        def write(self, content: bytes) -> None:
+            sent.append(bytes(content))
+
+        def get_write_buffer_size(self) -> int:
+            return 10
+
+        def close(self) -> None:
+            sent.append(b"closed")
+
+    async def write() -> None:
+        joined = JoinedWrites(cast(Any, Transport()), asyncio.get_running_loop())
+        for content in (b"head ", b"body", b""):
+            joined.write(content)
+        assert not sent and joined.get_write_buffer_size() == 19
+        await asyncio.sleep(0)
+        assert sent == [b"head body"] and joined.get_write_buffer_size() == 10
+        joined.write(bytes(1 << 20))  # not kept until the end of the turn
+        assert len(sent) == 2
+        joined.write(b"the last")
+        joined.close()
+        assert sent[2:] == [b"the last", b"closed"]
+        await asyncio.sleep(0)
+        assert len(sent) == 4
+
+    asyncio.run(write())
 
 
 def test_silent_connections_are_closed_and_slow_answers_are_not(

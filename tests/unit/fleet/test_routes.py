@@ -20,6 +20,7 @@ from lmcache.environment import SYSTEM
 from lmcache.fleet import checkpoint, prefixes
 from lmcache.fleet import messages as m
 from lmcache.fleet.app import build_app, operations
+from lmcache.fleet.events import EventIntake
 from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.routes.base import RouteContext
 from lmcache.fleet.settings import CoordinatorSettings
@@ -172,6 +173,29 @@ def test_events_may_come_as_columns(here: TestClient) -> None:
     assert post(packed, batch(2, event_type="delete", objects=gone, namespace="77" * 32)) == 2
     accessed = batch(3, event_type="access", objects=columns(second), namespace="77" * 32)
     assert post(msgspec.json.encode, accessed, batch(4, objects=gone)) == 3  # bytes in base64
+
+
+def test_a_few_events_are_taken_without_a_thread_where_nothing_else_is(
+    fleet: Fleet, here: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[int] = []
+    in_thread = RouteContext.in_thread
+
+    async def noted(context: RouteContext, work: Callable[[], Any]) -> Any:
+        handed.append(1)
+        return await in_thread(context, work)
+
+    here.post("/instances", json=REGISTERED)
+    monkeypatch.setattr(RouteContext, "in_thread", noted)
+    few, many = columns(*hashes()[:2]), columns(*[f"{number:064x}" for number in range(257)])
+    for seq, (objects, count) in enumerate([(few, 0), (many, 1)], 1):
+        assert here.post(
+            "/events", content=msgspec.msgpack.encode({"batches": [batch(seq, objects=objects)]})
+        ).is_success
+        assert len(handed) == count
+    monkeypatch.setattr(EventIntake, "is_idle", False)
+    here.post("/events", content=msgspec.msgpack.encode({"batches": [batch(3, objects=few)]}))
+    assert len(handed) == 2
 
 
 @pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])

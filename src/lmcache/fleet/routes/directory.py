@@ -13,6 +13,8 @@ from lmcache.fleet import messages as m
 from lmcache.fleet.routes.base import RouteContext
 from lmcache.http.operation import Access, Call, Operation
 
+_FEW_OBJECTS = 256
+
 
 class DirectoryRoutes:
     def __init__(self, context: RouteContext) -> None:
@@ -43,7 +45,10 @@ class DirectoryRoutes:
         ]
 
     async def events(self, call: Call) -> m.EventsAnswer:
-        return await self._context.in_thread(lambda: self._fleet.intake.apply(call.body.batches))
+        batches, intake = call.body.batches, self._fleet.intake
+        if intake.is_idle and sum(batch.object_count for batch in batches) <= _FEW_OBJECTS:
+            return intake.apply(batches)  # takes less than to hand it to a thread
+        return await self._context.in_thread(lambda: intake.apply(batches))
 
     async def lookup(self, call: Call) -> Response:
         body: m.LookupRequest = call.body
