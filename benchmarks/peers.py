@@ -1,7 +1,7 @@
 """Loading frames from another server: over TCP beside a plain recv_into program with as many connections, and out of
 its mapped memory beside plain streaming copies on as many threads, in the same run.
 
-64 MiB at a time, in batches of at most 16 MiB and 64 objects as the storage loop makes them. The other server is a
+64 MiB at a time, in batches of at most 16 MiB and 256 objects as the storage loop makes them. The other server is a
 process with a real L1 and the listener of a server; here is the adapter under its layers.
 """
 
@@ -42,6 +42,7 @@ from lmcache.peers.identity import Identity
 from lmcache.peers.listener import PeerListener
 from lmcache.server import THREAD_SWITCH_SECONDS
 from lmcache.telemetry.metrics import Metrics
+from lmcache.tiering.prefetch import load_objects
 from lmcache.transport.listening import listen
 from measure import MIB, Result, at_least, command_line, report, spread
 
@@ -71,7 +72,8 @@ class Shape:
         ]
 
     def batches(self) -> list[range]:
-        step = max(1, min(limits.MAX_L2_BATCH_OBJECTS, limits.L2_LOAD_BATCH_BYTES // self.frame_bytes))
+        most_objects = load_objects(PeersAdapter.most_load_objects, self.count)
+        step = max(1, min(most_objects, limits.L2_LOAD_BATCH_BYTES // self.frame_bytes))
         return [range(first, min(first + step, self.count)) for first in range(0, self.count, step)]
 
 

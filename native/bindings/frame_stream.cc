@@ -32,12 +32,19 @@ void bind_frame_stream(nb::module_& m) {
         "Sends `head`, then memory ranges (u64 each) one behind the other (no GIL). 0, or an errno: ETIMEDOUT at a "
         "limit. shutdown(2) of the socket ends it. The caller answers for the ranges.");
     m.def(
-        "receive_bytes",
-        [](int socket, const Packed<std::byte, "memory", Access::kWrite>& memory, double total_seconds,
-           double idle_seconds) { return lmcache::receive_bytes(socket, memory, {total_seconds, idle_seconds}); },
-        nb::arg("socket"), nb::arg("memory"), nb::arg("total_seconds"), nb::arg("idle_seconds"), ReleaseGil(),
-        "Fills the writable `memory` from a socket (no GIL). 0, or an errno: ETIMEDOUT at a limit, ECONNRESET when the "
-        "other side has closed. shutdown(2) of the socket ends it.");
+        "exchange",
+        [](int socket, const Packed<std::byte, "request">& request, std::size_t header_bytes, std::size_t most_bytes,
+           double total_seconds, double idle_seconds) {
+            lmcache::Answer answer =
+                lmcache::exchange(socket, request, header_bytes, most_bytes, {total_seconds, idle_seconds});
+            return std::pair(AsBytes{std::move(answer.message)}, answer.error);
+        },
+        nb::arg("socket"), nb::arg("request"), nb::arg("header_bytes"), nb::arg("most_bytes"), nb::arg("total_seconds"),
+        nb::arg("idle_seconds"), ReleaseGil(),
+        "Sends a request and receives the message that answers it (no GIL): `header_bytes`, whose last four are the "
+        "u32 of what follows, and that; of one with more than `most_bytes` the header alone. (the message, errno): "
+        "ETIMEDOUT at a limit, of each of the steps, ECONNRESET when the other side has closed. shutdown(2) of the "
+        "socket ends it.");
     m.def(
         "receive_frames",
         [](int socket, const Addresses& addresses, const Sizes& sizes, const Digests& namespace_digests,

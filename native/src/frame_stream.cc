@@ -222,6 +222,21 @@ int receive_bytes(int socket, std::span<std::byte> memory, const StreamLimits& l
     return 0;
 }
 
+Answer exchange(int socket, std::span<const std::byte> request, std::size_t header_bytes, std::size_t most_bytes,
+                const StreamLimits& limits) {
+    std::uint32_t body_bytes = 0;
+    if (header_bytes < sizeof body_bytes) throw std::invalid_argument("a header ends with a number of four bytes");
+    Answer answer;
+    if (answer.error = send_ranges(socket, request, {}, {}, limits); answer.error != 0) return answer;
+    answer.message.resize(header_bytes);
+    if (answer.error = receive_bytes(socket, answer.message, limits); answer.error != 0) return answer;
+    std::memcpy(&body_bytes, answer.message.data() + header_bytes - sizeof body_bytes, sizeof body_bytes);
+    if (body_bytes > most_bytes) return answer;
+    answer.message.resize(header_bytes + body_bytes);
+    answer.error = receive_bytes(socket, std::span(answer.message).subspan(header_bytes), limits);
+    return answer;
+}
+
 ReceivedFrames receive_frames(int socket, const FrameBatch& frames, const StreamLimits& limits) {
     frames.check();
     ReceivedFrames received;

@@ -185,6 +185,31 @@ TEST_CASE(sizes_are_those_of_the_headers) {
     CHECK(frame_sizes(frames.source.data(), frames.offsets[1] + 8192, slots)[1] == 0);
 }
 
+TEST_CASE(a_request_is_answered_by_a_whole_message) {
+    const auto answered = [](std::uint32_t body_bytes, std::size_t sent_bytes, std::size_t most_bytes) {
+        Sockets sockets;
+        std::vector<std::byte> message(16 + sent_bytes, std::byte{7});
+        std::memcpy(&message[12], &body_bytes, sizeof body_bytes);
+        std::vector<std::byte> request(50, std::byte{3}), got(request.size());
+        std::thread other([&] {
+            CHECK(receive_bytes(sockets.right.get(), got, kLong) == 0);
+            CHECK(send_ranges(sockets.right.get(), message, {}, {}, kLong) == 0);
+            sockets.right = UniqueFd();
+        });
+        Answer answer = exchange(sockets.left.get(), request, 16, most_bytes, kLong);
+        other.join();
+        CHECK(got == request);
+        CHECK(answer.error != 0 || std::equal(answer.message.begin(), answer.message.end(), message.begin()));
+        return answer;
+    };
+    CHECK(answered(0, 0, 100).message.size() == 16);
+    CHECK(answered(100, 100, 100).message.size() == 116);
+    CHECK(answered(101, 101, 100).message.size() == 16);
+    CHECK(answered(100, 40, 100).error == ECONNRESET);
+    Sockets sockets;
+    CHECK(exchange(sockets.left.get(), {}, 16, 100, {30, 0.05}).error == ETIMEDOUT);
+}
+
 TEST_CASE(arrays_that_do_not_fit_are_refused) {
     Frames frames({5000, 70'000});
     const auto refused = [](const auto& call) {

@@ -41,6 +41,15 @@ int send_ranges(int socket, std::span<const std::byte> head, std::span<const std
 // Exactly that many bytes. 0, or an errno: ETIMEDOUT at a limit, ECONNRESET when the other side has closed.
 int receive_bytes(int socket, std::span<std::byte> memory, const StreamLimits& limits);
 
+// A request, and the message that answers it: `header_bytes`, whose last four say (u32, little-endian) how many bytes
+// follow, and these. Of one with more than `most_bytes` behind its header only the header is received.
+struct Answer {
+    std::vector<std::byte> message;
+    int error = 0;  // as of `receive_bytes`; then nothing of the message counts
+};
+Answer exchange(int socket, std::span<const std::byte> request, std::size_t header_bytes, std::size_t most_bytes,
+                const StreamLimits& limits);
+
 struct ReceivedFrames {
     std::vector<FrameFault> faults;  // of those that came whole
     int error = 0;                   // an errno; then faults.size() frames came, and the next one may have begun to

@@ -78,6 +78,7 @@ L1_LATE_IO_SECONDS = 60.0  # that I/O of a killed server may take to end in memo
 # storage
 MAX_L2_BATCH_OBJECTS = 64
 L2_STORE_BATCH_BYTES = 64 * MIB  # a batch ends at the object that goes beyond
+LOADS_OF_A_WINDOW = 4  # at least, where an adapter takes more than MAX_L2_BATCH_OBJECTS in a load
 L2_LOAD_BATCH_BYTES = 16 * MIB  # small enough that one is verified while the next is read
 L2_STORE_BATCHES_IN_FLIGHT = 2  # an adapter
 MAX_L2_STORE_QUEUE_OBJECTS = 65_536  # of all adapters, each an equal share

@@ -165,7 +165,8 @@ class Adapter(Protocol):
         checked afterwards, but for adapters of this package with an attribute `verifies = True`. One with
         `is_read_only = True` is asked and loaded from, and nothing else: what it finds belongs to others, who may
         remove it at any moment, so that nothing is stored, deleted or cleared there, and nothing remembered of it. One
-        with `most_calls = N` takes N loads and N probes at once, and bounds by itself what goes to each of its places.
+        with `most_calls = N` takes N loads and N probes at once, and bounds by itself what goes to each of its places;
+        one with `most_load_objects = N` up to N objects in one load, where others get MAX_L2_BATCH_OBJECTS at most.
         CORRUPT: certainly not the frame; it has been quarantined or deleted."""
         ...
 

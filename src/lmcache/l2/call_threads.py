@@ -7,12 +7,19 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lmcache.errors import AdapterError
-from lmcache.l2.background import in_thread, until_done
+from lmcache.l2.background import in_thread
 
 T = TypeVar("T")
+
+
+class _Uncancelled(asyncio.Future[T]):
+    """A task that is cancelled while it waits for this ends when this has its result, and not before."""
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        return False
 
 
 class CallThreads:
@@ -35,13 +42,13 @@ class CallThreads:
         lent is in use."""
         if self._is_closed:
             raise AdapterError("the adapter is closed")
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: _Uncancelled[T] = _Uncancelled(loop=self._loop)
         self._under_way += 1
         try:
             if len(self._threads) < min(self._under_way, self._most):
                 self._start_one_more()
             self._jobs.put(partial(self._call, call, future))
-            return await until_done(future)
+            return await future
         finally:
             self._under_way -= 1
 

@@ -448,6 +448,11 @@ class Runner:
         return bool(getattr(self.adapter, "is_read_only", False))
 
     @property
+    def most_load_objects(self) -> int:
+        """That it takes in one load."""
+        return int(getattr(self.adapter, "most_load_objects", limits.MAX_L2_BATCH_OBJECTS))
+
+    @property
     def takes_stores(self) -> bool:
         """Whether stores are neither suspended nor refused for lack of room."""
         return not (self.layers.stores.breaker.is_suspended or self.layers.capacity.is_full)

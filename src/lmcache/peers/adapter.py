@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +42,7 @@ class PeersAdapter(Adapter):
     verifies = True
     is_read_only = True
     most_calls = limits.MAX_PEER_CALLS
+    most_load_objects = limits.MAX_PEER_READ_KEYS  # small ones: a read costs as much as some hundred KiB of frames
 
     def __init__(self, config: PeersConfig, introducer: Introducer, metrics: P2PMetrics, clock: Clock) -> None:
         self._config = config
@@ -211,9 +211,8 @@ class PeersAdapter(Adapter):
                 shares = [part for share in shares for part in share.parts(limits.MAX_PEER_READ_KEYS)]
                 # Now: what is remembered of a key ends with any load of it.
                 transfers = [_transfer_of(share, keys, buffers) for share in shares]
-                came = await asyncio.gather(
-                    *(self._load_share(share, what, deadline) for share, what in zip(shares, transfers, strict=True)),
-                    return_exceptions=True,
+                came = await _each(
+                    [self._load_share(share, what, deadline) for share, what in zip(shares, transfers, strict=True)]
                 )
                 for share, found in zip(shares, came, strict=True):
                     if isinstance(found, BaseException):
@@ -225,6 +224,8 @@ class PeersAdapter(Adapter):
                             outcomes[index] = outcome
                     if found.count(LoadOutcome.LOADED) < len(found):
                         failed.add(share.holding.peer)
+                if outcomes.count(LoadOutcome.LOADED) == len(outcomes):
+                    break
                 left = [index for index in left if outcomes[index] is not LoadOutcome.LOADED]
         finally:
             self._placements.forget(keys)
@@ -235,7 +236,7 @@ class PeersAdapter(Adapter):
         if self._placements.renew(holding):
             holding.peer.renew(holding.lease)
         seconds = min(max(0.0, deadline - self._clock.monotonic()), holding.peer.load_seconds(transfer.room_bytes))
-        return await holding.peer.load(replace(transfer, seconds=seconds))
+        return await holding.peer.load(transfer.within(seconds))
 
     # ---- what peers are not asked for --------------------------------------------------------------------------------
     async def store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[StoreOutcome]:
@@ -273,6 +274,17 @@ def _transfer_of(share: Share[Peer], keys: Sequence[ObjectKey], buffers: Sequenc
     sizes = [holding.sizes[place] for place in places]
     slots = [holding.slots[place] for place in places] if holding.slots else []
     return Transfer(wanted, into, sizes, slots, holding.lease, sum(buffer.nbytes for buffer in into), 0.0)
+
+
+async def _each(loads: Sequence[Coroutine[Any, Any, list[LoadOutcome]]]) -> Sequence[list[LoadOutcome] | BaseException]:
+    """What each of them returns, or the fault that ends it. A single one needs no task of its own."""
+    if len(loads) > 1:
+        found: list[list[LoadOutcome] | BaseException] = await asyncio.gather(*loads, return_exceptions=True)
+        return found
+    try:
+        return [await loads[0]]
+    except Exception as fault:
+        return [fault]
 
 
 def _merge(sizes: list[int | None], first: int, answer: Answer) -> None:

@@ -8,7 +8,7 @@ import logging
 import mmap
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -268,7 +268,7 @@ class Peer:
                 # Suspended by one that this one waited for; or late because of those, which is no fault of this peer.
                 if self._load_breaker.is_open or left_seconds < _LEAST_TIME_SHARE * transfer.seconds:
                     return [LoadOutcome.FAILED] * len(transfer.keys)
-                return await self._load(replace(transfer, seconds=left_seconds))
+                return await self._load(transfer.within(left_seconds))
             finally:
                 self._turns.release()
         finally:
@@ -289,6 +289,9 @@ class Peer:
             seconds = transfer.seconds - (clock.monotonic() - started)
             fetched = await transport.fetch(transfer.pick(left, seconds))
             self._count(transport, transfer, left, fetched)
+            if fetched.outcomes.count(LoadOutcome.LOADED) == len(outcomes):
+                outcomes = list(fetched.outcomes)
+                break
             for index, outcome in zip(left, fetched.outcomes, strict=True):
                 outcomes[index] = LoadOutcome.FAILED if outcome is LoadOutcome.CORRUPT else outcome
             left = [index for index in left if outcomes[index] is LoadOutcome.FAILED]

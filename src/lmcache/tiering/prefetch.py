@@ -37,6 +37,12 @@ Sources = list[int | None]
 NO_LOAD = -1  # L1 has it, or it is being loaded
 
 
+def load_objects(most_objects: int, wanted_objects: int) -> int:
+    """Of one load, where the adapters that may be asked take `most_objects`: as many as leave some loads side by side,
+    and not fewer than MAX_L2_BATCH_OBJECTS."""
+    return max(limits.MAX_L2_BATCH_OBJECTS, min(most_objects, -(-wanted_objects // limits.LOADS_OF_A_WINDOW)))
+
+
 @dataclass(frozen=True)
 class PrefetchRequest:
     """`keys` are those of a whole prompt, of which L1 had the chunks before `first_chunk`."""
@@ -255,9 +261,11 @@ class Prefetch:
 
     async def _load_window(self, first: int, sources: Sequence[Sources]) -> bool:
         """Starts loads for the chunks from `first` on, for what has a source. False when L1 lacks the room."""
-        chunk_bytes = sum(self._namespaces.frame_bytes)
-        batch_objects = limits.MAX_L2_BATCH_OBJECTS // len(self._namespaces)
-        step = max(1, min(batch_objects, limits.L2_LOAD_BATCH_BYTES // chunk_bytes))
+        chunk_bytes, width = sum(self._namespaces.frame_bytes), len(self._namespaces)
+        first_asked = min((max(0, source) for row in sources for source in row if source is not None), default=0)
+        most_objects = min((runner.most_load_objects for runner in self._runners[first_asked:]), default=0)
+        batch_objects = load_objects(most_objects, len(sources) * width)
+        step = max(1, min(batch_objects // width, limits.L2_LOAD_BATCH_BYTES // chunk_bytes))
         for at in range(0, len(sources), step):
             part = sources[at : at + step]
             last = max((source for row in part for source in row if source is not None), default=NO_LOAD)

@@ -39,3 +39,28 @@ def test_calls_wait_for_the_threads_that_there_are_where_no_more_can_be_started(
         await threads.close()
 
     run(test)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cancelled_call_ends_when_it_has_ended(fails: bool) -> None:
+    may_end = threading.Event()
+
+    def call() -> None:
+        may_end.wait(WAIT_SECONDS)
+        if fails:
+            raise OSError("it failed, too")
+
+    async def test() -> None:
+        threads = CallThreads("calls", 1)
+        waiting = asyncio.ensure_future(threads.run(call))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            waiting.cancel()
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await threads.close()
+
+    run(test)

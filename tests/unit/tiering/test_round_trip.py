@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,3 +160,32 @@ def test_many_threads_at_once() -> None:
         assert rig.storage.flush(20)
         until(rig.idle)
         assert rig.storage.responsive(5)
+
+
+@pytest.mark.parametrize(
+    ("takes", "largest"),
+    [((64, 64), 64), ((256, 256), 217), ((64, 256), 64), ((256, 64), 64)],
+)
+def test_small_objects_are_loaded_many_at_a_time_where_each_adapter_takes_them(
+    monkeypatch: pytest.MonkeyPatch, takes: tuple[int, int], largest: int
+) -> None:
+    """And a quarter of a window at most: windows of 32, 128 and 512 chunks, and 868 that are left."""
+    wanted = keys(32 + 128 + 512 + 868)
+    adapters = [faulty(index=index) for index in range(2)]
+    loads: list[int] = []
+    for (_, adapter), most in zip(adapters, takes, strict=True):
+        monkeypatch.setattr(adapter, "most_load_objects", most, raising=False)
+
+        async def noted(of: Sequence[ObjectKey], into: Sequence[memoryview], load: Any = adapter.load) -> Any:
+            loads.append(len(of))
+            return await load(of, into)
+
+        monkeypatch.setattr(adapter, "load", noted)
+    with open_rig([configured for configured, _ in adapters], slots=2048) as rig:
+        rig.put(wanted)
+        assert rig.storage.flush(20)
+        rig.storage.clear("l1")
+        result = rig.fetch(wanted)
+        assert result.chunks == len(wanted) and rig.holds(result, wanted)
+        assert max(loads) == largest and sum(loads) == len(wanted)
+        rig.l1.core.release(result.lease)

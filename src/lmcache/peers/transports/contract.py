@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from lmcache.core.key import ObjectKey
@@ -27,10 +27,14 @@ class Transfer:
     room_bytes: int  # of the buffers: more than that does not come, whatever the peer says
     seconds: float  # until it is to end
 
+    def within(self, seconds: float) -> Transfer:
+        """Returns the same, which is to end in `seconds`."""
+        return Transfer(self.keys, self.buffers, self.sizes, self.slots, self.lease, self.room_bytes, seconds)
+
     def pick(self, indices: Sequence[int], seconds: float) -> Transfer:
         """Returns the transfer of these positions, which is to end in `seconds`."""
         if len(indices) == len(self.keys):
-            return replace(self, seconds=seconds)
+            return self.within(seconds)
 
         def of(values: Sequence[int]) -> Sequence[int]:
             return [values[index] for index in indices] if values else values

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 from itertools import count
+from operator import le
 
 from lmcache import _native
 from lmcache.clock import SystemClock
@@ -82,52 +83,51 @@ class _Read:
 
     def run(self) -> BaseException | None:
         """None when the connection can be used again. OSError, ProtocolError."""
-        read = Read(*pack_keys(self._transfer.keys), self._transfer.lease)
-        request = encode(Kind.READ, self._number, read)
-        _check(_native.send_ranges(self._fd, request, b"", b"", self._deadline.left_seconds, limits.PEER_IDLE_SECONDS))
-        kind, number, body_bytes = decode_header(self._receive(HEADER.size))
-        body = self._receive(body_bytes)
+        digests, hashes = pack_keys(self._transfer.keys)
+        request = encode(Kind.READ, self._number, Read(digests, hashes, self._transfer.lease))
+        # Each native call more would wait for its turn among the other threads.
+        answer, error = _native.exchange(
+            *(self._fd, request, HEADER.size, limits.MAX_PEER_MESSAGE_BYTES),
+            *(self._deadline.left_seconds, limits.PEER_IDLE_SECONDS),
+        )
+        if error:
+            raise OSError(error, "it did not answer the read")
+        kind, number, _ = decode_header(answer[: HEADER.size])
+        body = answer[HEADER.size :]
         if kind is Kind.REFUSED:
             raise PeerRefused(decode(body, Refused).sentence)
         if (kind, number) != (Kind.FRAMES, self._number):
             raise ProtocolError(f"it sent {kind.name} where {Kind.FRAMES.name} was expected")
-        return self._receive_frames(self._checked(decode(body, Frames)))
+        return self._receive_frames(decode(body, Frames).sizes, digests, hashes)
 
-    def _receive(self, size_bytes: int) -> bytes:
-        memory = bytearray(size_bytes)
-        _check(_native.receive_bytes(self._fd, memory, self._deadline.left_seconds, limits.PEER_IDLE_SECONDS))
-        return bytes(memory)
-
-    def _checked(self, frames: Frames) -> Sequence[int]:
-        """The sizes of the frames that follow. ProtocolError where they cannot be what was asked for."""
-        if len(frames.sizes) != 8 * len(self._transfer.keys):
+    def _receive_frames(self, packed: bytes, digests: bytes, hashes: bytes) -> BaseException | None:
+        """`packed`: the sizes of the frames that follow. ProtocolError where they cannot be what was asked for."""
+        buffers, outcomes = self._transfer.buffers, self._outcomes
+        addresses, rooms = ranges(buffers)
+        if len(packed) != rooms.nbytes:
             raise ProtocolError("it answered a read with another number of frames")
-        sizes = array("Q", frames.sizes)
-        for size, buffer in zip(sizes, self._transfer.buffers, strict=True):
-            if size and (not FRAME_HEADER_BYTES < size <= buffer.nbytes or size % FRAME_ALIGN_BYTES):
-                raise ProtocolError(f"it announced a frame of {size} bytes where {buffer.nbytes} fit")
-        return sizes
-
-    def _receive_frames(self, sizes: Sequence[int]) -> BaseException | None:
-        coming = [index for index, size in enumerate(sizes) if size]
-        if len(coming) < len(sizes):
-            self._outcomes[:] = [LoadOutcome.FAILED if size else LoadOutcome.MISSING for size in sizes]
-        if not coming:
-            return None
-        addresses, _ = ranges([self._transfer.buffers[index] for index in coming])
+        sizes = array("Q", packed)
+        _check_sizes(sizes, rooms)
+        coming: Sequence[int] = range(len(sizes))
+        if 0 in sizes:
+            outcomes[:] = [LoadOutcome.FAILED if size else LoadOutcome.MISSING for size in sizes]
+            coming = [index for index, size in enumerate(sizes) if size]
+            if not coming:
+                return None
+            addresses = words([addresses[index] for index in coming])
+            packed = words([sizes[index] for index in coming]).tobytes()
+            digests, hashes = pack_keys(self._transfer.keys[index] for index in coming)
         faults, error = _native.receive_frames(
-            self._fd,
-            addresses,
-            words([sizes[index] for index in coming]),
-            *pack_keys(self._transfer.keys[index] for index in coming),
-            self._deadline.left_seconds,
-            limits.PEER_IDLE_SECONDS,
+            *(self._fd, addresses, packed, digests, hashes),
+            *(self._deadline.left_seconds, limits.PEER_IDLE_SECONDS),
         )
         for index, reason in zip(coming, faults, strict=False):
-            self._outcomes[index] = LoadOutcome.CORRUPT if reason else LoadOutcome.LOADED
+            outcomes[index] = LoadOutcome.CORRUPT if reason else LoadOutcome.LOADED
         return OSError(error, "its frames did not all come") if error else None
 
 
-def _check(error: int) -> None:
-    if error:
-        raise OSError(error, "it did not answer the read")
+def _check_sizes(sizes: Sequence[int], rooms: Sequence[int]) -> None:
+    fit = all(map(le, sizes, rooms))
+    if fit and all(not size or (size > FRAME_HEADER_BYTES and not size % FRAME_ALIGN_BYTES) for size in set(sizes)):
+        return
+    raise ProtocolError("it announced frames of sizes that do not fit, or that no frame has")
