@@ -29,7 +29,7 @@ from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.reporter import Reporter
 from lmcache.fleet.routes.directory import decode_events
-from lmcache.http.client import JSON_TYPE
+from lmcache.http.client import JSON_TYPE, request
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.processes import CoordinatorProcess
 from measure import Result, at_most, command_line, processor_seconds, report, resident_bytes, spread
@@ -38,7 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from manual_clock import ManualClock
 
 OBJECT_BYTES = 2 << 20
-LOOKUP_EVERY_REQUESTS = 64
+LOOKUP_EVERY_REQUESTS = 16  # with so many objects
 TIMEOUT_SECONDS = 30.0
 LOOKUP_LIMIT_MS = 10.0
 PROCESSOR_LIMIT = 0.5  # of one
@@ -52,6 +52,7 @@ class Coordinator:
         self.intake = EventIntake(self.instances.knows, clock)
         self.seconds, self.sent_bytes, self.requests = 0.0, 0, 0
         self.lookups: list[float] = []
+        self._large_requests = 0
 
     def joined(self, instance: Instance) -> None:
         pass
@@ -67,8 +68,10 @@ class Coordinator:
         self.sent_bytes += len(body)
         self.requests += 1
         objects = batches[-1].objects
-        if objects is not None and len(objects) >= CALL_KEYS and self.requests % LOOKUP_EVERY_REQUESTS == 0:
-            self._look_up(keys_of(objects, CALL_KEYS))
+        if objects is not None and len(objects) >= CALL_KEYS:
+            self._large_requests += 1
+            if self._large_requests % LOOKUP_EVERY_REQUESTS == 0:
+                self._look_up(keys_of(objects, CALL_KEYS))
         return answer
 
     def _look_up(self, keys: Sequence[m.Key]) -> None:
@@ -171,21 +174,36 @@ def _partition(fleet: Sequence[Server], coordinator: Coordinator, clock: ManualC
 
 
 def over_http(requests: int, entries: int) -> Iterator[Result]:
-    """Processor time of a coordinator's process for a request with the changes of a second of one server."""
+    """Processor time of a coordinator's process for a request with the changes of a second of one server, and for a
+    heartbeat."""
     memory, stream = Memory(0, 1, OBJECT_BYTES), Stream("server", 1)
     stream.packs = True
+    bodies = [stream.request([stream.changes(memory, memory.run(at, entries), 0.0)]) for at in range(2 * requests)]
     with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as folder, CoordinatorProcess(Path(folder)) as process:
         process.wait_ready()
         process.answer("POST", "/instances", {"instance_id": "server", "ip": "127.0.0.1", "http_port": 1})
         with process.connection(process.port, 60.0) as connection:
-            began = processor_seconds(process.pid)
-            for number in range(requests):
-                body, media_type = stream.request([stream.changes(memory, memory.run(number, entries), 0.0)])
+
+            def tell(number: int) -> None:
+                body, media_type = bodies[number]
                 connection.request("POST", "/events", body, {"Content-Type": media_type})
-                answer = connection.getresponse()
-                assert answer.status == 200 and msgspec.json.decode(answer.read())["applied"] == 1
-            seconds = (processor_seconds(process.pid) - began) / requests
-    yield Result(f"a request with {entries} changes over HTTP", seconds * 1e3, "ms", detail="of a processor")
+                assert msgspec.json.decode(connection.getresponse().read())["applied"] == 1
+
+            def tell_apart(number: int) -> None:
+                body, media_type = bodies[requests + number]
+                assert request(process.url, "POST", "/events", body, content_type=media_type)["applied"] == 1
+
+            def beat(number: int) -> None:
+                connection.request("PUT", "/instances/server/heartbeat")
+                assert msgspec.json.decode(connection.getresponse().read())["status"]
+
+            name = f"a request with {entries} changes over HTTP"
+            for title, call in ((name, tell), (f"{name}, its own connection", tell_apart), ("a heartbeat", beat)):
+                began = processor_seconds(process.pid)
+                for number in range(requests):
+                    call(number)
+                seconds = (processor_seconds(process.pid) - began) / requests
+                yield Result(title, seconds * 1e3, "ms", detail="of a processor")
 
 
 def main() -> int:

@@ -48,7 +48,7 @@ def run_small(name: str, *options: str, timeout_seconds: float = 120.0) -> dict[
         ("kernels", ["--runs", "1", "--chunks", "2"], 12),
         ("many_objects", ["--runs", "3", "--objects", "20000", "--no-engine"], 5),
         ("directory", ["--runs", "2", "--copies", "20000", "--servers", "5", "--batches", "1"], 10),
-        ("fleet", ["--servers", "20", "--copies", "200000", "--seconds", "1", "--requests", "50"], 11),
+        ("fleet", ["--servers", "20", "--copies", "200000", "--seconds", "1", "--requests", "50"], 13),
         ("telling", ["--rounds", "1", "--seconds", "0.1", "--kib", "64"], 4),
         ("serde", ["--runs", "1", "--mib", "1"], 35),
         ("socket_mode", ["--runs", "1", "--chunks", "3"], 5),
