@@ -32,6 +32,7 @@ from lmcache.l2.background import in_thread
 from lmcache.memory import numa, server_memory
 from lmcache.peers.access import read_peer_token
 from lmcache.peers.config import listening_at
+from lmcache.peers.transports import library
 from lmcache.runtime_plugins.scripts import find_scripts
 from lmcache.telemetry import lookup_log, otlp
 from lmcache.telemetry.logs import level_of
@@ -185,6 +186,9 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
             listening.refuse_unusable(*listening_at(config), "--p2p-listen-url or --p2p-advertise-url")
         with problems.collect():
             read_peer_token(config.p2p_token_file)
+        if config.p2p_transfer_engine in library.ENGINES:
+            with problems.collect():
+                library.refuse_missing(config.p2p_transfer_engine)
     with problems.collect():
         read_token(config.admin_token_file)
     if config.coordinator_url:

@@ -22,11 +22,13 @@ from lmcache.peers.connections import connect
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.protocol import Found, Kind, Lookup
+from lmcache.peers.transports.library import ENGINES
 from lmcache.protocol.messages import Lookup as EngineLookup
 from lmcache.protocol.messages import Source
 from lmcache.testing.processes import CacheServer, free_port
 from polling import until
 from process.support import SmallEngine, held, unpack_slots
+from services import need_engine
 
 PAYLOAD_BYTES = 1 << 18
 CHUNKS = 24
@@ -89,8 +91,9 @@ def hit(engine: SmallEngine, tokens: bytes, *, salt: str = "", seconds: float = 
     return reply.chunks
 
 
-@pytest.mark.parametrize("engine_of_transfers", ["auto", "tcp"])
+@pytest.mark.parametrize("engine_of_transfers", ["auto", "tcp", *ENGINES])
 def test_what_one_server_stored_another_serves(engine_of_transfers: str, tmp_path: Path) -> None:
+    need_engine(engine_of_transfers)
     options = ["--p2p-transfer-engine", engine_of_transfers]
     with servers(tmp_path, options, options) as (a, b), engine_at(a) as at_a, engine_at(b) as at_b:
         tokens = at_a.tokens(*range(1, 1 + CHUNKS))
@@ -99,20 +102,20 @@ def test_what_one_server_stored_another_serves(engine_of_transfers: str, tmp_pat
         assert hit(at_b, tokens, salt="tenant") == 0
         with SmallEngine(b.port, payload_bytes=PAYLOAD_BYTES, layout="77" * 16) as other_layout:
             assert hit(other_layout, tokens) == 0
+        transport = "shared_memory" if engine_of_transfers == "auto" else engine_of_transfers
         described = subprocess.run(
             [sys.executable, "-m", "lmcache.cli.main", "describe", "--url", f"http://127.0.0.1:{b.http_port}"],
             capture_output=True,
             text=True,
             check=True,
         ).stdout
-        assert re.search(rf"Peer {a.peer_address}.*connected by (tcp|shared_memory), .* loaded", described)
+        assert re.search(rf"Peer {a.peer_address}.*connected by {transport}, .* loaded", described)
         # What B stores reaches A the same way, and is nowhere written but in B.
         more = at_a.tokens(*range(100, 100 + CHUNKS))
         at_b.store(more)
         until(lambda: hit(at_a, more) == CHUNKS)
         b.clear("l2")
         assert a.status()["l1"]["objects"] and b.status()["l2"]["store"]["queued_objects"] == 0
-        transport = "tcp" if engine_of_transfers == "tcp" else "shared_memory"
         for name in (
             f'lmcache_mp_p2p_received_bytes_total{{transport="{transport}"}}',
             *(
@@ -145,10 +148,12 @@ def test_a_prefix_comes_from_two_servers(tmp_path: Path) -> None:
         until(lambda: hit(at_c, tokens) == 0)
 
 
+@pytest.mark.parametrize("engine_of_transfers", ["tcp", *ENGINES])
 @pytest.mark.parametrize("act", ["kill", "pause"])
-def test_a_peer_that_dies_or_stands_still_while_it_is_read(act: str, tmp_path: Path) -> None:
+def test_a_peer_that_dies_or_stands_still_while_it_is_read(act: str, engine_of_transfers: str, tmp_path: Path) -> None:
     """Every lookup is answered, exactly, and afterwards nothing of it is held anywhere."""
-    options = ["--p2p-transfer-engine", "tcp"]
+    need_engine(engine_of_transfers)
+    options = ["--p2p-transfer-engine", engine_of_transfers]
     with servers(tmp_path, options, options) as (a, b), engine_at(a) as at_a, engine_at(b) as at_b:
         prompts = [at_a.tokens(*range(first, first + CHUNKS)) for first in range(0, 4 * CHUNKS, CHUNKS)]
         for tokens in prompts:
@@ -175,15 +180,18 @@ def test_a_peer_that_dies_or_stands_still_while_it_is_read(act: str, tmp_path: P
             until(lambda: not b.peer(a.peer_address)["connected"])
 
 
-def test_a_peer_that_was_restarted_serves_what_it_has_now(tmp_path: Path) -> None:
-    with servers(tmp_path, [], []) as (a, b), engine_at(a) as at_a, engine_at(b) as at_b:
+@pytest.mark.parametrize("engine_of_transfers", ["auto", *ENGINES])
+def test_a_peer_that_was_restarted_serves_what_it_has_now(engine_of_transfers: str, tmp_path: Path) -> None:
+    need_engine(engine_of_transfers)
+    options = ["--p2p-transfer-engine", engine_of_transfers]
+    with servers(tmp_path, options, options) as (a, b), engine_at(a) as at_a, engine_at(b) as at_b:
         tokens = at_a.tokens(*range(1, 1 + CHUNKS))
         at_a.store(tokens)
         until(lambda: hit(at_b, tokens) == CHUNKS)
         a.kill()
         (Path("/dev/shm") / a.shm_name).unlink(missing_ok=True)
         peer_port = int(a.peer_address.rpartition(":")[2])
-        again = PeerServer(tmp_path, "again", peer_port, [peer_port, int(b.peer_address.rpartition(":")[2])])
+        again = PeerServer(tmp_path, "again", peer_port, [peer_port, int(b.peer_address.rpartition(":")[2])], options)
         with again:
             again.wait_ready()
             until(lambda: b.peer(a.peer_address)["connected"])

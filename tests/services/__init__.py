@@ -11,6 +11,7 @@ from typing import NoReturn
 import pytest
 
 FOLDER = Path(sys.prefix) / "services"
+_PACKAGES_OF_ENGINES = {"nixl": "nixl", "mooncake_te": "mooncake"}
 REQUIRED = "TEST_SERVICES_REQUIRED"  # set by `make test` and `make nightly`: what is missing is a failure then
 
 
@@ -29,6 +30,12 @@ def need_package(name: str) -> None:
     """Ends the test or the module where a Python package of the services is not installed."""
     if importlib.util.find_spec(name) is None:
         missing(name)
+
+
+def need_engine(name: str) -> None:
+    """Ends the test where --p2p-transfer-engine `name` needs a package that is not installed."""
+    if name in _PACKAGES_OF_ENGINES:
+        need_package(_PACKAGES_OF_ENGINES[name])
 
 
 def program(path: Path, part: str) -> Path:

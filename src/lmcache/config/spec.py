@@ -227,9 +227,10 @@ class ServerConfig:
         "measured rate, if that is less",
     )
     p2p_transfer_engine: str = _option(
-        Choice(("auto", "tcp"), unbuilt=unbuilt.OPTION_VALUES["p2p_transfer_engine"]),
+        Choice(("auto", "tcp", "nixl", "mooncake_te")),
         "auto",
-        "how frames come: auto copies them out of the memory of a peer on this host, and takes TCP for others",
+        "how frames come: auto copies them out of the memory of a peer on this host, and takes TCP for others; nixl "
+        "and mooncake_te read, by that library, from the memory of peers that have the same value",
     )
     p2p_token_file: str = _option(
         Text("FILE"),

@@ -41,10 +41,8 @@ OPTION_FAMILIES: Mapping[str, str] = {  # by their beginning
     "coordinator_kafka_": _KAFKA,
     "controller_": _COORDINATOR,
 }
-_TCP = "tcp is built in, and auto takes shared memory for peers on the same host"
 OPTION_VALUES: Mapping[str, Mapping[str, str]] = {
     "engine_type": {"blend": _BLEND},
-    "p2p_transfer_engine": {"nixl": _TCP, "mooncake_te": _TCP},
     "coordinator_event_transport": {"kafka": _KAFKA},
 }
 

@@ -25,11 +25,13 @@ from lmcache.errors import ConfigError
 from lmcache.l2.adapter import Adapter, Inventory
 from lmcache.l2.background import spawn
 from lmcache.l2.call_threads import CallThreads
+from lmcache.memory.l1_file import L1File
 from lmcache.peers.config import PeersConfig
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.peer import Answer, Peer, PeerContext
 from lmcache.peers.placements import Placements, Share
 from lmcache.peers.transports.contract import Transfer
+from lmcache.peers.transports.library_process import LibraryProcess
 from lmcache.telemetry.metrics import P2PMetrics
 
 log = logging.getLogger("lmcache.peers")
@@ -44,8 +46,19 @@ class PeersAdapter(Adapter):
     most_calls = limits.MAX_PEER_CALLS
     most_load_objects = limits.MAX_PEER_READ_KEYS  # small ones: a read costs as much as some hundred KiB of frames
 
-    def __init__(self, config: PeersConfig, introducer: Introducer, metrics: P2PMetrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: PeersConfig,
+        introducer: Introducer,
+        metrics: P2PMetrics,
+        clock: Clock,
+        library: LibraryProcess | None = None,
+        l1: L1File | None = None,
+    ) -> None:
+        """`library` reads into `l1`, and is started and ended here."""
         self._config = config
+        self._library = library
+        self._l1 = l1
         self._introducer = introducer
         self._metrics = metrics
         self._clock = clock
@@ -68,7 +81,12 @@ class PeersAdapter(Adapter):
             self._config.lookup_timeout_seconds,
             self._config.timeout_seconds,
             maps_memory=self._config.maps_memory,
+            library=self._library,
+            l1_address=self._l1.address if self._l1 is not None else 0,
+            l1_bytes=self._l1.size_bytes if self._l1 is not None else 0,
         )
+        if self._library is not None:
+            await self._library.start()
         await self._set_members(self._config.members)
         inventory.complete()
 
@@ -126,6 +144,8 @@ class PeersAdapter(Adapter):
             await asyncio.wait(set(self._late))
         if self._threads is not None:
             await self._threads.close()
+        if self._library is not None:
+            await self._library.close()
 
     # ---- lookups -----------------------------------------------------------------------------------------------------
     async def probe(self, keys: Sequence[ObjectKey]) -> list[int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lmcache.config.spec import ServerConfig
 from lmcache.core.address import host_and_port, host_port
 from lmcache.l2.adapter_config import AdapterConfig
+from lmcache.peers.transports.library import ENGINES
 
 
 class PeersConfig(AdapterConfig, frozen=True, kw_only=True):
@@ -14,6 +15,7 @@ class PeersConfig(AdapterConfig, frozen=True, kw_only=True):
     members: tuple[str, ...] = ()
     lookup_timeout_seconds: float = 30.0
     maps_memory: bool = True
+    transfer_engine: str = ""  # that reads from peers that have it too
     this_host_alone: bool = False  # without a token: whoever answers elsewhere could make frames up
 
     @property
@@ -34,6 +36,7 @@ def peers_config(config: ServerConfig) -> PeersConfig:
         lookup_timeout_seconds=config.p2p_lookup_timeout,
         members=tuple(config.p2p_addresses),
         maps_memory=config.p2p_transfer_engine == "auto",
+        transfer_engine=config.p2p_transfer_engine if config.p2p_transfer_engine in ENGINES else "",
         this_host_alone=not config.p2p_token_file and not config.p2p_without_token,
     )
 

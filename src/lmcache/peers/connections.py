@@ -7,7 +7,7 @@ import errno
 import socket
 from collections.abc import Callable, Coroutine
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from lmcache.core import limits
 from lmcache.core.address import host_port
@@ -16,7 +16,7 @@ from lmcache.l2.background import in_thread, spawn
 from lmcache.l2.turns import Turns
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
-from lmcache.peers.protocol import Found, Kind, Lookup, Message, Refused, decode
+from lmcache.peers.protocol import Describe, Described, Found, Kind, Lookup, M, Message, Refused, decode
 from lmcache.peers.sockets import PeerRefused, PeerSocket, within
 
 _CLOSED = "the connections to it are closed"
@@ -55,7 +55,7 @@ class LookupConnection:
         self._sock = sock
         self._on_end = on_end
         self._numbers = count(1)
-        self._waiting: dict[int, asyncio.Future[Found]] = {}
+        self._waiting: dict[int, tuple[Kind, type[Message], asyncio.Future[Message]]] = {}
         self._sending = asyncio.Lock()
         self._fault: BaseException | None = None
         self._reader = spawn(self._read(), "peer-answers")
@@ -66,13 +66,20 @@ class LookupConnection:
 
     async def lookup(self, lookup: Lookup) -> Found:
         """OSError, EOFError, ProtocolError when the connection ends first."""
+        return await self._ask(Kind.LOOKUP, lookup, Kind.FOUND, Found)
+
+    async def describe(self, engine: str) -> bytes:
+        """The region of the other side for that transfer engine. As `lookup`."""
+        return (await self._ask(Kind.DESCRIBE, Describe(engine), Kind.REGION, Described)).region
+
+    async def _ask(self, kind: Kind, question: Message, answered: Kind, of: type[M]) -> M:
         number = next(self._numbers) & 0xFFFFFFFF
-        answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answered, of, answer
         try:
             async with self._sending:
-                await self._sock.send(Kind.LOOKUP, number, lookup)
-            return await answer
+                await self._sock.send(kind, number, question)
+            return cast("M", await answer)
         finally:
             self._waiting.pop(number, None)
 
@@ -88,9 +95,10 @@ class LookupConnection:
                 kind, number, body = await self._sock.receive()
                 if kind is Kind.REFUSED:
                     raise PeerRefused(decode(body, Refused).sentence)
-                if kind is not Kind.FOUND or (answer := self._waiting.get(number)) is None:
+                answered, of, answer = self._waiting.get(number, (None, None, None))
+                if kind is not answered or of is None or answer is None:
                     raise ProtocolError(f"it sent {kind.name} that nobody asked for")
-                found = decode(body, Found)
+                found = decode(body, of)
                 del self._waiting[number]
                 if not answer.done():
                     answer.set_result(found)
@@ -98,7 +106,7 @@ class LookupConnection:
         except (OSError, EOFError, ProtocolError) as error:
             fault = error
         finally:
-            for answer in self._waiting.values():
+            for _, _, answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(fault or EOFError("the connection was closed"))
             self._sock.cut()

@@ -13,7 +13,8 @@ FRAME_VERSION = 1  # docs/formats/frame.md
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
     """`hasher_sample` is the name of a fixed chunk, which depends on all that names chunks. `shm_path` and `shm_bytes`
-    tell where its L1 is for those on the same host; "" where it does not say so."""
+    tell where its L1 is for those on the same host; "" where it does not say so. `transfer_engine`: the library by
+    which others can read from its L1; "" for none."""
 
     epoch: bytes
     address: str
@@ -23,6 +24,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     frame_version: int = FRAME_VERSION
     shm_path: str = ""
     shm_bytes: int = 0
+    transfer_engine: str = ""
 
     def pack(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -35,7 +37,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"it introduced itself in a way that breaks the protocol ({error})") from None
         lengths = len(identity.epoch), len(identity.hasher_sample)
-        texts = identity.address, identity.hash_algorithm, identity.shm_path
+        texts = identity.address, identity.hash_algorithm, identity.shm_path, identity.transfer_engine
         if lengths != (SERVER_EPOCH_BYTES, CHUNK_HASH_BYTES) or max(map(len, texts)) > MAX_PEER_TEXT_BYTES:
             raise ProtocolError("it introduced itself with fields of other lengths than the protocol has")
         if not 0 <= identity.shm_bytes < 1 << 63:

@@ -25,6 +25,7 @@ from lmcache.peers.identity import Identity
 from lmcache.peers.leases import PeerLeases
 from lmcache.peers.serving import ServedPeer, ServingContext, is_expected
 from lmcache.peers.sockets import PeerSocket
+from lmcache.peers.transports.library_process import LibraryProcess
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import P2PMetrics
 
@@ -39,17 +40,25 @@ _ACCEPT_PAUSE_SECONDS = 0.1  # after the machine had no descriptor for a connect
 
 class PeerListener:
     def __init__(
-        self, listening: socket.socket, introducer: Introducer, l1: L1Store, metrics: P2PMetrics, clock: Clock
+        self,
+        listening: socket.socket,
+        introducer: Introducer,
+        l1: L1Store,
+        metrics: P2PMetrics,
+        clock: Clock,
+        library: LibraryProcess | None = None,
     ) -> None:
-        """`listening` does not block, and is closed at the end."""
+        """`listening` does not block, and is closed at the end. `library` is started and ended here."""
         self._listening = listening
         self._introducer = introducer
         self._l1 = l1
         self._metrics = metrics
         self._clock = clock
+        self._library = library
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
         self._leases = PeerLeases(l1.core, l1.core.stats()["capacity_bytes"], clock)
+        self._tasks: list[asyncio.Task[None]] = []
         self._connections: dict[PeerSocket, asyncio.Task[None]] = {}
         self._handshakes: dict[PeerSocket, None] = {}  # the oldest first
         self._served: Counter[str] = Counter()  # connections, by the address that peers say is theirs
@@ -64,6 +73,7 @@ class PeerListener:
         return host_port(*self._listening.getsockname()[:2])
 
     def start(self) -> None:
+        """ResourceError where the transfer engine cannot be used."""
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(_START_SECONDS)
 
@@ -107,8 +117,10 @@ class PeerListener:
 
     async def _open(self) -> None:
         threads = CallThreads("peer-send", limits.PEER_SEND_THREADS)
-        self._context = ServingContext(self._l1, self._leases, threads, self._metrics, self._clock)
-        self._tasks = [spawn(self._accept(), "peer-accept"), spawn(self._sweep(), "peer-leases")]
+        self._context = ServingContext(self._l1, self._leases, threads, self._metrics, self._clock, self._library)
+        if self._library is not None:
+            await self._library.start()
+        self._tasks += [spawn(self._accept(), "peer-accept"), spawn(self._sweep(), "peer-leases")]
 
     async def _close(self) -> None:
         for task in self._tasks:
@@ -119,6 +131,8 @@ class PeerListener:
             task.cancel()  # a native send ends with its socket, and its task not before
         await asyncio.gather(*self._tasks, *self._connections.values(), return_exceptions=True)
         await self._context.threads.close()
+        if self._library is not None:
+            await self._library.close()
 
     async def _sweep(self) -> None:
         while True:

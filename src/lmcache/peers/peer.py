@@ -9,6 +9,7 @@ import mmap
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -27,6 +28,8 @@ from lmcache.peers.identity import Identity
 from lmcache.peers.protocol import Found, Kind, Lookup, Message, Release, Renew
 from lmcache.peers.sockets import PeerRefused, PeerSocket, within
 from lmcache.peers.transports.contract import Fetched, Transfer, Transport
+from lmcache.peers.transports.library_process import LibraryProcess
+from lmcache.peers.transports.one_sided import OneSidedTransport
 from lmcache.peers.transports.shared_memory import SharedMemoryTransport
 from lmcache.peers.transports.tcp import TcpTransport
 from lmcache.telemetry.metrics import P2PMetrics
@@ -50,6 +53,9 @@ class PeerContext:
     lookup_timeout_seconds: float
     load_timeout_seconds: float
     maps_memory: bool  # of peers on the same host
+    library: LibraryProcess | None  # that reads from peers into L1
+    l1_address: int = 0
+    l1_bytes: int = 0
 
     def breaker(self) -> CircuitBreaker:
         return CircuitBreaker(
@@ -82,7 +88,7 @@ class Peer:
         self._lookups: LookupConnection | None = None
         self._reads = ReadConnections(self._open_for_reads)
         self._tcp = TcpTransport(self._reads, context.threads)
-        self._mapped: SharedMemoryTransport | None = None
+        self._direct: SharedMemoryTransport | OneSidedTransport | None = None  # TCP has what it does not give
         self._turns = Turns(limits.MAX_PEER_LOADS)
         self._lookup_breaker, self._load_breaker = context.breaker(), context.breaker()
         self._asked_at: dict[object, float] = {}  # lookups without an answer, the oldest first
@@ -154,15 +160,32 @@ class Peer:
     def _connected(self, sock: PeerSocket, identity: Identity) -> None:
         self._lost.clear()
         self._reads.forget_idle()
-        if self._context.maps_memory:
-            self._mapped = SharedMemoryTransport.of(identity, self._context.threads)
         self._lookups = LookupConnection(sock, self._on_lost)
+        self._direct = self._direct_way(identity, self._lookups)
         self.identity = identity
         if identity.epoch != self._last_epoch:  # a server that was started anew is judged anew
             self._last_epoch = identity.epoch
             self._lookup_breaker, self._load_breaker = self._context.breaker(), self._context.breaker()
-        way = self._mapped or self._tcp
-        log.info("The peer %s is connected, frames come by %s", self.address, way.name)
+        log.info("The peer %s is connected, frames come by %s", self.address, (self._direct or self._tcp).name)
+
+    def _direct_way(
+        self, identity: Identity, lookups: LookupConnection
+    ) -> SharedMemoryTransport | OneSidedTransport | None:
+        context = self._context
+        if context.maps_memory:
+            return SharedMemoryTransport.of(identity, context.threads)
+        if (library := context.library) is None or identity.transfer_engine != library.engine:
+            return None
+        return OneSidedTransport(
+            self.address,
+            library,
+            context.l1_address,
+            context.l1_bytes,
+            partial(lookups.describe, library.engine),
+            context.threads,
+            context.breaker(),
+            context.metrics.p2p_failures.labels("transfer_engine"),
+        )
 
     def _on_lost(self, fault: BaseException | None) -> None:
         if fault is not None:
@@ -174,9 +197,9 @@ class Peer:
         if (lookups := self._lookups) is not None:
             self._lookups = None
             await lookups.close()
-        if self._mapped is not None:
-            self._mapped.close()
-            self._mapped = None
+        if self._direct is not None:
+            self._direct.close()
+            self._direct = None
 
     async def _open_for_reads(self) -> PeerSocket:
         sock, identity = await connect(self._host, self._port, self._context.introducer)
@@ -284,7 +307,7 @@ class Peer:
         started = clock.monotonic()
         outcomes = [LoadOutcome.FAILED] * len(transfer.keys)
         left = list(range(len(transfer.keys)))
-        transports: list[Transport] = [self._tcp] if self._mapped is None else [self._mapped, self._tcp]
+        transports: list[Transport] = [self._tcp] if self._direct is None else [self._direct, self._tcp]
         for transport in transports:
             seconds = transfer.seconds - (clock.monotonic() - started)
             fetched = await transport.fetch(transfer.pick(left, seconds))
@@ -344,7 +367,7 @@ class Peer:
             "connected": self.identity is not None,
             "refused": self._refusal,
             "left_alone": self._lookup_breaker.is_open or self._load_breaker.is_open,
-            "transport": (self._mapped or self._tcp).name,
+            "transport": (self._direct or self._tcp).name,
             "bytes_per_second": int(self._rate),
             **self._figures,
         }

@@ -22,6 +22,7 @@ MAGIC = b"LMCP"
 HEADER = struct.Struct("<4sHHII")  # magic, kind, zero, number of the request, bytes of the body
 NONCE_BYTES = 32
 MAX_IDENTITY_BYTES = 4096
+MAX_REGION_BYTES = 1 << 18
 
 M = TypeVar("M", bound="Message")
 
@@ -47,6 +48,8 @@ class Kind(enum.IntEnum):
     RELEASE = 9
     REFUSED = 10
     RENEW = 11
+    DESCRIBE = 12
+    REGION = 13
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -118,6 +121,18 @@ class Renew(Message, frozen=True, array_like=True):
     """The lease is in use. Has no answer."""
 
     lease: Lease
+
+
+class Describe(Message, frozen=True, array_like=True):
+    """How the sender's transfer engine, of that name, reaches L1 by itself."""
+
+    engine: Text
+
+
+class Described(Message, frozen=True, array_like=True):
+    """REGION, the answer to DESCRIBE: what the transfer engine of the other side knows. b"": it cannot be reached."""
+
+    region: Annotated[bytes, Meta(max_length=MAX_REGION_BYTES)]
 
 
 class Refused(Message, frozen=True, array_like=True):

@@ -21,6 +21,8 @@ from lmcache.l2.call_threads import CallThreads
 from lmcache.memory.ownership import PEER_OWNER
 from lmcache.peers.leases import PeerLeases
 from lmcache.peers.protocol import (
+    Describe,
+    Described,
     Found,
     Frames,
     Kind,
@@ -34,6 +36,7 @@ from lmcache.peers.protocol import (
     encode,
 )
 from lmcache.peers.sockets import PeerRefused, PeerSocket
+from lmcache.peers.transports.library_process import LibraryProcess
 from lmcache.telemetry.metrics import P2PMetrics
 
 log = logging.getLogger("lmcache.peers")
@@ -52,6 +55,7 @@ class ServingContext:
     threads: CallThreads
     metrics: P2PMetrics
     clock: Clock
+    library: LibraryProcess | None  # that reaches L1 for others
 
 
 class ServedPeer:
@@ -79,6 +83,8 @@ class ServedPeer:
                     await self._lookup(number, decode(body, Lookup))
                 elif kind is Kind.READ:
                     await self._read(number, decode(body, Read))
+                elif kind is Kind.DESCRIBE:
+                    await self._describe(number, decode(body, Describe))
                 elif kind is Kind.RENEW:
                     self._context.leases.renew(decode(body, Renew).lease)
                 elif kind is Kind.RELEASE:
@@ -160,6 +166,12 @@ class ServedPeer:
         context.metrics.p2p_served_lookups.inc()
         async with self._sending:
             await self._sock.send(Kind.FOUND, number, Found(lease, sizes, acquired.slots if lease else b""))
+
+    async def _describe(self, number: int, describe: Describe) -> None:
+        library = self._context.library
+        region = library.region if library is not None and library.engine == describe.engine else b""
+        async with self._sending:
+            await self._sock.send(Kind.REGION, number, Described(region))
 
     # ---- reads -------------------------------------------------------------------------------------------------------
     async def _read(self, number: int, read: Read) -> None:

@@ -34,11 +34,17 @@ def batch_of(keys: Sequence[ObjectKey], frame_bytes: int) -> KeyBatch:
 class FrameMemory:
     """Slots of equal size in page-aligned memory."""
 
-    def __init__(self, slots: int, payload_bytes: int = PAYLOAD_BYTES, align_bytes: int = 4096) -> None:
+    def __init__(
+        self,
+        slots: int,
+        payload_bytes: int = PAYLOAD_BYTES,
+        align_bytes: int = 4096,
+        within: memoryview | None = None,
+    ) -> None:
+        """In `within`, if it is given, else in memory of its own."""
         self.payload_bytes = payload_bytes
         self.slot_bytes = frame_bytes(payload_bytes, align_bytes)
-        self._memory = mmap.mmap(-1, max(1, slots) * self.slot_bytes)
-        view = memoryview(self._memory)
+        view = memoryview(mmap.mmap(-1, max(1, slots) * self.slot_bytes)) if within is None else within
         self.buffers = [view[i * self.slot_bytes : (i + 1) * self.slot_bytes] for i in range(slots)]
 
     def address(self, slot: int) -> int:

@@ -180,8 +180,8 @@ def test_an_instance_id_may_be_forced_empty() -> None:
             "--p2p-listen-url 0.0.0.0:1 lets other hosts read KV",
         ),
         (
-            ["--p2p-transfer-engine", "nixl"],
-            "--p2p-transfer-engine cannot be nixl, which is not built yet (tcp is built",
+            ["--p2p-transfer-engine", "ucx"],
+            "--p2p-transfer-engine must be one of auto, tcp, nixl, mooncake_te, got 'ucx'",
         ),
         (["--coordinator-event-transport=kafka"], "--coordinator-event-transport cannot be kafka, which is not built"),
         (["--instance-id=a/b"], "--instance-id must be at most 512 characters without slashes"),

@@ -26,6 +26,8 @@ from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.listener import PeerListener
 from lmcache.peers.sockets import PeerSocket
+from lmcache.peers.transports.library import LibrarySettings
+from lmcache.peers.transports.library_process import LibraryProcess
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import PAYLOAD_BYTES, FrameMemory, batch_of
 from lmcache.transport.listening import listen
@@ -34,15 +36,56 @@ from polling import until
 FRAME_BYTES = FRAME_HEADER_BYTES + PAYLOAD_BYTES
 ENGINE = 7
 FOREVER = 1e18
+_READER_SLOTS = 64
 
 
 def identity(
-    address: str, *, chunk_tokens: int = 256, algorithm: str = "blake3", memory: L1Store | None = None
+    address: str,
+    *,
+    chunk_tokens: int = 256,
+    algorithm: str = "blake3",
+    memory: L1Store | None = None,
+    transfer_engine: str = "",
 ) -> Identity:
     sample = ChunkHasher("blake3", chunk_tokens).sample()
     epoch = memory.memory.server_epoch if memory is not None else os.urandom(16)
     path, size = (memory.memory.path, memory.memory.size_bytes) if memory is not None else ("", 0)
-    return Identity(epoch, address, chunk_tokens, algorithm, sample, shm_path=path, shm_bytes=size)
+    return Identity(
+        epoch,
+        address,
+        chunk_tokens,
+        algorithm,
+        sample,
+        shm_path=path,
+        shm_bytes=size,
+        transfer_engine=transfer_engine,
+    )
+
+
+class ToldLibrary(LibraryProcess):
+    """Tells others what a test says of its memory."""
+
+    tells: Callable[[bytes], bytes] = staticmethod(lambda region: region)
+
+    @property
+    def region(self) -> bytes:
+        return self.tells(super().region)
+
+
+def library_of(transfer_engine: str, l1: L1Store, *, serves: bool) -> ToldLibrary | None:
+    if not transfer_engine:
+        return None
+    memory = l1.memory
+    settings = LibrarySettings(
+        transfer_engine, memory.path, memory.size_bytes, memory.server_epoch, "127.0.0.1", serves
+    )
+    return ToldLibrary(settings, this_host_alone=True)
+
+
+def l1_of(slots: int) -> L1Store:
+    size_bytes = slots * FRAME_BYTES
+    name = f"lmcache-test-peer-{os.getpid()}-{time.monotonic_ns()}"
+    return L1Store.open(name, os.urandom(16), L1Options(size_bytes, policy="LRU", init_bytes=size_bytes))
 
 
 class Holder:
@@ -56,18 +99,23 @@ class Holder:
         chunk_tokens: int = 256,
         clock: Clock | None = None,
         port: int = 0,
+        transfer_engine: str = "",
     ) -> None:
-        name = f"lmcache-test-peer-{os.getpid()}-{time.monotonic_ns()}"
-        size_bytes = slots * FRAME_BYTES
-        self.l1 = L1Store.open(name, os.urandom(16), L1Options(size_bytes, policy="LRU", init_bytes=size_bytes))
+        self.l1 = l1_of(slots)
         self.metrics = Metrics()
         self._contents = FrameMemory(1)
         listening = listen("127.0.0.1", port, "a test")
         self.address = f"127.0.0.1:{listening.getsockname()[1]}"
-        introducer = Introducer(
-            identity(self.address, chunk_tokens=chunk_tokens, memory=self.l1), token_file, os.urandom
+        known_as = identity(self.address, chunk_tokens=chunk_tokens, memory=self.l1, transfer_engine=transfer_engine)
+        self.library = library_of(transfer_engine, self.l1, serves=True)
+        self.listener = PeerListener(
+            listening,
+            Introducer(known_as, token_file, os.urandom),
+            self.l1,
+            self.metrics.p2p,
+            clock or SystemClock(),
+            self.library,
         )
-        self.listener = PeerListener(listening, introducer, self.l1, self.metrics.p2p, clock or SystemClock())
         self.listener.start()
 
     def reserve(self, keys: Sequence[ObjectKey]) -> tuple[int, array[int]]:
@@ -130,6 +178,7 @@ class Reader:
         maps_memory: bool = False,
         lookup_seconds: float = 30.0,
         load_seconds: float = 30.0,
+        transfer_engine: str = "",
     ) -> None:
         self.metrics = Metrics()
         config = PeersConfig(
@@ -139,9 +188,14 @@ class Reader:
             timeout_seconds=load_seconds,
             lookup_timeout_seconds=lookup_seconds,
             maps_memory=maps_memory,
+            transfer_engine=transfer_engine,
         )
+        self.is_inside = True  # buffers are in L1, where there is one
+        self.l1 = l1_of(_READER_SLOTS) if transfer_engine else None
+        self.library = library_of(transfer_engine, self.l1, serves=False) if self.l1 is not None else None
         introducer = Introducer(identity("127.0.0.1:1", chunk_tokens=chunk_tokens), token_file, os.urandom)
-        self.adapter = PeersAdapter(config, introducer, self.metrics.p2p, clock or SystemClock())
+        memory = self.l1.memory if self.l1 is not None else None
+        self.adapter = PeersAdapter(config, introducer, self.metrics.p2p, clock or SystemClock(), self.library, memory)
         self.runner = Runner(ConfiguredAdapter(config, self.adapter), self.metrics.l2, clock or SystemClock())
 
     async def has(self, keys: Sequence[ObjectKey]) -> int:
@@ -153,9 +207,14 @@ class Reader:
         wanted = len(keys) if count is None else count
         await later(lambda: self.has(keys), lambda found: found == wanted)
 
+    def memory_for(self, slots: int) -> FrameMemory:
+        if self.l1 is None or not self.is_inside:
+            return FrameMemory(slots)
+        return FrameMemory(slots, within=self.l1.memory.view(4096, slots * FRAME_BYTES))
+
     async def load(self, keys: Sequence[ObjectKey]) -> int:
         """How many came. Each byte of those is right."""
-        memory = FrameMemory(len(keys))
+        memory = self.memory_for(len(keys))
         outcomes = await self.runner.load(keys, memory.buffers, lambda: None)
         loaded = [index for index, outcome in enumerate(outcomes) if outcome is LoadOutcome.LOADED]
         assert all(memory.holds(index, keys[index]) for index in loaded)
@@ -208,6 +267,8 @@ async def reading(members: Sequence[str], *, connects: bool = True, **options: o
     finally:
         assert await reader.runner.drain(20)
         assert await reader.runner.close(20)
+        if reader.l1 is not None:
+            reader.l1.close()
 
 
 async def known_to(holder: Holder) -> PeerSocket:

@@ -13,8 +13,10 @@ from lmcache.core.hint import Hint
 from lmcache.core.key import ObjectKey
 from lmcache.l2.adapter import FollowsHints
 from lmcache.l2.runner import ProbeAnswer
+from lmcache.peers.transports.library import ENGINES
 from lmcache.testing.frames import keys, namespace
 from manual_clock import ManualClock
+from services import need_engine
 from unit.l2.support import run
 from unit.peers.support import Holder, holding, later, reading, until, until_true
 
@@ -30,17 +32,20 @@ async def count(answer: Awaitable[ProbeAnswer]) -> int:
     return (await answer).exist.count(True)
 
 
-@pytest.mark.parametrize("maps_memory", [False, True])
-def test_what_a_peer_has_is_loaded_exactly(maps_memory: bool) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory", *ENGINES])
+def test_what_a_peer_has_is_loaded_exactly(transport: str) -> None:
+    transfer_engine = transport if transport in ENGINES else ""
+    need_engine(transfer_engine)
+
     async def test() -> None:
         wanted = keys(20)
-        with holding(wanted[:12]) as (holder,):
-            async with reading([holder.address], maps_memory=maps_memory) as reader:
+        maps_memory = transport == "shared_memory"
+        with holding(wanted[:12], transfer_engine=transfer_engine) as (holder,):
+            async with reading([holder.address], maps_memory=maps_memory, transfer_engine=transfer_engine) as reader:
                 await reader.finds(wanted, 12)
                 assert await reader.load(wanted) == 12
-                transport = "shared_memory" if maps_memory else "tcp"
                 assert reader.sample("p2p_received_bytes_total", transport=transport) == 12 * 16384
-                sent = 0 if maps_memory else 12 * 16384
+                sent = 12 * 16384 if transport == "tcp" else 0
                 until(lambda: holder.sample("p2p_sent_bytes_total") == sent)
                 until(lambda: not holder.leases)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lmcache.core import limits
@@ -14,6 +15,8 @@ from lmcache.peers.protocol import (
     HEADER,
     MAGIC,
     Challenge,
+    Describe,
+    Described,
     Found,
     Frames,
     Hello,
@@ -33,7 +36,7 @@ from lmcache.peers.protocol import (
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "peers_v1.json"
 IDENTITY = Identity(
-    bytes(range(16)), "10.0.0.1:9500", 256, "blake3", bytes(range(32)), 1, "/dev/shm/lmcache-5555", 1 << 30
+    bytes(range(16)), "10.0.0.1:9500", 256, "blake3", bytes(range(32)), 1, "/dev/shm/lmcache-5555", 1 << 30, "nixl"
 )
 NONCE, PROOF, KEY = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
 SIZES = (16384).to_bytes(8, "little") + bytes(8)
@@ -48,6 +51,8 @@ EXAMPLES: dict[str, tuple[Kind, int, Message]] = {
     "frames": (Kind.FRAMES, 8, Frames(SIZES)),
     "release": (Kind.RELEASE, 9, Release(3)),
     "renew": (Kind.RENEW, 10, Renew(3)),
+    "describe": (Kind.DESCRIBE, 11, Describe("nixl")),
+    "region": (Kind.REGION, 11, Described(NONCE)),
     "refused": (Kind.REFUSED, 0, Refused("the servers have --chunk-size 128 and 256: give both the same")),
 }
 
@@ -63,6 +68,12 @@ def test_messages_have_their_bytes(name: str) -> None:
 
 def test_an_identity_is_read_as_it_was_packed() -> None:
     assert Identity.unpack(IDENTITY.pack()) == IDENTITY
+
+
+def test_an_identity_of_an_earlier_version_has_the_defaults_of_later_fields() -> None:
+    fields = msgspec.msgpack.decode(IDENTITY.pack())
+    earlier = Identity.unpack(msgspec.msgpack.encode(fields[:-1]))
+    assert earlier == msgspec.structs.replace(IDENTITY, transfer_engine="")
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def refuse_missing_plugin(where: str, backend: str) -> None:
         if backend in plugins:
             agent.getPluginParams(backend)
             return
-    except _faults(bindings):  # it is there and cannot be loaded
+    except faults_of(bindings):  # it is there and cannot be loaded
         pass
     needs = f" It needs {_NEEDS[backend]}." if backend in _NEEDS else ""
     raise ResourceError(
@@ -112,7 +112,7 @@ class Agent:
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         self._nixl = load_bindings(settings.where)
-        self._faults = _faults(self._nixl)
+        self._faults = faults_of(self._nixl)
         self._agent: Any = None
         self._files = frozenset(settings.files)
         self._borrowed: list[tuple[Any, list[Descriptor]]] = []  # registered for the transfer under way
@@ -279,7 +279,7 @@ def _new_name() -> str:
     return f"lmcache-{next(_numbers)}"
 
 
-def _faults(bindings: Any) -> tuple[type[Exception], ...]:
+def faults_of(bindings: Any) -> tuple[type[Exception], ...]:
     """What NIXL raises. Its exceptions have nothing in common but the ends of their names."""
     found = [value for name, value in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")]
     return (*found, RuntimeError)

@@ -1,0 +1,206 @@
+"""The server's end of a process that runs a transfer engine (`library_main`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from lmcache.errors import ResourceError
+from lmcache.l2.background import in_thread, spawn, until_done
+from lmcache.peers.transports.library import WHERE, LibrarySettings, ReadEnd, ReadOrder, Ready
+from lmcache.transport.forks import not_for_children
+
+log = logging.getLogger("lmcache.peers")
+
+_START_SECONDS = 20.0
+_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 30.0  # before the process is started again, doubled each time
+_STABLE_SECONDS = 60.0  # a process that ran so long begins with the shortest pause
+_LENGTH_BYTES = 4
+# Libraries tell their standard error each connection that ends; and UCX listens where peers can be at all.
+_QUIET = {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+_LOOPBACK = {"UCX_NET_DEVICES": "lo"}
+_ENDED = "the process of the transfer engine has ended"
+
+
+class LibraryProcess:
+    """Belongs to one loop. It is started again whenever it has ended."""
+
+    def __init__(self, settings: LibrarySettings, *, this_host_alone: bool) -> None:
+        self.engine = settings.engine
+        self._settings = settings
+        self._environ = {**_QUIET, **(_LOOPBACK if this_host_alone else {})}
+        self._life: _Life | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def region(self) -> bytes:
+        """How others reach the memory here; b"" while nobody can."""
+        return self._life.region if self._life is not None and not self._life.gone.done() else b""
+
+    @property
+    def pid(self) -> int:
+        """0 before it has started."""
+        return self._life.pid if self._life is not None else 0
+
+    async def start(self) -> None:
+        """ResourceError where the transfer engine cannot be used."""
+        self._life = await self._begin()
+        self._keeper = spawn(self._keep(self._life), "peer-library")
+
+    async def _begin(self) -> _Life:
+        life = _Life(self._settings, {**self._environ, **os.environ})
+        try:
+            await life.open()
+        except BaseException:
+            await life.end()
+            raise
+        return life
+
+    async def _keep(self, life: _Life) -> None:
+        pause_seconds = _PAUSE_SECONDS
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            await asyncio.wait({life.gone})
+            await life.end()
+            if loop.time() - began > _STABLE_SECONDS:
+                pause_seconds = _PAUSE_SECONDS
+            while life.gone.done():
+                await asyncio.sleep(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _MOST_PAUSE_SECONDS)
+                try:
+                    self._life = life = await self._begin()
+                except (ResourceError, OSError) as error:
+                    log.warning("%s", error)
+
+    async def read(
+        self,
+        region: bytes,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        sizes: Sequence[int],
+        until: asyncio.Future[None],
+        seconds: float,
+    ) -> str:
+        """Reads ranges of `region` into L1, as `ReadOrder` has them: "", or why not all of it came. `until` or the time
+        ends it. Nothing is written any more when it returns, also when it is cancelled: else the process has ended."""
+        life = self._life
+        if life is None or life.gone.done():
+            return _ENDED
+        return await life.read(region, targets, sources, sizes, until, seconds)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._life is not None:
+            await self._life.end()
+
+
+class _Life:
+    """One process, from its start to its end. `gone` is done when it has ended, with all that it did."""
+
+    def __init__(self, settings: LibrarySettings, environ: Mapping[str, str]) -> None:
+        """OSError where it cannot be started."""
+        self.region = b""
+        self._settings = settings
+        self._numbers = count(1)
+        self._waiting: dict[int, asyncio.Future[ReadEnd]] = {}
+        self._answers: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        ours, theirs = socket.socketpair()
+        self._socket = not_for_children(ours)
+        with theirs:
+            command = [sys.executable, "-m", "lmcache.peers.transports.library_main"]
+            try:
+                self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environ, start_new_session=True)
+            except OSError:
+                ours.close()
+                raise
+        self.pid = self._process.pid
+        self.gone = asyncio.ensure_future(in_thread("peer-library", self._process.wait))
+
+    async def open(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        self._write(self._settings)
+        try:
+            ready = msgspec.msgpack.decode(await asyncio.wait_for(_message(reader), _START_SECONDS), type=Ready)
+        except (EOFError, OSError, asyncio.TimeoutError, msgspec.MsgspecError):
+            ready = Ready(b"", f"{WHERE} {self._settings.engine}: its process ended, or did not start in time.")
+        if ready.sentence:
+            raise ResourceError(ready.sentence)
+        self.region = ready.region
+        self._answers = spawn(self._read_answers(reader), "peer-library-answers")
+
+    async def read(
+        self,
+        region: bytes,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        sizes: Sequence[int],
+        until: asyncio.Future[None],
+        seconds: float,
+    ) -> str:
+        number = next(self._numbers)
+        answer: asyncio.Future[ReadEnd] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            packed = (array("Q", numbers).tobytes() for numbers in (targets, sources, sizes))
+            self._write(ReadOrder(number, region, *packed))
+            either: set[asyncio.Future[Any]] = {answer, until}
+            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._waiting[number]
+            if not answer.done() or answer.result().may_write:
+                await self._kill()
+        return answer.result().sentence if answer.done() else "it did not end in time"
+
+    async def end(self) -> None:
+        """Idempotent."""
+        await self._kill()
+        if self._answers is not None:
+            await asyncio.gather(self._answers, return_exceptions=True)
+        if self._writer is not None:
+            self._writer.close()
+        self._socket.close()
+
+    async def _kill(self) -> None:
+        """When it returns, also when it is cancelled, the process has ended."""
+        self._process.kill()
+        await until_done(self.gone)
+
+    def _write(self, message: msgspec.Struct) -> None:
+        assert self._writer is not None
+        payload = msgspec.msgpack.encode(message)
+        self._writer.write(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
+
+    async def _read_answers(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                end = msgspec.msgpack.decode(await _message(reader), type=ReadEnd)
+                if (answer := self._waiting.get(end.number)) is not None and not answer.done():
+                    answer.set_result(end)
+        except (EOFError, OSError, msgspec.MsgspecError):
+            pass
+        finally:
+            await self._kill()
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_result(ReadEnd(0, _ENDED))
+
+
+async def _message(reader: asyncio.StreamReader) -> bytes:
+    """EOFError when there is none any more."""
+    length = await reader.readexactly(_LENGTH_BYTES)
+    return await reader.readexactly(int.from_bytes(length, "little"))

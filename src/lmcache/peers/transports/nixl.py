@@ -1,0 +1,78 @@
+"""One-sided reads by NIXL's UCX plugin: RDMA where there is a device, else shared memory or TCP.
+
+Runs in a process of its own (`library_main`). What is chosen by UCX's variables (UCX_TLS, UCX_NET_DEVICES) is in force.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache.environment import SYSTEM
+from lmcache.errors import ResourceError
+from lmcache.l2.adapters import nixl_agent
+from lmcache.peers.transports.library import WHERE, LibrarySettings, RefusedRead, Region
+
+_BACKEND = "UCX"
+
+
+class NixlLibrary:
+    def __init__(self, settings: LibrarySettings, address: int) -> None:
+        where = f"{WHERE} nixl"
+        self._nixl = nixl = nixl_agent.load_bindings(where)
+        self._faults = nixl_agent.faults_of(nixl)
+        self._address, self._size_bytes = address, settings.size_bytes
+        self._lock = threading.Lock()
+        self._names: dict[bytes, str] = {}  # of other agents, by their metadata
+        # Others are served by a thread of the agent, while nothing is called here; reads are polled by who waits.
+        self._name = f"{settings.server_epoch.hex()}-{SYSTEM.random_bytes(8).hex()}"
+        config = nixl.nixlAgentConfig(settings.serves, False, 0, nixl.NIXL_THREAD_SYNC_STRICT)
+        try:
+            self._agent = nixl.nixlAgent(self._name, config)
+            self._backend = self._agent.createBackend(_BACKEND, {})
+            memory = nixl.nixlRegDList(nixl.DRAM_SEG, [(address, settings.size_bytes, 0, "")])
+            self._agent.registerMem(memory, [self._backend])
+        except self._faults as error:
+            raise ResourceError(f"{where}: NIXL cannot register L1 with its plugin {_BACKEND} ({error}).") from None
+
+    def region(self) -> Region:
+        return Region(self._name, self._agent.getLocalMD(), self._address, self._size_bytes)
+
+    def read(self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+        nixl = self._nixl
+        try:
+            name = self._known(region)
+            handle = self._agent.createXferReq(
+                nixl.NIXL_READ, self._descriptors(targets, sizes), self._descriptors(sources, sizes), name, "",
+                [self._backend],
+            )  # fmt: skip
+        except self._faults as error:
+            raise RefusedRead(f"NIXL refuses the read ({error})") from None
+        try:
+            self._finish(handle, self._agent.postXferReq(handle))
+            self._agent.releaseXferReq(handle)
+        except self._faults as error:
+            raise OSError(f"NIXL reports a read that failed ({error})") from None
+
+    def _known(self, region: Region) -> str:
+        with self._lock:
+            name = self._names.get(region.metadata)
+            if name is None:
+                loaded: Any = self._agent.loadRemoteMD(region.metadata)
+                name = self._names[region.metadata] = loaded.decode() if isinstance(loaded, bytes) else loaded
+            return name
+
+    def _descriptors(self, addresses: Sequence[int], sizes: Sequence[int]) -> Any:
+        ranges = [(address, size, 0) for address, size in zip(addresses, sizes, strict=True)]
+        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, ranges)
+
+    def _finish(self, handle: int, status: Any) -> None:
+        """Polls at growing distances. The server ends the process when it takes too long."""
+        running, look, pause = self._nixl.NIXL_IN_PROG, self._agent.getXferStatus, nixl_agent.FIRST_PAUSE_SECONDS
+        while status == running:
+            SYSTEM.clock.sleep(pause)
+            pause = min(pause * nixl_agent.PAUSE_GROWTH, nixl_agent.LAST_PAUSE_SECONDS)
+            status = look(handle)
+        if status != self._nixl.NIXL_SUCCESS:
+            raise OSError(f"NIXL reports a read that ended with {status}")

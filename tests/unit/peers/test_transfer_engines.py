@@ -1,0 +1,204 @@
+"""Transfer engines read from a peer without its doing: what it says of its memory is believed for no byte, and whatever
+becomes of the libraries, TCP gives what they do not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lmcache.core import limits
+from lmcache.core.limits import FRAME_HEADER_BYTES
+from lmcache.errors import ResourceError
+from lmcache.peers.transports.library import ENGINES, LibrarySettings, Region, refuse_missing
+from lmcache.peers.transports.library_process import LibraryProcess
+from lmcache.testing.frames import PAYLOAD_BYTES, keys
+from services import need_engine
+from unit.l2.support import run
+from unit.peers.support import FRAME_BYTES, Holder, Reader, ToldLibrary, holding, reading
+
+pytestmark = pytest.mark.usefixtures("patient")
+
+WANTED = keys(8)
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    need_engine(request.param)
+    monkeypatch.setattr(limits, "L2_BREAKER_OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "L2_BREAKER_MAX_OPEN_SECONDS", 0.2)
+    return str(request.param)
+
+
+@contextlib.asynccontextmanager
+async def pair(engine: str) -> AsyncIterator[tuple[Holder, ToldLibrary, Reader]]:
+    with holding(WANTED, transfer_engine=engine) as (holder,):
+        assert holder.library is not None
+        async with reading([holder.address], transfer_engine=engine) as reader:
+            yield holder, holder.library, reader
+
+
+async def loads_by(transport: str, reader: Reader) -> None:
+    """Until all come by that transport. Each byte that comes by any is right."""
+
+    def came() -> float:
+        return reader.sample("p2p_received_bytes_total", transport=transport)
+
+    async def whole_load() -> bool:
+        before = came()
+        await reader.gets(WANTED)
+        return came() - before == len(WANTED) * FRAME_BYTES
+
+    deadline = time.monotonic() + 60
+    while not await whole_load():
+        assert time.monotonic() < deadline, f"not by {transport}"
+        await asyncio.sleep(0.05)
+
+
+def changed(**fields: object) -> Callable[[bytes], bytes]:
+    def lie(region: bytes) -> bytes:
+        honest = msgspec.msgpack.decode(region, type=Region)
+        return msgspec.msgpack.encode(msgspec.structs.replace(honest, **fields))
+
+    return lie
+
+
+def moved(offset: int) -> Callable[[bytes], bytes]:
+    return lambda region: changed(address=msgspec.msgpack.decode(region, type=Region).address + offset)(region)
+
+
+LIES: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda _: b"",
+    "no region": lambda _: b"\xc1" * 100,
+    "other types": lambda _: msgspec.msgpack.encode([1, 2, 3, 4]),
+    "too small": changed(size_bytes=4096),
+    "an address that there cannot be": changed(address=-5),
+    "an address beyond all": changed(address=(1 << 64) - 1),
+    "memory that is not its own": moved(1 << 40),
+    "other frames of its memory": moved(FRAME_BYTES),
+    "metadata of nobody": changed(metadata=b"x" * 300, name="127.0.0.1:1"),
+    "metadata that nests deep": lambda _: b"\x91" * 100_000,
+    "a name that there cannot be": changed(name="\0" * 1000, metadata=b""),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_peer_that_lies_about_its_memory_is_read_over_tcp(what: str, engine: str) -> None:
+    async def test() -> None:
+        async with pair(engine) as (_, library, reader):
+            library.tells = LIES[what]
+            await reader.gets(WANTED)
+            assert reader.sample("p2p_received_bytes_total", transport="tcp") >= len(WANTED) * FRAME_BYTES
+            assert not reader.sample("p2p_received_bytes_total", transport=engine)
+            assert reader.sample("p2p_failures_total", reason="transfer_engine")
+            library.tells = lambda region: region
+            await loads_by(engine, reader)
+
+    run(test)
+
+
+def test_what_was_overwritten_since_the_lookup_is_a_miss(engine: str) -> None:
+    async def test() -> None:
+        async with pair(engine) as (holder, _, reader):
+            await loads_by(engine, reader)
+            slots = [holder.slot_of(key) for key in WANTED]
+            await reader.finds(WANTED)
+            holder.l1.core.clear()
+            for slot in slots:
+                payload = holder.l1.memory.view(slot + FRAME_HEADER_BYTES, PAYLOAD_BYTES)
+                payload[7] ^= 1
+            assert await reader.load(WANTED) == 0
+            assert not await reader.has(WANTED)
+
+    run(test)
+
+
+def test_buffers_outside_of_l1_are_filled_over_tcp(engine: str) -> None:
+    async def test() -> None:
+        async with pair(engine) as (_, _, reader):
+            await loads_by(engine, reader)
+            before = reader.sample("p2p_received_bytes_total", transport=engine)
+            reader.is_inside = False
+            await reader.gets(WANTED)
+            assert reader.sample("p2p_received_bytes_total", transport=engine) == before
+            reader.is_inside = True
+            await loads_by(engine, reader)
+
+    run(test)
+
+
+def test_a_library_that_ends_is_started_again(engine: str) -> None:
+    """On either side; a read that it ends gives no byte that is wrong."""
+
+    async def test() -> None:
+        async with pair(engine) as (holder, library, reader):
+            await loads_by(engine, reader)
+            for either in (library, reader.library):
+                os.kill(either.pid, signal.SIGKILL)
+                await loads_by(engine, reader)
+            assert holder.leases == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("side", ["the peer's", "this server's"])
+def test_a_library_that_stands_still_costs_half_a_deadline(
+    side: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "PEER_LOAD_FLOOR_SECONDS", 4.0)
+
+    async def test() -> None:
+        async with pair(engine) as (_, library, reader):
+            await loads_by(engine, reader)
+            stopped = (library if side == "the peer's" else reader.library).pid
+            os.kill(stopped, signal.SIGSTOP)
+            started = time.monotonic()
+            await reader.finds(WANTED)
+            assert await reader.load(WANTED) == len(WANTED)
+            assert time.monotonic() - started < 20
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGCONT)
+            await loads_by(engine, reader)
+
+    run(test)
+
+
+def test_a_cancelled_load_ends_when_nothing_is_written_any_more(engine: str) -> None:
+    async def test() -> None:
+        async with pair(engine) as (_, _, reader):
+            await loads_by(engine, reader)
+            await reader.finds(WANTED)
+            first = reader.library.pid
+            os.kill(first, signal.SIGSTOP)
+            loading = asyncio.ensure_future(reader.adapter.load(WANTED, reader.memory_for(len(WANTED)).buffers))
+            await asyncio.sleep(0.2)
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            assert not Path(f"/proc/{first}").exists()
+            await loads_by(engine, reader)
+
+    run(test)
+
+
+def test_a_library_that_cannot_be_used_says_why(engine: str) -> None:
+    async def test() -> None:
+        settings = LibrarySettings(engine, "/dev/shm/nothing", 1 << 20, bytes(16), "127.0.0.1", serves=True)
+        with pytest.raises(ResourceError, match="/dev/shm/nothing"):
+            await LibraryProcess(settings, this_host_alone=True).start()
+
+    run(test)
+
+
+def test_a_missing_package_is_one_sentence(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ResourceError) as refusal:
+        refuse_missing(engine)
+    sentence = str(refusal.value)
+    assert sentence.startswith(f"--p2p-transfer-engine {engine} needs the package") and "pip install" in sentence
