@@ -23,13 +23,19 @@ def private_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
+def children(pid: int) -> list[int]:
+    """Of a process, by their ids; none once it is gone."""
+    try:
+        return [
+            int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+        ]
+    except OSError:
+        return []
+
+
 def tree_bytes(pid: int) -> int:
     """The same of a process with all its children."""
-    try:
-        children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
-    except OSError:
-        return 0
-    return private_bytes(pid) + sum(tree_bytes(int(child)) for child in children)
+    return private_bytes(pid) + sum(map(tree_bytes, children(pid)))
 
 
 def shared_memory_bytes() -> int:

@@ -27,6 +27,7 @@ from lmcache.protocol.messages import Lookup as EngineLookup
 from lmcache.protocol.messages import Source
 from lmcache.testing.processes import CacheServer, free_port
 from polling import until
+from process.memory_watch import children
 from process.support import SmallEngine, held, unpack_slots
 from services import need_engine
 
@@ -36,11 +37,17 @@ CHUNKS = 24
 
 class PeerServer(CacheServer):
     def __init__(
-        self, folder: Path, name: str, peer_port: int, peers: Sequence[int], extra: Sequence[str] = ()
+        self,
+        folder: Path,
+        name: str,
+        peer_port: int,
+        peers: Sequence[int],
+        extra: Sequence[str] = (),
+        l1_size_gb: float = 0.0625,
     ) -> None:
         self.peer_address = f"127.0.0.1:{peer_port}"
         p2p = ["--p2p-advertise-url", self.peer_address, "--p2p-peers", ",".join(f"127.0.0.1:{port}" for port in peers)]
-        super().__init__(folder, l1_size_gb=0.0625, extra=[*p2p, *extra], log_name=f"{name}.log")
+        super().__init__(folder, l1_size_gb=l1_size_gb, extra=[*p2p, *extra], log_name=f"{name}.log")
 
     def peer(self, address: str) -> dict[str, Any]:
         (found,) = [
@@ -53,12 +60,14 @@ class PeerServer(CacheServer):
 
 
 @contextlib.contextmanager
-def servers(folder: Path, *extras: Sequence[str], connects: bool = True) -> Iterator[list[PeerServer]]:
+def servers(
+    folder: Path, *extras: Sequence[str], connects: bool = True, l1_size_gb: float = 0.0625
+) -> Iterator[list[PeerServer]]:
     """As many as there are `extras`, which know each other. Those that run at the end hold nothing, and stop with 0."""
     ports = [free_port() for _ in extras]
     with contextlib.ExitStack() as stack:
         started = [
-            stack.enter_context(PeerServer(folder, f"server-{number}", ports[number], ports, extra))
+            stack.enter_context(PeerServer(folder, f"server-{number}", ports[number], ports, extra, l1_size_gb))
             for number, extra in enumerate(extras)
         ]
         for server in started:
@@ -71,6 +80,11 @@ def servers(folder: Path, *extras: Sequence[str], connects: bool = True) -> Iter
                 until(lambda server=server: idle(server), tell=server.status)
                 assert "Traceback" not in server.log() and "ended by a fault" not in server.log()
                 assert server.stop() == 0
+
+
+def transfers_by(engine: str) -> list[str]:
+    need_engine(engine)
+    return ["--p2p-transfer-engine", engine, *(["--p2p-without-token"] if engine in ENGINES else [])]
 
 
 def idle(server: CacheServer) -> bool:
@@ -93,8 +107,7 @@ def hit(engine: SmallEngine, tokens: bytes, *, salt: str = "", seconds: float = 
 
 @pytest.mark.parametrize("engine_of_transfers", ["auto", "tcp", *ENGINES])
 def test_what_one_server_stored_another_serves(engine_of_transfers: str, tmp_path: Path) -> None:
-    need_engine(engine_of_transfers)
-    options = ["--p2p-transfer-engine", engine_of_transfers]
+    options = transfers_by(engine_of_transfers)
     with servers(tmp_path, options, options) as (a, b), engine_at(a) as at_a, engine_at(b) as at_b:
         tokens = at_a.tokens(*range(1, 1 + CHUNKS))
         assert at_a.store(tokens) == CHUNKS
@@ -152,8 +165,7 @@ def test_a_prefix_comes_from_two_servers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("act", ["kill", "pause"])
 def test_a_peer_that_dies_or_stands_still_while_it_is_read(act: str, engine_of_transfers: str, tmp_path: Path) -> None:
     """Every lookup is answered, exactly, and afterwards nothing of it is held anywhere."""
-    need_engine(engine_of_transfers)
-    options = ["--p2p-transfer-engine", engine_of_transfers]
+    options = transfers_by(engine_of_transfers)
     with servers(tmp_path, options, options) as (a, b), engine_at(a) as at_a, engine_at(b) as at_b:
         prompts = [at_a.tokens(*range(first, first + CHUNKS)) for first in range(0, 4 * CHUNKS, CHUNKS)]
         for tokens in prompts:
@@ -182,8 +194,7 @@ def test_a_peer_that_dies_or_stands_still_while_it_is_read(act: str, engine_of_t
 
 @pytest.mark.parametrize("engine_of_transfers", ["auto", *ENGINES])
 def test_a_peer_that_was_restarted_serves_what_it_has_now(engine_of_transfers: str, tmp_path: Path) -> None:
-    need_engine(engine_of_transfers)
-    options = ["--p2p-transfer-engine", engine_of_transfers]
+    options = transfers_by(engine_of_transfers)
     with servers(tmp_path, options, options) as (a, b), engine_at(a) as at_a, engine_at(b) as at_b:
         tokens = at_a.tokens(*range(1, 1 + CHUNKS))
         at_a.store(tokens)
@@ -201,6 +212,30 @@ def test_a_peer_that_was_restarted_serves_what_it_has_now(engine_of_transfers: s
                 until(lambda: hit(at_b, tokens) == CHUNKS)
             until(lambda: idle(again))
             assert again.stop() == 0
+
+
+@pytest.mark.parametrize("engine_of_transfers", ENGINES)
+def test_memory_that_l1_grows_by_is_reached_too(engine_of_transfers: str, tmp_path: Path) -> None:
+    options = [*transfers_by(engine_of_transfers), "--l1-use-lazy", "--l1-init-size-gb", "0.01"]
+    count = 300  # of chunks, more than the 64 MiB that a lazy L1 begins with
+    with servers(tmp_path, options, options, l1_size_gb=0.5) as (a, b), engine_at(a) as at_a, engine_at(b) as at_b:
+        tokens = at_a.tokens(*range(1, 1 + count))
+        assert at_a.store(tokens) == count
+        until(lambda: hit(at_b, tokens) == count)
+        received = 'lmcache_mp_p2p_received_bytes_total{{transport="{}"}}'
+        assert b.metric(received.format(engine_of_transfers)) >= count * PAYLOAD_BYTES
+        assert b.metric(received.format("tcp")) == 0
+
+
+@pytest.mark.parametrize("engine_of_transfers", ENGINES)
+def test_no_process_of_a_transfer_engine_outlives_its_server(engine_of_transfers: str, tmp_path: Path) -> None:
+    options = transfers_by(engine_of_transfers)
+    with servers(tmp_path, options, options) as (a, b):
+        of_a, of_b = children(a.pid), children(b.pid)
+        assert len(of_a) == len(of_b) == 2
+        a.kill()
+        assert b.stop() == 0
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in of_a + of_b))
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,15 @@ def _peers(config: ServerConfig) -> Iterator[Conflict]:
             f"{flag(name)} {getattr(config, name)} lets other hosts read KV, which is what prompts say: give all peers "
             "the same --p2p-token-file, or --p2p-without-token if nobody else reaches that port.",
         )
+    engine = config.p2p_transfer_engine
+    is_reached = engine == "mooncake_te" or (engine == "nixl" and not is_loopback(hosts["p2p_advertise_url"]))
+    if is_reached and not config.p2p_without_token:
+        yield (
+            {"p2p_transfer_engine", "p2p_without_token"},
+            f"--p2p-transfer-engine {engine} lets whoever reaches its ports on this machine read KV, which is what "
+            "prompts say, and knows no token: give --p2p-without-token if nobody else does, beside --p2p-token-file or "
+            "without.",
+        )
 
 
 def _names(config: ServerConfig) -> Iterator[Conflict]:

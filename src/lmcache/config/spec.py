@@ -239,7 +239,10 @@ class ServerConfig:
         default_text="none: peers on this host alone",
     )
     p2p_without_token: bool = _option(
-        Switch(), False, "let whoever reaches the port of --p2p-listen-url read all KV, on any interface"
+        Switch(),
+        False,
+        "let whoever reaches the port of --p2p-listen-url, or those of --p2p-transfer-engine, read all KV, on any "
+        "interface",
     )
 
     disable_observability: bool = _option(Switch(), False, "no metrics, no spans, no lookup log, and --disable-logging")

@@ -180,6 +180,14 @@ def test_an_instance_id_may_be_forced_empty() -> None:
             "--p2p-listen-url 0.0.0.0:1 lets other hosts read KV",
         ),
         (
+            ["--p2p-advertise-url", "127.0.0.1:1", "--p2p-transfer-engine", "mooncake_te"],
+            "--p2p-transfer-engine mooncake_te lets whoever reaches its ports on this machine read KV",
+        ),
+        (
+            ["--p2p-advertise-url", "10.0.0.1:1", "--p2p-token-file", "t", "--p2p-transfer-engine", "nixl"],
+            "--p2p-transfer-engine nixl lets whoever reaches its ports on this machine read KV",
+        ),
+        (
             ["--p2p-transfer-engine", "ucx"],
             "--p2p-transfer-engine must be one of auto, tcp, nixl, mooncake_te, got 'ucx'",
         ),
