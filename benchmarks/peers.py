@@ -1,5 +1,6 @@
-"""Loading frames from another server: over TCP beside a plain recv_into program with as many connections, and out of
-its mapped memory beside plain streaming copies on as many threads, in the same run.
+"""Loading frames from another server: over TCP beside a plain recv_into program with as many connections, out of its
+mapped memory beside plain streaming copies on as many threads, or by transfer engines beside plain programs of them, in
+the same run. Variables such as UCX_TLS are in force for both.
 
 64 MiB at a time, in batches of at most 16 MiB and 256 objects as the storage loop makes them. The other server is a
 process with a real L1 and the listener of a server; here is the adapter under its layers.
@@ -8,6 +9,7 @@ process with a real L1 and the listener of a server; here is the adapter under i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import mmap
 import multiprocessing
@@ -18,7 +20,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -40,13 +42,17 @@ from lmcache.peers.config import PeersConfig
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.listener import PeerListener
+from lmcache.peers.transports.library import ENGINES, LibrarySettings, refuse_missing
+from lmcache.peers.transports.library_process import LibraryProcess
 from lmcache.server import THREAD_SWITCH_SECONDS
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.prefetch import load_objects
 from lmcache.transport.listening import listen
 from measure import MIB, Result, at_least, command_line, report, spread
+from plain_engines import PLAIN
 
 FOREVER = 1e18
+FIRST_SLOT_BYTES = 4096  # of L1, where its slots begin
 OWNER = 7
 CONNECTIONS = limits.MAX_PEER_READS
 NAMESPACE = Namespace("bench", 1, 0, 0, "0" * 32, "")
@@ -77,23 +83,42 @@ class Shape:
         return [range(first, min(first + step, self.count)) for first in range(0, self.count, step)]
 
 
-def identity_of(address: str, l1: L1Store | None = None) -> Identity:
+def l1_of(size_bytes: int) -> L1Store:
+    options = L1Options(size_bytes, policy="LRU", init_bytes=size_bytes)
+    return L1Store.open(f"lmcache-bench-peers-{os.getpid()}-{time.monotonic_ns()}", os.urandom(16), options)
+
+
+def library_of(engine: str, l1: L1Store, *, serves: bool) -> LibraryProcess | None:
+    if not engine:
+        return None
+    memory = l1.memory
+    settings = LibrarySettings(engine, memory.path, memory.size_bytes, memory.server_epoch, "127.0.0.1", serves)
+    return LibraryProcess(settings, this_host_alone=True)
+
+
+def identity_of(address: str, l1: L1Store | None = None, engine: str = "") -> Identity:
     sample = ChunkHasher("blake3", 256).sample()
     if l1 is None:
         return Identity(os.urandom(16), address, 256, "blake3", sample)
     memory = l1.memory
     return Identity(
-        memory.server_epoch, address, 256, "blake3", sample, shm_path=memory.path, shm_bytes=memory.size_bytes
+        memory.server_epoch,
+        address,
+        256,
+        "blake3",
+        sample,
+        shm_path=memory.path,
+        shm_bytes=memory.size_bytes,
+        transfer_engine=engine,
     )
 
 
 # ---- the other server ------------------------------------------------------------------------------------------------
-def holder(shape: Shape, told: Connection) -> None:
-    """Holds the objects, and sends as many bytes to whoever connects to its plain port."""
+def holder(shape: Shape, engine: str, told: Connection) -> None:
+    """Holds the objects, and sends as many bytes to whoever connects to its plain port. With a transfer engine, also by
+    a plain program of it."""
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)
-    size_bytes = 4 * shape.size_bytes  # peers may lease a quarter
-    options = L1Options(size_bytes, policy="LRU", init_bytes=size_bytes)
-    l1 = L1Store.open(f"lmcache-bench-peers-{os.getpid()}", os.urandom(16), options)
+    l1 = l1_of(4 * shape.size_bytes)  # peers may lease a quarter
     keys = shape.keys()
     hashes = ChunkHashes(b"".join(key.chunk_hash for key in keys))
     reserved = l1.reserve(OWNER, KeyBatch(NamespaceSet((NAMESPACE,), (shape.frame_bytes,)), hashes), FOREVER)
@@ -107,13 +132,21 @@ def holder(shape: Shape, told: Connection) -> None:
     listening = listen("127.0.0.1", 0, "the benchmark")
     address = f"127.0.0.1:{listening.getsockname()[1]}"
     listener = PeerListener(
-        listening, Introducer(identity_of(address, l1), "", os.urandom), l1, Metrics().p2p, SystemClock()
+        listening,
+        Introducer(identity_of(address, l1, engine), "", os.urandom),
+        l1,
+        Metrics().p2p,
+        SystemClock(),
+        library_of(engine, l1, serves=True),
     )
     listener.start()
     plain = socket.create_server(("127.0.0.1", 0))
     frames = l1.memory.view(array("Q", reserved.slots)[0], shape.size_bytes)
     threading.Thread(target=send_plain, args=(plain, frames, shape.size_bytes // CONNECTIONS), daemon=True).start()
-    told.send((address, plain.getsockname()[1], l1.memory.path))
+    slots = [l1.address_of(slot) for slot in array("Q", reserved.slots)]
+    registered = PLAIN[engine](l1.memory.address, l1.memory.size_bytes, serves=True) if engine else None
+    described = registered.described if registered is not None else ("", b"")
+    told.send((address, plain.getsockname()[1], l1.memory.path, described, slots))
     told.recv()
     listener.stop()
     l1.close()
@@ -167,13 +200,33 @@ class PlainCopies:
         _native.copy_plain(self._target + first, self._source + first, size_bytes, "stream")
 
 
+class PlainRead:
+    def __init__(self, engine: str, described: tuple[str, bytes], slots: Sequence[int], l1: L1Store, shape: Shape):
+        self._engine = PLAIN[engine](l1.memory.address, l1.memory.size_bytes, serves=False)
+        self._described = described
+        self._slots = slots
+        first = l1.memory.address + FIRST_SLOT_BYTES
+        self._targets = range(first, first + shape.size_bytes, shape.frame_bytes)
+        self._frame_bytes = shape.frame_bytes
+
+    def run(self) -> None:
+        self._engine.read(self._described, self._targets, self._slots, self._frame_bytes)
+
+
 # ---- this server -----------------------------------------------------------------------------------------------------
 class Loader:
-    def __init__(self, address: str, memory: memoryview, shape: Shape, *, maps_memory: bool) -> None:
-        metrics = Metrics()
-        config = PeersConfig(index=0, type="p2p", maps_memory=maps_memory)
+    def __init__(
+        self, address: str, memory: memoryview, shape: Shape, transport: str, l1: L1Store | None = None
+    ) -> None:
+        """`memory` is of `l1`, where there is one."""
+        metrics = self._metrics = Metrics()
+        self._transport = transport
+        config = PeersConfig(index=0, type="p2p", maps_memory=transport == "shared_memory")
         introducer = Introducer(identity_of("127.0.0.1:1"), "", os.urandom)
-        self._adapter = PeersAdapter(config, introducer, metrics.p2p, SystemClock())
+        library = library_of(transport, l1, serves=False) if l1 is not None else None
+        self._adapter = PeersAdapter(
+            config, introducer, metrics.p2p, SystemClock(), library, l1.memory if l1 is not None else None
+        )
         self._runner = Runner(ConfiguredAdapter(config, self._adapter), metrics.l2, SystemClock())
         self._address = address
         self._keys = shape.keys()
@@ -209,29 +262,62 @@ class Loader:
         return await self._runner.load(keys, buffers, lambda: None)  # type: ignore[arg-type]
 
     async def close(self) -> None:
+        labels = {"transport": self._transport}
+        if not self._metrics.registry.get_sample_value("lmcache_mp_p2p_received_bytes_total", labels):
+            raise SystemExit(f"nothing came by {self._transport}")
         await self._runner.drain(10)
         await self._runner.close(10)
 
 
-async def measure(shape: Shape, runs: int) -> list[Result]:
+@contextlib.contextmanager
+def other_server(shape: Shape, engine: str = "") -> Iterator[tuple[str, int, str, tuple[str, bytes], list[int]]]:
+    """What `holder` tells."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=holder, args=(shape, theirs), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=holder, args=(shape, engine, theirs))
     process.start()
-    if not ours.poll(120):
-        raise SystemExit("the other server did not start")
-    address, plain_port, path = ours.recv()
+    try:
+        if not ours.poll(120):
+            raise SystemExit("the other server did not start")
+        yield ours.recv()
+        ours.send("stop")
+        process.join(20)
+    finally:
+        process.kill()
+
+
+async def measure(shape: Shape, runs: int, engines: Sequence[str]) -> list[Result]:
+    results: list[Result] = []
+    if not engines:
+        with other_server(shape) as (address, plain_port, path, _, _):
+            results += await measure_built_in(shape, runs, address, plain_port, path)
+    for engine in engines:
+        results += await measure_engine(shape, runs, engine)
+    return results
+
+
+async def measure_engine(shape: Shape, runs: int, engine: str) -> Sequence[Result]:
+    l1 = l1_of(shape.size_bytes + FIRST_SLOT_BYTES)
+    memory = l1.memory.view(FIRST_SLOT_BYTES, shape.size_bytes)
+    with other_server(shape, engine) as (address, _, _, described, slots):
+        loader = Loader(address, memory, shape, engine, l1)
+        await loader.open()
+        results = await compare(shape, engine, loader, PlainRead(engine, described, slots, l1, shape).run, runs)
+        await loader.close()
+    l1.close()
+    return results
+
+
+async def measure_built_in(shape: Shape, runs: int, address: str, plain_port: int, path: str) -> list[Result]:
     memory = map_like_l1(-(-shape.size_bytes // _native.LARGE_PAGE_BYTES) * _native.LARGE_PAGE_BYTES)
     results: list[Result] = []
     for transport, floor in (
         ("tcp", PlainProgram(plain_port, memory, shape)),
         ("shared_memory", PlainCopies(path, memory, shape)),
     ):
-        loader = Loader(address, memory, shape, maps_memory=transport == "shared_memory")
+        loader = Loader(address, memory, shape, transport)
         await loader.open()
         results += await compare(shape, transport, loader, floor.run, runs)
         await loader.close()
-    ours.send("stop")
-    process.join(20)
     return results
 
 
@@ -249,7 +335,7 @@ async def compare(
             floors.append(time.perf_counter() - started)
     gigabytes = shape.size_bytes / 1e9
     name = f"{shape.payload_bytes >> 10} KiB objects, {transport}"
-    plain = "plain recv_into" if transport == "tcp" else "plain copies"
+    plain = {"tcp": "plain recv_into", "shared_memory": "plain copies"}.get(transport, f"plain {transport}")
     rates, floor_rates = [gigabytes / seconds for seconds in loads], [gigabytes / seconds for seconds in floors]
     part = 100 * statistics.median(rates) / statistics.median(floor_rates)
     limit = FLOORS.get((shape.payload_bytes, transport))
@@ -264,10 +350,13 @@ async def compare(
 def main() -> int:
     parser = command_line(__doc__, runs=15)
     parser.add_argument("--mib", type=int, default=64, help="loaded at a time")
+    parser.add_argument("engines", nargs="*", choices=ENGINES, help="transfer engines instead of what is built in")
     arguments = parser.parse_args()
+    for engine in arguments.engines:
+        refuse_missing(engine)
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     shapes = [Shape(payload, max(CONNECTIONS, arguments.mib * MIB // payload)) for payload in (2 * MIB, 64 << 10)]
-    results = [result for shape in shapes for result in asyncio.run(measure(shape, arguments.runs))]
+    results = [result for shape in shapes for result in asyncio.run(measure(shape, arguments.runs, arguments.engines))]
     return report(results, arguments.json)
 
 

@@ -181,11 +181,11 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         ),
         (
             ["--p2p-advertise-url", "127.0.0.1:1", "--p2p-transfer-engine", "mooncake_te"],
-            "--p2p-transfer-engine mooncake_te lets whoever reaches its ports on this machine read KV",
+            "--p2p-transfer-engine mooncake_te lets whoever reaches its ports on this machine read and change KV",
         ),
         (
             ["--p2p-advertise-url", "10.0.0.1:1", "--p2p-token-file", "t", "--p2p-transfer-engine", "nixl"],
-            "--p2p-transfer-engine nixl lets whoever reaches its ports on this machine read KV",
+            "--p2p-transfer-engine nixl lets whoever reaches its ports on this machine read and change KV",
         ),
         (
             ["--p2p-transfer-engine", "ucx"],

@@ -2,7 +2,7 @@
 (`library_process`, `library_main`).
 
 They run apart for what they do to the process that has them: UCX ends it when a reader vanishes at the wrong moment, a
-read that was given up goes on writing, and whoever reaches their ports reads what is registered, or all memory.
+read that was given up goes on writing, and whoever reaches their ports gets at its memory.
 """
 
 from __future__ import annotations

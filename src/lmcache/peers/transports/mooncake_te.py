@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Sequence
 
 from lmcache.errors import ResourceError
@@ -32,12 +33,21 @@ class MooncakeLibrary:
             raise ResourceError(f"{where}: Mooncake cannot register L1 over {protocol}.")
         name = f"{settings.host}:{self._engine.get_rpc_port()}"
         self._region = Region(name, b"", address, settings.size_bytes)
+        self._turns: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
 
     def region(self) -> Region:
         return self._region
 
+    def _turn(self, name: str) -> threading.Lock:
+        """Reads from one server are faster one after the other."""
+        with self._lock:
+            return self._turns.setdefault(name, threading.Lock())
+
     def read(self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
         if region.metadata:
             raise RefusedRead("the other server describes its memory as Mooncake does not")
-        if self._engine.batch_transfer_sync_read(region.name, list(targets), list(sources), list(sizes)):
+        with self._turn(region.name):
+            failed = self._engine.batch_transfer_sync_read(region.name, list(targets), list(sources), list(sizes))
+        if failed:
             raise OSError(f"Mooncake reports a read from {region.name} that failed")
