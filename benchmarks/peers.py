@@ -285,14 +285,11 @@ def other_server(shape: Shape, engine: str = "") -> Iterator[tuple[str, int, str
         process.kill()
 
 
-async def measure(shape: Shape, runs: int, engines: Sequence[str]) -> list[Result]:
-    results: list[Result] = []
-    if not engines:
-        with other_server(shape) as (address, plain_port, path, _, _):
-            results += await measure_built_in(shape, runs, address, plain_port, path)
-    for engine in engines:
-        results += await measure_engine(shape, runs, engine)
-    return results
+async def measure(shape: Shape, runs: int, engine: str | None) -> Sequence[Result]:
+    if engine:
+        return await measure_engine(shape, runs, engine)
+    with other_server(shape) as (address, plain_port, path, _, _):
+        return await measure_built_in(shape, runs, address, plain_port, path)
 
 
 async def measure_engine(shape: Shape, runs: int, engine: str) -> Sequence[Result]:
@@ -350,13 +347,13 @@ async def compare(
 def main() -> int:
     parser = command_line(__doc__, runs=15)
     parser.add_argument("--mib", type=int, default=64, help="loaded at a time")
-    parser.add_argument("engines", nargs="*", choices=ENGINES, help="transfer engines instead of what is built in")
+    parser.add_argument("--engine", choices=ENGINES, help="a transfer engine instead of what is built in")
     arguments = parser.parse_args()
-    for engine in arguments.engines:
-        refuse_missing(engine)
+    if arguments.engine:
+        refuse_missing(arguments.engine)
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     shapes = [Shape(payload, max(CONNECTIONS, arguments.mib * MIB // payload)) for payload in (2 * MIB, 64 << 10)]
-    results = [result for shape in shapes for result in asyncio.run(measure(shape, arguments.runs, arguments.engines))]
+    results = [result for shape in shapes for result in asyncio.run(measure(shape, arguments.runs, arguments.engine))]
     return report(results, arguments.json)
 
 

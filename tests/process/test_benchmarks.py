@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lmcache.peers.transports.library import ENGINES
 from lmcache.testing.gpu import why_no_gpu
-from services import mooncake, need_package, nixl, program
+from services import mooncake, need_engine, need_package, nixl, program
 from services.redis import VALKEY
 from services.seaweedfs import WEED
 
@@ -59,6 +60,14 @@ def test_a_benchmark_runs_small(name: str, options: list[str], count: int) -> No
     figures = run_small(name, *options)
     assert len(figures) == count
     assert all(value > 0 for value in figures.values()), figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_benchmark_of_a_transfer_engine_runs_small(engine: str) -> None:
+    need_engine(engine)
+    figures = run_small("peers", "--runs", "1", "--mib", "2", "--engine", engine)
+    assert len(figures) == 6 and all(value > 0 for value in figures.values()), figures
 
 
 @pytest.mark.slow
