@@ -61,7 +61,7 @@ class OneSidedTransport:
 
     async def fetch(self, transfer: Transfer) -> Fetched:
         outcomes = [LoadOutcome.FAILED] * len(transfer.keys)
-        if self._closed.done() or not transfer.slots or not transfer.lease or not self._breaker.admits():
+        if self._closed.done() or not transfer.slots or not transfer.lease:
             return Fetched(outcomes)
         offsets = [_native.buffer_address(buffer) - self._l1_address for buffer in transfer.buffers]
         # Buffers outside of L1 are of trials, and of layers that change what comes.
@@ -70,7 +70,7 @@ class OneSidedTransport:
             for index, (offset, size, buffer) in enumerate(zip(offsets, transfer.sizes, transfer.buffers, strict=True))
             if size <= buffer.nbytes and offset >= 0 and offset + size <= self._l1_bytes
         ]
-        if not fitting:
+        if not fitting or not self._breaker.admits():
             return Fetched(outcomes)
         part = transfer.pick(fitting, transfer.seconds * _SHARE)
         sentence = await self._read(part, [offsets[index] for index in fitting])
