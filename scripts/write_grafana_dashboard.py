@@ -175,7 +175,8 @@ ROWS: dict[str, Sequence[Panel]] = {
             ],
             "By engines with KV events.",
         ),
-        Panel("Readers of changes that began anew", [rate("chunk_changes_lost")]),
+        Panel("Readers of changes that began anew", [rate("chunk_changes_lost"), rate("kv_events_lost")]),
+        Panel("Chunks in the server's own KV events", [rate("kv_events_published", "type")]),
         Panel(
             "Requests that a proxy was told are stored",
             [rate("request_telemetry", "result")],

@@ -28,6 +28,9 @@ from lmcache.errors import ServerUnavailable
 from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
 from lmcache.http.access import AdminToken
+from lmcache.kv_events.descriptions import Descriptions
+from lmcache.kv_events.endpoint import parse_endpoint
+from lmcache.kv_events.holdings import Holds, Tier
 from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l1.store import L1Options, L1Store
@@ -52,11 +55,13 @@ from lmcache.telemetry.otlp import OtlpExporter, interval_seconds
 from lmcache.telemetry.tracing import Tracer
 from lmcache.tiering import storage_loop
 from lmcache.tiering.logged_changes import l1_changes, l2_changes
-from lmcache.tiering.namespace_directory import NamespaceDirectory
+from lmcache.tiering.namespace_directory import NamespaceDirectory, stored_namespace
 from lmcache.tiering.storage_loop import StorageLoop, StorageSettings
 from lmcache.transport.rpc_server import RpcServer
 
 if TYPE_CHECKING:
+    from lmcache.kv_events.announcer import KVEventAnnouncer
+    from lmcache.kv_events.event_sockets import EventSockets
     from lmcache.transport.curve_clients import CurveAccess
     from lmcache.transport.curve_gate import CurveGate
 
@@ -98,6 +103,7 @@ class Server:
         self._http: HttpListener | None = None
         self._peering: Peering | None = None
         self._fleet: FleetMember | None = None
+        self._descriptions: Descriptions | None = None
 
     def run(self, signals: StopSignals) -> int:
         """Serves until a signal asks for the end; the exit code. ConfigError or ResourceError when it cannot start."""
@@ -164,6 +170,7 @@ class Server:
             closers.callback(metrics.on_scrape(self._peering.listener.publish))
         events = self._event_bus()
         closers.callback(events.stop)
+        event_sockets = self._event_sockets() if self.config.kv_events_endpoint else None
         self._service = self._cache_service(hasher, server_epoch, events, self._exporter())
         events.start()
         checkpoint()
@@ -181,6 +188,10 @@ class Server:
             self._fleet = self._fleet_member(hasher, server_epoch)
             closers.callback(self._fleet.stop)
             self._fleet.start()
+        if event_sockets is not None:
+            announcer = self._announcer(event_sockets)
+            closers.callback(announcer.stop)
+            announcer.start()
         if scripts := find_scripts(self.config.runtime_plugin_locations):
             plugins = PluginLauncher(scripts, self._plugin_environment, self._clock)
             closers.callback(plugins.stop)
@@ -333,9 +344,37 @@ class Server:
             clock=self._clock,
             audit=self.audit_log.audit,
             tracer=self._tracer(exporter),
+            prompts=self._descriptions,
         )
         self.operations = CacheOperations(context, self._registered, server_epoch)
         return CacheService(context)
+
+    def _event_sockets(self) -> EventSockets:
+        from lmcache.kv_events.event_sockets import EventSockets  # needs pyzmq, slow
+
+        config = self.config
+        replay = parse_endpoint(config.kv_events_replay_endpoint, "") if config.kv_events_replay_endpoint else None
+        sockets = EventSockets(parse_endpoint(config.kv_events_endpoint, ""), replay, self._clock)
+        self._closers.callback(sockets.close)
+        self._descriptions = Descriptions(config.chunk_size)
+        return sockets
+
+    def _announcer(self, sockets: EventSockets) -> KVEventAnnouncer:
+        from lmcache.kv_events.announcer import KVEventAnnouncer
+
+        config = self.config
+        runners = [runner for runner in self.storage.own_runners if not runner.config.is_shared]
+        directory = NamespaceDirectory(self._l1, runners)
+        tiers = [Tier("CPU", l1_changes(self._l1, directory), _held_by(self._l1.core.resident_in_all))]
+        tiers += [
+            Tier("STORAGE", l2_changes(runner), _held_by(runner.ledger.native.known_in_all, runner.serde_name))
+            for runner in runners
+        ]
+        assert self._descriptions is not None
+        topic = config.kv_events_topic.replace("{instance}", config.instance_id)
+        return KVEventAnnouncer(
+            sockets, self._descriptions, tiers, topic, config.chunk_size, self.metrics.kv_events, self._clock
+        )
 
     def _fleet_member(self, hasher: ChunkHasher, server_epoch: bytes) -> FleetMember:
         config = self.config
@@ -489,6 +528,12 @@ class Server:
         if not answered.wait(_STATUS_SECONDS) or not answers:
             raise ServerUnavailable(f"The message loop did not answer within {_STATUS_SECONDS:g} s.")
         return answers[0]
+
+
+def _held_by(in_all: Callable[[bytes, bytes], bytes], serde: str = "") -> Holds:
+    return lambda namespaces, hashes: in_all(
+        b"".join([stored_namespace(namespace, serde).digest for namespace in namespaces]), hashes
+    )
 
 
 def _tune_process() -> None:

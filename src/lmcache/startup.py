@@ -24,6 +24,7 @@ from lmcache.errors import ConfigError
 from lmcache.http.access import read_token
 from lmcache.http.client import split_url
 from lmcache.http.tls import server_context
+from lmcache.kv_events.endpoint import parse_endpoint
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l2 import adapter_types
 from lmcache.l2.adapter_config import AdapterConfig
@@ -95,7 +96,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
         limits_salts=any(config.eviction_policy == "IsolatedLRU" for config in configs),
     )
     server_notes = notes(loaded, environ, l2)
-    server_notes += open_secrets(loaded.config) + _missing_folders(loaded.config)
+    server_notes += open_secrets(loaded.config) + _missing_folders(loaded.config) + _open_events(loaded.config)
     return Plan(
         loaded, adapters, store_policy, prefetch_policy, server_notes + _shared_folders(configs) + adapter_notes
     )
@@ -126,6 +127,17 @@ def open_secrets(config: ServerConfig) -> list[str]:
                     f"{flag(name)} {path} is open to everybody on this machine (mode {mode:04o}): chmod 600 it."
                 )
     return found
+
+
+def _open_events(config: ServerConfig) -> list[str]:
+    """A note for endpoints from which other hosts can read what prompts are made of."""
+    return [
+        f"{flag(name)} {endpoint} is open: whoever reaches it reads the tokens of all prompts without a cache salt."
+        for name in ("kv_events_endpoint", "kv_events_replay_endpoint")
+        if config.kv_events_endpoint
+        and (endpoint := getattr(config, name))
+        and parse_endpoint(endpoint, flag(name)).is_open
+    ]
 
 
 def _missing_folders(config: ServerConfig) -> list[str]:
@@ -191,6 +203,13 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
                 library.refuse_missing(config.p2p_transfer_engine)
     with problems.collect():
         read_token(config.admin_token_file)
+    for endpoint, name in (
+        (config.kv_events_endpoint, "kv_events_endpoint"),
+        (config.kv_events_replay_endpoint, "kv_events_replay_endpoint"),
+    ):
+        if endpoint:
+            with problems.collect():
+                parse_endpoint(endpoint, flag(name))
     if config.coordinator_url:
         with problems.collect():
             split_url(config.coordinator_url, "--coordinator-url")

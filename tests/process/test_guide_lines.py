@@ -46,6 +46,7 @@ KEEPING = [
     *lines(HOW_TO / "store_with_nixl.md", 'server --l1-size-gb 20 --eviction-policy LRU --l2-adapter \'{"type": "nixl'),
     *lines(HOW_TO / "connect_tensorrt_llm.md", "server"),
     *lines(HOW_TO / "route_by_kv.md", "server"),
+    *lines(HOW_TO / "publish_kv_events.md", "server"),
     *lines(COMMANDS, "server --l1-size-gb"),
 ]
 IN_FOLDERS = [line for line in KEEPING if '"OBJ"' not in line]

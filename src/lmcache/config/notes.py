@@ -90,6 +90,8 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
             yield ("audit_log",), "nothing can be changed: there is neither an HTTP listener nor CURVE"
     if not config.lookup_hash_log_dir:
         yield _LOOKUP_LOG, "there is no --lookup-hash-log-dir"
+    if not config.kv_events_endpoint:
+        yield ("kv_events_replay_endpoint", "kv_events_topic"), "there is no --kv-events-endpoint"
     if not config.runtime_plugin_locations:
         yield ("runtime_plugin_config",), "there is no --runtime-plugin-locations"
     if not config.p2p_advertise_url:

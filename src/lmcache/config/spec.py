@@ -66,6 +66,7 @@ GROUPS: dict[str, str] = {  # title by the first option of the group
     "drain_timeout_seconds": "The end of the server",
     "runtime_plugin_locations": "Runtime plugins",
     "instance_id": "Many servers",
+    "kv_events_endpoint": "KV events of this server",
     "admin_token_file": "Security",
 }
 
@@ -337,6 +338,25 @@ class ServerConfig:
     )
     coordinator_event_transport: str = _option(
         Choice(("http",), unbuilt=unbuilt.OPTION_VALUES["coordinator_event_transport"]), "http", "how it is told"
+    )
+
+    kv_events_endpoint: str = _option(
+        Text("ENDPOINT"),
+        "",
+        "publish what this server stores and evicts there, as vLLM publishes its KV events: tcp://*:5557 or "
+        "ipc:///PATH, to which subscribers connect, or tcp://HOST:PORT of a subscriber that listens",
+        default_text="none: nothing is published",
+    )
+    kv_events_replay_endpoint: str = _option(
+        Text("ENDPOINT"),
+        "",
+        "where subscribers ask for events that they missed, tcp://*:PORT or ipc:///PATH",
+        default_text="none: what is missed stays so",
+    )
+    kv_events_topic: str = _option(
+        Text("TOPIC"),
+        "kv@{instance}@{model}",
+        "topic of these events; {instance} is --instance-id, {model} the model whose chunks they name",
     )
 
     admin_token_file: str = _option(

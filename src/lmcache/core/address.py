@@ -88,6 +88,11 @@ def is_loopback(host: str) -> bool:
     return bool((mapped or address).is_loopback)
 
 
+def socket_endpoint(subject: str, endpoint: str) -> str:
+    """An ipc endpoint as it was given. ConfigError begins with `subject`."""
+    return f"ipc://{_socket_path(subject, _scheme(endpoint)[1])}"
+
+
 def socket_path(endpoint: str) -> str:
     """The path of an ipc endpoint; "" for others."""
     scheme, rest = _scheme(endpoint)

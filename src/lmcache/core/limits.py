@@ -58,6 +58,15 @@ MAX_ORDERS_NOTED = 4096  # requests whose chunks an engine has not remembered ye
 MAX_EVENTS_WAITING = 4096  # for a step of the engine; beyond, it reads no changes
 CHANGES_UNREAD_SECONDS = 60.0  # then they are no longer kept
 
+# KV events of the server itself
+MAX_CHUNKS_PER_KV_EVENT = 64
+MAX_CHUNKS_PER_KV_EVENT_BATCH = 256
+MAX_KV_EVENTS_WAITING = 256  # batches, for each subscriber that does not read them
+MAX_KV_EVENTS_KEPT = 10_000  # batches, to be repeated
+MAX_KV_EVENTS_KEPT_BYTES = 64 * MIB
+MAX_CHUNKS_DESCRIBED = 32_768  # whose tokens are remembered, 1 KB each with chunks of 256 tokens
+MAX_UNREAD_PROMPT_BYTES = 64 * MIB  # whose chunks are not remembered yet
+
 # payload over the socket
 MAX_PAYLOAD_PART_BYTES = MIB  # of one message: what PING and other engines may have to wait behind
 PAYLOAD_WINDOW_BYTES = 8 * MIB  # that a worker has on its way, asked for or sent

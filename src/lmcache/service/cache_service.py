@@ -64,7 +64,7 @@ class CacheService:
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="lmcache-payload")
         copies = SocketCopies(self._loop, self._copying)
         self._registry = InstanceRegistry(context)
-        self._sessions = SessionTable(context.l1.core, context.hasher, context.metrics, context.clock)
+        self._sessions = SessionTable(context.l1.core, context.hasher, context.metrics, context.clock, context.prompts)
         self._liveness = LivenessService(context, self._registry, self._sessions, Owners(context, copies))
         counts = LookupCounts(context)
         self._lookups = LookupService(context, self._registry, self._sessions, counts)

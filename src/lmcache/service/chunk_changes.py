@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from msgspec.structs import replace
-
 from lmcache._native import ChangePage
 from lmcache.core import limits
-from lmcache.core.key import CHUNK_HASH_BYTES, SERDE_MARK, Namespace
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.core.key_batch import NamespaceSet
 from lmcache.errors import RemoteError
 from lmcache.protocol.messages import ChunkChanges, ChunkChangesReply, ErrorCode
 from lmcache.service.context import ServiceContext
 from lmcache.service.instances import Instance, InstanceRegistry, Tenant
+from lmcache.tiering.namespace_directory import stored_namespace
 
 log = logging.getLogger("lmcache.service")
 
@@ -246,9 +245,5 @@ def _counted(namespaces: NamespaceSet) -> list[Namespace]:
 
 def _digests(namespaces: list[Namespace], serde: str) -> _Digests:
     """Returns the digests of the namespaces where that serde stores them."""
-    mark = f"{SERDE_MARK}{serde}" if serde else ""
-    names = [
-        (replace(namespace, layout=f"{namespace.layout}{mark}") if mark else namespace).digest
-        for namespace in namespaces
-    ]
+    names = [stored_namespace(namespace, serde).digest for namespace in namespaces]
     return _Digests(b"".join(names), frozenset(names))

@@ -10,6 +10,7 @@ from lmcache.clock import Clock
 from lmcache.core.chunking import ChunkHasher
 from lmcache.l1.store import L1Store
 from lmcache.memory.server_memory import ServerMemory
+from lmcache.service.token_chain import PromptNotes
 from lmcache.telemetry.event_bus import EventBus
 from lmcache.telemetry.metrics import ServiceMetrics
 from lmcache.telemetry.tracing import Tracer
@@ -42,3 +43,4 @@ class ServiceContext:
     # (action, caller, detail, outcome) of a change that an engine asks for
     audit: Callable[[str, str, Mapping[str, Any], str], object] = lambda action, caller, detail, outcome: None
     tracer: Tracer | None = None
+    prompts: PromptNotes | None = None

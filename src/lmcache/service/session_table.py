@@ -19,7 +19,7 @@ from lmcache.service.instances import Instance
 from lmcache.service.message_checks import check_name
 from lmcache.service.named_keys import NamedKeys
 from lmcache.service.session import LeasedPrefix, Session, session_bytes
-from lmcache.service.token_chain import Growth, TokenChain, TokenMessage
+from lmcache.service.token_chain import Growth, PromptNotes, TokenChain, TokenMessage
 from lmcache.telemetry.metrics import ServiceMetrics
 from lmcache.telemetry.tracing import TierTime
 
@@ -42,11 +42,20 @@ class SessionTable:
     sessions go first, the least recently used before others, then those that hold something: their engines recompute.
     """
 
-    def __init__(self, core: L1Core, hasher: ChunkHasher, metrics: ServiceMetrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        core: L1Core,
+        hasher: ChunkHasher,
+        metrics: ServiceMetrics,
+        clock: Clock,
+        prompts: PromptNotes | None = None,
+    ) -> None:
+        """`prompts` is told of the plain ones: a chunk of others is more than its tokens."""
         self._core = core
         self._clock = clock
         self._hasher = hasher
         self._metrics = metrics
+        self._prompts = prompts
         self._holders: dict[str, Instance] = {}  # those that have sessions
         self.size_bytes = 0
 
@@ -82,6 +91,8 @@ class SessionTable:
         elif held_bytes is not None:
             self._make_idle(instance, session)
         plan.chain.grow(plan.growth)
+        if self._prompts is not None and isinstance(plan.chain, TokenChain) and plan.chain.is_plain:
+            self._prompts.note(*plan.chain.new_chunks(plan.growth))
         session.chain = plan.chain
         instance.sessions.pop(session.request_id, None)
         instance.sessions[session.request_id] = session

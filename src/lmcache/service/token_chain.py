@@ -33,6 +33,12 @@ class TokenMessage(Protocol):
     def partial_tokens(self) -> int: ...
 
 
+class PromptNotes(Protocol):
+    """Is told of chunks when their tokens come; takes no time."""
+
+    def note(self, parent: bytes, hashes: bytes, tokens: bytes) -> object: ...
+
+
 class Growth(NamedTuple):
     """A planned state of a chain. Valid until the chain changes."""
 
@@ -117,6 +123,16 @@ class TokenChain:
             parent = hashes[-CHUNK_HASH_BYTES:] or self._root
             hashes += self._hasher.extend(parent, memoryview(growth.tokens)[:hashed_bytes], extras)
         self.hashes, self._partial_chunk, self._extras = hashes, growth.tokens[hashed_bytes:], growth.extras
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its tokens alone name its chunks."""
+        return not self.identity and not len(self._extras)
+
+    def new_chunks(self, growth: Growth) -> tuple[bytes, bytes, bytes]:
+        """What `grow` has just added: the chunk before (b"" for none), the hashes, and the tokens from there on."""
+        start = growth.first_chunk * CHUNK_HASH_BYTES
+        return self.hashes[max(0, start - CHUNK_HASH_BYTES) : start], self.hashes[start:], growth.tokens
 
     def partial_hash(self, tokens: int) -> bytes:
         """The name of the partial chunk of the first `tokens` tokens behind the last full chunk; b"" for none."""

@@ -332,6 +332,18 @@ class CoordinatorMetrics(_Group):
         return generate_latest(self._registry)
 
 
+class KVEventMetrics(_Group):
+    """KV events that the server itself publishes."""
+
+    kv_events_published = _counter(
+        "Chunks that the server's own KV events named: as stored, as stored with unknown tokens (undescribed), or as "
+        "removed",
+        "type",
+        unit="chunks",
+    )
+    kv_events_lost = _counter("Times that changes were lost, and everything was published again")
+
+
 class EventBusMetrics(_Group):
     """Events, such as those that the log of lookups is made from."""
 
@@ -379,11 +391,14 @@ class Metrics:
         self.l2 = L2Metrics(*build)
         self.p2p = P2PMetrics(*build)
         self.events = EventBusMetrics(*build)
+        self.kv_events = KVEventMetrics(*build)
         self.fleet = FleetMemberMetrics(*build)
         self.faults = FaultMetrics(*build)
         self.otlp = OtlpMetrics(*build)
         for call in ("heartbeat", "events"):
             self.fleet.coordinator_failures.labels(call)
+        for kind in ("stored", "undescribed", "removed"):
+            self.kv_events.kv_events_published.labels(kind)
         for tier in _TIERS:  # from the start, so that the first such frame is an increase
             self.service.corrupt_frames.labels(tier)
         for transport in _TRANSPORTS:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import replace
+
 from lmcache.core import limits
 from lmcache.core.key import SERDE_MARK, Namespace, ObjectKey, UnnamedNamespace, decode_known, stored_serde
 from lmcache.l1.store import L1Store
@@ -64,6 +66,11 @@ class NamespaceDirectory:
         for runner in self._runners:
             stored = [decode_known(encoded) for encoded in runner.ledger.native.namespaces()]
             self.note(served_namespace(namespace, runner.serde_name) for namespace in stored)
+
+
+def stored_namespace(served: Namespace, serde: str) -> Namespace:
+    """Where the serde of that name stores what requests call so; "" stores it as it is."""
+    return replace(served, layout=f"{served.layout}{SERDE_MARK}{serde}") if serde else served
 
 
 def served_namespace(stored: Namespace, serde: str) -> Namespace:

@@ -38,6 +38,7 @@ p2p_peers p2p_lookups_total p2p_late_lookups_total p2p_hits_chunks_total p2p_fai
 p2p_load_seconds_count p2p_received_bytes_total p2p_sent_bytes_total p2p_served_lookups_total p2p_leased_bytes
 handover_waits_total handover_wait_seconds_count
 kv_events_chunks_total kv_events_skipped_chunks_total chunk_changes_chunks_total chunk_changes_lost_total
+kv_events_published_chunks_total kv_events_lost_total
 request_telemetry_requests_total
 """
 
@@ -53,6 +54,7 @@ def touch_everything(metrics: Metrics) -> None:
         metrics.l2,
         metrics.p2p,
         metrics.events,
+        metrics.kv_events,
         metrics.otlp,
         metrics.fleet,
     ]

@@ -1,0 +1,245 @@
+"""What subscribers know in the end is what the tiers have of every rank, whatever came, went or was lost meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from lmcache.clock import SystemClock
+from lmcache.core import limits
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
+from lmcache.core.object_changes import ChangePage, ObjectsPage, Run
+from lmcache.errors import ConfigError, ResourceError
+from lmcache.kv_events.announcer import KVEventAnnouncer
+from lmcache.kv_events.descriptions import Descriptions
+from lmcache.kv_events.endpoint import Endpoint, parse_endpoint
+from lmcache.kv_events.event_sockets import EventSockets
+from lmcache.kv_events.holdings import Tier
+from lmcache.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from lmcache.telemetry.metrics import Metrics
+from lmcache.testing.processes import free_port
+from polling import until
+from seeds import SEED
+
+CHUNK_TOKENS = 2
+LAYOUT, OTHER_LAYOUT = "5e" * 16, "6f" * 16
+
+
+def chunk_hash(number: int) -> bytes:
+    return hashlib.sha256(str(number).encode()).digest()
+
+
+def rank(number: int, layout: str = LAYOUT, *, model: str = "model", salt: str = "") -> Namespace:
+    return Namespace(model, 2, number, 0, layout, salt)
+
+
+class ListedTier:
+    """A `ChangeSource` that remembers the last `ring` changes."""
+
+    def __init__(self, tier: str = "l1", ring: int = 1000) -> None:
+        self.tier, self.backend, self.shared = tier, "", False
+        self.held: set[tuple[Namespace, bytes]] = set()
+        self._changes: list[tuple[bool, Namespace, bytes]] = []
+        self._ring = ring
+
+    def change(self, namespace: Namespace, chunk: int, *, added: bool) -> None:
+        name = namespace, chunk_hash(chunk)
+        (self.held.add if added else self.held.discard)(name)
+        self._changes.append((added, *name))
+
+    def capacity_bytes(self) -> int:
+        return 0
+
+    def cursor(self) -> int:
+        return len(self._changes)
+
+    def changes(self, cursor: int, most: int) -> ChangePage:
+        if cursor < len(self._changes) - self._ring:
+            return ChangePage((), len(self._changes), lost=True)
+        page = self._changes[cursor : cursor + 5]
+        return ChangePage([run(name, chunk, added=added) for added, name, chunk in page], cursor + len(page))
+
+    def objects(self, start: int, most: int) -> ObjectsPage:
+        return ObjectsPage([run(*name, added=True) for name in list(self.held)], 0)
+
+    def holds(self, namespaces: Sequence[Namespace], hashes: bytes) -> bytes:
+        chunks = [hashes[at : at + CHUNK_HASH_BYTES] for at in range(0, len(hashes), CHUNK_HASH_BYTES)]
+        return bytes(all((name, chunk) in self.held for name in namespaces) for chunk in chunks)
+
+
+def run(namespace: Namespace, chunk: bytes, *, added: bool) -> Run:
+    return Run(namespace, chunk, array("Q", [4096]).tobytes(), added)
+
+
+class Recorded(EventSockets):
+    """Without sockets: what a subscriber of everything would know."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Event]] = []
+        self.known: set[tuple[str, str, bytes]] = set()  # topic, medium, chunk
+        self._numbers = {}
+
+    def publish(self, topic: str, events: Sequence[Event]) -> None:
+        self._numbers[topic] = 1
+        for event in events:
+            self.events.append((topic, event))
+            if isinstance(event, AllBlocksCleared):
+                self.known = {name for name in self.known if name[0] != topic}
+            else:
+                names = {(topic, event.medium, block) for block in event.block_hashes}
+                self.known = self.known | names if isinstance(event, BlockStored) else self.known - names
+
+    def repeat(self, wait_seconds: float) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def announcing(
+    *tiers: tuple[str, ListedTier], descriptions: Descriptions | None = None
+) -> Iterator[tuple[Recorded, Metrics]]:
+    sockets, metrics = Recorded(), Metrics()
+    announcer = KVEventAnnouncer(
+        sockets,
+        descriptions or Descriptions(CHUNK_TOKENS),
+        [Tier(medium, tier, tier.holds) for medium, tier in tiers],
+        "kv@a@{model}",
+        CHUNK_TOKENS,
+        metrics.kv_events,
+        SystemClock(),
+    )
+    announcer.start()
+    try:
+        yield sockets, metrics
+    finally:
+        announcer.stop()
+
+
+def test_in_the_end_subscribers_know_what_is_there() -> None:
+    """Of two ranks, in memory and on two disks, one of which loses changes."""
+    rng = random.Random(SEED)
+    media = [("CPU", ListedTier()), ("STORAGE", ListedTier("l2")), ("STORAGE", ListedTier("l2", ring=8))]
+
+    def truth() -> set[tuple[str, str, bytes]]:
+        return {
+            ("kv@a@model", medium, chunk)
+            for medium, tier in media
+            for _, chunk in tier.held
+            if tier.holds([rank(0), rank(1)], chunk) == b"\1"
+        }
+
+    with announcing(*media) as (sockets, metrics):
+        for _ in range(30):
+            for _ in range(rng.randrange(1, 60)):
+                tier = rng.choice(media)[1]
+                tier.change(rank(rng.randrange(2)), rng.randrange(10), added=rng.random() < 0.6)
+            until(lambda: sockets.known == truth(), tell=lambda: sockets.known ^ truth())
+        for tier in (media[2][1],) * 20:  # more at once than it remembers
+            tier.change(rank(0), 99, added=True)
+        until(lambda: sockets.known == truth() and lost(metrics) >= 1, tell=lambda: lost(metrics))
+
+
+def lost(metrics: Metrics) -> float:
+    return metrics.registry.get_sample_value("lmcache_mp_kv_events_lost_total") or 0.0
+
+
+def test_each_model_has_its_topic_and_salts_have_none() -> None:
+    tier = ListedTier()
+    with announcing(("CPU", tier)) as (sockets, _):
+        for namespace in (
+            rank(0, salt="s"),
+            rank(1, salt="s"),
+            rank(0),
+            rank(1),
+            rank(0, model="b"),
+            rank(1, model="b"),
+        ):
+            tier.change(namespace, 1, added=True)
+        until(lambda: sockets.known == {(f"kv@a@{model}", "CPU", chunk_hash(1)) for model in ("model", "b")})
+        assert [topic for topic, event in sockets.events if isinstance(event, AllBlocksCleared)] == sockets.topics
+        assert isinstance(sockets.events[0][1], AllBlocksCleared)
+
+
+def test_an_engine_of_another_layout_takes_nothing_back() -> None:
+    """What the older engine's ranks had goes, and the newer one's stays."""
+    tier = ListedTier()
+    with announcing(("CPU", tier)) as (sockets, _):
+        for layout in (LAYOUT, OTHER_LAYOUT):
+            for number in (0, 1):
+                tier.change(rank(number, layout), 1, added=True)
+        until(lambda: bool(sockets.known))
+        for number in (0, 1):
+            tier.change(rank(number), 1, added=False)
+        tier.change(rank(0, OTHER_LAYOUT), 2, added=True)
+        tier.change(rank(1, OTHER_LAYOUT), 2, added=True)
+        until(lambda: ("kv@a@model", "CPU", chunk_hash(2)) in sockets.known)
+        assert not any(isinstance(event, BlockRemoved) for _, event in sockets.events)
+
+
+def test_chunks_that_follow_each_other_are_in_one_event() -> None:
+    descriptions, tier = Descriptions(CHUNK_TOKENS), ListedTier()
+    hashes = [chunk_hash(number) for number in range(4)]
+    descriptions.note(b"", b"".join(hashes[:3]), array("I", range(7)).tobytes())  # and one token of a fourth
+    with announcing(("CPU", tier), descriptions=descriptions) as (sockets, _):
+        for number in (1, 0):
+            for chunk in range(2):
+                tier.change(rank(number), chunk, added=True)
+        until(lambda: len(sockets.known) == 2)
+        tier.change(rank(0), 3, added=True)
+        tier.change(rank(1), 3, added=True)
+        until(lambda: len(sockets.known) == 3)
+    stored = [event for _, event in sockets.events if isinstance(event, BlockStored)]
+    assert b"".join(block for event in stored for block in event.block_hashes) == b"".join(hashes[:2] + hashes[3:])
+    assert stored[0].parent_block_hash is None and stored[0].token_ids[:2] == [0, 1]
+    assert (stored[-1].token_ids, stored[-1].parent_block_hash) == ([], None)  # nobody saw its tokens
+
+
+def test_what_is_remembered_of_prompts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_CHUNKS_DESCRIBED", 3)
+    monkeypatch.setattr(limits, "MAX_UNREAD_PROMPT_BYTES", 2 * (CHUNK_HASH_BYTES + 8))
+    descriptions = Descriptions(CHUNK_TOKENS)
+    for number in range(5):
+        descriptions.note(b"", chunk_hash(number), array("I", [number, number]).tobytes())
+        if number % 2:
+            descriptions.take()
+    descriptions.take()
+    assert [number for number in range(5) if descriptions.of(chunk_hash(number)) is not None] == [2, 3, 4]
+    for number in range(5, 8):  # two of them fit
+        descriptions.note(b"", chunk_hash(number), bytes(8))
+    descriptions.take()
+    assert [number for number in range(8) if descriptions.of(chunk_hash(number)) is not None] == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tcp://*:5557", Endpoint("tcp://0.0.0.0:5557", True, True)),
+        ("tcp://[::]:5557", Endpoint("tcp://[::]:5557", True, True)),
+        ("tcp://localhost:5557", Endpoint("tcp://127.0.0.1:5557", True, False)),
+        ("tcp://router:5557", Endpoint("tcp://router:5557", False, False)),
+        ("ipc:///run/events", Endpoint("ipc:///run/events", True, False)),
+    ],
+)
+def test_endpoints(text: str, expected: Endpoint) -> None:
+    assert parse_endpoint(text, "--kv-events-endpoint") == expected
+
+
+@pytest.mark.parametrize("text", ["tcp://*", "tcp://*:0", "tcp://*:65536", "ipc://run", "inproc://events", "5557"])
+def test_endpoints_that_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--kv-events-endpoint .*(must be|must name)"):
+        parse_endpoint(text, "--kv-events-endpoint")
+
+
+def test_an_address_that_is_taken_is_refused() -> None:
+    endpoint = parse_endpoint(f"tcp://127.0.0.1:{free_port()}", "")
+    first = EventSockets(endpoint, None, SystemClock())
+    with pytest.raises(ResourceError, match=f"--kv-events-replay-endpoint {endpoint.address} cannot be used"):
+        EventSockets(parse_endpoint(f"tcp://127.0.0.1:{free_port()}", ""), endpoint, SystemClock())
+    first.close()
