@@ -326,6 +326,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             "After a restart of either side, or where changes were lost.",
         ),
         Panel("Calls that the coordinator did not answer", [rate("coordinator_failures", "instance, call")]),
+        Panel("The log of events could not be read", [rate("coordinator_event_log_failures", text="by")]),
         Panel("Batches", [rate("coordinator_batches", "instance, outcome")]),
         Panel(
             "Directory",

@@ -44,7 +44,7 @@ from lmcache.runtime_plugins.scripts import find_scripts
 from lmcache.service.cache_operations import CacheOperations, Registered
 from lmcache.service.cache_service import CacheService
 from lmcache.service.context import ServiceContext, ServiceSettings
-from lmcache.startup import Plan
+from lmcache.startup import Plan, event_log_settings
 from lmcache.stop_signals import CLOSE_SECONDS, StopRequested, StopSignals
 from lmcache.telemetry.event_bus import EventBus
 from lmcache.telemetry.line_writer import LineWriter
@@ -387,6 +387,8 @@ class Server:
             p2p_advertised_url=self._peering.address if self._peering is not None else "",
             heartbeat_seconds=config.coordinator_heartbeat_interval,
             flush_seconds=config.coordinator_event_flush_interval,
+            event_transport=config.coordinator_event_transport,
+            event_log=event_log_settings(config),
             metadata={
                 "version": __version__,
                 "server_epoch": server_epoch.hex(),

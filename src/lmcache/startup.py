@@ -21,6 +21,7 @@ from lmcache.config.spec import ServerConfig, flag
 from lmcache.core.address import http_listening_host
 from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
+from lmcache.fleet.event_log import HTTP, EventLogSettings, open_log
 from lmcache.http.access import read_token
 from lmcache.http.client import split_url
 from lmcache.http.tls import server_context
@@ -129,6 +130,18 @@ def open_secrets(config: ServerConfig) -> list[str]:
     return found
 
 
+def event_log_settings(config: ServerConfig) -> EventLogSettings | None:
+    """None: the coordinator is told over HTTP."""
+    if config.coordinator_event_transport == HTTP:
+        return None
+    return EventLogSettings(
+        config.coordinator_valkey_url,
+        config.coordinator_valkey_stream,
+        config.coordinator_valkey_password_file,
+        "--coordinator-valkey-",
+    )
+
+
 def _open_events(config: ServerConfig) -> list[str]:
     """A note for endpoints from which other hosts can read what prompts are made of."""
     return [
@@ -213,6 +226,9 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
     if config.coordinator_url:
         with problems.collect():
             split_url(config.coordinator_url, "--coordinator-url")
+        with problems.collect():
+            if log := event_log_settings(config):
+                open_log(log).close()
     with problems.collect():
         server_context(config.http_tls_cert, config.http_tls_key)
     with problems.collect():

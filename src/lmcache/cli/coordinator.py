@@ -13,6 +13,7 @@ from lmcache.cli.arguments import Arguments
 from lmcache.config import unbuilt
 from lmcache.config.values import Choice, Text, Whole
 from lmcache.errors import ConfigError
+from lmcache.fleet.event_log import DEFAULT_STREAM, HTTP, VALKEY
 from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.stop_signals import StopSignals
 
@@ -54,6 +55,16 @@ def arguments() -> Arguments:
     given.add_number("--checkpoint-interval", 60.0, "how often it is written", **_SECONDS)
     given.add_value("--metadata-path", Text("FILE"), "where pins and quotas are kept", default="")
     given.add_whole("--timeout-keep-alive", 10, "how long a connection may idle", unit="seconds", minimum=1)
+    transports = Choice((HTTP, VALKEY), unbuilt=unbuilt.OPTION_VALUES["coordinator_event_transport"])
+    given.add_value(
+        *("--event-transport", transports, "how servers tell what they have, beside POST /events"), default=HTTP
+    )
+    given.add_value(
+        *("--valkey-url", Text("URL"), "Valkey or Redis with their stream: redis://[USER@]HOST:PORT[/DATABASE]"),
+        default="",
+    )
+    given.add_value("--valkey-stream", Text("NAME"), "name of that stream", default=DEFAULT_STREAM)
+    given.add_value("--valkey-password-file", Text("FILE"), "file with the password there", default="")
     given.add_argument("--disable-metrics", action="store_true", help="no /metrics")
     for name, (default, about) in unbuilt.COORDINATOR_OPTIONS.items():
         given.add_argument(name, metavar="VALUE", default=default, help=f"not built yet: {about}")

@@ -90,6 +90,9 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
             yield ("audit_log",), "nothing can be changed: there is neither an HTTP listener nor CURVE"
     if not config.lookup_hash_log_dir:
         yield _LOOKUP_LOG, "there is no --lookup-hash-log-dir"
+    if config.coordinator_event_transport != "valkey":
+        reason = "--coordinator-event-transport is not valkey"
+        yield ("coordinator_valkey_url", "coordinator_valkey_stream", "coordinator_valkey_password_file"), reason
     if not config.kv_events_endpoint:
         yield ("kv_events_replay_endpoint", "kv_events_topic"), "there is no --kv-events-endpoint"
     if not config.runtime_plugin_locations:

@@ -337,7 +337,19 @@ class ServerConfig:
         Number(unit="seconds", minimum=0.01, maximum=3600), 1.0, "how often it is told"
     )
     coordinator_event_transport: str = _option(
-        Choice(("http",), unbuilt=unbuilt.OPTION_VALUES["coordinator_event_transport"]), "http", "how it is told"
+        Choice(("http", "valkey"), unbuilt=unbuilt.OPTION_VALUES["coordinator_event_transport"]),
+        "http",
+        "how it is told: by requests, or by a stream of Valkey or Redis, which it reads when it can",
+    )
+    coordinator_valkey_url: str = _option(
+        Text("URL"),
+        "",
+        "where that stream is: redis://[USER@]HOST:PORT[/DATABASE], rediss:// for TLS, or unix:///PATH",
+        default_text="required by --coordinator-event-transport valkey",
+    )
+    coordinator_valkey_stream: str = _option(Text("NAME"), "lmcache-cache-events", "name of that stream")
+    coordinator_valkey_password_file: str = _option(
+        Text("FILE"), "", "file with the password there; read for each connection", default_text="none"
     )
 
     kv_events_endpoint: str = _option(

@@ -21,10 +21,9 @@ COMMANDS: Mapping[str, str] = {
 }
 
 # Options of `lmcache coordinator`, and the default, which changes nothing.
-_KAFKA = "servers tell it their events over HTTP"
+_KAFKA = "servers tell it their events over HTTP, or by a stream of Valkey"
 _EVICTION = "each server keeps the quotas that it is told, by --eviction-policy IsolatedLRU"
 COORDINATOR_OPTIONS: Mapping[str, tuple[str, str]] = {
-    "--event-transport": ("http", _KAFKA),
     "--kafka-bootstrap-servers": ("", _KAFKA),
     "--kafka-topic": ("lmcache-cache-events", _KAFKA),
     "--kafka-group-id": ("lmcache-coordinator", _KAFKA),

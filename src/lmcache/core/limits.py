@@ -197,6 +197,7 @@ MAX_MEMBER_ANSWER_BYTES = 16 * MIB  # that a server reads of a coordinator; of e
 MAX_FLEET_ANSWER_BYTES = 4 * MIB  # that a coordinator reads of a server
 REPORTED_ENTRIES = 4096  # of a request that a server sends as text
 REPORTED_OBJECTS = 65_536  # of one with columns
+MAX_LOGGED_EVENT_REQUESTS = 1024  # that a log keeps between servers and coordinator, at most 1.5 MB each as these send
 
 assert MAX_HTTP_KEYS * MAX_FLEET_COPIES_SHOWN <= MAX_FLEET_COPIES_ASKED
 assert MAX_FLEET_INSTANCES * 4096 <= MAX_MEMBER_ANSWER_BYTES

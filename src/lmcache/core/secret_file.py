@@ -11,7 +11,7 @@ _MAX_BYTES = 4096
 _MIN_CHARACTERS = 16
 
 
-def read_secret(path: str, flag: str) -> str:
+def read_secret(path: str, flag: str, least_characters: int = _MIN_CHARACTERS) -> str:
     """The secret in a file, "" without a file. ConfigError, which names the `flag`, when the file has none."""
     if not path:
         return ""
@@ -25,9 +25,9 @@ def read_secret(path: str, flag: str) -> str:
         raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{flag} {path} must hold one line of ASCII text.") from None
-    if len(secret) < _MIN_CHARACTERS or len(content) > _MAX_BYTES or not secret.isprintable():
+    if len(secret) < least_characters or len(content) > _MAX_BYTES or not secret.isprintable():
         raise ConfigError(
-            f"{flag} {path} must hold one line of at least {_MIN_CHARACTERS} characters, "
+            f"{flag} {path} must hold one line of at least {least_characters} characters, "
             f"{_MAX_BYTES} at most, such as the output of `openssl rand -hex 32`."
         )
     return secret

@@ -35,7 +35,7 @@ class OwnRoutes:
         self._context = context
         self._fleet = context.fleet
         self._metrics = metrics
-        self._counted = [0] * 6
+        self._counted = [0] * 7
         self.index_text = ""
 
     def operations(self) -> list[Operation]:
@@ -68,9 +68,11 @@ class OwnRoutes:
         metrics.coordinator_placements.set(stats.records)
         metrics.coordinator_directory_bytes.set(stats.memory_bytes)
         total = [counts.applied, counts.duplicates, counts.stale, counts.entries, counts.gaps, counts.resyncs]
+        total.append(self._fleet.log_reader.failures if self._fleet.log_reader is not None else 0)
         before, self._counted = self._counted, total
         counters = [metrics.coordinator_batches.labels(outcome) for outcome in ("applied", "duplicate", "stale")]
         counters += [metrics.coordinator_entries, metrics.coordinator_gaps, metrics.coordinator_complete_resyncs]
+        counters.append(metrics.coordinator_event_log_failures)
         for counter, old, new in zip(counters, before, total, strict=True):
             counter.inc(new - old)
         return metrics.exposition()

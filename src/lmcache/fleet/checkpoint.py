@@ -57,6 +57,12 @@ class Head(msgspec.Struct, array_like=True):
     places: list[SavedPlace]
 
 
+class LoggedHead(Head, array_like=True):
+    """Where to go on in a log of events as well; "" at its beginning."""
+
+    log_position: str = ""
+
+
 class Page(msgspec.Struct, array_like=True):
     """Copies: `positions` (u32) of their scope, `places` (u32), `hashes` (32 bytes), `sizes_bytes` (u64) of each."""
 
@@ -108,6 +114,7 @@ class _Summed:
 def write(file: BinaryIO, instances: Instances, intake: EventIntake) -> None:
     """A page at a time, beside other calls."""
     out, directory = _Summed(file), intake.directory
+    log_position = intake.log_position  # before the streams: what comes twice is known by its numbers
     streams = intake.streams()
     saved = []
     for instance in instances.all():
@@ -122,13 +129,10 @@ def write(file: BinaryIO, instances: Instances, intake: EventIntake) -> None:
         )
     places = directory.places()
     numbers = {(place.instance_id, place.tier, place.backend): number for number, place in enumerate(places)}
-    head = Head(
-        saved,
-        [
-            SavedPlace(place.instance_id, place.tier, place.backend, place.shared, place.capacity_bytes)
-            for place in places
-        ],
-    )
+    saved_places = [
+        SavedPlace(place.instance_id, place.tier, place.backend, place.shared, place.capacity_bytes) for place in places
+    ]
+    head = LoggedHead(saved, saved_places, log_position) if log_position else Head(saved, saved_places)
     out.write(_HEAD.pack(MAGIC, VERSION))
     out.put_section(msgspec.msgpack.encode(head))
     start, more = 0, True
@@ -172,18 +176,19 @@ def _sections(file: BinaryIO) -> Iterator[bytes]:
 
 def restore(file: BinaryIO, instances: Instances, intake: EventIntake, heard_at: float) -> None:
     """ConfigError: nothing was restored. The file is read twice, a page at a time."""
-    kind: Any = Head
+    kind: Any = LoggedHead
     try:
         for content in _sections(file):
             msgspec.msgpack.decode(content, type=kind)
             kind = SizedPage
-        if kind is Head:
+        if kind is LoggedHead:
             raise ConfigError("it has nothing in it.")
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise ConfigError("it is damaged.") from None
     file.seek(0)
     sections = _sections(file)
-    head = msgspec.msgpack.decode(next(sections), type=Head)
+    head = msgspec.msgpack.decode(next(sections), type=LoggedHead)
+    intake.log_position = head.log_position
     joined = {saved.instance_id for saved in head.instances}
     instances.restore([_instance(saved, heard_at) for saved in head.instances])
     intake.restore({saved.instance_id: _stream(saved) for saved in head.instances})

@@ -53,6 +53,7 @@ class EventIntake:
         self._streams: dict[str, Stream] = {}
         self.directory = Directory(self._incarnation_of)
         self.counts = EventCounts()
+        self.log_position = ""  # behind what was applied of a log of events
         self._log_limiter = LogLimiter(60.0, clock)
 
     @property
@@ -97,8 +98,8 @@ class EventIntake:
         return EventsAnswer(applied, duplicates, stale, list(resync), incarnations, packed=True)
 
     def _begin(self, instance_id: str, stream: Stream, incarnation: int) -> None:
+        stream.needs_resync = stream.resyncs = False  # before the incarnation: `glance`
         stream.incarnation, stream.seq = incarnation, 0
-        stream.needs_resync = stream.resyncs = False
         self.directory.forget_l1(instance_id)
 
     def _follow(self, stream: Stream, batch: Batch) -> None:
@@ -153,6 +154,12 @@ class EventIntake:
         with self._lock:
             stream = self._streams.get(instance_id, Stream())
             return Stream(stream.incarnation, stream.seq, stream.needs_resync, stream.resyncs)
+
+    def glance(self, instance_id: str) -> tuple[int, bool]:
+        """Its incarnation, and whether it is to tell everything again. Waits for nobody, not even for a batch that is
+        being applied."""
+        stream = self._streams.get(instance_id)
+        return (stream.incarnation, stream.needs_resync) if stream is not None else (0, False)
 
     def streams(self) -> dict[str, Stream]:
         with self._lock:

@@ -10,10 +10,12 @@ from lmcache.core.chunking import ChunkHasher
 from lmcache.environment import Environment
 from lmcache.errors import ConfigError, LMCacheError
 from lmcache.fleet import checkpoint, saved_file
+from lmcache.fleet.event_log import HTTP, EventLogSettings, open_log
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.jobs import FleetJobs
 from lmcache.fleet.keys import keys_of_prompt
+from lmcache.fleet.log_reader import EventLogReader
 from lmcache.fleet.messages import Key
 from lmcache.fleet.metadata import Metadata
 from lmcache.fleet.pins import FleetPins
@@ -48,6 +50,10 @@ class Fleet:
         self.jobs = FleetJobs(clock, environment.random_bytes(4).hex())
         self.quotas = FleetQuotas(self.metadata, self.instances, self.servers, self.directory, clock)
         self.pins = FleetPins(self.metadata, self.servers, clock, environment.random_bytes)
+        self.log_reader: EventLogReader | None = None
+        if settings.event_transport != HTTP:
+            log = open_log(EventLogSettings(settings.valkey_url, settings.valkey_stream, settings.valkey_password_file))
+            self.log_reader = EventLogReader(log, self.intake, clock)
         self._coming = threading.Lock()  # while somebody joins or leaves
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleet-housekeeping", daemon=True)
@@ -66,12 +72,16 @@ class Fleet:
 
     def start(self) -> None:
         self._thread.start()
+        if self.log_reader is not None:
+            self.log_reader.start()
 
     def stop(self) -> None:
         """Writes a last checkpoint. Idempotent."""
         if self._stop.is_set():
             return
         self._stop.set()
+        if self.log_reader is not None:
+            self.log_reader.stop()
         self.jobs.close()
         self.quotas.close()
         self.pins.close()

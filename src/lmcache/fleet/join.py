@@ -25,7 +25,7 @@ class FleetMember:
         """`on_members` is called by the thread of the membership with all servers, this one included, whenever others
         may be there."""
         self._reporter = EventReporting(settings, sources, metrics, clock) if sources else None
-        self._membership = Membership(settings, metrics, clock, self._joined, self._took)
+        self._membership = Membership(settings, metrics, clock, self._joined, self._took, self._heard)
         self._on_members = on_members
         self._members: Sequence[Member] = ()
 
@@ -55,6 +55,10 @@ class FleetMember:
     def _joined(self, incarnation: int) -> None:
         if self._reporter is not None:
             self._reporter.joined(incarnation)
+
+    def _heard(self, incarnation: int, needs_resync: bool) -> None:
+        if self._reporter is not None:
+            self._reporter.heard(incarnation, needs_resync=needs_resync)
 
     def _took(self, members: Sequence[Member]) -> None:
         self._members = members

@@ -17,6 +17,7 @@ from lmcache.clock import Clock
 from lmcache.core.limits import MAX_MEMBER_ANSWER_BYTES
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.fleet import messages as m
+from lmcache.fleet.event_log import HTTP, EventLogSettings
 from lmcache.http.client import JSON_TYPE, HttpRefused, answer_of, request, split_url
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import FleetMemberMetrics
@@ -50,6 +51,8 @@ class MemberSettings:
     p2p_advertised_url: str = ""
     heartbeat_seconds: float = 5.0
     flush_seconds: float = 1.0
+    event_transport: str = HTTP
+    event_log: EventLogSettings | None = None  # of any other transport
     metadata: dict[str, Any] = field(default_factory=dict)
     token: Callable[[], str] = lambda: ""
 
@@ -104,7 +107,8 @@ class Coordinator:
 
 class Membership:
     """`on_joined(incarnation)`: it has joined, and the coordinator knows of batches up to that incarnation.
-    `on_members` gets all servers whenever others may be there. Both are called by the thread of this."""
+    `on_heard(incarnation, needs_resync)`: so it says with a heartbeat. `on_members` gets all servers whenever others
+    may be there. All are called by the thread of this."""
 
     def __init__(
         self,
@@ -113,12 +117,14 @@ class Membership:
         clock: Clock,
         on_joined: Callable[[int], None],
         on_members: Callable[[Sequence[Member]], None],
+        on_heard: Callable[[int, bool], None] = lambda incarnation, needs_resync: None,
     ) -> None:
         self._settings = settings
         self._coordinator = Coordinator(settings)
         self._metrics = metrics
         self._on_joined = on_joined
         self._on_members = on_members
+        self._on_heard = on_heard
         self._stop = threading.Event()
         self._limiter = LogLimiter(_LOG_SECONDS, clock)
         self._joined = False
@@ -182,7 +188,11 @@ class Membership:
             self._joined = False
             self._metrics.coordinator_joined.set(0)
             return None
-        members = answer.get("members") if isinstance(answer, dict) else None
+        if not isinstance(answer, dict):
+            return None
+        members, incarnation = answer.get("members"), answer.get("incarnation")
+        if isinstance(incarnation, int):
+            self._on_heard(incarnation, answer.get("needs_resync") is True)
         return members if isinstance(members, int) else None
 
     def _register(self) -> None:
@@ -194,6 +204,12 @@ class Membership:
         )
         answer = self._coordinator.read(m.Registered, "POST", "/instances", msgspec.json.encode(body))
         logger.info("This server has joined the fleet of %s as %s", settings.url, settings.instance_id)
+        if settings.event_transport not in (HTTP, answer.event_transport):
+            logger.error(
+                "The coordinator reads no events by %s, so that it will not know what this server has: start it with "
+                "--event-transport %s, or this server with --coordinator-event-transport http",
+                *(settings.event_transport, settings.event_transport),
+            )
         self._joined = True
         self._members = -1
         self._on_joined(answer.incarnation)

@@ -98,6 +98,7 @@ class Registered(Struct, frozen=True):
     incarnation: Annotated[int, Meta(description="the highest that is known of it: it goes on above")] = (
         0  # an addition
     )
+    event_transport: Annotated[str, Meta(description="by what events reach the coordinator beside HTTP (+)")] = "http"
 
 
 class HeartbeatAnswer(Struct, frozen=True):
@@ -105,6 +106,10 @@ class HeartbeatAnswer(Struct, frozen=True):
 
     status: str
     members: Annotated[int, Meta(description="another number than before: GET /instances has others")] = 0
+    incarnation: Annotated[int, Meta(description="the highest that is known of the server (+)")] = 0
+    needs_resync: Annotated[
+        bool, Meta(description="batches of that incarnation are missing: everything is to be told again (+)")
+    ] = False
 
 
 class InstanceEntry(Struct, frozen=True):

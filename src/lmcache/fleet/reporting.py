@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from lmcache.clock import Clock
 from lmcache.core.object_changes import ChangeSource
 from lmcache.errors import LMCacheError
+from lmcache.fleet.event_log import LoggedCoordinator, open_log
 from lmcache.fleet.membership import Coordinator, MemberSettings
 from lmcache.fleet.reporter import Reporter, ResyncNeeded
 from lmcache.telemetry.metrics import FleetMemberMetrics
@@ -37,8 +38,16 @@ class EventReporting:
         self._joins = 0  # how often the server has joined
         self._joins_told = 0  # for which everything has been told, or is being told
         self._known_incarnation = 0
+        self._asked = False  # for everything, by a coordinator that answers nothing else
+        log = open_log(settings.event_log) if settings.event_log is not None else None
+        self._follows_heartbeats = log is not None
         self._reporter = Reporter(
-            *(settings.instance_id, sources, Coordinator(settings), metrics, clock, self._pause),
+            settings.instance_id,
+            sources,
+            LoggedCoordinator(log) if log is not None else Coordinator(settings),
+            metrics,
+            clock,
+            self._pause,
             capacity_seconds=settings.heartbeat_seconds,
         )
         self._thread = threading.Thread(target=self._run, name="fleet-reporter", daemon=True)
@@ -56,6 +65,14 @@ class EventReporting:
             self._joins += 1
             self._known_incarnation = max(self._known_incarnation, known_incarnation)
             self._changed.notify_all()
+
+    def heard(self, incarnation: int, *, needs_resync: bool) -> None:
+        """What the coordinator knows of this server, and whether some of that incarnation is missing. Any thread."""
+        own = self._reporter.incarnation
+        if self._follows_heartbeats and own and (incarnation > own or (needs_resync and incarnation == own)):
+            with self._changed:
+                self._asked = True
+                self._known_incarnation = max(self._known_incarnation, incarnation)
 
     def stop(self) -> None:
         """Ends it before what it reads is closed, unless a request is under way: that one is not waited for long."""
@@ -87,6 +104,7 @@ class EventReporting:
     def _report(self) -> None:
         with self._changed:
             self._joins_told = self._joins
+            self._asked = False
             known = self._known_incarnation
         self._reporter.know(known)
         self._reporter.tell_everything()
@@ -100,6 +118,8 @@ class EventReporting:
         self._check_stopped()
         if self._joins != self._joins_told:
             raise ResyncNeeded("this server has joined again")
+        if self._asked:
+            raise ResyncNeeded("it misses batches, or knows later ones")
 
     def _check_stopped(self) -> None:
         if self._stopped:

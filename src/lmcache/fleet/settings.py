@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lmcache.fleet.event_log import DEFAULT_STREAM, HTTP
+
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
@@ -22,3 +24,7 @@ class CoordinatorSettings:
     timeout_keep_alive: int = 10
     admin_token_file: str = ""
     disable_metrics: bool = False
+    event_transport: str = HTTP
+    valkey_url: str = ""
+    valkey_stream: str = DEFAULT_STREAM
+    valkey_password_file: str = ""

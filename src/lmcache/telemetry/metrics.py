@@ -320,6 +320,9 @@ class CoordinatorMetrics(_Group):
     coordinator_entries = _counter("Changes that servers told", unit="chunks")
     coordinator_gaps = _counter("Times that batches of a server were missing")
     coordinator_complete_resyncs = _counter("Times that a server told everything again")
+    coordinator_event_log_failures = _counter(
+        "Reads of the log of events that failed, and what was in it and is no body of events"
+    )
     internal_faults = FaultMetrics.internal_faults
 
     def __init__(self) -> None:

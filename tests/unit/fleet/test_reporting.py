@@ -50,7 +50,7 @@ def coordinator(port: int = 0, **settings: Any) -> Iterator[CoordinatorProcess]:
 class Joined:
     """A server of dicts, in a fleet."""
 
-    def __init__(self, url: str, name: str = "a", token: str = "", ring: int = 1000) -> None:
+    def __init__(self, url: str, name: str = "a", token: str = "", ring: int = 1000, **more: Any) -> None:
         self.tiers = [DictTier(ring=ring), DictTier("l2", "disk", ring=ring)]
         self.metrics: FleetMemberMetrics = Metrics().fleet
         self.members: Sequence[Member] = ()
@@ -60,6 +60,7 @@ class Joined:
             heartbeat_seconds=BEAT_SECONDS,
             flush_seconds=0.01,
             token=lambda: token,
+            **more,
         )
         self.member = FleetMember(settings, self.tiers, self.metrics, SystemClock(), self._took)
         self.name = name

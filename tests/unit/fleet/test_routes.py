@@ -111,10 +111,12 @@ def test_a_server_joins_lives_and_leaves(here: TestClient) -> None:
         "instance_id": "a",
         "re_registered": False,
         "incarnation": 0,
+        "event_transport": "http",
     }
     assert here.post("/instances", json=REGISTERED).json()["re_registered"] is True
     beat = here.put("/instances/a/heartbeat")
     assert (beat.status_code, beat.json()["status"]) == (200, "ok")
+    assert (beat.json()["incarnation"], beat.json()["needs_resync"]) == (0, False)
     here.post("/instances", json={**REGISTERED, "metadata": {"rack": "5"}})
     (entry,) = here.get("/instances").json()["instances"]
     assert entry["metadata"] == {"rack": "5"}

@@ -64,7 +64,10 @@ def restored(content: bytes) -> tuple[Instances, EventIntake]:
 
 def test_a_checkpoint_is_read_as_it_was() -> None:
     instances, intake = filled()
+    assert restored(saved(instances, intake))[1].log_position == ""
+    intake.log_position = "1764320000000-3"
     others, again = restored(saved(instances, intake))
+    assert again.log_position == intake.log_position
     assert told(again.directory) == told(intake.directory)
     assert [entry.place for entry in again.directory.usage("a")]
     for name in ("a", "b"):

@@ -48,16 +48,17 @@ class InstanceRoutes:
         def register() -> m.Registered:
             instance, was_there = self._fleet.instances.register(call.body, token=call.admin_token)
             known = self._fleet.intake.stream(instance.instance_id).incarnation
-            return m.Registered(instance.instance_id, was_there, known)
+            return m.Registered(instance.instance_id, was_there, known, self._fleet.settings.event_transport)
 
         return await self._context.in_thread(register)
 
     async def heartbeat(self, call: Call) -> m.HeartbeatAnswer:
-        if not self._fleet.instances.heartbeat(call.path("instance_id"), call.admin_token):
+        name = call.path("instance_id")
+        if not self._fleet.instances.heartbeat(name, call.admin_token):
             raise HTTPException(
                 404, "It has not joined, was silent for too long, or joined with another token: join again."
             )
-        return m.HeartbeatAnswer("ok", self._fleet.instances.members)
+        return m.HeartbeatAnswer("ok", self._fleet.instances.members, *self._fleet.intake.glance(name))
 
     async def remove(self, call: Call) -> Response:
         name = call.path("instance_id")
