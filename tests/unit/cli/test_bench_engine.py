@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import xml.dom.minidom
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache.cli import main as cli
+from lmcache.cli.engine_bench.completion_client import Asker, Outcome
 from lmcache.cli.engine_bench.figures import percentile, spread
-from lmcache.cli.engine_bench.workloads import WORKLOADS, Piece, Shape, ids_of, text_of
+from lmcache.cli.engine_bench.load_generator import Load, Pace
+from lmcache.cli.engine_bench.workloads import WORKLOADS, Piece, Session, Shape, ids_of, text_of
 from lmcache.simulation.trace import Lookup, write_trace
 from polling import until
 from support.openai_server import MODEL, OpenAIServer, openai_server, words_of
@@ -173,6 +177,27 @@ def test_a_fault_ends_the_run_with_what_was_measured(
     assert figures["errors"] == {said: figures["failed"]}
     assert figures["failed"] >= 8 and figures["unsent"] == 500 - 4 - figures["failed"]
     assert figures["stopped"] == "the last 8 requests all failed"
+
+
+class Deaf(Asker):
+    """Each request fails, and loses the cancellation that comes while it is under way."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def ask(self, session: Session, turn: int, answers: Sequence[str], outcome: Outcome) -> None:
+        self.asked += 1
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.001)
+        outcome.error = "fault"
+
+
+def test_a_run_that_stops_sends_no_more_though_cancellations_are_lost() -> None:
+    deaf = Deaf()
+    stages = WORKLOADS["random-prefill"].make(Shape(500, 1, 16, 1, 1, 1), 7)
+    measured = asyncio.run(Load(deaf, Pace(2, 0.0, 0.0, 60.0, 7)).run(stages))
+    assert measured.stopped == "the last 8 requests all failed"
+    assert deaf.asked == len(measured.outcomes) <= 8 + 2
 
 
 def test_a_fault_that_passes_is_counted(capsys: pytest.CaptureFixture[str], openai: OpenAIServer) -> None:

@@ -68,6 +68,7 @@ class Load:
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             stopping.cancel()
+            self._stop.set()
             await end(running)
         if not running.cancelled() and (error := running.exception()) is not None:
             raise error
@@ -117,6 +118,8 @@ class Load:
         answers: list[str] = []
         loop = asyncio.get_running_loop()
         for number, turn in enumerate(session.turns):
+            if self._stop.is_set():  # the cancellation may have been lost in the request before this one
+                return
             outcome = Outcome(turn.label, loop.time() - self._begun, max(0.0, loop.time() - due))
             self._told(len(self._measured.outcomes), self._measured.planned)
             await self._asker.ask(session, number, answers, outcome)
