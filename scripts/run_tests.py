@@ -79,7 +79,15 @@ LONG = (  # some seconds each, of processor or disk
     "tests/unit/tiering/test_huge_prompt.py",
 )
 LEFT_TO_TEST = (*OF_ENGINES_AND_SERVERS, *LONG)
-FEWER_STEPS = {"LMCACHE_CONTRACT_STEPS": "200", "TEST_LEDGER_STEPS": "300", "TEST_FLEET_STEPS": "500"}
+FEWER_STEPS = {
+    "LMCACHE_CONTRACT_STEPS": "200",
+    "TEST_CHARGE_STEPS": "300",
+    "TEST_FLEET_FAULTS": "100",
+    "TEST_FLEET_STEPS": "500",
+    "TEST_LEDGER_STEPS": "300",
+    "TEST_STORM_SECONDS": "0.7",
+    "TEST_TIERING_ROUNDS": "250",
+}
 
 
 def _unit_suite(name: str, *paths: str, without: Sequence[str] = ()) -> Suite:
@@ -93,6 +101,7 @@ PARTS_OF_UNITS = {
     "contract": ("tests/contract",),
     "units-of-tiering": ("tests/unit/tiering", "tests/unit/transport", "tests/unit/service", "tests/unit/telemetry"),
     "units-of-engines": ("tests/unit/integration", "tests/unit/peers", "tests/unit/client", "tests/unit/memory"),
+    "units-of-http": ("tests/unit/admin", "tests/unit/cli", "tests/unit/fleet"),
 }
 IN_PARTS = [path for paths in PARTS_OF_UNITS.values() for path in paths]
 UNIT_LANES = (

@@ -52,7 +52,7 @@ class TestDax(AdapterContract):
 
     def build(self, folder: Path) -> Adapter:
         (folder / "device").touch()
-        spec = {"type": "dax", "device_path": "{folder}/device", "max_dax_size_gb": 0.0625, "slot_bytes": 1 << 18}
+        spec = {"type": "dax", "device_path": "{folder}/device", "max_dax_size_gb": 0.03125, "slot_bytes": 1 << 18}
         return build_from({**spec, **self.settings}, folder)
 
 

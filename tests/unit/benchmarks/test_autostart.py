@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.integration.vllm.lmcache_connector_v1 import in_process_settings
 from lmcache.integration.vllm.settings import ConnectorSettings
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -36,8 +35,10 @@ def test_starts_and_hits_are_compared_within_a_run() -> None:
     }
 
 
+@pytest.mark.engine
 def test_each_case_is_what_a_user_would_write() -> None:
     from autostart import AUTOSTART, BY_HAND, DYNAMIC, PLAIN, transfers
+    from lmcache.integration.vllm.lmcache_connector_v1 import in_process_settings
 
     extra = {name: transfer["kv_connector_extra_config"] for name, transfer in transfers(5555).items()}
     by_hand, started = ConnectorSettings.read(extra[BY_HAND]), ConnectorSettings.read(extra[AUTOSTART])

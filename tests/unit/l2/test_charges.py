@@ -1,4 +1,4 @@
-"""What an adapter is charged is what its backend holds, whoever stored it."""
+"""What an adapter is charged is what its backend holds, whoever stored it. TEST_CHARGE_STEPS mixed operations."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lmcache.testing.frames import FrameMemory, keys, namespace
 from seeds import SEED
 from unit.l2.support import OneServer, eviction_order, run
 
+STEPS = int(os.environ.get("TEST_CHARGE_STEPS", "1000"))
 PAYLOADS = (4096, 12_288, 40_960)
 MOCK = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1000}
 
@@ -134,7 +135,7 @@ class Mixed:
         ]
 
 
-@pytest.mark.parametrize("steps", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_charges_are_true_after_mixed_operations(tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fs_native, "WATCH_SECONDS", 0.02)
     monkeypatch.setattr(fs_native, "SCAN_SHARE", 1)

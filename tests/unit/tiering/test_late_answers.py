@@ -16,6 +16,13 @@ from unit.tiering.support import ENGINE, Rig, faulty, keys, namespace, open_rig
 
 STORED = 20
 DEADLINE_SECONDS = 20.0
+LATE_FRACTION = prefetch.LATE_FRACTION
+
+
+@pytest.fixture(autouse=True)
+def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late after half a second in place of two and a half."""
+    monkeypatch.setattr(prefetch, "LATE_FRACTION", LATE_FRACTION / 5)
 
 
 def silent(rig: Rig, adapter: FaultyAdapter) -> None:
@@ -91,7 +98,9 @@ def test_the_adapter_after_a_silent_one_is_asked() -> None:
         rig.storage.call_soon(mute.gate.set)
 
 
-def test_what_l1_holds_is_answered_though_the_adapter_is_silent() -> None:
+def test_what_l1_holds_is_answered_though_the_adapter_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time that servers wait."""
+    monkeypatch.setattr(prefetch, "LATE_FRACTION", LATE_FRACTION)
     configured, mute = faulty()
     with open_rig([configured]) as rig:
         rig.put(keys(STORED), tell=False)
@@ -134,18 +143,19 @@ def test_requests_of_less_patience_than_the_adapter_suspend_it_all_the_same() ->
         rig.storage.call_soon(mute.gate.set)
 
 
-def test_who_waits_for_a_silent_adapter_holds_no_place_of_the_fast_one() -> None:
+def test_who_waits_for_a_silent_adapter_holds_no_place_of_the_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
     (first, fast), (second, mute) = faulty(), faulty(index=1, timeout_seconds=60)
+    monkeypatch.setattr(prefetch, "LATE_FRACTION", 1.0)
     with open_rig([first, second], prefetch_max_in_flight=1) as rig:
         for seed in range(2):
             only_in_first(rig, [fast, mute], keys(STORED, seed))
         silent(rig, mute)
-        waiting, _ = rig.begin_fetch(keys(STORED + 5), deadline_seconds=60.0)  # for 7.5 s
+        waiting, _ = rig.begin_fetch(keys(STORED + 5), deadline_seconds=60.0)
         until(lambda: mute.stalled == 1)
         assert rig.fetch(keys(STORED, 1)).chunks == STORED
         assert waiting.empty()
-        assert waiting.get(timeout=60).chunks == STORED
         rig.storage.call_soon(mute.gate.set)
+        assert waiting.get(timeout=60).chunks == STORED
 
 
 def test_an_engine_that_wants_no_answer_any_more_leaves_nothing_behind() -> None:

@@ -1,8 +1,10 @@
-"""What a storage loop remembers ends with what it is about, however that ends."""
+"""What a storage loop remembers ends with what it is about, however that ends:
+TEST_TIERING_ROUNDS of it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import random
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from support.faults import FaultyAdapter
 from support.held_items import held_items
 from unit.tiering.support import ENGINE, MOCK, Rig, faulty, keys, open_rig
 
-ROUNDS = 1_000
+ROUNDS = int(os.environ.get("TEST_TIERING_ROUNDS", "1000"))
 
 
 def held(storage: StorageLoop) -> dict[str, int]:
@@ -59,9 +61,7 @@ def one_round(rig: Rig, number: int, dice: random.Random, adapters: Sequence[Fau
 
 
 @pytest.mark.parametrize(("store_policy", "policy"), [("default", "S3FIFO"), ("skip_l1", "IsolatedLRU")])
-def test_a_thousand_rounds_leave_nothing_behind(
-    store_policy: str, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_rounds_leave_nothing_behind(store_policy: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "L2_RETRY_BACKOFF_SECONDS", 0.0)
     monkeypatch.setattr(limits, "L2_BREAKER_OPEN_SECONDS", 0.01)
     monkeypatch.setattr(limits, "L2_BREAKER_MAX_OPEN_SECONDS", 0.01)

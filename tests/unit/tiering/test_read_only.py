@@ -202,7 +202,7 @@ def test_who_waits_at_one_place_takes_no_place_of_another() -> None:
 
 def test_nobody_waits_longer_for_an_adapter_that_follows_no_hint() -> None:
     """What is there already is not held back for the time that the other one may take."""
-    own, mute = faulty(timeout_seconds=24)
+    own, mute = faulty(timeout_seconds=8)
     configured, adapter = others(1)
     wanted, more = keys(8), keys(12)
     with open_rig([own, configured]) as rig:
@@ -213,7 +213,7 @@ def test_nobody_waits_longer_for_an_adapter_that_follows_no_hint() -> None:
         assert rig.storage.responsive(20)
         answers: queue.Queue[PrefetchResult] = queue.Queue()
         hint = Hint("127.0.0.1:9500", b"e" * 16, 600.0)
-        rig.storage.prefetch(PrefetchRequest(ENGINE, FOREVER, batch(more), 0, 24.0, hint), answers.put)
+        rig.storage.prefetch(PrefetchRequest(ENGINE, FOREVER, batch(more), 0, 8.0, hint), answers.put)
         result = answers.get(timeout=60)
         assert (result.chunks, result.miss_reason) == (8, MissReason.L2_DEADLINE)
         assert not rig.sample("timeouts_total")
