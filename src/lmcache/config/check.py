@@ -95,8 +95,8 @@ def _peers(config: ServerConfig) -> Iterator[Conflict]:
         yield (
             {"p2p_transfer_engine", "p2p_without_token"},
             f"--p2p-transfer-engine {engine} lets whoever reaches its ports on this machine read and change KV, "
-            "which is what prompts say, and knows no token: give --p2p-without-token if nobody else does, beside --p2p-token-file or "
-            "without.",
+            "which is what prompts say, and knows no token: give --p2p-without-token if nobody else does, beside "
+            "--p2p-token-file or without.",
         )
 
 
