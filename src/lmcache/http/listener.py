@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmcache.errors import ResourceError
-from lmcache.http.connections import ConnectionPlaces, LimitedListener
+from lmcache.http.connection_places import ConnectionPlaces, LimitedListener
 from lmcache.transport.forks import not_for_children
 from lmcache.transport.listening import listen
 
