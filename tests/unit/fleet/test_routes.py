@@ -189,7 +189,7 @@ def test_a_few_events_are_taken_without_a_thread_where_nothing_else_is(
 
     here.post("/instances", json=REGISTERED)
     monkeypatch.setattr(RouteContext, "in_thread", noted)
-    few, many = columns(*hashes()[:2]), columns(*[f"{number:064x}" for number in range(257)])
+    few, many = columns(*hashes()[:2]), columns(*[f"{number:064x}" for number in range(256)])
     for seq, (objects, count) in enumerate([(few, 0), (many, 1)], 1):
         assert here.post(
             "/events", content=msgspec.msgpack.encode({"batches": [batch(seq, objects=objects)]})

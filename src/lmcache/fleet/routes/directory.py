@@ -13,7 +13,7 @@ from lmcache.fleet import messages as m
 from lmcache.fleet.routes.base import RouteContext
 from lmcache.http.operation import Access, Call, Operation
 
-_FEW_OBJECTS = 256
+_FEW_EVENTS = 256  # batches and objects
 
 
 class DirectoryRoutes:
@@ -46,7 +46,7 @@ class DirectoryRoutes:
 
     async def events(self, call: Call) -> m.EventsAnswer:
         batches, intake = call.body.batches, self._fleet.intake
-        if intake.is_idle and sum(batch.object_count for batch in batches) <= _FEW_OBJECTS:
+        if intake.is_idle and sum(1 + batch.object_count for batch in batches) <= _FEW_EVENTS:
             return intake.apply(batches)  # takes less than to hand it to a thread
         return await self._context.in_thread(lambda: intake.apply(batches))
 
