@@ -22,7 +22,7 @@ from lmcache.peers.transports.library_process import LibraryProcess
 from lmcache.testing.frames import PAYLOAD_BYTES, keys
 from services import need_engine
 from unit.l2.support import run
-from unit.peers.support import FRAME_BYTES, Holder, Reader, ToldLibrary, holding, reading
+from unit.peers.support import FRAME_BYTES, Holder, Reader, ToldLibrary, holding, reading, until_true
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -143,7 +143,7 @@ def test_a_library_that_ends_is_started_again(engine: str) -> None:
             for either in (library, reader.library):
                 os.kill(either.pid, signal.SIGKILL)
                 await loads_by(engine, reader)
-            assert holder.leases == 0
+            await until_true(lambda: not holder.leases)
 
     run(test)
 
