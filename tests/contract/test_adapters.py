@@ -10,6 +10,7 @@ import pytest
 
 from lmcache.l2.adapter import Adapter
 from lmcache.testing.adapter_contract import AdapterContract, adapter_contract, build_from
+from support.encoded_adapter import EncodedContract
 from support.faults import FaultyAdapter
 
 MOCK = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100}
@@ -58,6 +59,10 @@ class TestDax(AdapterContract):
 
 class TestDaxWithManyWorkers(TestDax):
     settings = {"num_store_workers": 3, "num_lookup_workers": 2, "num_load_workers": 8}
+    steps = 1000
+
+
+class TestDaxWithSerde(EncodedContract, TestDax):
     steps = 1000
 
 

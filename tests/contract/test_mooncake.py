@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from lmcache.testing.adapter_contract import AdapterContract, build_from
 from lmcache.testing.processes import free_port
 from services import mooncake
 from services.mooncake import Master, Peer
+from support.encoded_adapter import EncodedContract
 
 
 @pytest.fixture(scope="module", autouse=True, params=[False, True], ids=["handshake", "metadata server"])
@@ -40,9 +43,7 @@ class KeptClient:
     thread runs."""
 
     def __init__(self) -> None:
-        from mooncake.store import MooncakeDistributedStore
-
-        self._client = MooncakeDistributedStore()
+        self._client: Any = mooncake_client.load_package("a test")()
         self._is_set_up = False
 
     def __getattr__(self, name: str) -> Any:
@@ -95,3 +96,25 @@ class TestInAnotherProcess(AdapterContract):
         assert isinstance(config, MooncakeConfig)
         kept = self.kept
         return MooncakeAdapter(config, lambda: kept)
+
+
+@pytest.mark.slow
+class TestWithSerde(EncodedContract, TestInAnotherProcess):
+    steps = 100
+
+
+COMPRESSION = """
+import ctypes
+from lmcache.l2.adapters.mooncake_client import load_package
+load_package("test")
+zstd = ctypes.CDLL("libzstd.so.1")
+zstd.ZSTD_createCCtx.restype = ctypes.c_void_p
+context, target = ctypes.c_void_p(zstd.ZSTD_createCCtx()), ctypes.create_string_buffer(1000)
+assert 0 < zstd.ZSTD_compress2(context, target, 1000, bytes(500), 500) < 100
+assert zstd.ZSTD_freeCCtx(context) == 0
+"""
+
+
+def test_the_machines_zstd_works_beside_the_one_that_mooncake_brings() -> None:
+    """In a process of its own: otherwise what other tests did has loaded it before."""
+    subprocess.run([sys.executable, "-c", COMPRESSION], check=True, timeout=60)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from lmcache.l2.adapter import Adapter
 from lmcache.testing.adapter_contract import AdapterContract, build_from
 from services import nixl
+from support.encoded_adapter import EncodedContract
 
 DYNAMIC: dict[str, Any] = {
     "type": "nixl_store_dynamic",
@@ -53,4 +54,8 @@ class TestNixlPool(TestNixlDynamic):
 
 class TestNixlPoolDirect(TestNixlPool):
     specification = pool(use_direct_io="true")
+    steps = 200
+
+
+class TestNixlPoolWithSerde(EncodedContract, TestNixlPool):
     steps = 200

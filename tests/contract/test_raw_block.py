@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lmcache.l2.adapter import Adapter
-from lmcache.testing.adapter_contract import adapter_contract, build_from
+from lmcache.testing.adapter_contract import AdapterContract, adapter_contract, build_from
+from support.encoded_adapter import AESGCM, EncodedContract
 
 DEVICE_BYTES = 256 << 20  # sparse
 SLOT_BYTES = (1 << 20) + (64 << 10)
@@ -24,7 +25,14 @@ def on_a_file(**settings: object) -> Callable[[Path], Adapter]:
     return build
 
 
-TestRawBlock = adapter_contract(on_a_file(), after_restart="told", steps=1000)
+class TestRawBlock(AdapterContract):
+    after_restart = "told"
+    steps = 1000
+
+    def build(self, folder: Path) -> Adapter:
+        return on_a_file()(folder)
+
+
 TestIoUring = adapter_contract(on_a_file(io_engine="io_uring", iouring_queue_depth=3), after_restart="told", steps=1000)
 TestPageCache = adapter_contract(on_a_file(use_odirect=False, block_align=512), after_restart="told")
 TestCopies = adapter_contract(
@@ -33,3 +41,7 @@ TestCopies = adapter_contract(
 TestLargeBlocks = adapter_contract(
     on_a_file(block_align=8192, header_bytes=8192, io_engine="io_uring"), after_restart="told", steps=1000
 )
+
+
+class TestWithSerde(EncodedContract, TestRawBlock):
+    serde = AESGCM

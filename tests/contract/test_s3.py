@@ -24,6 +24,7 @@ from lmcache.testing.processes import LOOPBACK
 from services import need_package
 from services.certificates import Certificates
 from services.seaweedfs import ACCESS_KEY, REGION, SECRET_KEY, SeaweedFS
+from support.encoded_adapter import AESGCM, EncodedContract
 
 need_package("awscrt")
 
@@ -128,6 +129,11 @@ class TestS3(S3Contract):
             life(timeout_seconds=4)  # the system knows no such authority
         with pytest.raises(ResourceError, match="tls_ca"):
             life(tls_ca="/nowhere/ca.pem")
+
+
+class TestS3WithSerde(EncodedContract, S3Contract):
+    __test__ = True
+    serde = AESGCM
 
 
 def test_the_bucket_in_the_host_and_in_the_path(tmp_path: Path) -> None:

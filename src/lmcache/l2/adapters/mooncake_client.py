@@ -5,6 +5,8 @@ What is not said of it, and what follows from it here:
   and the last client of the process is ended by a function that the library has beside its Python module.
 - A call of a client that is not set up, or closed, ends the process. So no call is begun outside of a life, and a life
   does not end before its calls.
+- What it brings loads the machine's libzstd, whose calls of itself then end in Mooncake's own version, and the process
+  by them. So the machine's, which the serde `zstd` uses, is loaded first.
 - A transfer that its call gave up after a minute goes on, and writes into memory that has been given back. Only the end
   of the client ends it. So a call that failed that late returns when the client has been replaced.
 """
@@ -21,6 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
+from lmcache import _native
 from lmcache.errors import AdapterError, ResourceError
 from lmcache.l2.adapters.mooncake_config import MooncakeConfig
 from lmcache.l2.background import in_thread, spawn, until_done
@@ -86,6 +89,7 @@ def load_package(where: str) -> Callable[[], Store]:
     """What makes a client. ResourceError where the package is missing or cannot be loaded."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    _native.zstd_refusal()
     try:
         module = importlib.import_module("mooncake.store")
     except ImportError as error:
