@@ -223,7 +223,6 @@ class Runner:
         finally:
             lent.done()
             self._forget_surplus()
-            self.publish()
 
     def serves(self, namespace: Namespace) -> bool:
         """Whether its objects may be here: a lossy serde is for the namespaces that accept it by name, and those are

@@ -258,6 +258,7 @@ def test_a_full_disk_is_said_once_and_ends(small_disk: Path, caplog: pytest.LogC
             for outcomes in stored:  # always a prefix
                 assert outcomes == sorted(outcomes, key=lambda outcome: outcome is StoreOutcome.FULL)
             assert server.runner.status()["full"]
+            server.runner.publish()
             assert server.metrics.registry.get_sample_value("lmcache_mp_l2_is_full", {"l2_name": "fs_native_0"}) == 1
             assert await server.load(8, 0) == [LoadOutcome.LOADED] * 8
             assert not list(small_disk.rglob("*.tmp"))

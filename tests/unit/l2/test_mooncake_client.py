@@ -120,7 +120,7 @@ def config() -> Iterator[MooncakeConfig]:
     with socket.create_server((LOOPBACK, 0)) as listener:
         address = f"{LOOPBACK}:{listener.getsockname()[1]}"
         spec = {"type": "mooncake_store", "local_hostname": LOOPBACK, "metadata_server": "P2PHANDSHAKE"}
-        config = parse_adapter({**spec, "master_server_addr": address}, 0)
+        config = parse_adapter({**spec, "master_server_addr": address, "num_workers": 4}, 0)
         assert isinstance(config, MooncakeConfig)
         yield config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Literal
 
@@ -60,7 +61,13 @@ class MooncakeConfig(AdapterConfig, frozen=True, kw_only=True):
     ] = ""
     global_segment_size: Annotated[Bytes, Meta(description="memory that this server gives to the store")] = None
     local_buffer_size: Annotated[Bytes, Meta(description="memory of the client for transfers of its own")] = None
-    num_workers: Annotated[Threads, Meta(description="threads that move objects, a batch each")] = 4
+    num_workers: Annotated[
+        Threads,
+        Meta(
+            description="threads that move objects, a batch each; while it does, each keeps a processor busy",
+            extra={"default": "half of the processors, from 1 to 4"},
+        ),
+    ] = max(1, min(4, (os.cpu_count() or 1) // 2))
     prefix: Prefix = DEFAULT_PREFIX
 
     def __post_init__(self) -> None:

@@ -213,6 +213,8 @@ class Agent:
         """Polls on this thread, without the interpreter's lock, at growing distances."""
         running, look, pause = self._nixl.NIXL_IN_PROG, self._agent.getXferStatus, FIRST_PAUSE_SECONDS
         try:
+            if status == running:  # what went through the page cache has ended by now
+                status = look(handle)
             while status == running:
                 self._settings.clock.sleep(pause)
                 pause = min(pause * PAUSE_GROWTH, LAST_PAUSE_SECONDS)

@@ -142,7 +142,7 @@ class FilePool:
             try:
                 if not moved:
                     write_plainly(fd, buffer)
-                if os.fstat(fd).st_size > buffer.nbytes:  # of a larger object before it
+                if os.lseek(fd, 0, os.SEEK_END) > buffer.nbytes:  # of a larger object before it
                     os.ftruncate(fd, buffer.nbytes)
             except OSError as fault:
                 error = fault.errno or errno.EIO
@@ -153,9 +153,12 @@ class FilePool:
         return read_frames(agent, targets, [self.files[slot] for slot in slots])
 
     def record(self, agent: Agent, slots: Sequence[int], entries: bytes) -> None:
-        for at, slot in enumerate(slots):
-            entry = entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES]
-            write_all(self._directory, entry, self._geometry.entry_place(slot))
+        begin = 0
+        for end in range(1, len(slots) + 1):
+            if end == len(slots) or slots[end] != slots[end - 1] + 1:  # the end of slots side by side
+                part = entries[begin * ENTRY_BYTES : end * ENTRY_BYTES]
+                write_all(self._directory, part, self._geometry.entry_place(slots[begin]))
+                begin = end
 
     def mark_used(self, agent: Agent, slots: Sequence[int], used_ns: int) -> None:
         with contextlib.suppress(OSError):  # the disk may be full or read-only by now: what it has is still read

@@ -12,7 +12,7 @@ from lmcache.l2.call_threads import CallThreads
 
 T = TypeVar("T")
 
-READ_LANES = 2  # while the transfer of one agent ends, another's has begun
+READ_LANES = 4  # while the transfer of one agent ends, others have begun
 WRITE_LANES = 1
 
 

@@ -199,7 +199,7 @@ class SlotKeeper:
             for held in removed.values():
                 held.is_gone = True
         finally:
-            for held in removed.values():
+            for held in reversed(removed.values()):  # so that their slots are used again in their order
                 self._done_reading(held)
         return list(removed.values())
 
