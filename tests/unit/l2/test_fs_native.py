@@ -269,6 +269,7 @@ def test_a_full_disk_is_said_once_and_ends(small_disk: Path, caplog: pytest.LogC
             assert await server.store(8, 51) == [StoreOutcome.STORED] * 8
             sample = server.metrics.registry.get_sample_value
             assert sample("lmcache_mp_l2_full_total", {"l2_name": "fs_native_0"})
+            server.runner.publish()
             assert sample("lmcache_mp_l2_is_full", {"l2_name": "fs_native_0"}) == 0
         said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(said) == 1 and "no space left" in said[0]
