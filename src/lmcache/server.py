@@ -28,6 +28,7 @@ from lmcache.errors import ServerUnavailable
 from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
 from lmcache.http.access import AdminToken
+from lmcache.http.fleet_messages import FleetOverview
 from lmcache.kv_events.descriptions import Descriptions
 from lmcache.kv_events.endpoint import parse_endpoint
 from lmcache.kv_events.holdings import Holds, Tier
@@ -506,6 +507,9 @@ class Server:
             "p2p": self._peering.status() if self._peering is not None else None,
             "fleet": self._fleet.status() if self._fleet is not None else {},
         }
+
+    def fleet(self) -> FleetOverview | None:
+        return self._fleet.overview() if self._fleet is not None else None
 
     def clear(self, tier: str, *, force: bool = False) -> tuple[int, int]:
         if not self._ready:

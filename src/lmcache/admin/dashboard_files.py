@@ -1,7 +1,8 @@
-"""The page at `/` for browsers, and the files that it is made of.
+"""The pages at `/` for browsers, and the files that they are made of.
 
-With the extra `lmcache[dashboard]` the page is the dashboard, whose charts uPlot draws; without it a table of figures.
-Nothing comes from elsewhere, no file has code of another one in it, and the policy below holds browsers to that.
+With the extra `lmcache[dashboard]` a server's page is the dashboard, whose charts uPlot draws; without it a table of
+figures. A coordinator's page shows its fleet. Nothing comes from elsewhere, no file has code of another one in it, and
+the policy below holds browsers to that.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ _BASE = "{{files}}"  # in a page: the folder of its files, which changes with th
 
 
 class DashboardFiles:
-    """Read once."""
+    """Read once. `page` is a file of the folder, `without_charts` what is there in its place where uPlot is not."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: str = "dashboard.html", without_charts: str = "figures.html") -> None:
         charts = _chart_files()
         own = {path.name: path.read_bytes() for path in sorted(FOLDER.glob("*")) if path.suffix in _MEDIA_TYPES}
         self._files = {**own, **charts}
-        page = FOLDER / ("dashboard.html" if charts else "figures.html")
-        text = page.read_text(encoding="utf-8") if page.exists() else ""
+        path = FOLDER / (page if charts else without_charts)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
         self._version = _digest(b"".join([text.encode(), *self._files.values()]))[:16]
         self._page = text.replace(_BASE, f"dashboard/{self._version}")
 

@@ -17,6 +17,7 @@ from lmcache.admin.requests import METRICS_OFF, AdminContext
 from lmcache.admin.shared_answer import SharedAnswer
 from lmcache.admin.state import ServerState
 from lmcache.config.redact import redacted
+from lmcache.http.fleet_messages import FleetOverview
 from lmcache.http.operation import Access, Call, Operation
 from lmcache.protocol.messages import OLDEST_SUPPORTED_PROTOCOL_VERSION, PROTOCOL_VERSION
 from lmcache.telemetry import logs
@@ -57,6 +58,7 @@ class ServerRoutes:
         self._state = context.state
         self._health = health
         self._status = SharedAnswer(lambda: context.figures(self._state.status))
+        self._fleet = SharedAnswer(lambda: context.in_thread(self._state.fleet))
         self._metrics = {True: SharedAnswer(partial(self._exposition, True))}
         self._metrics[False] = SharedAnswer(partial(self._exposition, False))  # by whether salts are hidden
         self.index_text = ""  # the list of all operations
@@ -79,6 +81,11 @@ class ServerRoutes:
                 *("GET", "/metrics", "The same for Prometheus; salts are digests for those who may not read them"),
                 *(public, self.metrics, "text/plain"),
                 refusals={404: "metrics are off"},
+            ),
+            Operation(
+                *("GET", "/fleet", "The servers of its fleet, as its coordinator has them", Access.READ, self.fleet),
+                FleetOverview,
+                refusals={404: "the server has no coordinator"},
             ),
             Operation("GET", "/config", "Options in force, secrets hidden", public, self.config, m.JsonObject),
             Operation("GET", "/config/adapters", "Those of the L2 adapters", public, self.adapters, list[m.JsonObject]),
@@ -108,6 +115,12 @@ class ServerRoutes:
 
     async def status(self, call: Call) -> dict[str, Any]:
         return await self._status.get()
+
+    async def fleet(self, call: Call) -> FleetOverview:
+        overview = await self._fleet.get()
+        if overview is None:
+            raise HTTPException(404, "This server has no coordinator: it was started without --coordinator-url.")
+        return overview
 
     async def version(self, call: Call) -> m.Version:
         return m.Version(__version__, m.ProtocolVersions(PROTOCOL_VERSION, OLDEST_SUPPORTED_PROTOCOL_VERSION))

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from lmcache.admin.audit import AuditLog
 from lmcache.config.spec import ServerConfig
+from lmcache.http.fleet_messages import FleetOverview
 from lmcache.l1.quota import Quotas
 from lmcache.service.cache_operations import CacheOperations
 from lmcache.telemetry.metrics import Metrics
@@ -39,6 +40,10 @@ class ServerState(Protocol):
 
     def status(self) -> dict[str, Any]:
         """Figures for operators, as JSON values: uptime, addresses, L1, L2 adapters, instances, sessions, leases."""
+        ...
+
+    def fleet(self) -> FleetOverview | None:
+        """All servers of the fleet, None without a coordinator. Takes a few seconds where that does not answer."""
         ...
 
     def clear(self, tier: str, *, force: bool) -> tuple[int, int]:

@@ -81,6 +81,7 @@ def run(argv: Sequence[str]) -> NoReturn:
                 raise ConfigError(f"lmcache coordinator {name} is not built yet: {instead}.")
         if options.output:
             raise ConfigError("lmcache coordinator has no results to write: --output cannot be used.")
+        from lmcache.admin.dashboard_files import DashboardFiles
         from lmcache.cli.main import guarded
         from lmcache.cli.process_end import end_process
         from lmcache.fleet.coordinator import CoordinatorProcess
@@ -90,6 +91,7 @@ def run(argv: Sequence[str]) -> NoReturn:
         stream = LineWriter(sys.stderr.fileno()) if sys.stderr else None  # None: started with 2>&-
         configure_logs(level_from(os.environ), stream=stream)
         names = CoordinatorSettings.__dataclass_fields__
-        process = CoordinatorProcess(CoordinatorSettings(**{name: getattr(options, name) for name in names}))
+        settings = CoordinatorSettings(**{name: getattr(options, name) for name in names})
+        process = CoordinatorProcess(settings, pages=DashboardFiles("fleet.html", "fleet.html"))
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if options.quiet else sys.stdout):
             end_process(guarded(lambda: process.run(signals), as_json=options.format == "json"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from lmcache import __version__
 from lmcache.fleet import messages as m
@@ -28,20 +29,35 @@ _EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TITLE = "LMCache coordinator"
 
 
+class Pages(Protocol):
+    """What browsers get at `/`."""
+
+    def page(self) -> Response | None:
+        """None where it is not installed."""
+        ...
+
+    def route(self) -> Route:
+        """Of the files that the page names."""
+        ...
+
+
 class OwnRoutes:
     """What concerns the coordinator itself."""
 
-    def __init__(self, context: RouteContext, metrics: CoordinatorMetrics | None) -> None:
+    def __init__(
+        self, context: RouteContext, metrics: CoordinatorMetrics | None, page: Callable[[], Response | None]
+    ) -> None:
         self._context = context
         self._fleet = context.fleet
         self._metrics = metrics
+        self._page = page
         self._counted = [0] * 7
         self.index_text = ""
 
     def operations(self) -> list[Operation]:
         public = Access.PUBLIC
         return [
-            Operation("GET", "/", "This list", public, self.index, "text/plain"),
+            Operation("GET", "/", "This list; for browsers a page of the fleet", public, self.index, "text/plain"),
             Operation("GET", "/healthz", "Does the coordinator answer?", public, self.healthz, m.Status),
             Operation(
                 *("GET", "/metrics", "Figures of the coordinator for Prometheus", public, self.metrics, "text/plain"),
@@ -50,7 +66,8 @@ class OwnRoutes:
         ]
 
     async def index(self, call: Call) -> Response:
-        return PlainTextResponse(self.index_text)
+        page = self._page() if "text/html" in call.request.headers.get("accept", "") else None
+        return page or PlainTextResponse(self.index_text, headers={"Vary": "Accept"})
 
     async def healthz(self, call: Call) -> m.Status:
         return m.Status("healthy")
@@ -78,9 +95,11 @@ class OwnRoutes:
         return metrics.exposition()
 
 
-def operations(context: RouteContext, metrics: CoordinatorMetrics | None) -> list[Operation]:
+def operations(
+    context: RouteContext, metrics: CoordinatorMetrics | None, page: Callable[[], Response | None] = lambda: None
+) -> list[Operation]:
     """All of them."""
-    own = OwnRoutes(context, metrics)
+    own = OwnRoutes(context, metrics, page)
     table = own.operations() + InstanceRoutes(context).operations() + DirectoryRoutes(context).operations()
     table += CacheRoutes(context).operations() + QuotaRoutes(context).operations()
     table += ControllerRoutes(context).operations()
@@ -99,14 +118,17 @@ def operations(context: RouteContext, metrics: CoordinatorMetrics | None) -> lis
     return table
 
 
-def build_app(fleet: Fleet, token: Callable[[], str], metrics: CoordinatorMetrics | None) -> Starlette:
-    """`token` gives the admin token that counts now, "" when only this host may ask. At the end comes
-    `state.close()`."""
+def build_app(
+    fleet: Fleet, token: Callable[[], str], metrics: CoordinatorMetrics | None, pages: Pages | None = None
+) -> Starlette:
+    """`token` gives the admin token that counts now, "" when only this host may ask. Without `pages` browsers get the
+    list. At the end comes `state.close()`."""
     context = RouteContext(fleet)
 
     async def admit(operation: Operation, request: Request) -> Call:
         return await requests.admit(operation, request, token())
 
-    app = application(routes(operations(context, metrics), admit))
+    all_routes = routes(operations(context, metrics, pages.page if pages else lambda: None), admit)
+    app = application([*all_routes, pages.route()] if pages else all_routes)
     app.state.close = context.close
     return app

@@ -11,7 +11,7 @@ from lmcache.core.address import http_url, is_loopback, listening_host
 from lmcache.environment import SYSTEM, Environment
 from lmcache.errors import ConfigError
 from lmcache.fleet import saved_file
-from lmcache.fleet.app import build_app
+from lmcache.fleet.app import Pages, build_app
 from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.http.access import AdminToken
@@ -29,7 +29,9 @@ _ANNOUNCE_SECONDS = 1.0
 class CoordinatorProcess:
     """Binds at construction: ConfigError or ResourceError where it cannot start."""
 
-    def __init__(self, settings: CoordinatorSettings, environment: Environment = SYSTEM) -> None:
+    def __init__(
+        self, settings: CoordinatorSettings, environment: Environment = SYSTEM, pages: Pages | None = None
+    ) -> None:
         self.settings = settings
         token = AdminToken(settings.admin_token_file)
         for path, flag in (
@@ -55,7 +57,7 @@ class CoordinatorProcess:
         if metrics is not None:
             faults = metrics.internal_faults
             self._closers.callback(count_faults(lambda name: faults.labels(name).inc()))
-        app = build_app(self.fleet, token, metrics)
+        app = build_app(self.fleet, token, metrics, pages)
         self._http = HttpThread(app, sockets, keep_alive_seconds=settings.timeout_keep_alive, ended=app.state.close)
         if not settings.admin_token_file and not is_loopback(host):
             log.warning(

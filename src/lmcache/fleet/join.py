@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from lmcache.clock import Clock
 from lmcache.core.object_changes import ChangeSource
 from lmcache.fleet.membership import Member, MemberSettings, Membership
+from lmcache.fleet.overview import OverviewCache
 from lmcache.fleet.reporting import EventReporting
+from lmcache.http.fleet_messages import FleetOverview
 from lmcache.telemetry.metrics import FleetMemberMetrics
 
 
@@ -26,6 +28,7 @@ class FleetMember:
         may be there."""
         self._reporter = EventReporting(settings, sources, metrics, clock) if sources else None
         self._membership = Membership(settings, metrics, clock, self._joined, self._took, self._heard)
+        self._overview = OverviewCache(settings, clock)
         self._on_members = on_members
         self._members: Sequence[Member] = ()
 
@@ -51,6 +54,10 @@ class FleetMember:
             "members": len(self._members),
             "incarnation": self._reporter.incarnation if self._reporter is not None else 0,
         }
+
+    def overview(self) -> FleetOverview:
+        """All servers, as the coordinator has them. Takes a few seconds where it does not answer."""
+        return self._overview.get(joined=self._membership.joined)
 
     def _joined(self, incarnation: int) -> None:
         if self._reporter is not None:

@@ -88,9 +88,17 @@ class Coordinator:
             content_type=content_type,
         )
 
-    def read(self, kind: Any, method: str, path: str, body: Any = None, content_type: str = JSON_TYPE) -> Any:
+    def read(
+        self,
+        kind: Any,
+        method: str,
+        path: str,
+        body: Any = None,
+        content_type: str = JSON_TYPE,
+        seconds: float = ASK_SECONDS,
+    ) -> Any:
         """The answer as a Struct of that kind."""
-        answer = self.ask(method, path, body, content_type=content_type)
+        answer = self.ask(method, path, body, seconds, content_type)
         with answer_of(self._settings.url, "a coordinator"):
             return msgspec.convert(answer, kind)
 

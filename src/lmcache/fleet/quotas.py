@@ -7,6 +7,7 @@ whatever was missed and why.
 from __future__ import annotations
 
 import threading
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from urllib.parse import quote
@@ -97,6 +98,10 @@ class FleetQuotas:
     def push(self) -> None:
         """Begins to tell what has not been told. A server that refuses or is away is told again later."""
         self._sync.step()
+
+    def behind(self) -> Set[str]:
+        """Servers that have not taken some of them yet."""
+        return self._sync.behind()
 
     def close(self) -> None:
         self._sync.close()

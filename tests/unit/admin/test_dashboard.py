@@ -31,7 +31,11 @@ CODE = [path for path in dashboard_files.FOLDER.glob("*") if path.suffix in (".h
 def client(metrics: Metrics | None = None, host: str = "127.0.0.1") -> TestClient:
     config = ServerConfig(l1_size_gb=1.0, eviction_policy="LRU")
     state: Any = SimpleNamespace(
-        config=config, metrics=metrics or Metrics(), quotas=None, audit_log=AuditLog("", ManualClock())
+        config=config,
+        metrics=metrics or Metrics(),
+        quotas=None,
+        fleet=lambda: None,
+        audit_log=AuditLog("", ManualClock()),
     )
     return TestClient(build_app(state, lambda: TOKEN), client=(host, 4), base_url="http://localhost")
 
@@ -84,6 +88,13 @@ def test_names_of_tenants_only_ever_become_text(path: Path) -> None:
     text = path.read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
     assert "https://" not in text and "localStorage" not in text
+
+
+def test_a_fleet_is_not_shown_to_other_hosts_without_the_token() -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    assert client(host="192.0.2.1").get("/fleet").status_code == 403
+    answer = client(host="192.0.2.1").get("/fleet", headers=headers)
+    assert answer.status_code == 404 and "--coordinator-url" in answer.json()["detail"]
 
 
 @pytest.mark.usefixtures("without_charts")

@@ -66,6 +66,9 @@ class FakeServer:
     def ready(self) -> bool:
         return self.is_ready
 
+    def fleet(self) -> None:
+        """It has no coordinator."""
+
     def status(self) -> dict[str, Any]:
         if self.fault is not None:
             raise self.fault

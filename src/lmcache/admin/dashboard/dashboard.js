@@ -4,33 +4,22 @@ import { ask } from "./api.js";
 import { Chart } from "./charts.js";
 import { askForToken, showToken } from "./dialogs.js";
 import { byId, segments } from "./dom.js";
+import { bindFleet, showFleet } from "./fleet.js";
 import { duration } from "./format.js";
 import { GRAPHS } from "./graphs.js";
 import { History } from "./history.js";
 import { showEngines, showTenants } from "./lists.js";
 import { bindObjects, offer, showPins } from "./objects.js";
 import { tiers, tiles } from "./overview.js";
+import { looking, notice, showHealth } from "./page.js";
 import { bindQuotas, showQuotas } from "./quotas.js";
 
-const SECONDS = 5; // from the end of one look at the server to the next
 const WINDOWS = [["300", "5 min"], ["1200", "20 min"], ["3600", "1 h"]];
 
 const history = new History();
 const charts = GRAPHS.map((description) => new Chart(description));
 let windowSeconds = 1200;
 let status = null;
-let timer = 0;
-let looking = null; // an AbortController while a look at the server goes on
-
-function showHealth(className, sentence) {
-  byId("health").className = `badge ${className}`;
-  byId("health").textContent = sentence;
-}
-
-function notice(sentence) {
-  byId("notice").hidden = !sentence;
-  byId("notice").textContent = sentence;
-}
 
 function draw() {
   if (status === null) return;
@@ -69,28 +58,12 @@ async function look(stop) {
   showHealth(health.status === "healthy" ? "good" : "bad", health.reason ?? health.status);
   [status] = await Promise.all([ask("GET", "status", { stop }), readHistory(stop)]);
   draw();
-  await Promise.all([showQuotas(stop, refresh), showPins(stop)]);
+  byId("fleet-section").hidden = !("joined" in status.fleet);
+  const others = byId("fleet-section").hidden ? null : showFleet(stop);
+  await Promise.all([showQuotas(stop, refresh), showPins(stop), others]);
 }
 
-async function refresh() {
-  stop();
-  if (document.hidden) return;
-  const mine = (looking = new AbortController());
-  try {
-    await look(mine.signal);
-  } catch (error) {
-    if (mine.signal.aborted) return;
-    if (error.status) notice(error.message);
-    else showHealth("bad", "no answer");
-  }
-  if (looking === mine) timer = setTimeout(refresh, SECONDS * 1000);
-}
-
-function stop() {
-  clearTimeout(timer);
-  looking?.abort();
-  looking = null;
-}
+const refresh = looking(look);
 
 function tokenChanged() {
   history.clear(); // its salts were digests, or are
@@ -104,7 +77,7 @@ segments(byId("window"), "window", WINDOWS, String(windowSeconds), (choice) => {
 });
 byId("token").addEventListener("click", () => askForToken(tokenChanged));
 byId("engine-filter").addEventListener("input", () => showEngines(status.instances));
-document.addEventListener("visibilitychange", () => (document.hidden ? stop() : refresh()));
+bindFleet();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.redraw()));
 bindQuotas(refresh);
 bindObjects();

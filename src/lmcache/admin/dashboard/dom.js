@@ -17,6 +17,8 @@ export function element(tag, properties = {}, ...children) {
 
 export const text = (className, content) => element("span", { className }, content);
 
+export const dot = (className) => element("i", { className: `dot ${className}`, "aria-hidden": "true" });
+
 export const button = (label, handler, className = "small") =>
   element("button", { type: "button", className, on: { click: handler } }, label);
 

@@ -46,6 +46,7 @@ export function duration(seconds) {
   return `${(seconds / 86400).toFixed(1)} days`;
 }
 
+export const ago = (seconds) => `${seconds < 120 ? `${Math.round(seconds)} s` : duration(seconds)} ago`;
 export const saltName = (salt) => salt || "default";
 export const tierName = (tier) => (tier === "l1" || tier === "l2" ? tier.toUpperCase() : tier);
 export const words = (name) => name.replaceAll("_", " ");

@@ -1,12 +1,10 @@
 // Engines, and hit rates by model and salt.
 
-import { byId, element, fillBar, show, table, text } from "./dom.js";
+import { byId, dot, element, fillBar, show, table, text } from "./dom.js";
 import { count, duration, percent, plural, saltName } from "./format.js";
 
 const FILTERED_FROM = 8; // engines
 const TENANTS_SHOWN = 12;
-
-const dot = (className) => element("i", { className: `dot ${className}`, "aria-hidden": "true" });
 
 function heartbeat(engine) {
   const age = engine.heartbeat_age_seconds;

@@ -3,7 +3,7 @@
 import { element, fillBar, text } from "./dom.js";
 import { bytes, bytesPerSecond, count, duration, percent, plural, rate, words } from "./format.js";
 
-function tile(name, value, detail, className = "") {
+export function tile(name, value, detail, className = "") {
   return element("div", { className: `tile ${className}` }, text("tile-name", name), text("tile-value", value), text("quiet", detail));
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -9,6 +11,7 @@ from lmcache.fleet import messages as m
 from lmcache.fleet.directory import PlaceUsage
 from lmcache.fleet.instances import Instance
 from lmcache.fleet.routes.base import RouteContext
+from lmcache.http.fleet_messages import FleetOverview, FleetServer, Told
 from lmcache.http.operation import Access, Call, Operation
 
 
@@ -36,6 +39,7 @@ class InstanceRoutes:
                 *("GET", "/instances", "The servers that have joined", read, self.all, m.Instances),
                 query=m.InstancesQuery,
             ),
+            Operation("GET", "/fleet", "The same at a glance, for the page at /", read, self.overview, FleetOverview),
             Operation("GET", "/instances/usage", "What each of them has", read, self.all_usage, m.FleetUsage),
             Operation(
                 *("GET", f"{path}/usage", "What one of them has, by tier and backend", read, self.usage),
@@ -82,6 +86,31 @@ class InstanceRoutes:
             incarnation=stream.incarnation,
             seq=stream.seq,
             needs_resync=stream.needs_resync,
+        )
+
+    async def overview(self, call: Call) -> FleetOverview:
+        def look() -> FleetOverview:
+            behind = {"pins": self._fleet.pins.behind(), "quotas": self._fleet.quotas.behind()}
+            servers = [self._at_a_glance(instance, behind) for instance in self._fleet.instances.all()]
+            return FleetOverview(servers, self._fleet.settings.instance_timeout)
+
+        return await self._context.in_thread(look)
+
+    def _at_a_glance(self, instance: Instance, behind: Mapping[str, Set[str]]) -> FleetServer:
+        name, monotonic = instance.instance_id, self._fleet.clock.monotonic()
+        stream = self._fleet.intake.stream(name)
+        usage = self._fleet.directory.usage(name)
+        l1 = [place for place in usage if place.place.tier == "l1"]
+        told: Told = "gap" if stream.needs_resync else "everything" if stream.incarnation else "nothing"
+        return FleetServer(
+            *(name, instance.url),
+            *(round(monotonic - instance.joined_at, 3), round(monotonic - instance.heard_at, 3)),
+            l1_objects=sum(place.objects for place in l1),
+            l1_used_bytes=sum(place.used_bytes for place in l1),
+            l1_capacity_bytes=sum(place.place.capacity_bytes for place in l1),
+            l2_objects=sum(place.objects for place in usage if place.place.tier == "l2"),
+            told="resync" if stream.resyncs else told,
+            behind=[of for of, names in behind.items() if name in names],
         )
 
     async def all_usage(self, call: Call) -> m.FleetUsage:
