@@ -46,7 +46,8 @@ def test_the_commands_of_the_guide(tmp_path: Path) -> None:
                 engine.store(engine.tokens(1, 2, 3))
                 until(lambda: http_json(PORT, "GET", "/directory/stats")[1]["placements"] == 3)
                 commands = [command for block in asked for command in block.splitlines()]
-                (shown,) = [tour.run(command) for command in commands if command.startswith("lmcache query")]
+                servers, shown = [tour.run(command) for command in commands if command.startswith("lmcache query")]
+                assert len([line for line in servers.splitlines() if line.startswith("machine-a ")]) == 1
                 assert "machine-a l1" in shown and "3 of 3 chunks, 768 tokens" in shown
                 joined, usage, stats, keys, found, layout, pin, quota, prefetch, unpinned, deleted = (
                     json.loads(tour.run(command)) for command in commands if command.startswith("curl")

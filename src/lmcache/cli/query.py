@@ -1,4 +1,4 @@
-"""`lmcache query`: which chunks of a prompt a running server has, and on which tiers."""
+"""`lmcache query`: which chunks of a prompt a running server has, and on which tiers; or the servers of its fleet."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ def run(argv: Sequence[str]) -> int:
     arguments = Arguments(
         "query",
         "Shows which chunks of a prompt a running server has, and on which tiers, without a lease and without being "
-        f"counted as a lookup. From another host the server's admin token is needed, in {TOKEN_VARIABLE}.",
+        "counted as a lookup; with --servers, the servers of its fleet and what they have. From another host the "
+        f"server's admin token is needed, in {TOKEN_VARIABLE}.",
         [
             "lmcache query --tokens-file prompt.json",
             'lmcache query --model llama --text "Once upon a time" --tokenizer /models/llama',
             "lmcache query --tokens 1,15043,3186 --salt tenant-a --format json",
             "lmcache query --coordinator http://localhost:9300 --model llama --tokens-file prompt.json",
+            "lmcache query --servers --coordinator http://localhost:9300",
         ],
     )
     arguments.add_argument("--tokens", default="", metavar="IDS", help="the prompt as token ids: 1,2,3 or a JSON list")
@@ -57,9 +59,19 @@ def run(argv: Sequence[str]) -> int:
     arguments.add_argument(
         "--coordinator", default="", metavar="URL", help="ask the coordinator of a fleet instead, for all its servers"
     )
+    arguments.add_argument(
+        "--servers",
+        action="store_true",
+        help="list the servers of the fleet and their usage, as the server or the coordinator knows them",
+    )
     arguments.add_whole("--world-size", 1, "ranks of the model, for --coordinator", minimum=1, maximum=1024)
     arguments.add_number("--timeout", 10.0, "give up after that long", unit="seconds", above=0)
     options = arguments.read(argv)
+    if options.servers:
+        if given := _given_prompts(options):
+            raise ConfigError(f"lmcache query --servers takes no prompt, got {' and '.join(given)}: leave one out.")
+        query_fleet.servers(options).emit(options)
+        return 0
     body = _prompt(options)
     if options.coordinator:
         report_of(*query_fleet.ask(options, body)).emit(options)
@@ -83,9 +95,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 # ---- the prompt ------------------------------------------------------------------------------------------------------
+def _given_prompts(options: argparse.Namespace) -> list[str]:
+    return [name for name in _PROMPTS if getattr(options, name[2:].replace("-", "_"))]
+
+
 def _prompt(options: argparse.Namespace) -> dict[str, Any]:
     """ "tokens" or "text" for the server."""
-    given = [name for name in _PROMPTS if getattr(options, name[2:].replace("-", "_"))]
+    given = _given_prompts(options)
     if len(given) != 1:
         raise ConfigError(
             f"lmcache query takes one prompt, got {' and '.join(given) or 'none'}: give one of {', '.join(_PROMPTS)}."

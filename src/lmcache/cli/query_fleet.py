@@ -1,4 +1,4 @@
-"""What `lmcache query --coordinator` asks and shows: which servers of a fleet have which chunks of a prompt."""
+"""What `lmcache query` asks and shows of a fleet: its servers, and which of them have which chunks of a prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmcache.cli.http import answer_of, request
+from lmcache.cli.output import Report, bytes_text, seconds_text
 from lmcache.errors import ConfigError
+
+_HEADS = ("server", "address", "heartbeat", "L1 used", "in L1", "in L2", "state")
+_STATES = {"nothing": "nothing told", "gap": "events missing", "resync": "resyncing"}
 
 
 def ask(options: argparse.Namespace, prompt: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -54,3 +58,53 @@ def _longest_prefix(chunks: Sequence[set[str]]) -> int:
         if not holders:
             return number
     return len(chunks)
+
+
+# ---- servers ---------------------------------------------------------------------------------------------------------
+def servers(options: argparse.Namespace) -> Report:
+    """Of GET /fleet, which servers and coordinators have."""
+    url = options.coordinator or options.url
+    answer = request(url, "GET", "/fleet", timeout_seconds=options.timeout)
+    with answer_of(url):
+        return servers_report(answer)
+
+
+def servers_report(answer: Mapping[str, Any]) -> Report:
+    report = Report("Fleet")
+    listed = sorted(answer["servers"], key=lambda server: str(server["instance_id"]))
+    report.metrics["instance_timeout_seconds"] = answer["instance_timeout_seconds"]
+    if answer["coordinator"]:
+        report.add("coordinator", "Coordinator", answer["coordinator"])
+        report.add("problem", "Reached", answer["problem"], "no" if answer["problem"] else "yes")
+        if answer["problem"]:
+            report.text(answer["problem"])
+        report.add("age_seconds", "Told", answer["age_seconds"], f"{seconds_text(answer['age_seconds'])} ago")
+        report.add("joined", "This server has joined", answer["joined"], "yes" if answer["joined"] else "no")
+    report.add("server_count", "Servers", len(listed))
+    used, capacity, objects = (
+        sum(server[name] for server in listed) for name in ("l1_used_bytes", "l1_capacity_bytes", "l1_objects")
+    )
+    report.add("l1_used_bytes", "L1 used", used, _used(used, capacity))
+    report.add("l1_objects", "Objects in L1", objects)
+    report.metrics |= {"l1_capacity_bytes": capacity, "servers": listed}
+    if listed:
+        report.section("servers")
+        report.table(_HEADS, [_server_row(server, answer["age_seconds"]) for server in listed])
+    return report
+
+
+def _server_row(server: Mapping[str, Any], age_seconds: float) -> tuple[str, ...]:
+    states = [_STATES.get(server["told"], ""), *(f"{decisions} behind" for decisions in server["behind"])]
+    return (
+        server["instance_id"],
+        server["url"],
+        f"{seconds_text(server['silent_seconds'] + age_seconds)} ago",
+        _used(server["l1_used_bytes"], server["l1_capacity_bytes"]),
+        f"{server['l1_objects']}",
+        f"{server['l2_objects']}",
+        ", ".join(filter(None, states)) or "-",
+    )
+
+
+def _used(used_bytes: int, capacity_bytes: int) -> str:
+    return f"{bytes_text(used_bytes)} of {bytes_text(capacity_bytes)}" if capacity_bytes else bytes_text(used_bytes)

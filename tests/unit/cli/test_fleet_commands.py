@@ -45,6 +45,52 @@ def test_what_it_needs(capsys: pytest.CaptureFixture[str], words: list[str], sai
     assert said in capsys.readouterr().err
 
 
+def fleet_answer(**more: Any) -> dict[str, Any]:
+    server = {"url": "http://10.0.0.1:8080", "joined_seconds": 90.0, "silent_seconds": 1.5, "l1_objects": 4}
+    server |= {"l1_used_bytes": 3 << 30, "l1_capacity_bytes": 6 << 30, "l2_objects": 70}
+    servers = [
+        {"instance_id": "b", **server, "told": "resync", "behind": ["pins"]},
+        {"instance_id": "a", **server, "told": "everything", "behind": []},
+    ]
+    told = {"coordinator": "", "instance_id": "", "joined": True, "problem": "", "age_seconds": 0.0}
+    return {"servers": servers, "instance_timeout_seconds": 30.0, **told, **more}
+
+
+def test_servers_of_a_fleet_are_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Any] = []
+
+    def answer(*words: Any, **_: Any) -> Any:
+        asked.append(words)
+        away = {"coordinator": "http://c:9300", "instance_id": "a", "problem": "nothing answers", "age_seconds": 60.0}
+        return fleet_answer(**away) if words[0] == "http://s:8080" else fleet_answer()
+
+    monkeypatch.setattr(query_fleet, "request", answer)
+    assert main(["query", "--servers", "--coordinator", "http://c:9300"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    row = ["http://10.0.0.1:8080", "1.5", "s", "ago", "3.0", "GiB", "of", "6.0", "GiB", "4", "70"]
+    assert ["a", *row, "-"] in rows and ["b", *row, "resyncing,", "pins", "behind"] in rows
+    assert "Coordinator:" not in {words[0] for words in rows if words}
+    assert main(["query", "--servers", "--url", "http://s:8080"]) == 0
+    out = capsys.readouterr().out
+    assert "nothing answers\n" in out and "1 min 1 s ago" in out
+    assert asked == [("http://c:9300", "GET", "/fleet"), ("http://s:8080", "GET", "/fleet")]
+
+
+def test_servers_of_a_fleet_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(query_fleet, "request", lambda *_, **__: fleet_answer())
+    assert main(["query", "--servers", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["metrics"]
+    assert [server["instance_id"] for server in found["servers"]] == ["a", "b"]
+    assert found["servers"][1] == fleet_answer()["servers"][0]
+    totals = [found[name] for name in ("server_count", "l1_used_bytes", "l1_capacity_bytes", "l1_objects")]
+    assert totals == [2, 6 << 30, 12 << 30, 8]
+
+
+def test_servers_and_a_prompt_are_two_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["query", "--servers", "--tokens", "1"]) == 2
+    assert "--servers takes no prompt, got --tokens" in capsys.readouterr().err
+
+
 def test_another_server_is_no_coordinator(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(query_fleet, "request", lambda *_, **__: {"chunks": []})
     assert main(["query", "--coordinator", "http://c:9300", "--model", "m", "--tokens", "1"]) == 1
