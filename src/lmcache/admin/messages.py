@@ -241,6 +241,15 @@ class ChunkTiers(Struct, frozen=True):
     in_l1: Annotated[list[int], Meta(description="positions in `namespaces` of the objects that L1 has")] = []
 
 
+class PartialChunk(Struct, frozen=True):
+    """Where a partial chunk is: the first tokens behind the last full one."""
+
+    hash: Annotated[str, Meta(description="64 hex digits")]
+    tiers: Annotated[list[str], Meta(description="as of a chunk")]
+    in_l1: Annotated[list[int], Meta(description="as of a chunk")]
+    tokens: Annotated[int, Meta(description="how many it has")]
+
+
 class LookupAnswer(Struct, frozen=True):
     """Where each chunk of a prompt is. Nothing is leased, and nothing counted as a lookup."""
 
@@ -248,6 +257,9 @@ class LookupAnswer(Struct, frozen=True):
     prefix_chunks: Annotated[int, Meta(description="chunks from the first on that some tier has")]
     chunks: list[ChunkTiers]
     namespaces: Annotated[list[str], Meta(description="of the objects of a chunk, 64 hex digits each")] = []
+    partial_chunks: Annotated[
+        list[PartialChunk], Meta(description="those behind the full chunks that a tier has, the longest first")
+    ] = []
 
 
 class Accepted(Struct, frozen=True):

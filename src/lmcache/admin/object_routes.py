@@ -11,9 +11,9 @@ from lmcache.admin import messages as m
 from lmcache.admin.jobs import TrackedJob
 from lmcache.admin.requests import AdminContext
 from lmcache.admin.tokenizers import Tokenizers
-from lmcache.core.key_batch import KeyBatch
 from lmcache.http.operation import Access, Call, Operation
 from lmcache.protocol.tokens import pack_tokens
+from lmcache.service.cache_operations import ChunkPlaces, Prompt
 from lmcache.tiering.object_listing import ListingRequest
 
 logger = logging.getLogger("lmcache.admin")
@@ -101,34 +101,38 @@ class ObjectRoutes:
         return m.Cleared("ok", True, body.tier, objects, size_bytes)
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
-    async def _prompt(self, body: m.TokensRequest | m.MoveRequest) -> KeyBatch:
+    async def _prompt(self, body: m.TokensRequest | m.MoveRequest) -> Prompt:
         if bool(body.tokens) == bool(body.text):
             raise HTTPException(400, 'The body needs either "tokens" or "text".')
         cache = self._context.cache
 
-        def name() -> KeyBatch:
+        def name() -> Prompt:
             tokens = self._tokenizers.encode(body.model_name, body.text) if body.text else body.tokens
             return cache.prompt(body.model_name, pack_tokens(tokens), body.cache_salt, body.instance_id)
 
         return await self._context.in_thread(name)
 
     async def lookup(self, call: Call) -> m.LookupAnswer:
-        keys = await self._prompt(call.body)
+        prompt = await self._prompt(call.body)
         cache = self._context.cache
 
         def look() -> m.LookupAnswer:
-            places = cache.lookup(keys)
+            places = cache.lookup(prompt.keys)
             prefix = next((index for index, place in enumerate(places) if not place.tiers), len(places))
-            chunks = [m.ChunkTiers(place.chunk_hash.hex(), list(place.tiers), list(place.in_l1)) for place in places]
-            namespaces = [keys.namespaces[index].digest.hex() for index in range(len(keys.namespaces))]
-            return m.LookupAnswer(self._context.state.config.chunk_size, prefix, chunks, namespaces)
+            namespaces = [namespace.digest.hex() for namespace in prompt.keys.namespaces.namespaces]
+            return m.LookupAnswer(
+                *(self._context.state.config.chunk_size, prefix, [m.ChunkTiers(*_places(place)) for place in places]),
+                namespaces,
+                [m.PartialChunk(*_places(place), tokens) for tokens, place in cache.stored_partials(prompt)],
+            )
 
         return await self._context.in_thread(look)
 
     # ---- jobs --------------------------------------------------------------------------------------------------------
     async def prefetch(self, call: Call) -> m.Accepted:
-        keys = await self._prompt(call.body)
+        prompt = await self._prompt(call.body)
         cache = self._context.cache
+        keys = await self._context.in_thread(lambda: cache.with_partial(prompt))
         job = self._context.jobs.submit(
             cache.mark, "prefetch", keys.objects, lambda progress: cache.prefetch(keys, progress)
         )
@@ -146,7 +150,8 @@ class ObjectRoutes:
             keys = await self._context.in_thread(lambda: cache.keys_of(body.keys))
         else:
             prompt = await self._prompt(body)
-            keys = [prompt.key(at, chunk) for chunk in range(prompt.chunks) for at in range(len(prompt.namespaces))]
+            named = await self._context.in_thread(lambda: cache.with_partial(prompt))
+            keys = [named.key(at, chunk) for chunk in range(named.chunks) for at in range(len(named.namespaces))]
         job = self._context.jobs.submit(
             *(cache.mark, "move", len(keys)),
             lambda progress: cache.move(keys, source, target, progress, copy=body.copy),
@@ -181,3 +186,7 @@ class ObjectRoutes:
             detail=progress.detail,
             age_seconds=round(self._context.jobs.age_seconds(job), 3),
         )
+
+
+def _places(place: ChunkPlaces) -> tuple[str, list[str], list[int]]:
+    return place.chunk_hash.hex(), list(place.tiers), list(place.in_l1)

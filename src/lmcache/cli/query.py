@@ -187,7 +187,11 @@ def report_of(body: Mapping[str, Any], answer: Mapping[str, Any]) -> Report:
         report.section("chunks")
         report.table(("chunks", "tokens", "where"), [_row(part) for part in ranges])
     else:
-        report.text(f"The prompt is shorter than a chunk of {chunk_tokens} tokens; only full chunks are cached.")
+        report.text(f"The prompt is shorter than a chunk of {chunk_tokens} tokens.")
+    partials = [partial for partial in answer.get("partial_chunks", ()) if partial["tiers"]]
+    report.metrics["partial_chunks"] = partials
+    for partial in partials:
+        report.text(f"A partial chunk of {partial['tokens']} tokens is behind them: {', '.join(partial['tiers'])}")
     return report
 
 

@@ -34,7 +34,11 @@ def ask(options: argparse.Namespace, prompt: Mapping[str, Any]) -> tuple[dict[st
         chunks = [_chunk(results[first : first + ranks]) for first in range(0, len(results), ranks)]
         prefix = _longest_prefix([servers for _, servers in chunks])
         shown = {"chunk_tokens": answer["chunk_tokens"], "prefix_chunks": prefix}
-        return asked, {**shown, "chunks": [chunk for chunk, _ in chunks]}
+        partials = [
+            {**_chunk(partial["results"])[0], "tokens": partial["tokens"]}
+            for partial in answer.get("partial_chunks", ())  # other coordinators tell of none
+        ]
+        return asked, {**shown, "chunks": [chunk for chunk, _ in chunks], "partial_chunks": partials}
 
 
 def _chunk(results: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], set[str]]:

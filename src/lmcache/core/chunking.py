@@ -78,3 +78,8 @@ class ChunkHasher:
         if self._link is None:
             return _native.hash_chunks(tokens, count, parent, mark)
         return self._link(parent, bytes(tokens), mark)
+
+    def partials(self, parent: bytes, tokens: bytes) -> list[bytes]:
+        """The hash of every partial chunk that begins `tokens`, fewer than a chunk has: of all of them, of one
+        fewer, and so on to the first alone."""
+        return [self.partial(parent, tokens[:end]) for end in range(len(tokens), 0, -TOKEN_BYTES)]

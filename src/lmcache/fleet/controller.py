@@ -15,7 +15,7 @@ from lmcache.fleet import operations as work
 from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.jobs import FleetJob
 from lmcache.fleet.keys import keys_of_prompt
-from lmcache.fleet.prefixes import prefixes
+from lmcache.fleet.prefixes import Prefix, prefixes
 
 logger = logging.getLogger("lmcache.fleet")
 
@@ -33,12 +33,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Keys chunk by chunk, each with its ranks."""
+    """Keys chunk by chunk, each with its ranks. `partials`: tokens and keys of those that are stored behind them."""
 
     model: Model
     keys: list[m.Key]
-    chunks: int
     cache_salt: str
+    partials: list[tuple[int, list[m.Key]]]
+
+    @property
+    def all_keys(self) -> list[m.Key]:
+        return self.keys + [key for _, keys in self.partials for key in keys]
 
 
 def tier_of(location: str) -> str:
@@ -65,20 +69,26 @@ class Controller:
         else:
             model = models.get(model_name, Model(model_name, 1))
         if not model.name:
-            return Prompt(model, [], 0, cache_salt)
-        chunks, keys = keys_of_prompt(self.fleet.hasher, tokens, model.name, model.world_size, cache_salt)
-        return Prompt(model, keys, chunks, cache_salt)
+            return Prompt(model, [], cache_salt, [])
+        named = keys_of_prompt(self.fleet.hasher, tokens, model.name, model.world_size, cache_salt)
+        return Prompt(model, named.keys, cache_salt, self.fleet.stored_partials(named))
 
     def layout(self, prompt: Prompt) -> tuple[dict[str, tuple[str, int]], bool]:
         """For each server the location and the tokens of the prefix that it has, the longest first. It is in L1 only
         where all of it is. And whether they were looked for to their end."""
-        found, is_complete = prefixes(self.fleet.directory, prompt.keys, prompt.model.world_size)
-        tokens = self.fleet.settings.chunk_size
-        longest = sorted(found.items(), key=lambda item: (-item[1].chunks, not item[1].all_in_l1, item[0]))
-        layout = {
-            name: (L1_LOCATION if prefix.all_in_l1 else L2_LOCATION, prefix.chunks * tokens) for name, prefix in longest
-        }
-        return layout, is_complete
+        directory, ranks = self.fleet.directory, prompt.model.world_size
+        found, is_complete = prefixes(directory, prompt.keys, ranks)
+        chunk_tokens, chunks = self.fleet.settings.chunk_size, len(prompt.keys) // ranks
+        held = {name: (prefix.chunks * chunk_tokens, prefix.all_in_l1) for name, prefix in found.items()}
+        for tokens, keys in reversed(prompt.partials):  # the longest counts
+            for name, prefix in prefixes(directory, keys, ranks)[0].items():
+                before = found.get(name, Prefix(0, True))
+                if before.chunks == chunks:
+                    held[name] = chunks * chunk_tokens + tokens, before.all_in_l1 and prefix.all_in_l1
+        longest = sorted(held.items(), key=lambda item: (-item[1][0], not item[1][1], item[0]))
+        return {
+            name: (L1_LOCATION if all_in_l1 else L2_LOCATION, tokens) for name, (tokens, all_in_l1) in longest
+        }, is_complete
 
     # ---- orders ------------------------------------------------------------------------------------------------------
     def clear(self, instance_id: str, location: str) -> tuple[int, int]:
@@ -92,20 +102,24 @@ class Controller:
         """The pin's id, and how many tokens of the prompt it holds at least."""
         tier = tier_of(location)
         self.fleet.instances.find(instance_id)
-        names, _ = self.fleet.directory.names_by_instance(prompt.keys, instance_id, tier)
+        names, _ = self.fleet.directory.names_by_instance(prompt.all_keys, instance_id, tier)
         if instance_id not in names:
             raise ConfigError(f"{instance_id} is not known to have anything of this prompt in {location}.")
         pin, state = self.fleet.pins.add(names, _owner(location), instance_id, m.PinRequest().ttl_seconds)
         if state.failed:
             raise LMCacheError(f"{instance_id} could not be asked: {state.failed[instance_id]}")
-        chunks = len({name[-2 * CHUNK_HASH_BYTES :] for name in pin.names})
-        ranks = -(-len(pin.names) // chunks)  # of that server
-        return pin.pin_id, sum(state.held.values()) // ranks * self.fleet.settings.chunk_size
+        hashes = {name[-2 * CHUNK_HASH_BYTES :] for name in pin.names}
+        ranks = -(-len(pin.names) // len(hashes))  # of that server
+        # A partial chunk is a part of the longest one, and of a chunk that is not held nobody knows which it is.
+        partial_tokens = [tokens for tokens, keys in prompt.partials if keys[0].chunk_hash_hex in hashes]
+        held = sum(state.held.values())
+        tokens = max(0, held // ranks - len(partial_tokens)) * self.fleet.settings.chunk_size
+        return pin.pin_id, tokens + (max(partial_tokens, default=0) if held >= len(pin.names) else 0)
 
     def unpin(self, instance_id: str, location: str, prompt: Prompt) -> int:
         """Ends pins of the controller at that server that hold something of the prompt: how many."""
         tier_of(location)
-        hashes = {key.chunk_hash_hex for key in prompt.keys}
+        hashes = {key.chunk_hash_hex for key in prompt.all_keys}
         ended = 0
         for pin, _ in self.fleet.pins.all():
             is_of_controller = pin.owner == _owner(location) and pin.instance_id == instance_id

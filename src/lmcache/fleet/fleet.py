@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+
 from lmcache.core.chunking import ChunkHasher
 from lmcache.environment import Environment
 from lmcache.errors import ConfigError, LMCacheError
@@ -14,7 +16,7 @@ from lmcache.fleet.event_log import HTTP, EventLogSettings, open_log
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.jobs import FleetJobs
-from lmcache.fleet.keys import keys_of_prompt
+from lmcache.fleet.keys import PromptKeys, keys_of_prompt
 from lmcache.fleet.log_reader import EventLogReader
 from lmcache.fleet.messages import Key
 from lmcache.fleet.metadata import Metadata
@@ -92,13 +94,29 @@ class Fleet:
 
     def prompt(
         self, keys: Sequence[Key], token_ids: Sequence[int], model_name: str, world_size: int, cache_salt: str
-    ) -> tuple[int, list[Key]]:
-        """The keys that are given, or those of the prompt: how many chunks, and the keys."""
+    ) -> PromptKeys:
+        """The keys that are given, or those of the prompt."""
         if bool(keys) == bool(token_ids):
             raise ConfigError('The body needs either "keys" or "token_ids".')
         if keys:
-            return len({key.chunk_hash_hex for key in keys}), list(keys)
+            return PromptKeys(len({key.chunk_hash_hex for key in keys}), list(keys))
         return keys_of_prompt(self.hasher, token_ids, model_name, world_size, cache_salt)
+
+    def stored_partials(self, prompt: PromptKeys) -> list[tuple[int, list[Key]]]:
+        """The partial chunks of the prompt of which a server has something: how many tokens each has, and its key for
+        each rank; the longest first."""
+        found = sorted({copy[0] for copy in self.directory.copies(prompt.partials)})
+        return [
+            (
+                len(prompt.partials) - index,
+                [structs.replace(prompt.partials[index], kv_rank=rank) for rank in range(prompt.world_size)],
+            )
+            for index in found
+        ]
+
+    def stored_keys(self, prompt: PromptKeys) -> list[Key]:
+        """Those of its full chunks, and of the partial chunks that are stored behind them."""
+        return prompt.keys + [key for _, keys in self.stored_partials(prompt) for key in keys]
 
     def write_checkpoint(self) -> None:
         path = self.settings.checkpoint_path

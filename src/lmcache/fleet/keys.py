@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import msgspec
 
-from lmcache.core.chunking import ChunkHasher
+from lmcache.core.chunking import TOKEN_BYTES, ChunkHasher
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_HTTP_KEYS
 from lmcache.errors import ConfigError
@@ -89,10 +89,21 @@ def told(entries: Iterable[Entry], namespace: str, objects: Objects | None = Non
         yield Told(bytes.fromhex(namespace), keys, objects.sizes_bytes or bytes(SIZE_BYTES * len(objects)))
 
 
+@dataclass(frozen=True)
+class PromptKeys:
+    """`keys`: of each full chunk and rank, chunk by chunk. `partials`: of rank 0 and every partial chunk that may be
+    behind them, of all the tokens there, of one fewer, and so on."""
+
+    chunks: int
+    keys: list[Key]
+    partials: Sequence[Key] = ()
+    world_size: int = 1
+
+
 def keys_of_prompt(
     hasher: ChunkHasher, token_ids: Sequence[int], model_name: str, world_size: int, cache_salt: str
-) -> tuple[int, list[Key]]:
-    """How many chunks, and a key for each chunk and rank, chunk by chunk. ConfigError beyond MAX_HTTP_KEYS."""
+) -> PromptKeys:
+    """ConfigError beyond MAX_HTTP_KEYS."""
     if not model_name:
         raise ConfigError('The body: "token_ids" needs "model_name".')
     objects = len(token_ids) // hasher.chunk_tokens * world_size
@@ -101,9 +112,16 @@ def keys_of_prompt(
             f'The body: "token_ids" are {objects} objects at {world_size} ranks, and at most {MAX_HTTP_KEYS} are '
             "taken: ask for a shorter prompt."
         )
-    packed = hasher.extend(hasher.root(b""), pack_tokens(token_ids))
-    chunks = len(packed) // CHUNK_HASH_BYTES
+    tokens, root = pack_tokens(token_ids), hasher.root(b"")
+    packed = hasher.extend(root, tokens)
     hashes = [packed[at : at + CHUNK_HASH_BYTES].hex() for at in range(0, len(packed), CHUNK_HASH_BYTES)]
-    return chunks, [
-        Key(chunk_hash, model_name, rank, cache_salt=cache_salt) for chunk_hash in hashes for rank in range(world_size)
-    ]
+    rest = tokens[len(hashes) * hasher.chunk_tokens * TOKEN_BYTES :]
+    return PromptKeys(
+        len(hashes),
+        [Key(name, model_name, rank, cache_salt=cache_salt) for name in hashes for rank in range(world_size)],
+        [
+            Key(name.hex(), model_name, 0, cache_salt=cache_salt)
+            for name in hasher.partials(packed[-CHUNK_HASH_BYTES:] or root, rest)
+        ],
+        world_size,
+    )

@@ -279,12 +279,22 @@ class LookupResult(Struct, frozen=True):
     ] = True  # an addition
 
 
+class PartialResult(Struct, frozen=True):
+    """Where a partial chunk is: the first tokens behind the last full one."""
+
+    tokens: Annotated[int, Meta(description="how many it has")]
+    results: Annotated[list[LookupResult], Meta(description="of each rank")]
+
+
 class LookupAnswer(Struct, frozen=True):
     """In the order of the keys; of a prompt, chunk by chunk, each with its ranks."""
 
     chunks: int
     results: list[LookupResult]
     chunk_tokens: int = 0  # an addition
+    partial_chunks: Annotated[
+        list[PartialResult], Meta(description="those behind the full chunks that a server has, the longest first")
+    ] = []  # an addition
 
 
 class KeysQuery(Struct, frozen=True):

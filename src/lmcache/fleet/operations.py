@@ -24,12 +24,12 @@ _NOT_THERE = 404
 # ---- prefetches ------------------------------------------------------------------------------------------------------
 def prefetch(fleet: Fleet, body: m.PromptRequest) -> m.Started:
     """LMCacheError as the server has it."""
-    chunks, _ = keys_of_prompt(fleet.hasher, body.token_ids, body.model_name, body.world_size, body.cache_salt)
+    keys = keys_of_prompt(fleet.hasher, body.token_ids, body.model_name, body.world_size, body.cache_salt)
     prompt = {"model_name": body.model_name, "tokens": body.token_ids, "cache_salt": body.cache_salt}
     request_id = fleet.servers.read(
         body.instance_id, lambda answer: str(answer["request_id"]), "POST", "/cache/prefetches", prompt
     )
-    return m.Started(request_id, chunks, "waiting")
+    return m.Started(request_id, keys.chunks, "waiting")
 
 
 def server_job(fleet: Fleet, instance_id: str, request_id: str) -> m.JobStatus | None:
@@ -63,10 +63,10 @@ def await_server_job(fleet: Fleet, instance_id: str, request_id: str, job: Fleet
 # ---- pins ------------------------------------------------------------------------------------------------------------
 def pin(fleet: Fleet, body: m.PinRequest) -> tuple[FleetPin, PinState]:
     """ConfigError where nobody can be asked to hold anything of it."""
-    _, keys = fleet.prompt(body.keys, body.token_ids, body.model_name, body.world_size, body.cache_salt)
+    prompt = fleet.prompt(body.keys, body.token_ids, body.model_name, body.world_size, body.cache_salt)
     if body.instance_id:
         fleet.instances.find(body.instance_id)
-    names, unnamed = fleet.directory.names_by_instance(keys, body.instance_id)
+    names, unnamed = fleet.directory.names_by_instance(fleet.stored_keys(prompt), body.instance_id)
     if not names:
         reason = f"; of {unnamed} objects the servers tell no namespaces" if unnamed else ""
         raise ConfigError(f"No server is known to have any of these objects{reason}: there is nothing to pin.")
@@ -75,10 +75,10 @@ def pin(fleet: Fleet, body: m.PinRequest) -> tuple[FleetPin, PinState]:
 
 # ---- deletion --------------------------------------------------------------------------------------------------------
 def delete(fleet: Fleet, body: m.DeleteRequest) -> m.DeleteAnswer:
-    _, keys = fleet.prompt(body.keys, body.token_ids, body.model_name, body.world_size, body.cache_salt)
+    prompt = fleet.prompt(body.keys, body.token_ids, body.model_name, body.world_size, body.cache_salt)
     if body.instance_id:
         fleet.instances.find(body.instance_id)
-    names, unnamed = fleet.directory.names_by_instance(keys, body.instance_id, body.tier)
+    names, unnamed = fleet.directory.names_by_instance(fleet.stored_keys(prompt), body.instance_id, body.tier)
     answers = fleet.servers.run_each(
         names, lambda name: delete_at(fleet, name, names[name], body.tier, force=body.force)
     )
@@ -112,12 +112,12 @@ def begin_move(fleet: Fleet, body: m.MoveRequest) -> m.Started:
         raise ConfigError('"source" and "target" must be two servers.')
     fleet.instances.find(body.source)
     fleet.instances.find(body.target)
-    chunks, keys = keys_of_prompt(fleet.hasher, body.token_ids, body.model_name, body.world_size, body.cache_salt)
-    names, _ = fleet.directory.names_by_instance(keys, body.source)
+    prompt = keys_of_prompt(fleet.hasher, body.token_ids, body.model_name, body.world_size, body.cache_salt)
+    names, _ = fleet.directory.names_by_instance(fleet.stored_keys(prompt), body.source)
     if body.source not in names:
         raise ConfigError(f"{body.source} is not known to have anything of this prompt.")
     job = fleet.jobs.submit("move", lambda running: _move(fleet, body, names[body.source], running))
-    return m.Started(job.request_id, chunks, job.status)
+    return m.Started(job.request_id, prompt.chunks, job.status)
 
 
 def _move(fleet: Fleet, body: m.MoveRequest, names: list[str], job: FleetJob) -> None:
@@ -142,4 +142,5 @@ def _move(fleet: Fleet, body: m.MoveRequest, names: list[str], job: FleetJob) ->
 
 def _names_in_l1(answer: Any) -> set[str]:
     namespaces = answer["namespaces"]
-    return {f"{namespaces[index]}/{chunk['hash']}" for chunk in answer["chunks"] for index in chunk["in_l1"]}
+    chunks = [*answer["chunks"], *answer.get("partial_chunks", ())]
+    return {f"{namespaces[index]}/{chunk['hash']}" for chunk in chunks for index in chunk["in_l1"]}

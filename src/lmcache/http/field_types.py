@@ -20,7 +20,7 @@ TokenIds = Annotated[
     list[Annotated[int, Meta(ge=0, le=2**32 - 1)]],
     Meta(
         max_length=MAX_HTTP_TOKENS,
-        description=f"token ids of a prompt, at most {MAX_HTTP_TOKENS}; a last partial chunk is ignored",
+        description=f"token ids of a prompt, at most {MAX_HTTP_TOKENS}; behind full chunks counts what is stored",
         extra={"expected": f"a list of at most {MAX_HTTP_TOKENS} whole numbers from 0 to 4294967295"},
     ),
 ]

@@ -14,7 +14,7 @@ import msgspec
 
 from lmcache.core import limits
 from lmcache.core.chunking import TOKEN_BYTES
-from lmcache.core.key import Namespace, ObjectKey
+from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
 from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet, pack_keys
 from lmcache.errors import ConfigError, LMCacheError, UnknownModel
 from lmcache.l2.runner import Runner
@@ -43,6 +43,15 @@ class Registered:
 
     profile: RegisterInstance
     ranks: tuple[RegisterWorker, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The objects of its full chunks, and of every partial chunk that may be behind them: of all the tokens there, of
+    one fewer, and so on."""
+
+    keys: KeyBatch
+    partials: KeyBatch
 
 
 @dataclass(frozen=True)
@@ -99,9 +108,9 @@ class CacheOperations:
         return self._storage.delete(self.keys_of(names), tier, force=force)
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
-    def prompt(self, model_name: str, tokens: bytes, cache_salt: str, instance_id: str = "") -> KeyBatch:
-        """Every object of a prompt's full chunks, as an engine with that model names them. `tokens`: packed u32.
-        UnknownModel, ConfigError."""
+    def prompt(self, model_name: str, tokens: bytes, cache_salt: str, instance_id: str = "") -> Prompt:
+        """Every object of a prompt, as an engine with that model names them. `tokens`: packed u32. UnknownModel,
+        ConfigError."""
         registered = self._registered(model_name, instance_id)
         if not registered:
             whom = f"the model {model_name!r}" + (f" and the name {instance_id!r}" if instance_id else "")
@@ -114,9 +123,15 @@ class CacheOperations:
         identity = b""
         if ahead := TOKEN_BYTES * registered[0].profile.lookahead_tokens:
             identity, tokens = msgspec.msgpack.encode(beginning_identity(tokens[:ahead])), tokens[ahead:]
-        if len(tokens) // 4 // hasher.chunk_tokens * len(namespaces) > limits.MAX_CHUNKS_PER_CALL:
+        if len(tokens) // TOKEN_BYTES // hasher.chunk_tokens * len(namespaces) > limits.MAX_CHUNKS_PER_CALL:
             raise ConfigError(f"A prompt may have at most {limits.MAX_CHUNKS_PER_CALL} objects here.")
-        return KeyBatch(namespaces, ChunkHashes(hasher.extend(hasher.root(identity), tokens)))
+        root = hasher.root(identity)
+        hashes = hasher.extend(root, tokens)
+        partials: list[bytes] = []
+        if not any(registered[0].profile.tail_tokens):  # else no engine makes any
+            rest = tokens[len(hashes) // CHUNK_HASH_BYTES * hasher.chunk_tokens * TOKEN_BYTES :]
+            partials = hasher.partials(hashes[-CHUNK_HASH_BYTES:] or root, rest)
+        return Prompt(KeyBatch(namespaces, ChunkHashes(hashes)), KeyBatch(namespaces, ChunkHashes(b"".join(partials))))
 
     def _namespaces(self, registered: Registered, cache_salt: str) -> NamespaceSet:
         namespaces = joined(
@@ -146,6 +161,18 @@ class CacheOperations:
             in_l1 = tuple(index for index, is_there in enumerate(resident[at]) if is_there)
             places.append(ChunkPlaces(keys.hashes[chunk], tiers, in_l1))
         return places
+
+    def stored_partials(self, prompt: Prompt) -> list[tuple[int, ChunkPlaces]]:
+        """The partial chunks of which a tier has all, and how many tokens each has; the longest first."""
+        places = self.lookup(prompt.partials)
+        return [(len(places) - index, place) for index, place in enumerate(places) if place.tiers]
+
+    def with_partial(self, prompt: Prompt) -> KeyBatch:
+        """The objects of its full chunks and of the longest partial chunk that is stored behind them."""
+        stored = self.stored_partials(prompt)
+        if not stored:
+            return prompt.keys
+        return KeyBatch(prompt.keys.namespaces, ChunkHashes(prompt.keys.hashes.packed + stored[0][1].chunk_hash))
 
     # ---- jobs --------------------------------------------------------------------------------------------------------
     def prefetch(self, keys: KeyBatch, progress: Progress) -> None:

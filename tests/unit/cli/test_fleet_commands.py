@@ -25,7 +25,11 @@ def test_a_chunk_is_where_all_its_ranks_are(
 
     def answer(url: str, method: str, path: str, body: Any, **_: Any) -> Any:
         asked.append((url, method, path, body))
-        return {"chunks": 3, "results": results, "chunk_tokens": 4}
+        partials = [
+            {"tokens": 2, "results": [result(a), result(a, b)]},
+            {"tokens": 1, "results": [result(a), result(b)]},
+        ]
+        return {"chunks": 3, "results": results, "chunk_tokens": 4, "partial_chunks": partials}
 
     monkeypatch.setattr(query_fleet, "request", answer)
     words = ["query", "--coordinator", "http://c:9300", "--model", "m", "--world-size", "2", "--tokens", "1,2,3"]
@@ -34,6 +38,7 @@ def test_a_chunk_is_where_all_its_ranks_are(
     body = {"token_ids": [1, 2, 3], "model_name": "m", "world_size": 2, "cache_salt": ""}
     assert asked == [("http://c:9300", "POST", "/directory/lookup", body)]
     assert [part["tiers"] for part in found["ranges"]] == [["a l1"], ["a disk"], ["b l1"]]
+    assert found["partial_chunks"] == [{"hash": "ab" * 32, "tiers": ["a l1"], "tokens": 2}]
     assert (found["prefix_chunks"], found["hit_tokens"]) == (2, 8)  # a has two; b has the third alone
 
 

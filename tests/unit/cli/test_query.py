@@ -60,6 +60,13 @@ def test_a_prompt_below_a_chunk_is_explained() -> None:
     assert "shorter than a chunk of 16 tokens" in report_of(BODY, answer()).render("terminal")
 
 
+def test_a_partial_chunk_is_said() -> None:
+    partial = {"hash": "cd" * 32, "tiers": ["l1", "disk"], "in_l1": [0], "tokens": 12}
+    report = report_of(BODY, {**answer(["l1"]), "partial_chunks": [partial]})
+    assert "A partial chunk of 12 tokens is behind them: l1, disk" in report.render("terminal")
+    assert report.metrics["partial_chunks"] == [partial]
+
+
 def test_prompts_that_cannot_be_used(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

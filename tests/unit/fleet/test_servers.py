@@ -97,7 +97,7 @@ def test_a_move_takes_from_the_source_what_the_target_has_in_that_namespace(coor
     deleted: list[str] = []
     first, second = "aa" * 32, "bb" * 32
     tokens = [1] * fleet.settings.chunk_size
-    (chunk_hash,) = [key.chunk_hash_hex for key in keys_of_prompt(fleet.hasher, tokens, "m", 1, "")[1]]
+    (chunk_hash,) = [key.chunk_hash_hex for key in keys_of_prompt(fleet.hasher, tokens, "m", 1, "").keys]
 
     def answer(method: str, path: str, body: Any) -> Any:
         if path == "/cache/lookup":

@@ -123,7 +123,9 @@ async function lookUp(form) {
   const said = answer.chunks.length
     ? `${answer.prefix_chunks} of ${plural(answer.chunks.length, "chunk")} from the first on (${answer.chunk_tokens} tokens each)`
     : `Shorter than a chunk of ${answer.chunk_tokens} tokens.`;
-  byId("chunks").replaceChildren(element("p", {}, said), element("div", { className: "chunks" }, ...marks));
+  const partials = answer.partial_chunks.map(({ tokens, tiers }) =>
+    element("p", {}, `And a partial chunk of ${plural(tokens, "token")} behind them: ${tiers.join(", ")}`));
+  byId("chunks").replaceChildren(element("p", {}, said), ...partials, element("div", { className: "chunks" }, ...marks));
 }
 
 // ---- pins and clear -------------------------------------------------------------------------------------------------

@@ -54,16 +54,20 @@ class DirectoryRoutes:
         body: m.LookupRequest = call.body
 
         def look() -> bytes:
-            chunks, keys = self._fleet.prompt(
-                *(body.keys, body.token_ids, body.model_name, body.world_size, body.cache_salt)
-            )
-            if len(keys) * body.copies > MAX_FLEET_COPIES_ASKED:
+            prompt = self._fleet.prompt(*(body.keys, body.token_ids, body.model_name, body.world_size, body.cache_salt))
+            partials = self._fleet.stored_partials(prompt)
+            asked = len(prompt.keys) + len(partials) * prompt.world_size
+            if asked * body.copies > MAX_FLEET_COPIES_ASKED:
                 raise ConfigError(
-                    f'The body: "copies" {body.copies} of {len(keys)} objects are more than {MAX_FLEET_COPIES_ASKED}: '
+                    f'The body: "copies" {body.copies} of {asked} objects are more than {MAX_FLEET_COPIES_ASKED}: '
                     "ask for fewer of either."
                 )
+            directory, most = self._fleet.directory, body.copies
             return msgspec.json.encode(
-                m.LookupAnswer(chunks, self._fleet.directory.lookup(keys, body.copies), self._fleet.settings.chunk_size)
+                m.LookupAnswer(
+                    *(prompt.chunks, directory.lookup(prompt.keys, most), self._fleet.settings.chunk_size),
+                    [m.PartialResult(tokens, directory.lookup(keys, most)) for tokens, keys in partials],
+                )
             )
 
         return Response(await self._context.in_thread(look), media_type="application/json")
