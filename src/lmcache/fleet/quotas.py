@@ -1,7 +1,8 @@
 """What each cache salt may keep on a server, the same on all of them: told to each, and again to one that joins.
 
 What a server was told is a number: that of the latest change that it has. So all that is behind it is told in order,
-whatever was missed and why.
+whatever was missed and why. That a quota has ended is told to a process of a server once: no other than this
+coordinator makes it anew there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from urllib.parse import quote
 
 from lmcache.clock import Clock
 from lmcache.core.key import DEFAULT_SALT
-from lmcache.core.limits import GIB
+from lmcache.core.limits import GIB, MAX_FLEET_INSTANCES
+from lmcache.errors import ConfigError
 from lmcache.fleet.directory import Directory
 from lmcache.fleet.instances import Instances
 from lmcache.fleet.metadata import Metadata
@@ -22,6 +24,7 @@ from lmcache.fleet.server_sync import ServerSync
 from lmcache.fleet.servers import Servers
 from lmcache.http.client import HttpRefused
 
+_PROCESS = "server_epoch"  # in what a server tells of itself
 _MOST_REFUSED = 256  # of a server, before it is told no more until it takes some
 
 
@@ -38,6 +41,8 @@ class FleetQuota:
 class _Told:
     """What a server has: all changes up to this one, but for those that it refused."""
 
+    process: str = ""  # as it names itself; "" where it does not
+    ended: int = 0  # of the changes up to this one, it has all that end a quota, whenever it joined
     change: int = 0
     refused: dict[str, None] = field(default_factory=dict)  # salts
 
@@ -57,6 +62,7 @@ class FleetQuotas:
         # The latest change of each salt, in their order. A quota that has ended is one.
         self._changes = {salt: next(self._numbers) for salt in (*metadata.ended_quotas(), *metadata.quotas())}
         self._told: dict[str, _Told] = {}  # by server
+        self._left: dict[str, _Told] = {}  # the same of the latest that have left
         self._sync = ServerSync("quotas", self._tell, clock)
 
     def set(self, salt: str, limit_bytes: int | None) -> None:
@@ -85,14 +91,24 @@ class FleetQuotas:
         return FleetQuota(salt, quotas.get(salt, 0), used.get(salt, 0), salt in quotas, behind)
 
     def joined(self, instance_id: str) -> None:
-        """It may have been away, or be another one: it is told everything, what has ended as well."""
+        """It may have been away, or be another one: it is told everything, and what has ended unless that process of it
+        knows."""
+        try:
+            process = str(self._instances.find(instance_id).metadata.get(_PROCESS, ""))
+        except ConfigError:  # it has left meanwhile
+            return
         with self._lock:
-            self._told[instance_id] = _Told()
+            before = self._left.pop(instance_id, None) or self._told.get(instance_id) or _Told()
+            is_same = process != "" and process == before.process
+            self._told[instance_id] = _Told(process, before.ended if is_same else 0)
         self._sync.note([instance_id])
 
     def left(self, instance_id: str) -> None:
         with self._lock:
-            self._told.pop(instance_id, None)
+            if told := self._told.pop(instance_id, None):
+                self._left[instance_id] = told
+                if len(self._left) > MAX_FLEET_INSTANCES:
+                    del self._left[next(iter(self._left))]
         self._sync.forget(instance_id)
 
     def push(self) -> None:
@@ -120,7 +136,7 @@ class FleetQuotas:
         refusal: HttpRefused | None = None
         for salt in lacking:
             try:
-                self._tell_one(instance_id, salt)
+                self._tell_one(instance_id, salt, is_known=numbers[salt] <= told.ended)
                 has_taken = True
             except HttpRefused as error:
                 refusal, has_taken = error, False
@@ -133,10 +149,13 @@ class FleetQuotas:
                 break
         if refusal is not None:
             raise refusal
+        with self._lock:
+            told.ended = max(told.ended, told.change)
 
-    def _tell_one(self, instance_id: str, salt: str) -> None:
+    def _tell_one(self, instance_id: str, salt: str, *, is_known: bool) -> None:
+        """`is_known`: if it has ended, that server knows."""
         path, limit_bytes = f"/quota/{quote(salt or DEFAULT_SALT, safe='')}", self._metadata.quota_of(salt)
-        if limit_bytes is None:
-            self._servers.ask(instance_id, "DELETE", path)
-        else:
+        if limit_bytes is not None:
             self._servers.ask(instance_id, "PUT", path, {"limit_gb": limit_bytes / GIB})
+        elif not is_known:
+            self._servers.ask(instance_id, "DELETE", path)

@@ -36,6 +36,7 @@ class Server:
         self.refuses: set[str] = set()  # paths
         self.is_silent_to: set[str] = set()  # paths
         self.asked: list[str] = []  # paths
+        self.deleted: list[str] = []  # salts
         self.is_away = False
         self.is_to_start_anew = False  # before the next pin; an operator makes another one there at once
         self._numbers = itertools.count(1)
@@ -51,6 +52,7 @@ class Server:
             if method == "PUT":
                 self.quotas[salt] = body["limit_gb"]
             else:
+                self.deleted.append(salt)
                 self.quotas.pop(salt, None)
         elif method == "POST":
             starts_anew, self.is_to_start_anew = self.is_to_start_anew, False
@@ -94,9 +96,10 @@ class Coordinator:
             raise ServerUnavailable("nothing answers")
         return self.servers[name].answer(method, path, body)
 
-    def join(self, name: str) -> Server:
+    def join(self, name: str, process: str = "") -> Server:
         server = self.servers.setdefault(name, Server())
-        self.fleet.instances.register(m.RegisterRequest(name, 80, name))
+        metadata = {"server_epoch": process} if process else {}
+        self.fleet.instances.register(m.RegisterRequest(name, 80, name, metadata))
         return server
 
     def steps(self, condition: Any) -> None:
@@ -166,6 +169,39 @@ def test_what_ended_while_a_server_was_away_ends_there_too(coordinator: Coordina
         )
     )
     assert [(pin.pin_id, state.held) for pin, state in fleet.pins.all()] == [(kept.pin_id, {"a": 2, "b": 2})]
+
+
+def test_a_process_of_a_server_is_told_once_that_a_quota_has_ended(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    for salt in ("gone", "other", "stays"):
+        fleet.quotas.set(salt, GIB)
+    fleet.quotas.set("gone", None)
+    server = coordinator.join("a", "first process")
+
+    def told(*deleted: str) -> bool:
+        return server.deleted == list(deleted) and not fleet.quotas.behind() and not fleet.quotas.get("gone").behind
+
+    coordinator.steps(lambda: told("gone"))
+    server.quotas.clear()
+    coordinator.join("a", "first process")
+    coordinator.steps(lambda: server.quotas == {"other": 1.0, "stays": 1.0} and told("gone"))
+    fleet.instances.remove("a")
+    fleet.quotas.set("other", None)
+    coordinator.join("a", "first process")
+    coordinator.steps(lambda: told("gone", "other"))
+    server.refuses.add("/quota/stays")
+    fleet.quotas.set("stays", None)
+    coordinator.steps(lambda: fleet.quotas.get("stays").behind == ["a"])
+    server.refuses.clear()
+    coordinator.join("a", "first process")
+    coordinator.steps(lambda: told("gone", "other", "stays"))
+    server.deleted.clear()
+    coordinator.join("a", "second process")  # it may have been started with what the first one kept
+    coordinator.steps(lambda: told("gone", "other", "stays"))
+    server.deleted.clear()
+    coordinator.join("a")  # it does not say which process it is
+    coordinator.join("a")
+    coordinator.steps(lambda: told("gone", "other", "stays"))
 
 
 def test_what_ended_is_remembered_by_a_coordinator_that_starts_again(tmp_path: Any) -> None:
