@@ -11,7 +11,7 @@ from lmcache.cli.output import Report, bytes_text, seconds_text
 from lmcache.errors import ConfigError
 
 _HEADS = ("server", "address", "heartbeat", "L1 used", "in L1", "in L2", "state")
-_STATES = {"nothing": "nothing told", "gap": "events missing", "resync": "resyncing"}
+_STATES = {"nothing": "nothing told", "gap": "events missing", "waits": "waits to resync", "resync": "resyncing"}
 
 
 def ask(options: argparse.Namespace, prompt: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

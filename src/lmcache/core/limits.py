@@ -182,6 +182,7 @@ MAX_FLEET_COPIES = 1 << 27  # that a directory knows, at most 64 bytes each
 MAX_FLEET_NAMESPACES = 1 << 20  # of which a coordinator knows how many ranks there are
 MAX_FLEET_PLACES_PER_INSTANCE = 32  # tiers and backends
 MAX_FLEET_UNFINISHED_RESYNCS = 4  # of an instance; beyond, what the oldest one has not told again is forgotten
+MAX_FLEET_RESYNCS = 16  # at a time, of servers that ask
 MAX_FLEET_EVENT_BYTES = 16 * MIB  # of a request with events
 MAX_FLEET_EVENT_ENTRIES = 16_384  # of a batch
 MAX_FLEET_COPIES_SHOWN = 64  # of a key, unless a request asks for more

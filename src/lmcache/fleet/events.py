@@ -18,6 +18,7 @@ from lmcache.environment import SYSTEM
 from lmcache.errors import LMCacheError
 from lmcache.fleet.directory import Directory
 from lmcache.fleet.messages import Batch, EventsAnswer
+from lmcache.fleet.resync_turns import ResyncTurns
 from lmcache.telemetry.log_limiter import LogLimiter
 
 logger = logging.getLogger("lmcache.fleet")
@@ -52,6 +53,7 @@ class EventIntake:
         self._lock = threading.Lock()
         self._streams: dict[str, Stream] = {}
         self.directory = Directory(self._incarnation_of)
+        self.turns = ResyncTurns(clock)
         self.counts = EventCounts()
         self.log_position = ""  # behind what was applied of a log of events
         self._log_limiter = LogLimiter(60.0, clock)
@@ -72,6 +74,7 @@ class EventIntake:
                     stale += 1
                     resync[instance_id] = None
                     continue
+                self.turns.tells(instance_id)
                 stream = self._streams.setdefault(instance_id, Stream())
                 if batch.incarnation < stream.incarnation:
                     stale += 1
@@ -141,6 +144,7 @@ class EventIntake:
                 self.directory.end_resync(batch.instance_id)
                 self.counts.resyncs += 1
             stream.resyncs = False
+            self.turns.end(batch.instance_id)
         else:
             self.directory.set_capacity(*place, batch.shared, batch.capacity_bytes)
 
@@ -148,6 +152,7 @@ class EventIntake:
         """It has left: what it had is not to be found any more, and it may come back with any incarnation."""
         with self._lock:
             self._streams.pop(instance_id, None)
+            self.turns.end(instance_id)
             self.directory.forget(instance_id)
 
     def stream(self, instance_id: str) -> Stream:

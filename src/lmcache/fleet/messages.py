@@ -112,6 +112,12 @@ class HeartbeatAnswer(Struct, frozen=True):
     ] = False
 
 
+class ResyncTurn(Struct, frozen=True):
+    """When a server tells everything: a coordinator takes so much of a few servers at a time."""
+
+    wait_seconds: Annotated[float, Meta(description="0: now; else it is to ask again after that")]
+
+
 class InstanceEntry(Struct, frozen=True):
     """A server of the fleet."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from lmcache.clock import Clock
 from lmcache.core.key import CHUNK_HASH_BYTES
@@ -31,6 +32,7 @@ _STALE_STEP = 60_000  # of an incarnation that a coordinator calls stale without
 _MOST_INCARNATION = 2**62  # that is believed
 _AFTER_REFUSAL_SECONDS = 3600.0  # from one resync to the next
 _NEVER_TAKEN = (400, 413, 422)  # answers to a body that will be no other the next time
+_NO_TURNS = (404, 405)  # of a coordinator that has none, or does not know this server
 
 
 class ResyncNeeded(Exception):
@@ -96,6 +98,8 @@ class Reporter:
 
     def tell_everything(self) -> None:
         """ResyncNeeded: it is to be begun once more."""
+        self._resynced_at = self._clock.monotonic()
+        self._await_turn()
         incarnation = max(int(self._clock.wall() * 1000), self._stream.incarnation + 1, self._known_incarnation + 1)
         self._stream = Stream(self._instance_id, incarnation)
         self._resynced_at = self._clock.monotonic()
@@ -111,6 +115,20 @@ class Reporter:
                 self._tell(source, page.runs)
                 start, more = page.next_start, page.next_start > 0
         self._send([self._stream.mark("end", first, self._clock.wall())])
+
+    def _await_turn(self) -> None:
+        """Others may be telling everything, too. ResyncNeeded."""
+        path = f"/instances/{quote(self._instance_id, safe='')}/resync"
+        while True:
+            self._pause(0.0)
+            try:
+                answer = self._answer(Any, path, _NO_TURNS)
+            except HttpRefused:
+                return
+            wait_seconds = answer.get("wait_seconds") if isinstance(answer, dict) else None
+            if not isinstance(wait_seconds, (int, float)) or not wait_seconds > 0:  # others answer whatever they do
+                return
+            self._pause(min(wait_seconds, _LAST_RETRY_SECONDS))
 
     def tell_changes(self) -> None:
         """What has come and gone since. ResyncNeeded."""
@@ -153,29 +171,37 @@ class Reporter:
     def _send(self, batches: list[Fields]) -> None:
         """Until the coordinator has taken them, or said that it never will: these are left out, as if they had never
         been, and what comes after them is told. Everything is told again an hour later: a proxy may have said so."""
-        retry_seconds = _FIRST_RETRY_SECONDS
         self._pause(0.0)
-        request = self._stream.request(batches)
+        try:
+            answer = self._answer(m.EventsAnswer, "/events", _NEVER_TAKEN, *self._stream.request(batches))
+        except HttpRefused as refusal:
+            self._metrics.coordinator_failures.labels("events").inc()
+            if self._stream.packs:
+                self._may_pack = False
+                raise ResyncNeeded("it takes no columns") from None
+            self._stream.seq -= len(batches)  # none of them has been applied
+            self._has_left_out = True
+            if self._limiter.due("refused"):
+                logger.error("The coordinator takes some events not at all, they are left out: %s", refusal)
+            return
+        self._take(answer)
+
+    def _answer(
+        self, kind: Any, path: str, final: Sequence[int], body: bytes | None = None, content_type: str = JSON_TYPE
+    ) -> Any:
+        """As soon as there is one. HttpRefused with one of the statuses that are `final`."""
+        retry_seconds = _FIRST_RETRY_SECONDS
         while True:
             try:
-                answer = self._coordinator.read(m.EventsAnswer, "POST", "/events", *request)
-                break
+                return self._coordinator.read(kind, "POST", path, body, content_type)
             except LMCacheError as error:
+                if isinstance(error, HttpRefused) and error.status in final:
+                    raise
                 self._metrics.coordinator_failures.labels("events").inc()
-                if isinstance(error, HttpRefused) and error.status in _NEVER_TAKEN:
-                    if self._stream.packs:
-                        self._may_pack = False
-                        raise ResyncNeeded("it takes no columns") from None
-                    self._stream.seq -= len(batches)  # none of them has been applied
-                    self._has_left_out = True
-                    if self._limiter.due("refused"):
-                        logger.error("The coordinator takes some events not at all, they are left out: %s", error)
-                    return
                 if self._limiter.due():
                     logger.warning("Events do not reach the coordinator: %s", error)
             self._pause(retry_seconds)
             retry_seconds = min(2 * retry_seconds, _LAST_RETRY_SECONDS)
-        self._take(answer)
 
     def _take(self, answer: m.EventsAnswer) -> None:
         self._stream.packs = answer.packed and self._may_pack

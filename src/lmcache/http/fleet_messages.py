@@ -9,7 +9,7 @@ from msgspec import Meta
 
 Struct = msgspec.Struct
 
-Told = Literal["everything", "nothing", "gap", "resync"]
+Told = Literal["everything", "nothing", "gap", "waits", "resync"]
 
 
 class FleetServer(Struct, frozen=True):
@@ -24,7 +24,8 @@ class FleetServer(Struct, frozen=True):
     l1_capacity_bytes: Annotated[int, Meta(description="0: not told")]
     l2_objects: Annotated[int, Meta(description="over all its adapters; what several servers share counts for each")]
     told: Annotated[
-        Told, Meta(description="what is known of it; gap: events are missing; resync: it tells everything again")
+        Told,
+        Meta(description="what is known; gap: events are missing; resync: it tells everything; waits: others do first"),
     ]
     behind: Annotated[list[str], Meta(description="what it has not taken yet of operators: pins, quotas")]
 

@@ -67,6 +67,9 @@ class Network:
         self.fault_count = self.packed = self.text = 0
 
     def read(self, kind: Any, method: str, path: str, body: Any = None, content_type: str = JSON_TYPE) -> Any:
+        if path.endswith("/resync"):
+            if self.faults and self.rng.random() < 0.2:
+                raise ServerUnavailable("The request was lost.")
         batches = decode_events(body).batches
         assert all(len(batch.entries) <= REPORTED_ENTRIES for batch in batches)
         fate = self.rng.random() if self.faults else 1.0

@@ -9,6 +9,7 @@ const TOLD = {
   everything: null,
   nothing: ["", "nothing told"],
   gap: ["warn", "events missing"],
+  waits: ["warn", "waits to resync"],
   resync: ["warn", "resyncing"],
 };
 

@@ -34,6 +34,11 @@ class InstanceRoutes:
                     404: "it has not joined, was silent for too long, or joined with another token: it is to join again"
                 },
             ),
+            Operation(
+                *("POST", f"{path}/resync", "A server asks when it may tell everything", change, self.resync),
+                m.ResyncTurn,
+                refusals={404: "it has not joined: it is to join first"},
+            ),
             Operation("DELETE", path, "A server leaves", change, self.remove, None, status=204),
             Operation(
                 *("GET", "/instances", "The servers that have joined", read, self.all, m.Instances),
@@ -63,6 +68,12 @@ class InstanceRoutes:
                 404, "It has not joined, was silent for too long, or joined with another token: join again."
             )
         return m.HeartbeatAnswer("ok", self._fleet.instances.members, *self._fleet.intake.glance(name))
+
+    async def resync(self, call: Call) -> m.ResyncTurn:
+        name = call.path("instance_id")
+        if not self._fleet.instances.knows(name):
+            raise HTTPException(404, "It has not joined: join first.")
+        return m.ResyncTurn(self._fleet.intake.turns.ask(name))
 
     async def remove(self, call: Call) -> Response:
         name = call.path("instance_id")
@@ -109,7 +120,7 @@ class InstanceRoutes:
             l1_used_bytes=sum(place.used_bytes for place in l1),
             l1_capacity_bytes=sum(place.place.capacity_bytes for place in l1),
             l2_objects=sum(place.objects for place in usage if place.place.tier == "l2"),
-            told="resync" if stream.resyncs else told,
+            told="waits" if self._fleet.intake.turns.waits(name) else "resync" if stream.resyncs else told,
             behind=[of for of, names in behind.items() if name in names],
         )
 
