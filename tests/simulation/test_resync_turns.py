@@ -7,15 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from lmcache.core.limits import MAX_FLEET_RESYNCS
 from lmcache.errors import ServerUnavailable
-from lmcache.fleet import messages as m
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.reporter import Reporter, ResyncNeeded
 from lmcache.fleet.resync_turns import SILENT_SECONDS
+from lmcache.fleet.routes.directory import decode_events
 from lmcache.http.client import HttpRefused
 from lmcache.telemetry.metrics import Metrics
 from seeds import SEED
@@ -47,7 +46,7 @@ class Coordinator:
         self.most = self.asks = 0
         self.order.clear()
 
-    def read(self, kind: Any, method: str, path: str, body: Any = None) -> Any:
+    def read(self, kind: Any, method: str, path: str, body: Any = None, content_type: str = "") -> Any:
         if self.intake is None:
             raise ServerUnavailable("nothing answers")
         if path.endswith("/resync"):
@@ -56,7 +55,7 @@ class Coordinator:
                 raise HttpRefused(404, "no such path")
             return {"wait_seconds": self.intake.turns.ask(path.split("/")[2])}
         self.world.sleep(REQUEST_SECONDS)
-        batches = msgspec.json.decode(body, type=m.EventsRequest).batches
+        batches = decode_events(body).batches
         for batch in batches:
             if batch.resync == "begin":
                 self.resyncing.add(batch.instance_id)

@@ -70,6 +70,7 @@ class Network:
         if path.endswith("/resync"):
             if self.faults and self.rng.random() < 0.2:
                 raise ServerUnavailable("The request was lost.")
+            return {"wait_seconds": self.coordinator.intake.turns.ask(path.split("/")[2])}
         batches = decode_events(body).batches
         assert all(len(batch.entries) <= REPORTED_ENTRIES for batch in batches)
         fate = self.rng.random() if self.faults else 1.0
