@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 FILE_MODE = 0o660  # less the umask, as for all files of objects
 
-_FOLDER_ATTEMPTS = 64
+_FOLDER_ATTEMPTS = 1024
 _NAME_THREADS = 1  # that look files up and remove them
 NO_HEADER = bytes(FRAME_HEADER_BYTES)
 
