@@ -227,13 +227,18 @@ Answer exchange(int socket, std::span<const std::byte> request, std::size_t head
     std::uint32_t body_bytes = 0;
     if (header_bytes < sizeof body_bytes) throw std::invalid_argument("a header ends with a number of four bytes");
     Answer answer;
-    if (answer.error = send_ranges(socket, request, {}, {}, limits); answer.error != 0) return answer;
+    const auto began = Deadline::Clock::now();
+    const auto left = [&] {  // of the time that all steps have together
+        const std::chrono::duration<double> passed = Deadline::Clock::now() - began;
+        return StreamLimits{limits.total_seconds - passed.count(), limits.idle_seconds};
+    };
+    if (answer.error = send_ranges(socket, request, {}, {}, left()); answer.error != 0) return answer;
     answer.message.resize(header_bytes);
-    if (answer.error = receive_bytes(socket, answer.message, limits); answer.error != 0) return answer;
+    if (answer.error = receive_bytes(socket, answer.message, left()); answer.error != 0) return answer;
     std::memcpy(&body_bytes, answer.message.data() + header_bytes - sizeof body_bytes, sizeof body_bytes);
     if (body_bytes > most_bytes) return answer;
     answer.message.resize(header_bytes + body_bytes);
-    answer.error = receive_bytes(socket, std::span(answer.message).subspan(header_bytes), limits);
+    answer.error = receive_bytes(socket, std::span(answer.message).subspan(header_bytes), left());
     return answer;
 }
 

@@ -210,6 +210,20 @@ TEST_CASE(a_request_is_answered_by_a_whole_message) {
     CHECK(exchange(sockets.left.get(), {}, 16, 100, {30, 0.05}).error == ETIMEDOUT);
 }
 
+TEST_CASE(all_steps_of_a_request_have_one_deadline) {
+    Sockets sockets;
+    std::vector<std::byte> message(17, std::byte{0});
+    message[12] = std::byte{1};  // the bytes of the body
+    std::thread other([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(250));
+        CHECK(send_ranges(sockets.right.get(), std::span(message).first(16), {}, {}, kLong) == 0);
+        std::this_thread::sleep_for(std::chrono::milliseconds(250));
+        CHECK(send_ranges(sockets.right.get(), std::span(message).last(1), {}, {}, kLong) == 0);
+    });
+    CHECK(exchange(sockets.left.get(), {}, 16, 100, {0.4, 30}).error == ETIMEDOUT);
+    other.join();
+}
+
 TEST_CASE(arrays_that_do_not_fit_are_refused) {
     Frames frames({5000, 70'000});
     const auto refused = [](const auto& call) {

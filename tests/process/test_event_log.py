@@ -199,6 +199,7 @@ def test_a_coordinator_that_reads_no_log_is_said(fleet: LoggedFleet) -> None:
     [
         ([], "--valkey-url must be redis://HOST:PORT[/DATABASE], rediss:// for TLS or unix:///PATH, got ''"),
         (["--valkey-url", "redis://:secret@h:1"], "--valkey-url must not hold a password"),
+        (["--valkey-url", "redis://h:1?password=secret"], "--valkey-url must not have a query, got 'password'"),
         (["--valkey-url", "redis://user@h:1"], "--valkey-url names a user: --valkey-password-file must"),
         (["--valkey-url", "redis://h:1", "--valkey-password-file", "/nowhere"], "/nowhere cannot be read"),
     ],

@@ -30,9 +30,11 @@ OTHER_PORTS = "--port 5556 --http-port 8081 --prometheus-port 9091"
 
 def test_servers_load_from_each_other(tmp_path: Path) -> None:
     text = (HOW_TO / "load_from_other_servers.md").read_text()
-    secret, *both = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    first_line, second_line = (line.strip().replace("--l1-size-gb 20", "--l1-size-gb 0.05") for line in both)
-    addresses = re.findall(r"--p2p-advertise-url ([\d.]+):", text)
+    secret, *lines_to_run = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    first_line, second_line, installation, engine_line = (
+        line.strip().replace("--l1-size-gb 20", "--l1-size-gb 0.05") for line in lines_to_run
+    )
+    addresses = set(re.findall(r"--p2p-advertise-url ([\d.]+):", text))
 
     def test(_: Network) -> None:
         with_own_memory()
@@ -51,8 +53,11 @@ def test_servers_load_from_each_other(tmp_path: Path) -> None:
                 assert storing.store(tokens) == 3
                 until(lambda: hit(loading, tokens) == 3, tell=second.log)
             assert first.stop() == 0 and second.stop() == 0, first.log() + second.log()
+        with tour.start(f"exec {engine_line}", "by-engine") as third:
+            third.wait_until_ready(8080, "/healthcheck", START_SECONDS)
+            assert third.stop() == 0, third.log()
 
-    assert len(addresses) == len(set(addresses)) == 2
+    assert installation.startswith("pip install") and len(addresses) == 2
     in_own_network(test)
 
 

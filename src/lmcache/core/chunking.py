@@ -6,6 +6,7 @@ import struct
 from collections.abc import Mapping
 
 from lmcache import _native
+from lmcache.core import limits
 from lmcache.core.chunk_links import LINKS
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.errors import ConfigError
@@ -81,5 +82,8 @@ class ChunkHasher:
 
     def partials(self, parent: bytes, tokens: bytes) -> list[bytes]:
         """The hash of every partial chunk that begins `tokens`, fewer than a chunk has: of all of them, of one
-        fewer, and so on to the first alone."""
+        fewer, and so on to the first alone. None where they would be more than MAX_NAMED_PARTIALS: what they cost
+        grows with the square of their number."""
+        if len(tokens) > limits.MAX_NAMED_PARTIALS * TOKEN_BYTES:
+            return []
         return [self.partial(parent, tokens[:end]) for end in range(len(tokens), 0, -TOKEN_BYTES)]

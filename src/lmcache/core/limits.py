@@ -196,6 +196,7 @@ MAX_FLEET_JOBS_WAITING = 256
 MAX_FLEET_JOBS_KEPT = 1024  # that have ended
 MAX_MEMBER_ANSWER_BYTES = 16 * MIB  # that a server reads of a coordinator; of each server there are about 4 KB at most
 MAX_FLEET_ANSWER_BYTES = 4 * MIB  # that a coordinator reads of a server
+MAX_NAMED_PARTIALS = 1024  # partial chunks that operators ask for by their tokens, behind one prompt
 REPORTED_ENTRIES = 4096  # of a request that a server sends as text
 REPORTED_OBJECTS = 65_536  # of one with columns
 MAX_LOGGED_EVENT_REQUESTS = 1024  # that a log keeps between servers and coordinator, at most 1.5 MB each as these send

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache.fleet.messages import EventsAnswer
+
+if TYPE_CHECKING:
+    from lmcache.fleet.membership import Coordinator
 
 HTTP, VALKEY = "http", "valkey"
 EVENTS_PATH = "/events"
@@ -49,14 +52,16 @@ def open_log(settings: EventLogSettings) -> EventLog:
 
 
 class LoggedCoordinator:
-    """A coordinator that is told by a log: it answers at once, and nothing is known of what became of it."""
+    """A coordinator that is told by a log: it answers at once, and nothing is known of what became of it. Turns to tell
+    everything are asked for over HTTP: a log forgets what is not read in time."""
 
-    def __init__(self, log: EventLog) -> None:
+    def __init__(self, log: EventLog, coordinator: Coordinator) -> None:
         self._log = log
+        self._coordinator = coordinator
 
     def read(self, kind: Any, method: str, path: str, body: Any = None, content_type: str = "") -> Any:
         """Bodies are JSON: columns are sent where an answer says that they are taken."""
         if path != EVENTS_PATH:
-            return None  # nobody waits for a turn: the coordinator reads at its own pace
+            return self._coordinator.read(kind, method, path)  # a turn to tell everything
         self._log.append(body)
         return EventsAnswer(0, 0, 0)

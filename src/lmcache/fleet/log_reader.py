@@ -66,6 +66,8 @@ class EventLogReader:
                     f"it has {len(body)} bytes, and {MAX_FLEET_EVENT_BYTES} are taken at most"
                 )
             request = msgspec.json.decode(body, type=EventsRequest)
+            if any(batch.objects is not None and not batch.objects.fits for batch in request.batches):
+                raise msgspec.ValidationError("columns of `objects` do not fit each other")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self.failures += 1
             if self._limiter.due("body"):

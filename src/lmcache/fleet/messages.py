@@ -201,6 +201,11 @@ class Objects(Struct, frozen=True):
     def __len__(self) -> int:
         return len(self.hashes) // CHUNK_HASH_BYTES
 
+    @property
+    def fits(self) -> bool:
+        """Whether the columns are whole and of one length."""
+        return not len(self.hashes) % CHUNK_HASH_BYTES and len(self.sizes_bytes) in (0, SIZE_BYTES * len(self))
+
 
 class Batch(Struct, frozen=True):
     """Changes of one tier of a server, in their order."""

@@ -44,7 +44,7 @@ class EventReporting:
         self._reporter = Reporter(
             settings.instance_id,
             sources,
-            LoggedCoordinator(log) if log is not None else Coordinator(settings),
+            LoggedCoordinator(log, Coordinator(settings)) if log is not None else Coordinator(settings),
             metrics,
             clock,
             self._pause,

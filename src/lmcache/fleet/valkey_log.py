@@ -46,6 +46,10 @@ class ValkeyLog:
         parts = urlsplit(settings.url)
         if parts.password is not None:
             raise ConfigError(f"{flag} must not hold a password, which others could read: give {file_flag}.")
+        if parts.query:
+            raise ConfigError(
+                f"{flag} must not have a query, got {parts.query.split('=')[0]!r}: drop what follows the ?."
+            )
         if parts.username and not settings.password_file:
             raise ConfigError(f"{flag} names a user: {file_flag} must have its password.")
         read_secret(settings.password_file, file_flag, _LEAST_CHARACTERS)

@@ -22,6 +22,7 @@ from lmcache.kv_events.wire import END_OF_REPLAY, SEQUENCE_BYTES, Event, EventBa
 logger = logging.getLogger("lmcache.kv_events")
 
 _SENDING_THREADS = 1
+_MAX_REQUEST_BYTES = 4096
 
 
 class EventSockets:
@@ -47,6 +48,7 @@ class EventSockets:
     def _opened(self, kind: int, endpoint: Endpoint, most_waiting: int, flag: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, most_waiting)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)  # of what comes: anybody may connect
         socket.setsockopt(zmq.IPV6, int("[" in endpoint.address))
         try:
             (socket.bind if endpoint.binds else socket.connect)(endpoint.address)

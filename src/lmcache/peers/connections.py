@@ -62,7 +62,7 @@ class LookupConnection:
 
     @property
     def unanswered(self) -> int:
-        return len(self._waiting)
+        return sum(not answer.done() for _, _, answer in self._waiting.values())
 
     async def lookup(self, lookup: Lookup) -> Found:
         """OSError, EOFError, ProtocolError when the connection ends first."""
@@ -79,9 +79,10 @@ class LookupConnection:
         try:
             async with self._sending:
                 await self._sock.send(kind, number, question)
-            return cast("M", await answer)
-        finally:
+        except BaseException:
             self._waiting.pop(number, None)
+            raise
+        return cast("M", await answer)  # who gives up leaves it in `_waiting`: the answer may come later
 
     async def tell(self, kind: Kind, message: Message) -> None:
         """What has no answer."""

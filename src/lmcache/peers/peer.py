@@ -310,6 +310,8 @@ class Peer:
         transports: list[Transport] = [self._tcp] if self._direct is None else [self._direct, self._tcp]
         for transport in transports:
             seconds = transfer.seconds - (clock.monotonic() - started)
+            if seconds <= 0 and transport is not transports[0]:
+                break  # the first has taken all of the time, which the next is not to be blamed for
             fetched = await transport.fetch(transfer.pick(left, seconds))
             self._count(transport, transfer, left, fetched)
             if fetched.outcomes.count(LoadOutcome.LOADED) == len(outcomes):

@@ -15,6 +15,7 @@ import pytest
 
 from lmcache.core import chunk_links
 from lmcache.core.chunking import ALGORITHMS, ChunkHasher
+from lmcache.core.limits import MAX_NAMED_PARTIALS
 from lmcache.errors import ConfigError
 
 PARENT = bytes(range(32))
@@ -184,6 +185,12 @@ def test_each_quarter_of_a_builtin_hash_depends_on_everything(changed: str) -> N
     )
     first, second = chunk_links.builtin(*parts.values()), chunk_links.builtin(*other.values())
     assert all(first[start : start + 8] != second[start : start + 8] for start in range(0, 32, 8))
+
+
+def test_partial_chunks_of_a_long_rest_are_not_named() -> None:
+    hasher = ChunkHasher("blake3", MAX_NAMED_PARTIALS + 2)
+    assert len(hasher.partials(PARENT, bytes(4 * MAX_NAMED_PARTIALS))) == MAX_NAMED_PARTIALS
+    assert hasher.partials(PARENT, bytes(4 * (MAX_NAMED_PARTIALS + 1))) == []
 
 
 def test_what_is_refused() -> None:

@@ -6,7 +6,6 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_FLEET_COPIES_ASKED, MAX_FLEET_EVENT_BYTES
 from lmcache.errors import ConfigError
 from lmcache.fleet import messages as m
@@ -103,8 +102,6 @@ def decode_events(raw: bytes) -> m.EventsRequest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPException(400, f"The body is no list of batches: {error}.") from None
     for batch in events.batches:
-        if (objects := batch.objects) is None:
-            continue
-        if len(objects.hashes) % CHUNK_HASH_BYTES or len(objects.sizes_bytes) not in (0, m.SIZE_BYTES * len(objects)):
+        if batch.objects is not None and not batch.objects.fits:
             raise HTTPException(400, "The body is no list of batches: columns of `objects` do not fit each other.")
     return events

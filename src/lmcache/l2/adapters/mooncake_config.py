@@ -64,10 +64,10 @@ class MooncakeConfig(AdapterConfig, frozen=True, kw_only=True):
     num_workers: Annotated[
         Threads,
         Meta(
-            description="threads that move objects, a batch each; while it does, each keeps a processor busy",
+            description="threads that move objects, a batch each; a thread that moves something keeps a processor busy",
             extra={"default": "half of the processors, from 1 to 4"},
         ),
-    ] = max(1, min(4, (os.cpu_count() or 1) // 2))
+    ] = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
     prefix: Prefix = DEFAULT_PREFIX
 
     def __post_init__(self) -> None:

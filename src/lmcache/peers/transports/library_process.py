@@ -38,7 +38,7 @@ class LibraryProcess:
     def __init__(self, settings: LibrarySettings, *, this_host_alone: bool) -> None:
         self.engine = settings.engine
         self._settings = settings
-        self._environ = {**_QUIET, **(_LOOPBACK if this_host_alone else {})}
+        self._environ = _LOOPBACK if this_host_alone else {}
         self._life: _Life | None = None
         self._keeper: asyncio.Task[None] | None = None
 
@@ -58,7 +58,7 @@ class LibraryProcess:
         self._keeper = spawn(self._keep(self._life), "peer-library")
 
     async def _begin(self) -> _Life:
-        life = _Life(self._settings, {**self._environ, **os.environ})
+        life = _Life(self._settings, {**_QUIET, **os.environ, **self._environ})
         try:
             await life.open()
         except BaseException:
