@@ -16,11 +16,10 @@ from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.core.object_changes import ChangePage, ObjectsPage, Run
 from lmcache.environment import SYSTEM
 from lmcache.fleet import messages as m
-from lmcache.fleet.event_batches import Stream
+from lmcache.fleet.event_batches import Stream, decode_events
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instances
 from lmcache.fleet.keys import encode_scope
-from lmcache.fleet.routes.directory import decode_events
 from measure import Result, at_least, at_most, command_line, report, resident_bytes, spread
 
 OBJECT_BYTES = 64 << 10

@@ -24,11 +24,10 @@ from directory import CALL_KEYS, MEMORY_LIMIT_BYTES, Memory
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.environment import Environment
 from lmcache.fleet import messages as m
-from lmcache.fleet.event_batches import Stream
+from lmcache.fleet.event_batches import Stream, decode_events
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.reporter import Reporter
-from lmcache.fleet.routes.directory import decode_events
 from lmcache.http.client import JSON_TYPE, request
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.processes import CoordinatorProcess

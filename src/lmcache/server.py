@@ -112,6 +112,9 @@ class Server:
         signals.before_forced_end(lambda: remove_files(_REMOVE_SECONDS))
         try:
             self.start(signals.checkpoint)
+            # What is here stays: a collection must not walk it again, which takes 40 ms, while a lookup waits.
+            gc.collect()
+            gc.freeze()
             signals.at_forced_end_tell(self._unwritten)
             self._announce()
             signals.stop_requested.wait()
@@ -131,9 +134,6 @@ class Server:
         except BaseException:
             self._closers.close()
             raise
-        # What is here stays: a collection must not walk it again, which takes 40 ms, while a lookup waits.
-        gc.collect()
-        gc.freeze()
         self._ready = True
 
     def _build(self, checkpoint: Callable[[], object]) -> None:

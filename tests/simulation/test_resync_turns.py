@@ -11,10 +11,10 @@ import pytest
 
 from lmcache.core.limits import MAX_FLEET_RESYNCS
 from lmcache.errors import ServerUnavailable
+from lmcache.fleet.event_batches import decode_events
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.reporter import Reporter, ResyncNeeded
 from lmcache.fleet.resync_turns import SILENT_SECONDS
-from lmcache.fleet.routes.directory import decode_events
 from lmcache.http.client import HttpRefused
 from lmcache.telemetry.metrics import Metrics
 from seeds import SEED

@@ -150,8 +150,9 @@ class ObjectRoutes:
             keys = await self._context.in_thread(lambda: cache.keys_of(body.keys))
         else:
             prompt = await self._prompt(body)
-            named = await self._context.in_thread(lambda: cache.with_partial(prompt))
-            keys = [named.key(at, chunk) for chunk in range(named.chunks) for at in range(len(named.namespaces))]
+            prompt_keys = await self._context.in_thread(lambda: cache.with_partial(prompt))
+            ranks = range(len(prompt_keys.namespaces))
+            keys = [prompt_keys.key(rank, chunk) for chunk in range(prompt_keys.chunks) for rank in ranks]
         job = self._context.jobs.submit(
             *(cache.mark, "move", len(keys)),
             lambda progress: cache.move(keys, source, target, progress, copy=body.copy),

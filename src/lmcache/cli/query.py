@@ -21,7 +21,7 @@ _NO_ENGINE = 409
 _NOWHERE = "-"
 
 
-def run(argv: Sequence[str]) -> int:
+def _arguments() -> Arguments:
     arguments = Arguments(
         "query",
         "Shows which chunks of a prompt a running server has, and on which tiers, without a lease and without being "
@@ -66,7 +66,11 @@ def run(argv: Sequence[str]) -> int:
     )
     arguments.add_whole("--world-size", 1, "ranks of the model, for --coordinator", minimum=1, maximum=1024)
     arguments.add_number("--timeout", 10.0, "give up after that long", unit="seconds", above=0)
-    options = arguments.read(argv)
+    return arguments
+
+
+def run(argv: Sequence[str]) -> int:
+    options = _arguments().read(argv)
     if options.servers:
         if given := _given_prompts(options):
             raise ConfigError(f"lmcache query --servers takes no prompt, got {' and '.join(given)}: leave one out.")

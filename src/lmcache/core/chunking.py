@@ -80,10 +80,12 @@ class ChunkHasher:
             return _native.hash_chunks(tokens, count, parent, mark)
         return self._link(parent, bytes(tokens), mark)
 
-    def partials(self, parent: bytes, tokens: bytes) -> list[bytes]:
-        """The hash of every partial chunk that begins `tokens`, fewer than a chunk has: of all of them, of one
-        fewer, and so on to the first alone. None where they would be more than MAX_NAMED_PARTIALS: what they cost
-        grows with the square of their number."""
-        if len(tokens) > limits.MAX_NAMED_PARTIALS * TOKEN_BYTES:
+    def partials(self, root: bytes, hashes: bytes, tokens: bytes) -> list[bytes]:
+        """The hash of every partial chunk that may be behind the full chunks of `tokens`, whose hashes from `root` on
+        are given: of all tokens there, of one fewer, and so on to the first alone. None where they would be more than
+        MAX_NAMED_PARTIALS: what they cost grows with the square of their number."""
+        rest = tokens[len(hashes) // CHUNK_HASH_BYTES * self.chunk_tokens * TOKEN_BYTES :]
+        if len(rest) > limits.MAX_NAMED_PARTIALS * TOKEN_BYTES:
             return []
-        return [self.partial(parent, tokens[:end]) for end in range(len(tokens), 0, -TOKEN_BYTES)]
+        parent = hashes[-CHUNK_HASH_BYTES:] or root
+        return [self.partial(parent, rest[:end]) for end in range(len(rest), 0, -TOKEN_BYTES)]

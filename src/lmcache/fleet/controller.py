@@ -70,8 +70,8 @@ class Controller:
             model = models.get(model_name, Model(model_name, 1))
         if not model.name:
             return Prompt(model, [], cache_salt, [])
-        named = keys_of_prompt(self.fleet.hasher, tokens, model.name, model.world_size, cache_salt)
-        return Prompt(model, named.keys, cache_salt, self.fleet.stored_partials(named))
+        prompt_keys = keys_of_prompt(self.fleet.hasher, tokens, model.name, model.world_size, cache_salt)
+        return Prompt(model, prompt_keys.keys, cache_salt, self.fleet.stored_partials(prompt_keys))
 
     def layout(self, prompt: Prompt) -> tuple[dict[str, tuple[str, int]], bool]:
         """For each server the location and the tokens of the prefix that it has, the longest first. It is in L1 only

@@ -13,10 +13,14 @@ from lmcache import _native
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, UnnamedNamespace
 from lmcache.core.limits import MAX_FLEET_EVENT_ENTRIES, REPORTED_ENTRIES, REPORTED_OBJECTS
 from lmcache.core.object_changes import ChangeSource, Run
-from lmcache.fleet.messages import Objects, ResyncMark
+from lmcache.fleet.messages import EventsRequest, Objects, ResyncMark
 from lmcache.http.client import JSON_TYPE
 
 MSGPACK_TYPE = "application/msgpack"
+
+_DECODER = msgspec.json.Decoder(EventsRequest)
+_PACKED_DECODER = msgspec.msgpack.Decoder(EventsRequest)
+_FIRST_PACKED = 0x80  # of the first bytes of msgpack's maps; JSON begins with a character of ASCII
 
 _ENTRY_END = b"}"
 
@@ -123,3 +127,15 @@ def split(run: Run, most: int) -> list[Run]:
         )
         for at in range(0, count, most)
     ]
+
+
+def decode_events(body: bytes) -> EventsRequest:
+    """JSON or msgpack. Fields that are not known are passed over: other servers may have more. msgspec.DecodeError
+    where it is no list of batches."""
+    try:
+        events = (_PACKED_DECODER if body and body[0] >= _FIRST_PACKED else _DECODER).decode(body)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+    if any(batch.objects is not None and not batch.objects.fits for batch in events.batches):
+        raise msgspec.ValidationError("columns of `objects` do not fit each other")
+    return events

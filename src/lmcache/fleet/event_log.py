@@ -36,7 +36,7 @@ class EventLog(Protocol):
 
 @dataclass(frozen=True)
 class EventLogSettings:
-    """`option`: how the options are called, up to "url", "stream" and "password-file"."""
+    """`option`: the beginning of the options' names, in front of "url", "stream" and "password-file"."""
 
     url: str
     stream: str = DEFAULT_STREAM

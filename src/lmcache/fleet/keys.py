@@ -13,8 +13,9 @@ from functools import lru_cache
 
 import msgspec
 
-from lmcache.core.chunking import TOKEN_BYTES, ChunkHasher
+from lmcache.core.chunking import ChunkHasher
 from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.key_batch import ChunkHashes
 from lmcache.core.limits import MAX_HTTP_KEYS
 from lmcache.errors import ConfigError
 from lmcache.fleet.messages import SIZE_BYTES, Entry, Key, Objects
@@ -114,14 +115,10 @@ def keys_of_prompt(
         )
     tokens, root = pack_tokens(token_ids), hasher.root(b"")
     packed = hasher.extend(root, tokens)
-    hashes = [packed[at : at + CHUNK_HASH_BYTES].hex() for at in range(0, len(packed), CHUNK_HASH_BYTES)]
-    rest = tokens[len(hashes) * hasher.chunk_tokens * TOKEN_BYTES :]
+    hashes = [chunk_hash.hex() for chunk_hash in ChunkHashes(packed)]
     return PromptKeys(
         len(hashes),
         [Key(name, model_name, rank, cache_salt=cache_salt) for name in hashes for rank in range(world_size)],
-        [
-            Key(name.hex(), model_name, 0, cache_salt=cache_salt)
-            for name in hasher.partials(packed[-CHUNK_HASH_BYTES:] or root, rest)
-        ],
+        [Key(name.hex(), model_name, 0, cache_salt=cache_salt) for name in hasher.partials(root, packed, tokens)],
         world_size,
     )

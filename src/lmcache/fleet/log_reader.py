@@ -10,9 +10,9 @@ import msgspec
 from lmcache.clock import Clock
 from lmcache.core.limits import MAX_FLEET_EVENT_BYTES
 from lmcache.errors import LMCacheError
+from lmcache.fleet.event_batches import decode_events
 from lmcache.fleet.event_log import EventLog
 from lmcache.fleet.events import EventIntake
-from lmcache.fleet.messages import EventsRequest
 from lmcache.telemetry.log_limiter import LogLimiter
 
 logger = logging.getLogger("lmcache.fleet")
@@ -62,13 +62,9 @@ class EventLogReader:
     def _apply(self, body: bytes) -> None:
         try:
             if len(body) > MAX_FLEET_EVENT_BYTES:
-                raise msgspec.ValidationError(
-                    f"it has {len(body)} bytes, and {MAX_FLEET_EVENT_BYTES} are taken at most"
-                )
-            request = msgspec.json.decode(body, type=EventsRequest)
-            if any(batch.objects is not None and not batch.objects.fits for batch in request.batches):
-                raise msgspec.ValidationError("columns of `objects` do not fit each other")
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise msgspec.DecodeError(f"it has {len(body)} bytes, and {MAX_FLEET_EVENT_BYTES} are taken at most")
+            request = decode_events(body)
+        except msgspec.DecodeError as error:
             self.failures += 1
             if self._limiter.due("body"):
                 logger.error("Something in the log is no body of events, and is passed over: %s", error)

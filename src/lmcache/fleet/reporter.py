@@ -18,6 +18,7 @@ from lmcache.core.object_changes import ChangeSource, Run
 from lmcache.errors import LMCacheError
 from lmcache.fleet import messages as m
 from lmcache.fleet.event_batches import Fields, Stream, is_named, split
+from lmcache.fleet.event_log import EVENTS_PATH
 from lmcache.http.client import JSON_TYPE, HttpRefused
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import FleetMemberMetrics
@@ -173,7 +174,7 @@ class Reporter:
         been, and what comes after them is told. Everything is told again an hour later: a proxy may have said so."""
         self._pause(0.0)
         try:
-            answer = self._answer(m.EventsAnswer, "/events", _NEVER_TAKEN, *self._stream.request(batches))
+            answer = self._answer(m.EventsAnswer, EVENTS_PATH, _NEVER_TAKEN, *self._stream.request(batches))
         except HttpRefused as refusal:
             self._metrics.coordinator_failures.labels("events").inc()
             if self._stream.packs:

@@ -132,9 +132,8 @@ def limited_sockets(host: str, ports: Sequence[tuple[int, str]]) -> list[socket.
 
 
 class HttpThread:
-    """Serves `app` at these sockets from `start` to `stop`, and closes them. `beside` starts on the loop
-    what runs meanwhile; `ended`
-    is called when nothing is served any more."""
+    """Serves `app` at these sockets from `start` to `stop`, and closes them. `beside` starts on the loop what runs
+    meanwhile; `ended` is called when nothing is served any more."""
 
     def __init__(
         self,

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 from lmcache.clock import Clock
 from lmcache.core import limits
+from lmcache.core.key_batch import ChunkHashes
 from lmcache.core.object_changes import Run
 from lmcache.errors import LMCacheError
 from lmcache.kv_events.descriptions import Descriptions
 from lmcache.kv_events.event_sockets import EventSockets
 from lmcache.kv_events.holdings import Holdings, Model, Tier, model_of
-from lmcache.kv_events.wire import AllBlocksCleared, BlockRemoved, Event, split_hashes, stored_events
+from lmcache.kv_events.wire import AllBlocksCleared, BlockRemoved, Event, stored_events
 from lmcache.telemetry.metrics import KVEventMetrics
 
 logger = logging.getLogger("lmcache.kv_events")
@@ -111,7 +112,7 @@ class KVEventAnnouncer:
             model = model_of(namespace)
             hashes = []
             present = self._holdings.has(tier.medium, namespace, run.hashes)
-            for chunk_hash, is_there in zip(split_hashes(run.hashes), present, strict=True):
+            for chunk_hash, is_there in zip(ChunkHashes(run.hashes), present, strict=True):
                 name = (model, is_there, chunk_hash)
                 if is_there == run.added and name not in told:
                     told.add(name)

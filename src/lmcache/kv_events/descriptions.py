@@ -6,7 +6,8 @@ import threading
 from collections import OrderedDict
 
 from lmcache.core import limits
-from lmcache.kv_events.wire import Description, split_hashes, split_tokens
+from lmcache.core.key_batch import ChunkHashes
+from lmcache.kv_events.wire import Description, split_tokens
 
 
 class Descriptions:
@@ -36,7 +37,7 @@ class Descriptions:
         with self._lock:
             waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         for parent, packed, packed_tokens in waiting:
-            hashes = split_hashes(packed)
+            hashes = ChunkHashes(packed)
             for chunk_hash, tokens in zip(
                 hashes, split_tokens(packed_tokens, self._chunk_tokens, len(hashes)), strict=True
             ):

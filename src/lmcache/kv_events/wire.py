@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import msgspec
 
 from lmcache.core.chunking import TOKEN_BYTES
-from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import MAX_CHUNKS_PER_KV_EVENT
 
 END_OF_REPLAY = b"\xff" * 8  # in the place of a sequence number
@@ -68,10 +67,6 @@ def stored_events(
         events[-1].token_ids.extend(memoryview(tokens).cast("I"))
         previous = chunk_hash if description is not None else b""
     return events
-
-
-def split_hashes(packed: bytes) -> list[bytes]:
-    return [packed[at : at + CHUNK_HASH_BYTES] for at in range(0, len(packed), CHUNK_HASH_BYTES)]
 
 
 def split_tokens(packed: bytes, chunk_tokens: int, chunks: int) -> list[bytes]:

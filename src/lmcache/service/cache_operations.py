@@ -14,7 +14,7 @@ import msgspec
 
 from lmcache.core import limits
 from lmcache.core.chunking import TOKEN_BYTES
-from lmcache.core.key import CHUNK_HASH_BYTES, Namespace, ObjectKey
+from lmcache.core.key import Namespace, ObjectKey
 from lmcache.core.key_batch import ChunkHashes, KeyBatch, NamespaceSet, pack_keys
 from lmcache.errors import ConfigError, LMCacheError, UnknownModel
 from lmcache.l2.runner import Runner
@@ -129,8 +129,7 @@ class CacheOperations:
         hashes = hasher.extend(root, tokens)
         partials: list[bytes] = []
         if not any(registered[0].profile.tail_tokens):  # else no engine makes any
-            rest = tokens[len(hashes) // CHUNK_HASH_BYTES * hasher.chunk_tokens * TOKEN_BYTES :]
-            partials = hasher.partials(hashes[-CHUNK_HASH_BYTES:] or root, rest)
+            partials = hasher.partials(root, hashes, tokens)
         return Prompt(KeyBatch(namespaces, ChunkHashes(hashes)), KeyBatch(namespaces, ChunkHashes(b"".join(partials))))
 
     def _namespaces(self, registered: Registered, cache_salt: str) -> NamespaceSet:

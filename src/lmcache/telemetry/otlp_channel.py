@@ -13,7 +13,8 @@ from typing import IO, Any
 
 import msgspec
 
-LENGTH_BYTES = 4
+from lmcache.core.framed_messages import framed, read_payloads
+
 STOP_SECONDS = 2.0  # for what waits, when the server ends
 _ENDED = "the process that exports has ended"
 
@@ -21,12 +22,7 @@ Lost = Callable[[int, str], object]  # how many spans, 0 for metrics; and why
 
 
 def write_message(stream: IO[bytes], message: Mapping[str, Any]) -> None:
-    _write_frame(stream, _frame(message))
-
-
-def _frame(message: Mapping[str, Any]) -> bytes:
-    payload = msgspec.msgpack.encode(message)
-    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+    _write_frame(stream, framed(message))
 
 
 def _write_frame(stream: IO[bytes], frame: bytes) -> None:
@@ -36,12 +32,7 @@ def _write_frame(stream: IO[bytes], frame: bytes) -> None:
 
 def read_messages(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     """Until the stream ends, also in the middle of a message."""
-    while True:
-        length = stream.read(LENGTH_BYTES)
-        payload = stream.read(int.from_bytes(length, "little"))
-        if len(length) < LENGTH_BYTES or len(payload) < int.from_bytes(length, "little"):
-            return
-        yield msgspec.msgpack.decode(payload)
+    return map(msgspec.msgpack.decode, read_payloads(stream))
 
 
 class ExporterProcess:
@@ -58,7 +49,7 @@ class ExporterProcess:
         self._has_ended = False
         self._reading = threading.Thread(target=self._read, name="lmcache-otlp-answers", daemon=True)
         self._reading.start()
-        self._write(_frame(settings))
+        self._write(framed(settings))
 
     @property
     def why_ended(self) -> str:
@@ -68,7 +59,7 @@ class ExporterProcess:
 
     def send(self, message: Mapping[str, Any], spans: int) -> bool:
         """False when the process has ended, and the message is the caller's to count, as one is that raises."""
-        frame = _frame(message)
+        frame = framed(message)
         with self._lock:
             if self._has_ended:
                 return False

@@ -332,7 +332,7 @@ class RpcServer:
 
 
 def _end_waits_in_time() -> None:
-    """By default the kernel may let a thread wait 50 us longer than it asked for, also for the interpreter, which other
-    threads are to give up after a switch interval of less than that."""
+    """By default the kernel may let a thread wait 50 us longer than it asked for. The wait for the interpreter is one
+    of these waits, and the switch interval of a server is shorter."""
     with contextlib.suppress(AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NANOSECONDS, 0, 0, 0)

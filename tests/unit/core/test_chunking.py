@@ -189,8 +189,8 @@ def test_each_quarter_of_a_builtin_hash_depends_on_everything(changed: str) -> N
 
 def test_partial_chunks_of_a_long_rest_are_not_named() -> None:
     hasher = ChunkHasher("blake3", MAX_NAMED_PARTIALS + 2)
-    assert len(hasher.partials(PARENT, bytes(4 * MAX_NAMED_PARTIALS))) == MAX_NAMED_PARTIALS
-    assert hasher.partials(PARENT, bytes(4 * (MAX_NAMED_PARTIALS + 1))) == []
+    assert len(hasher.partials(PARENT, b"", bytes(4 * MAX_NAMED_PARTIALS))) == MAX_NAMED_PARTIALS
+    assert hasher.partials(PARENT, b"", bytes(4 * (MAX_NAMED_PARTIALS + 1))) == []
 
 
 def test_what_is_refused() -> None:

@@ -17,11 +17,10 @@ from lmcache.environment import Environment
 from lmcache.errors import ServerUnavailable
 from lmcache.fleet import checkpoint
 from lmcache.fleet import messages as m
-from lmcache.fleet.event_batches import MSGPACK_TYPE
+from lmcache.fleet.event_batches import MSGPACK_TYPE, decode_events
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.reporter import Reporter, ResyncNeeded
-from lmcache.fleet.routes.directory import decode_events
 from lmcache.http.client import JSON_TYPE
 from lmcache.telemetry.metrics import Metrics
 from manual_clock import ManualClock

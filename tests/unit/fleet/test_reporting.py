@@ -20,13 +20,12 @@ import pytest
 from lmcache.clock import SystemClock
 from lmcache.core import limits
 from lmcache.errors import ConfigError
-from lmcache.fleet import membership, reporter
+from lmcache.fleet import event_batches, membership, reporter
 from lmcache.fleet import messages as m
 from lmcache.fleet.coordinator import CoordinatorProcess
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
-from lmcache.fleet.routes import directory as directory_routes
 from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.http.client import JSON_TYPE
 from lmcache.telemetry.metrics import FleetMemberMetrics, Metrics
@@ -175,7 +174,7 @@ def test_where_columns_are_refused_events_come_as_text(monkeypatch: pytest.Monke
         until(lambda: server.is_told(process) and process.fleet.intake.counts.resyncs == 1)
         assert columns and all(columns)
         columns.clear()
-        monkeypatch.setattr(directory_routes, "_PACKED_DECODER", msgspec.json.Decoder(m.EventsRequest))
+        monkeypatch.setattr(event_batches, "_PACKED_DECODER", msgspec.json.Decoder(m.EventsRequest))
         server.tiers[0].add((0, 2), 4096)
         until(lambda: server.is_told(process) and process.fleet.intake.counts.resyncs == 2)
         server.tiers[0].add((0, 3), 4096)

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from lmcache.core.limits import MAX_FLEET_COPIES_ASKED, MAX_FLEET_EVENT_BYTES
 from lmcache.errors import ConfigError
 from lmcache.fleet import messages as m
+from lmcache.fleet.event_batches import decode_events
 from lmcache.fleet.routes.base import RouteContext
 from lmcache.http.operation import Access, Call, Operation
 
@@ -27,7 +28,7 @@ class DirectoryRoutes:
                 *("POST", "/events", "A server tells what has come and gone there", change, self.events),
                 m.EventsAnswer,
                 body=m.EventsRequest,
-                decode=decode_events,
+                decode=_events,
                 most_body_bytes=MAX_FLEET_EVENT_BYTES,
             ),
             Operation(
@@ -90,18 +91,8 @@ class DirectoryRoutes:
         )
 
 
-_DECODER = msgspec.json.Decoder(m.EventsRequest)
-_PACKED_DECODER = msgspec.msgpack.Decoder(m.EventsRequest)
-_FIRST_PACKED = 0x80  # of the first bytes of msgpack's maps; JSON begins with a character of ASCII
-
-
-def decode_events(raw: bytes) -> m.EventsRequest:
-    """JSON or msgpack. Fields that are not known are passed over: other servers may have more."""
+def _events(raw: bytes) -> m.EventsRequest:
     try:
-        events = (_PACKED_DECODER if raw and raw[0] >= _FIRST_PACKED else _DECODER).decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode_events(raw)
+    except msgspec.DecodeError as error:
         raise HTTPException(400, f"The body is no list of batches: {error}.") from None
-    for batch in events.batches:
-        if batch.objects is not None and not batch.objects.fits:
-            raise HTTPException(400, "The body is no list of batches: columns of `objects` do not fit each other.")
-    return events

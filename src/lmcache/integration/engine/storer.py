@@ -1,4 +1,5 @@
-"""Stores in the background: slots from the server, the copy, the commit. The forward pass never waits for any of it."""
+"""Stores: slots from the server, the copy, the commit. In the background, so that no forward pass waits for any of it,
+or by the thread that asks (`Storer.store`)."""
 
 from __future__ import annotations
 

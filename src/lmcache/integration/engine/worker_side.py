@@ -1,7 +1,8 @@
 """The half of the connector in an engine's worker: copies between KV blocks and L1, as the scheduler side orders.
 
 Loads are submitted to native threads and polled once a step; every load that was ordered is reported as ended exactly
-once, whatever happens, because the engine keeps the request and its blocks until then. Stores have their own thread.
+once, whatever happens, because the engine keeps the request and its blocks until then. Stores have their own thread,
+or are done by the thread that asks (`store`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ What is not said of it, and what follows from it here:
   and the last client of the process is ended by a function that the library has beside its Python module.
 - A call of a client that is not set up, or closed, ends the process. So no call is begun outside of a life, and a life
   does not end before its calls.
-- What it brings loads the machine's libzstd, whose calls of itself then end in Mooncake's own version, and the process
-  by them. So the machine's, which the serde `zstd` uses, is loaded first.
+- What it brings loads the machine's libzstd, whose internal calls then reach Mooncake's own version and crash the
+  process. So the machine's, which the serde `zstd` uses, is loaded first.
 - A transfer that its call gave up after a minute goes on, and writes into memory that has been given back. Only the end
   of the client ends it. So a call that failed that late returns when the client has been replaced.
 """

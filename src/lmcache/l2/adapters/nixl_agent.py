@@ -210,15 +210,10 @@ class Agent:
         return partial(self._wait, handle, status)
 
     def _wait(self, handle: int, status: Any) -> bool:
-        """Polls on this thread, without the interpreter's lock, at growing distances."""
-        running, look, pause = self._nixl.NIXL_IN_PROG, self._agent.getXferStatus, FIRST_PAUSE_SECONDS
         try:
-            if status == running:  # what went through the page cache has ended by now
-                status = look(handle)
-            while status == running:
-                self._settings.clock.sleep(pause)
-                pause = min(pause * PAUSE_GROWTH, LAST_PAUSE_SECONDS)
-                status = look(handle)
+            if status == self._nixl.NIXL_IN_PROG:  # what went through the page cache has ended by now
+                status = self._agent.getXferStatus(handle)
+            status = end_of_transfer(self._nixl, self._agent, handle, status, self._settings.clock)
         except self._faults as error:
             log.debug("NIXL reports a transfer that failed: %s", error)
             return False
@@ -279,6 +274,16 @@ def _is_inside(inner: Range, outer: Range) -> bool:
 def _new_name() -> str:
     """NIXL tells agents apart by their names."""
     return f"lmcache-{next(_numbers)}"
+
+
+def end_of_transfer(bindings: Any, agent: Any, handle: int, status: Any, clock: Clock) -> Any:
+    """The status in which it ends. Polls on this thread, without the interpreter's lock, at growing distances."""
+    pause_seconds = FIRST_PAUSE_SECONDS
+    while status == bindings.NIXL_IN_PROG:
+        clock.sleep(pause_seconds)
+        pause_seconds = min(pause_seconds * PAUSE_GROWTH, LAST_PAUSE_SECONDS)
+        status = agent.getXferStatus(handle)
+    return status
 
 
 def faults_of(bindings: Any) -> tuple[type[Exception], ...]:

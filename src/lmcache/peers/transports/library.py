@@ -47,14 +47,19 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     sentence: str
 
 
-class ReadOrder(msgspec.Struct, frozen=True, array_like=True):
-    """`targets` and `sources` are offsets in the L1 of this server and of the other one, u64 each as `sizes`."""
+class Ranges(msgspec.Struct, frozen=True, array_like=True):
+    """What to read: `targets` and `sources` are offsets in the L1 of this server and of the other one, u64 each as
+    `sizes`. `region` is that of the other server, packed."""
 
-    number: int
     region: bytes
     targets: bytes
     sources: bytes
     sizes: bytes
+
+
+class ReadOrder(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    ranges: Ranges
 
 
 class ReadEnd(msgspec.Struct, frozen=True, array_like=True):

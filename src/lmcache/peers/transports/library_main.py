@@ -1,7 +1,7 @@
 """`python -m lmcache.peers.transports.library_main`: a transfer engine on the L1 file of a server, for that server.
 
-Messages (`library`) are a length of 4 bytes and msgpack, over the socket that is its standard input: first the
-settings, answered by Ready, then orders to read. It ends with that socket, so with the server.
+Messages (`library`) come framed over the socket that is its standard input: first the settings, answered by Ready, then
+orders to read. It ends with that socket, so with the server.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import mmap
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO
 
 import msgspec
 
 from lmcache import _native
 from lmcache.core import limits
+from lmcache.core.framed_messages import framed, read_payloads
 from lmcache.errors import ResourceError
 from lmcache.memory.header import HEADER_BYTES, Header
 from lmcache.peers.transports.library import (
@@ -42,7 +41,6 @@ LIBRARIES: Mapping[str, Callable[[LibrarySettings, int], Library]] = {
     "mooncake_te": MooncakeLibrary,
 }
 
-LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 _COULD_NOT = "the transfer engine cannot use L1"
 
@@ -53,8 +51,8 @@ def main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever a library call is busy with by then
     os.dup2(2, 1)  # what libraries print
     channel = socket.socket(fileno=os.dup(0))
-    stream = channel.makefile("rb")
-    settings = msgspec.msgpack.decode(_message(stream), type=LibrarySettings)
+    messages = read_payloads(channel.makefile("rb"))
+    settings = msgspec.msgpack.decode(next(messages), type=LibrarySettings)
     try:
         address = _map(settings, writable=not settings.serves)
         try:
@@ -66,12 +64,12 @@ def main() -> int:
             library = LIBRARIES[settings.engine](settings, address := _map(settings, writable=True))
         ready = Ready(msgspec.msgpack.encode(library.region()), "")
     except (ResourceError, OSError, ValueError) as error:
-        channel.sendall(_packed(Ready(b"", str(error) or _COULD_NOT)))
+        channel.sendall(framed(Ready(b"", str(error) or _COULD_NOT)))
         return 1
-    channel.sendall(_packed(ready))
+    channel.sendall(framed(ready))
     reads = _Reads(library, address, settings.size_bytes, channel)
     with ThreadPoolExecutor(limits.PEER_LOAD_THREADS) as threads:
-        while message := _message(stream):
+        for message in messages:
             threads.submit(reads.run, msgspec.msgpack.decode(message, type=ReadOrder))
         os._exit(0)  # the server has gone, and waits for nothing
 
@@ -110,15 +108,18 @@ class _Reads:
         except Exception as error:  # whatever a library raises: the server ends this process
             end = ReadEnd(order.number, str(error) or type(error).__name__, may_write=True)
         with self._sending:
-            self._channel.sendall(_packed(end))
+            self._channel.sendall(framed(end))
 
     def _read(self, order: ReadOrder) -> None:
         """As `Library.read`. Nothing outside of the two regions is touched."""
-        region = msgspec.msgpack.decode(order.region, type=Region)
-        sizes = array("Q", order.sizes)
-        targets, sources = array("Q", order.targets), array("Q", order.sources)
-        for offset, size in zip(sources, sizes, strict=True):
-            if offset + size > region.size_bytes:
+        region = msgspec.msgpack.decode(order.ranges.region, type=Region)
+        targets, sources, sizes = (
+            array("Q", packed) for packed in (order.ranges.targets, order.ranges.sources, order.ranges.sizes)
+        )
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            if target + size > self._size_bytes:
+                raise RefusedRead("L1 is smaller than what it is to take")
+            if source + size > region.size_bytes:
                 raise RefusedRead("the other server registered less than it has objects in")
         self._library.read(
             region,
@@ -126,20 +127,6 @@ class _Reads:
             [region.address + offset for offset in sources],
             sizes,
         )
-
-
-def _packed(message: msgspec.Struct) -> bytes:
-    payload = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(payload)) + payload
-
-
-def _message(stream: BinaryIO) -> bytes:
-    """b"" when the server has gone."""
-    length = stream.read(LENGTH.size)
-    if len(length) < LENGTH.size:
-        return b""
-    payload = stream.read(LENGTH.unpack(length)[0])
-    return payload if len(payload) == LENGTH.unpack(length)[0] else b""
 
 
 if __name__ == "__main__":

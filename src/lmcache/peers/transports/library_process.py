@@ -8,16 +8,16 @@ import os
 import socket
 import subprocess
 import sys
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
 import msgspec
 
+from lmcache.core.framed_messages import LENGTH_BYTES, framed
 from lmcache.errors import ResourceError
 from lmcache.l2.background import in_thread, spawn, until_done
-from lmcache.peers.transports.library import WHERE, LibrarySettings, ReadEnd, ReadOrder, Ready
+from lmcache.peers.transports.library import WHERE, LibrarySettings, Ranges, ReadEnd, ReadOrder, Ready
 from lmcache.transport.forks import not_for_children
 
 log = logging.getLogger("lmcache.peers")
@@ -25,7 +25,6 @@ log = logging.getLogger("lmcache.peers")
 _START_SECONDS = 20.0
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 30.0  # before the process is started again, doubled each time
 _STABLE_SECONDS = 60.0  # a process that ran so long begins with the shortest pause
-_LENGTH_BYTES = 4
 # Libraries tell their standard error each connection that ends; and UCX listens where peers can be at all.
 _QUIET = {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 _LOOPBACK = {"UCX_NET_DEVICES": "lo"}
@@ -83,21 +82,13 @@ class LibraryProcess:
                 except (ResourceError, OSError) as error:
                     log.warning("%s", error)
 
-    async def read(
-        self,
-        region: bytes,
-        targets: Sequence[int],
-        sources: Sequence[int],
-        sizes: Sequence[int],
-        until: asyncio.Future[None],
-        seconds: float,
-    ) -> str:
-        """Reads ranges of `region` into L1, as `ReadOrder` has them: "", or why not all of it came. `until` or the time
-        ends it. Nothing is written any more when it returns, also when it is cancelled: else the process has ended."""
+    async def read(self, ranges: Ranges, until: asyncio.Future[None], seconds: float) -> str:
+        """Reads into L1: "", or why not all of it came. `until` or the time ends it. When it returns, also when it is
+        cancelled, nothing is written any more, or the process has ended."""
         life = self._life
         if life is None or life.gone.done():
             return _ENDED
-        return await life.read(region, targets, sources, sizes, until, seconds)
+        return await life.read(ranges, until, seconds)
 
     async def close(self) -> None:
         """Idempotent."""
@@ -143,21 +134,12 @@ class _Life:
         self.region = ready.region
         self._answers = spawn(self._read_answers(reader), "peer-library-answers")
 
-    async def read(
-        self,
-        region: bytes,
-        targets: Sequence[int],
-        sources: Sequence[int],
-        sizes: Sequence[int],
-        until: asyncio.Future[None],
-        seconds: float,
-    ) -> str:
+    async def read(self, ranges: Ranges, until: asyncio.Future[None], seconds: float) -> str:
         number = next(self._numbers)
         answer: asyncio.Future[ReadEnd] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            packed = (array("Q", numbers).tobytes() for numbers in (targets, sources, sizes))
-            self._write(ReadOrder(number, region, *packed))
+            self._write(ReadOrder(number, ranges))
             either: set[asyncio.Future[Any]] = {answer, until}
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -182,8 +164,7 @@ class _Life:
 
     def _write(self, message: msgspec.Struct) -> None:
         assert self._writer is not None
-        payload = msgspec.msgpack.encode(message)
-        self._writer.write(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
+        self._writer.write(framed(message))
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -202,5 +183,5 @@ class _Life:
 
 async def _message(reader: asyncio.StreamReader) -> bytes:
     """EOFError when there is none any more."""
-    length = await reader.readexactly(_LENGTH_BYTES)
+    length = await reader.readexactly(LENGTH_BYTES)
     return await reader.readexactly(int.from_bytes(length, "little"))

@@ -50,7 +50,11 @@ class NixlLibrary:
         except self._faults as error:
             raise RefusedRead(f"NIXL refuses the read ({error})") from None
         try:
-            self._finish(handle, self._agent.postXferReq(handle))
+            status = self._agent.postXferReq(handle)
+            # The server ends this process when it takes too long.
+            status = nixl_agent.end_of_transfer(nixl, self._agent, handle, status, SYSTEM.clock)
+            if status != nixl.NIXL_SUCCESS:
+                raise OSError(f"NIXL reports a read that ended with {status}")
             self._agent.releaseXferReq(handle)
         except self._faults as error:
             raise OSError(f"NIXL reports a read that failed ({error})") from None
@@ -66,13 +70,3 @@ class NixlLibrary:
     def _descriptors(self, addresses: Sequence[int], sizes: Sequence[int]) -> Any:
         ranges = [(address, size, 0) for address, size in zip(addresses, sizes, strict=True)]
         return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, ranges)
-
-    def _finish(self, handle: int, status: Any) -> None:
-        """Polls at growing distances. The server ends the process when it takes too long."""
-        running, look, pause = self._nixl.NIXL_IN_PROG, self._agent.getXferStatus, nixl_agent.FIRST_PAUSE_SECONDS
-        while status == running:
-            SYSTEM.clock.sleep(pause)
-            pause = min(pause * nixl_agent.PAUSE_GROWTH, nixl_agent.LAST_PAUSE_SECONDS)
-            status = look(handle)
-        if status != self._nixl.NIXL_SUCCESS:
-            raise OSError(f"NIXL reports a read that ended with {status}")

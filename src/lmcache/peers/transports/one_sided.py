@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from lmcache.l2.call_threads import CallThreads
 from lmcache.l2.circuit_breaker import CircuitBreaker
 from lmcache.peers.sockets import within
 from lmcache.peers.transports.contract import Fetched, Transfer
+from lmcache.peers.transports.library import Ranges
 from lmcache.peers.transports.library_process import LibraryProcess
 
 log = logging.getLogger("lmcache.peers")
@@ -104,7 +106,8 @@ class OneSidedTransport:
         for buffer in part.buffers:
             buffer[:_CLEARED_BYTES] = bytes(_CLEARED_BYTES)
         seconds = max(0.0, deadline - loop.time())
-        return await self._process.read(self._region, offsets, part.slots, part.sizes, self._closed, seconds)
+        packed = (array("Q", numbers).tobytes() for numbers in (offsets, part.slots, part.sizes))
+        return await self._process.read(Ranges(self._region, *packed), self._closed, seconds)
 
     def _failed(self, sentence: str) -> None:
         self._region = b""  # it may have another one by now
