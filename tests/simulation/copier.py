@@ -11,6 +11,7 @@ from lmcache import _native
 from simulation.world import World
 
 NULL_BLOCK = 0
+_TOKEN_BYTES = 8  # of KV, in the memory of simulated engines
 _NO_SLOT = _native.NO_SLOT.to_bytes(8, "little")
 
 
@@ -24,6 +25,7 @@ class Copies:
     before_store: Callable[[list[int], dict[int, bytes]], None]
     load_seconds: float | None = None  # of every load; None: as the dice say
     store_seconds: float | None = None  # of every store, likewise
+    ends_differ: bool = False  # vLLM's own cache gives a head blocks whose last token is followed by another prompt's
     # By namespace and chunk hash: the same name, the same bytes.
     stored: dict[tuple[bytes, bytes], list[bytes]] = field(default_factory=dict)
 
@@ -56,7 +58,8 @@ class SimCopier:
             if NULL_BLOCK in of_chunk:
                 assert slots[8 * chunk : 8 * chunk + 8] == _NO_SLOT, "a chunk without its blocks is stored"
                 continue
-            content = [before[block] for block in of_chunk]
+            end = -_TOKEN_BYTES if group and self._copies.ends_differ else None
+            content = [before[block][:end] for block in of_chunk]
             assert self._copies.stored.setdefault(name, content) == content, "two contents are stored under one name"
 
         def run() -> int:

@@ -118,7 +118,8 @@ class Run:
         self.shape = shape
         self.objects: dict[ObjectKey, bytes] = {}
         self.network = Network(self.world)
-        self.copies = Copies(self.world, self.snapshot, self.before_load, self.before_store)
+        ends_differ = bool(shape.head) and shape.prefix_caching
+        self.copies = Copies(self.world, self.snapshot, self.before_load, self.before_store, ends_differ=ends_differ)
         self.start_server()
         connection = functools.partial(SimConnection, self.network)
         copier = functools.partial(SimCopier, self.copies)

@@ -56,6 +56,7 @@ class Half:
         self.loaded_blocks = 0
         self.copies = Copies(world, self._snapshot, self._before_load, self._before_store)
         self._copiers: list[SimCopier] = []
+        self._keepers: dict[str, Any] = {}  # what runs them, by their threads' names
         environment = replace(
             engine_environment(world, functools.partial(SimConnection, pair.network), self._new_copier),
             thread=self._new_thread,
@@ -63,7 +64,10 @@ class Half:
         self.engine = Engine(world, replace(pair.shape, role=role), pair.folder, environment, name)
 
     def _new_thread(self, target: Any, name: str, daemon: bool) -> Any:
-        return SimThread(self._pair.world, target, f"{self.name}/{name}", daemon)
+        name = f"{self.name}/{len(self._keepers)}/{name}"
+        if name.endswith("lmcache-keeper"):
+            self._keepers[name] = target.__self__
+        return SimThread(self._pair.world, target, name, daemon)
 
     def _new_copier(self, *arguments: Any) -> SimCopier:
         self._copiers.append(SimCopier(self.copies, *arguments))
@@ -100,7 +104,8 @@ class Half:
         for copier in self._copiers:
             copier.die()
         clients = [worker.worker_side.client for worker in self.engine.workers if worker.worker_side is not None]
-        self._pair.world.kill(lambda name: name.startswith(self.name + "/") and not name.endswith("lmcache-keeper"))
+        last = {name for name, client in self._keepers.items() if client not in clients}
+        self._pair.world.kill(lambda name: name.startswith(self.name + "/") and name not in last)
         for client in clients:
             if client.memory is not None:
                 client.memory.close()
