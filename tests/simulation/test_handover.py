@@ -276,6 +276,7 @@ def test_all_that_was_announced_is_loaded(name: str, pairs: Any) -> None:
     """Prompts of one step and of several, whose stores may come long after their answer."""
     pair = pairs(name)
     pair.world.sleep(1.0)
+    announced = 0
     for number in range(8):
         before = pair.decode.loaded_blocks
         prompt = pair.fresh(pair.random.choice((60, 64, 65, 200)))
@@ -285,6 +286,10 @@ def test_all_that_was_announced_is_loaded(name: str, pairs: Any) -> None:
         # A window has whole chunks alone; else there is a partial one.
         unit = pair.shape.block_tokens if pair.shape.window is None else pair.network.server.chunk_tokens
         whole = (len(prompt) - pair.shape.head) // unit * unit
+        if not whole:
+            assert told is None
+            continue
+        announced += 1
         assert told[SOURCE_KEY]["tokens"] == whole, (told, len(prompt), unit)
         loaded = (pair.decode.loaded_blocks - before) * pair.shape.block_tokens
         groups_and_ranks = pair.shape.ranks * (2 if pair.shape.head else 1)
@@ -292,7 +297,7 @@ def test_all_that_was_announced_is_loaded(name: str, pairs: Any) -> None:
             assert loaded == whole * groups_and_ranks, (loaded, told, len(prompt))
         else:
             assert loaded > 0
-    assert pair.did["told"] == 8
+    assert pair.did["told"] == announced
     pair.settle()
 
 
