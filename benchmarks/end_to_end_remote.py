@@ -24,13 +24,14 @@ from lmcache.testing.demo import wait_until_stored
 from lmcache.testing.processes import CacheServer, VllmEngine
 from lmcache.testing.tiny_models import make_llama
 from measure import Result, at_most, command_line, report, spread
-from remote_tiers import TIERS
+from remote_tiers import MIB, TIERS
 
 CHUNK_TOKENS = 256
 COMPUTED, FROM_L1, FROM_TIER = "computed", "L1 hit", "hit"
 TRIALS = 10  # until a peer's tier has everything: each waits three seconds
 SERVER = ("--l2-prefetch-policy", "retain")  # so that what came from the tier is in L1 for the next hit
-PEER_SERVER = (*SERVER, "--supported-transfer-mode", "auto")
+# Slots of its nixl_store have this size, here that of a chunk; ours have that of an object whatever L1 says.
+PEER_SERVER = (*SERVER, "--supported-transfer-mode", "auto", "--l1-align-bytes", str(2 * MIB))
 PEER_ENVIRONMENT = {"LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": ""}
 L1_SIZE_GB = 2
 

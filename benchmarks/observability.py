@@ -279,7 +279,7 @@ def stormed(objects: int, salts: int, seconds: float, storms: int) -> list[Resul
 
 
 def main() -> int:
-    parser = command_line(__doc__, runs=60)
+    parser = command_line(__doc__, runs=600)
     parser.add_argument("--objects", type=int, default=1_000_000)
     parser.add_argument("--salts", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a storm")
