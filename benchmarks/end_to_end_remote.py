@@ -24,14 +24,13 @@ from lmcache.testing.demo import wait_until_stored
 from lmcache.testing.processes import CacheServer, VllmEngine
 from lmcache.testing.tiny_models import make_llama
 from measure import Result, at_most, command_line, report, spread
-from remote_tiers import MIB, TIERS
+from remote_tiers import TIERS
 
 CHUNK_TOKENS = 256
 COMPUTED, FROM_L1, FROM_TIER = "computed", "L1 hit", "hit"
 TRIALS = 10  # until a peer's tier has everything: each waits three seconds
 SERVER = ("--l2-prefetch-policy", "retain")  # so that what came from the tier is in L1 for the next hit
-# Slots of its nixl_store have this size, here that of a chunk; ours have that of an object whatever L1 says.
-PEER_SERVER = (*SERVER, "--supported-transfer-mode", "auto", "--l1-align-bytes", str(2 * MIB))
+PEER_SERVER = (*SERVER, "--supported-transfer-mode", "auto")
 PEER_ENVIRONMENT = {"LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": ""}
 L1_SIZE_GB = 2
 
@@ -49,7 +48,7 @@ class Side:
         if peer is not None:
             options = {"interpreter": str(peer / "bin" / "python"), "environment": PEER_ENVIRONMENT}
             config = {}
-        flags = [*(SERVER if self.is_ours else PEER_SERVER), *adapter]
+        flags = [*(SERVER if self.is_ours else (*PEER_SERVER, *TIERS[tier].peer_flags)), *adapter]
         self._server = stack.enter_context(CacheServer(folder, l1_size_gb=L1_SIZE_GB, extra=flags, **options))
         self._server.wait_ready(120.0)
         engine = VllmEngine(model, folder, cache_port=self._server.port, extra_config=config, **options)

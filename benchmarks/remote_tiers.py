@@ -21,10 +21,11 @@ Specification = dict[str, Any]
 
 class Tier(NamedTuple):
     """`serve`: of a folder and a number of objects of at most 4 MiB, runs the service and yields the adapter's JSON.
-    `in_peer`: LMCache 0.5.6 takes the same JSON."""
+    `in_peer`: LMCache 0.5.6 takes the same JSON, and its server `peer_flags`."""
 
     serve: Callable[[Path, int], AbstractContextManager[Specification]]
     in_peer: bool = False
+    peer_flags: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -104,7 +105,8 @@ TIERS = {
     "fs": Tier(_files, in_peer=True),
     "resp": Tier(_valkey, in_peer=True),
     "s3": Tier(_s3, in_peer=True),
-    "nixl": Tier(_nixl_posix, in_peer=True),
+    # Slots of the peer's pool are as large as L1 aligns objects, here a chunk; ours hold an object each.
+    "nixl": Tier(_nixl_posix, in_peer=True, peer_flags=("--l1-align-bytes", str(2 * MIB))),
     "nixl-s3": Tier(_nixl_s3),
     "nixl-azure": Tier(_nixl_azure),
     "mooncake": Tier(_mooncake),
