@@ -25,7 +25,9 @@ class Copies:
     before_store: Callable[[list[int], dict[int, bytes]], None]
     load_seconds: float | None = None  # of every load; None: as the dice say
     store_seconds: float | None = None  # of every store, likewise
-    ends_differ: bool = False  # vLLM's own cache gives a head blocks whose last token is followed by another prompt's
+    # Whether a head's block may end so: vLLM's own cache gives it blocks that end as another prompt went on. None:
+    # there is no such cache.
+    may_end_so: Callable[[int, bytes], bool] | None = None
     # By namespace and chunk hash: the same name, the same bytes.
     stored: dict[tuple[bytes, bytes], list[bytes]] = field(default_factory=dict)
 
@@ -58,8 +60,11 @@ class SimCopier:
             if NULL_BLOCK in of_chunk:
                 assert slots[8 * chunk : 8 * chunk + 8] == _NO_SLOT, "a chunk without its blocks is stored"
                 continue
-            end = -_TOKEN_BYTES if group and self._copies.ends_differ else None
-            content = [before[block][:end] for block in of_chunk]
+            content = [before[block] for block in of_chunk]
+            may_end_so = self._copies.may_end_so
+            if group and may_end_so is not None:
+                assert all(may_end_so(self._memory[group], block) for block in content), "a head's block ends wrongly"
+                content = [block[:-_TOKEN_BYTES] for block in content]
             assert self._copies.stored.setdefault(name, content) == content, "two contents are stored under one name"
 
         def run() -> int:

@@ -487,6 +487,12 @@ class Engine:
         is_end = position % self.shape.block_tokens == self.shape.block_tokens - 1
         return is_end and may_follow(int(value), int(next_value))
 
+    def may_end_so(self, address: int, content: bytes) -> bool:
+        """Whether some token behind a head's block, of the worker's memory at `address`, gives its last one this KV."""
+        rank = next(rank for rank, memory in enumerate(self.memory) if memory.ctypes.data == address)
+        before, last = np.frombuffer(content, np.uint64)[-2:] ^ np.uint64(self._flavour(rank, 1))
+        return may_follow(int(before), int(last))
+
     def _drafts(self, requests: Sequence[Request]) -> DraftTokenIds:
         drafts = []
         for request in requests:

@@ -118,12 +118,13 @@ class Run:
         self.shape = shape
         self.objects: dict[ObjectKey, bytes] = {}
         self.network = Network(self.world)
-        ends_differ = bool(shape.head) and shape.prefix_caching
-        self.copies = Copies(self.world, self.snapshot, self.before_load, self.before_store, ends_differ=ends_differ)
+        self.copies = Copies(self.world, self.snapshot, self.before_load, self.before_store)
         self.start_server()
         connection = functools.partial(SimConnection, self.network)
         copier = functools.partial(SimCopier, self.copies)
         self.engine = Engine(self.world, shape, folder, engine_environment(self.world, connection, copier))
+        if shape.head and shape.prefix_caching:
+            self.copies.may_end_so = self.engine.may_end_so
         self.odds = Odds()
         self.texts: list[list[int]] = [self.fresh(16 * self.random.randint(1, 14)) for _ in range(4)]
         self.session: _Session | None = None
