@@ -143,6 +143,7 @@ PEER_LEASE_SECONDS = 10.0  # from a lookup to the read, and from one read to the
 PEER_IDLE_SECONDS = 2.0  # without a byte of a transfer
 PEER_VANISHED_SECONDS = 20  # without a sign of the other machine, at least 4: its connections end
 PEER_LOAD_FLOOR_SECONDS = 2.0  # of the deadline of a load; what its size takes comes on top
+PEER_LEAST_READ_SECONDS = 0.2  # that a transfer engine has for a read, or does not begin it
 PEER_LOAD_MARGIN = 8  # how many times longer a load may take than at the measured rate
 PEER_FIRST_RATE = 50e6  # bytes a second, until one is measured
 PEER_BREAKER_FAILURES = 3
