@@ -235,6 +235,26 @@ def test_the_deadline_of_loads_is_not_that_of_a_slow_import(
     run(test)
 
 
+def test_a_peer_that_was_forgotten_is_read_again(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    forgetful = (
+        "from lmcache.core import limits; limits.MAX_PEERS = 1; from lmcache.peers.transports import library_main"
+    )
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{forgetful}; library_main.main()"\n')
+    program.chmod(0o700)
+
+    async def test() -> None:
+        with holding(WANTED[:4], WANTED[4:], transfer_engine=engine) as holders:
+            monkeypatch.setattr(sys, "executable", str(program))
+            async with reading([holder.address for holder in holders], transfer_engine=engine) as reader:
+                for _ in range(5):
+                    for wanted in (WANTED[:4], WANTED[4:]):
+                        await loads_by(engine, reader, wanted)
+                assert not reader.sample("p2p_failures_total", reason="transfer_engine")
+
+    run(test)
+
+
 def test_only_a_process_that_reads_into_l1_keeps_its_slots_taken(engine: str) -> None:
     async def test() -> None:
         async with pair(engine) as (holder, _, reader):
