@@ -235,17 +235,40 @@ def test_the_deadline_of_loads_is_not_that_of_a_slow_import(
     run(test)
 
 
-def test_a_peer_that_was_forgotten_is_read_again(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "python"
-    forgetful = (
-        "from lmcache.core import limits; limits.MAX_PEERS = 1; from lmcache.peers.transports import library_main"
-    )
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{forgetful}; library_main.main()"\n')
+def limited(folder: Path, limit: str) -> str:
+    """A program in place of Python, in which a transfer engine has that limit."""
+    code = f"from lmcache.core import limits; limits.{limit}; from lmcache.peers.transports import library_main"
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}; library_main.main()"\n')
     program.chmod(0o700)
+    return str(program)
+
+
+def test_a_read_that_waited_until_its_end_in_the_process_is_not_begun(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = limited(tmp_path, "PEER_LEAST_READ_SECONDS = 1000.0")
+
+    async def test() -> None:
+        with holding(WANTED, transfer_engine=engine) as (holder,):
+            monkeypatch.setattr(sys, "executable", program)
+            async with reading([holder.address], transfer_engine=engine) as reader:
+                pid = reader.library.pid
+                for _ in range(3):
+                    await reader.gets(WANTED)
+                assert not reader.sample("p2p_received_bytes_total", transport=engine)
+                assert not reader.sample("p2p_failures_total", reason="transfer_engine")
+                assert reader.library.pid == pid and reader.library.region
+
+    run(test)
+
+
+def test_a_peer_that_was_forgotten_is_read_again(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = limited(tmp_path, "MAX_PEERS = 1")
 
     async def test() -> None:
         with holding(WANTED[:4], WANTED[4:], transfer_engine=engine) as holders:
-            monkeypatch.setattr(sys, "executable", str(program))
+            monkeypatch.setattr(sys, "executable", program)
             async with reading([holder.address for holder in holders], transfer_engine=engine) as reader:
                 for _ in range(5):
                     for wanted in (WANTED[:4], WANTED[4:]):

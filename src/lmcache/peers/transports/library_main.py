@@ -26,6 +26,7 @@ from lmcache.errors import ResourceError
 from lmcache.memory.header import HEADER_BYTES, Header
 from lmcache.memory.ownership import try_lock_writer
 from lmcache.peers.transports.library import (
+    LateRead,
     Library,
     LibrarySettings,
     ReadEnd,
@@ -107,6 +108,8 @@ class _Reads:
         try:
             self._read(order)
             end = ReadEnd(order.number, "")
+        except LateRead:
+            end = ReadEnd(order.number, "", was_late=True)
         except (RefusedRead, msgspec.MsgspecError, UnicodeDecodeError) as error:
             end = ReadEnd(order.number, str(error))
         except Exception as error:  # whatever a library raises: the server ends this process
@@ -130,6 +133,7 @@ class _Reads:
             [self._address + offset for offset in targets],
             [region.address + offset for offset in sources],
             sizes,
+            order.deadline,
         )
 
 

@@ -83,9 +83,9 @@ class LibraryProcess:
                     log.warning("%s", error)
 
     async def read(self, ranges: Ranges, until: asyncio.Future[None], seconds: float) -> str | None:
-        """Reads into L1: "", or why not all of it came; None where there is no process, or it ended for another reason
-        than this read. `until` or the time ends it. When it returns, also when it is cancelled, nothing is written any
-        more, or the process has ended."""
+        """Reads into L1: "", or why not all of it came; None where there is no process, it was busy all the time, or it
+        ended for another reason than this read. `until` or the time ends it. When it returns, also when it is
+        cancelled, nothing is written any more, or the process has ended."""
         life = self._life
         if life is None or life.is_ending:
             return None
@@ -152,7 +152,7 @@ class _Life:
         answer: asyncio.Future[ReadEnd | None] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            self._write(ReadOrder(number, ranges))
+            self._write(ReadOrder(number, ranges, asyncio.get_running_loop().time() + seconds))
             either: set[asyncio.Future[Any]] = {answer, until}
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -161,7 +161,9 @@ class _Life:
             is_late = not answer.done() and not self.is_ending  # another one that is late ends it for all
             if not answer.done() or (end is not None and end.may_write):
                 await self._kill()
-        return end.sentence if end is not None else "it did not end in time" if is_late else None
+        if end is None:
+            return "it did not end in time" if is_late else None
+        return None if end.was_late else end.sentence
 
     async def end(self) -> None:
         """Idempotent."""

@@ -14,7 +14,7 @@ from lmcache.core import limits
 from lmcache.errors import ResourceError
 from lmcache.l2.adapters.mooncake_client import INSTALL, RDMA_DEVICES, SYSTEM_LIBRARIES
 from lmcache.peers.transports.known_servers import KnownServers
-from lmcache.peers.transports.library import WHERE, LibrarySettings, RefusedRead, Region
+from lmcache.peers.transports.library import WHERE, LibrarySettings, RefusedRead, Region, refuse_late
 
 
 class MooncakeLibrary:
@@ -43,10 +43,13 @@ class MooncakeLibrary:
     def region(self) -> Region:
         return self._region
 
-    def read(self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+    def read(
+        self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], deadline: float
+    ) -> None:
         if region.metadata:
             raise RefusedRead("the other server describes its memory as Mooncake does not")
         with self._turns.reading(region.name) as turn, turn:
+            refuse_late(deadline)
             failed = self._engine.batch_transfer_sync_read(region.name, list(targets), list(sources), list(sizes))
         if failed:
             raise OSError(f"Mooncake reports a read from {region.name} that failed")

@@ -14,7 +14,7 @@ from lmcache.environment import SYSTEM
 from lmcache.errors import ResourceError
 from lmcache.l2.adapters import nixl_agent
 from lmcache.peers.transports.known_servers import KnownServers
-from lmcache.peers.transports.library import WHERE, LibrarySettings, RefusedRead, Region
+from lmcache.peers.transports.library import WHERE, LibrarySettings, RefusedRead, Region, refuse_late
 
 _BACKEND = "UCX"
 
@@ -41,7 +41,10 @@ class NixlLibrary:
     def region(self) -> Region:
         return Region(self._name, self._agent.getLocalMD(), self._address, self._size_bytes)
 
-    def read(self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+    def read(
+        self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], deadline: float
+    ) -> None:
+        refuse_late(deadline)
         try:
             with self._agents.reading(region.metadata) as name:
                 self._transfer(name, self._descriptors(targets, sizes), self._descriptors(sources, sizes))
