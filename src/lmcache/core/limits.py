@@ -201,6 +201,7 @@ MAX_NAMED_PARTIALS = 1024  # partial chunks that operators ask for by their toke
 REPORTED_ENTRIES = 4096  # of a request that a server sends as text
 REPORTED_OBJECTS = 65_536  # of one with columns
 MAX_LOGGED_EVENT_REQUESTS = 1024  # that a log keeps between servers and coordinator, at most 1.5 MB each as these send
+MAX_TOLD_LOG_REQUESTS = MAX_LOGGED_EVENT_REQUESTS // 2 // MAX_FLEET_RESYNCS  # unread, of a server that tells everything
 
 assert MAX_HTTP_KEYS * MAX_FLEET_COPIES_SHOWN <= MAX_FLEET_COPIES_ASKED
 assert MAX_FLEET_INSTANCES * 4096 <= MAX_MEMBER_ANSWER_BYTES
