@@ -6,18 +6,23 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmcache.cli.main import main
-from lmcache.fleet.event_log import DEFAULT_STREAM
+from lmcache.fleet.event_log import DEFAULT_STREAM, EventLogSettings
+from lmcache.fleet.events import EventIntake
+from lmcache.fleet.messages import Batch, EventsAnswer
 from lmcache.testing.processes import CacheServer, CoordinatorProcess, free_port
 from polling import until
 from process.support import SmallEngine
 from process.test_fleet import become, joined, member, places
 from services.redis import Valkey
+from unit.fleet.test_reporting import Joined, coordinator, url_of
 
 PASSWORD = "short"
 pytest.importorskip("redis")
@@ -125,6 +130,41 @@ def test_a_log_that_is_lost_costs_one_resync(fleet: LoggedFleet) -> None:
     assert resyncs(server) == before + 1
     until(lambda: coordinator.metric_at(coordinator.port, "lmcache_mp_coordinator_event_log_failures_total") > 0)
     assert "Servers' events cannot be read" in coordinator.log() and "Traceback" not in coordinator.log()
+
+
+def test_a_server_that_tells_much_does_not_push_out_what_is_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that is slower than the servers, and a log that keeps little."""
+    monkeypatch.setattr("lmcache.fleet.valkey_log.MAX_LOGGED_EVENT_REQUESTS", 100)
+    monkeypatch.setattr("lmcache.fleet.valkey_log._BODIES_AT_ONCE", 1)
+    monkeypatch.setattr("lmcache.fleet.fleet.MAX_LOGGED_EVENT_REQUESTS", 100)
+    for module in ("fleet", "event_log"):
+        monkeypatch.setattr(f"lmcache.fleet.{module}.MAX_TOLD_LOG_REQUESTS", 3)
+    monkeypatch.setattr("lmcache.fleet.event_batches.REPORTED_ENTRIES", 2)
+    monkeypatch.setattr("lmcache.fleet.event_log._ASK_SECONDS", 0.02)
+    apply = EventIntake.apply
+
+    def apply_slowly(intake: EventIntake, batches: Sequence[Batch]) -> EventsAnswer:
+        time.sleep(0.003)
+        return apply(intake, batches)
+
+    monkeypatch.setattr(EventIntake, "apply", apply_slowly)
+    with contextlib.ExitStack() as stack:
+        valkey = stack.enter_context(Valkey(tmp_path, port=free_port()))
+        valkey.wait_ready()
+        valkey.call("CONFIG", "SET", "stream-node-max-entries", "10")  # it drops whole nodes
+        url = f"redis://127.0.0.1:{valkey.port}"
+        process = stack.enter_context(coordinator(event_transport="valkey", valkey_url=url))
+        by_log: dict[str, Any] = {"event_transport": "valkey", "event_log": EventLogSettings(url)}
+        servers = [Joined(url_of(process), name, **by_log) for name in ("a", "b")]
+        for server in servers:
+            for number in range(600):
+                server.tiers[0].add((number % 4, number), 4096)
+            stack.enter_context(server)
+        until(lambda: all(server.is_told(process) for server in servers))
+        until(lambda: process.fleet.intake.counts.resyncs == len(servers))
+        assert not process.fleet.intake.counts.gaps
 
 
 def test_a_wrong_password_keeps_nobody_from_serving(fleet: LoggedFleet) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from lmcache.core.chunking import ChunkHasher
+from lmcache.core.limits import MAX_LOGGED_EVENT_REQUESTS, MAX_TOLD_LOG_REQUESTS
 from lmcache.environment import Environment
 from lmcache.errors import ConfigError, LMCacheError
 from lmcache.fleet import checkpoint, saved_file
@@ -101,6 +102,15 @@ class Fleet:
         if keys:
             return PromptKeys(len({key.chunk_hash_hex for key in keys}), list(keys))
         return keys_of_prompt(self.hasher, token_ids, model_name, world_size, cache_salt)
+
+    def log_requests(self, instance_id: str) -> int:
+        """How many requests of a server may be in the log and unread, so that nothing is dropped there before it is
+        read: half of what the log keeps is for servers that tell everything. 0: no log is read."""
+        if self.log_reader is None:
+            return 0
+        if self.intake.turns.has(instance_id):
+            return MAX_TOLD_LOG_REQUESTS
+        return max(1, MAX_LOGGED_EVENT_REQUESTS // 2 // max(1, len(self.instances)))
 
     def stored_partials(self, prompt: PromptKeys) -> list[tuple[int, list[Key]]]:
         """The partial chunks of the prompt of which a server has something: how many tokens each has, and its key for

@@ -46,6 +46,10 @@ class ResyncTurns:
         with self._lock:
             return instance_id in self._leaves_at
 
+    def has(self, instance_id: str) -> bool:
+        with self._lock:
+            return instance_id in self._ends_at
+
     def tells(self, instance_id: str) -> None:
         """Something has come of it."""
         with self._lock:

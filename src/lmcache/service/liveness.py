@@ -54,6 +54,7 @@ class LivenessService:
         self._settings = context.settings
         self._metrics = context.metrics
         self._core = context.l1.core
+        self._locks = context.locks
         self._clock = context.clock
         self._loop = context.loop
         self._registry = registry
@@ -61,7 +62,8 @@ class LivenessService:
         self._owners = owners
         self._sweeping = False
         self._closed = False
-        # Reservations of slots that the previous server itself was loading into: its I/O may end after it.
+        # Reservations of slots that the previous server itself was loading into: its I/O may end after it, and a
+        # process that loaded for it, too.
         self._late_io: list[int] = []
         self._late_io_until = self._clock.monotonic() + L1_LATE_IO_SECONDS
         for quarantined in context.l1.recovered.quarantined:
@@ -245,7 +247,7 @@ class LivenessService:
                     log.warning("Worker %d of instance %s has died", worker_id, instance.instance_id)
                     self._remove(instance, worker_id, graceful=False)
         self._owners.release_quarantine()
-        if now_seconds >= self._late_io_until:
+        if now_seconds >= self._late_io_until and self._late_io and not self._locks.other_writer_lives():
             while self._late_io:
                 self._core.abort(self._late_io.pop())
         ended = self._core.expire(now_seconds)

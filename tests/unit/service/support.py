@@ -109,9 +109,13 @@ class Storage:
 
 @dataclass
 class Locks:
-    """Which owners' processes run."""
+    """Which owners' processes run, and whether one does that loaded for a previous server."""
 
     alive: set[int] = field(default_factory=set)
+    writer_lives: bool = False
+
+    def other_writer_lives(self) -> bool:
+        return self.writer_lives
 
     def owner_alive(self, owner: int) -> bool:
         return owner in self.alive
