@@ -12,7 +12,7 @@ import pytest
 
 from lmcache.errors import ServerUnavailable
 from lmcache.fleet import fleet, reporting
-from lmcache.fleet.event_log import EventLogSettings
+from lmcache.fleet.event_log import ValkeySettings
 from polling import until
 from seeds import SEED
 from unit.fleet.test_reporting import Joined, coordinator, url_of
@@ -41,6 +41,9 @@ class LossyLog:
             time.sleep(0.01)
         return self.bodies[-2:-1] + found if self.is_lossy else found
 
+    def retained(self, position: str) -> str:
+        return position or "0"
+
     def close(self) -> None:
         pass
 
@@ -54,7 +57,7 @@ def test_whatever_a_log_loses_the_directory_says_what_servers_have(monkeypatch: 
     monkeypatch.setattr("lmcache.fleet.reporter._FIRST_RETRY_SECONDS", 0.01)
     for name in ("_FIRST_RESYNC_SECONDS", "_LAST_RESYNC_SECONDS"):
         monkeypatch.setattr(f"lmcache.fleet.reporter.{name}", 0.01)
-    by_log: dict[str, Any] = {"event_transport": "valkey", "event_log": EventLogSettings("redis://h:1")}
+    by_log: dict[str, Any] = {"event_transport": "valkey", "event_log": ValkeySettings("redis://h:1")}
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(coordinator(event_transport="valkey"))
         servers = [stack.enter_context(Joined(url_of(process), name, **by_log)) for name in ("a", "b")]
