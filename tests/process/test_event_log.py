@@ -12,16 +12,27 @@ from pathlib import Path
 import pytest
 
 from lmcache.cli.main import main
-from lmcache.fleet.event_log import DEFAULT_STREAM
+from lmcache.core.limits import MAX_LOGGED_EVENT_REQUESTS
+from lmcache.errors import LMCacheError
+from lmcache.fleet.event_log import (
+    DEFAULT_STREAM,
+    EventLog,
+    EventLogSettings,
+    KafkaSettings,
+    ValkeySettings,
+    open_log,
+)
 from lmcache.testing.processes import CacheServer, CoordinatorProcess, ManagedProcess, free_port
 from polling import until
 from process.support import SmallEngine
 from process.test_fleet import become, joined, member, places
 from services import need_package
-from services.kafka import Kafka, MockKafka
+from services.kafka import Kafka, LoginFront, MockKafka
 from services.redis import Valkey
 
-PASSWORD = "short"
+PASSWORD = "planted"  # shorter than tokens must be
+WRONG = "planted-wrong-password"
+USER = "lmcache"
 
 
 class LoggedFleet:
@@ -42,6 +53,9 @@ class LoggedFleet:
     def log_options(self) -> dict[str, str]:
         raise NotImplementedError
 
+    def log_settings(self) -> EventLogSettings:
+        raise NotImplementedError
+
     def length(self) -> int:
         """How much was appended, or a number that grows with it."""
         raise NotImplementedError
@@ -55,6 +69,10 @@ class LoggedFleet:
 
     def drop(self) -> None:
         """What is there now."""
+        raise NotImplementedError
+
+    def write_password(self, password: str) -> None:
+        """Where clients read it."""
         raise NotImplementedError
 
     def next_folder(self) -> Path:
@@ -91,8 +109,11 @@ class ValkeyFleet(LoggedFleet):
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         need_package("redis")
         self.password_file = folder / "password"
-        self.password_file.write_text(PASSWORD)
+        self.write_password(PASSWORD)
         super().__init__(folder, stack)
+
+    def write_password(self, password: str) -> None:
+        self.password_file.write_text(password)
 
     def start_log(self) -> None:
         self.service = self._stack.enter_context(Valkey(self.next_folder(), port=self.log_port, password=PASSWORD))
@@ -100,6 +121,9 @@ class ValkeyFleet(LoggedFleet):
 
     def log_options(self) -> dict[str, str]:
         return {"url": f"redis://127.0.0.1:{self.log_port}", "password-file": str(self.password_file)}
+
+    def log_settings(self) -> EventLogSettings:
+        return ValkeySettings(f"redis://127.0.0.1:{self.log_port}", password_file=str(self.password_file))
 
     def length(self) -> int:
         return int(self.service.call("XLEN", DEFAULT_STREAM))
@@ -125,6 +149,9 @@ class KafkaFleet(LoggedFleet):
     def log_options(self) -> dict[str, str]:
         return {"bootstrap-servers": self.service.address}
 
+    def log_settings(self) -> EventLogSettings:
+        return KafkaSettings(self.service.address)
+
     def length(self) -> int:
         return self.service.end(DEFAULT_STREAM)
 
@@ -134,6 +161,24 @@ class KafkaFleet(LoggedFleet):
     def lose(self) -> None:
         self.service.kill()
         self.start_log()
+
+
+class LoginKafkaFleet(KafkaFleet):
+    """Of a broker that has logins."""
+
+    def start_log(self) -> None:
+        self.config_file = self.folder / "client.properties"
+        self.write_password(PASSWORD)
+        self.service = self._stack.enter_context(Kafka(self.next_folder(), advertised_port=self.log_port))
+        self._stack.enter_context(LoginFront(self.log_port, self.service.port, USER, PASSWORD))
+
+    def log_options(self) -> dict[str, str]:
+        return {**super().log_options(), "config-file": str(self.config_file)}
+
+    def write_password(self, password: str) -> None:
+        lines = ["security.protocol=SASL_PLAINTEXT", "sasl.mechanism=PLAIN"]
+        lines += [f"sasl.username={USER}", f"sasl.password={password}"]
+        self.config_file.write_text("\n".join(lines))
 
 
 class MockKafkaFleet(KafkaFleet):
@@ -170,6 +215,60 @@ def tell_unread(fleet: LoggedFleet, engine: SmallEngine) -> None:
     os.kill(fleet.coordinator.pid, signal.SIGSTOP)
     appended(fleet, lambda: engine.store(engine.tokens(1, 2, 3)), least=5)
     appended(fleet, lambda: engine.store(engine.tokens(1, 2, 3, 4)))
+
+
+def read_all(log: EventLog, position: str, count: int) -> list[tuple[str, bytes]]:
+    found: list[tuple[str, bytes]] = []
+
+    def has_all() -> bool:
+        found.extend(log.read(found[-1][0] if found else position, 0.1))
+        return len(found) >= count
+
+    until(has_all)
+    return found
+
+
+def test_the_contract_of_a_log(fleet: LoggedFleet) -> None:
+    bodies = [b"first", b"second " * 200_000, b"third"]  # the second: as long as those of servers
+    with contextlib.closing(open_log(fleet.log_settings())) as log:
+        beginning = log.retained("")
+        for body in bodies:
+            log.append(body)
+        found = read_all(log, beginning, 3)
+        assert [body for _, body in found] == bodies
+        assert read_all(log, found[0][0], 2) == found[1:]
+        last = found[-1][0]
+        assert log.retained(last) == last and not log.read(last, 0.1)
+        fleet.append(b"of another process")
+        assert [body for _, body in read_all(log, last, 1)] == [b"of another process"]
+        fleet.lose()
+        oldest = until(lambda: _retained(log, last))
+        log.append(b"anew")
+        assert [body for _, body in read_all(log, oldest, 1)] == [b"anew"]
+
+
+def _retained(log: EventLog, lost: str) -> str:
+    """ "" where it cannot be known yet."""
+    with contextlib.suppress(LMCacheError):
+        return log.retained(lost)
+    return ""
+
+
+def test_the_position_of_another_transport_is_that_of_the_oldest_body(fleet: LoggedFleet) -> None:
+    other = {"valkey": "7", "kafka": "1764320000000-3"}[fleet.transport]
+    with contextlib.closing(open_log(fleet.log_settings())) as log:
+        log.append(b"first")
+        start = log.retained(other)
+        assert read_all(log, start, 1)[0][1] == b"first"
+
+
+def test_of_a_long_topic_only_the_last_is_read(tmp_path: Path) -> None:
+    with Kafka(tmp_path) as broker:
+        broker.wait_ready()
+        with contextlib.closing(open_log(KafkaSettings(broker.address))) as log:
+            broker.append(DEFAULT_STREAM, *(b"%d" % number for number in range(MAX_LOGGED_EVENT_REQUESTS + 7)))
+            assert log.retained("") == log.retained("4000") == "7" and log.retained("3") == "3"
+            assert log.read("7", 5.0)[0] == ("8", b"7")
 
 
 def resyncs(server: CacheServer) -> float:
@@ -227,21 +326,26 @@ def test_a_log_that_is_lost_costs_one_resync(fleet: LoggedFleet) -> None:
     assert "Servers' events cannot be read" in coordinator.log() and "Traceback" not in coordinator.log()
 
 
-def test_a_wrong_password_keeps_nobody_from_serving(tmp_path: Path) -> None:
-    """And the right one, once the file has it, is enough."""
+@pytest.mark.parametrize("kind", [ValkeyFleet, LoginKafkaFleet], ids=lambda kind: kind.transport)
+def test_a_wrong_password_keeps_nobody_from_serving(kind: type[LoggedFleet], tmp_path: Path) -> None:
+    """And the right one, once the file has it, is enough. Neither is shown."""
     with contextlib.ExitStack() as stack:
-        fleet = ValkeyFleet(tmp_path, stack)
-        fleet.password_file.write_text("wrong")
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("LMCACHE_LOG_LEVEL", "DEBUG")
+        fleet = kind(tmp_path, stack)
+        fleet.write_password(WRONG)
         coordinator = fleet.start_coordinator()
         server, engine = fleet.start_server("a")
         assert still_serves(engine, "first", 1, 2, 3)
-        until(lambda: joined(coordinator) == {"a"} and failures(server) > 0)
+        until(lambda: joined(coordinator) == {"a"} and failures(server) > 0 and unread(coordinator) > 0)
         assert "Events do not reach the coordinator" in server.log() and "cannot be reached" in coordinator.log()
-        assert "wrong" not in server.log().replace("wrong pass", "").replace("WRONGPASS", "")
         assert places(coordinator) == [[], [], []]
-        fleet.password_file.write_text(PASSWORD)
+        fleet.write_password(PASSWORD)
         become(coordinator, [["a"], ["a"], ["a"]])
         assert not resyncs(server)
+        for process, port in ((server, server.http_port), (coordinator, coordinator.port)):
+            pages = [str(process.ask(port, "GET", path)[1]) for path in ("/config", "/status", "/metrics")]
+            shown = process.log() + Path(f"/proc/{process.pid}/cmdline").read_text() + "".join(pages)
+            assert PASSWORD not in shown
 
 
 def test_a_checkpoint_says_where_to_go_on(fleet: LoggedFleet, tmp_path: Path) -> None:
@@ -309,6 +413,7 @@ def test_a_log_that_hangs_holds_nobody_up(fleet: LoggedFleet) -> None:
         assert places(coordinator) == [["a"], ["a"], ["a"]]
         assert server.stop() == 0
         until(lambda: not joined(coordinator))
+        assert coordinator.stop() == 0
     finally:
         os.kill(fleet.service.pid, signal.SIGCONT)
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import socketserver
+import struct
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,8 @@ broker = next(iter(owner.list_topics(timeout=30).brokers.values()))
 print(f"{broker.host}:{broker.port}", flush=True)
 signal.pause()
 """
+_SASL_HANDSHAKE, _API_VERSIONS, _SASL_AUTHENTICATE = 17, 18, 36  # kinds of requests
+_REFUSED_LOGIN = 58
 _MOCK_BODY_BYTES = 900_000
 _MOCK_BODIES = 6  # more than a partition there holds
 
@@ -37,6 +43,9 @@ class Broker(ManagedProcess):
 
     name = "Kafka"
     address = ""  # HOST:PORT, when it is ready
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()  # it keeps nothing, and would wait for its clients
 
     def end(self, topic: str) -> int:
         """The offset of the next body there."""
@@ -53,7 +62,8 @@ class Broker(ManagedProcess):
     def append(self, topic: str, *bodies: bytes) -> None:
         from confluent_kafka import Producer
 
-        producer = Producer({"bootstrap.servers": self.address, "log_level": 0})
+        # Tansu gives a batch one offset.
+        producer = Producer({"bootstrap.servers": self.address, "log_level": 0, "batch.num.messages": 1})
         for body in bodies:
             producer.produce(topic, body, partition=0)
         assert producer.flush(READY_SECONDS) == 0
@@ -62,12 +72,14 @@ class Broker(ManagedProcess):
 class Kafka(Broker):
     """Tansu. It drops nothing, and whoever asks for what is behind the end waits."""
 
-    def __init__(self, folder: Path, *, port: int | None = None) -> None:
+    def __init__(self, folder: Path, *, port: int | None = None, advertised_port: int | None = None) -> None:
         need_package("confluent_kafka")
         folder.mkdir(parents=True, exist_ok=True)
-        self.address = f"{LOOPBACK}:{port or free_port()}"
+        self.port = port or free_port()
+        self.address = f"{LOOPBACK}:{advertised_port or self.port}"
         command: list[Any] = [program(TANSU, "Tansu"), "broker", "--storage-engine", "memory://tansu/"]
-        command += ["--listener-url", f"tcp://{self.address}", "--advertised-listener-url", f"tcp://{self.address}"]
+        command += ["--listener-url", f"tcp://{LOOPBACK}:{self.port}"]
+        command += ["--advertised-listener-url", f"tcp://{self.address}"]
         super().__init__(command, folder / "broker.log")
 
     def wait_ready(self) -> None:
@@ -102,3 +114,73 @@ class MockKafka(Broker):
     def drop(self, topic: str) -> None:
         """All that is there now."""
         self.append(topic, *(os.urandom(_MOCK_BODY_BYTES) for _ in range(_MOCK_BODIES)))
+
+
+class LoginFront(socketserver.ThreadingTCPServer):
+    """In front of a broker without logins: lets in whoever has the password by SASL PLAIN. Formats: the protocol of
+    Kafka, https://kafka.apache.org/protocol.html"""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, port: int, broker_port: int, username: str, password: str) -> None:
+        super().__init__((LOOPBACK, port), _LoginConnection)
+        self.broker_port = broker_port
+        self.login = f"\0{username}\0{password}".encode()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _LoginConnection(socketserver.BaseRequestHandler):
+    server: LoginFront
+
+    def handle(self) -> None:
+        with (
+            contextlib.suppress(OSError, EOFError),
+            socket.create_connection((LOOPBACK, self.server.broker_port)) as broker,
+        ):
+            if self._admit(broker):
+                threading.Thread(target=_pump, args=(broker, self.request), daemon=True).start()
+                _pump(self.request, broker)
+
+    def _admit(self, broker: socket.socket) -> bool:
+        while True:
+            request = _frame(self.request)
+            kind, version, number = struct.unpack_from(">hhi", request)
+            if kind == _API_VERSIONS:
+                _send(broker, request)
+                _send(self.request, _frame(broker))
+            elif kind == _SASL_HANDSHAKE:
+                _send(self.request, struct.pack(">ihi", number, 0, 1) + struct.pack(">h", 5) + b"PLAIN")
+            else:
+                admitted = kind == _SASL_AUTHENTICATE and request.endswith(self.server.login)
+                error = 0 if admitted else _REFUSED_LOGIN
+                lifetime = bytes(8) if version else b""
+                _send(self.request, struct.pack(">ihhi", number, error, -1, 0) + lifetime)
+                return admitted
+
+
+def _frame(connection: socket.socket) -> bytes:
+    (size_bytes,) = struct.unpack(">i", _exactly(connection, 4))
+    return _exactly(connection, size_bytes)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = connection.recv(count, socket.MSG_WAITALL)
+    if len(data) < count:
+        raise EOFError
+    return data
+
+
+def _send(connection: socket.socket, frame: bytes) -> None:
+    connection.sendall(struct.pack(">i", len(frame)) + frame)
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65_536):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
