@@ -53,10 +53,7 @@ class KafkaLog:
             raise ConfigError(f"{settings.option}topic must be the name of a topic, got ''.")
         self._settings = settings
         self._properties = self._read_properties()
-        try:
-            Producer({**self._properties, **_COMMON})  # connects to nobody, without servers
-        except KafkaException as error:
-            raise ConfigError(f"{self._config_flag} {settings.config_file}: {error.args[0].str()}.") from None
+        self._client(Producer, {})  # tries the properties, and connects to nobody
         self._reason = ""  # of the last fault that librdkafka reported
         self._position = ""  # behind what the consumer gave; "" where it is to be told
 
@@ -83,14 +80,21 @@ class KafkaLog:
                 self._position = position
             while len(found) < _BODIES_AT_ONCE:
                 message = consumer.poll(0.0 if found else wait_seconds)
-                if message is None:
-                    break
-                if message.error() is not None:  # it reads nothing more there
-                    self._position = ""
+                if message is None or self._ends(message.error(), found):
                     break
                 self._position = str(message.offset() + 1)
                 found.append((self._position, message.value() or b""))
         return found
+
+    def _ends(self, error: KafkaError | None, found: Sequence[object]) -> bool:
+        """Whether there is nothing to read because of that. KafkaException where nothing else would show it."""
+        if error is None:
+            return False
+        if error.code() == KafkaError._AUTO_OFFSET_RESET:
+            self._position = ""  # nothing more comes from there
+        elif not found and error.code() not in _NO_TOPIC:
+            raise KafkaException(error)
+        return True
 
     def retained(self, position: str) -> str:
         """A topic may be kept for long: who has no position there needs no more than the last of it."""
@@ -116,16 +120,19 @@ class KafkaLog:
 
     @cached_property
     def _producer(self) -> Producer:
-        return self._client(Producer, _OF_PRODUCER)
+        return self._client(Producer, {**self._servers, **_OF_PRODUCER})
 
     @cached_property
     def _consumer(self) -> Consumer:
-        return self._client(Consumer, {**_OF_CONSUMER, "group.id": self._settings.group_id})
+        return self._client(Consumer, {**self._servers, **_OF_CONSUMER, "group.id": self._settings.group_id})
+
+    @property
+    def _servers(self) -> dict[str, Any]:
+        return {"bootstrap.servers": self._settings.bootstrap_servers, "error_cb": self._take_fault}
 
     def _client(self, kind: Callable[[dict[str, Any]], Any], own: dict[str, Any]) -> Any:
-        servers = {"bootstrap.servers": self._settings.bootstrap_servers, "error_cb": self._take_fault}
         try:
-            return kind({**self._properties, **_COMMON, **servers, **own})
+            return kind({**self._properties, **_COMMON, **own})
         except KafkaException as error:
             raise ConfigError(f"{self._config_flag} {self._settings.config_file}: {error.args[0].str()}.") from None
 
