@@ -436,6 +436,7 @@ REFUSED = {
     ],
     "kafka": [
         ([], "Each server of --kafka-bootstrap-servers must be HOST:PORT with a port from 1 to 65535, got ''"),
+        (["--kafka-bootstrap-servers", "kafka://h:1"], "Each server of --kafka-bootstrap-servers must be HOST:PORT"),
         (["--kafka-bootstrap-servers", "h:1,i"], "Each server of --kafka-bootstrap-servers must be HOST:PORT"),
         (["--kafka-bootstrap-servers", "h:1", "--kafka-topic", ""], "--kafka-topic must be the name of a topic"),
         (["--kafka-bootstrap-servers", "h:1", "--kafka-config-file", "/nowhere"], "/nowhere cannot be read"),
@@ -464,6 +465,7 @@ def test_options_that_are_refused(
         ("# TLS\n\nacks=1\nauto.offset.reset=latest\nsasl.password=secret", "sets auto.offset.reset in line 4"),
         ("sasl.pasword=secret", 'No such configuration property: "sasl.pasword"'),
         ("security.protocol=tls\nsasl.password=secret", 'Invalid value "tls" for configuration property'),
+        ("delivery.report.only.error=true", "Expected delivery.report.only.error to be bool type"),
         ("security.protocol=ssl\nssl.ca.location=/nowhere", "ssl.ca.location failed"),
     ],
 )

@@ -41,23 +41,25 @@ _OF_CONSUMER = {
     "auto.offset.reset": "error",  # `retained` says where to go on
     "queued.max.messages.kbytes": 16 * 1024,  # read ahead
 }
-_OWN = {"bootstrap.servers", "group.id", "logger", *_COMMON, *_OF_PRODUCER, *_OF_CONSUMER}
+_OWN = {"bootstrap.servers", "group.id", "logger", "default.topic.config", *_COMMON, *_OF_PRODUCER, *_OF_CONSUMER}
 
 
 class KafkaLog:
     def __init__(self, settings: KafkaSettings) -> None:
-        flag = f"{settings.option}bootstrap-servers"
-        for server in settings.bootstrap_servers.split(","):
-            host_and_port(f"Each server of {flag}", server)
+        servers = [server.strip().removeprefix("tcp://") for server in settings.bootstrap_servers.split(",")]
+        for server in servers:
+            host_and_port(f"Each server of {settings.option}bootstrap-servers", server)
         if not settings.topic:
             raise ConfigError(f"{settings.option}topic must be the name of a topic, got ''.")
         self._settings = settings
+        self._servers = ",".join(servers)
         self._properties = self._read_properties()
         self._client(Producer, {})  # tries the properties, and connects to nobody
         self._reason = ""  # of the last fault that librdkafka reported
         self._position = ""  # behind what the consumer gave; "" where it is to be told
 
     def append(self, body: bytes) -> None:
+        self._reason = ""
         reports: list[KafkaError | None] = []
         producer: Producer = self._producer
         with self._faults(producer):
@@ -67,7 +69,6 @@ class KafkaLog:
             producer.flush(_ASK_SECONDS + _REPORT_SECONDS)
             if not reports or reports[0] is not None:
                 raise KafkaException(reports[0] if reports else KafkaError(KafkaError._TIMED_OUT))
-        self._reason = ""
 
     def read(self, position: str, wait_seconds: float) -> Sequence[tuple[str, bytes]]:
         if not position.isdecimal():
@@ -93,6 +94,7 @@ class KafkaLog:
         if error.code() == KafkaError._AUTO_OFFSET_RESET:
             self._position = ""  # nothing more comes from there
         elif not found and error.code() not in _NO_TOPIC:
+            self._reason = ""
             raise KafkaException(error)
         return True
 
@@ -103,13 +105,13 @@ class KafkaLog:
         with self._faults(consumer):
             # Who leads the partition must be known, else the offsets are those of an unknown partition.
             error = consumer.list_topics(topic, timeout=_LOOK_SECONDS).topics[topic].error
+            self._reason = ""
             if error is None:
                 oldest, end = consumer.get_watermark_offsets(TopicPartition(topic, _PARTITION), timeout=_LOOK_SECONDS)
             elif error.code() in _NO_TOPIC:
                 oldest = end = 0
             else:
                 raise KafkaException(error)
-        self._reason = ""
         if position.isdecimal() and oldest <= int(position) <= end:
             return position
         return str(max(oldest, end - MAX_LOGGED_EVENT_REQUESTS))
@@ -120,21 +122,21 @@ class KafkaLog:
 
     @cached_property
     def _producer(self) -> Producer:
-        return self._client(Producer, {**self._servers, **_OF_PRODUCER})
+        return self._client(Producer, {**self._connection, **_OF_PRODUCER})
 
     @cached_property
     def _consumer(self) -> Consumer:
-        return self._client(Consumer, {**self._servers, **_OF_CONSUMER, "group.id": self._settings.group_id})
+        return self._client(Consumer, {**self._connection, **_OF_CONSUMER, "group.id": self._settings.group_id})
 
     @property
-    def _servers(self) -> dict[str, Any]:
-        return {"bootstrap.servers": self._settings.bootstrap_servers, "error_cb": self._take_fault}
+    def _connection(self) -> dict[str, Any]:
+        return {"bootstrap.servers": self._servers, "error_cb": self._take_fault}
 
     def _client(self, kind: Callable[[dict[str, Any]], Any], own: dict[str, Any]) -> Any:
         try:
             return kind({**self._properties, **_COMMON, **own})
-        except KafkaException as error:
-            raise ConfigError(f"{self._config_flag} {self._settings.config_file}: {error.args[0].str()}.") from None
+        except (KafkaException, TypeError) as error:  # the binding has properties that are no text
+            raise ConfigError(f"{self._config_flag} {self._settings.config_file}: {_text(error)}.") from None
 
     def _take_fault(self, error: KafkaError) -> None:
         if error.code() != KafkaError._ALL_BROKERS_DOWN or not self._reason:
@@ -145,16 +147,14 @@ class KafkaLog:
         """Reads the file anew: another login there counts for the next connection."""
         properties = self._read_properties()
         login = [properties.get(name, "") for name in _LOGIN]
-        if login != [self._properties.get(name, "") for name in _LOGIN]:
-            client.set_sasl_credentials(*login)
-            self._properties = properties
         try:
+            if login != [self._properties.get(name, "") for name in _LOGIN]:
+                client.set_sasl_credentials(*login)
+                self._properties = properties
             yield
         except KafkaException as error:
-            reason = self._reason or error.args[0].str()
-            raise ServerUnavailable(
-                f"The events at {self._settings.bootstrap_servers} cannot be reached: {reason}."
-            ) from None
+            reason = self._reason or _text(error)
+            raise ServerUnavailable(f"The events at {self._servers} cannot be reached: {reason}.") from None
 
     @property
     def _config_flag(self) -> str:
@@ -180,3 +180,7 @@ class KafkaLog:
                 )
             properties[name] = value
         return properties
+
+
+def _text(error: Exception) -> str:
+    return str(error.args[0].str()) if isinstance(error, KafkaException) else str(error)

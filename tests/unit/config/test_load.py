@@ -435,6 +435,10 @@ def notes_on(*argv: str, environ: dict[str, str] | None = None, l2: L2Traits = V
             ["--event-bus-queue-size", "5"],
             "--event-bus-queue-size has no effect: there is neither --lookup-hash-log-dir",
         ),
+        (
+            ["--coordinator-kafka-topic", "t"],
+            "--coordinator-kafka-topic has no effect: --coordinator-event-transport is not kafka.",
+        ),
         (["--lookup-hash-log-max-files", "5"], "--lookup-hash-log-max-files has no effect"),
         (["--lookup-hash-log-rotation-interval", "5"], "--lookup-hash-log-rotation-interval has no effect"),
         (["--lookup-hash-log-rotation-max-size", "5000"], "--lookup-hash-log-rotation-max-size has no effect"),
