@@ -418,6 +418,23 @@ def test_a_log_that_hangs_holds_nobody_up(fleet: LoggedFleet) -> None:
         os.kill(fleet.service.pid, signal.SIGCONT)
 
 
+def test_a_log_that_hung_goes_on(fleet: LoggedFleet) -> None:
+    """What it took late comes twice, and costs nothing."""
+    coordinator = fleet.start_coordinator()
+    server, engine = fleet.start_server("a")
+    engine.store(engine.tokens(1))
+    become(coordinator, [["a"], [], []])
+    before = resyncs(server)
+    os.kill(fleet.service.pid, signal.SIGSTOP)
+    try:
+        engine.store(engine.tokens(1, 2, 3))
+        until(lambda: failures(server) > 0 and unread(coordinator) > 0)
+    finally:
+        os.kill(fleet.service.pid, signal.SIGCONT)
+    become(coordinator, [["a"], ["a"], ["a"]])
+    assert resyncs(server) == before
+
+
 def test_a_coordinator_that_reads_no_log_is_said(fleet: LoggedFleet) -> None:
     fleet.coordinator = CoordinatorProcess(fleet.folder, port=fleet.coordinator_port)
     with fleet.coordinator as coordinator:
