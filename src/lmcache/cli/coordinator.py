@@ -13,7 +13,7 @@ from lmcache.cli.arguments import Arguments
 from lmcache.config import unbuilt
 from lmcache.config.values import Choice, Text, Whole
 from lmcache.errors import ConfigError
-from lmcache.fleet.event_log import DEFAULT_STREAM, HTTP, VALKEY
+from lmcache.fleet.event_log import DEFAULT_GROUP, DEFAULT_STREAM, HTTP, KAFKA, VALKEY
 from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.stop_signals import StopSignals
 
@@ -55,7 +55,15 @@ def arguments() -> Arguments:
     given.add_number("--checkpoint-interval", 60.0, "how often it is written", **_SECONDS)
     given.add_value("--metadata-path", Text("FILE"), "where pins and quotas are kept", default="")
     given.add_whole("--timeout-keep-alive", 10, "how long a connection may idle", unit="seconds", minimum=1)
-    transports = Choice((HTTP, VALKEY), unbuilt=unbuilt.OPTION_VALUES["coordinator_event_transport"])
+    _add_event_logs(given)
+    given.add_argument("--disable-metrics", action="store_true", help="no /metrics")
+    for name, (default, about) in unbuilt.COORDINATOR_OPTIONS.items():
+        given.add_argument(name, metavar="VALUE", default=default, help=f"not built yet: {about}")
+    return given
+
+
+def _add_event_logs(given: Arguments) -> None:
+    transports = Choice((HTTP, VALKEY, KAFKA))
     given.add_value(
         *("--event-transport", transports, "how servers tell what they have, beside POST /events"), default=HTTP
     )
@@ -65,10 +73,17 @@ def arguments() -> Arguments:
     )
     given.add_value("--valkey-stream", Text("NAME"), "name of that stream", default=DEFAULT_STREAM)
     given.add_value("--valkey-password-file", Text("FILE"), "file with the password there", default="")
-    given.add_argument("--disable-metrics", action="store_true", help="no /metrics")
-    for name, (default, about) in unbuilt.COORDINATOR_OPTIONS.items():
-        given.add_argument(name, metavar="VALUE", default=default, help=f"not built yet: {about}")
-    return given
+    given.add_value(
+        *("--kafka-bootstrap-servers", Text("HOST:PORT,..."), "brokers of Kafka with their topic"), default=""
+    )
+    given.add_value("--kafka-topic", Text("NAME"), "name of that topic", default=DEFAULT_STREAM)
+    given.add_value(
+        *("--kafka-config-file", Text("FILE"), "file with properties of the client, for TLS and a login"), default=""
+    )
+    given.add_value(
+        *("--kafka-group-id", Text("NAME"), "what brokers call this reader, which commits nothing"),
+        default=DEFAULT_GROUP,
+    )
 
 
 def run(argv: Sequence[str]) -> NoReturn:

@@ -26,6 +26,10 @@ _P2P = (
     *("p2p_lookup_timeout", "p2p_load_timeout", "p2p_transfer_engine", "p2p_token_file"),
     "p2p_without_token",
 )
+_EVENT_LOGS = {
+    "valkey": ("coordinator_valkey_url", "coordinator_valkey_stream", "coordinator_valkey_password_file"),
+    "kafka": ("coordinator_kafka_bootstrap_servers", "coordinator_kafka_topic", "coordinator_kafka_config_file"),
+}
 
 
 class L2Traits(NamedTuple):
@@ -90,9 +94,9 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
             yield ("audit_log",), "nothing can be changed: there is neither an HTTP listener nor CURVE"
     if not config.lookup_hash_log_dir:
         yield _LOOKUP_LOG, "there is no --lookup-hash-log-dir"
-    if config.coordinator_event_transport != "valkey":
-        reason = "--coordinator-event-transport is not valkey"
-        yield ("coordinator_valkey_url", "coordinator_valkey_stream", "coordinator_valkey_password_file"), reason
+    for transport, names in _EVENT_LOGS.items():
+        if config.coordinator_event_transport != transport:
+            yield names, f"--coordinator-event-transport is not {transport}"
     if not config.kv_events_endpoint:
         yield ("kv_events_replay_endpoint", "kv_events_topic"), "there is no --kv-events-endpoint"
     if not config.runtime_plugin_locations:

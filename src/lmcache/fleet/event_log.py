@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from urllib.parse import quote
 
 import msgspec
 
 from lmcache.clock import Clock
 from lmcache.core.limits import MAX_LOGGED_EVENT_REQUESTS, MAX_TOLD_LOG_REQUESTS
+from lmcache.errors import ConfigError
 from lmcache.fleet.messages import EventsAnswer
 
 if TYPE_CHECKING:
     from lmcache.fleet.membership import Coordinator
 
-HTTP, VALKEY = "http", "valkey"
+HTTP, VALKEY, KAFKA = "http", "valkey", "kafka"
 EVENTS_PATH = "/events"
 DEFAULT_STREAM = "lmcache-cache-events"
+DEFAULT_GROUP = "lmcache-coordinator"
 _ASK_SECONDS = 0.5  # from one question what was read to the next
 _STALLED_SECONDS = 5.0  # without anything read: what was appended last may be lost, and one request more shows that
 
@@ -35,28 +37,61 @@ class EventLog(Protocol):
     def append(self, body: bytes) -> None: ...
 
     def read(self, position: str, wait_seconds: float) -> Sequence[tuple[str, bytes]]:
-        """Some bodies behind a position, each with its own; "" is before the first that is there. Nothing, where none
-        came within that time."""
+        """Some bodies behind a position that `retained` or this gave, each with its own. Nothing, where none came
+        within that time, or where the log does not go on there."""
+        ...
+
+    def retained(self, position: str) -> str:
+        """The position, if the log goes on there, else the one before the oldest body to read: bodies were dropped, the
+        log began anew, or the position is "" or one of another log."""
         ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class EventLogSettings:
+class ValkeySettings:
     """`option`: the beginning of the options' names, in front of "url", "stream" and "password-file"."""
 
+    transport: ClassVar[str] = VALKEY
+    package: ClassVar[str] = "redis"
     url: str
     stream: str = DEFAULT_STREAM
     password_file: str = ""
     option: str = "--valkey-"
 
 
+@dataclass(frozen=True)
+class KafkaSettings:
+    """`option`: the beginning of the options' names, in front of "bootstrap-servers" and "config-file"."""
+
+    transport: ClassVar[str] = KAFKA
+    package: ClassVar[str] = "confluent-kafka"
+    bootstrap_servers: str
+    topic: str = DEFAULT_STREAM
+    config_file: str = ""
+    group_id: str = DEFAULT_GROUP
+    option: str = "--kafka-"
+
+
+EventLogSettings = ValkeySettings | KafkaSettings
+
+
 def open_log(settings: EventLogSettings) -> EventLog:
     """ConfigError. Nothing is connected to yet."""
-    from lmcache.fleet.valkey_log import ValkeyLog  # its client is slow to import
+    try:  # clients are slow to import
+        if isinstance(settings, KafkaSettings):
+            from lmcache.fleet.kafka_log import KafkaLog
 
-    return ValkeyLog(settings)
+            return KafkaLog(settings)
+        from lmcache.fleet.valkey_log import ValkeyLog
+
+        return ValkeyLog(settings)
+    except ImportError:
+        raise ConfigError(
+            f"The event transport {settings.transport} needs the package {settings.package}, which is not installed: "
+            f"pip install 'lmcache[{settings.transport}]'."
+        ) from None
 
 
 def heartbeat_path(instance_id: str) -> str:

@@ -13,7 +13,7 @@ from lmcache.core.limits import MAX_LOGGED_EVENT_REQUESTS, MAX_TOLD_LOG_REQUESTS
 from lmcache.environment import Environment
 from lmcache.errors import ConfigError, LMCacheError
 from lmcache.fleet import checkpoint, saved_file
-from lmcache.fleet.event_log import HTTP, EventLogSettings, open_log
+from lmcache.fleet.event_log import open_log
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.jobs import FleetJobs
@@ -54,9 +54,8 @@ class Fleet:
         self.quotas = FleetQuotas(self.metadata, self.instances, self.servers, self.directory, clock)
         self.pins = FleetPins(self.metadata, self.servers, clock, environment.random_bytes)
         self.log_reader: EventLogReader | None = None
-        if settings.event_transport != HTTP:
-            log = open_log(EventLogSettings(settings.valkey_url, settings.valkey_stream, settings.valkey_password_file))
-            self.log_reader = EventLogReader(log, self.intake, clock)
+        if settings.event_log is not None:
+            self.log_reader = EventLogReader(open_log(settings.event_log), self.intake, clock)
         self._coming = threading.Lock()  # while somebody joins or leaves
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleet-housekeeping", daemon=True)

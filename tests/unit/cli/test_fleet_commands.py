@@ -105,7 +105,7 @@ def test_another_server_is_no_coordinator(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--event-transport", "kafka"], "--event-transport cannot be kafka, which is not built yet (servers tell it"),
+        (["--event-transport", "nats"], "--event-transport must be one of http, valkey, kafka"),
         (["--eviction-ratio", "0.5"], "--eviction-ratio is not built yet: each server keeps the quotas"),
         (["--port", "x"], "--port must be a whole number"),
         (["--host", "ipc:///path"], "--host must be a host name or an address"),

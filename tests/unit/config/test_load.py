@@ -191,9 +191,8 @@ def test_an_instance_id_may_be_forced_empty() -> None:
             ["--p2p-transfer-engine", "ucx"],
             "--p2p-transfer-engine must be one of auto, tcp, nixl, mooncake_te, got 'ucx'",
         ),
-        (["--coordinator-event-transport=kafka"], "--coordinator-event-transport cannot be kafka, which is not built"),
+        (["--coordinator-event-transport=nats"], "--coordinator-event-transport must be one of http, valkey, kafka"),
         (["--instance-id=a/b"], "--instance-id must be at most 512 characters without slashes"),
-        (["--coordinator-kafka-topic=t"], "--coordinator-kafka-topic is not built yet: servers tell it their events"),
         (["--controller-port=9000"], "--controller-port is not built yet: `lmcache coordinator` is what there is"),
         (["--max-local-cpu-size", "5"], "--max-local-cpu-size configures LMCache inside an engine, not a server: --l1"),
         (["--l1-size-gb", "-1"], "--l1-size-gb must be more than 0 GB, got -1."),
@@ -435,6 +434,10 @@ def notes_on(*argv: str, environ: dict[str, str] | None = None, l2: L2Traits = V
         (
             ["--event-bus-queue-size", "5"],
             "--event-bus-queue-size has no effect: there is neither --lookup-hash-log-dir",
+        ),
+        (
+            ["--coordinator-kafka-topic", "t"],
+            "--coordinator-kafka-topic has no effect: --coordinator-event-transport is not kafka.",
         ),
         (["--lookup-hash-log-max-files", "5"], "--lookup-hash-log-max-files has no effect"),
         (["--lookup-hash-log-rotation-interval", "5"], "--lookup-hash-log-rotation-interval has no effect"),

@@ -12,7 +12,7 @@ import pytest
 
 from lmcache.errors import ServerUnavailable
 from lmcache.fleet import fleet, reporting
-from lmcache.fleet.event_log import EventLogSettings
+from lmcache.fleet.event_log import ValkeySettings
 from polling import until
 from seeds import SEED
 from unit.fleet.test_reporting import Joined, coordinator, url_of
@@ -45,11 +45,14 @@ class LossyLog:
             time.sleep(0.01)
         return self.bodies[-2:-1] + found if self.is_lossy else found
 
+    def retained(self, position: str) -> str:
+        return position or "0"
+
     def close(self) -> None:
         pass
 
 
-BY_LOG: dict[str, Any] = {"event_transport": "valkey", "event_log": EventLogSettings("redis://h:1")}
+BY_LOG: dict[str, Any] = {"event_transport": "valkey", "event_log": ValkeySettings("redis://h:1")}
 
 
 @pytest.fixture
