@@ -373,13 +373,13 @@ def test_servers_that_tell_much_stay_within_what_the_log_keeps(
         by_log: dict[str, Any] = {"event_transport": fleet.transport, "event_log": fleet.log_settings()}
         servers = [Joined(url_of(process), name, **by_log) for name in ("a", "b")]
         for server in servers:
-            for number in range(600):
+            for number in range(320):
                 server.tiers[0].add((number % 4, number), 4096)
             stack.enter_context(server)
         until(lambda: all(server.is_told(process) for server in servers))
         until(lambda: process.fleet.intake.counts.resyncs == len(servers))
         assert not process.fleet.intake.counts.gaps
-        assert len(ahead) > 600 and max(ahead) < 100
+        assert len(ahead) > 320 and max(ahead) < 100
 
 
 @pytest.mark.parametrize("kind", [ValkeyFleet, LoginKafkaFleet], ids=lambda kind: kind.transport)
