@@ -120,10 +120,11 @@ class ObjectRoutes:
             places = cache.lookup(prompt.keys)
             prefix = next((index for index, place in enumerate(places) if not place.tiers), len(places))
             namespaces = [namespace.digest.hex() for namespace in prompt.keys.namespaces.namespaces]
+            partials = cache.stored_partials(prompt, asks_backends=False)
             return m.LookupAnswer(
                 *(self._context.state.config.chunk_size, prefix, [m.ChunkTiers(*_places(place)) for place in places]),
                 namespaces,
-                [m.PartialChunk(*_places(place), tokens) for tokens, place in cache.stored_partials(prompt)],
+                [m.PartialChunk(*_places(place), tokens) for tokens, place in partials],
             )
 
         return await self._context.in_thread(look)
