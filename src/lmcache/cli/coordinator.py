@@ -75,10 +75,17 @@ def run(argv: Sequence[str]) -> NoReturn:
     """Ends the process, once it has started."""
     # Before the slow imports, so that a stop signal during them is not lost.
     with contextlib.closing(StopSignals()) as signals:
-        options = arguments().read(argv)
+        given = arguments()
+        options = given.read(argv)
         for name, (default, instead) in unbuilt.COORDINATOR_OPTIONS.items():
             if getattr(options, name[2:].replace("-", "_")) != default:
                 raise ConfigError(f"lmcache coordinator {name} is not built yet: {instead}.")
+        if options.event_transport != VALKEY:
+            given.refuse_unused(
+                *(options, f"without --event-transport {VALKEY}"),
+                *("--valkey-url", "--valkey-stream", "--valkey-password-file"),
+                remedy="give both or none",
+            )
         if options.output:
             raise ConfigError("lmcache coordinator has no results to write: --output cannot be used.")
         from lmcache.admin.dashboard_files import DashboardFiles

@@ -21,6 +21,9 @@ _HTTP = (
     *("http_tls_cert", "http_tls_key"),
 )
 
+_FLEET = ("coordinator_advertise_ip", "coordinator_heartbeat_interval", "coordinator_event_reporting")
+_EVENTS = ("coordinator_event_transport", "coordinator_event_flush_interval")
+_VALKEY = ("coordinator_valkey_url", "coordinator_valkey_stream", "coordinator_valkey_password_file")
 
 _P2P = (
     *("p2p_lookup_timeout", "p2p_load_timeout", "p2p_transfer_engine", "p2p_token_file"),
@@ -90,9 +93,12 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
             yield ("audit_log",), "nothing can be changed: there is neither an HTTP listener nor CURVE"
     if not config.lookup_hash_log_dir:
         yield _LOOKUP_LOG, "there is no --lookup-hash-log-dir"
-    if config.coordinator_event_transport != "valkey":
-        reason = "--coordinator-event-transport is not valkey"
-        yield ("coordinator_valkey_url", "coordinator_valkey_stream", "coordinator_valkey_password_file"), reason
+    if not config.coordinator_url:
+        yield (*_FLEET, *_EVENTS, *_VALKEY), "there is no --coordinator-url"
+    elif not config.coordinator_event_reporting:
+        yield (*_EVENTS, *_VALKEY), "the coordinator is told nothing (--no-coordinator-event-reporting)"
+    elif config.coordinator_event_transport != "valkey":
+        yield _VALKEY, "--coordinator-event-transport is not valkey"
     if not config.kv_events_endpoint:
         yield ("kv_events_replay_endpoint", "kv_events_topic"), "there is no --kv-events-endpoint"
     if not config.runtime_plugin_locations:
