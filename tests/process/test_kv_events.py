@@ -223,8 +223,13 @@ def test_a_server_that_starts_again_says_so(tmp_path: Path, context: zmq.Context
 
 
 def test_the_sockets_are_closed_by_the_thread_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed_by = []
-    monkeypatch.setattr(EventSockets, "close", lambda sockets: closed_by.append(threading.current_thread().name))
+    closed_by, close = [], EventSockets.close
+
+    def note(sockets: EventSockets) -> None:
+        closed_by.append(threading.current_thread().name)
+        close(sockets)
+
+    monkeypatch.setattr(EventSockets, "close", note)
     with server_within(kv_events_endpoint=f"tcp://127.0.0.1:{free_port()}"):
         assert not closed_by
     assert closed_by == ["lmcache-kv-events"]
