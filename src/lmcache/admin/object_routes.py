@@ -43,7 +43,12 @@ class ObjectRoutes:
                 *("POST", "/cache/clear", "Empties L1, L2 or both", change, self.clear, m.Cleared), body=m.ClearRequest
             ),
             Operation(
-                *("POST", "/cache/lookup", "Tells which tiers have each chunk of a prompt", read),
+                *(
+                    "POST",
+                    "/cache/lookup",
+                    "Tells which tiers have each chunk of a prompt; of partial chunks, as far as is known here",
+                    read,
+                ),
                 *(self.lookup, m.LookupAnswer),
                 body=m.TokensRequest,
                 large_body=True,

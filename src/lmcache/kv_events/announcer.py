@@ -149,9 +149,9 @@ class KVEventAnnouncer:
                 topic = self._topic.replace("{model}", namespace.model_name)
                 of_topic = events.setdefault(topic, [])
                 of_topic += self._events(tier.medium, hashes, namespace.object_group, added=run.added)
-        known = self._sockets.topics
         for topic, of_topic in events.items():
-            self._sockets.publish(topic, of_topic if topic in known else [AllBlocksCleared(), *of_topic])
+            is_known = topic in self._sockets.topics
+            self._sockets.publish(topic, of_topic if is_known else [AllBlocksCleared(), *of_topic])
 
     def _events(self, medium: str, hashes: list[bytes], group: int, *, added: bool) -> Sequence[Event]:
         count = self._metrics.kv_events_published

@@ -159,9 +159,9 @@ class LivenessService:
         return RegisterReply(owner)
 
     def _note_ranks(self, instance: Instance, profile: RegisterInstance) -> None:
-        """If all are there."""
+        """If all are there, and their layouts differ."""
         workers = sorted(instance.by_rank().items())
-        if len(workers) == profile.kv_world_size:
+        if len(workers) == profile.kv_world_size and len({tuple(worker.layouts) for _, worker in workers}) > 1:
             context = self._context
             context.note_ranks([namespaces_of_rank(context, profile, worker, "").namespaces for _, worker in workers])
 

@@ -33,8 +33,9 @@ def test_heartbeats_keep_leases_and_reservations_beyond_their_ttl(service: Servi
     assert service.stat("leases") == 0
 
 
-def test_whose_layouts_belong_together_is_noted_when_all_ranks_are_there() -> None:
+def test_which_layouts_belong_together_is_noted_when_all_ranks_are_there() -> None:
     with a_service() as service:
+        service.register("of one layout", ranks=2)
         service.liveness.register_instance(m.RegisterInstance("engine", "model", 2, 1, 10.0))
         service.register_worker("engine", 1, layout="1" * 32)
         assert not service.noted_ranks
