@@ -38,7 +38,8 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Unsettled:
-    """A reservation whose end is still to be sent to the server, and the epoch of that server."""
+    """A reservation whose end is still to be sent to the server, and the epoch of that server. Without a number and
+    an answer to come: one whose number nobody knows."""
 
     server_epoch: bytes
     written: bytes
@@ -199,8 +200,13 @@ class Storer:
         message = Reserve(
             identity.instance_id, identity.worker_id, order.cache_salt, order.hashes, order.wanted, order.request_id
         )
-        pending = self._client.submit("reserve", message, _LATE_SECONDS)
         nothing = bytes(len(order.blocks) * len(ChunkHashes(order.hashes)))
+        self._held = _Unsettled(order.server_epoch, nothing)
+        try:
+            pending = self._client.submit("reserve", message, _LATE_SECONDS)
+        except LMCacheError:  # not sent
+            self._held = None
+            raise
         self._held = _Unsettled(self._client.server_epoch, nothing, pending=pending)
         if self._held.server_epoch != order.server_epoch:  # it came in between, and may hand out slots nobody fills
             raise StaleServer("the server that it was meant for is gone")
@@ -268,6 +274,9 @@ class Storer:
     def _settle_reservation(self, unsettled: _Unsettled) -> bool:
         """False when the server did not answer."""
         if unsettled.server_epoch != self._client.server_epoch:
+            return True
+        if unsettled.pending is None and not unsettled.reservation:
+            self._register_again()
             return True
         if unsettled.pending is None:
             return self._commit(unsettled) is not None

@@ -385,6 +385,19 @@ def test_an_interrupt_of_the_caller_leaves_nothing_reserved(
     until(lambda: is_idle(worker.side))
 
 
+def test_an_interrupt_while_slots_are_asked_for_frees_them_by_registering_again(worker: Worker) -> None:
+    def fail(message: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    worker.client.answers["reserve"] = fail
+    with pytest.raises(KeyboardInterrupt):
+        worker.side.store(store_order(8, [[1, 2]], hashes(10)))
+    assert worker.ended_stores() == Counter({8: 1})
+    until(lambda: len(worker.client.declared) == 2 and is_idle(worker.side))
+    worker.client.hello = None  # nothing is sent
+    assert worker.side.store(store_order(9, [[1, 2]], hashes(10))) == b"" and is_idle(worker.side)
+
+
 def is_idle(side: WorkerSide) -> bool:
     with contextlib.suppress(AssertionError):
         side.check_idle()
