@@ -367,7 +367,9 @@ def test_servers_that_tell_much_stay_within_what_the_log_keeps(
 
     monkeypatch.setattr(EventIntake, "apply", apply_slowly)
     monkeypatch.setattr(LogPace, "appended", append_counted)
-    options = {f"{fleet.transport}_{name.replace('-', '_')}": value for name, value in fleet.log_options().items()}
+    options: dict[str, Any] = {
+        f"{fleet.transport}_{name.replace('-', '_')}": value for name, value in fleet.log_options().items()
+    }
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(coordinator(event_transport=fleet.transport, **options))
         by_log: dict[str, Any] = {"event_transport": fleet.transport, "event_log": fleet.log_settings()}

@@ -22,6 +22,10 @@ logger = logging.getLogger("lmcache.fleet")
 _DEFAULTS = CoordinatorSettings()
 _SECONDS = {"unit": "seconds", "above": 0, "maximum": 366 * 86_400}
 _PORT = Whole(minimum=0, maximum=65535, shown_as="PORT")
+_OF_TRANSPORTS = {
+    VALKEY: ("--valkey-url", "--valkey-stream", "--valkey-password-file"),
+    KAFKA: ("--kafka-bootstrap-servers", "--kafka-topic", "--kafka-config-file", "--kafka-group-id"),
+}
 
 
 def arguments() -> Arguments:
@@ -90,10 +94,15 @@ def run(argv: Sequence[str]) -> NoReturn:
     """Ends the process, once it has started."""
     # Before the slow imports, so that a stop signal during them is not lost.
     with contextlib.closing(StopSignals()) as signals:
-        options = arguments().read(argv)
+        given = arguments()
+        options = given.read(argv)
         for name, (default, instead) in unbuilt.COORDINATOR_OPTIONS.items():
             if getattr(options, name[2:].replace("-", "_")) != default:
                 raise ConfigError(f"lmcache coordinator {name} is not built yet: {instead}.")
+        for transport, own in _OF_TRANSPORTS.items():
+            if options.event_transport != transport:
+                where = f"without --event-transport {transport}"
+                given.refuse_unused(options, where, *own, remedy="give both or none")
         if options.output:
             raise ConfigError("lmcache coordinator has no results to write: --output cannot be used.")
         from lmcache.admin.dashboard_files import DashboardFiles

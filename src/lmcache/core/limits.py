@@ -66,6 +66,10 @@ MAX_KV_EVENTS_KEPT = 10_000  # batches, to be repeated
 MAX_KV_EVENTS_KEPT_BYTES = 64 * MIB
 MAX_CHUNKS_DESCRIBED = 32_768  # whose tokens are remembered, 1 KB each with chunks of 256 tokens
 MAX_UNREAD_PROMPT_BYTES = 64 * MIB  # whose chunks are not remembered yet
+MAX_RANK_LAYOUTS = 8  # of an object group of a model, in which its chunks are told
+MAX_KV_EVENT_TOPICS = 1024
+KV_EVENT_LISTED_PER_SECOND = 16_384  # chunks of what was there before, beside all changes
+KV_EVENT_RETELLING_SECONDS, MAX_KV_EVENT_RETELLING_SECONDS = 1.0, 60.0  # before one, doubled where changes stay lost
 
 # payload over the socket
 MAX_PAYLOAD_PART_BYTES = MIB  # of one message: what PING and other engines may have to wait behind

@@ -33,6 +33,7 @@ from lmcache.service.instances import (
     Registration,
     Scheduler,
     Worker,
+    namespaces_of_rank,
 )
 from lmcache.service.message_checks import check_instance, check_worker
 from lmcache.service.owners import Owners
@@ -51,6 +52,7 @@ class LivenessService:
     def __init__(
         self, context: ServiceContext, registry: InstanceRegistry, sessions: SessionTable, owners: Owners
     ) -> None:
+        self._context = context
         self._settings = context.settings
         self._metrics = context.metrics
         self._core = context.l1.core
@@ -114,6 +116,7 @@ class LivenessService:
             message.object_groups,
             message.engine or "engine not named",
         )
+        self._note_ranks(instance, instance.scheduler.profile)
         self._begin_sweeping()
         return RegisterReply(owner)
 
@@ -152,8 +155,17 @@ class LivenessService:
                 'It accepts the lossy serde "%s", which no --l2-adapter has: this KV is in L1 alone',
                 serde,
             )
+        if scheduler is not None:
+            self._note_ranks(instance, scheduler.profile)
         self._begin_sweeping()
         return RegisterReply(owner)
+
+    def _note_ranks(self, instance: Instance, profile: RegisterInstance) -> None:
+        """If all are there, and their layouts differ."""
+        workers = sorted(instance.by_rank().items())
+        if len(workers) == profile.kv_world_size and len({tuple(worker.layouts) for _, worker in workers}) > 1:
+            context = self._context
+            context.note_ranks([namespaces_of_rank(context, profile, worker, "").namespaces for _, worker in workers])
 
     def _refuse_another(self, message: RegisterInstance | RegisterWorker, previous: Registration) -> None:
         """Two engines under one name would take each other's sessions for their own."""

@@ -436,7 +436,25 @@ def notes_on(*argv: str, environ: dict[str, str] | None = None, l2: L2Traits = V
             "--event-bus-queue-size has no effect: there is neither --lookup-hash-log-dir",
         ),
         (
-            ["--coordinator-kafka-topic", "t"],
+            ["--coordinator-advertise-ip", "h"],
+            "--coordinator-advertise-ip has no effect: there is no --coordinator-url.",
+        ),
+        (["--coordinator-heartbeat-interval", "9"], "--coordinator-heartbeat-interval has no effect: there is no --co"),
+        (["--no-coordinator-event-reporting"], "event-reporting has no effect: there is no --coordinator-url."),
+        (["--coordinator-event-flush-interval", "9"], "--coordinator-event-flush-interval has no effect: there is no"),
+        (["--coordinator-event-transport", "valkey"], "--coordinator-event-transport has no effect: there is no --co"),
+        (["--coordinator-valkey-url", "redis://h:1"], "--coordinator-valkey-url has no effect: there is no --coordin"),
+        (
+            ["--coordinator-url", "http://c:1", "--no-coordinator-event-reporting", "--coordinator-valkey-url", "u"],
+            "--coordinator-valkey-url has no effect: the coordinator is told nothing (--no-coordinator-event-rep",
+        ),
+        (
+            ["--coordinator-url", "http://c:1", "--coordinator-valkey-stream", "s"],
+            "--coordinator-valkey-stream has no effect: --coordinator-event-transport is not valkey.",
+        ),
+        (["--coordinator-kafka-config-file", "/f"], "--coordinator-kafka-config-file has no effect: there is no --co"),
+        (
+            ["--coordinator-url", "http://c:1", "--coordinator-kafka-topic", "t"],
             "--coordinator-kafka-topic has no effect: --coordinator-event-transport is not kafka.",
         ),
         (["--lookup-hash-log-max-files", "5"], "--lookup-hash-log-max-files has no effect"),
