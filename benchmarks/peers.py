@@ -237,6 +237,7 @@ class Loader:
 
     async def open(self) -> None:
         await self._runner.open()
+        await self._adapter.ready()
         self._adapter.set_members([self._address])
         for _ in range(6000):
             if any(peer["connected"] for peer in self._adapter.status()["peers"]):

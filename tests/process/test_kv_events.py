@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 import zmq
 
 from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.kv_events.event_sockets import EventSockets
 from lmcache.testing.processes import CacheServer, free_port
 from polling import until
-from process.support import SmallEngine
+from process.support import SmallEngine, server_within
 
 WAIT_MS = 20_000
 TOPIC = b"kv@a@model"
@@ -218,6 +220,19 @@ def test_a_server_that_starts_again_says_so(tmp_path: Path, context: zmq.Context
             subscriber.take(number, content)
         assert subscriber.chunks == {("STORAGE", chunk): [] for chunk in hashes}
         assert (subscriber.numbers[0], subscriber.cleared) == (0, 1)
+
+
+def test_the_sockets_are_closed_by_the_thread_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed_by, close = [], EventSockets.close
+
+    def note(sockets: EventSockets) -> None:
+        closed_by.append(threading.current_thread().name)
+        close(sockets)
+
+    monkeypatch.setattr(EventSockets, "close", note)
+    with server_within(kv_events_endpoint=f"tcp://127.0.0.1:{free_port()}"):
+        assert not closed_by
+    assert closed_by == ["lmcache-kv-events"]
 
 
 def test_the_subscriber_of_the_guide_follows(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from process.test_fleet import fleet
 from process.test_peers import engine_at, servers
 
 PARTIAL = 48
+PROBES = "lmcache_mp_l2_probe_seconds_count"
 LAST = pack_tokens(list(range(PARTIAL + 5)))
 
 
@@ -108,6 +109,26 @@ def test_operators_find_pin_and_delete_it(tmp_path: Path) -> None:
             assert ask("DELETE", "/cache/objects", keys=[key])["deleted"] == 0, "it is pinned"
             ask("DELETE", "/cache/pins", owner="me")
             assert ask("DELETE", "/cache/objects", keys=[key])["deleted"] == 1
+        assert server.stop() == 0
+
+
+def test_a_lookup_asks_no_backend_about_its_many_names(tmp_path: Path) -> None:
+    with CacheServer(tmp_path, l1_size_gb=0.0625, l2_folder=tmp_path / "l2") as server:
+        server.wait_ready()
+        with SmallEngine(server.port) as engine:
+            tokens = engine.tokens(1) + LAST
+            assert store(engine, tokens) == 2
+            until(lambda: server.status()["l2"]["adapters"][0]["objects"] == 2)
+            server.clear("l1")
+            asked = server.metric(PROBES)
+            body = {"model_name": "model", "tokens": numbers(tokens)}
+            status, answer = server.ask(server.http_port, "POST", "/cache/lookup", body)
+            (name,) = (adapter["name"] for adapter in server.status()["l2"]["adapters"])
+            assert (status, answer["chunks"][0]["tiers"]) == (200, [name])
+            assert [(partial["tokens"], partial["tiers"]) for partial in answer["partial_chunks"]] == [
+                (PARTIAL, [name])
+            ]
+            assert server.metric(PROBES) == asked
         assert server.stop() == 0
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -233,6 +234,8 @@ def test_no_process_of_a_transfer_engine_outlives_its_server(engine_of_transfers
     with servers(tmp_path, options, options) as (a, b):
         of_a, of_b = children(a.pid), children(b.pid)
         assert len(of_a) == len(of_b) == 2
+        for pid in of_a:  # no signal but the one that they get from their server's death is heeded
+            os.kill(pid, signal.SIGSTOP)
         a.kill()
         assert b.stop() == 0
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in of_a + of_b))

@@ -14,7 +14,7 @@ from lmcache.errors import ServerUnavailable
 from lmcache.fleet.event_batches import decode_events
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.reporter import Reporter, ResyncNeeded
-from lmcache.fleet.resync_turns import SILENT_SECONDS
+from lmcache.fleet.resync_turns import LONGEST_SECONDS, SILENT_SECONDS
 from lmcache.http.client import HttpRefused
 from lmcache.telemetry.metrics import Metrics
 from seeds import SEED
@@ -38,6 +38,7 @@ class Coordinator:
         self.most = 0
         self.asks = 0
         self.has_turns = True
+        self.refuses_ends_of: set[str] = set()
         self.order: list[str] = []  # in which they began
 
     def start(self) -> None:
@@ -56,6 +57,8 @@ class Coordinator:
             return {"wait_seconds": self.intake.turns.ask(path.split("/")[2])}
         self.world.sleep(REQUEST_SECONDS)
         batches = decode_events(body).batches
+        if any(batch.resync == "end" and batch.instance_id in self.refuses_ends_of for batch in batches):
+            raise HttpRefused(413, "a proxy says so")
         for batch in batches:
             if batch.resync == "begin":
                 self.resyncing.add(batch.instance_id)
@@ -159,3 +162,13 @@ def test_a_coordinator_without_turns_is_told_at_once(world: World) -> None:
     world.start_thread(server.run, server.name)
     assert world.block(known(coordinator, [server]), 10.0)
     assert coordinator.asks == 1
+
+
+def test_servers_whose_end_is_refused_do_not_keep_their_turns(world: World) -> None:
+    """They go on telling what changes, and their capacities."""
+    coordinator, servers = fleet(world)
+    assert world.block(lambda: len(coordinator.resyncing) == MAX_FLEET_RESYNCS, 60.0)
+    coordinator.refuses_ends_of = set(coordinator.resyncing)
+    world.sleep(LONGEST_SECONDS - 60.0)
+    assert set(coordinator.order) == coordinator.refuses_ends_of
+    assert world.block(lambda: len(set(coordinator.order)) == len(servers), 300.0)

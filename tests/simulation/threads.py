@@ -118,6 +118,9 @@ class SimQueue:
     def put(self, item: Any) -> None:
         self._items.append(item)
 
+    def empty(self) -> bool:
+        return not self._items
+
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if not self._world.block(lambda: bool(self._items), _seconds(timeout)):
             raise queue.Empty

@@ -258,7 +258,8 @@ class LookupAnswer(Struct, frozen=True):
     chunks: list[ChunkTiers]
     namespaces: Annotated[list[str], Meta(description="of the objects of a chunk, 64 hex digits each")] = []
     partial_chunks: Annotated[
-        list[PartialChunk], Meta(description="those behind the full chunks that a tier has, the longest first")
+        list[PartialChunk],
+        Meta(description="those behind the full chunks that a tier has, as far as is known here, the longest first"),
     ] = []
 
 

@@ -43,7 +43,12 @@ class ObjectRoutes:
                 *("POST", "/cache/clear", "Empties L1, L2 or both", change, self.clear, m.Cleared), body=m.ClearRequest
             ),
             Operation(
-                *("POST", "/cache/lookup", "Tells which tiers have each chunk of a prompt", read),
+                *(
+                    "POST",
+                    "/cache/lookup",
+                    "Tells which tiers have each chunk of a prompt; of partial chunks, as far as is known here",
+                    read,
+                ),
                 *(self.lookup, m.LookupAnswer),
                 body=m.TokensRequest,
                 large_body=True,
@@ -120,10 +125,11 @@ class ObjectRoutes:
             places = cache.lookup(prompt.keys)
             prefix = next((index for index, place in enumerate(places) if not place.tiers), len(places))
             namespaces = [namespace.digest.hex() for namespace in prompt.keys.namespaces.namespaces]
+            partials = cache.stored_partials(prompt, asks_backends=False)
             return m.LookupAnswer(
                 *(self._context.state.config.chunk_size, prefix, [m.ChunkTiers(*_places(place)) for place in places]),
                 namespaces,
-                [m.PartialChunk(*_places(place), tokens) for tokens, place in cache.stored_partials(prompt)],
+                [m.PartialChunk(*_places(place), tokens) for tokens, place in partials],
             )
 
         return await self._context.in_thread(look)

@@ -123,6 +123,12 @@ class Arguments(argparse.ArgumentParser):
         self._problems.raise_all()
         return found
 
+    def refuse_unused(self, options: argparse.Namespace, where: str, *names: str, remedy: str = "leave it out") -> None:
+        """ConfigError where some of these are not at their defaults: they would change nothing."""
+        values = [(name, name[2:].replace("-", "_")) for name in names]
+        if given := [name for name, value in values if getattr(options, value) != self.get_default(value)]:
+            raise ConfigError(f"{self.prog} {where} does not use {' and '.join(given)}: {remedy}.")
+
     def read_own(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Reads like `read`, for a command that takes options of another parser as well: these are the second value."""
         self._describe(argv)

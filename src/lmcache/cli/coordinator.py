@@ -13,7 +13,7 @@ from lmcache.cli.arguments import Arguments
 from lmcache.config import unbuilt
 from lmcache.config.values import Choice, Text, Whole
 from lmcache.errors import ConfigError
-from lmcache.fleet.event_log import DEFAULT_STREAM, HTTP, VALKEY
+from lmcache.fleet.event_log import DEFAULT_GROUP, DEFAULT_STREAM, HTTP, KAFKA, VALKEY
 from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.stop_signals import StopSignals
 
@@ -22,6 +22,10 @@ logger = logging.getLogger("lmcache.fleet")
 _DEFAULTS = CoordinatorSettings()
 _SECONDS = {"unit": "seconds", "above": 0, "maximum": 366 * 86_400}
 _PORT = Whole(minimum=0, maximum=65535, shown_as="PORT")
+_OF_TRANSPORTS = {
+    VALKEY: ("--valkey-url", "--valkey-stream", "--valkey-password-file"),
+    KAFKA: ("--kafka-bootstrap-servers", "--kafka-topic", "--kafka-config-file", "--kafka-group-id"),
+}
 
 
 def arguments() -> Arguments:
@@ -55,7 +59,15 @@ def arguments() -> Arguments:
     given.add_number("--checkpoint-interval", 60.0, "how often it is written", **_SECONDS)
     given.add_value("--metadata-path", Text("FILE"), "where pins and quotas are kept", default="")
     given.add_whole("--timeout-keep-alive", 10, "how long a connection may idle", unit="seconds", minimum=1)
-    transports = Choice((HTTP, VALKEY), unbuilt=unbuilt.OPTION_VALUES["coordinator_event_transport"])
+    _add_event_logs(given)
+    given.add_argument("--disable-metrics", action="store_true", help="no /metrics")
+    for name, (default, about) in unbuilt.COORDINATOR_OPTIONS.items():
+        given.add_argument(name, metavar="VALUE", default=default, help=f"not built yet: {about}")
+    return given
+
+
+def _add_event_logs(given: Arguments) -> None:
+    transports = Choice((HTTP, VALKEY, KAFKA))
     given.add_value(
         *("--event-transport", transports, "how servers tell what they have, beside POST /events"), default=HTTP
     )
@@ -65,20 +77,32 @@ def arguments() -> Arguments:
     )
     given.add_value("--valkey-stream", Text("NAME"), "name of that stream", default=DEFAULT_STREAM)
     given.add_value("--valkey-password-file", Text("FILE"), "file with the password there", default="")
-    given.add_argument("--disable-metrics", action="store_true", help="no /metrics")
-    for name, (default, about) in unbuilt.COORDINATOR_OPTIONS.items():
-        given.add_argument(name, metavar="VALUE", default=default, help=f"not built yet: {about}")
-    return given
+    given.add_value(
+        *("--kafka-bootstrap-servers", Text("HOST:PORT,..."), "brokers of Kafka with their topic"), default=""
+    )
+    given.add_value("--kafka-topic", Text("NAME"), "name of that topic", default=DEFAULT_STREAM)
+    given.add_value(
+        *("--kafka-config-file", Text("FILE"), "file with properties of the client, for TLS and a login"), default=""
+    )
+    given.add_value(
+        *("--kafka-group-id", Text("NAME"), "what brokers call this reader, which commits nothing"),
+        default=DEFAULT_GROUP,
+    )
 
 
 def run(argv: Sequence[str]) -> NoReturn:
     """Ends the process, once it has started."""
     # Before the slow imports, so that a stop signal during them is not lost.
     with contextlib.closing(StopSignals()) as signals:
-        options = arguments().read(argv)
+        given = arguments()
+        options = given.read(argv)
         for name, (default, instead) in unbuilt.COORDINATOR_OPTIONS.items():
             if getattr(options, name[2:].replace("-", "_")) != default:
                 raise ConfigError(f"lmcache coordinator {name} is not built yet: {instead}.")
+        for transport, own in _OF_TRANSPORTS.items():
+            if options.event_transport != transport:
+                where = f"without --event-transport {transport}"
+                given.refuse_unused(options, where, *own, remedy="give both or none")
         if options.output:
             raise ConfigError("lmcache coordinator has no results to write: --output cannot be used.")
         from lmcache.admin.dashboard_files import DashboardFiles

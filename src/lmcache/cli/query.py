@@ -70,12 +70,19 @@ def _arguments() -> Arguments:
 
 
 def run(argv: Sequence[str]) -> int:
-    options = _arguments().read(argv)
+    arguments = _arguments()
+    options = arguments.read(argv)
+    if options.coordinator:
+        arguments.refuse_unused(options, "--coordinator", "--url", "--instance-id")
     if options.servers:
-        if given := _given_prompts(options):
-            raise ConfigError(f"lmcache query --servers takes no prompt, got {' and '.join(given)}: leave one out.")
+        of_prompts = "--tokenizer", "--model", "--salt", "--instance-id", "--world-size"
+        arguments.refuse_unused(options, "--servers", *_PROMPTS, *of_prompts)
         query_fleet.servers(options).emit(options)
         return 0
+    if options.tokens or options.tokens_file:
+        arguments.refuse_unused(options, "with tokens", "--tokenizer")
+    if not options.coordinator:
+        arguments.refuse_unused(options, "without --coordinator", "--world-size")
     body = _prompt(options)
     if options.coordinator:
         report_of(*query_fleet.ask(options, body)).emit(options)

@@ -21,6 +21,12 @@ _HTTP = (
     *("http_tls_cert", "http_tls_key"),
 )
 
+_FLEET = ("coordinator_advertise_ip", "coordinator_heartbeat_interval", "coordinator_event_reporting")
+_EVENTS = ("coordinator_event_transport", "coordinator_event_flush_interval")
+_EVENT_LOGS = {
+    "valkey": ("coordinator_valkey_url", "coordinator_valkey_stream", "coordinator_valkey_password_file"),
+    "kafka": ("coordinator_kafka_bootstrap_servers", "coordinator_kafka_topic", "coordinator_kafka_config_file"),
+}
 
 _P2P = (
     *("p2p_lookup_timeout", "p2p_load_timeout", "p2p_transfer_engine", "p2p_token_file"),
@@ -90,9 +96,7 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
             yield ("audit_log",), "nothing can be changed: there is neither an HTTP listener nor CURVE"
     if not config.lookup_hash_log_dir:
         yield _LOOKUP_LOG, "there is no --lookup-hash-log-dir"
-    if config.coordinator_event_transport != "valkey":
-        reason = "--coordinator-event-transport is not valkey"
-        yield ("coordinator_valkey_url", "coordinator_valkey_stream", "coordinator_valkey_password_file"), reason
+    yield from _idle_of_fleet(config)
     if not config.kv_events_endpoint:
         yield ("kv_events_replay_endpoint", "kv_events_topic"), "there is no --kv-events-endpoint"
     if not config.runtime_plugin_locations:
@@ -103,6 +107,18 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
         covered = ("disable_metrics", "disable_logging", "enable_tracing", "otlp_endpoint", "trace_sample_rate")
         yield covered, "--disable-observability covers it"
     yield from _idle_of_telemetry(config)
+
+
+def _idle_of_fleet(config: ServerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    logs = tuple(name for names in _EVENT_LOGS.values() for name in names)
+    if not config.coordinator_url:
+        yield (*_FLEET, *_EVENTS, *logs), "there is no --coordinator-url"
+    elif not config.coordinator_event_reporting:
+        yield (*_EVENTS, *logs), "the coordinator is told nothing (--no-coordinator-event-reporting)"
+    else:
+        for transport, names in _EVENT_LOGS.items():
+            if config.coordinator_event_transport != transport:
+                yield names, f"--coordinator-event-transport is not {transport}"
 
 
 def _idle_of_telemetry(config: ServerConfig) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -337,9 +337,9 @@ class ServerConfig:
         Number(unit="seconds", minimum=0.01, maximum=3600), 1.0, "how often it is told"
     )
     coordinator_event_transport: str = _option(
-        Choice(("http", "valkey"), unbuilt=unbuilt.OPTION_VALUES["coordinator_event_transport"]),
+        Choice(("http", "valkey", "kafka")),
         "http",
-        "how it is told: by requests, or by a stream of Valkey or Redis, which it reads when it can",
+        "how it is told: by requests, or by a stream of Valkey or Redis or a topic of Kafka, read when it can",
     )
     coordinator_valkey_url: str = _option(
         Text("URL"),
@@ -350,6 +350,19 @@ class ServerConfig:
     coordinator_valkey_stream: str = _option(Text("NAME"), "lmcache-cache-events", "name of that stream")
     coordinator_valkey_password_file: str = _option(
         Text("FILE"), "", "file with the password there; read for each connection", default_text="none"
+    )
+    coordinator_kafka_bootstrap_servers: str = _option(
+        Text("HOST:PORT,..."),
+        "",
+        "brokers of Kafka with that topic",
+        default_text="required by --coordinator-event-transport kafka",
+    )
+    coordinator_kafka_topic: str = _option(Text("NAME"), "lmcache-cache-events", "name of that topic")
+    coordinator_kafka_config_file: str = _option(
+        Text("FILE"),
+        "",
+        "file with properties of the client (librdkafka), name=value a line, for TLS and a login",
+        default_text="none",
     )
 
     kv_events_endpoint: str = _option(

@@ -21,12 +21,8 @@ COMMANDS: Mapping[str, str] = {
 }
 
 # Options of `lmcache coordinator`, and the default, which changes nothing.
-_KAFKA = "servers tell it their events over HTTP, or by a stream of Valkey"
 _EVICTION = "each server keeps the quotas that it is told, by --eviction-policy IsolatedLRU"
 COORDINATOR_OPTIONS: Mapping[str, tuple[str, str]] = {
-    "--kafka-bootstrap-servers": ("", _KAFKA),
-    "--kafka-topic": ("lmcache-cache-events", _KAFKA),
-    "--kafka-group-id": ("lmcache-coordinator", _KAFKA),
     "--otlp-endpoint": ("", "GET /metrics has its figures"),
     "--eviction-check-interval": ("5", _EVICTION),
     "--eviction-ratio": ("0.2", _EVICTION),
@@ -37,12 +33,10 @@ COORDINATOR_OPTIONS: Mapping[str, tuple[str, str]] = {
 # have a value that changes nothing, which is accepted.
 OPTIONS: Mapping[str, str] = {}
 OPTION_FAMILIES: Mapping[str, str] = {  # by their beginning
-    "coordinator_kafka_": _KAFKA,
     "controller_": _COORDINATOR,
 }
 OPTION_VALUES: Mapping[str, Mapping[str, str]] = {
     "engine_type": {"blend": _BLEND},
-    "coordinator_event_transport": {"kafka": _KAFKA},
 }
 
 # Keys of the file that configures LMCache inside an engine, without a server.

@@ -66,6 +66,10 @@ MAX_KV_EVENTS_KEPT = 10_000  # batches, to be repeated
 MAX_KV_EVENTS_KEPT_BYTES = 64 * MIB
 MAX_CHUNKS_DESCRIBED = 32_768  # whose tokens are remembered, 1 KB each with chunks of 256 tokens
 MAX_UNREAD_PROMPT_BYTES = 64 * MIB  # whose chunks are not remembered yet
+MAX_RANK_LAYOUTS = 8  # of an object group of a model, in which its chunks are told
+MAX_KV_EVENT_TOPICS = 1024
+KV_EVENT_LISTED_PER_SECOND = 16_384  # chunks of what was there before, beside all changes
+KV_EVENT_RETELLING_SECONDS, MAX_KV_EVENT_RETELLING_SECONDS = 1.0, 60.0  # before one, doubled where changes stay lost
 
 # payload over the socket
 MAX_PAYLOAD_PART_BYTES = MIB  # of one message: what PING and other engines may have to wait behind
@@ -143,6 +147,7 @@ PEER_LEASE_SECONDS = 10.0  # from a lookup to the read, and from one read to the
 PEER_IDLE_SECONDS = 2.0  # without a byte of a transfer
 PEER_VANISHED_SECONDS = 20  # without a sign of the other machine, at least 4: its connections end
 PEER_LOAD_FLOOR_SECONDS = 2.0  # of the deadline of a load; what its size takes comes on top
+PEER_LEAST_READ_SECONDS = 0.2  # that a transfer engine has for a read, or does not begin it
 PEER_LOAD_MARGIN = 8  # how many times longer a load may take than at the measured rate
 PEER_FIRST_RATE = 50e6  # bytes a second, until one is measured
 PEER_BREAKER_FAILURES = 3
@@ -200,6 +205,7 @@ MAX_NAMED_PARTIALS = 1024  # partial chunks that operators ask for by their toke
 REPORTED_ENTRIES = 4096  # of a request that a server sends as text
 REPORTED_OBJECTS = 65_536  # of one with columns
 MAX_LOGGED_EVENT_REQUESTS = 1024  # that a log keeps between servers and coordinator, at most 1.5 MB each as these send
+MAX_TOLD_LOG_REQUESTS = MAX_LOGGED_EVENT_REQUESTS // 2 // MAX_FLEET_RESYNCS  # unread, of a server that tells everything
 
 assert MAX_HTTP_KEYS * MAX_FLEET_COPIES_SHOWN <= MAX_FLEET_COPIES_ASKED
 assert MAX_FLEET_INSTANCES * 4096 <= MAX_MEMBER_ANSWER_BYTES

@@ -101,8 +101,9 @@ class EventIntake:
         return EventsAnswer(applied, duplicates, stale, list(resync), incarnations, packed=True)
 
     def _begin(self, instance_id: str, stream: Stream, incarnation: int) -> None:
-        stream.needs_resync = stream.resyncs = False  # before the incarnation: `glance`
-        stream.incarnation, stream.seq = incarnation, 0
+        stream.needs_resync = stream.resyncs = False  # these before the incarnation: `glance`
+        stream.seq = 0
+        stream.incarnation = incarnation
         self.directory.forget_l1(instance_id)
 
     def _follow(self, stream: Stream, batch: Batch) -> None:
@@ -160,11 +161,11 @@ class EventIntake:
             stream = self._streams.get(instance_id, Stream())
             return Stream(stream.incarnation, stream.seq, stream.needs_resync, stream.resyncs)
 
-    def glance(self, instance_id: str) -> tuple[int, bool]:
-        """Its incarnation, and whether it is to tell everything again. Waits for nobody, not even for a batch that is
-        being applied."""
+    def glance(self, instance_id: str) -> tuple[int, bool, int]:
+        """Its incarnation, whether it is to tell everything again, and its last batch. Waits for nobody, not even for a
+        batch that is being applied."""
         stream = self._streams.get(instance_id)
-        return (stream.incarnation, stream.needs_resync) if stream is not None else (0, False)
+        return (stream.incarnation, stream.needs_resync, stream.seq) if stream is not None else (0, False, 0)
 
     def streams(self) -> dict[str, Stream]:
         with self._lock:

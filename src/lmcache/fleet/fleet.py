@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from lmcache.core.chunking import ChunkHasher
+from lmcache.core.limits import MAX_LOGGED_EVENT_REQUESTS, MAX_TOLD_LOG_REQUESTS
 from lmcache.environment import Environment
 from lmcache.errors import ConfigError, LMCacheError
 from lmcache.fleet import checkpoint, saved_file
-from lmcache.fleet.event_log import HTTP, EventLogSettings, open_log
+from lmcache.fleet.event_log import open_log
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.jobs import FleetJobs
@@ -53,9 +54,8 @@ class Fleet:
         self.quotas = FleetQuotas(self.metadata, self.instances, self.servers, self.directory, clock)
         self.pins = FleetPins(self.metadata, self.servers, clock, environment.random_bytes)
         self.log_reader: EventLogReader | None = None
-        if settings.event_transport != HTTP:
-            log = open_log(EventLogSettings(settings.valkey_url, settings.valkey_stream, settings.valkey_password_file))
-            self.log_reader = EventLogReader(log, self.intake, clock)
+        if settings.event_log is not None:
+            self.log_reader = EventLogReader(open_log(settings.event_log), self.intake, clock)
         self._coming = threading.Lock()  # while somebody joins or leaves
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleet-housekeeping", daemon=True)
@@ -101,6 +101,15 @@ class Fleet:
         if keys:
             return PromptKeys(len({key.chunk_hash_hex for key in keys}), list(keys))
         return keys_of_prompt(self.hasher, token_ids, model_name, world_size, cache_salt)
+
+    def log_requests(self, instance_id: str) -> int:
+        """How many requests of a server may be in the log and unread, so that nothing is dropped there before it is
+        read: half of what the log keeps is for servers that tell everything. 0: no log is read."""
+        if self.log_reader is None:
+            return 0
+        if self.intake.turns.has(instance_id):
+            return MAX_TOLD_LOG_REQUESTS
+        return max(1, MAX_LOGGED_EVENT_REQUESTS // 2 // max(1, len(self.instances)))
 
     def stored_partials(self, prompt: PromptKeys) -> list[tuple[int, list[Key]]]:
         """The partial chunks of the prompt of which a server has something: how many tokens each has, and its key for

@@ -165,6 +165,9 @@ class Instances:
         with self._lock:
             return list(self._known.values())
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     @property
     def members(self) -> int:
         return self._members

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from lmcache.clock import Clock
 from lmcache.core.object_changes import ChangeSource
+from lmcache.fleet.event_log import Heard
 from lmcache.fleet.membership import Member, MemberSettings, Membership
 from lmcache.fleet.overview import OverviewCache
 from lmcache.fleet.reporting import EventReporting
@@ -63,9 +64,9 @@ class FleetMember:
         if self._reporter is not None:
             self._reporter.joined(incarnation)
 
-    def _heard(self, incarnation: int, needs_resync: bool) -> None:
+    def _heard(self, heard: Heard) -> None:
         if self._reporter is not None:
-            self._reporter.heard(incarnation, needs_resync=needs_resync)
+            self._reporter.heard(heard)
 
     def _took(self, members: Sequence[Member]) -> None:
         self._members = members

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import msgspec
 
@@ -46,7 +47,7 @@ class EventLogReader:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                for position, body in self._log.read(self._intake.log_position, _WAIT_SECONDS):
+                for position, body in self._read():
                     self._apply(body)
                     self._intake.log_position = position  # behind what is known: what comes twice is a duplicate
             except LMCacheError as error:
@@ -58,6 +59,14 @@ class EventLogReader:
                 self.failures += 1
                 logger.exception("The thread that reads servers' events goes on after a fault")
                 self._stopping.wait(_WAIT_SECONDS)
+
+    def _read(self) -> Sequence[tuple[str, bytes]]:
+        """Where the log does not go on, what it has comes the next time: numbers of batches show what is missing."""
+        known = self._intake.log_position
+        found = self._log.read(known, _WAIT_SECONDS) if known else ()
+        if not found:
+            self._intake.log_position = self._log.retained(known)
+        return found
 
     def _apply(self, body: bytes) -> None:
         try:

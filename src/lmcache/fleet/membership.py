@@ -3,6 +3,7 @@ the coordinator is away, slow or wrong, the server goes on without it."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -17,7 +18,7 @@ from lmcache.clock import Clock
 from lmcache.core.limits import MAX_MEMBER_ANSWER_BYTES
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.fleet import messages as m
-from lmcache.fleet.event_log import HTTP, EventLogSettings
+from lmcache.fleet.event_log import HTTP, EventLogSettings, Heard, heartbeat_path
 from lmcache.http.client import JSON_TYPE, HttpRefused, answer_of, request, split_url
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import FleetMemberMetrics
@@ -115,7 +116,7 @@ class Coordinator:
 
 class Membership:
     """`on_joined(incarnation)`: it has joined, and the coordinator knows of batches up to that incarnation.
-    `on_heard(incarnation, needs_resync)`: so it says with a heartbeat. `on_members` gets all servers whenever others
+    `on_heard` gets what it says with a heartbeat. `on_members` gets all servers whenever others
     may be there. All are called by the thread of this."""
 
     def __init__(
@@ -125,7 +126,7 @@ class Membership:
         clock: Clock,
         on_joined: Callable[[int], None],
         on_members: Callable[[Sequence[Member]], None],
-        on_heard: Callable[[int, bool], None] = lambda incarnation, needs_resync: None,
+        on_heard: Callable[[Heard], None] = lambda heard: None,
     ) -> None:
         self._settings = settings
         self._coordinator = Coordinator(settings)
@@ -186,9 +187,8 @@ class Membership:
 
     def _heartbeat(self) -> int | None:
         """The number of the members, None where the coordinator has none."""
-        path = f"/instances/{quote(self._settings.instance_id, safe='')}/heartbeat"
         try:
-            answer = self._coordinator.ask("PUT", path)
+            answer = self._coordinator.ask("PUT", heartbeat_path(self._settings.instance_id))
         except HttpRefused as refusal:
             if refusal.status != _NOT_KNOWN:
                 raise
@@ -198,9 +198,9 @@ class Membership:
             return None
         if not isinstance(answer, dict):
             return None
-        members, incarnation = answer.get("members"), answer.get("incarnation")
-        if isinstance(incarnation, int):
-            self._on_heard(incarnation, answer.get("needs_resync") is True)
+        with contextlib.suppress(msgspec.ValidationError):
+            self._on_heard(msgspec.convert(answer, Heard))
+        members = answer.get("members")
         return members if isinstance(members, int) else None
 
     def _register(self) -> None:

@@ -110,6 +110,10 @@ class HeartbeatAnswer(Struct, frozen=True):
     needs_resync: Annotated[
         bool, Meta(description="batches of that incarnation are missing: everything is to be told again (+)")
     ] = False
+    seq: Annotated[int, Meta(description="of that incarnation's last batch that was taken (+)")] = 0
+    log_requests: Annotated[
+        int, Meta(description="that the server may have in the log beyond that one; 0: no log is read (+)")
+    ] = 0
 
 
 class ResyncTurn(Struct, frozen=True):

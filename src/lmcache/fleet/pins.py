@@ -30,6 +30,7 @@ class PinState:
 
     held: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)  # servers that were told of it since their pins were looked at
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class FleetPins:
         self._random_bytes = random_bytes
         self._lock = threading.Lock()
         self._states: dict[str, PinState] = {}  # of pins that have not ended, or not for long
+        self._turns: dict[str, threading.Lock] = {}  # by server, held while it is told of a pin
         self._sync = ServerSync("pins", self._make_equal, clock)
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
@@ -99,9 +101,11 @@ class FleetPins:
     def left(self, instance_id: str) -> None:
         self._sync.forget(instance_id)
         with self._lock:
+            self._turns.pop(instance_id, None)
             for state in self._states.values():
                 state.held.pop(instance_id, None)
                 state.failed.pop(instance_id, None)
+                state.made.discard(instance_id)
 
     def push(self) -> None:
         """Begins to tell servers that have joined, or could not be asked, what they are to hold."""
@@ -122,6 +126,9 @@ class FleetPins:
         """LMCacheError where that server could not be asked, or refused some of it. The rest of it is told."""
         if not self._servers.knows(instance_id):  # it has left, and was noted afterwards
             return
+        with self._lock:
+            for state in self._states.values():
+                state.made.discard(instance_id)
         before, known = self._servers.read(instance_id, _of_fleet, "GET", _PATH)
         pins = [pin for pin in self._metadata.pins(self._clock.wall()) if pin.instance_id in ("", instance_id)]
         for owner in before.keys() - {_owner(pin.pin_id) for pin in pins}:
@@ -130,6 +137,9 @@ class FleetPins:
         for pin in pins:
             try:
                 made = self._hold(pin, instance_id, pin.names)
+                if made is None:  # by `add`, with the names that were known of this server
+                    self._sync.note([instance_id])
+                    continue
                 if not known.isdisjoint(made):  # it was started anew and counts from one: these are others by now
                     before = {}
                 for pin_id in before.get(_owner(pin.pin_id), ()) if made else ():
@@ -142,28 +152,40 @@ class FleetPins:
         if refusal is not None:
             raise refusal
 
-    def _hold(self, pin: FleetPin, instance_id: str, names: Sequence[str]) -> list[str]:
-        """The ids of the server's pins that were made for it."""
-        if not self._is_current(pin):
-            return []
-        held, made = 0, []
-        for first in range(0, len(names), MAX_HTTP_KEYS):
-            body = {
-                "keys": list(names[first : first + MAX_HTTP_KEYS]),
-                "owner": _owner(pin.pin_id),
-                "ttl_seconds": max(1.0, self.remaining_seconds(pin)),
-            }
-            objects, pin_id = self._servers.read(instance_id, _made, "POST", _PATH, body)
-            held += objects
-            made.append(pin_id)
+    def _hold(self, pin: FleetPin, instance_id: str, names: Sequence[str]) -> list[str] | None:
+        """The ids of the server's pins that were made for it. None: another thread has just made them: of two, each
+        copy would be held twice."""
         with self._lock:
-            state = self._states.setdefault(pin.pin_id, PinState())
-            state.failed.pop(instance_id, None)
-            if held and self._servers.knows(instance_id):
-                state.held[instance_id] = held
+            turn = self._turns.setdefault(instance_id, threading.Lock())
+        with turn:
+            if not self._is_current(pin):
+                return []
+            with self._lock:
+                if instance_id in self._states.get(pin.pin_id, PinState()).made:
+                    return None
+            held, made = 0, []
+            for first in range(0, len(names), MAX_HTTP_KEYS):
+                body = {
+                    "keys": list(names[first : first + MAX_HTTP_KEYS]),
+                    "owner": _owner(pin.pin_id),
+                    "ttl_seconds": max(1.0, self.remaining_seconds(pin)),
+                }
+                objects, pin_id = self._servers.read(instance_id, _made, "POST", _PATH, body)
+                held += objects
+                made.append(pin_id)
+            self._note_made(pin, instance_id, held)
         if not self._is_current(pin):  # it has ended meanwhile, and this server was not known to hold any of it
             self._sync.note([instance_id])
         return made
+
+    def _note_made(self, pin: FleetPin, instance_id: str, held: int) -> None:
+        with self._lock:
+            state = self._states.setdefault(pin.pin_id, PinState())
+            state.failed.pop(instance_id, None)
+            if self._servers.knows(instance_id):
+                state.made.add(instance_id)
+                if held:
+                    state.held[instance_id] = held
 
     def _end(self, instance_id: str, pin_ids: Sequence[str]) -> None:
         for pin_id in pin_ids:

@@ -84,6 +84,11 @@ class Reporter:
     def incarnation(self) -> int:
         return self._stream.incarnation
 
+    @property
+    def last_batch(self) -> tuple[int, int]:
+        """Its incarnation and number."""
+        return self._stream.incarnation, self._stream.seq
+
     def know(self, incarnation: int) -> None:
         """The coordinator has batches up to this one: the next is above."""
         self._known_incarnation = max(self._known_incarnation, min(incarnation, _MOST_INCARNATION))

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from lmcache.clock import Clock
 from lmcache.core.object_changes import ChangeSource
 from lmcache.errors import LMCacheError
-from lmcache.fleet.event_log import LoggedCoordinator, open_log
+from lmcache.fleet.event_log import Heard, LoggedCoordinator, LogPace, open_log
 from lmcache.fleet.membership import Coordinator, MemberSettings
-from lmcache.fleet.reporter import Reporter, ResyncNeeded
+from lmcache.fleet.reporter import Answering, Reporter, ResyncNeeded
 from lmcache.telemetry.metrics import FleetMemberMetrics
 
 logger = logging.getLogger("lmcache.fleet")
@@ -39,12 +39,22 @@ class EventReporting:
         self._joins_told = 0  # for which everything has been told, or is being told
         self._known_incarnation = 0
         self._asked = False  # for everything, by a coordinator that answers nothing else
-        log = open_log(settings.event_log) if settings.event_log is not None else None
-        self._follows_heartbeats = log is not None
+        self._pace: LogPace | None = None  # where heartbeats alone say what became of what was told
+        coordinator: Answering = Coordinator(settings)
+        if settings.event_log is not None:
+            self._pace = LogPace(clock)
+            coordinator = LoggedCoordinator(
+                open_log(settings.event_log),
+                Coordinator(settings),
+                settings.instance_id,
+                self._pace,
+                lambda: self._reporter.last_batch,
+                self._pause,
+            )
         self._reporter = Reporter(
             settings.instance_id,
             sources,
-            LoggedCoordinator(log, Coordinator(settings)) if log is not None else Coordinator(settings),
+            coordinator,
             metrics,
             clock,
             self._pause,
@@ -66,13 +76,16 @@ class EventReporting:
             self._known_incarnation = max(self._known_incarnation, known_incarnation)
             self._changed.notify_all()
 
-    def heard(self, incarnation: int, *, needs_resync: bool) -> None:
-        """What the coordinator knows of this server, and whether some of that incarnation is missing. Any thread."""
-        own = self._reporter.incarnation
-        if self._follows_heartbeats and own and (incarnation > own or (needs_resync and incarnation == own)):
+    def heard(self, heard: Heard) -> None:
+        """What the coordinator knows of this server. Any thread."""
+        if self._pace is None:
+            return
+        self._pace.heard(heard)
+        own, known = self._reporter.incarnation, heard.incarnation
+        if own and (known > own or (heard.needs_resync and known == own)):
             with self._changed:
                 self._asked = True
-                self._known_incarnation = max(self._known_incarnation, incarnation)
+                self._known_incarnation = max(self._known_incarnation, known)
 
     def stop(self) -> None:
         """Ends it before what it reads is closed, unless a request is under way: that one is not waited for long."""

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmcache.fleet.event_log import DEFAULT_STREAM, HTTP
+from lmcache.fleet.event_log import (
+    DEFAULT_GROUP,
+    DEFAULT_STREAM,
+    HTTP,
+    KAFKA,
+    EventLogSettings,
+    KafkaSettings,
+    ValkeySettings,
+)
 
 
 @dataclass(frozen=True)
@@ -28,3 +36,18 @@ class CoordinatorSettings:
     valkey_url: str = ""
     valkey_stream: str = DEFAULT_STREAM
     valkey_password_file: str = ""
+    kafka_bootstrap_servers: str = ""
+    kafka_topic: str = DEFAULT_STREAM
+    kafka_config_file: str = ""
+    kafka_group_id: str = DEFAULT_GROUP
+
+    @property
+    def event_log(self) -> EventLogSettings | None:
+        """None: events come over HTTP alone."""
+        if self.event_transport == HTTP:
+            return None
+        if self.event_transport == KAFKA:
+            return KafkaSettings(
+                self.kafka_bootstrap_servers, self.kafka_topic, self.kafka_config_file, self.kafka_group_id
+            )
+        return ValkeySettings(self.valkey_url, self.valkey_stream, self.valkey_password_file)

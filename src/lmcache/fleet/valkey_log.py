@@ -7,20 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+import redis
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.retry import Retry
+
 from lmcache.core.limits import MAX_LOGGED_EVENT_REQUESTS
 from lmcache.core.secret_file import read_secret
 from lmcache.errors import ConfigError, LMCacheError, ServerUnavailable
-from lmcache.fleet.event_log import EventLogSettings
-
-try:
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.credentials import CredentialProvider
-    from redis.retry import Retry
-except ImportError:
-    raise ConfigError(
-        "The event transport valkey needs the package redis, which is not installed: pip install 'lmcache[valkey]'."
-    ) from None
+from lmcache.fleet.event_log import ValkeySettings
 
 _FIELD = b"batches"
 _BEGINNING = "0-0"
@@ -41,7 +36,7 @@ class _Credentials(CredentialProvider):
 
 
 class ValkeyLog:
-    def __init__(self, settings: EventLogSettings) -> None:
+    def __init__(self, settings: ValkeySettings) -> None:
         flag, file_flag = f"{settings.option}url", f"{settings.option}password-file"
         parts = urlsplit(settings.url)
         if parts.password is not None:
@@ -76,17 +71,15 @@ class ValkeyLog:
             self._client.xadd(self._stream, {_FIELD: body}, maxlen=MAX_LOGGED_EVENT_REQUESTS, approximate=True)
 
     def read(self, position: str, wait_seconds: float) -> Sequence[tuple[str, bytes]]:
-        """A stream that ends before the position began anew: it is read from its beginning."""
-        start = position or _BEGINNING
+        wait_milliseconds = round(wait_seconds * 1000)
         with self._faults():
-            found = self._read(start, wait_seconds)
-            if not found and start != _BEGINNING and _order(self._last()) < _order(start):
-                found = self._read(_BEGINNING, wait_seconds)
-        return found
+            answer: Any = self._client.xread({self._stream: position}, count=_BODIES_AT_ONCE, block=wait_milliseconds)
+            return [(name.decode(), fields.get(_FIELD, b"")) for _, entries in answer or () for name, fields in entries]
 
-    def _read(self, start: str, wait_seconds: float) -> list[tuple[str, bytes]]:
-        answer: Any = self._client.xread({self._stream: start}, count=_BODIES_AT_ONCE, block=round(wait_seconds * 1000))
-        return [(name.decode(), fields.get(_FIELD, b"")) for _, entries in answer or () for name, fields in entries]
+    def retained(self, position: str) -> str:
+        """A stream that ends before the position began anew. One that begins behind it goes on there."""
+        with self._faults():
+            return position if position and _order(position) <= _order(self._last()) else _BEGINNING
 
     def _last(self) -> str:
         try:
@@ -112,4 +105,4 @@ class ValkeyLog:
 
 def _order(name: str) -> tuple[int, int]:
     milliseconds, _, number = name.partition("-")
-    return int(milliseconds), int(number)
+    return int(milliseconds), int(number or 0)

@@ -17,7 +17,7 @@ from lmcache.clock import Clock
 from lmcache.core import limits
 from lmcache.errors import ResourceError
 from lmcache.kv_events.endpoint import Endpoint
-from lmcache.kv_events.wire import END_OF_REPLAY, SEQUENCE_BYTES, Event, EventBatch
+from lmcache.kv_events.wire import END_OF_REPLAY, SEQUENCE_BYTES, AllBlocksCleared, Event, EventBatch
 
 logger = logging.getLogger("lmcache.kv_events")
 
@@ -26,7 +26,8 @@ _MAX_REQUEST_BYTES = 4096
 
 
 class EventSockets:
-    """Bound at construction: ResourceError. Then used by one thread. Every topic has numbers of its own, from 0 on."""
+    """Bound at construction: ResourceError. Then used by one thread, which also closes them. Every topic has numbers of
+    its own, from 0 on. Of more than MAX_KV_EVENT_TOPICS the one that was silent longest ends with AllBlocksCleared."""
 
     def __init__(self, endpoint: Endpoint, replay: Endpoint | None, clock: Clock) -> None:
         self._clock = clock
@@ -63,7 +64,11 @@ class EventSockets:
         return list(self._numbers)
 
     def publish(self, topic: str, events: Sequence[Event]) -> None:
-        number = self._numbers.get(topic, 0)
+        number = self._numbers.pop(topic, 0)
+        if len(self._numbers) >= limits.MAX_KV_EVENT_TOPICS:
+            ended = next(iter(self._numbers))
+            self.publish(ended, [AllBlocksCleared()])
+            del self._numbers[ended]
         self._numbers[topic] = number + 1
         name, content = topic.encode(), msgspec.msgpack.encode(EventBatch(self._clock.wall(), events))
         self._publisher.send_multipart((name, _packed(number), content), copy=False)
@@ -92,7 +97,7 @@ class EventSockets:
         return True
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. Not while another thread uses them."""
         self._context.destroy(linger=0)
 
 

@@ -46,6 +46,11 @@ async def until_done(future: asyncio.Future[T]) -> T:
 async def in_thread(name: str, call: Callable[..., T], *arguments: Any) -> T:
     """Runs the call on a daemon thread of its own. For rare work; a pool would join its threads when the interpreter
     exits."""
+    return await begin_in_thread(name, call, *arguments)
+
+
+def begin_in_thread(name: str, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    """As `in_thread`, for who waits later. RuntimeError where the system has no thread to give."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -70,4 +75,4 @@ async def in_thread(name: str, call: Callable[..., T], *arguments: Any) -> T:
             pass  # the loop has been closed: nothing waits for the result
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await future
+    return future

@@ -257,6 +257,10 @@ class ServerMemory(L1File):
         """Whether the process that locked this owner's byte is still there."""
         return ownership.is_owner_locked(self._fd, owner)
 
+    def other_writer_lives(self) -> bool:
+        """Whether a process that filled slots for a previous server is still there."""
+        return ownership.other_writer_lives(self._fd, self.server_epoch)
+
     def prefault(self, offset: int, size_bytes: int, threads: int, *, large_pages: bool) -> None:
         """Maps and clears pages ahead of use, on several threads. Only for what is committed, and for the server, which
         pays for the memory. `large_pages`: has small ones replaced; `grow` leaves few of them."""

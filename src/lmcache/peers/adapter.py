@@ -31,7 +31,7 @@ from lmcache.peers.handshake import Introducer
 from lmcache.peers.peer import Answer, Peer, PeerContext
 from lmcache.peers.placements import Placements, Share
 from lmcache.peers.transports.contract import Transfer
-from lmcache.peers.transports.library_process import LibraryProcess
+from lmcache.peers.transports.library_process import START_SECONDS, LibraryProcess
 from lmcache.telemetry.metrics import P2PMetrics
 
 log = logging.getLogger("lmcache.peers")
@@ -68,6 +68,7 @@ class PeersAdapter(Adapter):
         self._threads: CallThreads | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._starting: asyncio.Future[None] | None = None  # of the library
 
     # ---- members -----------------------------------------------------------------------------------------------------
     async def open(self, inventory: Inventory) -> None:
@@ -85,10 +86,20 @@ class PeersAdapter(Adapter):
             l1_address=self._l1.address if self._l1 is not None else 0,
             l1_bytes=self._l1.size_bytes if self._l1 is not None else 0,
         )
-        if self._library is not None:
-            await self._library.start()
+        if self._library is not None:  # the deadline of loads, which `open` has, is not for imports
+            self._starting = asyncio.ensure_future(self._library.start())
         await self._set_members(self._config.members)
         inventory.complete()
+
+    async def ready(self) -> None:
+        """After `open`: until the transfer engine can be used. ResourceError where it cannot be."""
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
+
+    def wait_ready(self) -> None:
+        """Waits like `ready`, on any other thread than the loop's."""
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self.ready(), self._loop).result(2 * START_SECONDS)
 
     def set_members(self, addresses: Iterable[str]) -> None:
         """The peers from now on, HOST:PORT each, beside those of --p2p-peers. Any thread, after `open`; without effect
@@ -145,6 +156,9 @@ class PeersAdapter(Adapter):
         if self._threads is not None:
             await self._threads.close()
         if self._library is not None:
+            if self._starting is not None:
+                self._starting.cancel()
+                await asyncio.gather(self._starting, return_exceptions=True)
             await self._library.close()
 
     # ---- lookups -----------------------------------------------------------------------------------------------------

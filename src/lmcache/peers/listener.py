@@ -24,15 +24,14 @@ from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.leases import PeerLeases
 from lmcache.peers.serving import ServedPeer, ServingContext, is_expected
-from lmcache.peers.sockets import PeerSocket
-from lmcache.peers.transports.library_process import LibraryProcess
+from lmcache.peers.sockets import PeerSocket, within
+from lmcache.peers.transports.library_process import START_SECONDS, LibraryProcess
 from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import P2PMetrics
 
 log = logging.getLogger("lmcache.peers")
 
 _SWEEP_SECONDS = 1.0
-_START_SECONDS = 30.0
 _STOP_SECONDS = 3.0
 _LOG_SECONDS = 60.0
 _ACCEPT_PAUSE_SECONDS = 0.1  # after the machine had no descriptor for a connection
@@ -75,7 +74,7 @@ class PeerListener:
     def start(self) -> None:
         """ResourceError where the transfer engine cannot be used."""
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(_START_SECONDS)
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(2 * START_SECONDS)
 
     def stop(self) -> bool:
         """Ends every connection, with their leases; nothing of L1 is sent any more. False when a send has not ended: L1
@@ -165,7 +164,7 @@ class PeerListener:
         where = "a caller"
         try:
             try:
-                peer = await asyncio.wait_for(self._introducer.accept(sock), limits.PEER_HELLO_SECONDS)
+                peer = await within(limits.PEER_HELLO_SECONDS, self._introducer.accept(sock))
             finally:
                 self._handshakes.pop(sock, None)
             where = peer.address
@@ -202,6 +201,6 @@ class PeerListener:
         if self._log_limiter.due():
             log.warning("The peer %s is not served: %s", where, sentence)
         try:
-            await asyncio.wait_for(sock.refuse(0, sentence), _ACCEPT_PAUSE_SECONDS)
+            await within(_ACCEPT_PAUSE_SECONDS, sock.refuse(0, sentence))
         except asyncio.TimeoutError:
             pass

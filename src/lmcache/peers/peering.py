@@ -59,7 +59,9 @@ class Peering:
         self.listener = PeerListener(listening, introducer, l1, metrics, clock, serves)
 
     def start(self) -> None:
+        """After the storage loop has started. ResourceError where the transfer engine cannot be used."""
         self.listener.start()
+        self._peers.wait_ready()
         log.info("Peers are served at %s", self.listener.address)
 
     def set_members(self, addresses: Iterable[str]) -> None:

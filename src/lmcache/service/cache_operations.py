@@ -139,8 +139,8 @@ class CacheOperations:
         self._directory.note(namespaces.namespaces)
         return namespaces
 
-    def lookup(self, keys: KeyBatch) -> list[ChunkPlaces]:
-        """Where each chunk is. Adapters are asked what they do not know by heart."""
+    def lookup(self, keys: KeyBatch, *, asks_backends: bool = True) -> list[ChunkPlaces]:
+        """Where each chunk is. `asks_backends` of adapters about what is not known here."""
         if not keys.chunks:
             return []
         tails = keys.namespaces.tail_chunks
@@ -152,7 +152,8 @@ class CacheOperations:
         of_chunks = [resident[index * keys.chunks : (index + 1) * keys.chunks] for index in counted]
         found = {_L1: b"".join(of_chunks)}
         for runner in self._storage.own_runners:
-            found[runner.name] = self._storage.run(_probe(runner, objects), LOOKUP_SECONDS)
+            probe = _probe if asks_backends else _known
+            found[runner.name] = self._storage.run(probe(runner, objects), LOOKUP_SECONDS)
         places = []
         for chunk in range(keys.chunks):
             at = slice(chunk, None, keys.chunks)
@@ -161,14 +162,15 @@ class CacheOperations:
             places.append(ChunkPlaces(keys.hashes[chunk], tiers, in_l1))
         return places
 
-    def stored_partials(self, prompt: Prompt) -> list[tuple[int, ChunkPlaces]]:
-        """The partial chunks of which a tier has all, and how many tokens each has; the longest first."""
-        places = self.lookup(prompt.partials)
+    def stored_partials(self, prompt: Prompt, *, asks_backends: bool) -> list[tuple[int, ChunkPlaces]]:
+        """The partial chunks of which a tier has all, and how many tokens each has; the longest first. There may be a
+        name for each token: a lookup does not ask backends about all of them."""
+        places = self.lookup(prompt.partials, asks_backends=asks_backends)
         return [(len(places) - index, place) for index, place in enumerate(places) if place.tiers]
 
     def with_partial(self, prompt: Prompt) -> KeyBatch:
         """The objects of its full chunks and of the longest partial chunk that is stored behind them."""
-        stored = self.stored_partials(prompt)
+        stored = self.stored_partials(prompt, asks_backends=True)
         if not stored:
             return prompt.keys
         return KeyBatch(prompt.keys.namespaces, ChunkHashes(prompt.keys.hashes.packed + stored[0][1].chunk_hash))
@@ -292,3 +294,7 @@ async def _probe(runner: Runner, keys: Sequence[ObjectKey]) -> bytes:
     for first in range(0, len(keys), limits.MAX_L2_BATCH_OBJECTS):
         found += bytes(await runner.probe(keys[first : first + limits.MAX_L2_BATCH_OBJECTS]))
     return bytes(found)
+
+
+async def _known(runner: Runner, keys: Sequence[ObjectKey]) -> bytes:
+    return bytes(runner.knows(keys))

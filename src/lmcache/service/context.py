@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache.clock import Clock
 from lmcache.core.chunking import ChunkHasher
+from lmcache.core.key import Namespace
 from lmcache.l1.store import L1Store
 from lmcache.memory.server_memory import ServerMemory
 from lmcache.service.token_chain import PromptNotes
@@ -44,3 +45,5 @@ class ServiceContext:
     audit: Callable[[str, str, Mapping[str, Any], str], object] = lambda action, caller, detail, outcome: None
     tracer: Tracer | None = None
     prompts: PromptNotes | None = None
+    # Is told the namespaces of an engine, [rank][group], without a salt; takes no time.
+    note_ranks: Callable[[Sequence[Sequence[Namespace]]], object] = lambda ranks: None

@@ -33,6 +33,7 @@ from lmcache.service.instances import (
     Registration,
     Scheduler,
     Worker,
+    namespaces_of_rank,
 )
 from lmcache.service.message_checks import check_instance, check_worker
 from lmcache.service.owners import Owners
@@ -51,9 +52,11 @@ class LivenessService:
     def __init__(
         self, context: ServiceContext, registry: InstanceRegistry, sessions: SessionTable, owners: Owners
     ) -> None:
+        self._context = context
         self._settings = context.settings
         self._metrics = context.metrics
         self._core = context.l1.core
+        self._locks = context.locks
         self._clock = context.clock
         self._loop = context.loop
         self._registry = registry
@@ -61,7 +64,8 @@ class LivenessService:
         self._owners = owners
         self._sweeping = False
         self._closed = False
-        # Reservations of slots that the previous server itself was loading into: its I/O may end after it.
+        # Reservations of slots that the previous server itself was loading into: its I/O may end after it, and a
+        # process that loaded for it, too.
         self._late_io: list[int] = []
         self._late_io_until = self._clock.monotonic() + L1_LATE_IO_SECONDS
         for quarantined in context.l1.recovered.quarantined:
@@ -112,6 +116,7 @@ class LivenessService:
             message.object_groups,
             message.engine or "engine not named",
         )
+        self._note_ranks(instance, instance.scheduler.profile)
         self._begin_sweeping()
         return RegisterReply(owner)
 
@@ -150,8 +155,17 @@ class LivenessService:
                 'It accepts the lossy serde "%s", which no --l2-adapter has: this KV is in L1 alone',
                 serde,
             )
+        if scheduler is not None:
+            self._note_ranks(instance, scheduler.profile)
         self._begin_sweeping()
         return RegisterReply(owner)
+
+    def _note_ranks(self, instance: Instance, profile: RegisterInstance) -> None:
+        """If all are there, and their layouts differ."""
+        workers = sorted(instance.by_rank().items())
+        if len(workers) == profile.kv_world_size and len({tuple(worker.layouts) for _, worker in workers}) > 1:
+            context = self._context
+            context.note_ranks([namespaces_of_rank(context, profile, worker, "").namespaces for _, worker in workers])
 
     def _refuse_another(self, message: RegisterInstance | RegisterWorker, previous: Registration) -> None:
         """Two engines under one name would take each other's sessions for their own."""
@@ -245,7 +259,7 @@ class LivenessService:
                     log.warning("Worker %d of instance %s has died", worker_id, instance.instance_id)
                     self._remove(instance, worker_id, graceful=False)
         self._owners.release_quarantine()
-        if now_seconds >= self._late_io_until:
+        if now_seconds >= self._late_io_until and self._late_io and not self._locks.other_writer_lives():
             while self._late_io:
                 self._core.abort(self._late_io.pop())
         ended = self._core.expire(now_seconds)

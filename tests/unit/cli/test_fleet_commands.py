@@ -91,9 +91,24 @@ def test_servers_of_a_fleet_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert totals == [2, 6 << 30, 12 << 30, 8]
 
 
-def test_servers_and_a_prompt_are_two_questions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["query", "--servers", "--tokens", "1"]) == 2
-    assert "--servers takes no prompt, got --tokens" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--servers", "--tokens", "1"], "--servers does not use --tokens: leave it out."),
+        (["--servers", "--model", "m", "--salt", "s"], "--servers does not use --model and --salt: leave it out."),
+        (["--servers", "--text", "a", "--tokenizer", "t"], "--servers does not use --text and --tokenizer"),
+        (["--servers", "--instance-id", "e", "--world-size", "2"], "not use --instance-id and --world-size: leave it"),
+        (["--coordinator", "c:1", "--url", "u:1", "--tokens", "1"], "--coordinator does not use --url: leave it out."),
+        (["--coordinator", "c:1", "--instance-id", "e", "--tokens", "1"], "--coordinator does not use --instance-id"),
+        (["--tokens", "1", "--world-size", "2"], "lmcache query without --coordinator does not use --world-size"),
+        (["--tokens", "1", "--tokenizer", "t"], "lmcache query with tokens does not use --tokenizer: leave it out."),
+    ],
+)
+def test_options_that_a_question_does_not_use_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["query", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_another_server_is_no_coordinator(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +120,20 @@ def test_another_server_is_no_coordinator(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--event-transport", "kafka"], "--event-transport cannot be kafka, which is not built yet (servers tell it"),
+        (["--event-transport", "nats"], "--event-transport must be one of http, valkey, kafka"),
+        (["--valkey-url", "redis://h:1"], "without --event-transport valkey does not use --valkey-url: give both or"),
+        (
+            ["--valkey-stream", "s", "--valkey-password-file", "/f"],
+            "without --event-transport valkey does not use --valkey-stream and --valkey-password-file: give both or n",
+        ),
+        (
+            ["--event-transport", "valkey", "--kafka-bootstrap-servers", "h:1", "--kafka-topic", "t"],
+            "without --event-transport kafka does not use --kafka-bootstrap-servers and --kafka-topic: give both or n",
+        ),
+        (
+            ["--kafka-config-file", "/f", "--kafka-group-id", "g"],
+            "without --event-transport kafka does not use --kafka-config-file and --kafka-group-id: give both or none",
+        ),
         (["--eviction-ratio", "0.5"], "--eviction-ratio is not built yet: each server keeps the quotas"),
         (["--port", "x"], "--port must be a whole number"),
         (["--host", "ipc:///path"], "--host must be a host name or an address"),

@@ -137,6 +137,36 @@ def test_a_server_that_never_answers_keeps_no_other_waiting(coordinator: Coordin
     assert fleet.quotas.get("tenant").behind == ["mute"]
 
 
+@pytest.mark.parametrize("first", ["what was decided", "what joins"])
+def test_a_pin_that_is_made_while_a_server_joins_is_held_once(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Both are about to tell it that pin; the one that is first there does."""
+    pins, server = coordinator.fleet.pins, coordinator.join("a")
+    answer, run_each = server.answer, servers.Servers.run_each
+    held: list[int] = []
+
+    def look(method: str, path: str, body: Any) -> Any:
+        found = answer(method, path, body)
+        if method == "GET" and not held:  # it has looked at what that server has
+            held.append(sum(pins.add({"a": NAMES}, "me", "", 3600.0)[1].held.values()))
+        return found
+
+    def after_the_join(asked: servers.Servers, *words: Any) -> Any:
+        coordinator.steps(lambda: not pins.behind() and server.pins)
+        return run_each(asked, *words)
+
+    if first == "what was decided":
+        monkeypatch.setattr(server, "answer", look)
+    else:
+        monkeypatch.setattr(servers.Servers, "run_each", after_the_join)
+        held.append(sum(pins.add({"a": NAMES}, "me", "", 3600.0)[1].held.values()))
+    coordinator.steps(lambda: held)
+    assert held == [2]
+    coordinator.steps(lambda: not pins.behind())
+    assert len(server.pins) == 1
+
+
 @pytest.mark.parametrize("joins", [True, False], ids=["joins again", "stays"])
 def test_what_ended_while_a_server_was_away_ends_there_too(coordinator: Coordinator, joins: bool) -> None:
     fleet = coordinator.fleet

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import zmq
+from msgspec.structs import replace
 
-from lmcache.clock import SystemClock
+from lmcache.clock import Clock, SystemClock
 from lmcache.core import limits
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.core.object_changes import ChangePage, ObjectsPage, Run
@@ -19,10 +23,11 @@ from lmcache.kv_events.announcer import KVEventAnnouncer
 from lmcache.kv_events.descriptions import Descriptions
 from lmcache.kv_events.endpoint import Endpoint, parse_endpoint
 from lmcache.kv_events.event_sockets import EventSockets
-from lmcache.kv_events.holdings import Tier
-from lmcache.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from lmcache.kv_events.holdings import Holdings, Tier
+from lmcache.kv_events.wire import END_OF_REPLAY, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.processes import free_port
+from manual_clock import ManualClock
 from polling import until
 from seeds import SEED
 
@@ -46,6 +51,8 @@ class ListedTier:
         self.held: set[tuple[Namespace, bytes]] = set()
         self._changes: list[tuple[bool, Namespace, bytes]] = []
         self._ring = ring
+        self.listed: list[int] = []  # where pages began
+        self.page_chunks = 1 << 20
 
     def change(self, namespace: Namespace, chunk: int, *, added: bool) -> None:
         name = namespace, chunk_hash(chunk)
@@ -65,7 +72,10 @@ class ListedTier:
         return ChangePage([run(name, chunk, added=added) for added, name, chunk in page], cursor + len(page))
 
     def objects(self, start: int, most: int) -> ObjectsPage:
-        return ObjectsPage([run(*name, added=True) for name in list(self.held)], 0)
+        self.listed.append(start)
+        names, end = sorted(self.held, key=repr), start + self.page_chunks
+        page = [run(*name, added=True) for name in names[start:end]]
+        return ObjectsPage(page, end if end < len(names) else 0)
 
     def holds(self, namespaces: Sequence[Namespace], hashes: bytes) -> bytes:
         chunks = [hashes[at : at + CHUNK_HASH_BYTES] for at in range(0, len(hashes), CHUNK_HASH_BYTES)]
@@ -83,6 +93,8 @@ class Recorded(EventSockets):
         self.events: list[tuple[str, Event]] = []
         self.known: set[tuple[str, str, bytes]] = set()  # topic, medium, chunk
         self._numbers = {}
+        self.rounds = 0
+        self.closed_by: list[str] = []
 
     def publish(self, topic: str, events: Sequence[Event]) -> None:
         self._numbers[topic] = 1
@@ -95,35 +107,46 @@ class Recorded(EventSockets):
                 self.known = self.known | names if isinstance(event, BlockStored) else self.known - names
 
     def repeat(self, wait_seconds: float) -> bool:
+        self.rounds += 1
         return False
 
     def close(self) -> None:
-        pass
+        self.closed_by.append(threading.current_thread().name)
 
 
-@contextmanager
-def announcing(
-    *tiers: tuple[str, ListedTier], descriptions: Descriptions | None = None
-) -> Iterator[tuple[Recorded, Metrics]]:
-    sockets, metrics = Recorded(), Metrics()
-    announcer = KVEventAnnouncer(
+def an_announcer(
+    sockets: Recorded,
+    metrics: Metrics,
+    *tiers: tuple[str, ListedTier],
+    descriptions: Descriptions | None = None,
+    clock: Clock | None = None,
+) -> KVEventAnnouncer:
+    return KVEventAnnouncer(
         sockets,
         descriptions or Descriptions(CHUNK_TOKENS),
-        [Tier(medium, tier, tier.holds) for medium, tier in tiers],
+        Holdings([Tier(medium, tier, tier.holds) for medium, tier in tiers]),
         "kv@a@{model}",
         CHUNK_TOKENS,
         metrics.kv_events,
-        SystemClock(),
+        clock or SystemClock(),
     )
+
+
+@contextmanager
+def announcing(*tiers: tuple[str, ListedTier], **options: Any) -> Iterator[tuple[Recorded, Metrics, KVEventAnnouncer]]:
+    sockets, metrics = Recorded(), Metrics()
+    announcer = an_announcer(sockets, metrics, *tiers, **options)
     announcer.start()
     try:
-        yield sockets, metrics
+        yield sockets, metrics, announcer
     finally:
         announcer.stop()
 
 
-def test_in_the_end_subscribers_know_what_is_there() -> None:
+def test_in_the_end_subscribers_know_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks, in memory and on two disks, one of which loses changes."""
+    monkeypatch.setattr(limits, "KV_EVENT_RETELLING_SECONDS", 0.001)
+    monkeypatch.setattr(limits, "MAX_KV_EVENT_RETELLING_SECONDS", 0.01)
     rng = random.Random(SEED)
     media = [("CPU", ListedTier()), ("STORAGE", ListedTier("l2")), ("STORAGE", ListedTier("l2", ring=8))]
 
@@ -135,7 +158,7 @@ def test_in_the_end_subscribers_know_what_is_there() -> None:
             if tier.holds([rank(0), rank(1)], chunk) == b"\1"
         }
 
-    with announcing(*media) as (sockets, metrics):
+    with announcing(*media) as (sockets, metrics, _):
         for _ in range(30):
             for _ in range(rng.randrange(1, 60)):
                 tier = rng.choice(media)[1]
@@ -152,7 +175,7 @@ def lost(metrics: Metrics) -> float:
 
 def test_each_model_has_its_topic_and_salts_have_none() -> None:
     tier = ListedTier()
-    with announcing(("CPU", tier)) as (sockets, _):
+    with announcing(("CPU", tier)) as (sockets, *_):
         for namespace in (
             rank(0, salt="s"),
             rank(1, salt="s"),
@@ -170,7 +193,7 @@ def test_each_model_has_its_topic_and_salts_have_none() -> None:
 def test_an_engine_of_another_layout_takes_nothing_back() -> None:
     """What the older engine's ranks had goes, and the newer one's stays."""
     tier = ListedTier()
-    with announcing(("CPU", tier)) as (sockets, _):
+    with announcing(("CPU", tier)) as (sockets, *_):
         for layout in (LAYOUT, OTHER_LAYOUT):
             for number in (0, 1):
                 tier.change(rank(number, layout), 1, added=True)
@@ -183,11 +206,135 @@ def test_an_engine_of_another_layout_takes_nothing_back() -> None:
         assert not any(isinstance(event, BlockRemoved) for _, event in sockets.events)
 
 
+def test_two_layouts_side_by_side_hide_nothing_of_each_other() -> None:
+    tier = ListedTier()
+    with announcing(("CPU", tier)) as (sockets, *_):
+        for chunk in range(3):
+            for number in (0, 1):
+                for layout in (LAYOUT, OTHER_LAYOUT):  # in turns
+                    tier.change(rank(number, layout), chunk + 10 * (layout == OTHER_LAYOUT), added=True)
+        tier.change(rank(0, LAYOUT), 20, added=True)  # of one rank each
+        tier.change(rank(1, OTHER_LAYOUT), 20, added=True)
+        for number in (0, 1):
+            tier.change(rank(number), 3, added=True)
+        expected = {("kv@a@model", "CPU", chunk_hash(chunk)) for chunk in (0, 1, 2, 3, 10, 11, 12)}
+        until(lambda: sockets.known == expected, tell=lambda: sockets.known ^ expected)
+
+
+def test_ranks_of_several_layouts_belong_together_when_their_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with pipeline stages. What is there of them from before is told then."""
+    monkeypatch.setattr(limits, "KV_EVENT_RETELLING_SECONDS", 0.01)
+    tier = ListedTier()
+    tier.change(rank(0, LAYOUT), 1, added=True)
+    tier.change(rank(1, OTHER_LAYOUT), 1, added=True)
+    with announcing(("CPU", tier)) as (sockets, _, announcer):
+        tier.change(rank(0), 2, added=True)
+        tier.change(rank(1), 2, added=True)
+        until(lambda: {name[2] for name in sockets.known} == {chunk_hash(2)})
+        announcer.holdings.note_ranks([[rank(0, LAYOUT)], [rank(1, OTHER_LAYOUT)]])
+        until(lambda: {name[2] for name in sockets.known} == {chunk_hash(1), chunk_hash(2)})
+        tier.change(rank(1, OTHER_LAYOUT), 1, added=False)
+        until(lambda: {name[2] for name in sockets.known} == {chunk_hash(2)})
+
+
+def test_what_is_remembered_of_layouts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_RANK_LAYOUTS", 2)
+    monkeypatch.setattr(limits, "MAX_NAMESPACES_REMEMBERED", 6)  # three times two ranks
+    tier = ListedTier()
+    holdings = Holdings([Tier("CPU", tier, tier.holds)])
+    names = [rank(0, f"{number:032x}", model=model) for model in ("a", "b") for number in range(3)]
+    for name in names:
+        for number in (0, 1):
+            tier.change(replace(name, rank=number), 1, added=True)
+
+    def told() -> list[bool]:
+        return [holdings.has("CPU", replace(name, layout=""), chunk_hash(1))[0] for name in (names[0], names[-1])]
+
+    for name in names[:3]:
+        holdings.note(name)
+    for number in (0, 1):
+        tier.change(replace(names[2], rank=number), 1, added=False)
+    assert told() == [True, False]  # by the second, the first one is forgotten
+    tier.change(replace(names[1], rank=1), 1, added=False)
+    assert told() == [False, False]
+    for name in names[3:]:
+        holdings.note(name)
+    tier.change(replace(names[2], rank=0), 1, added=True)
+    tier.change(replace(names[2], rank=1), 1, added=True)
+    assert told() == [True, True]  # three are remembered, one of them of the first model
+    holdings.note(rank(0, model="c"))
+    assert told() == [False, True]
+
+
+def test_changes_that_stay_lost_are_not_told_anew_without_pause() -> None:
+    clock, tier = ManualClock(), ListedTier(ring=-1)  # nothing of it is ever read
+    with announcing(("CPU", tier), clock=clock) as (sockets, metrics, _):
+        for retellings, pause_seconds in enumerate((1.0, 2.0, 4.0), 1):
+            until(lambda wanted=retellings: lost(metrics) == wanted)
+            clock.advance(pause_seconds - 0.01)
+            until(lambda wanted=sockets.rounds + 3: sockets.rounds >= wanted)
+            assert tier.listed == [0] * retellings
+            clock.advance(0.02)
+
+
+def test_what_was_there_before_is_told_slowly_and_what_changes_at_once() -> None:
+    clock, tier, other = ManualClock(), ListedTier(), ListedTier("l2")
+    tier.page_chunks = 2
+    for chunk in range(4):
+        for number in (0, 1):
+            tier.change(rank(number), chunk, added=True)
+    for number in (0, 1):
+        other.change(rank(number), 0, added=True)
+    with announcing(("CPU", tier), ("STORAGE", other), clock=clock) as (sockets, *_):
+        until(lambda: other.listed)  # the first page of each
+        for number in (0, 1):
+            tier.change(rank(number), 9, added=True)
+        until(lambda: ("kv@a@model", "CPU", chunk_hash(9)) in sockets.known)
+        assert tier.listed == [0]
+        for page in (2, 4, 6, 8):
+            clock.advance(2 * limits.MAX_CHUNKS_PER_KV_EVENT_BATCH / limits.KV_EVENT_LISTED_PER_SECOND)
+            until(lambda page=page: tier.listed[-1] == page)
+        until(lambda: len(sockets.known) == 6)
+        assert tier.listed == [0, 2, 4, 6, 8]
+
+
+def test_its_own_thread_closes_the_sockets() -> None:
+    sockets = Recorded()
+    with announcing(("CPU", ListedTier())) as (used, *_):
+        until(lambda: used.rounds)
+    until(lambda: used.closed_by == ["lmcache-kv-events"])
+    an_announcer(sockets, Metrics(), ("CPU", ListedTier())).stop()  # one that never started has no thread
+    assert sockets.closed_by == [threading.current_thread().name]
+
+
+def test_topics_are_limited_and_one_that_is_forgotten_ends_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_KV_EVENT_TOPICS", 2)
+    replay = parse_endpoint(f"tcp://127.0.0.1:{free_port()}", "")
+    sockets = EventSockets(parse_endpoint(f"tcp://127.0.0.1:{free_port()}", ""), replay, SystemClock())
+    try:
+        for topic in ("a", "b", "a", "c", "b"):
+            sockets.publish(topic, [BlockRemoved([topic.encode()], "CPU")])
+        assert sockets.topics == ["c", "b"]
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+            asking.connect(replay.address)
+            asking.send_multipart((b"", bytes(8)))
+            until(lambda: sockets.repeat(0.1) and asking.poll(0))
+            batches = []
+            while (frames := asking.recv_multipart())[2] != END_OF_REPLAY:
+                batches.append((frames[1], int.from_bytes(frames[2], "big"), b"AllBlocksCleared" in frames[3]))
+        assert batches == [
+            *((b"a", 0, False), (b"b", 0, False), (b"a", 1, False), (b"b", 1, True), (b"c", 0, False)),
+            *((b"a", 2, True), (b"b", 0, False)),
+        ]
+    finally:
+        sockets.close()
+
+
 def test_chunks_that_follow_each_other_are_in_one_event() -> None:
     descriptions, tier = Descriptions(CHUNK_TOKENS), ListedTier()
     hashes = [chunk_hash(number) for number in range(4)]
     descriptions.note(b"", b"".join(hashes[:3]), array("I", range(7)).tobytes())  # and one token of a fourth
-    with announcing(("CPU", tier), descriptions=descriptions) as (sockets, _):
+    with announcing(("CPU", tier), descriptions=descriptions) as (sockets, *_):
         for number in (1, 0):
             for chunk in range(2):
                 tier.change(rank(number), chunk, added=True)

@@ -15,13 +15,16 @@ import pytest
 from lmcache import _native
 from lmcache.core.frame import header_template
 from lmcache.core.key import Namespace, ObjectKey
-from lmcache.core.limits import FRAME_HEADER_BYTES, MIB
+from lmcache.core.limits import FRAME_HEADER_BYTES, L1_LATE_IO_SECONDS, MIB
 from lmcache.l1.store import L1Options, L1Store
 from lmcache.memory.engine_memory import EngineMemory
 from lmcache.memory.ownership import STORAGE_OWNER
 from lmcache.memory.restart_compatibility import PAGE_OFFSET, TABLE_OFFSET, RestartCompatibility
+from lmcache.telemetry.metrics import Metrics
 from lmcache.testing.frames import batch_of, keys, namespace
+from manual_clock import ManualClock
 from unit.l1.results import values
+from unit.service.support import Service
 
 EPOCHS = (bytes(16), bytes(range(16)))
 FOREVER = 1e18
@@ -146,6 +149,28 @@ def test_slots_of_running_engines_and_of_late_io_are_quarantined(name: str) -> N
         assert values(l1.core.drop_owner(alive)) == (0, 1)
         l1.check_idle()
     engine.close()
+
+
+def test_what_a_process_of_the_previous_server_may_still_fill_stays_taken_until_it_ends(name: str) -> None:
+    """However long that takes."""
+    previous = open_l1(name, 0)
+    stage(previous, keys(5), STORAGE_OWNER)
+    previous.close()
+    with closing(open_l1(name, 1)) as l1:
+        service = Service(l1, ManualClock(), Metrics(), with_l2=True)
+        service.locks.writer_lives = True
+        service.liveness.start()
+        for _ in range(3):
+            service.clock.advance(L1_LATE_IO_SECONDS + 1)
+            service.loop.run()
+            assert l1.stats()["quarantined_bytes"] == 5 * FRAME_BYTES
+    with closing(open_l1(name, 0)) as l1:  # and one server later
+        assert l1.stats()["quarantined_bytes"] == 5 * FRAME_BYTES
+        service = Service(l1, clock := ManualClock(), Metrics(), with_l2=True)
+        service.liveness.start()
+        clock.advance(L1_LATE_IO_SECONDS + 1)
+        service.loop.run()
+        l1.check_idle()
 
 
 def test_an_engine_of_the_previous_server_attaches_only_with_the_new_epoch(name: str) -> None:

@@ -258,6 +258,7 @@ async def reading(members: Sequence[str], *, connects: bool = True, **options: o
     """Connected to all members unless the test says otherwise. At the end nothing is under way."""
     reader = Reader(members, **options)  # type: ignore[arg-type]
     await reader.runner.open()
+    await reader.adapter.ready()
     try:
         if connects:
             await reader.connected(*members)

@@ -6,12 +6,13 @@ import contextlib
 import os
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache._native import Committed
 from lmcache.core.chunking import ChunkHasher
+from lmcache.core.key import Namespace
 from lmcache.core.key_batch import KeyBatch
 from lmcache.l1.store import L1Options, L1Store
 from lmcache.protocol import messages as m
@@ -109,9 +110,13 @@ class Storage:
 
 @dataclass
 class Locks:
-    """Which owners' processes run."""
+    """Which owners' processes run, and whether one does that loaded for a previous server."""
 
     alive: set[int] = field(default_factory=set)
+    writer_lives: bool = False
+
+    def other_writer_lives(self) -> bool:
+        return self.writer_lives
 
     def owner_alive(self, owner: int) -> bool:
         return owner in self.alive
@@ -148,6 +153,7 @@ class Service:
         self.storage = Storage()
         self.locks = Locks()
         self.hasher = ChunkHasher("blake3", CHUNK_TOKENS)
+        self.noted_ranks: list[Sequence[Sequence[Namespace]]] = []
         context = ServiceContext(
             settings=ServiceSettings(SERVER_EPOCH, LEASE_TTL, RESERVATION_TTL, has_l2=with_l2),
             l1=l1,
@@ -159,6 +165,7 @@ class Service:
             tracer=tracer,
             metrics=metrics.service,
             clock=clock,
+            note_ranks=self.noted_ranks.append,
         )
         self.copy_thread = CopyThread()
         self.copies = SocketCopies(context.loop, self.copy_thread)  # type: ignore[arg-type]

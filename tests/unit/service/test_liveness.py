@@ -33,6 +33,17 @@ def test_heartbeats_keep_leases_and_reservations_beyond_their_ttl(service: Servi
     assert service.stat("leases") == 0
 
 
+def test_which_layouts_belong_together_is_noted_when_all_ranks_are_there() -> None:
+    with a_service() as service:
+        service.register("of one layout", ranks=2)
+        service.liveness.register_instance(m.RegisterInstance("engine", "model", 2, 1, 10.0))
+        service.register_worker("engine", 1, layout="1" * 32)
+        assert not service.noted_ranks
+        service.register_worker("engine", 0, layout="0" * 32)
+        names = [[(name.rank, name.layout) for name in rank] for rank in service.noted_ranks.pop()]
+        assert names == [[(0, "0" * 32)], [(1, "1" * 32)]] and not service.noted_ranks
+
+
 def test_the_ttl_counts_from_the_last_heartbeat(service: Service) -> None:
     service.store(chunks(1))
     service.lookup("r", chunks(1))

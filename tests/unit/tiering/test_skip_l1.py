@@ -259,7 +259,12 @@ def test_what_is_lost_and_computed_again_was_lost() -> None:
     with skipping(slots=64, l1_policy="LRU", adapters=1) as rig:
         rig.fail()
         rig.put(keys(4))
-        rig.it.l1.core.evict(1 << 30)
+
+        def are_evicted() -> bool:  # not while they are being offered again
+            rig.it.l1.core.evict(1 << 30)
+            return rig.l1_objects == 0
+
+        until(are_evicted)
         rig.put(keys(4))
         until(lambda: (rig.lost, rig.unstored, rig.l1_objects) == (4, 4, 4))
 

@@ -67,7 +67,8 @@ class InstanceRoutes:
             raise HTTPException(
                 404, "It has not joined, was silent for too long, or joined with another token: join again."
             )
-        return m.HeartbeatAnswer("ok", self._fleet.instances.members, *self._fleet.intake.glance(name))
+        fleet = self._fleet
+        return m.HeartbeatAnswer("ok", fleet.instances.members, *fleet.intake.glance(name), fleet.log_requests(name))
 
     async def resync(self, call: Call) -> m.ResyncTurn:
         name = call.path("instance_id")

@@ -11,7 +11,7 @@ from lmcache.core.key_batch import ChunkHashes, SlotGrid
 from lmcache.errors import StaleServer
 from lmcache.integration.engine.connector_metadata import LoadOrder, StoreOrder
 from lmcache.integration.engine.frame_names import FrameNames
-from lmcache.integration.engine.transfer_backend import WorkerKV
+from lmcache.integration.engine.transfer_backend import NOT_FETCHED, WorkerKV
 from lmcache.memory.engine_memory import EngineMemory
 from lmcache.protocol.messages import HelloReply, ReserveReply
 
@@ -19,10 +19,12 @@ from lmcache.protocol.messages import HelloReply, ReserveReply
 class CopyJob:
     """A copy under way. May be waited for by several threads."""
 
-    def __init__(self, copier: _native.PagedCopier, number: int, lock: threading.Lock) -> None:
+    def __init__(self, copier: _native.PagedCopier, number: int, lock: threading.Lock, unknown: bytes) -> None:
+        """`unknown`: the result where that of the copy was lost to an interrupt of the thread that waited for it."""
         self._copier = copier
         self._number = number
         self._lock = lock
+        self._unknown = unknown
         self._result: bytes | None = None
 
     def wait(self, seconds: float) -> bytes | None:
@@ -32,6 +34,8 @@ class CopyJob:
             try:
                 if self._result is None:
                     self._result = self._copier.wait(self._number, seconds)
+            except ValueError:  # it was handed out before
+                self._result = self._unknown
             finally:
                 self._lock.release()
         return self._result
@@ -63,16 +67,18 @@ class ShmTransfer:
                 row = slots.row(first_row + index, load.first_chunk)
                 hashes = hit_hashes[load.first_chunk :].packed
                 number = self._copier.submit_load(group, row, load.blocks, hashes, names[index].digest, fence)
-                jobs.append(CopyJob(self._copier, number, self._new_lock()))
+                unknown = bytes([NOT_FETCHED]) * (order.hit_chunks - load.first_chunk)
+                jobs.append(CopyJob(self._copier, number, self._new_lock(), unknown))
         return jobs
 
     def submit_store(self, order: StoreOrder, reply: ReserveReply) -> list[CopyJob]:
         names = self._names.of(order.cache_salt)
-        slots = SlotGrid(reply.slots, len(ChunkHashes(order.hashes)))
+        chunks = len(ChunkHashes(order.hashes))
+        slots = SlotGrid(reply.slots, chunks)
         with self._submitting() as jobs:
             for index, (group, blocks) in enumerate(zip(self._groups, order.blocks, strict=True)):
                 number = self._copier.submit_store(group, slots.row(index), blocks, order.hashes, names[index].template)
-                jobs.append(CopyJob(self._copier, number, self._new_lock()))
+                jobs.append(CopyJob(self._copier, number, self._new_lock(), bytes(chunks)))
         return jobs
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@ otherwise, so that what is written, and what is verified before it counts as loa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import queue
@@ -194,9 +195,18 @@ class SocketTransfer:
                 if staged.group == group:
                     slots[staged.chunk] = staged.offset
             number = submit(group, slots)
-            while (copied := self._copier.wait(number, 1.0)) is None:
-                pass
+            try:
+                copied = self._result(number)
+            except BaseException:  # an interrupt: the copy goes on, and nobody may reuse what it reads and writes
+                with contextlib.suppress(ValueError):  # its end was lost to that
+                    self._result(number)
+                raise
             yield group, copied
+
+    def _result(self, number: int) -> bytes:
+        while (copied := self._copier.wait(number, 1.0)) is None:
+            pass
+        return copied
 
     def close(self) -> None:
         """What is under way ends within a moment."""

@@ -3,19 +3,20 @@ or by the thread that asks (`Storer.store`)."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from lmcache import _native
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
 from lmcache.core.key_batch import ChunkHashes
-from lmcache.errors import LMCacheError, ResourceError, ServerUnavailable, StaleServer
+from lmcache.errors import LMCacheError, ProtocolError, RemoteError, ResourceError, ServerUnavailable, StaleServer
 from lmcache.integration.engine.connector_metadata import StoreOrder
 from lmcache.integration.engine.frame_names import WorkerIdentity
 from lmcache.integration.engine.transfer_backend import COPIED, TransferBackend, TransferJob
@@ -37,7 +38,8 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Unsettled:
-    """A reservation whose end is still to be sent to the server, and the epoch of that server."""
+    """A reservation whose end is still to be sent to the server, and the epoch of that server. Without a number and
+    an answer to come: one whose number nobody knows."""
 
     server_epoch: bytes
     written: bytes
@@ -75,6 +77,7 @@ class Storer:
         self._settled: Counter[int] = Counter()
         self._running = 0
         self._closing = False
+        self._held: _Unsettled | None = None  # of the order that is stored now, if it ends as it is
         self._unsettled: list[_Unsettled] = []
         self._settle_at = 0.0  # not before, because orders wait meanwhile
         self._thread = environment.thread(target=self._run, name="lmcache-store", daemon=True)
@@ -87,26 +90,33 @@ class Storer:
 
     def submit(self, order: StoreOrder, computed: _native.CudaFence | None) -> None:
         """The order's blocks are not read before `computed`."""
-        if not self._identity.stores or self._closing:
-            self.drop(order)
-            return
         with self._changed:
-            self._running += 1
-        self._orders.put((order, computed))
+            is_taken = self._identity.stores and not self._closing
+            if is_taken:
+                self._running += 1
+                self._orders.put((order, computed))
+        if not is_taken:
+            self.drop(order)
 
     def store(self, order: StoreOrder, computed: _native.CudaFence | None) -> bytes:
         """`submit`, but here and now, without a change of threads. Which [group][chunk] the server has then; empty: of
-        none is that known."""
-        if not self._identity.stores or self._closing:
-            self.drop(order)
-            return b""
-        with self._changed:
-            self._running += 1
-        with self._turn:
-            stored = _guarded(functools.partial(self._store, order, computed))
-            if self._unsettled:
-                self._orders.put(None)  # the thread is to look after it
-        return stored or b""
+        none is that known. An interrupt of the calling thread ends the order, too."""
+        is_taken = False
+        try:
+            with self._turn:
+                if not self._identity.stores or self._closing:
+                    return b""
+                with self._changed:
+                    is_taken = True
+                    self._running += 1
+                try:
+                    return _guarded(functools.partial(self._store, order, computed)) or b""
+                finally:
+                    if self._unsettled:
+                        self._orders.put(None)  # the thread is to look after it
+        finally:
+            if not is_taken:
+                self.drop(order)
 
     @property
     def busy(self) -> bool:
@@ -136,8 +146,9 @@ class Storer:
 
     def close(self, drain_seconds: float) -> None:
         """Ends what is queued as far as time allows. Idempotent."""
-        self._closing = True
-        self._orders.put(None)
+        with self._changed:
+            self._closing = True
+            self._orders.put(None)
         self._thread.join(drain_seconds)
 
     # ---- the thread --------------------------------------------------------------------------------------------------
@@ -150,7 +161,7 @@ class Storer:
             with self._turn:
                 if queued is not None:
                     _guarded(functools.partial(self._store, *queued))
-                elif self._closing:
+                elif self._closing and self._orders.empty():  # a None is from `store`, too
                     return
                 is_due = self._clock.monotonic() >= self._settle_at  # also where orders never cease
                 if self._unsettled and is_due and not self._closing:
@@ -166,10 +177,17 @@ class Storer:
             finally:
                 self._end(order.job)
             committed = self._commit(reserved) if reserved.reservation else 0
+            self._held = None
             stored = reserved.present
             if committed == reserved.written.count(COPIED):  # else it ended before: what it wrote is not published
                 stored = bytes(map(max, stored, reserved.written))
+        except (RemoteError, ProtocolError):  # an answer, which leaves nothing reserved
+            self._held = None
+            raise
         finally:
+            held, self._held = self._held, None
+            if held is not None:
+                self._put_off(held)
             self._settle(order, stored)
         return stored
 
@@ -182,35 +200,50 @@ class Storer:
         message = Reserve(
             identity.instance_id, identity.worker_id, order.cache_salt, order.hashes, order.wanted, order.request_id
         )
-        pending = self._client.submit("reserve", message, _LATE_SECONDS)
         nothing = bytes(len(order.blocks) * len(ChunkHashes(order.hashes)))
-        asked_epoch = self._client.server_epoch
-        if asked_epoch != order.server_epoch:  # it came in between, and may hand out slots that nobody fills
-            self._put_off(_Unsettled(asked_epoch, nothing, pending=pending))
+        self._held = _Unsettled(order.server_epoch, nothing)
+        try:
+            pending = self._client.submit("reserve", message, _LATE_SECONDS)
+        except LMCacheError:  # not sent
+            self._held = None
+            raise
+        self._held = _Unsettled(self._client.server_epoch, nothing, pending=pending)
+        if self._held.server_epoch != order.server_epoch:  # it came in between, and may hand out slots nobody fills
             raise StaleServer("the server that it was meant for is gone")
         if not pending.wait(RESERVE_SECONDS):
-            self._put_off(_Unsettled(order.server_epoch, nothing, pending=pending))
             raise ServerUnavailable("no slots were handed out in time")
-        try:
-            reply = pending.result()
-        except ServerUnavailable:
-            self._put_off(_Unsettled(order.server_epoch, nothing, pending=pending))
-            raise
+        reply = pending.result()
         present = _present(reply)
         if reply.reservation == 0:
             return _Unsettled(order.server_epoch, nothing, present=present)
         if order.wanted:
             reply.slots = _only_wanted(reply.slots, order.wanted)
+        written = self._copied(backend, order, reply) or nothing
+        self._held = _Unsettled(order.server_epoch, written, reply.reservation, present)
+        return self._held
+
+    def _copied(self, backend: TransferBackend, order: StoreOrder, reply: ReserveReply) -> bytes:
+        """One byte per [group][chunk]; empty: nothing is copied. An interrupt waits for the copies, too: slots that
+        something may still write to are not given back."""
+        held, self._held = self._held, None
+        jobs: Sequence[TransferJob] = ()
+        written = b""
         try:
             jobs = backend.submit_store(order, reply)
-            written = b"".join(_result(job) for job in jobs)
-        except LMCacheError as error:
-            log.debug("Nothing was copied into %d reserved chunks: %s", len(nothing), error)
-            written = nothing
-        except Exception:  # the root of one copy: its reservation is ended all the same
-            log.exception("A copy into L1 failed")
-            written = nothing
-        return _Unsettled(order.server_epoch, written, reply.reservation, present)
+            written = b"".join([_result(job) for job in jobs])
+        except BaseException as fault:
+            for job in jobs:
+                with contextlib.suppress(Exception):  # that of a job which has failed
+                    _result(job)
+            if isinstance(fault, LMCacheError):
+                log.debug("Nothing was copied into reserved chunks: %s", fault)
+            elif isinstance(fault, Exception):  # the root of one copy: its reservation is ended all the same
+                log.exception("A copy into L1 failed")
+            else:
+                self._held = held
+                raise
+        self._held = held
+        return written
 
     def _commit(self, unsettled: _Unsettled) -> int | None:
         """How many objects are published by it; None when the commit has to be repeated."""
@@ -241,6 +274,9 @@ class Storer:
     def _settle_reservation(self, unsettled: _Unsettled) -> bool:
         """False when the server did not answer."""
         if unsettled.server_epoch != self._client.server_epoch:
+            return True
+        if unsettled.pending is None and not unsettled.reservation:
+            self._register_again()
             return True
         if unsettled.pending is None:
             return self._commit(unsettled) is not None

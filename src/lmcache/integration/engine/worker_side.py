@@ -177,7 +177,13 @@ class WorkerSide:
         server has now; empty: of none is that known."""
         if self._telemetry is not None:
             self._telemetry.ordered([order])
-        return self._storer.store(order, self._fence())
+        try:
+            computed = self._fence()
+        except Exception:  # the root of one store
+            log.exception("A store failed")
+            self._storer.drop(order)
+            return b""
+        return self._storer.store(order, computed)
 
     def _fence(self) -> _native.CudaFence | None:
         """What the engine has launched so far, a forward pass that makes or still uses the blocks included."""

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from lmcache.core import limits
+from lmcache.environment import SYSTEM
 from lmcache.errors import ResourceError
 from lmcache.l2.adapters import mooncake_client, nixl_agent
 
@@ -58,20 +60,34 @@ class Ranges(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadOrder(msgspec.Struct, frozen=True, array_like=True):
+    """`deadline`: until when it is to end, in seconds of the system's monotonic clock."""
+
     number: int
     ranges: Ranges
+    deadline: float
 
 
 class ReadEnd(msgspec.Struct, frozen=True, array_like=True):
-    """`sentence`: why it failed; "" otherwise. `may_write`: it may still go on."""
+    """`sentence`: why it failed; "" otherwise. `may_write`: it may still go on. `was_late`: it was not begun."""
 
     number: int
     sentence: str
     may_write: bool = False
+    was_late: bool = False
 
 
 class RefusedRead(Exception):
     """A read that was not begun, with the reason."""
+
+
+class LateRead(Exception):
+    """A read that was not begun, as it would hardly have ended in time."""
+
+
+def refuse_late(deadline: float) -> None:
+    """LateRead."""
+    if SYSTEM.clock.monotonic() > deadline - limits.PEER_LEAST_READ_SECONDS:
+        raise LateRead
 
 
 class Library(Protocol):
@@ -80,8 +96,11 @@ class Library(Protocol):
 
     def region(self) -> Region: ...
 
-    def read(self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """From addresses of the region to addresses here. RefusedRead; OSError when it failed: it may still write."""
+    def read(
+        self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], deadline: float
+    ) -> None:
+        """From addresses of the region to addresses here. RefusedRead, LateRead; OSError when it failed: it may still
+        write."""
 
 
 class _Package(NamedTuple):

@@ -24,7 +24,9 @@ from lmcache.core import limits
 from lmcache.core.framed_messages import framed, read_payloads
 from lmcache.errors import ResourceError
 from lmcache.memory.header import HEADER_BYTES, Header
+from lmcache.memory.ownership import try_lock_writer
 from lmcache.peers.transports.library import (
+    LateRead,
     Library,
     LibrarySettings,
     ReadEnd,
@@ -78,13 +80,16 @@ _mapped: list[mmap.mmap] = []  # to the end of the process
 
 
 def _map(settings: LibrarySettings, *, writable: bool) -> int:
-    """Where L1 begins here. Read-only where others read from it: nobody writes into it by mistake. OSError,
-    ValueError: it is not the server's L1 any more."""
+    """Where L1 begins here. Read-only where others read from it: nobody writes into it by mistake. Who reads into it
+    holds its lock to the end: the next server waits for that. OSError, ValueError: it is not the server's L1 any
+    more."""
     fd = os.open(settings.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
         header = Header.unpack(os.pread(fd, HEADER_BYTES, 0))
         if header is None or (header.server_epoch, header.size_bytes) != (settings.server_epoch, settings.size_bytes):
             raise ValueError(f"{settings.path} is the L1 of another server")
+        if not settings.serves and not try_lock_writer(fd, settings.server_epoch):
+            raise ValueError(f"another process reads into {settings.path} for this server")
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         _mapped.append(mmap.mmap(fd, settings.size_bytes, mmap.MAP_SHARED, protection))
     finally:
@@ -103,6 +108,8 @@ class _Reads:
         try:
             self._read(order)
             end = ReadEnd(order.number, "")
+        except LateRead:
+            end = ReadEnd(order.number, "", was_late=True)
         except (RefusedRead, msgspec.MsgspecError, UnicodeDecodeError) as error:
             end = ReadEnd(order.number, str(error))
         except Exception as error:  # whatever a library raises: the server ends this process
@@ -126,6 +133,7 @@ class _Reads:
             [self._address + offset for offset in targets],
             [region.address + offset for offset in sources],
             sizes,
+            order.deadline,
         )
 
 

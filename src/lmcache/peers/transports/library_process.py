@@ -16,19 +16,19 @@ import msgspec
 
 from lmcache.core.framed_messages import LENGTH_BYTES, framed
 from lmcache.errors import ResourceError
-from lmcache.l2.background import in_thread, spawn, until_done
+from lmcache.l2.background import begin_in_thread, spawn, until_done
+from lmcache.peers.sockets import within
 from lmcache.peers.transports.library import WHERE, LibrarySettings, Ranges, ReadEnd, ReadOrder, Ready
 from lmcache.transport.forks import not_for_children
 
 log = logging.getLogger("lmcache.peers")
 
-_START_SECONDS = 20.0
+START_SECONDS = 60.0  # what a process may take until it can be used, all of L1 registered
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 30.0  # before the process is started again, doubled each time
 _STABLE_SECONDS = 60.0  # a process that ran so long begins with the shortest pause
 # Libraries tell their standard error each connection that ends; and UCX listens where peers can be at all.
 _QUIET = {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 _LOOPBACK = {"UCX_NET_DEVICES": "lo"}
-_ENDED = "the process of the transfer engine has ended"
 
 
 class LibraryProcess:
@@ -44,7 +44,7 @@ class LibraryProcess:
     @property
     def region(self) -> bytes:
         """How others reach the memory here; b"" while nobody can."""
-        return self._life.region if self._life is not None and not self._life.gone.done() else b""
+        return self._life.region if self._life is not None and not self._life.is_ending else b""
 
     @property
     def pid(self) -> int:
@@ -52,7 +52,7 @@ class LibraryProcess:
         return self._life.pid if self._life is not None else 0
 
     async def start(self) -> None:
-        """ResourceError where the transfer engine cannot be used."""
+        """Waits until it is ready, START_SECONDS at most. ResourceError where the transfer engine cannot be used."""
         self._life = await self._begin()
         self._keeper = spawn(self._keep(self._life), "peer-library")
 
@@ -82,12 +82,13 @@ class LibraryProcess:
                 except (ResourceError, OSError) as error:
                     log.warning("%s", error)
 
-    async def read(self, ranges: Ranges, until: asyncio.Future[None], seconds: float) -> str:
-        """Reads into L1: "", or why not all of it came. `until` or the time ends it. When it returns, also when it is
+    async def read(self, ranges: Ranges, until: asyncio.Future[None], seconds: float) -> str | None:
+        """Reads into L1: "", or why not all of it came; None where there is no process, it was busy all the time, or it
+        ended for another reason than this read. `until` or the time ends it. When it returns, also when it is
         cancelled, nothing is written any more, or the process has ended."""
         life = self._life
-        if life is None or life.gone.done():
-            return _ENDED
+        if life is None or life.is_ending:
+            return None
         return await life.read(ranges, until, seconds)
 
     async def close(self) -> None:
@@ -103,11 +104,13 @@ class _Life:
     """One process, from its start to its end. `gone` is done when it has ended, with all that it did."""
 
     def __init__(self, settings: LibrarySettings, environ: Mapping[str, str]) -> None:
-        """OSError where it cannot be started."""
+        """OSError or ResourceError where it cannot be started."""
         self.region = b""
+        self.is_ending = False
+        self._where = f"{WHERE} {settings.engine}"
         self._settings = settings
         self._numbers = count(1)
-        self._waiting: dict[int, asyncio.Future[ReadEnd]] = {}
+        self._waiting: dict[int, asyncio.Future[ReadEnd | None]] = {}  # None: the process has ended
         self._answers: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         ours, theirs = socket.socketpair()
@@ -120,33 +123,47 @@ class _Life:
                 ours.close()
                 raise
         self.pid = self._process.pid
-        self.gone = asyncio.ensure_future(in_thread("peer-library", self._process.wait))
+        try:
+            self.gone = begin_in_thread("peer-library", self._process.wait)
+        except RuntimeError as error:
+            ours.close()
+            self._process.kill()
+            self._process.wait()
+            raise ResourceError(
+                f"{self._where}: no thread can be started that waits for its process ({error})."
+            ) from None
 
     async def open(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
         self._write(self._settings)
         try:
-            ready = msgspec.msgpack.decode(await asyncio.wait_for(_message(reader), _START_SECONDS), type=Ready)
-        except (EOFError, OSError, asyncio.TimeoutError, msgspec.MsgspecError):
-            ready = Ready(b"", f"{WHERE} {self._settings.engine}: its process ended, or did not start in time.")
+            ready = msgspec.msgpack.decode(await within(START_SECONDS, _message(reader)), type=Ready)
+        except asyncio.TimeoutError:
+            ready = Ready(b"", f"{self._where}: its process was not ready within {START_SECONDS:.0f} s.")
+        except (EOFError, OSError, msgspec.MsgspecError):
+            ready = Ready(b"", f"{self._where}: its process ended before it was ready ({await self._kill()}).")
         if ready.sentence:
             raise ResourceError(ready.sentence)
         self.region = ready.region
         self._answers = spawn(self._read_answers(reader), "peer-library-answers")
 
-    async def read(self, ranges: Ranges, until: asyncio.Future[None], seconds: float) -> str:
+    async def read(self, ranges: Ranges, until: asyncio.Future[None], seconds: float) -> str | None:
         number = next(self._numbers)
-        answer: asyncio.Future[ReadEnd] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ReadEnd | None] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            self._write(ReadOrder(number, ranges))
+            self._write(ReadOrder(number, ranges, asyncio.get_running_loop().time() + seconds))
             either: set[asyncio.Future[Any]] = {answer, until}
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._waiting[number]
-            if not answer.done() or answer.result().may_write:
+            end = answer.result() if answer.done() else None
+            is_late = not answer.done() and not self.is_ending  # another one that is late ends it for all
+            if not answer.done() or (end is not None and end.may_write):
                 await self._kill()
-        return answer.result().sentence if answer.done() else "it did not end in time"
+        if end is None:
+            return "it did not end in time" if is_late else None
+        return None if end.was_late else end.sentence
 
     async def end(self) -> None:
         """Idempotent."""
@@ -157,10 +174,12 @@ class _Life:
             self._writer.close()
         self._socket.close()
 
-    async def _kill(self) -> None:
-        """When it returns, also when it is cancelled, the process has ended."""
+    async def _kill(self) -> str:
+        """How it ended. When it returns, also when it is cancelled, the process has ended."""
+        self.is_ending = True
         self._process.kill()
-        await until_done(self.gone)
+        status = await until_done(self.gone)
+        return f"exit status {status}"
 
     def _write(self, message: msgspec.Struct) -> None:
         assert self._writer is not None
@@ -175,10 +194,13 @@ class _Life:
         except (EOFError, OSError, msgspec.MsgspecError):
             pass
         finally:
-            await self._kill()
+            was_ending = self.is_ending
+            status = await self._kill()
             for answer in self._waiting.values():
                 if not answer.done():
-                    answer.set_result(ReadEnd(0, _ENDED))
+                    answer.set_result(None)
+            if not was_ending:
+                log.warning("%s: its process ended by itself (%s); it is started again", self._where, status)
 
 
 async def _message(reader: asyncio.StreamReader) -> bytes:

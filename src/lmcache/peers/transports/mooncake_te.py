@@ -10,9 +10,11 @@ import os
 import threading
 from collections.abc import Sequence
 
+from lmcache.core import limits
 from lmcache.errors import ResourceError
 from lmcache.l2.adapters.mooncake_client import INSTALL, RDMA_DEVICES, SYSTEM_LIBRARIES
-from lmcache.peers.transports.library import WHERE, LibrarySettings, RefusedRead, Region
+from lmcache.peers.transports.known_servers import KnownServers
+from lmcache.peers.transports.library import WHERE, LibrarySettings, RefusedRead, Region, refuse_late
 
 
 class MooncakeLibrary:
@@ -33,21 +35,21 @@ class MooncakeLibrary:
             raise ResourceError(f"{where}: Mooncake cannot register L1 over {protocol}.")
         name = f"{settings.host}:{self._engine.get_rpc_port()}"
         self._region = Region(name, b"", address, settings.size_bytes)
-        self._turns: dict[str, threading.Lock] = {}
-        self._lock = threading.Lock()
+        # Reads from one server are faster one after the other. The library itself has no call that forgets a server.
+        self._turns: KnownServers[str, threading.Lock] = KnownServers(
+            lambda name: threading.Lock(), lambda turn: None, limits.MAX_PEERS
+        )
 
     def region(self) -> Region:
         return self._region
 
-    def _turn(self, name: str) -> threading.Lock:
-        """Reads from one server are faster one after the other."""
-        with self._lock:
-            return self._turns.setdefault(name, threading.Lock())
-
-    def read(self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+    def read(
+        self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], deadline: float
+    ) -> None:
         if region.metadata:
             raise RefusedRead("the other server describes its memory as Mooncake does not")
-        with self._turn(region.name):
+        with self._turns.reading(region.name) as turn, turn:
+            refuse_late(deadline)
             failed = self._engine.batch_transfer_sync_read(region.name, list(targets), list(sources), list(sizes))
         if failed:
             raise OSError(f"Mooncake reports a read from {region.name} that failed")

@@ -5,14 +5,16 @@ Runs in a process of its own (`library_main`). What is chosen by UCX's variables
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+from lmcache.core import limits
 from lmcache.environment import SYSTEM
 from lmcache.errors import ResourceError
 from lmcache.l2.adapters import nixl_agent
-from lmcache.peers.transports.library import WHERE, LibrarySettings, RefusedRead, Region
+from lmcache.peers.transports.known_servers import KnownServers
+from lmcache.peers.transports.library import WHERE, LibrarySettings, RefusedRead, Region, refuse_late
 
 _BACKEND = "UCX"
 
@@ -23,8 +25,8 @@ class NixlLibrary:
         self._nixl = nixl = nixl_agent.load_bindings(where)
         self._faults = nixl_agent.faults_of(nixl)
         self._address, self._size_bytes = address, settings.size_bytes
-        self._lock = threading.Lock()
-        self._names: dict[bytes, str] = {}  # of other agents, by their metadata
+        # Names of other agents, by their metadata.
+        self._agents: KnownServers[bytes, str] = KnownServers(self._load, self._forget, limits.MAX_PEERS)
         # Others are served by a thread of the agent, while nothing is called here; reads are polled by who waits.
         self._name = f"{settings.server_epoch.hex()}-{SYSTEM.random_bytes(8).hex()}"
         config = nixl.nixlAgentConfig(settings.serves, False, 0, nixl.NIXL_THREAD_SYNC_STRICT)
@@ -39,16 +41,20 @@ class NixlLibrary:
     def region(self) -> Region:
         return Region(self._name, self._agent.getLocalMD(), self._address, self._size_bytes)
 
-    def read(self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        nixl = self._nixl
+    def read(
+        self, region: Region, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], deadline: float
+    ) -> None:
+        refuse_late(deadline)
         try:
-            name = self._known(region)
-            handle = self._agent.createXferReq(
-                nixl.NIXL_READ, self._descriptors(targets, sizes), self._descriptors(sources, sizes), name, "",
-                [self._backend],
-            )  # fmt: skip
+            with self._agents.reading(region.metadata) as name:
+                self._transfer(name, self._descriptors(targets, sizes), self._descriptors(sources, sizes))
         except self._faults as error:
             raise RefusedRead(f"NIXL refuses the read ({error})") from None
+
+    def _transfer(self, name: str, targets: Any, sources: Any) -> None:
+        """OSError as `read`; whatever else NIXL raises: it was not begun."""
+        nixl = self._nixl
+        handle = self._agent.createXferReq(nixl.NIXL_READ, targets, sources, name, "", [self._backend])
         try:
             status = self._agent.postXferReq(handle)
             # The server ends this process when it takes too long.
@@ -59,13 +65,13 @@ class NixlLibrary:
         except self._faults as error:
             raise OSError(f"NIXL reports a read that failed ({error})") from None
 
-    def _known(self, region: Region) -> str:
-        with self._lock:
-            name = self._names.get(region.metadata)
-            if name is None:
-                loaded: Any = self._agent.loadRemoteMD(region.metadata)
-                name = self._names[region.metadata] = loaded.decode() if isinstance(loaded, bytes) else loaded
-            return name
+    def _load(self, metadata: bytes) -> str:
+        loaded: Any = self._agent.loadRemoteMD(metadata)
+        return loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+
+    def _forget(self, name: str) -> None:
+        with contextlib.suppress(*self._faults):
+            self._agent.invalidateRemoteMD(name)
 
     def _descriptors(self, addresses: Sequence[int], sizes: Sequence[int]) -> Any:
         ranges = [(address, size, 0) for address, size in zip(addresses, sizes, strict=True)]

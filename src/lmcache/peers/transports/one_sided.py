@@ -76,6 +76,8 @@ class OneSidedTransport:
             return Fetched(outcomes)
         part = transfer.pick(fitting, transfer.seconds * _SHARE)
         sentence = await self._read(part, [offsets[index] for index in fitting])
+        if sentence is None:
+            return Fetched(outcomes)
         if sentence:
             self._failed(sentence)
             return Fetched(outcomes)
@@ -92,8 +94,11 @@ class OneSidedTransport:
             self._breaker.succeeded()
         return Fetched(outcomes)
 
-    async def _read(self, part: Transfer, offsets: list[int]) -> str:
-        """ "" when all of it has come."""
+    async def _read(self, part: Transfer, offsets: list[int]) -> str | None:
+        """ "" when all of it has come, None where that was not for this peer to say. What is begun too late to end in
+        time would end the process, and the reads from other peers with it."""
+        if part.seconds < limits.PEER_LEAST_READ_SECONDS:
+            return None
         loop = asyncio.get_running_loop()
         deadline = loop.time() + part.seconds
         if not self._region:
@@ -105,7 +110,9 @@ class OneSidedTransport:
             return "its transfer engine is not ready"
         for buffer in part.buffers:
             buffer[:_CLEARED_BYTES] = bytes(_CLEARED_BYTES)
-        seconds = max(0.0, deadline - loop.time())
+        seconds = deadline - loop.time()
+        if seconds < limits.PEER_LEAST_READ_SECONDS:
+            return None
         packed = (array("Q", numbers).tobytes() for numbers in (offsets, part.slots, part.sizes))
         return await self._process.read(Ranges(self._region, *packed), self._closed, seconds)
 

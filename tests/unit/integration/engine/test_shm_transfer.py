@@ -35,7 +35,7 @@ class SlowCopier:
 def test_a_look_at_a_copy_does_not_last_as_long_as_somebody_elses_wait_for_it(seconds: float) -> None:
     """The engine's thread looks at copies in its steps, while others wait for the same ones to close or to commit."""
     copier = SlowCopier()
-    job = CopyJob(copier, 1, threading.Lock())  # type: ignore[arg-type]
+    job = CopyJob(copier, 1, threading.Lock(), b"\0")  # type: ignore[arg-type]
     results: list[bytes | None] = []
     waiter = threading.Thread(target=lambda: results.append(job.wait(30.0)))
     waiter.start()
@@ -47,3 +47,19 @@ def test_a_look_at_a_copy_does_not_last_as_long_as_somebody_elses_wait_for_it(se
     waiter.join(30.0)
     assert results == [b"\x01"]
     assert job.wait(seconds) == b"\x01"
+
+
+def test_a_copy_whose_result_was_lost_to_an_interrupt_has_ended() -> None:
+    class Interrupted(SlowCopier):
+        def wait(self, number: int, seconds: float) -> bytes | None:
+            if self.waiting:
+                raise ValueError("job 1 is unknown or was collected")
+            super().wait(number, seconds)
+            raise KeyboardInterrupt
+
+    copier = Interrupted()
+    copier.end()
+    job = CopyJob(copier, 1, threading.Lock(), b"\2")  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        job.wait(1.0)
+    assert job.wait(1.0) == job.wait(0.0) == b"\2"

@@ -27,7 +27,7 @@ from lmcache.core.key import Namespace, ObjectKey  # noqa: E402
 from lmcache.device.affinity import engine_cpus, near_cpus  # noqa: E402
 from lmcache.device.cuda import Gpu  # noqa: E402
 from lmcache.errors import RemoteError, ServerUnavailable  # noqa: E402
-from lmcache.integration.engine import socket_transfer, storer, worker_side  # noqa: E402
+from lmcache.integration.engine import socket_transfer, worker_side  # noqa: E402
 from lmcache.integration.engine.connector_metadata import ConnectorMetadata, GroupLoad, LoadOrder  # noqa: E402
 from lmcache.integration.engine.frame_names import WorkerIdentity  # noqa: E402
 from lmcache.integration.engine.storer import Storer  # noqa: E402
@@ -42,7 +42,6 @@ from unit.device.topology import make_topology  # noqa: E402
 from unit.integration.engine.workers import (  # noqa: E402
     CHUNK_TOKENS,
     EPOCH,
-    MEMORY_BYTES,
     Worker,
     WorkerClient,
     hashes,
@@ -52,31 +51,6 @@ from unit.integration.engine.workers import (  # noqa: E402
 from unit.integration.vllm.fakes import hello  # noqa: E402
 
 GPU_ADDRESS = "0000:17:00.0"
-
-
-@pytest.fixture
-def memory() -> Iterator[ServerMemory]:
-    shared = ServerMemory.create(f"lmcache-test-worker-{os.getpid()}", MEMORY_BYTES, EPOCH)
-    shared.grow(MEMORY_BYTES)
-    yield shared
-    shared.close()
-    assert not Path(shared.path).exists()
-
-
-@pytest.fixture(params=["shm", "socket", "gpu shm", "gpu socket"])
-def mode(request: pytest.FixtureRequest) -> str:
-    """All transfer modes come to the same, wherever KV lies."""
-    if request.param.startswith("gpu"):
-        request.getfixturevalue("fake_cuda")
-    return str(request.param)
-
-
-@pytest.fixture
-def worker(memory: ServerMemory, mode: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    monkeypatch.setattr(storer, "_RETRY_SECONDS", 0.05)
-    made = Worker(memory, mode)
-    yield made
-    made.side.close()
 
 
 def test_a_worker_registers_what_it_holds(worker: Worker) -> None:
