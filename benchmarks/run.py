@@ -35,6 +35,7 @@ ORDER = (
     "first_request_after_kill.py",
     "autostart.py",
     "end_to_end_remote.py",
+    "handover.py",
     "agreement.py",
     "gpu.py",
 )

@@ -80,6 +80,7 @@ def test_the_benchmark_of_a_transfer_engine_runs_small(engine: str) -> None:
         ("end_to_end_disk", ["--tokens", "1024"], 6),
         ("end_to_end_remote", ["--tokens", "1024", "resp"], 4),
         ("first_request_after_kill", ["--tokens", "1024"], 4),
+        ("handover", ["--tokens", "1024"], 6),
         ("overhead", [], 5),
         ("sharing", [], 5),
     ],
