@@ -188,6 +188,17 @@ class InstanceRegistry:
             )
         return instance, worker
 
+    def stores_in(self, instance_id: str, namespaces: NamespaceSet) -> bool:
+        """Whether these namespaces, of one cache salt, are those of the instance's workers, one a rank."""
+        instance = self.instances.get(instance_id)
+        if instance is None or instance.scheduler is None:
+            return False
+        profile, salt = instance.scheduler.profile, namespaces.namespaces[0].cache_salt
+        ranks = [
+            namespaces_of_rank(self._context, profile, worker, salt) for _, worker in sorted(instance.by_rank().items())
+        ]
+        return b"".join(rank.digests for rank in ranks) == namespaces.digests
+
     def sender(self, message: Ping | Unregister) -> Registration | None:
         """Who sent this, if it is still registered: not another engine that took its name while it was away."""
         instance = self.instances.get(message.instance_id)
