@@ -29,7 +29,9 @@ from vllm.config import (
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
+    set_current_vllm_config,
 )
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
@@ -55,7 +57,7 @@ from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.integration.vllm.connector import LMCacheMPConnector
 from simulation.believing_router import BelievingRouter
 from simulation.chain import VOCABULARY, Chain, may_follow
-from simulation.simulated_connector import ENVIRONMENT, SimulatedConnector
+from simulation.simulated_connector import ENVIRONMENT, SimulatedConnector, SimulatedMultiConnector
 from simulation.world import World
 
 _MASK = 2**64 - 1
@@ -92,6 +94,7 @@ class Shape:
     sessions: bool = False  # requests that get more input, with images, while they run
     hands_over: bool = False  # what requests say as if it computed for another engine, or went on where one ended
     role: str = "kv_both"
+    multi: dict[str, Any] | None = None  # the connector is in a MultiConnector with these settings
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -139,17 +142,7 @@ def _configs(
         cache_config=CacheConfig(
             block_size=shape.block_tokens, gpu_memory_utilization=0.9, enable_prefix_caching=shape.prefix_caching
         ),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=SimulatedConnector.__name__,
-            kv_connector_module_path=SimulatedConnector.__module__,
-            kv_role=shape.role,
-            engine_id=engine_id,
-            kv_connector_extra_config={
-                "lmcache.mp.heartbeat_interval": 2.0,
-                ENVIRONMENT: environment,
-                **shape.extra,
-            },
-        ),
+        kv_transfer_config=KVTransferConfig(engine_id=engine_id, **_transfer_settings(shape, environment)),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
         device_config=DeviceConfig("cpu"),
     )
@@ -182,6 +175,23 @@ def _configs(
     if shape.alone:
         groups = [KVCacheGroupSpec(["layer0"], groups[1].kv_cache_spec)]
     return config, KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _transfer_settings(shape: Shape, environment: EngineEnvironment) -> dict[str, Any]:
+    extra = {"lmcache.mp.heartbeat_interval": 2.0, ENVIRONMENT: environment, **shape.extra}
+    ours = _of_class(SimulatedConnector, shape, extra)
+    if shape.multi is None:
+        return ours
+    return {**_of_class(SimulatedMultiConnector, shape, {"connectors": [ours]}), **shape.multi}
+
+
+def _of_class(connector: type, shape: Shape, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": connector.__name__,
+        "kv_connector_module_path": connector.__module__,
+        "kv_role": shape.role,
+        "kv_connector_extra_config": extra,
+    }
 
 
 class _SecondRunner(VllmConfig):
@@ -267,7 +277,8 @@ class Engine:
         kv_config = copy.deepcopy(kv_config)
         for index, group in enumerate(kv_config.kv_cache_groups):
             group.layer_names = [f"layer{index + self._stage(rank) * self._groups}"]
-        connector = SimulatedConnector(mine, KVConnectorRole.WORKER, kv_config)
+        with set_current_vllm_config(mine):
+            connector = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, kv_config)
         tensor = torch.from_numpy(self.memory[rank].view(np.int64))
         names = [name for group in kv_config.kv_cache_groups for name in group.layer_names]
         connector.register_kv_caches(dict.fromkeys(names, tensor))

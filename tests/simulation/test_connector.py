@@ -79,6 +79,7 @@ SHAPES = {
     "handed over, window": Shape(hands_over=True, window=40, blocks=60),
     "handed over, events": Shape(hands_over=True, events=True),
     "handed over, sessions": Shape(hands_over=True, sessions=True, block_tokens=8, blocks=120, extra=DECODED),
+    "in a MultiConnector": Shape(ranks=2, hands_over=True, multi={"kv_load_failure_policy": "recompute"}),
     "head, own cache": Shape(head=1, blocks=90),
     "head, own cache, decoded, two ranks": Shape(head=1, blocks=80, ranks=2, extra=DECODED),
 }
