@@ -52,10 +52,10 @@ class EventSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)  # of what comes: anybody may connect
         socket.setsockopt(zmq.IPV6, int("[" in endpoint.address))
         try:
-            (socket.bind if endpoint.binds else socket.connect)(endpoint.address)
+            (socket.bind if endpoint.binds or kind == zmq.ROUTER else socket.connect)(endpoint.address)
         except zmq.ZMQError as error:
             raise ResourceError(
-                f"{flag} {endpoint.address} cannot be used: {error.strerror}; give an address that is free."
+                f"{flag} {endpoint.address} cannot be used: {error.strerror}; give a free address of this host."
             ) from None
         return socket
 
