@@ -57,7 +57,7 @@ from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.integration.vllm.connector import LMCacheMPConnector
 from simulation.believing_router import BelievingRouter
 from simulation.chain import VOCABULARY, Chain, may_follow
-from simulation.simulated_connector import ENVIRONMENT, SimulatedConnector, SimulatedMultiConnector
+from simulation.simulated_connector import ENVIRONMENT, transfer_settings
 from simulation.world import World
 
 _MASK = 2**64 - 1
@@ -95,6 +95,7 @@ class Shape:
     hands_over: bool = False  # what requests say as if it computed for another engine, or went on where one ended
     role: str = "kv_both"
     multi: dict[str, Any] | None = None  # the connector is in a MultiConnector with these settings
+    beside: str = ""  # "before", "behind": in it is another connector that loads prompts, too
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -127,8 +128,10 @@ def _with_latent_kv(model: ModelConfig) -> ModelConfig:
 
 
 def _configs(
-    shape: Shape, folder: str, engine_id: str, environment: EngineEnvironment
+    shape: Shape, folder: str, engine_id: str, environment: EngineEnvironment, engine: Engine
 ) -> tuple[VllmConfig, KVCacheConfig]:
+    extra = {"lmcache.mp.heartbeat_interval": 2.0, ENVIRONMENT: environment, **shape.extra}
+    transfer = transfer_settings(shape.role, extra, shape.multi, shape.beside, engine)
     config = VllmConfig(
         model_config=_model_config(folder),
         scheduler_config=SchedulerConfig(
@@ -142,7 +145,7 @@ def _configs(
         cache_config=CacheConfig(
             block_size=shape.block_tokens, gpu_memory_utilization=0.9, enable_prefix_caching=shape.prefix_caching
         ),
-        kv_transfer_config=KVTransferConfig(engine_id=engine_id, **_transfer_settings(shape, environment)),
+        kv_transfer_config=KVTransferConfig(engine_id=engine_id, **transfer),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
         device_config=DeviceConfig("cpu"),
     )
@@ -175,23 +178,6 @@ def _configs(
     if shape.alone:
         groups = [KVCacheGroupSpec(["layer0"], groups[1].kv_cache_spec)]
     return config, KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-def _transfer_settings(shape: Shape, environment: EngineEnvironment) -> dict[str, Any]:
-    extra = {"lmcache.mp.heartbeat_interval": 2.0, ENVIRONMENT: environment, **shape.extra}
-    ours = _of_class(SimulatedConnector, shape, extra)
-    if shape.multi is None:
-        return ours
-    return {**_of_class(SimulatedMultiConnector, shape, {"connectors": [ours]}), **shape.multi}
-
-
-def _of_class(connector: type, shape: Shape, extra: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kv_connector": connector.__name__,
-        "kv_connector_module_path": connector.__module__,
-        "kv_role": shape.role,
-        "kv_connector_extra_config": extra,
-    }
 
 
 class _SecondRunner(VllmConfig):
@@ -244,7 +230,7 @@ class Engine:
         self.world = world
         self.shape = shape
         self._folder = folder
-        config, kv_config = _configs(shape, str(folder), engine_id, environment)
+        config, kv_config = _configs(shape, str(folder), engine_id, environment, self)
         self._groups = len(kv_config.kv_cache_groups)
         self.scheduler = (AsyncScheduler if shape.overlapped else Scheduler)(
             vllm_config=config,
@@ -546,6 +532,10 @@ class Engine:
 
     def _stage(self, rank: int) -> int:
         return rank * self.shape.stages // self.shape.ranks
+
+    def values(self, name: str, tokens: list[int], end: int, rank: int, group: int) -> np.ndarray:
+        """The KV of a request's first tokens, without images."""
+        return self.chains[name].upto(tokens, end, ()) ^ np.uint64(self._flavour(rank, group))
 
     def _flavour(self, rank: int, group: int) -> int:
         place = (self._stage(rank) + 1 if self.shape.mla else rank + 1) * 0x9E3779B97F4A7C15 * (group + 1)
