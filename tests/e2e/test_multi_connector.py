@@ -36,6 +36,7 @@ def engine(model: Path, folder: Path, name: str, server: CacheServer) -> VllmEng
     transfer: dict[str, Any] = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": connectors},
     }
     return VllmEngine(

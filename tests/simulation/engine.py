@@ -29,7 +29,9 @@ from vllm.config import (
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
+    set_current_vllm_config,
 )
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
@@ -55,7 +57,7 @@ from lmcache.client.engine_environment import EngineEnvironment
 from lmcache.integration.vllm.connector import LMCacheMPConnector
 from simulation.believing_router import BelievingRouter
 from simulation.chain import VOCABULARY, Chain, may_follow
-from simulation.simulated_connector import ENVIRONMENT, SimulatedConnector
+from simulation.simulated_connector import ENVIRONMENT, transfer_settings
 from simulation.world import World
 
 _MASK = 2**64 - 1
@@ -92,6 +94,8 @@ class Shape:
     sessions: bool = False  # requests that get more input, with images, while they run
     hands_over: bool = False  # what requests say as if it computed for another engine, or went on where one ended
     role: str = "kv_both"
+    multi: dict[str, Any] | None = None  # the connector is in a MultiConnector with these settings
+    beside: str = ""  # "before", "behind": in it is another connector that loads prompts, too
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -124,8 +128,10 @@ def _with_latent_kv(model: ModelConfig) -> ModelConfig:
 
 
 def _configs(
-    shape: Shape, folder: str, engine_id: str, environment: EngineEnvironment
+    shape: Shape, folder: str, engine_id: str, environment: EngineEnvironment, engine: Engine
 ) -> tuple[VllmConfig, KVCacheConfig]:
+    extra = {"lmcache.mp.heartbeat_interval": 2.0, ENVIRONMENT: environment, **shape.extra}
+    transfer = transfer_settings(shape.role, extra, shape.multi, shape.beside, engine)
     config = VllmConfig(
         model_config=_model_config(folder),
         scheduler_config=SchedulerConfig(
@@ -139,17 +145,7 @@ def _configs(
         cache_config=CacheConfig(
             block_size=shape.block_tokens, gpu_memory_utilization=0.9, enable_prefix_caching=shape.prefix_caching
         ),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=SimulatedConnector.__name__,
-            kv_connector_module_path=SimulatedConnector.__module__,
-            kv_role=shape.role,
-            engine_id=engine_id,
-            kv_connector_extra_config={
-                "lmcache.mp.heartbeat_interval": 2.0,
-                ENVIRONMENT: environment,
-                **shape.extra,
-            },
-        ),
+        kv_transfer_config=KVTransferConfig(engine_id=engine_id, **transfer),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
         device_config=DeviceConfig("cpu"),
     )
@@ -234,7 +230,7 @@ class Engine:
         self.world = world
         self.shape = shape
         self._folder = folder
-        config, kv_config = _configs(shape, str(folder), engine_id, environment)
+        config, kv_config = _configs(shape, str(folder), engine_id, environment, self)
         self._groups = len(kv_config.kv_cache_groups)
         self.scheduler = (AsyncScheduler if shape.overlapped else Scheduler)(
             vllm_config=config,
@@ -267,7 +263,8 @@ class Engine:
         kv_config = copy.deepcopy(kv_config)
         for index, group in enumerate(kv_config.kv_cache_groups):
             group.layer_names = [f"layer{index + self._stage(rank) * self._groups}"]
-        connector = SimulatedConnector(mine, KVConnectorRole.WORKER, kv_config)
+        with set_current_vllm_config(mine):
+            connector = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, kv_config)
         tensor = torch.from_numpy(self.memory[rank].view(np.int64))
         names = [name for group in kv_config.kv_cache_groups for name in group.layer_names]
         connector.register_kv_caches(dict.fromkeys(names, tensor))
@@ -535,6 +532,10 @@ class Engine:
 
     def _stage(self, rank: int) -> int:
         return rank * self.shape.stages // self.shape.ranks
+
+    def values(self, name: str, tokens: list[int], end: int, rank: int, group: int) -> np.ndarray:
+        """The KV of a request's first tokens, without images."""
+        return self.chains[name].upto(tokens, end, ()) ^ np.uint64(self._flavour(rank, group))
 
     def _flavour(self, rank: int, group: int) -> int:
         place = (self._stage(rank) + 1 if self.shape.mla else rank + 1) * 0x9E3779B97F4A7C15 * (group + 1)

@@ -37,6 +37,7 @@ IMAGE_TOKENS = 20
 L1_BYTES = 160 * 8192
 
 DECODED = {"lmcache.mp.save_decode_cache": True}
+RECOMPUTES = {"kv_load_failure_policy": "recompute"}
 SHAPES = {
     "plain": Shape(),
     "small chunks": Shape(block_tokens=32, blocks=30),
@@ -79,6 +80,9 @@ SHAPES = {
     "handed over, window": Shape(hands_over=True, window=40, blocks=60),
     "handed over, events": Shape(hands_over=True, events=True),
     "handed over, sessions": Shape(hands_over=True, sessions=True, block_tokens=8, blocks=120, extra=DECODED),
+    "behind another connector": Shape(multi=RECOMPUTES, beside="before", hands_over=True, overlapped=True),
+    "before another connector": Shape(multi=RECOMPUTES, beside="behind", ranks=2, extra=DECODED),
+    "before another connector, window": Shape(multi=RECOMPUTES, beside="behind", window=40, blocks=60),
     "head, own cache": Shape(head=1, blocks=90),
     "head, own cache, decoded, two ranks": Shape(head=1, blocks=80, ranks=2, extra=DECODED),
 }

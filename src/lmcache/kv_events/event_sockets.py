@@ -27,7 +27,8 @@ _MAX_REQUEST_BYTES = 4096
 
 class EventSockets:
     """Bound at construction: ResourceError. Then used by one thread, which also closes them. Every topic has numbers of
-    its own, from 0 on. Of more than MAX_KV_EVENT_TOPICS the one that was silent longest ends with AllBlocksCleared."""
+    its own, from the microsecond on in which it began: who knows those of an earlier server misses what is between. Of
+    more than MAX_KV_EVENT_TOPICS the one that was silent longest ends with AllBlocksCleared."""
 
     def __init__(self, endpoint: Endpoint, replay: Endpoint | None, clock: Clock) -> None:
         self._clock = clock
@@ -52,10 +53,10 @@ class EventSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)  # of what comes: anybody may connect
         socket.setsockopt(zmq.IPV6, int("[" in endpoint.address))
         try:
-            (socket.bind if endpoint.binds else socket.connect)(endpoint.address)
+            (socket.bind if endpoint.binds or kind == zmq.ROUTER else socket.connect)(endpoint.address)
         except zmq.ZMQError as error:
             raise ResourceError(
-                f"{flag} {endpoint.address} cannot be used: {error.strerror}; give an address that is free."
+                f"{flag} {endpoint.address} cannot be used: {error.strerror}; give a free address of this host."
             ) from None
         return socket
 
@@ -64,7 +65,9 @@ class EventSockets:
         return list(self._numbers)
 
     def publish(self, topic: str, events: Sequence[Event]) -> None:
-        number = self._numbers.pop(topic, 0)
+        number = self._numbers.pop(topic, None)
+        if number is None:
+            number = int(self._clock.wall() * 1_000_000)
         if len(self._numbers) >= limits.MAX_KV_EVENT_TOPICS:
             ended = next(iter(self._numbers))
             self.publish(ended, [AllBlocksCleared()])

@@ -64,8 +64,11 @@ class HandoverWaits:
         self, keys: KeyBatch, instance_id: str, seconds: float, on_end: Callable[[], None]
     ) -> Callable[[], None] | None:
         """Waits for these chunks, all of which the instance has announced. `on_end` is called once, later, unless the
-        function that this returns is called first. None: there is nothing to wait for, or too many wait already."""
+        function that this returns is called first. None: there is nothing to wait for, as where the instance stores
+        in other namespaces, or too many wait already."""
         if not keys.chunks or seconds <= 0 or len(self._waits) >= limits.MAX_HANDOVER_WAITS:
+            return None
+        if not self._registry.stores_in(instance_id, keys.namespaces):
             return None
         now_seconds = self._clock.monotonic()
         last = keys.chunks - 1

@@ -59,7 +59,7 @@ class Instance:
         self.sessions: dict[str, Session] = {}  # by request, least recently used first
         self.session_bytes = 0  # that `SessionTable` has counted for them
         self.leases: dict[int, Session] = {}
-        self.tenants: dict[str, Tenant] = {}
+        self.tenants: dict[str, Tenant] = {}  # by cache salt, least recently used first
         self.registrations = 0  # that began or ended
 
     def registrations_changed(self) -> None:
@@ -188,6 +188,17 @@ class InstanceRegistry:
             )
         return instance, worker
 
+    def stores_in(self, instance_id: str, namespaces: NamespaceSet) -> bool:
+        """Whether these namespaces, of one cache salt, are those of the instance's workers, one a rank."""
+        instance = self.instances.get(instance_id)
+        if instance is None or instance.scheduler is None:
+            return False
+        profile, salt = instance.scheduler.profile, namespaces.namespaces[0].cache_salt
+        ranks = [
+            namespaces_of_rank(self._context, profile, worker, salt) for _, worker in sorted(instance.by_rank().items())
+        ]
+        return b"".join(rank.digests for rank in ranks) == namespaces.digests
+
     def sender(self, message: Ping | Unregister) -> Registration | None:
         """Who sent this, if it is still registered: not another engine that took its name while it was away."""
         instance = self.instances.get(message.instance_id)
@@ -199,14 +210,14 @@ class InstanceRegistry:
         return registration if registration is not None and registration.is_from(message.process) else None
 
     def tenant(self, instance: Instance, scheduler: Scheduler, cache_salt: str) -> Tenant:
-        tenant = instance.tenants.get(cache_salt)
+        tenant = instance.tenants.pop(cache_salt, None)
         if tenant is None:
             if len(cache_salt.encode()) > limits.MAX_NAME_BYTES:
                 raise RemoteError(ErrorCode.TOO_LARGE, f"A cache salt has at most {limits.MAX_NAME_BYTES} bytes.")
             while len(instance.tenants) >= _tenants_kept(scheduler.profile):
                 del instance.tenants[next(iter(instance.tenants))]
             tenant = Tenant(self._context, instance, scheduler.profile, cache_salt)
-            instance.tenants[cache_salt] = tenant
+        instance.tenants[cache_salt] = tenant
         return tenant
 
 

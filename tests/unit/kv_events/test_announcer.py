@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import subprocess
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -310,7 +311,7 @@ def test_its_own_thread_closes_the_sockets() -> None:
 def test_topics_are_limited_and_one_that_is_forgotten_ends_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_KV_EVENT_TOPICS", 2)
     replay = parse_endpoint(f"tcp://127.0.0.1:{free_port()}", "")
-    sockets = EventSockets(parse_endpoint(f"tcp://127.0.0.1:{free_port()}", ""), replay, SystemClock())
+    sockets = EventSockets(parse_endpoint(f"tcp://127.0.0.1:{free_port()}", ""), replay, ManualClock(0.0))
     try:
         for topic in ("a", "b", "a", "c", "b"):
             sockets.publish(topic, [BlockRemoved([topic.encode()], "CPU")])
@@ -382,6 +383,31 @@ def test_endpoints(text: str, expected: Endpoint) -> None:
 def test_endpoints_that_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--kv-events-endpoint .*(must be|must name)"):
         parse_endpoint(text, "--kv-events-endpoint")
+
+
+def test_an_address_of_this_host_is_one_to_connect_to() -> None:
+    own = own_addresses()
+    if not own:
+        pytest.skip("this host has no address but loopback")
+    for host in own:
+        text = f"tcp://[{host}]:5557" if ":" in host else f"tcp://{host}:5557"
+        assert parse_endpoint(text, "--kv-events-endpoint") == Endpoint(text, True, True)
+    assert not parse_endpoint("tcp://198.51.100.77:5557", "--kv-events-endpoint").binds
+
+
+def own_addresses() -> list[str]:
+    """Of interfaces, those that need no zone."""
+    text = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True).stdout
+    return [host for host in text.split() if not host.startswith("fe80")]
+
+
+def test_subscribers_ask_for_what_they_missed_here_and_nowhere_else() -> None:
+    here = parse_endpoint(f"tcp://127.0.0.1:{free_port()}", "")
+    elsewhere = parse_endpoint("tcp://198.51.100.77:5558", "")
+    with pytest.raises(
+        ResourceError, match=r"--kv-events-replay-endpoint tcp://198\.51\.100\.77:5558 cannot be used: "
+    ):
+        EventSockets(here, elsewhere, SystemClock())
 
 
 def test_an_address_that_is_taken_is_refused() -> None:

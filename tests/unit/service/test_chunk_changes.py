@@ -108,6 +108,23 @@ def test_nothing_is_noted_before_somebody_asks_and_after_all_have_gone() -> None
         assert service.sample("chunk_changes_lost_total") == 1
 
 
+def test_a_salt_in_use_stays_known_however_many_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its chunks would be taken back from routers, and announced again, time and again."""
+    monkeypatch.setattr(limits, "MAX_TENANTS_KEPT_PER_INSTANCE", 4)
+    with a_service() as service:
+        service.register()
+        use(service, "")
+        reader = Reader(service)
+        reader.read()
+        for number in range(12):
+            use(service, "", f"user-{number}")
+            reader.read()
+            assert reader.reply.unused_salts == []
+        use(service, *(f"user-{number}" for number in range(4)))
+        reader.read()
+        assert reader.reply.unused_salts == [0]
+
+
 def test_only_salts_of_which_something_has_changed_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[int] = []
 

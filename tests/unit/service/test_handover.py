@@ -15,7 +15,7 @@ from lmcache.protocol import messages as m
 from lmcache.service.handover_waits import LOOK_SECONDS
 from lmcache.tiering.prefetch import PrefetchResult
 from lmcache.transport.deferred import Deferred
-from unit.service.support import CHUNK_TOKENS, SERVER_EPOCH, Service, a_service, chunks
+from unit.service.support import CHUNK_TOKENS, LAYOUT, SERVER_EPOCH, Service, a_service, chunks
 
 PROMPT = chunks(1, 2, 3)
 WAIT_SECONDS = 10.0
@@ -187,6 +187,22 @@ def test_a_prefill_engine_that_has_gone_is_not_waited_for(named: str, service: S
     service.register("decode")
     reply = service.lookup("d", PROMPT, instance="decode", source=source(instance_id=named))
     assert (reply.chunks, ends(service)) == (0, {})
+
+
+@pytest.mark.parametrize("other", ["layout", "number of ranks", "rank without a worker"])
+def test_an_engine_that_stores_in_other_namespaces_is_not_waited_for(other: str, service: Service) -> None:
+    """Also while it stores something else, which would put the end off."""
+    ranks = 2 if other == "rank without a worker" else 1
+    service.register("decode", ranks=ranks)
+    service.register(
+        "prefill", ranks=2 if other == "number of ranks" else ranks, layout="cd" * 16 if other == "layout" else LAYOUT
+    )
+    if other == "rank without a worker":
+        service.liveness.unregister(m.Unregister("prefill", 1))
+    busy = service.reserve(chunks(7, 8, 9), instance="prefill")
+    assert Asked(service).answers[0].chunks == 0
+    assert ends(service) == {}
+    service.commit(busy.reservation, instance="prefill")
 
 
 def test_its_time_is_limited(service: Service) -> None:

@@ -50,6 +50,7 @@ from lmcache.integration.vllm.speculation import longest_drafted_tokens, lookahe
 from lmcache.integration.vllm.step_builder import BlockTable
 from lmcache.integration.vllm.utils import mla_enabled
 from lmcache.integration.vllm.versions import (
+    current_transfer_config,
     fill_unknown_methods,
     installed_engine,
     installed_events,
@@ -99,6 +100,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = self._read_settings(self._kv_transfer_config.kv_connector_extra_config)
         if role == KVConnectorRole.WORKER:
             self._telemetry = self._tells_proxy()
+            self._warn_of_failing_loads()
         try:
             if not (current_platform.is_cpu() or current_platform.is_cuda()):
                 raise LayoutRefused("Only vLLM for CPU and for NVIDIA GPUs is supported so far.")
@@ -134,6 +136,19 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         storing = StoringRank(self._model_name, self._kv_ranks, rank // self._workers_per_kv_rank)
         return StoreTelemetry(endpoint, storing, self._environment)
+
+    def _warn_of_failing_loads(self) -> None:
+        """Inside a MultiConnector that one's policy counts, which is out of our reach in the scheduler's process."""
+        outer, ours = current_transfer_config(), self._kv_transfer_config
+        policy = getattr(outer, "kv_load_failure_policy", "recompute")
+        if outer is None or outer.kv_connector == ours.kv_connector or not ours.is_kv_consumer:
+            return
+        if policy != "recompute" and self._vllm_config.parallel_config.rank == 0:
+            log.warning(
+                "kv_load_failure_policy of %s is %r: vLLM fails requests whose KV was evicted or damaged after the "
+                'lookup. Set "kv_load_failure_policy":"recompute" beside it in --kv-transfer-config.',
+                *(outer.kv_connector, policy),
+            )
 
     def _begin_server(self, role: KVConnectorRole) -> None:
         """The first worker, where it is on the scheduler's machine, is ready earlier: the server starts meanwhile."""

@@ -162,6 +162,7 @@ class SchedulerSide:
         tracked = self.requests.get(request.request_id)
         if tracked is None or tracked.load is not None:
             return 0, False
+        self._steps.note_held(tracked, computed_tokens)
         if tracked.tokens_were_replaced(request):
             self._parts.forget(tracked)
             return 0, False

@@ -46,6 +46,8 @@ class StepBuilder:
         self._undrafted = undrafted
         self._block_table: BlockTable = lambda request_id: ()
         self._metadata = self._new_metadata()  # of the step that is being scheduled
+        self._step = 0  # its number
+        self._block_tokens = max(group.block_tokens for group in parts.options.groups)
 
     def bind(self, block_table: BlockTable) -> None:
         """`block_table(request id)` gives the block ids of each group."""
@@ -55,6 +57,16 @@ class StepBuilder:
         return ConnectorMetadata(await_stores=self._parts.options.await_stores)
 
     # ---- loads -------------------------------------------------------------------------------------------------------
+    def note_held(self, tracked: TrackedRequest, tokens: int) -> None:
+        """The engine is about to schedule the request, or to load for it, and has that many tokens of it itself."""
+        tracked.held_tokens = self._step, tokens
+
+    def _is_loaded_in_step(self, tracked: TrackedRequest, start_token: int) -> bool:
+        """Whether another connector loads a part of the request in the step that is being built. An asynchronous load
+        has ended before its request is in a step."""
+        step, tokens = tracked.held_tokens
+        return step == self._step and start_token - tokens >= self._block_tokens
+
     def order_load(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine waits for the last `external_tokens` tokens of the hit whose answer is held."""
         session, answer = tracked.session, tracked.session.answer
@@ -115,6 +127,12 @@ class StepBuilder:
     def build(self, scheduler_output: Any) -> ConnectorMetadata:
         metadata, self._metadata = self._metadata, self._new_metadata()
         metadata.idle = scheduler_output.total_num_scheduled_tokens == 0
+        try:
+            return self._with_stores(metadata, scheduler_output)
+        finally:
+            self._step += 1
+
+    def _with_stores(self, metadata: ConnectorMetadata, scheduler_output: Any) -> ConnectorMetadata:
         if self._decoded is not None:
             metadata.stores += self._decoded.next_orders(idle=metadata.idle)
         spans = list(_spans(scheduler_output))
@@ -122,9 +140,12 @@ class StepBuilder:
         if not self._parts.storing:
             return metadata
         offers = boundary_states(scheduler_output)
-        for request_id, _, computed_tokens in spans:
+        for request_id, start_token, computed_tokens in spans:
             tracked = self._parts.storing.get(request_id)
             if tracked is None:
+                continue
+            if self._is_loaded_in_step(tracked, start_token):  # whether that fails is known when all is stored
+                self._parts.stores_no_more(tracked)
                 continue
             states = {(group, tokens): block for group, block, tokens in offers.get(request_id, ())}
             try:

@@ -60,6 +60,7 @@ class TrackedRequest(RequestStateMachine):
         self.load: ActiveLoad | None = None
         self.noted_at: HelloReply | None = None  # the server by whose chunks the next one counts
         self.noted_chunks = 0  # that KV events know of
+        self.held_tokens: tuple[int, int] = (-1, 0)  # the step it was last looked at in, and what the engine had then
         self._compared: tuple[Any, ...] = ()  # the state of the engine's request when its tokens were last compared
 
     def take_tokens(self, request: Any) -> None:

@@ -101,6 +101,14 @@ def fill_unknown_methods(connector: type) -> tuple[str, ...]:
     return unknown
 
 
+def current_transfer_config() -> Any:
+    """The `kv_transfer_config` of the engine whose worker is being built here; None elsewhere."""
+    from vllm import config
+
+    current = getattr(config, "get_current_vllm_config_or_none", lambda: None)()
+    return getattr(current, "kv_transfer_config", None)
+
+
 # ---- KV events ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EventInterface:

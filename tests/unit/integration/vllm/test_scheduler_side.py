@@ -174,6 +174,7 @@ def test_chunks_are_stored_once_as_they_become_full() -> None:
     engine.settle(answer(1, 1100))
     assert engine.side.matched_tokens(asked, 0) == (256, True)
     engine.side.after_allocation(asked, ([1, 2],), 256)
+    engine.side.step_metadata(step())
     engine.side.step_ended(output(received={"a"}))
     table = list(range(1, 10))
     engine.tables["a"] = (table,)
