@@ -12,7 +12,7 @@ from lmcache.core.key_batch import SLOT_BYTES
 from lmcache.integration.engine.inflight_prefixes import PrefixState
 from lmcache.integration.engine.latency_model import Tier
 from lmcache.integration.engine.request_state import RequestState
-from lmcache.integration.vllm.handover import is_handed_over
+from lmcache.integration.vllm.handover import is_fetched_by_another, is_handed_over
 from lmcache.integration.vllm.tracked_request import SchedulerParts, TrackedRequest
 
 log = logging.getLogger("lmcache.vllm")
@@ -44,11 +44,15 @@ class HitLookups:
         previous = session.server
         if hello is None or not self._parts.fits(hello):
             return False
-        if not (self._look_up(tracked) if self._parts.options.loads else self._lookups.append(session)):
+        if not (self._look_up(tracked) if self._may_load(tracked.request) else self._lookups.append(session)):
             return False
         if session.server is not previous:  # it holds nothing of this request, and its chunks may be others
             self._parts.store_from(tracked, 0)
         return True
+
+    def _may_load(self, request: Any) -> bool:
+        """Not what another connector fetches: that would wait for our answer, and the KV would come twice."""
+        return self._parts.options.loads and not is_fetched_by_another(request)
 
     def _look_up(self, tracked: TrackedRequest) -> bool:
         # What another engine has handed over is loaded: that engine was to compute it, and not this one.
@@ -62,7 +66,7 @@ class HitLookups:
 
     def matched_tokens(self, tracked: TrackedRequest, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: not known yet."""
-        if not self._parts.options.loads:
+        if not self._may_load(request):
             return None if self._awaits_names(tracked) else 0
         self._parts.prefixes.on_waiting(tracked.request_id)
         progress = self._answered(tracked, request)

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from lmcache.integration.vllm.handover import SOURCE_KEY
 from unit.integration.vllm.fakes import answer, request, step
+from unit.integration.vllm.test_handover import TOLD, named
 from unit.integration.vllm.test_scheduler_side import Engine, blocks_of
+
+OF_NIXL = {
+    "do_remote_prefill": True,
+    "remote_block_ids": [[1, 2, 3, 4, 5]],
+    "remote_engine_id": "p",
+    "remote_request_id": "r",
+    "remote_host": "10.0.0.7",
+    "remote_port": 5600,
+}
 
 
 @pytest.mark.parametrize("is_asynchronous", [True, False])
@@ -34,3 +45,43 @@ def test_what_the_engine_itself_had_is_stored() -> None:
     engine.side.after_allocation(asked, ([1, 2, 3, 4, 5],), 0)
     (order,) = engine.side.step_metadata(step(new=[("a", 512, 88)])).stores
     assert blocks_of(order.blocks[0]) == [1, 2, 3, 4]
+
+
+def test_what_nixl_fetches_is_not_looked_up_and_stored_when_it_has_come() -> None:
+    engine = Engine()
+    engine.tables["a"] = ([1, 2, 3, 4, 5],)
+    params = {SOURCE_KEY: TOLD, **OF_NIXL}
+    engine.side.on_new_request(asked := request("a", 600, kv_transfer_params=params))
+    assert engine.side.matched_tokens(asked, 0) == (0, False), "NIXL begins at once"
+    assert [method for method, _, _ in engine.client.sent] == ["append"]
+    params["do_remote_prefill"] = False  # as NixlConnector does
+    engine.side.after_allocation(asked, ([1, 2, 3, 4, 5],), 0)
+    engine.side.step_metadata(step())
+    engine.client.pendings("append")[0].outcome = named(2)
+    engine.side.after_allocation(asked, ([1, 2, 3, 4, 5],), 0)
+    (order,) = engine.side.step_metadata(step(new=[("a", 599, 1)])).stores
+    assert blocks_of(order.blocks[0]) == [1, 2, 3, 4]
+    assert not engine.client.messages("lookup")
+
+
+def test_what_nixl_could_not_fetch_is_looked_up() -> None:
+    engine = Engine()
+    params = {SOURCE_KEY: TOLD, **OF_NIXL}
+    engine.side.on_new_request(asked := request("a", 600, kv_transfer_params=params))
+    assert engine.side.matched_tokens(asked, 0) == (0, False)
+    params["do_remote_prefill"] = False
+    engine.side.after_allocation(asked, ([1, 2, 3, 4, 5],), 0)
+    engine.side.step_metadata(step())
+    assert engine.side.matched_tokens(asked, 0) == (None, False)
+    (lookup,) = engine.client.messages("lookup")
+    assert lookup.source is not None
+    engine.settle(answer(2, 600))
+    assert engine.side.matched_tokens(asked, 0) == (512, True)
+
+
+@pytest.mark.parametrize("missing", ["remote_block_ids", "remote_engine_id"])
+def test_a_router_that_says_it_by_itself_changes_nothing(missing: str) -> None:
+    engine = Engine()
+    params = {SOURCE_KEY: TOLD, **OF_NIXL, missing: None}
+    engine.side.on_new_request(request("a", 600, kv_transfer_params=params))
+    assert engine.client.messages("lookup")
