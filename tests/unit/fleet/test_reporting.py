@@ -20,7 +20,7 @@ import pytest
 from lmcache.clock import SystemClock
 from lmcache.core import limits
 from lmcache.errors import ConfigError
-from lmcache.fleet import event_batches, membership, reporter
+from lmcache.fleet import event_batches, membership, reporter, reporting
 from lmcache.fleet import messages as m
 from lmcache.fleet.coordinator import CoordinatorProcess
 from lmcache.fleet.events import EventIntake
@@ -219,6 +219,23 @@ def test_lost_changes_are_told_again() -> None:
         for number in range(200):
             server.tiers[0].add((0, number % 40), 4096 * (number + 1))
         until(lambda: server.is_told(process))
+
+
+def test_after_a_fault_everything_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "_AFTER_FAULT_SECONDS", 0.01)
+    with coordinator() as process, Joined(url_of(process)) as server:
+        until(lambda: server.is_told(process) and process.fleet.intake.counts.resyncs == 1)
+        faulty = threading.Event()
+
+        def changes(cursor: int, most: int) -> Any:
+            faulty.set()
+            del server.tiers[0].changes
+            raise RuntimeError("a fault of a tier")
+
+        server.tiers[0].changes = changes
+        until(faulty.is_set)
+        server.tiers[0].add((0, 1), 4096)
+        until(lambda: server.is_told(process) and process.fleet.directory.stats().records == 1)
 
 
 def test_without_the_token_nobody_gets_in(tmp_path: Path) -> None:
