@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
 import random
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import pytest
@@ -182,8 +184,21 @@ def test_pins_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing" / "file"):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path(os.devnull), tmp_path / "missing" / "file"):
         with pytest.raises(ResourceError, match="--checkpoint-path"):
             saved_file.refuse_unusable(str(path), "--checkpoint-path")
     with pytest.raises(LMCacheError, match="cannot be written"):
         saved_file.replace(str(tmp_path / "missing" / "file"), lambda file: None)
+
+
+def test_what_could_not_be_written_to_its_end_is_not_left(tmp_path: Path) -> None:
+    def write(file: BinaryIO) -> None:
+        file.write(bytes(1 << 16))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "directory"
+    path.write_bytes(b"as it was")
+    with pytest.raises(LMCacheError, match="No space left"):
+        saved_file.replace(str(path), write)
+    assert os.listdir(tmp_path) == ["directory"] and path.read_bytes() == b"as it was"
