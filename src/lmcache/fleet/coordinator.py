@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 
 from lmcache import __version__
@@ -40,6 +41,9 @@ class CoordinatorProcess:
         ):
             if path:
                 saved_file.refuse_unusable(path, flag)
+        paths = settings.checkpoint_path, settings.metadata_path
+        if all(paths) and os.path.realpath(paths[0]) == os.path.realpath(paths[1]):
+            raise ConfigError(f"--checkpoint-path and --metadata-path must be two files, and both are {paths[0]}.")
         host = listening_host(settings.host)
         if "/" in host:
             raise ConfigError(f"--host must be a host name or an address, got {settings.host!r}.")
