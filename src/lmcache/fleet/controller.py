@@ -153,7 +153,8 @@ class Controller:
         self, instance_id: str, method: str, location: str, prompt: Prompt, tokens: Sequence[int], *, encode: bool
     ) -> FleetJob:
         """Between L1 and the adapter of that server whose serde is `method`. ConfigError where it has none."""
-        tier_of(location)
+        if tier_of(location) == "l2" and encode:
+            raise ConfigError(f'"location" must be {L1_LOCATION}, from which a prompt is compressed, got {location!r}.')
         serdes = self._serdes(instance_id)
         adapter = next((name for name, serde in serdes.items() if serde == method), "")
         if not adapter:

@@ -11,6 +11,7 @@ import pytest
 
 from lmcache.core import limits
 from lmcache.environment import SYSTEM
+from lmcache.errors import ConfigError
 from lmcache.fleet import messages as m
 from lmcache.fleet import operations as work
 from lmcache.fleet import servers
@@ -40,8 +41,9 @@ class Coordinator:
         self.tokens.append(token)
         return self.answer(method, path, body)
 
-    def join(self, name: str, token: str = "") -> None:
-        self.fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, name), token=token)
+    def join(self, name: str, token: str = "", port: int = 0) -> None:
+        port = port or 1 + len(self.fleet.instances)
+        self.fleet.instances.register(m.RegisterRequest("127.0.0.1", port, name), token=token)
 
 
 @pytest.fixture
@@ -119,6 +121,53 @@ def test_a_move_takes_from_the_source_what_the_target_has_in_that_namespace(coor
     until(lambda: job.has_ended)
     assert deleted == [f"{first}/{chunk_hash}"]
     assert (job.done, job.failed) == (1, 1)
+
+
+def test_a_server_with_two_names_keeps_what_is_moved_from_one_to_the_other(coordinator: Coordinator) -> None:
+    """As its old name is known for a while."""
+    fleet = coordinator.fleet
+    tokens = [1] * fleet.settings.chunk_size
+    (key,) = keys_of_prompt(fleet.hasher, tokens, "m", 1, "").keys
+    for name in ("old", "new"):
+        coordinator.join(name, port=8080)
+    fleet.intake.apply([m.Batch("old", 1, 1, "store", "l1", entries=[m.Entry(key)], namespace="aa" * 32)])
+    with pytest.raises(ConfigError, match=r'"source" and "target" must be two servers, and both are at http://127'):
+        work.begin_move(fleet, m.MoveRequest("old", "new", "m", tokens))
+    assert coordinator.asked == [] and fleet.jobs.all() == []
+
+
+def test_a_job_that_ends_with_the_coordinator_says_so(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    status = msgspec.to_builtins(m.JobStatus("r", "prefetch", "running", False, 1, 0, 0, "", 0.1))
+    asked = threading.Event()
+
+    def answer(method: str, path: str, body: Any) -> Any:
+        asked.set()
+        return status
+
+    coordinator.answer = answer
+    coordinator.join("a")
+    job = fleet.jobs.submit("move", lambda running: work.await_server_job(fleet, "a", "r", running) and None)
+    assert asked.wait(WAIT_SECONDS)
+    fleet.jobs.close()
+    until(lambda: job.has_ended)
+    assert (job.status, job.detail) == ("failed", "The coordinator ended before a had ended its part of this.")
+
+
+def test_what_a_server_holds_of_a_pin_is_what_it_said_last(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    objects = 1
+    coordinator.answer = lambda method, path, body: {"pins": [], "objects": objects, "pin_id": "p"}
+    coordinator.join("a")
+    fleet.pins.push()
+    until(lambda: not fleet.pins.behind())
+    _, state = fleet.pins.add({"a": [f"{'aa' * 32}/{'bb' * 32}"]}, "me", "", 1000.0)
+    assert state.held == {"a": 1}
+    objects = 0
+    coordinator.join("a")  # started anew, with nothing
+    fleet.pins.push()
+    until(lambda: not fleet.pins.behind())
+    assert [state.held for _, state in fleet.pins.all()] == [{}]
 
 
 def test_who_joins_while_it_leaves_is_told_everything(coordinator: Coordinator) -> None:
