@@ -290,11 +290,13 @@ class Directory:
             scopes = [decode_scope(scope) for scope in page.scopes]
             incarnations: dict[str, int] = {}
             entries = []
-            for row, (position, holder) in enumerate(zip(page.positions, page.holders, strict=True)):
+            hashes, digits = page.hashes.hex(), 2 * CHUNK_HASH_BYTES
+            rows = zip(page.positions, page.holders, page.sizes_bytes, strict=True)
+            for row, (position, holder, size_bytes) in enumerate(rows):
                 model_name, rank, group, salt = scopes[position]
-                chunk_hash = page.hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES].hex()
+                chunk_hash = hashes[row * digits : (row + 1) * digits]
                 key = Key(chunk_hash, model_name, rank, group, salt, namespaces[position])
-                entries.append(KeyEntry(key, self._placement(holder, page.sizes_bytes[row], incarnations)))
+                entries.append(KeyEntry(key, self._placement(holder, size_bytes, incarnations)))
             return entries, page.next_start
 
     def page(self, start: int, most: int) -> tuple[_native.FleetPage, list[PlaceName], list[int]]:
