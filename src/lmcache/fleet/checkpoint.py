@@ -23,7 +23,7 @@ from lmcache.fleet.instances import Instance, Instances
 
 MAGIC = b"LMCFLEET"
 VERSION = 1
-PAGE_COPIES = 16_384
+PAGE_COPIES = 8192  # whose names fit a section, each as long as it may be
 _HEAD = struct.Struct("<8sI")
 _LENGTH = struct.Struct("<I")
 _DIGEST_BYTES = 32

@@ -185,6 +185,7 @@ class Controller:
             "cache_salt": prompt.cache_salt,
             "copy": copy,
         }
+        self.fleet.jobs.refuse_beyond_limit()
         request_id = self.fleet.servers.read(
             instance_id, lambda answer: str(answer["request_id"]), "POST", "/cache/moves", body
         )

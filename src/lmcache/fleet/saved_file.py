@@ -50,7 +50,7 @@ def replace(path: str, write: Callable[[BinaryIO], None]) -> None:
             os.unlink(new)  # of a replacement that failed: the disk may be full
 
 
-def read_or_move_aside(path: str, what: str, read: Callable[[BinaryIO], None]) -> bool:
+def read_or_move_aside(path: str, kind: str, read: Callable[[BinaryIO], None]) -> bool:
     """Whether there was a file, and `read` took it. One that it refuses with a ConfigError is kept under another name,
     with a sentence in the log."""
     try:
@@ -60,10 +60,10 @@ def read_or_move_aside(path: str, what: str, read: Callable[[BinaryIO], None]) -
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise ResourceError(f"The {what} {path} cannot be read: {error.strerror}.") from None
+        raise ResourceError(f"The {kind} {path} cannot be read: {error.strerror}.") from None
     except ConfigError as error:
         aside = path + DAMAGED
         with contextlib.suppress(OSError):
             os.replace(path, aside)
-        logger.error("The %s %s is not used, and kept as %s: %s", what, path, aside, error)
+        logger.error("The %s %s is not used, and kept as %s: %s", kind, path, aside, error)
         return False

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from lmcache.core import limits
+from lmcache.core.limits import MAX_NAME_BYTES
 from lmcache.environment import SYSTEM
 from lmcache.errors import ConfigError, LMCacheError, ResourceError
 from lmcache.fleet import checkpoint, saved_file
@@ -112,6 +113,19 @@ def test_many_pages() -> None:
         intake.apply([Batch("a", 7, 4 + seq, "store", "l1", entries=some)])
     _, again = restored(saved(instances, intake))
     assert again.directory.stats().records == intake.directory.stats().records > count
+
+
+def test_the_longest_names_fit(tmp_path: Path) -> None:
+    """Of a model and a salt, of each copy its own."""
+    instances, intake = filled()
+    longest = "\U0001f9ca" * (MAX_NAME_BYTES - 5)
+    told_of = [
+        Entry(Key("ab" * 32, "\U0001f9ca" * MAX_NAME_BYTES, 0, 0, f"{number:5}{longest}")) for number in range(16_384)
+    ]
+    for seq, first in enumerate(range(0, len(told_of), 1024), 4):
+        intake.apply([Batch("a", 7, seq, "store", "l1", entries=told_of[first : first + 1024])])
+    _, again = restored(saved(instances, intake))
+    assert again.directory.stats().records == intake.directory.stats().records > len(told_of)
 
 
 def test_columns_of_a_page_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ import pytest
 
 from lmcache.core import limits
 from lmcache.environment import SYSTEM
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, LMCacheError
 from lmcache.fleet import messages as m
 from lmcache.fleet import operations as work
 from lmcache.fleet import servers
+from lmcache.fleet.controller import Controller
 from lmcache.fleet.fleet import Fleet
+from lmcache.fleet.jobs import FleetJob
 from lmcache.fleet.keys import keys_of_prompt
 from lmcache.fleet.settings import CoordinatorSettings
 from polling import until
@@ -136,6 +138,19 @@ def test_a_server_with_two_names_keeps_what_is_moved_from_one_to_the_other(coord
     assert coordinator.asked == [] and fleet.jobs.all() == []
 
 
+def test_a_server_begins_no_job_that_the_coordinator_does_not_take(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.answer = lambda method, path, body: {"l2": {"adapters": [{"name": "disk"}]}, "request_id": "r"}
+    coordinator.join("a")
+    controller, tokens = Controller(coordinator.fleet), [1] * coordinator.fleet.settings.chunk_size
+    monkeypatch.setattr(limits, "MAX_FLEET_JOBS_WAITING", 0)
+    with pytest.raises(LMCacheError, match="0 jobs wait already"):
+        prompt = controller.prompt(tokens, "m", "")
+        controller.move(("a", "LocalCPUBackend"), ("a", "LocalDiskBackend"), prompt, tokens, copy=False)
+    assert coordinator.asked == [("GET", "/status")]
+
+
 def test_a_job_that_ends_with_the_coordinator_says_so(coordinator: Coordinator) -> None:
     fleet = coordinator.fleet
     status = msgspec.to_builtins(m.JobStatus("r", "prefetch", "running", False, 1, 0, 0, "", 0.1))
@@ -147,7 +162,11 @@ def test_a_job_that_ends_with_the_coordinator_says_so(coordinator: Coordinator) 
 
     coordinator.answer = answer
     coordinator.join("a")
-    job = fleet.jobs.submit("move", lambda running: work.await_server_job(fleet, "a", "r", running) and None)
+
+    def follow(running: FleetJob) -> None:
+        work.await_server_job(fleet, "a", "r", running)
+
+    job = fleet.jobs.submit("move", follow)
     assert asked.wait(WAIT_SECONDS)
     fleet.jobs.close()
     until(lambda: job.has_ended)
