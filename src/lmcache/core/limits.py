@@ -167,6 +167,7 @@ MAX_HTTP_LARGE_BODY_BYTES = 4 * MIB  # of requests with tokens or keys
 MAX_HTTP_TOKENS = 512 * 1024
 MAX_HTTP_KEYS = 16_384
 MAX_HTTP_PAGE = 10_000
+MAX_REASON_CHARACTERS = 4096  # of another server's sentence, which is kept with what it refused or did not do
 MAX_HTTP_EXAMINED_OBJECTS = 1 << 20  # for one page, where most are passed over
 HISTORY_SECONDS = 3600.0  # of figures that the dashboard draws
 MAX_HISTORY_SERIES = 2048

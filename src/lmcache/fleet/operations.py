@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from lmcache.core.limits import MAX_HTTP_KEYS
+import msgspec
+from msgspec import structs
+
+from lmcache.core.limits import MAX_HTTP_KEYS, MAX_REASON_CHARACTERS
 from lmcache.errors import ConfigError, LMCacheError
 from lmcache.fleet import messages as m
 from lmcache.fleet.fleet import Fleet
@@ -36,8 +39,8 @@ def server_job(fleet: Fleet, instance_id: str, request_id: str) -> m.JobStatus |
     """None: the server knows no such job."""
 
     def read(answer: Any) -> m.JobStatus:
-        names = m.JobStatus.__struct_fields__
-        return m.JobStatus(**{name: answer[name] for name in names})
+        status = msgspec.convert(answer, m.JobStatus)
+        return structs.replace(status, detail=status.detail[:MAX_REASON_CHARACTERS])
 
     try:
         return fleet.servers.read(instance_id, read, "GET", f"/jobs/{quote(request_id, safe='')}")

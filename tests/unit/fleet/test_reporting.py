@@ -27,7 +27,7 @@ from lmcache.fleet.events import EventIntake
 from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
 from lmcache.fleet.settings import CoordinatorSettings
-from lmcache.http.client import JSON_TYPE
+from lmcache.http.client import JSON_TYPE, HttpRefused, request
 from lmcache.telemetry.metrics import FleetMemberMetrics, Metrics
 from polling import STALL_SECONDS, until
 from unit.fleet.support import DictTier, told, truth
@@ -313,6 +313,14 @@ def test_wrong_answers_are_counted_and_no_more(answer: Answer) -> None:
         server.tiers[0].add((0, 1), 4096)
         until(lambda: failures(server, "heartbeat") + failures(server, "events") >= 2)
         assert not server.members
+
+
+def test_of_a_refusal_without_end_a_sentence_is_kept() -> None:
+    """As a pin keeps why a server does not hold it."""
+    answer = json.dumps({"error": "no " * (1 << 20)}).encode()
+    with hostile(lambda method, path: (500, answer)) as url, pytest.raises(HttpRefused) as refused:
+        request(url, "GET", "/")
+    assert str(refused.value) == ("no " * (1 << 20))[: limits.MAX_REASON_CHARACTERS]
 
 
 def test_who_asks_for_everything_again_and_again_is_told_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

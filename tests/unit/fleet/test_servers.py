@@ -11,7 +11,7 @@ import pytest
 
 from lmcache.core import limits
 from lmcache.environment import SYSTEM
-from lmcache.errors import ConfigError, LMCacheError
+from lmcache.errors import ConfigError, LMCacheError, ServerUnavailable
 from lmcache.fleet import messages as m
 from lmcache.fleet import operations as work
 from lmcache.fleet import servers
@@ -171,6 +171,20 @@ def test_a_job_that_ends_with_the_coordinator_says_so(coordinator: Coordinator) 
     fleet.jobs.close()
     until(lambda: job.has_ended)
     assert (job.status, job.detail) == ("failed", "The coordinator ended before a had ended its part of this.")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"done": "false"}, {"objects_done": "many"}, {"status": ["done"]}, {"detail": {}}, {"age_seconds": None}]
+)
+def test_a_job_of_a_server_that_is_told_wrongly_has_not_ended(coordinator: Coordinator, wrong: dict[str, Any]) -> None:
+    status = msgspec.to_builtins(m.JobStatus("r", "prefetch", "running", False, 1, 0, 0, "", 0.1))
+    coordinator.answer = lambda method, path, body: {**status, **wrong}
+    coordinator.join("a")
+    with pytest.raises(ServerUnavailable, match="a does not answer as a cache server does"):
+        work.server_job(coordinator.fleet, "a", "r")
+    coordinator.answer = lambda method, path, body: {**status, "detail": "no " * (1 << 20)}
+    job = work.server_job(coordinator.fleet, "a", "r")
+    assert job is not None and len(job.detail) == limits.MAX_REASON_CHARACTERS
 
 
 def test_what_a_server_holds_of_a_pin_is_what_it_said_last(coordinator: Coordinator) -> None:
