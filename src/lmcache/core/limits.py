@@ -184,6 +184,7 @@ MAX_WEIGHT_FILES_READ_AT_ONCE = 8  # of a model, for the sample that names it
 
 # a fleet and its coordinator
 MAX_FLEET_INSTANCES = 4096
+MAX_FLEET_CONNECTIONS = 2 * MAX_FLEET_INSTANCES  # to a coordinator: all servers may come at once, for two things each
 MAX_FLEET_COPIES = 1 << 27  # that a directory knows, at most 64 bytes each
 MAX_FLEET_NAMESPACES = 1 << 20  # of which a coordinator knows how many ranks there are
 MAX_FLEET_PLACES_PER_INSTANCE = 32  # tiers and backends

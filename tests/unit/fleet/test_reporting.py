@@ -28,6 +28,7 @@ from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
 from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.http.client import JSON_TYPE, HttpRefused, request
+from lmcache.http.listener import MAX_CONNECTIONS
 from lmcache.telemetry.metrics import FleetMemberMetrics, Metrics
 from polling import STALL_SECONDS, until
 from unit.fleet.support import DictTier, told, truth
@@ -211,6 +212,18 @@ def test_a_server_learns_of_all_that_a_coordinator_knows() -> None:
         with Joined(url_of(process)) as server:
             until(lambda: len(server.members) == count + 1)
             assert {f"h:{number}" for number in range(count)} < {member.p2p_advertised_url for member in server.members}
+
+
+def test_all_servers_may_come_at_once() -> None:
+    """More of them than a server's own interface has places for."""
+    with coordinator() as process, contextlib.ExitStack() as connections:
+        place = ("127.0.0.1", process.port)
+        waiting = [connections.enter_context(socket.create_connection(place)) for _ in range(MAX_CONNECTIONS + 44)]
+        assert request(url_of(process), "GET", "/healthz")  # so all before it have their places
+        for connection in waiting:
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
 
 
 def test_lost_changes_are_told_again() -> None:
