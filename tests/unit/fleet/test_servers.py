@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -201,6 +202,26 @@ def test_what_a_server_holds_of_a_pin_is_what_it_said_last(coordinator: Coordina
     fleet.pins.push()
     until(lambda: not fleet.pins.behind())
     assert [state.held for _, state in fleet.pins.all()] == [{}]
+
+
+def test_a_list_of_quotas_does_not_go_through_all_servers_for_every_salt(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    salts = [m.Entry(m.Key(f"{number:064x}", "m", 0, 0, f"tenant-{number}")) for number in range(4000)]
+
+    def list_seconds() -> float:
+        taken = []
+        for _ in range(3):
+            began = time.process_time()
+            assert len(fleet.quotas.all()) == len(salts)
+            taken.append(time.process_time() - began)
+        return min(taken)
+
+    coordinator.join("a")
+    fleet.intake.apply([m.Batch("a", 1, 1, "store", "l1", entries=salts)])
+    of_one_server = list_seconds()
+    for number in range(1000):
+        coordinator.join(f"server-{number}")
+    assert list_seconds() < 4 * of_one_server
 
 
 def test_who_joins_while_it_leaves_is_told_everything(coordinator: Coordinator) -> None:
