@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import random
-import resource
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -58,6 +57,7 @@ from lmcache.tiering import storage_loop
 from lmcache.tiering.logged_changes import l1_changes, l2_changes
 from lmcache.tiering.namespace_directory import NamespaceDirectory, stored_namespace
 from lmcache.tiering.storage_loop import StorageLoop, StorageSettings
+from lmcache.transport.listening import raise_descriptor_limit
 from lmcache.transport.rpc_server import RpcServer
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ _RNG_SEED_BYTES = 16
 # How long a thread may keep the interpreter: the message loop must not wait 5 ms for the storage loop. A lookup gives
 # it up several times, and waits that long each time while a page of metrics or of a listing is made.
 THREAD_SWITCH_SECONDS = 0.00002
-_WANTED_FILE_DESCRIPTORS = 65_536
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_BYTES = 32 << 20  # the most that mallopt takes
 
@@ -541,7 +540,7 @@ def _held_by(in_all: Callable[[bytes, bytes], bytes], serde: str = "") -> Holds:
 
 def _tune_process() -> None:
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     _keep_freed_memory()
 
 
@@ -552,14 +551,6 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-
-
-def _raise_descriptor_limit() -> None:
-    """Every engine connection takes one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_FILE_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILE_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 assert storage_loop.UNDER_WAY_SECONDS + storage_loop.CLOSE_SECONDS < CLOSE_SECONDS

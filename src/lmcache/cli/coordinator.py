@@ -103,6 +103,10 @@ def run(argv: Sequence[str]) -> NoReturn:
             if options.event_transport != transport:
                 where = f"without --event-transport {transport}"
                 given.refuse_unused(options, where, *own, remedy="give both or none")
+        if not options.checkpoint_path:
+            given.refuse_unused(
+                options, "without --checkpoint-path", "--checkpoint-interval", remedy="give both or none"
+            )
         if options.output:
             raise ConfigError("lmcache coordinator has no results to write: --output cannot be used.")
         from lmcache.admin.dashboard_files import DashboardFiles

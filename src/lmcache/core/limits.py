@@ -167,6 +167,7 @@ MAX_HTTP_LARGE_BODY_BYTES = 4 * MIB  # of requests with tokens or keys
 MAX_HTTP_TOKENS = 512 * 1024
 MAX_HTTP_KEYS = 16_384
 MAX_HTTP_PAGE = 10_000
+MAX_REASON_CHARACTERS = 4096  # of another server's sentence, which is kept with what it refused or did not do
 MAX_HTTP_EXAMINED_OBJECTS = 1 << 20  # for one page, where most are passed over
 HISTORY_SECONDS = 3600.0  # of figures that the dashboard draws
 MAX_HISTORY_SERIES = 2048
@@ -183,6 +184,7 @@ MAX_WEIGHT_FILES_READ_AT_ONCE = 8  # of a model, for the sample that names it
 
 # a fleet and its coordinator
 MAX_FLEET_INSTANCES = 4096
+MAX_FLEET_CONNECTIONS = 2 * MAX_FLEET_INSTANCES  # to a coordinator: all servers may come at once, for two things each
 MAX_FLEET_COPIES = 1 << 27  # that a directory knows, at most 64 bytes each
 MAX_FLEET_NAMESPACES = 1 << 20  # of which a coordinator knows how many ranks there are
 MAX_FLEET_PLACES_PER_INSTANCE = 32  # tiers and backends

@@ -23,7 +23,7 @@ from lmcache.fleet.instances import Instance, Instances
 
 MAGIC = b"LMCFLEET"
 VERSION = 1
-PAGE_COPIES = 16_384
+PAGE_COPIES = 8192  # whose names fit a section, each as long as it may be
 _HEAD = struct.Struct("<8sI")
 _LENGTH = struct.Struct("<I")
 _DIGEST_BYTES = 32
@@ -142,11 +142,12 @@ def write(file: BinaryIO, instances: Instances, intake: EventIntake) -> None:
         more = start > 0
         rows = [row for row, name in enumerate(names) if name in numbers]  # others have come since
         if rows:
+            positions, hashes, sizes_bytes = page.positions, page.hashes, page.sizes_bytes  # each a copy
             columns = (
-                *(page.scopes, page.variants, _u32(page.positions[row] for row in rows)),
+                *(page.scopes, page.variants, _u32(positions[row] for row in rows)),
                 _u32(numbers[names[row]] for row in rows),
-                b"".join(page.hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES] for row in rows),
-                array("Q", [page.sizes_bytes[row] for row in rows]).tobytes(),
+                b"".join(hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES] for row in rows),
+                array("Q", [sizes_bytes[row] for row in rows]).tobytes(),
             )
             saved_page = SizedPage(*columns, world_sizes) if any(world_sizes) else Page(*columns)
             out.put_section(msgspec.msgpack.encode(saved_page))

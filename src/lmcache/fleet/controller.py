@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache.core.key import CHUNK_HASH_BYTES
+from lmcache.core.limits import MAX_HTTP_KEYS
 from lmcache.errors import ConfigError, LMCacheError
 from lmcache.fleet import messages as m
 from lmcache.fleet import operations as work
@@ -58,16 +59,19 @@ class Controller:
         self.fleet = fleet
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
-    def prompt(self, tokens: Sequence[int], model_name: str, cache_salt: str) -> Prompt:
-        """ConfigError where several models are known and none is named."""
+    def _model(self, model_name: str) -> Model:
+        """ConfigError where several are known and none is named."""
         models = {name: Model(name, ranks) for name, ranks in self.fleet.directory.models().items()}
-        if not model_name:
-            if len(models) > 1:
-                names = ", ".join(sorted(models)[:8])
-                raise ConfigError(f'The body needs "model_name", as there are several models: {names}.')
-            model = next(iter(models.values()), Model("", 1))
-        else:
-            model = models.get(model_name, Model(model_name, 1))
+        if model_name:
+            return models.get(model_name, Model(model_name, 1))
+        if len(models) > 1:
+            names = ", ".join(sorted(models)[:8])
+            raise ConfigError(f'The body needs "model_name", as there are several models: {names}.')
+        return next(iter(models.values()), Model("", 1))
+
+    def prompt(self, tokens: Sequence[int], model_name: str, cache_salt: str) -> Prompt:
+        """ConfigError where several models are known and none is named, or the prompt has too many objects."""
+        model = self._model(model_name)
         if not model.name:
             return Prompt(model, [], cache_salt, [])
         prompt_keys = keys_of_prompt(self.fleet.hasher, tokens, model.name, model.world_size, cache_salt)
@@ -89,6 +93,15 @@ class Controller:
         return {
             name: (L1_LOCATION if all_in_l1 else L2_LOCATION, tokens) for name, (tokens, all_in_l1) in longest
         }, is_complete
+
+    def lookup(
+        self, tokens: Sequence[int], model_name: str, cache_salt: str
+    ) -> tuple[dict[str, tuple[str, int]], bool]:
+        """The layout of as much of a prompt as is looked for at once, and whether that is all of it."""
+        chunks = MAX_HTTP_KEYS // self._model(model_name).world_size
+        beginning = tokens[: chunks * self.fleet.settings.chunk_size]
+        found, is_complete = self.layout(self.prompt(beginning, model_name, cache_salt))
+        return found, is_complete and len(beginning) == len(tokens)
 
     # ---- orders ------------------------------------------------------------------------------------------------------
     def clear(self, instance_id: str, location: str) -> tuple[int, int]:
@@ -153,7 +166,8 @@ class Controller:
         self, instance_id: str, method: str, location: str, prompt: Prompt, tokens: Sequence[int], *, encode: bool
     ) -> FleetJob:
         """Between L1 and the adapter of that server whose serde is `method`. ConfigError where it has none."""
-        tier_of(location)
+        if tier_of(location) == "l2" and encode:
+            raise ConfigError(f'"location" must be {L1_LOCATION}, from which a prompt is compressed, got {location!r}.')
         serdes = self._serdes(instance_id)
         adapter = next((name for name, serde in serdes.items() if serde == method), "")
         if not adapter:
@@ -184,6 +198,7 @@ class Controller:
             "cache_salt": prompt.cache_salt,
             "copy": copy,
         }
+        self.fleet.jobs.refuse_beyond_limit()
         request_id = self.fleet.servers.read(
             instance_id, lambda answer: str(answer["request_id"]), "POST", "/cache/moves", body
         )

@@ -57,7 +57,7 @@ class LookupAnswer(Struct, frozen=True):
     layout_info: Annotated[
         dict[str, LocationAndTokens], Meta(description="location and tokens by server, the most tokens first")
     ]
-    complete: Annotated[bool, Meta(description="false: other servers may have some of it, too")] = True  # an addition
+    complete: Annotated[bool, Meta(description="false: servers may have more of it")] = True  # an addition
 
 
 class Clear(Struct, frozen=True):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 
 from lmcache import __version__
 from lmcache.core.address import http_url, is_loopback, listening_host
+from lmcache.core.limits import MAX_FLEET_CONNECTIONS
 from lmcache.environment import SYSTEM, Environment
 from lmcache.errors import ConfigError
 from lmcache.fleet import saved_file
@@ -20,6 +22,7 @@ from lmcache.stop_signals import StopSignals
 from lmcache.telemetry.line_writer import LineWriter
 from lmcache.telemetry.logs import count_faults
 from lmcache.telemetry.metrics import CoordinatorMetrics
+from lmcache.transport.listening import raise_descriptor_limit
 
 log = logging.getLogger("lmcache.fleet")
 
@@ -40,12 +43,16 @@ class CoordinatorProcess:
         ):
             if path:
                 saved_file.refuse_unusable(path, flag)
+        paths = settings.checkpoint_path, settings.metadata_path
+        if all(paths) and os.path.realpath(paths[0]) == os.path.realpath(paths[1]):
+            raise ConfigError(f"--checkpoint-path and --metadata-path must be two files, and both are {paths[0]}.")
         host = listening_host(settings.host)
         if "/" in host:
             raise ConfigError(f"--host must be a host name or an address, got {settings.host!r}.")
         with contextlib.ExitStack() as closers:
             sockets = limited_sockets(
-                host, [(settings.port, "--port"), (settings.controller_port, "--controller-port")]
+                *(host, [(settings.port, "--port"), (settings.controller_port, "--controller-port")]),
+                MAX_FLEET_CONNECTIONS,
             )
             for listening in sockets:
                 closers.callback(listening.close)
@@ -58,7 +65,12 @@ class CoordinatorProcess:
             faults = metrics.internal_faults
             self._closers.callback(count_faults(lambda name: faults.labels(name).inc()))
         app = build_app(self.fleet, token, metrics, pages)
-        self._http = HttpThread(app, sockets, keep_alive_seconds=settings.timeout_keep_alive, ended=app.state.close)
+        self._http = HttpThread(
+            *(app, sockets),
+            keep_alive_seconds=settings.timeout_keep_alive,
+            connections=MAX_FLEET_CONNECTIONS,
+            ended=app.state.close,
+        )
         if not settings.admin_token_file and not is_loopback(host):
             log.warning(
                 "Without --admin-token-file only this host may ask: servers of other hosts cannot join, although "
@@ -79,6 +91,7 @@ class CoordinatorProcess:
 
     def run(self, signals: StopSignals) -> int:
         """Serves until a signal asks for the end; the exit code."""
+        raise_descriptor_limit()
         try:
             self.start()
             if sys.stdout:  # None: started with 1>&-

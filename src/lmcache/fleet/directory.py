@@ -38,6 +38,7 @@ class Place:
     backend: str
     shared: bool
     capacity_bytes: int = 0
+    is_told: bool = True  # since the resync began that is under way or was the last
     previous_holders: list[int] = field(default_factory=list)  # told before the resync that is under way, oldest first
 
 
@@ -161,14 +162,19 @@ class Directory:
             for place in self._places.get(instance_id, {}).values():
                 holder = self._holder(place)
                 place.previous_holders.append(place.holder)
-                place.holder = holder
+                place.holder, place.is_told = holder, False
                 while len(place.previous_holders) > limits.MAX_FLEET_UNFINISHED_RESYNCS:
                     self._void_holder(place.previous_holders.pop(0))
 
     def end_resync(self, instance_id: str) -> None:
         """Everything has been told again: what was not is not there."""
         with self._lock:
-            for place in self._places.get(instance_id, {}).values():
+            places = self._places.get(instance_id, {})
+            for name, place in list(places.items()):
+                if not place.is_told:  # a tier that the server has no more
+                    del places[name]
+                    self._void(place)
+                    continue
                 for holder in place.previous_holders:
                     self._void_holder(holder)
                 place.previous_holders.clear()
@@ -284,11 +290,13 @@ class Directory:
             scopes = [decode_scope(scope) for scope in page.scopes]
             incarnations: dict[str, int] = {}
             entries = []
-            for row, (position, holder) in enumerate(zip(page.positions, page.holders, strict=True)):
+            hashes, digits = page.hashes.hex(), 2 * CHUNK_HASH_BYTES
+            rows = zip(page.positions, page.holders, page.sizes_bytes, strict=True)
+            for row, (position, holder, size_bytes) in enumerate(rows):
                 model_name, rank, group, salt = scopes[position]
-                chunk_hash = page.hashes[row * CHUNK_HASH_BYTES : (row + 1) * CHUNK_HASH_BYTES].hex()
+                chunk_hash = hashes[row * digits : (row + 1) * digits]
                 key = Key(chunk_hash, model_name, rank, group, salt, namespaces[position])
-                entries.append(KeyEntry(key, self._placement(holder, page.sizes_bytes[row], incarnations)))
+                entries.append(KeyEntry(key, self._placement(holder, size_bytes, incarnations)))
             return entries, page.next_start
 
     def page(self, start: int, most: int) -> tuple[_native.FleetPage, list[PlaceName], list[int]]:
@@ -358,6 +366,7 @@ class Directory:
             place = Place(next(self._numbers) % 2**32, 0, instance_id, tier, backend, shared=False)
             place.holder = self._holder(place)
             places[tier, backend] = place
+        place.is_told = True
         return place
 
     def _holder(self, place: Place) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -131,10 +132,12 @@ class Instances:
             logger.info("%s has left", instance_id)
         return has_left
 
-    def _remove(self, instance_id: str) -> bool:
+    def _remove(self, instance_id: str, heard_before: float = math.inf) -> bool:
         with self._lock:
-            if self._known.pop(instance_id, None) is None:
+            instance = self._known.get(instance_id)
+            if instance is None or instance.heard_at >= heard_before:
                 return False
+            del self._known[instance_id]
             self._members += 1
         self._listener.left(instance_id)
         return True
@@ -144,10 +147,17 @@ class Instances:
         limit = self._clock.monotonic() - self._timeout_seconds
         with self._lock:
             silent = [name for name, instance in self._known.items() if instance.heard_at < limit]
-        gone = [name for name in silent if self._remove(name)]
+        gone = [name for name in silent if self._remove(name, heard_before=limit)]
         for name in gone:
             logger.warning("%s was silent for %g s and is gone", name, self._timeout_seconds)
         return gone
+
+    def excuse(self, seconds: float) -> None:
+        """So long this coordinator could hear nobody until now: that is no silence of a server's."""
+        with self._lock:
+            monotonic = self._clock.monotonic()
+            for instance in self._known.values():
+                instance.heard_at = min(instance.heard_at + seconds, monotonic)
 
     def find(self, instance_id: str) -> Instance:
         """LMCacheError (ConfigError) where there is none."""

@@ -51,10 +51,8 @@ class FleetJobs:
 
     def submit(self, kind: str, work: Callable[[FleetJob], None]) -> FleetJob:
         """LMCacheError beyond MAX_FLEET_JOBS_WAITING. What `work` raises ends the job as failed."""
+        self.refuse_beyond_limit()
         with self._lock:
-            waiting = sum(job.status == "waiting" for job in self._jobs.values())
-            if waiting >= limits.MAX_FLEET_JOBS_WAITING:
-                raise LMCacheError(f"{waiting} jobs wait already; ask again when some have ended.")
             ended = [name for name, job in self._jobs.items() if job.has_ended]
             for name in ended[: max(0, len(ended) - limits.MAX_FLEET_JOBS_KEPT + 1)]:
                 del self._jobs[name]
@@ -66,6 +64,12 @@ class FleetJobs:
         except RuntimeError:
             raise LMCacheError("The coordinator is shutting down.") from None
         return job
+
+    def refuse_beyond_limit(self) -> None:
+        """LMCacheError where no other job is taken now: nothing is to be begun for it."""
+        waiting = sum(job.status == "waiting" for job in self.all())
+        if waiting >= limits.MAX_FLEET_JOBS_WAITING:
+            raise LMCacheError(f"{waiting} jobs wait already; ask again when some have ended.")
 
     def find(self, request_id: str) -> FleetJob | None:
         with self._lock:

@@ -152,7 +152,7 @@ class KafkaLog:
                 client.set_sasl_credentials(*login)
                 self._properties = properties
             yield
-        except KafkaException as error:
+        except (KafkaException, BufferError) as error:  # the latter where a body does not fit librdkafka's queue
             reason = self._reason or _text(error)
             raise ServerUnavailable(f"The events at {self._servers} cannot be reached: {reason}.") from None
 

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from lmcache.core.limits import MAX_HTTP_KEYS
+import msgspec
+from msgspec import structs
+
+from lmcache.core.limits import MAX_HTTP_KEYS, MAX_REASON_CHARACTERS
 from lmcache.errors import ConfigError, LMCacheError
 from lmcache.fleet import messages as m
 from lmcache.fleet.fleet import Fleet
@@ -36,8 +39,8 @@ def server_job(fleet: Fleet, instance_id: str, request_id: str) -> m.JobStatus |
     """None: the server knows no such job."""
 
     def read(answer: Any) -> m.JobStatus:
-        names = m.JobStatus.__struct_fields__
-        return m.JobStatus(**{name: answer[name] for name in names})
+        status = msgspec.convert(answer, m.JobStatus)
+        return structs.replace(status, detail=status.detail[:MAX_REASON_CHARACTERS])
 
     try:
         return fleet.servers.read(instance_id, read, "GET", f"/jobs/{quote(request_id, safe='')}")
@@ -57,6 +60,8 @@ def await_server_job(fleet: Fleet, instance_id: str, request_id: str, job: Fleet
         if status.done:
             return status
         job.stop.wait(_LOOK_SECONDS)
+    if job.stop.is_set():
+        raise LMCacheError(f"The coordinator ended before {instance_id} had ended its part of this.")
     raise LMCacheError(f"{instance_id} did not end its part of this within {JOB_SECONDS:g} s.")
 
 
@@ -108,10 +113,9 @@ def _parts(names: list[str]) -> Iterator[list[str]]:
 # ---- moves -----------------------------------------------------------------------------------------------------------
 def begin_move(fleet: Fleet, body: m.MoveRequest) -> m.Started:
     """ConfigError where there is nothing to move, or nobody to move it."""
-    if body.source == body.target:
-        raise ConfigError('"source" and "target" must be two servers.')
-    fleet.instances.find(body.source)
-    fleet.instances.find(body.target)
+    source, target = fleet.instances.find(body.source), fleet.instances.find(body.target)
+    if source.url == target.url:  # of one with two names, too, all copies would go
+        raise ConfigError(f'"source" and "target" must be two servers, and both are at {source.url}.')
     prompt = keys_of_prompt(fleet.hasher, body.token_ids, body.model_name, body.world_size, body.cache_salt)
     names, _ = fleet.directory.names_by_instance(fleet.stored_keys(prompt), body.source)
     if body.source not in names:

@@ -184,6 +184,7 @@ class FleetPins:
             state.failed.pop(instance_id, None)
             if self._servers.knows(instance_id):
                 state.made.add(instance_id)
+                state.held.pop(instance_id, None)
                 if held:
                     state.held[instance_id] = held
 

@@ -8,7 +8,7 @@ coordinator makes it anew there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from urllib.parse import quote
@@ -77,18 +77,24 @@ class FleetQuotas:
         self._sync.note(instance.instance_id for instance in self._instances.all())
 
     def get(self, salt: str) -> FleetQuota:
-        return self._quota(salt, self._metadata.quotas(), self._directory.bytes_of_salts())
+        return self._shown([salt], self._metadata.quotas(), self._directory.bytes_of_salts())[0]
 
     def all(self) -> list[FleetQuota]:
         """Returns the quotas of all salts that have one or of which a server has something."""
         quotas, used = self._metadata.quotas(), self._directory.bytes_of_salts()
-        return [self._quota(salt, quotas, used) for salt in sorted({*quotas, *used})]
+        return self._shown(sorted({*quotas, *used}), quotas, used)
 
-    def _quota(self, salt: str, quotas: dict[str, int], used: dict[str, int]) -> FleetQuota:
-        with self._lock:
-            change = self._changes.get(salt, 0)
-            behind = sorted(name for name, told in self._told.items() if told.change < change or salt in told.refused)
-        return FleetQuota(salt, quotas.get(salt, 0), used.get(salt, 0), salt in quotas, behind)
+    def _shown(self, salts: Sequence[str], quotas: dict[str, int], used: dict[str, int]) -> list[FleetQuota]:
+        with self._lock:  # servers that lack nothing are not looked at for every salt
+            latest = next(reversed(self._changes.values()), 0)
+            lacking = [(name, told) for name, told in self._told.items() if told.change < latest or told.refused]
+        shown = []
+        for salt in salts:
+            with self._lock:
+                change = self._changes.get(salt, 0)
+                behind = sorted(name for name, told in lacking if told.change < change or salt in told.refused)
+            shown.append(FleetQuota(salt, quotas.get(salt, 0), used.get(salt, 0), salt in quotas, behind))
+        return shown
 
     def joined(self, instance_id: str) -> None:
         """It may have been away, or be another one: it is told everything, and what has ended unless that process of it

@@ -109,10 +109,13 @@ class EventReporting:
                 except LMCacheError as error:  # L1 is closed, or a tier does not answer
                     logger.debug("Nothing can be told to the coordinator: %s", error)
                     self._sleep(_AFTER_FAULT_SECONDS)
+                except _Stopped:
+                    raise
+                except Exception:  # the root of the thread: some of what was to be told may be lost
+                    logger.exception("By a fault, everything is told to the coordinator again")
+                    self._sleep(_AFTER_FAULT_SECONDS)
         except _Stopped:
             pass
-        except Exception:  # the root of the thread
-            logger.exception("The thread that tells the coordinator has ended by a fault")
 
     def _report(self) -> None:
         with self._changed:

@@ -19,8 +19,11 @@ DAMAGED = ".damaged"
 def refuse_unusable(path: str, flag: str) -> None:
     """ResourceError where no file could be written at that path."""
     folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        raise ResourceError(f"{flag} {path} cannot be written: name a file in a folder that this user may write to.")
+    is_other = os.path.exists(path) and not os.path.isfile(path)  # a device would be moved aside, a pipe never ends
+    if is_other or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ResourceError(
+            f"{flag} {path} cannot be written: name a regular file in a folder that this user may write to."
+        )
 
 
 def replace(path: str, write: Callable[[BinaryIO], None]) -> None:
@@ -42,9 +45,12 @@ def replace(path: str, write: Callable[[BinaryIO], None]) -> None:
             os.close(folder)
     except OSError as error:
         raise LMCacheError(f"{path} cannot be written: {error.strerror}.") from None
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(new)  # of a replacement that failed: the disk may be full
 
 
-def read_or_move_aside(path: str, what: str, read: Callable[[BinaryIO], None]) -> bool:
+def read_or_move_aside(path: str, kind: str, read: Callable[[BinaryIO], None]) -> bool:
     """Whether there was a file, and `read` took it. One that it refuses with a ConfigError is kept under another name,
     with a sentence in the log."""
     try:
@@ -54,10 +60,10 @@ def read_or_move_aside(path: str, what: str, read: Callable[[BinaryIO], None]) -
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise ResourceError(f"The {what} {path} cannot be read: {error.strerror}.") from None
+        raise ResourceError(f"The {kind} {path} cannot be read: {error.strerror}.") from None
     except ConfigError as error:
         aside = path + DAMAGED
         with contextlib.suppress(OSError):
             os.replace(path, aside)
-        logger.error("The %s %s is not used, and kept as %s: %s", what, path, aside, error)
+        logger.error("The %s %s is not used, and kept as %s: %s", kind, path, aside, error)
         return False

@@ -41,17 +41,17 @@ class _Server:
 class ServerSync:
     """Thread-safe. `step` is called again and again, and never waits."""
 
-    def __init__(self, what: str, tell: Callable[[str], None], clock: Clock) -> None:
-        """`tell(instance_id)` raises LMCacheError where that server is to be told once more. `what` is for logs."""
-        self._what = what
+    def __init__(self, decisions: str, tell: Callable[[str], None], clock: Clock) -> None:
+        """`tell(instance_id)` raises LMCacheError where that server is to be told once more. `decisions`: for logs."""
+        self._decisions = decisions
         self._tell = tell
         self._clock = clock
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
         self._limiter = LogLimiter(_LOG_SECONDS, clock)
         # Those that did not answer the last time have threads of their own.
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"fleet-{what}")
-        self._retry_threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"fleet-{what}-again")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"fleet-{decisions}")
+        self._retry_threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"fleet-{decisions}-again")
         for threads in (self._threads, self._retry_threads):
             threads.submit(int)  # starts the first: it does what is queued where no more can be started
         self._is_closed = False
@@ -106,9 +106,9 @@ class ServerSync:
             has_failed = False
         except LMCacheError as error:
             if self._limiter.due():
-                logger.warning("%s was not told its %s: %s", instance_id, self._what, error)
+                logger.warning("%s was not told its %s: %s", instance_id, self._decisions, error)
         except Exception:  # the root of what runs on the thread
-            logger.exception("%s could not be told its %s by a fault", instance_id, self._what)
+            logger.exception("%s could not be told its %s by a fault", instance_id, self._decisions)
         with self._lock:
             server.runs = False
             if has_failed:

@@ -12,6 +12,7 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
+from lmcache.core.limits import MAX_REASON_CHARACTERS
 from lmcache.errors import ConfigError, LMCacheError, ServerUnavailable
 
 JSON_TYPE = "application/json"
@@ -101,9 +102,8 @@ def request(
     if answer.status >= 400:
         reason = (decoded.get("error") or decoded.get("reason")) if isinstance(decoded, dict) else None
         reason = reason.get("message") if isinstance(reason, dict) else reason  # as the OpenAI API has it
-        raise HttpRefused(
-            answer.status, str(reason) if reason else f"{url} answered {method} {path} with {answer.status}."
-        )
+        sentence = str(reason) if reason else f"{url} answered {method} {path} with {answer.status}."
+        raise HttpRefused(answer.status, sentence[:MAX_REASON_CHARACTERS])
     return decoded
 
 

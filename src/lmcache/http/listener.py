@@ -117,9 +117,10 @@ class _Protocol(H11Protocol):
             self._silence = self.loop.call_later(SILENCE_SECONDS, self._close_if_silent)
 
 
-def limited_sockets(host: str, ports: Sequence[tuple[int, str]]) -> list[socket.socket]:
-    """Listening sockets at (port, its flag), which share MAX_CONNECTIONS. ResourceError where one cannot be had."""
-    places = ConnectionPlaces(MAX_CONNECTIONS)
+def limited_sockets(host: str, ports: Sequence[tuple[int, str]], connections: int = 0) -> list[socket.socket]:
+    """Listening sockets at (port, its flag), which share so many connections, MAX_CONNECTIONS where that is 0.
+    ResourceError where one cannot be had."""
+    places = ConnectionPlaces(connections or MAX_CONNECTIONS)
     found: list[socket.socket] = []
     try:
         for port, flag in ports:
@@ -132,8 +133,8 @@ def limited_sockets(host: str, ports: Sequence[tuple[int, str]]) -> list[socket.
 
 
 class HttpThread:
-    """Serves `app` at these sockets from `start` to `stop`, and closes them. `beside` starts on the loop what runs
-    meanwhile; `ended` is called when nothing is served any more."""
+    """Serves `app` at these sockets from `start` to `stop`, and closes them. `connections` as the sockets'. `beside`
+    starts on the loop what runs meanwhile; `ended` is called when nothing is served any more."""
 
     def __init__(
         self,
@@ -142,6 +143,7 @@ class HttpThread:
         *,
         tls: ssl.SSLContext | None = None,
         keep_alive_seconds: int = 5,
+        connections: int = 0,
         beside: Callable[[], asyncio.Task[None]] | None = None,
         ended: Callable[[], object] = lambda: None,
     ) -> None:
@@ -149,6 +151,7 @@ class HttpThread:
         self._sockets = list(sockets)
         self._tls = tls
         self._keep_alive_seconds = keep_alive_seconds
+        self._connections = connections or MAX_CONNECTIONS
         self._beside = beside
         self._ended = ended
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -198,7 +201,7 @@ class HttpThread:
             proxy_headers=False,  # who calls is who connected: see access.py
             server_header=False,
             date_header=False,
-            limit_concurrency=16 * MAX_CONNECTIONS,  # a burst may come before those that lost their place are closed
+            limit_concurrency=16 * self._connections,  # a burst may come before those that lost their place are closed
             timeout_keep_alive=self._keep_alive_seconds,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )

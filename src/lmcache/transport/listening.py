@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import socket
 
 from lmcache.clock import Clock
@@ -14,6 +15,7 @@ from lmcache.transport.socket_path import PathListener, refuse_unusable_path
 
 _BACKLOG = MAX_CONNECTIONS  # all engines come at once, and wait here while L1 is prepared; the kernel may allow less
 _ENGINE_FLAGS = "--port or --host"
+_WANTED_FILE_DESCRIPTORS = 65_536
 
 
 class EngineListener:
@@ -83,3 +85,11 @@ def refuse_unusable(host: str, port: int, flags: str) -> None:
 def _refused(host: str, port: int, error: OSError, flags: str) -> ResourceError:
     reason = "it is in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
     return ResourceError(f"Cannot listen on {host}:{port} because {reason}; choose another {flags}.")
+
+
+def raise_descriptor_limit() -> None:
+    """Of this process: every connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILE_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILE_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

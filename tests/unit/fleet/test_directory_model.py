@@ -6,7 +6,7 @@ import os
 import random
 from itertools import count
 
-from lmcache.core.limits import MAX_FLEET_UNFINISHED_RESYNCS
+from lmcache.core.limits import MAX_FLEET_PLACES_PER_INSTANCE, MAX_FLEET_UNFINISHED_RESYNCS
 from lmcache.fleet.directory import Directory
 from lmcache.fleet.messages import Entry, Key
 from seeds import SEED
@@ -146,6 +146,22 @@ def test_random_calls_agree_with_a_dict() -> None:
         pass
     stats = both.directory.stats()
     assert (stats.keys, stats.records, stats.void_records, stats.scopes, stats.holders) == (0, 0, 0, 0, 0)
+
+
+def test_a_tier_that_is_not_told_again_is_gone() -> None:
+    """However often a server was started with other adapters."""
+    directory = Directory(lambda instance_id: 1)
+    for number in range(2 * MAX_FLEET_PLACES_PER_INSTANCE):
+        directory.begin_resync("a")
+        directory.set_capacity("a", "l1", "", False, 1)
+        directory.store("a", "l2", f"disk-{number}", False, [Entry(Key("ab" * 32, "m", 0), 5)], "")
+        directory.end_resync("a")
+    held = [(usage.place.backend, usage.objects, usage.used_bytes) for usage in directory.usage("a")]
+    assert held == [("", 0, 0), (f"disk-{number}", 1, 5)]
+    while directory.sweep():
+        pass
+    assert directory.stats().holders == 2
+    directory.check()
 
 
 def test_accesses_are_counted_for_a_key() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,3 +56,12 @@ def test_a_place_that_is_gone_is_read_again_when_it_is_asked_for(monkeypatch: py
     log = log_of(monkeypatch, consumer)
     assert [log.read("0", 0.0) for _ in range(3)] == [[], [], [("3", b"third")]]
     assert consumer.assigned == [0, 0]
+
+
+def test_a_body_that_does_not_fit_the_queue_of_the_client_is_said(tmp_path: Path) -> None:
+    properties = tmp_path / "kafka.properties"
+    properties.write_text("queue.buffering.max.kbytes=1\n")
+    properties.chmod(0o600)
+    log = open_log(KafkaSettings("127.0.0.1:1", config_file=str(properties)))
+    with pytest.raises(ServerUnavailable, match="cannot be reached: Local: Queue full"):
+        log.append(bytes(4096))

@@ -20,14 +20,15 @@ import pytest
 from lmcache.clock import SystemClock
 from lmcache.core import limits
 from lmcache.errors import ConfigError
-from lmcache.fleet import event_batches, membership, reporter
+from lmcache.fleet import event_batches, membership, reporter, reporting
 from lmcache.fleet import messages as m
 from lmcache.fleet.coordinator import CoordinatorProcess
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
 from lmcache.fleet.settings import CoordinatorSettings
-from lmcache.http.client import JSON_TYPE
+from lmcache.http.client import JSON_TYPE, HttpRefused, request
+from lmcache.http.listener import MAX_CONNECTIONS
 from lmcache.telemetry.metrics import FleetMemberMetrics, Metrics
 from polling import STALL_SECONDS, until
 from unit.fleet.support import DictTier, told, truth
@@ -213,12 +214,41 @@ def test_a_server_learns_of_all_that_a_coordinator_knows() -> None:
             assert {f"h:{number}" for number in range(count)} < {member.p2p_advertised_url for member in server.members}
 
 
+def test_all_servers_may_come_at_once() -> None:
+    """More of them than a server's own interface has places for."""
+    with coordinator() as process, contextlib.ExitStack() as connections:
+        place = ("127.0.0.1", process.port)
+        waiting = [connections.enter_context(socket.create_connection(place)) for _ in range(MAX_CONNECTIONS + 44)]
+        assert request(url_of(process), "GET", "/healthz")  # so all before it have their places
+        for connection in waiting:
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+
+
 def test_lost_changes_are_told_again() -> None:
     with coordinator() as process, Joined(url_of(process), ring=3) as server:
         until(lambda: server.member.status()["joined"])
         for number in range(200):
             server.tiers[0].add((0, number % 40), 4096 * (number + 1))
         until(lambda: server.is_told(process))
+
+
+def test_after_a_fault_everything_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "_AFTER_FAULT_SECONDS", 0.01)
+    with coordinator() as process, Joined(url_of(process)) as server:
+        until(lambda: server.is_told(process) and process.fleet.intake.counts.resyncs == 1)
+        faulty = threading.Event()
+
+        def changes(cursor: int, most: int) -> Any:
+            faulty.set()
+            del server.tiers[0].changes
+            raise RuntimeError("a fault of a tier")
+
+        server.tiers[0].changes = changes
+        until(faulty.is_set)
+        server.tiers[0].add((0, 1), 4096)
+        until(lambda: server.is_told(process) and process.fleet.directory.stats().records == 1)
 
 
 def test_without_the_token_nobody_gets_in(tmp_path: Path) -> None:
@@ -296,6 +326,14 @@ def test_wrong_answers_are_counted_and_no_more(answer: Answer) -> None:
         server.tiers[0].add((0, 1), 4096)
         until(lambda: failures(server, "heartbeat") + failures(server, "events") >= 2)
         assert not server.members
+
+
+def test_of_a_refusal_without_end_a_sentence_is_kept() -> None:
+    """As a pin keeps why a server does not hold it."""
+    answer = json.dumps({"error": "no " * (1 << 20)}).encode()
+    with hostile(lambda method, path: (500, answer)) as url, pytest.raises(HttpRefused) as refused:
+        request(url, "GET", "/")
+    assert str(refused.value) == ("no " * (1 << 20))[: limits.MAX_REASON_CHARACTERS]
 
 
 def test_who_asks_for_everything_again_and_again_is_told_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

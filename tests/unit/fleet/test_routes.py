@@ -339,6 +339,20 @@ def test_a_router_is_told_where_not_everything_was_looked_at(
     assert (layout["layout_info"], layout["complete"]) == ({"a": ["LocalCPUBackend", 2 * CHUNK_TOKENS]}, False)
 
 
+def test_of_a_prompt_with_too_many_objects_a_router_is_told_the_beginning(fleet: Fleet, here: TestClient) -> None:
+    ranks = limits.MAX_WORLD_SIZE // 8
+    chunks = limits.MAX_HTTP_KEYS // ranks
+    tokens = list(range((chunks + 2) * CHUNK_TOKENS))
+    for rank in range(ranks):
+        held = [m.Entry(m.Key(name, "m", rank)) for name in hashes(tokens)]
+        fleet.directory.store("a", "l1", "", False, held, "77" * 32, world_size=ranks)
+    answer = here.post("/lookup", json={"tokens": tokens})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert (found["layout_info"], found["complete"]) == ({"a": ["LocalCPUBackend", chunks * CHUNK_TOKENS]}, False)
+    assert here.post("/lookup", json={"tokens": tokens[: chunks * CHUNK_TOKENS]}).json()["complete"] is True
+
+
 def test_servers_of_one_model_are_looked_at_for_their_own_ranks(here: TestClient) -> None:
     """One with more ranks hides no other, and what has a part of its ranks is not found."""
     first, second, third = hashes()
@@ -444,9 +458,14 @@ def faulty(*_: object, **__: object) -> None:
         ("/directory/lookup", {"token_ids": [1]}, "model_name"),
         ("/cache/prefetches", {"instance_id": "x", "model_name": "m", "token_ids": [1]}, "'x'"),
         ("/cache/pins", {"token_ids": TOKENS, "model_name": "m"}, "nothing to pin"),
-        ("/cache/moves", {"source": "a", "target": "a", "model_name": "m", "token_ids": [1]}, "two servers"),
+        ("/cache/moves", {"source": "a", "target": "a", "model_name": "m", "token_ids": [1]}, "'a'"),
         ("/clear", {"instance_id": "a", "location": "Nowhere"}, "LocalCPUBackend"),
         ("/compress", {"instance_id": "x", "method": "zstd", "tokens": TOKENS}, "'x'"),
+        (
+            "/compress",
+            {"instance_id": "x", "method": "zstd", "tokens": TOKENS, "location": "LocalDiskBackend"},
+            "from which a prompt is compressed, got 'LocalDiskBackend'",
+        ),
         ("/pin", {"instance_id": "x", "tokens": TOKENS}, "'x'"),
         ("/query_worker_info", {"instance_id": "x"}, "'x'"),
         ("/health", {"instance_id": "x"}, "'x'"),

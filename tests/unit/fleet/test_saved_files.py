@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
 import random
+from collections import Counter
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 import pytest
 
 from lmcache.core import limits
+from lmcache.core.limits import MAX_NAME_BYTES
 from lmcache.environment import SYSTEM
 from lmcache.errors import ConfigError, LMCacheError, ResourceError
 from lmcache.fleet import checkpoint, saved_file
@@ -111,6 +115,44 @@ def test_many_pages() -> None:
     assert again.directory.stats().records == intake.directory.stats().records > count
 
 
+def test_the_longest_names_fit(tmp_path: Path) -> None:
+    """Of a model and a salt, of each copy its own."""
+    instances, intake = filled()
+    longest = "\U0001f9ca" * (MAX_NAME_BYTES - 5)
+    told_of = [
+        Entry(Key("ab" * 32, "\U0001f9ca" * MAX_NAME_BYTES, 0, 0, f"{number:5}{longest}")) for number in range(16_384)
+    ]
+    for seq, first in enumerate(range(0, len(told_of), 1024), 4):
+        intake.apply([Batch("a", 7, seq, "store", "l1", entries=told_of[first : first + 1024])])
+    _, again = restored(saved(instances, intake))
+    assert again.directory.stats().records == intake.directory.stats().records > len(told_of)
+
+
+def test_columns_of_a_page_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time is a copy of all of them: to read one for every row made a checkpoint of a million copies take a
+    minute."""
+    instances, intake = filled()
+    reads: Counter[str] = Counter()
+
+    class Page:
+        def __init__(self, page: Any) -> None:
+            self._page = page
+
+        def __getattr__(self, name: str) -> Any:
+            reads[name] += 1
+            return getattr(self._page, name)
+
+    page = intake.directory.page
+
+    def counted(start: int, most: int) -> tuple[Any, ...]:
+        found, *more = page(start, most)
+        return Page(found), *more
+
+    monkeypatch.setattr(intake.directory, "page", counted)
+    saved(instances, intake)
+    assert reads["hashes"] == reads["sizes_bytes"] == reads["positions"] == 1
+
+
 def test_every_damage_is_refused_and_nothing_is_restored() -> None:
     content = saved(*filled())
     rng = random.Random(SEED)
@@ -182,8 +224,21 @@ def test_pins_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing" / "file"):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path(os.devnull), tmp_path / "missing" / "file"):
         with pytest.raises(ResourceError, match="--checkpoint-path"):
             saved_file.refuse_unusable(str(path), "--checkpoint-path")
     with pytest.raises(LMCacheError, match="cannot be written"):
         saved_file.replace(str(tmp_path / "missing" / "file"), lambda file: None)
+
+
+def test_what_could_not_be_written_to_its_end_is_not_left(tmp_path: Path) -> None:
+    def write(file: BinaryIO) -> None:
+        file.write(bytes(1 << 16))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "directory"
+    path.write_bytes(b"as it was")
+    with pytest.raises(LMCacheError, match="No space left"):
+        saved_file.replace(str(path), write)
+    assert os.listdir(tmp_path) == ["directory"] and path.read_bytes() == b"as it was"

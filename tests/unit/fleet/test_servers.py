@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 
 from lmcache.core import limits
 from lmcache.environment import SYSTEM
+from lmcache.errors import ConfigError, LMCacheError, ServerUnavailable
 from lmcache.fleet import messages as m
 from lmcache.fleet import operations as work
 from lmcache.fleet import servers
+from lmcache.fleet.controller import Controller
 from lmcache.fleet.fleet import Fleet
+from lmcache.fleet.jobs import FleetJob
 from lmcache.fleet.keys import keys_of_prompt
 from lmcache.fleet.settings import CoordinatorSettings
 from polling import until
@@ -40,8 +44,9 @@ class Coordinator:
         self.tokens.append(token)
         return self.answer(method, path, body)
 
-    def join(self, name: str, token: str = "") -> None:
-        self.fleet.instances.register(m.RegisterRequest("127.0.0.1", 1, name), token=token)
+    def join(self, name: str, token: str = "", port: int = 0) -> None:
+        port = port or 1 + len(self.fleet.instances)
+        self.fleet.instances.register(m.RegisterRequest("127.0.0.1", port, name), token=token)
 
 
 @pytest.fixture
@@ -119,6 +124,104 @@ def test_a_move_takes_from_the_source_what_the_target_has_in_that_namespace(coor
     until(lambda: job.has_ended)
     assert deleted == [f"{first}/{chunk_hash}"]
     assert (job.done, job.failed) == (1, 1)
+
+
+def test_a_server_with_two_names_keeps_what_is_moved_from_one_to_the_other(coordinator: Coordinator) -> None:
+    """As its old name is known for a while."""
+    fleet = coordinator.fleet
+    tokens = [1] * fleet.settings.chunk_size
+    (key,) = keys_of_prompt(fleet.hasher, tokens, "m", 1, "").keys
+    for name in ("old", "new"):
+        coordinator.join(name, port=8080)
+    fleet.intake.apply([m.Batch("old", 1, 1, "store", "l1", entries=[m.Entry(key)], namespace="aa" * 32)])
+    with pytest.raises(ConfigError, match=r'"source" and "target" must be two servers, and both are at http://127'):
+        work.begin_move(fleet, m.MoveRequest("old", "new", "m", tokens))
+    assert coordinator.asked == [] and fleet.jobs.all() == []
+
+
+def test_a_server_begins_no_job_that_the_coordinator_does_not_take(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.answer = lambda method, path, body: {"l2": {"adapters": [{"name": "disk"}]}, "request_id": "r"}
+    coordinator.join("a")
+    controller, tokens = Controller(coordinator.fleet), [1] * coordinator.fleet.settings.chunk_size
+    monkeypatch.setattr(limits, "MAX_FLEET_JOBS_WAITING", 0)
+    with pytest.raises(LMCacheError, match="0 jobs wait already"):
+        prompt = controller.prompt(tokens, "m", "")
+        controller.move(("a", "LocalCPUBackend"), ("a", "LocalDiskBackend"), prompt, tokens, copy=False)
+    assert coordinator.asked == [("GET", "/status")]
+
+
+def test_a_job_that_ends_with_the_coordinator_says_so(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    status = msgspec.to_builtins(m.JobStatus("r", "prefetch", "running", False, 1, 0, 0, "", 0.1))
+    asked = threading.Event()
+
+    def answer(method: str, path: str, body: Any) -> Any:
+        asked.set()
+        return status
+
+    coordinator.answer = answer
+    coordinator.join("a")
+
+    def follow(running: FleetJob) -> None:
+        work.await_server_job(fleet, "a", "r", running)
+
+    job = fleet.jobs.submit("move", follow)
+    assert asked.wait(WAIT_SECONDS)
+    fleet.jobs.close()
+    until(lambda: job.has_ended)
+    assert (job.status, job.detail) == ("failed", "The coordinator ended before a had ended its part of this.")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"done": "false"}, {"objects_done": "many"}, {"status": ["done"]}, {"detail": {}}, {"age_seconds": None}]
+)
+def test_a_job_of_a_server_that_is_told_wrongly_has_not_ended(coordinator: Coordinator, wrong: dict[str, Any]) -> None:
+    status = msgspec.to_builtins(m.JobStatus("r", "prefetch", "running", False, 1, 0, 0, "", 0.1))
+    coordinator.answer = lambda method, path, body: {**status, **wrong}
+    coordinator.join("a")
+    with pytest.raises(ServerUnavailable, match="a does not answer as a cache server does"):
+        work.server_job(coordinator.fleet, "a", "r")
+    coordinator.answer = lambda method, path, body: {**status, "detail": "no " * (1 << 20)}
+    job = work.server_job(coordinator.fleet, "a", "r")
+    assert job is not None and len(job.detail) == limits.MAX_REASON_CHARACTERS
+
+
+def test_what_a_server_holds_of_a_pin_is_what_it_said_last(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    objects = 1
+    coordinator.answer = lambda method, path, body: {"pins": [], "objects": objects, "pin_id": "p"}
+    coordinator.join("a")
+    fleet.pins.push()
+    until(lambda: not fleet.pins.behind())
+    _, state = fleet.pins.add({"a": [f"{'aa' * 32}/{'bb' * 32}"]}, "me", "", 1000.0)
+    assert state.held == {"a": 1}
+    objects = 0
+    coordinator.join("a")  # started anew, with nothing
+    fleet.pins.push()
+    until(lambda: not fleet.pins.behind())
+    assert [state.held for _, state in fleet.pins.all()] == [{}]
+
+
+def test_a_list_of_quotas_does_not_go_through_all_servers_for_every_salt(coordinator: Coordinator) -> None:
+    fleet = coordinator.fleet
+    salts = [m.Entry(m.Key(f"{number:064x}", "m", 0, 0, f"tenant-{number}")) for number in range(4000)]
+
+    def list_seconds() -> float:
+        taken = []
+        for _ in range(3):
+            began = time.process_time()
+            assert len(fleet.quotas.all()) == len(salts)
+            taken.append(time.process_time() - began)
+        return min(taken)
+
+    coordinator.join("a")
+    fleet.intake.apply([m.Batch("a", 1, 1, "store", "l1", entries=salts)])
+    of_one_server = list_seconds()
+    for number in range(1000):
+        coordinator.join(f"server-{number}")
+    assert list_seconds() < 4 * of_one_server
 
 
 def test_who_joins_while_it_leaves_is_told_everything(coordinator: Coordinator) -> None:

@@ -92,8 +92,7 @@ class ControllerRoutes:
         body: c.Lookup = call.body
 
         def look() -> tuple[dict[str, list[str | int]], bool]:
-            controller = self._controller
-            layout, complete = controller.layout(controller.prompt(body.tokens, body.model_name, body.cache_salt))
+            layout, complete = self._controller.lookup(body.tokens, body.model_name, body.cache_salt)
             return {name: [location, tokens] for name, (location, tokens) in layout.items()}, complete
 
         return c.LookupAnswer(self._event(body.event_id), *await self._context.in_thread(look))
