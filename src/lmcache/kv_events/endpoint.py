@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lmcache.core.address import host_and_port, is_loopback, socket_endpoint, socket_path, tcp_endpoint
-
-_ANY = ("0.0.0.0", "::")
+from lmcache.core.address import (
+    EVERY_ADDRESS,
+    host_and_port,
+    is_loopback,
+    socket_endpoint,
+    socket_path,
+    tcp_endpoint,
+)
+from lmcache.errors import ConfigError
 
 
 class Endpoint(NamedTuple):
@@ -19,9 +25,23 @@ class Endpoint(NamedTuple):
 
 
 def parse_endpoint(text: str, flag: str) -> Endpoint:
-    """ConfigError. As in vLLM an address of this host is bound, that of another one is connected to."""
+    """ConfigError. As in vLLM every address and those of loopback are bound, another one is connected to."""
     if socket_path(text):
         return Endpoint(socket_endpoint(f"{flag} {text}", text), binds=True, is_open=False)
-    host, port = host_and_port(flag, text.replace("://*:", "://0.0.0.0:", 1))
-    is_open = host in _ANY
+    try:
+        host, port = host_and_port(flag, text.replace("://*:", "://0.0.0.0:", 1))
+    except ConfigError:
+        raise ConfigError(f"{flag} must be tcp://*:PORT, tcp://HOST:PORT or ipc:///PATH, got {text!r}.") from None
+    is_open = host in EVERY_ADDRESS
     return Endpoint(tcp_endpoint(host, port), binds=is_open or is_loopback(host), is_open=is_open)
+
+
+def parse_replay_endpoint(text: str, flag: str) -> Endpoint:
+    """Where subscribers connect to this server. ConfigError."""
+    endpoint = parse_endpoint(text, flag)
+    if not endpoint.binds:
+        raise ConfigError(
+            f"{flag} {text} would be of another host, and subscribers connect to this one: give tcp://*:PORT, "
+            "tcp://127.0.0.1:PORT or ipc:///PATH."
+        )
+    return endpoint

@@ -438,6 +438,7 @@ def faulty(*_: object, **__: object) -> None:
         ("/directory/lookup", {"token_ids": [1] * 132, "model_name": "m", "world_size": 512}, "16896 objects"),
         ("/instances", {"http_port": 1}, "ip"),
         ("/instances", {**REGISTERED, "ip": "127.0.0.1/x?"}, "ip"),
+        ("/instances", {**REGISTERED, "ip": "127.0.0.1:8080"}, "ip"),
         ("/instances", {**REGISTERED, "instance_id": "a/b"}, "instance_id"),
         ("/instances", {**REGISTERED, "metadata": {"k": "v" * 5000}}, "metadata"),
         ("/directory/lookup", {}, "either"),
