@@ -76,7 +76,7 @@ def test_help_lists_every_command_and_each_has_help(capsys: pytest.CaptureFixtur
 def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, err = run(capsys, *name.split(), "--any", "thing")
     assert (code, out) == (2, "")
-    assert err.startswith(f"lmcache {name} is not built yet")
+    assert err.startswith(f"lmcache: There is no lmcache {name}: ")
     assert err.count("\n") == 1
 
 

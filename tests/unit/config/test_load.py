@@ -199,7 +199,7 @@ def test_an_instance_id_may_be_forced_empty() -> None:
         ),
         (["--coordinator-advertise-ip=[::1]"], "--coordinator-advertise-ip must be a host name or an address that ot"),
         (["--instance-id=a/b"], "--instance-id must be at most 512 characters without slashes"),
-        (["--controller-port=9000"], "--controller-port is not built yet: `lmcache coordinator` is what there is"),
+        (["--controller-port=9000"], "--controller-port is not an option of lmcache server: `lmcache coordinator` is"),
         (["--max-local-cpu-size", "5"], "--max-local-cpu-size configures LMCache inside an engine, not a server: --l1"),
         (["--l1-size-gb", "-1"], "--l1-size-gb must be more than 0 GB, got -1."),
         (["--l1-size-gb", "0.000001"], "holds no object"),
