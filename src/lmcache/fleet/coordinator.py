@@ -45,7 +45,7 @@ class CoordinatorProcess:
             raise ConfigError(f"--host must be a host name or an address, got {settings.host!r}.")
         with contextlib.ExitStack() as closers:
             sockets = limited_sockets(
-                host, [(settings.port, "--port"), (settings.controller_port, "--controller-port")]
+                host, [(settings.port, "--port or --host"), (settings.controller_port, "--controller-port or --host")]
             )
             for listening in sockets:
                 closers.callback(listening.close)

@@ -163,6 +163,7 @@ def test_another_server_is_no_coordinator(monkeypatch: pytest.MonkeyPatch, capsy
         ),
         (["--eviction-ratio", "0.5"], "--eviction-ratio is not built yet: each server keeps the quotas"),
         (["--port", "x"], "--port must be a whole number"),
+        (["--host", "192.0.2.1"], "Cannot assign requested address; choose another --port or --host."),
         (["--host", "ipc:///path"], "--host must be a host name or an address"),
         (["--checkpoint-path", "/proc/none/file"], "--checkpoint-path /proc/none/file cannot be written"),
         (["--admin-token-file", "/none"], "--admin-token-file /none cannot be read"),
