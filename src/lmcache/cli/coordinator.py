@@ -32,7 +32,8 @@ def arguments() -> Arguments:
     given = Arguments(
         "coordinator",
         "Starts a coordinator and serves until SIGTERM, SIGINT or SIGHUP: servers that have its address as "
-        "--coordinator-url join, tell it what they have, and learn of each other. No engine's request waits for it.",
+        "--coordinator-url join, tell it what they have, and learn of each other. No engine's request waits for it. "
+        "Its options come from flags alone.",
         [
             "lmcache coordinator --host 127.0.0.1",
             "lmcache coordinator --admin-token-file /etc/lmcache/token --checkpoint-path /var/lib/lmcache/directory",
