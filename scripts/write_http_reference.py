@@ -99,11 +99,23 @@ def answer(kind: Any) -> str:
     return "JSON"
 
 
+def _unsaid(hint: Any) -> str:
+    """Of a key whose refusals msgspec words."""
+    kind = msgspec.inspect.type_info(hint)
+    while isinstance(kind, msgspec.inspect.Metadata):
+        kind = kind.type
+    if isinstance(kind, msgspec.inspect.ListType) and isinstance(kind.item_type, msgspec.inspect.StructType):
+        keys = ", ".join(f"`{field.encode_name}`" for field in kind.item_type.fields)
+        return f"a list of at most {kind.max_length} objects with {keys}"
+    assert isinstance(kind, msgspec.inspect.StrType), hint
+    return "a string"
+
+
 def table(kind: type[msgspec.Struct]) -> str:
     return key_table(
         (
             f"`{key.name}`",
-            key.expected or "a string",
+            key.expected or _unsaid(key.hint),
             "required" if key.required else msgspec.json.encode(key.default).decode(),
             key.description,
         )

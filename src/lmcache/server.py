@@ -393,6 +393,7 @@ class Server:
                 "hash_algorithm": hasher.algorithm,
                 "chunk_sample": hasher.sample().hex(),
                 "http_tls": bool(config.http_tls_cert),
+                "heartbeat_seconds": config.coordinator_heartbeat_interval,
                 "l2_adapters": [runner.name for runner in self.storage.own_runners],
             },
             token=AdminToken(config.admin_token_file),

@@ -25,7 +25,7 @@ from lmcache.fleet.event_log import HTTP, KAFKA, EventLogSettings, KafkaSettings
 from lmcache.http.access import read_token
 from lmcache.http.client import split_url
 from lmcache.http.tls import server_context
-from lmcache.kv_events.endpoint import parse_endpoint
+from lmcache.kv_events.endpoint import parse_endpoint, parse_replay_endpoint
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l2 import adapter_types
 from lmcache.l2.adapter_config import AdapterConfig
@@ -223,13 +223,13 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
                 library.refuse_missing(config.p2p_transfer_engine)
     with problems.collect():
         read_token(config.admin_token_file)
-    for endpoint, name in (
-        (config.kv_events_endpoint, "kv_events_endpoint"),
-        (config.kv_events_replay_endpoint, "kv_events_replay_endpoint"),
+    for endpoint, name, parse in (
+        (config.kv_events_endpoint, "kv_events_endpoint", parse_endpoint),
+        (config.kv_events_replay_endpoint, "kv_events_replay_endpoint", parse_replay_endpoint),
     ):
         if endpoint:
             with problems.collect():
-                parse_endpoint(endpoint, flag(name))
+                parse(endpoint, flag(name))
     if config.coordinator_url:
         with problems.collect():
             split_url(config.coordinator_url, "--coordinator-url")

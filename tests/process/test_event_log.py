@@ -15,7 +15,7 @@ import pytest
 
 from lmcache.cli.main import main
 from lmcache.core.limits import MAX_LOGGED_EVENT_REQUESTS
-from lmcache.errors import LMCacheError
+from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.fleet.event_log import (
     DEFAULT_STREAM,
     EventLog,
@@ -32,8 +32,9 @@ from polling import until
 from process.support import SmallEngine
 from process.test_fleet import become, joined, member, places
 from services import need_package
+from services.certificates import Certificates
 from services.kafka import Kafka, LoginFront, MockKafka
-from services.redis import Valkey
+from services.redis import Redis, Valkey
 from unit.fleet.test_reporting import Joined, coordinator, url_of
 
 PASSWORD = "planted"  # shorter than tokens must be
@@ -251,6 +252,23 @@ def test_the_contract_of_a_log(fleet: LoggedFleet) -> None:
         oldest = until(lambda: _retained(log, last))
         log.append(b"anew")
         assert [body for _, body in read_all(log, oldest, 1)] == [b"anew"]
+
+
+def test_a_stream_over_tls(tmp_path: Path) -> None:
+    """The authority is the one that the URL names, and another one's service is not believed."""
+    need_package("redis")
+    certificates, others = Certificates(tmp_path / "certificates"), Certificates(tmp_path / "others")
+    with Redis(tmp_path / "server", certificates=certificates) as service:
+        service.wait_ready()
+        url = f"rediss://127.0.0.1:{service.tls_port}"
+        with contextlib.closing(open_log(ValkeySettings(f"{url}?ssl_ca_certs={certificates.ca}"))) as log:
+            log.append(b"first")
+            assert [body for _, body in read_all(log, log.retained(""), 1)] == [b"first"]
+        for untrusted in (url, f"{url}?ssl_ca_certs={others.ca}"):
+            with contextlib.closing(open_log(ValkeySettings(untrusted))) as log:
+                with pytest.raises(ServerUnavailable, match="certificate verify failed") as refused:
+                    log.append(b"second")
+                assert not str(refused.value).endswith("..")
 
 
 def _retained(log: EventLog, lost: str) -> str:
@@ -505,7 +523,9 @@ REFUSED = {
     "valkey": [
         ([], "--valkey-url must be redis://HOST:PORT[/DATABASE], rediss:// for TLS or unix:///PATH, got ''"),
         (["--valkey-url", "redis://:secret@h:1"], "--valkey-url must not hold a password"),
-        (["--valkey-url", "redis://h:1?password=secret"], "--valkey-url must not have a query, got 'password'"),
+        (["--valkey-url", "redis://h:1?password=secret"], "FILE, the authority of rediss://, got 'password'."),
+        (["--valkey-url", "redis://h:1?ssl_ca_certs=/f"], "FILE, the authority of rediss://, got 'ssl_ca_certs'."),
+        (["--valkey-url", "rediss://h:1?ssl_ca_certs=/nowhere"], "names the authority '/nowhere', which is no file."),
         (["--valkey-url", "redis://user@h:1"], "--valkey-url names a user: --valkey-password-file must"),
         (["--valkey-url", "redis://h:1", "--valkey-password-file", "/nowhere"], "/nowhere cannot be read"),
     ],

@@ -48,9 +48,9 @@ def operations(context: AdminContext, health: HealthCheck) -> list[Operation]:
     return table
 
 
-def _unbuilt(subject: str, instead: str) -> Callable[[Request], Awaitable[Response]]:
+def _elsewhere(instead: str) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        return problem(501, f"{subject} is not built yet: {instead}.")
+        return problem(501, f"A cache server has no {request.url.path}: {instead}.")
 
     return answer
 
@@ -61,8 +61,8 @@ def build_app(state: ServerState, token: Callable[[], str] = lambda: "", clock: 
     context, health = AdminContext(state, token, clock), HealthCheck(state)
     all_routes = routes(operations(context, health), context.admit, state.audit_log)
     all_routes.append(context.dashboard.route())
-    all_routes += [Route(path, _unbuilt(*texts), methods=EVERY_METHOD) for path, texts in unbuilt.HTTP.items()]
-    app = application(all_routes)
+    all_routes += [Route(path, _elsewhere(instead), methods=EVERY_METHOD) for path, instead in unbuilt.HTTP.items()]
+    app = application(all_routes, "a cache server")
 
     def close() -> None:
         health.close()

@@ -32,7 +32,8 @@ def arguments() -> Arguments:
     given = Arguments(
         "coordinator",
         "Starts a coordinator and serves until SIGTERM, SIGINT or SIGHUP: servers that have its address as "
-        "--coordinator-url join, tell it what they have, and learn of each other. No engine's request waits for it.",
+        "--coordinator-url join, tell it what they have, and learn of each other. No engine's request waits for it. "
+        "Its options come from flags alone.",
         [
             "lmcache coordinator --host 127.0.0.1",
             "lmcache coordinator --admin-token-file /etc/lmcache/token --checkpoint-path /var/lib/lmcache/directory",
@@ -45,7 +46,11 @@ def arguments() -> Arguments:
         default=_DEFAULTS.controller_port,
     )
     given.add_value(
-        *("--admin-token-file", Text("FILE"), "token that servers and operators of other hosts must have; servers get"),
+        *(
+            "--admin-token-file",
+            Text("FILE"),
+            "file with the token that servers and operators of other hosts must have",
+        ),
         default="",
     )
     given.add_number("--instance-timeout", 30.0, "a server that is silent for longer is gone", **_SECONDS)
@@ -71,10 +76,8 @@ def _add_event_logs(given: Arguments) -> None:
     given.add_value(
         *("--event-transport", transports, "how servers tell what they have, beside POST /events"), default=HTTP
     )
-    given.add_value(
-        *("--valkey-url", Text("URL"), "Valkey or Redis with their stream: redis://[USER@]HOST:PORT[/DATABASE]"),
-        default="",
-    )
+    where = "where their stream is: redis://[USER@]HOST:PORT[/DATABASE], rediss:// for TLS, or unix:///PATH"
+    given.add_value("--valkey-url", Text("URL"), where, default="")
     given.add_value("--valkey-stream", Text("NAME"), "name of that stream", default=DEFAULT_STREAM)
     given.add_value("--valkey-password-file", Text("FILE"), "file with the password there", default="")
     given.add_value(

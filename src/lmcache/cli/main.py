@@ -173,7 +173,7 @@ def _command_words(rest: list[str]) -> list[str]:
         if len(words) == count and name in COMMANDS:
             return words
         if len(words) == count and name in unbuilt.COMMANDS:
-            raise ConfigError(f"lmcache {name} is not built yet: {unbuilt.COMMANDS[name]}.")
+            raise ConfigError(f"There is no lmcache {name}: {unbuilt.COMMANDS[name]}.")
     inside = [name for name in COMMANDS if name.startswith(rest[0] + " ")]
     if inside:
         if len(rest) > 1 and rest[1] in ("-h", "--help"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache.cli.http import answer_of, request
 from lmcache.cli.output import Report, bytes_text, seconds_text
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, ServerUnavailable
 
 _HEADS = ("server", "address", "heartbeat", "L1 used", "in L1", "in L2", "state")
 _STATES = {"nothing": "nothing told", "gap": "events missing", "waits": "waits to resync", "resync": "resyncing"}
@@ -74,6 +74,8 @@ def servers(options: argparse.Namespace) -> Report:
 
 
 def servers_report(answer: Mapping[str, Any]) -> Report:
+    if answer["problem"] and not answer["servers"]:
+        raise ServerUnavailable(f"The coordinator of this server cannot be asked: {answer['problem']}")
     report = Report("Fleet")
     listed = sorted(answer["servers"], key=lambda server: str(server["instance_id"]))
     report.metrics["instance_timeout_seconds"] = answer["instance_timeout_seconds"]

@@ -31,7 +31,8 @@ def run(argv: Sequence[str]) -> int:
     if verb == "set":
         limit = Number("GB", minimum=0, maximum=MAX_QUOTA_GB)
         arguments.add_value("limit_gb", limit, "1 GB is 2^30 bytes", metavar="limit_gb")
-    arguments.add_argument("--url", default=DEFAULT_URL, help="the server's HTTP address")
+    url = "the HTTP address of a server, or of a coordinator for all servers of its fleet"
+    arguments.add_argument("--url", default=DEFAULT_URL, help=url)
     arguments.add_number("--timeout", 10.0, "give up waiting after that long", unit="seconds", above=0)
     options = arguments.read(argv[1:])
     if verb == "list":
@@ -42,10 +43,15 @@ def run(argv: Sequence[str]) -> int:
         body = {"limit_gb": options.limit_gb} if verb == "set" else None
         answer = request(options.url, method, path, body, timeout_seconds=options.timeout)
     with answer_of(options.url):
-        report = _listed(answer["quotas"]) if verb == "list" else _shown(answer)
-        if not answer["enforced"]:
-            report.text("This server does not enforce quotas: it runs without --eviction-policy IsolatedLRU.")
-        report.metrics["enforced"] = answer["enforced"]
+        quotas = answer["quotas"] if verb == "list" else [answer]
+        report = _listed(quotas) if verb == "list" else _shown(answer)
+        if "enforced" not in answer:  # of a coordinator
+            behind = sorted({str(name) for quota in quotas for name in quota["behind"]})
+            report.add("behind", "Not told yet", behind, ", ".join(behind) or "nobody")
+        else:
+            if not answer["enforced"]:
+                report.text("This server does not enforce quotas: it runs without --eviction-policy IsolatedLRU.")
+            report.metrics["enforced"] = answer["enforced"]
     report.emit(options)
     return 0
 
@@ -54,7 +60,8 @@ def _shown(quota: dict[str, Any]) -> Report:
     report = Report("Quota")
     report.add("cache_salt", "Cache salt", quota["cache_salt"])
     report.add("limit_gb", "Limit", quota["limit_gb"], _limit_text(quota))
-    report.add("current_usage_gb", "Takes in L1", quota["current_usage_gb"], f"{quota['current_usage_gb']:.3f} GB")
+    takes = "Takes on all servers" if "behind" in quota else "Takes in L1"
+    report.add("current_usage_gb", takes, quota["current_usage_gb"], f"{quota['current_usage_gb']:.3f} GB")
     report.add("exists", "Was set", quota["exists"], "yes" if quota["exists"] else "no")
     return report
 

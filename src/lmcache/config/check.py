@@ -7,18 +7,19 @@ from collections.abc import Iterator
 
 from lmcache.config.spec import ServerConfig, flag
 from lmcache.core.address import (
+    EVERY_ADDRESS,
     INSTANCE_ID_PATTERN,
     host_and_port,
     http_listening_host,
     is_loopback,
     listening_host,
+    refuse_unreachable,
     socket_path,
 )
 from lmcache.errors import ConfigError
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
-_EVERY_ADDRESS = ("0.0.0.0", "::")
 _RANDOM_SHM_NAME = re.compile(r"lmcache-[0-9a-f]{12}")  # the default with --port 0
 
 Conflict = tuple[set[str], str]  # the options in conflict, and the sentence that names them
@@ -75,7 +76,7 @@ def _peers(config: ServerConfig) -> Iterator[Conflict]:
                 f"{flag(name)} needs --p2p-advertise-url, where other servers reach this one: give it.",
             )
         return
-    if hosts["p2p_advertise_url"] in _EVERY_ADDRESS:
+    if hosts["p2p_advertise_url"] in EVERY_ADDRESS:
         yield (
             {"p2p_advertise_url"},
             f"--p2p-advertise-url {config.p2p_advertise_url} is no address that others reach this server at: name one, "
@@ -89,15 +90,21 @@ def _peers(config: ServerConfig) -> Iterator[Conflict]:
             f"{flag(name)} {getattr(config, name)} lets other hosts read KV, which is what prompts say: give all peers "
             "the same --p2p-token-file, or --p2p-without-token if nobody else reaches that port.",
         )
-    engine = config.p2p_transfer_engine
-    is_reached = engine == "mooncake_te" or (engine == "nixl" and not is_loopback(hosts["p2p_advertise_url"]))
-    if is_reached and not config.p2p_without_token:
+    if transfer_engine_is_reached(config) and not config.p2p_without_token:
+        engine = config.p2p_transfer_engine
         yield (
             {"p2p_transfer_engine", "p2p_without_token"},
             f"--p2p-transfer-engine {engine} lets whoever reaches its ports on this machine read and change KV, "
             "which is what prompts say, and knows no token: give --p2p-without-token if nobody else does, beside "
             "--p2p-token-file or without.",
         )
+
+
+def transfer_engine_is_reached(config: ServerConfig) -> bool:
+    """Whether other hosts reach ports that --p2p-transfer-engine listens at. --p2p-advertise-url is one."""
+    engine = config.p2p_transfer_engine
+    host, _ = host_and_port("--p2p-advertise-url", config.p2p_advertise_url)
+    return engine == "mooncake_te" or (engine == "nixl" and not is_loopback(host))
 
 
 def _names(config: ServerConfig) -> Iterator[Conflict]:
@@ -121,6 +128,11 @@ def _names(config: ServerConfig) -> Iterator[Conflict]:
         http_listening_host(config.http_host)
     except ConfigError as refusal:
         yield {"http_host"}, str(refusal)
+    if config.coordinator_advertise_ip:
+        try:
+            refuse_unreachable("--coordinator-advertise-ip", config.coordinator_advertise_ip)
+        except ConfigError as refusal:
+            yield {"coordinator_advertise_ip"}, str(refusal)
 
 
 def _ports(config: ServerConfig) -> Iterator[Conflict]:

@@ -207,7 +207,7 @@ def _refuse_unknown(
 ) -> None:
     """`written` is the unknown flag or key, `allowed` maps the valid ones to their options."""
     if instead := unbuilt.option(name):
-        read.refuse(f"{where} is not built yet: {instead}.")
+        read.refuse(f"{where} is not an option{of}: {instead}.")
     elif instead := unbuilt.in_process_key(name):
         read.refuse(f"{where} configures LMCache inside an engine, not a server: {instead}.")
     else:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from lmcache.config import unbuilt
+from lmcache.config.check import transfer_engine_is_reached
 from lmcache.config.load import Loaded
 from lmcache.config.spec import ServerConfig, flag, options
 from lmcache.core.address import socket_path
@@ -103,6 +104,8 @@ def _idle(loaded: Loaded, l2: L2Traits) -> Iterator[tuple[tuple[str, ...], str]]
         yield ("runtime_plugin_config",), "there is no --runtime-plugin-locations"
     if not config.p2p_advertise_url:
         yield _P2P, "without --p2p-advertise-url there are no peers"
+    elif config.p2p_token_file and not transfer_engine_is_reached(config):
+        yield ("p2p_without_token",), "peers need the token of --p2p-token-file"
     if config.disable_observability:
         covered = ("disable_metrics", "disable_logging", "enable_tracing", "otlp_endpoint", "trace_sample_rate")
         yield covered, "--disable-observability covers it"
@@ -113,6 +116,8 @@ def _idle_of_fleet(config: ServerConfig) -> Iterator[tuple[tuple[str, ...], str]
     logs = tuple(name for names in _EVENT_LOGS.values() for name in names)
     if not config.coordinator_url:
         yield (*_FLEET, *_EVENTS, *logs), "there is no --coordinator-url"
+        if not config.kv_events_endpoint:
+            yield ("instance_id",), "there is neither --coordinator-url nor --kv-events-endpoint"
     elif not config.coordinator_event_reporting:
         yield (*_EVENTS, *logs), "the coordinator is told nothing (--no-coordinator-event-reporting)"
     else:
@@ -138,6 +143,11 @@ def _odd(config: ServerConfig, environ: Mapping[str, str], l2: L2Traits) -> Iter
         yield (
             f"With --eviction-policy noop and --l2-store-policy {config.l2_store_policy} nothing ever leaves L1: once "
             "it is full, new chunks are not cached."
+        )
+    if config.coordinator_url and config.disable_http:
+        yield (
+            "With --disable-http the coordinator cannot reach this server: no pins, quotas, deletions, prefetches and "
+            "moves of the fleet do."
         )
     if config.eviction_policy == "IsolatedLRU" and config.l1_persist and not config.quota_file:
         yield (

@@ -117,7 +117,8 @@ def _expected(kind: inspect.Type, choices: tuple[str, ...]) -> str:
         case inspect.StrType(min_length=1, max_length=None, pattern=None):
             return "a non-empty string"
         case inspect.LiteralType():
-            return f"one of {', '.join(choices)}"
+            named = ", ".join(filter(None, choices))
+            return f"one of {named}, or empty" if "" in choices else f"one of {named}"
         case inspect.DictType(value_type=inspect.AnyType()):
             return "a JSON object"
         case inspect.StructType():

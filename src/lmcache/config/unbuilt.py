@@ -10,6 +10,10 @@ from collections.abc import Mapping
 
 _COORDINATOR = "`lmcache coordinator` is what there is for it, and --coordinator-url of a server names it"
 _SHARED_FOLDER = 'several servers can share a folder of a network file system ("type": "fs")'
+_NIXL = '"type": "nixl_store" keeps objects by NIXL, and --p2p-transfer-engine nixl reads those of other servers by it'
+_PREFILL = (
+    "kv_role of engines and a router do it, over one server or peers (docs/how-to/separate_prefill_and_decode.md)"
+)
 _PEERS = "--p2p-advertise-url and --p2p-peers let servers load from each other"
 _PLUGIN = '"type": "plugin" takes an adapter of your own (docs/how-to/write-an-adapter.md)'
 _RUNTIME_PLUGINS = "--runtime-plugin-locations is what a server has for it"
@@ -74,15 +78,15 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
     "cache_policy": "--eviction-policy is what a server has for it",
     "pre_caching_hash_algorithm": "--hash-algorithm is what a server has for it",
     "save_decode_cache": "lmcache.mp.save_decode_cache in vLLM's kv_connector_extra_config is what there is for it",
-    "save_unfull_chunk": "only full chunks are stored; --chunk-size says how large they are",
+    "save_unfull_chunk": "--chunk-size says how large chunks are; a partial one is stored where another engine goes on",
     "min_retrieve_tokens": _CONNECTOR,
     "blocking_timeout_secs": _CONNECTOR,
     "use_layerwise": _CONNECTOR,
     "enable_async_loading": "loads always go on beside other requests",
     "enable_blending": _BLEND,
     "enable_p2p": _PEERS,
-    "enable_pd": "prefill and decode engines that share one server hit what the other stored",
-    "enable_nixl": _SHARED_FOLDER,
+    "enable_pd": _PREFILL,
+    "enable_nixl": _NIXL,
     "enable_controller": _COORDINATOR,
     "lmcache_instance_id": "--instance-id names a server among others",
     "lmcache_worker_port": _COORDINATOR,
@@ -96,8 +100,8 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
     "priority_limit": _CONNECTOR,
     "retrieve_locations": _TIERS,
     "store_location": _TIERS,
-    "transfer_channel": _SHARED_FOLDER,
-    "enable_xpyd": "prefill and decode engines that share one server hit what the other stored",
+    "transfer_channel": _NIXL,
+    "enable_xpyd": _PREFILL,
     "use_gds": _FOLDER,
     "audit_actual_remote_url": _REMOTE,
     "external_lookup_client": _LOOKUPS,
@@ -107,7 +111,7 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
     "py_enable_gc": "Python's collector runs in engine and server alike",
     "script_allowed_imports": "nobody's code runs in the engine; --runtime-plugin-locations runs it beside a server",
     "enable_chunk_statistics": _STATISTICS,
-    "enable_kv_events": f"nothing is published; {_STATISTICS}",
+    "enable_kv_events": "--kv-events-config of vLLM says what the server has, too; --kv-events-endpoint what it stores",
     "use_gpu_connector_v3": "how KV leaves the GPU is not to be chosen",
     "remote_config_url": "LMCACHE_CONFIG_FILE names a file of this machine",
     "app_id": "LMCACHE_CONFIG_FILE names a file of this machine",
@@ -126,7 +130,7 @@ IN_PROCESS_FAMILIES: Mapping[str, str] = {
     "blend_": _BLEND,
     "pd_": IN_PROCESS_KEYS["enable_pd"],
     "p2p_": _PEERS,
-    "nixl_": _SHARED_FOLDER,
+    "nixl_": _NIXL,
     "gds_": _FOLDER,
     "maru_": _FOLDER,
     "cost_aware_": _COSTS,
@@ -170,29 +174,27 @@ SERDES: Mapping[str, str] = {
     "turboquant": _LOSSLESS,
 }
 
-# Paths of documented HTTP interfaces, `{name}` for a part that varies: what is asked for, and what there is.
-_PINS = ("The controller's way to pin", "POST and DELETE /cache/pins do it")
-_FLEET = ("What a coordinator answers", _COORDINATOR)
-_CONTROLLER = ("What a controller answers", _COORDINATOR)
-_CODECS = ("Compressing on request", 'the key "serde" of an --l2-adapter compresses all that it stores')
-HTTP: Mapping[str, tuple[str, str]] = {
-    "/cache/delete": ("Another way to delete objects", "DELETE /cache/objects does it"),
+# Paths of documented HTTP interfaces that a server does not have, `{name}` for a part that varies.
+_PINS = "POST and DELETE /cache/pins pin"
+_SERDES = 'the key "serde" of an --l2-adapter encodes all that it stores, and a coordinator moves prompts there'
+HTTP: Mapping[str, str] = {
+    "/cache/delete": "DELETE /cache/objects deletes",
     "/pin": _PINS,
     "/unpin": _PINS,
-    "/compress": _CODECS,
-    "/decompress": _CODECS,
-    "/lookup": ("The controller's way to look tokens up", "POST /cache/lookup does it for this server"),
-    "/clear": ("The controller's way to clear", _CLEAR),
-    "/move": ("Moving objects between servers", f"POST /cache/moves moves them between tiers, and {_SHARED_FOLDER}"),
-    "/health": ("The controller's way to ask for health", "GET /healthcheck and GET /readyz tell it"),
-    "/check_finish": ("The controller's way to ask for a job", "GET /jobs/ID tells it"),
-    "/query_instance": _CONTROLLER,
-    "/query_worker_info": _CONTROLLER,
-    "/controller/{rest:path}": _CONTROLLER,
-    "/instances": _FLEET,
-    "/instances/{rest:path}": _FLEET,
-    "/events": _FLEET,
-    "/directory/{rest:path}": _FLEET,
+    "/compress": _SERDES,
+    "/decompress": _SERDES,
+    "/lookup": "POST /cache/lookup looks tokens up",
+    "/clear": _CLEAR,
+    "/move": "POST /cache/moves moves objects between its tiers, and a coordinator moves them between servers",
+    "/health": "GET /healthcheck and GET /readyz tell its health",
+    "/check_finish": "GET /jobs/ID tells how far a job is",
+    "/query_instance": _COORDINATOR,
+    "/query_worker_info": _COORDINATOR,
+    "/controller/{rest:path}": _COORDINATOR,
+    "/instances": _COORDINATOR,
+    "/instances/{rest:path}": _COORDINATOR,
+    "/events": _COORDINATOR,
+    "/directory/{rest:path}": _COORDINATOR,
 }
 
 

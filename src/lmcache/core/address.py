@@ -10,6 +10,7 @@ from functools import lru_cache
 from lmcache.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+EVERY_ADDRESS = ("0.0.0.0", "::")  # to listen at
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), without its end
 INSTANCE_ID_PATTERN = r"^[^/\s\x00-\x1f]{0,512}\Z"  # of a server in a fleet: it is a part of paths
 _IPC = "ipc"
@@ -32,6 +33,14 @@ def http_listening_host(host: str) -> str:
     if not _is_name(host):
         raise ConfigError(f"--http-host must be a host name or an address, got {host!r}.")
     return _without_port("--http-host", "--http-port", host)
+
+
+def refuse_unreachable(flag: str, host: str) -> None:
+    """`host`: where others reach this machine, a host name or an address without port and brackets. ConfigError."""
+    if _is_name(host):
+        _without_port(flag, "--http-port", host)
+    if not _HOST.fullmatch(host) or host in EVERY_ADDRESS:
+        raise ConfigError(f"{flag} must be a host name or an address that others reach, got {host!r}.")
 
 
 def connect_endpoint(url: str, port: int | None = None) -> str:

@@ -129,6 +129,6 @@ def build_app(
         return await requests.admit(operation, request, token())
 
     all_routes = routes(operations(context, metrics, pages.page if pages else lambda: None), admit)
-    app = application([*all_routes, pages.route()] if pages else all_routes)
+    app = application([*all_routes, pages.route()] if pages else all_routes, "a coordinator")
     app.state.close = context.close
     return app

@@ -51,7 +51,10 @@ class CoordinatorProcess:
             raise ConfigError(f"--host must be a host name or an address, got {settings.host!r}.")
         with contextlib.ExitStack() as closers:
             sockets = limited_sockets(
-                *(host, [(settings.port, "--port"), (settings.controller_port, "--controller-port")]),
+                *(
+                    host,
+                    [(settings.port, "--port or --host"), (settings.controller_port, "--controller-port or --host")],
+                ),
                 MAX_FLEET_CONNECTIONS,
             )
             for listening in sockets:

@@ -148,6 +148,13 @@ class Fleet:
                 "are not found there",
                 *(instance.instance_id, self.settings.chunk_size, self.settings.hash_algorithm),
             )
+        heartbeat_seconds = instance.metadata.get("heartbeat_seconds")
+        if isinstance(heartbeat_seconds, (int, float)) and heartbeat_seconds >= self.settings.instance_timeout:
+            logger.warning(
+                "%s sends a heartbeat every %g s, and is gone here after %g s of silence: give a longer "
+                "--instance-timeout here, or a shorter --coordinator-heartbeat-interval there",
+                *(instance.instance_id, heartbeat_seconds, self.settings.instance_timeout),
+            )
 
     def left(self, instance_id: str) -> None:
         with self._coming:

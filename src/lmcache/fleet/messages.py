@@ -45,7 +45,11 @@ InstanceName = Annotated[
     ),
 ]
 Address = Annotated[
-    str, Meta(pattern=r"^[A-Za-z0-9._:%-]{1,253}\Z", extra={"expected": "a host name or an address, without a port"})
+    str,
+    Meta(
+        pattern=r"^([A-Za-z0-9._-]{1,253}|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[A-Za-z0-9._:%-]{0,253})\Z",
+        extra={"expected": "a host name or an address, without a port"},
+    ),
 ]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Hex = Annotated[

@@ -141,7 +141,8 @@ def _move(fleet: Fleet, body: m.MoveRequest, names: list[str], job: FleetJob) ->
         return
     _, left = delete_at(fleet, body.source, arrived, "l1", force=False)
     if left:
-        job.detail = f"{job.detail} {left} objects stay at {body.source}, too, or had gone there.".strip()
+        stayed = f"{left} of them were not deleted at {body.source}: pinned, being read, or gone already."
+        job.detail = f"{job.detail} {stayed}".strip()
 
 
 def _names_in_l1(answer: Any) -> set[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -18,6 +19,7 @@ from lmcache.errors import ConfigError, LMCacheError, ServerUnavailable
 from lmcache.fleet.event_log import ValkeySettings
 
 _FIELD = b"batches"
+_AUTHORITY = "ssl_ca_certs"
 _BEGINNING = "0-0"
 _ASK_SECONDS = 5.0
 _BODIES_AT_ONCE = 8
@@ -41,10 +43,15 @@ class ValkeyLog:
         parts = urlsplit(settings.url)
         if parts.password is not None:
             raise ConfigError(f"{flag} must not hold a password, which others could read: give {file_flag}.")
-        if parts.query:
+        query = dict(parse_qsl(parts.query, keep_blank_values=True))
+        authority = query.pop(_AUTHORITY, None) if parts.scheme == "rediss" else None
+        if query:
             raise ConfigError(
-                f"{flag} must not have a query, got {parts.query.split('=')[0]!r}: drop what follows the ?."
+                f"{flag} must have nothing behind the ? but {_AUTHORITY}=FILE, the authority of rediss://, got "
+                f"{next(iter(query))!r}."
             )
+        if authority is not None and not os.path.isfile(authority):
+            raise ConfigError(f"{flag} names the authority {authority!r}, which is no file.")
         if parts.username and not settings.password_file:
             raise ConfigError(f"{flag} names a user: {file_flag} must have its password.")
         read_secret(settings.password_file, file_flag, _LEAST_CHARACTERS)
@@ -95,7 +102,7 @@ class ValkeyLog:
         try:
             yield
         except redis.RedisError as error:
-            raise ServerUnavailable(f"The events at {self._url} cannot be reached: {error}.") from None
+            raise ServerUnavailable(f"The events at {self._url} cannot be reached: {str(error).rstrip('.')}.") from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:  # of another service at that address
             raise LMCacheError(f"{self._url} does not answer as Valkey does ({error}).") from None
 

@@ -61,12 +61,12 @@ def why_refused(request: Request, token: str) -> str:
     if given := _given_token(request):
         if _is_token(given, token):
             return ""
-        return "The admin token is not the one in the server's --admin-token-file."
+        return "The admin token is not the one in --admin-token-file there."
     if _from_this_host(request):
         return ""
     if token:
         return "From another host this needs the header 'Authorization: Bearer TOKEN' with the server's admin token."
-    return "From another host this needs an admin token, and the server was started without --admin-token-file."
+    return "From another host this needs an admin token, and --admin-token-file names none there."
 
 
 def may_read_salts(request: Request, token: str) -> bool:

@@ -41,8 +41,11 @@ def routes(table: Sequence[Operation], admit: Admit, audit: Audit | None = None)
     return [Route(path, _by_method(methods), methods=list(methods)) for path, methods in by_path.items()]
 
 
-def application(all_routes: Sequence[Route]) -> Starlette:
-    return Starlette(routes=list(all_routes), exception_handlers=HANDLERS)
+def application(all_routes: Sequence[Route], subject: str) -> Starlette:
+    """`subject`: what answers, as a refusal names it."""
+    app = Starlette(routes=list(all_routes), exception_handlers=HANDLERS)
+    app.state.subject = subject
+    return app
 
 
 def index_text(title: str, table: Sequence[Operation]) -> str:

@@ -17,7 +17,7 @@ from lmcache.errors import ConfigError, LMCacheError, ServerUnavailable
 
 JSON_TYPE = "application/json"
 
-_EXAMPLE_URL = "http://localhost:8080"
+_EXAMPLE_URL = "http://HOST:PORT"
 _MAX_ANSWER_BYTES = 64 << 20
 
 

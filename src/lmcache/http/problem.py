@@ -40,7 +40,7 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     sentence = error.detail
     if sentence == "Not Found":
-        sentence = f"There is nothing at {request.url.path}; GET / lists what there is."
+        sentence = f"There is nothing at {request.url.path} of {request.app.state.subject}; GET / lists what there is."
     elif sentence == "Method Not Allowed":
         sentence = f"{request.url.path} does not take {request.method}."
     return problem(error.status_code, sentence, dict(error.headers or {}))

@@ -131,7 +131,9 @@ class Peer:
                 continue
             except Exception as fault:  # the root of a peer: it is tried again, whatever it was
                 if isinstance(fault, _FAULTS):
-                    log.debug("The peer %s is not reached: %s", self.address, fault or type(fault).__name__)
+                    lasts = pause_seconds < limits.MAX_PEER_RETRY_SECONDS <= 2 * pause_seconds  # true once
+                    level = logging.INFO if lasts else logging.DEBUG
+                    log.log(level, "The peer %s is not reached: %s", self.address, fault or type(fault).__name__)
                 else:
                     log.exception("The connection to the peer %s failed by a fault", self.address)
                 await asyncio.sleep(pause_seconds)

@@ -111,8 +111,8 @@ def test_a_refusal_is_problem_details(elsewhere: TestClient) -> None:
         "type": "about:blank",
         "title": "Not Found",
         "status": 404,
-        "detail": "There is nothing at /nowhere; GET / lists what there is.",
-        "error": "There is nothing at /nowhere; GET / lists what there is.",
+        "detail": "There is nothing at /nowhere of a cache server; GET / lists what there is.",
+        "error": "There is nothing at /nowhere of a cache server; GET / lists what there is.",
     }
     assert elsewhere.patch("/cache/objects").json()["title"] == "Method Not Allowed"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
-from lmcache.cli import query_fleet
+from lmcache.cli import query_fleet, quota
 from lmcache.cli.main import main
 
 
@@ -81,6 +82,32 @@ def test_servers_of_a_fleet_are_rows(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert asked == [("http://c:9300", "GET", "/fleet"), ("http://s:8080", "GET", "/fleet")]
 
 
+def test_a_coordinator_that_never_answered_is_no_empty_fleet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = fleet_answer(servers=[], coordinator="http://c:9300", problem="nothing answers at http://c:9300.")
+    monkeypatch.setattr(query_fleet, "request", lambda *_, **__: away)
+    assert main(["query", "--servers"]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == (
+        "",
+        1,
+    ) and "cannot be asked: nothing answers at http://c:9300." in said.err
+
+
+def test_quotas_of_a_fleet_are_set_and_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"cache_salt": "s", "limit_gb": 5.0, "current_usage_gb": 1.5, "exists": True, "behind": ["b", "a"]}
+    monkeypatch.setattr(
+        quota, "request", lambda url, method, *_, **__: entry if method == "PUT" else {"quotas": [entry]}
+    )
+    assert main(["quota", "set", "s", "5", "--url", "http://c:9300"]) == 0
+    assert re.search(r"Takes on all servers: +1.500 GB\nWas set: +yes\nNot told yet: +a, b\n", capsys.readouterr().out)
+    assert main(["quota", "list", "--url", "http://c:9300", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"] == {"quotas": [entry], "behind": ["a", "b"]}
+
+
 def test_servers_of_a_fleet_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(query_fleet, "request", lambda *_, **__: fleet_answer())
     assert main(["query", "--servers", "--format", "json"]) == 0
@@ -136,6 +163,7 @@ def test_another_server_is_no_coordinator(monkeypatch: pytest.MonkeyPatch, capsy
         ),
         (["--eviction-ratio", "0.5"], "--eviction-ratio is not built yet: each server keeps the quotas"),
         (["--port", "x"], "--port must be a whole number"),
+        (["--host", "192.0.2.1"], "Cannot assign requested address; choose another --port or --host."),
         (["--host", "ipc:///path"], "--host must be a host name or an address"),
         (["--checkpoint-path", "/proc/none/file"], "--checkpoint-path /proc/none/file cannot be written"),
         (

@@ -76,7 +76,7 @@ def test_help_lists_every_command_and_each_has_help(capsys: pytest.CaptureFixtur
 def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, err = run(capsys, *name.split(), "--any", "thing")
     assert (code, out) == (2, "")
-    assert err.startswith(f"lmcache {name} is not built yet")
+    assert err.startswith(f"lmcache: There is no lmcache {name}: ")
     assert err.count("\n") == 1
 
 
@@ -96,7 +96,7 @@ def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         (["ping", "--timeout", "soon"], "--timeout must be a number of seconds, got 'soon'."),
         (["ping", "--timeout", "0"], "--timeout must be more than 0 seconds, got 0."),
         (["ping", "router"], "target must be one of kvcache, engine, got 'router'."),
-        (["ping", "--url", "ftp://x"], "--url must be like http://localhost:8080, got 'ftp://x'."),
+        (["ping", "--url", "ftp://x"], "--url must be like http://HOST:PORT, got 'ftp://x'."),
         (["ping", "--url", "http://x:99999"], "--url must be like"),
         (["--format", "xml", "ping"], "--format must be one of terminal, json, got 'xml'."),
         (["--format", "xml", "server"], "--format must be one of terminal, json, got 'xml'."),

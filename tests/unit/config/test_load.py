@@ -192,8 +192,14 @@ def test_an_instance_id_may_be_forced_empty() -> None:
             "--p2p-transfer-engine must be one of auto, tcp, nixl, mooncake_te, got 'ucx'",
         ),
         (["--coordinator-event-transport=nats"], "--coordinator-event-transport must be one of http, valkey, kafka"),
+        (["--coordinator-advertise-ip=10.0.0.1:8080"], "write --coordinator-advertise-ip 10.0.0.1 --http-port 8080."),
+        (
+            ["--coordinator-advertise-ip=0.0.0.0"],
+            "--coordinator-advertise-ip must be a host name or an address that ot",
+        ),
+        (["--coordinator-advertise-ip=[::1]"], "--coordinator-advertise-ip must be a host name or an address that ot"),
         (["--instance-id=a/b"], "--instance-id must be at most 512 characters without slashes"),
-        (["--controller-port=9000"], "--controller-port is not built yet: `lmcache coordinator` is what there is"),
+        (["--controller-port=9000"], "--controller-port is not an option of lmcache server: `lmcache coordinator` is"),
         (["--max-local-cpu-size", "5"], "--max-local-cpu-size configures LMCache inside an engine, not a server: --l1"),
         (["--l1-size-gb", "-1"], "--l1-size-gb must be more than 0 GB, got -1."),
         (["--l1-size-gb", "0.000001"], "holds no object"),
@@ -439,6 +445,15 @@ def notes_on(*argv: str, environ: dict[str, str] | None = None, l2: L2Traits = V
             ["--coordinator-advertise-ip", "h"],
             "--coordinator-advertise-ip has no effect: there is no --coordinator-url.",
         ),
+        (["--instance-id", "a"], "--instance-id has no effect: there is neither --coordinator-url nor --kv-events-en"),
+        (
+            ["--p2p-advertise-url", "127.0.0.1:1", "--p2p-token-file", "t", "--p2p-without-token"],
+            "--p2p-without-token has no effect: peers need the token of --p2p-token-file.",
+        ),
+        (
+            ["--coordinator-url", "http://c:1", "--disable-http"],
+            "With --disable-http the coordinator cannot reach this",
+        ),
         (["--coordinator-heartbeat-interval", "9"], "--coordinator-heartbeat-interval has no effect: there is no --co"),
         (["--no-coordinator-event-reporting"], "event-reporting has no effect: there is no --coordinator-url."),
         (["--coordinator-event-flush-interval", "9"], "--coordinator-event-flush-interval has no effect: there is no"),
@@ -492,6 +507,9 @@ def test_notes_are_only_about_what_was_given() -> None:
     assert "every --l2-adapter verifies on its own threads" in note
     assert notes_on("--hash-algorithm", "builtin", environ={"PYTHONHASHSEED": "0"}) == []
     assert notes_on("--host", "ipc:///run/l") == []
+    assert notes_on("--instance-id", "a", "--kv-events-endpoint", "ipc:///run/e") == []
+    token = ("--p2p-advertise-url", "10.0.0.1:1", "--p2p-token-file", "t", "--p2p-without-token")
+    assert notes_on(*token, "--p2p-transfer-engine", "nixl") == []
     buffer = ("--eviction-policy", "noop", "--l2-store-policy", "skip_l1", "--eviction-trigger-watermark", "0.9")
     l2 = L2Traits(verifies_loads=True, drops_from_l1=True)
     assert notes_on(*buffer, "--eviction-ratio", "0.1", "--l2-adapter", ADAPTER, l2=l2) == []

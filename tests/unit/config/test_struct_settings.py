@@ -27,6 +27,7 @@ class Store(msgspec.Struct, kw_only=True):
         default_factory=lambda: os.environ.get("TEST_PASSWORD", "")
     )
     mode: Literal["single", "cluster"] = "single"
+    tier: Literal["", "hot"] = ""
     tls: Tls | None = None
     ratio: Annotated[float, Meta(gt=0)] | None = None
     workers: Annotated[int, Meta(ge=2)] = 2
@@ -67,6 +68,7 @@ def test_what_is_given_is_typed_and_the_rest_is_at_its_default(monkeypatch: pyte
         ({"ratio": None}, '"ratio" must be a number above 0; got None.'),
         ({"host": ""}, "\"host\" must be a non-empty string; got ''."),
         ({"mode": "singel"}, "\"mode\" must be one of single, cluster (did you mean single?); got 'singel'."),
+        ({"tier": "Hot"}, "\"tier\" must be one of hot, or empty (did you mean hot?); got 'Hot'."),
         ({"tls": True}, '"tls" must be an object with the key "ca_file"; got True.'),
         ({"tls": {}}, '"tls": the key "ca_file" is required.'),
         ({"tls": {"ca_file": 1}}, '"tls": "ca_file" must be a string; got 1.'),
@@ -93,7 +95,7 @@ def test_all_that_is_wrong_is_reported_at_once() -> None:
 
 def test_keys_are_described_for_help() -> None:
     keys = {key.name: key for key in keys_of(Store, frozenset({"number"}))}
-    assert list(keys) == ["host", "port", "password", "mode", "tls", "ratio", "workers", "names"]
+    assert list(keys) == ["host", "port", "password", "mode", "tier", "tls", "ratio", "workers", "names"]
     assert (keys["host"].required, keys["host"].description) == (True, "where it is")
     assert (keys["port"].required, keys["port"].default) == (False, 6379)
     assert keys["mode"].choices == ("single", "cluster")

@@ -105,6 +105,18 @@ def test_everything_but_reading_counts_as_a_change(fleet: Fleet) -> None:
             assert (operation.access is Access.READ) == (operation.path in reads), operation
 
 
+def test_what_a_server_is_asked_for_names_who_does_not_have_it(here: TestClient) -> None:
+    sentence = here.get("/healthcheck").json()["detail"]
+    assert sentence == "There is nothing at /healthcheck of a coordinator; GET / lists what there is."
+
+
+def test_a_server_whose_heartbeats_are_too_rare_is_said(here: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    for name, seconds in (("a", 29.9), ("b", "60"), ("c", 30)):
+        here.post("/instances", json={**REGISTERED, "instance_id": name, "metadata": {"heartbeat_seconds": seconds}})
+    (said,) = [record.getMessage() for record in caplog.records if "--instance-timeout" in record.getMessage()]
+    assert said.startswith("c sends a heartbeat every 30 s, and is gone here after 30 s of silence: ")
+
+
 def test_a_server_joins_lives_and_leaves(here: TestClient) -> None:
     assert here.put("/instances/a/heartbeat").status_code == 404
     assert here.post("/instances", json=REGISTERED).json() == {
@@ -452,6 +464,7 @@ def faulty(*_: object, **__: object) -> None:
         ("/directory/lookup", {"token_ids": [1] * 132, "model_name": "m", "world_size": 512}, "16896 objects"),
         ("/instances", {"http_port": 1}, "ip"),
         ("/instances", {**REGISTERED, "ip": "127.0.0.1/x?"}, "ip"),
+        ("/instances", {**REGISTERED, "ip": "127.0.0.1:8080"}, "ip"),
         ("/instances", {**REGISTERED, "instance_id": "a/b"}, "instance_id"),
         ("/instances", {**REGISTERED, "metadata": {"k": "v" * 5000}}, "metadata"),
         ("/directory/lookup", {}, "either"),

@@ -110,7 +110,7 @@ def test_a_move_takes_from_the_source_what_the_target_has_in_that_namespace(coor
             return {"chunks": chunks, "namespaces": [first, second]}
         if method == "DELETE":
             deleted.extend(body["keys"])
-            return {"deleted": len(body["keys"]), "skipped": 0}
+            return {"deleted": 0, "skipped": 1}
         return msgspec.to_builtins(m.JobStatus("r", "prefetch", "done", True, 1, 1, 0, "", 0.1))
 
     coordinator.answer = answer
@@ -124,6 +124,7 @@ def test_a_move_takes_from_the_source_what_the_target_has_in_that_namespace(coor
     until(lambda: job.has_ended)
     assert deleted == [f"{first}/{chunk_hash}"]
     assert (job.done, job.failed) == (1, 1)
+    assert job.detail.endswith("1 of them were not deleted at a: pinned, being read, or gone already.")
 
 
 def test_a_server_with_two_names_keeps_what_is_moved_from_one_to_the_other(coordinator: Coordinator) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache.core import limits
 from lmcache.peers.access import CHALLENGE, CLIENT, prove
 from lmcache.peers.protocol import HEADER, MAGIC, NONCE_BYTES, PROTOCOL_VERSION, Challenge, Hello, Introduction, Kind
 from lmcache.peers.sockets import PeerRefused, PeerSocket, within
@@ -60,6 +61,22 @@ def test_others_get_nothing_and_both_logs_say_why(
 
     with caplog.at_level(logging.INFO, "lmcache.peers"):
         run(test)
+
+
+def test_who_is_not_reached_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PEER_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(limits, "MAX_PEER_RETRY_SECONDS", 0.004)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+
+    async def test() -> None:
+        async with reading([nobody], connects=False):
+            await until_true(lambda: len(caplog.messages) > 10)
+
+    with caplog.at_level(logging.DEBUG, "lmcache.peers"):
+        run(test)
+    said = [record.levelno for record in caplog.records if f"The peer {nobody} is not reached: " in record.getMessage()]
+    assert said[:2] == [logging.DEBUG, logging.INFO] and set(said[2:]) == {logging.DEBUG}
 
 
 def test_a_token_that_is_replaced_counts_from_the_next_connection_on(tmp_path: Path) -> None:

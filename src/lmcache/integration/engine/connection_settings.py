@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -109,12 +110,15 @@ def _curve(extra: Mapping[str, Any]) -> CurveFiles | None:
     return files
 
 
-def read_seconds(extra: Mapping[str, Any], key: str, default: Default) -> float | Default:
+def read_seconds(
+    extra: Mapping[str, Any], key: str, default: Default, most_seconds: float = sys.float_info.max
+) -> float | Default:
     if key not in extra:
         return default
     seconds = _number(extra[key])
-    if not 0 < seconds < math.inf:
-        raise ConfigError(f"{key} is {extra[key]!r}; it must be a number of seconds above 0.")
+    if not 0 < seconds <= most_seconds:
+        most = f" and at most {most_seconds:g}" * (most_seconds < sys.float_info.max)
+        raise ConfigError(f"{key} is {extra[key]!r}; it must be a number of seconds above 0{most}.")
     return seconds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import socket
 import ssl
@@ -12,6 +13,8 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from lmcache.errors import ConfigError, ServerUnavailable
+
+log = logging.getLogger("lmcache.engine")
 
 TYPE_VARIABLE = "LMCACHE_REQUEST_TELEMETRY_TYPE"
 ENDPOINT_VARIABLE = "LMCACHE_REQUEST_TELEMETRY_ENDPOINT"
@@ -42,6 +45,8 @@ class TelemetryEndpoint:
         if kind not in _TYPES:
             raise ConfigError(f"{TYPE_VARIABLE} is {kind!r}; it must be one of {', '.join(_TYPES)}.")
         if kind == "noop":
+            if environ.get(ENDPOINT_VARIABLE) and not environ.get(TYPE_VARIABLE):
+                log.warning("%s has no effect: %s is not fastapi", ENDPOINT_VARIABLE, TYPE_VARIABLE)
             return None
         return cls.of(environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT)
 

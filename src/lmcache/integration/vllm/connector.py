@@ -227,6 +227,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _events(self, client: Client) -> KVEvents | None:
         if not publishes_events(self._vllm_config):
+            if self._settings.events_shared_l2:
+                log.warning("lmcache.mp.kv_events_shared_l2 has no effect, as --kv-events-config turns no events on")
             return None
         events = installed_events()
         if events is None:

@@ -50,4 +50,5 @@ def in_process_settings(extra: Mapping[str, Any], environ: Mapping[str, str], en
     name = hashlib.sha256(_REPLICA.sub("", engine_id).encode()).hexdigest()[:16]
     options = [*translation.options, *private_server_options(connector)]
     order = private_order(name, options, server_environment(environ, options, translation))
-    return replace(ConnectorSettings.read(without_autostart(connector)), url=order.url, autostart=order)
+    settings = ConnectorSettings.read(without_autostart(connector), has_own_server=True)
+    return replace(settings, url=order.url, autostart=order)

@@ -13,6 +13,7 @@ from lmcache.client.client import Client
 from lmcache.client.engine_environment import ENGINE_SYSTEM, EngineEnvironment
 from lmcache.client.lookup_client import LOOKUP_SECONDS
 from lmcache.core.key import SERDE_NAME
+from lmcache.core.limits import MAX_HANDOVER_WAIT_SECONDS
 from lmcache.errors import ConfigError
 from lmcache.integration.engine.connection_settings import (
     CURVE_KEYS,
@@ -93,14 +94,14 @@ class ConnectorSettings(ConnectionSettings):
         return super().client(on_new_server, environment, quiet_start=quiet_start or self.autostart is not None)
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
-        """ConfigError names the key and what it may be."""
+    def read(cls, extra: Mapping[str, Any], *, has_own_server: bool = False) -> ConnectorSettings:
+        """ConfigError names the key and what it may be. `has_own_server`: one is started, whatever `autostart` says."""
         warn_of_unknown_keys(extra, "kv_connector_extra_config", _KEYS)
         connection = read_connection(extra)
         url, curve = connection["url"], connection["curve"]
         starts = read_flag(extra, _AUTOSTART, default=False)
-        for key in (_SERVER_ARGS, _KEEP):
-            if extra.get(key) and not starts:
+        for key in (_SERVER_ARGS, _KEEP, _WAIT_TIMEOUT):
+            if extra.get(key) and not (starts or has_own_server):
                 log.warning("%s has no effect, as %s is not true", key, _AUTOSTART)
         return cls(
             **connection,
@@ -111,7 +112,9 @@ class ConnectorSettings(ConnectionSettings):
             autostart=_autostart(extra, url, curve) if starts else None,
             wait_timeout_seconds=read_seconds(extra, _WAIT_TIMEOUT, DEFAULT_WAIT_SECONDS),
             lookup_timeout_seconds=read_seconds(extra, _LOOKUP_TIMEOUT, LOOKUP_SECONDS),
-            handover_timeout_seconds=read_seconds(extra, _HANDOVER_TIMEOUT, HANDOVER_SECONDS),
+            handover_timeout_seconds=read_seconds(
+                extra, _HANDOVER_TIMEOUT, HANDOVER_SECONDS, MAX_HANDOVER_WAIT_SECONDS
+            ),
             events_shared_l2=read_flag(extra, _EVENTS_SHARED_L2, default=False),
         )
 

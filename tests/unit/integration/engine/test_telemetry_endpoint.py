@@ -141,6 +141,13 @@ def test_nobody_is_told_unless_it_is_asked_for(environ: dict[str, str]) -> None:
     assert TelemetryEndpoint.read(environ) is None
 
 
+def test_an_endpoint_without_a_type_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    assert TelemetryEndpoint.read({ENDPOINT_VARIABLE: "http://proxy:5768/"}) is None
+    assert caplog.messages == [f"{ENDPOINT_VARIABLE} has no effect: {TYPE_VARIABLE} is not fastapi"]
+    assert TelemetryEndpoint.read({TYPE_VARIABLE: "noop", ENDPOINT_VARIABLE: "http://proxy:5768/"}) is None
+    assert len(caplog.messages) == 1
+
+
 def test_an_endpoint_of_the_environment() -> None:
     given = {TYPE_VARIABLE: "fastapi", ENDPOINT_VARIABLE: "https://[::1]/a/b?c=d"}
     endpoint = TelemetryEndpoint.read(given)

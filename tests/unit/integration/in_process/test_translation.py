@@ -171,6 +171,23 @@ def test_every_key_of_lmcache_is_refused_by_name_wherever_it_stands(key: str, tm
     assert refusals({}, {"LMCACHE_CONFIG_FILE": str(file)}) == [f"{key} in {file} {rule}"]
 
 
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("enable_kv_events", "--kv-events-config of vLLM says"),
+        *(
+            ("enable_pd", "kv_role of engines"),
+            ("pd_role", "kv_role of engines"),
+            ("enable_xpyd", "kv_role of engines"),
+        ),
+        *(("transfer_channel", "--p2p-transfer-engine nixl"), ("nixl_role", '"type": "nixl_store"')),
+    ],
+)
+def test_what_there_is_instead_is_named(key: str, named: str) -> None:
+    (refusal,) = refusals({f"lmcache.{key}": "x"})
+    assert named in refusal
+
+
 def test_what_changes_nothing_here_is_no_reason_to_refuse() -> None:
     for key, value in IN_PROCESS_IDLE_VALUES.items():
         translate({f"lmcache.{key}": value}, {f"LMCACHE_{key.upper()}": value.title()})

@@ -21,6 +21,7 @@ from lmcache.integration.vllm import connector as module
 from lmcache.integration.vllm import vllm_v1_adapter as impl_module
 from lmcache.integration.vllm.connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
+from lmcache.integration.vllm.settings import ConnectorSettings
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
 from polling import until
 from support.telemetry_proxy import telemetry_proxy
@@ -187,6 +188,13 @@ def test_an_engine_that_lacks_something_is_said_once_and_goes_on(
     assert scheduler.request_finished(request, []) == (False, None)
     for side in (worker, scheduler):
         side.shutdown()
+
+
+def test_where_events_are_off_what_is_said_of_them_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    settings = ConnectorSettings.read({"lmcache.mp.kv_events_shared_l2": True})
+    engine = connector(_vllm_config=SimpleNamespace(kv_events_config=None), _settings=settings)
+    assert engine._events(None) is None  # noqa: SLF001
+    assert "lmcache.mp.kv_events_shared_l2 has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(

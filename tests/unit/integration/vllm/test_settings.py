@@ -58,6 +58,7 @@ def test_the_transfer_mode_is_taken(mode: str) -> None:
         ("lmcache.mp.autostart.wait_timeout", 0, "seconds above 0"),
         ("lmcache.mp.lookup_timeout", -1, "seconds above 0"),
         ("lmcache.mp.handover_timeout", "soon", "seconds above 0"),
+        ("lmcache.mp.handover_timeout", 31, "a number of seconds above 0 and at most 30"),
         ("lmcache.mp.autostart.server_args", "--l2-adapter '{", "cannot be split into words, no closing quotation"),
         ("lmcache.mp.kv_events_shared_l2", "perhaps", "true or false"),
         ("lmcache.mp.lossy_serde", True, "the name of a lossy serde"),
@@ -105,6 +106,11 @@ def test_arguments_of_the_server_are_checked_with_the_other_keys(arguments: obje
 
 
 def test_what_is_said_of_a_server_that_nobody_starts_is_without_effect(caplog: pytest.LogCaptureFixture) -> None:
-    ConnectorSettings.read({"lmcache.mp.autostart.server_args": "--l1-size-gb 50", "lmcache.mp.autostart.keep": False})
-    assert "lmcache.mp.autostart.server_args has no effect, as lmcache.mp.autostart is not true" in caplog.text
+    given = {"lmcache.mp.autostart.server_args": "--l1-size-gb 50", "lmcache.mp.autostart.wait_timeout": 5}
+    ConnectorSettings.read({**given, "lmcache.mp.autostart.keep": False})
+    for key in given:
+        assert f"{key} has no effect, as lmcache.mp.autostart is not true" in caplog.text
     assert "keep" not in caplog.text
+    caplog.clear()
+    assert ConnectorSettings.read(given, has_own_server=True).wait_timeout_seconds == 5.0
+    assert not caplog.text
