@@ -7,7 +7,7 @@ import contextlib
 import logging
 import mmap
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -42,6 +42,10 @@ _RATE_SHARE = 0.25  # of the latest transfer, in the measured rate
 _LEAST_TIME_SHARE = 0.1  # of a load's time, that is left when it begins
 
 
+class NothingGiven(Exception):
+    """What a peer said it has was not there when it was read: once it may have evicted that, in a row it lies."""
+
+
 @dataclass(frozen=True)
 class PeerContext:
     """What all peers share. Belongs to the storage loop."""
@@ -56,6 +60,7 @@ class PeerContext:
     library: LibraryProcess | None  # that reads from peers into L1
     l1_address: int = 0
     l1_bytes: int = 0
+    forget: Callable[[Peer], None] = lambda peer: None  # what it said before it was started anew
 
     def breaker(self) -> CircuitBreaker:
         return CircuitBreaker(
@@ -166,6 +171,8 @@ class Peer:
         if identity.epoch != self._last_epoch:  # a server that was started anew is judged anew
             self._last_epoch = identity.epoch
             self._lookup_breaker, self._load_breaker = self._context.breaker(), self._context.breaker()
+            self._rate = limits.PEER_FIRST_RATE
+            self._context.forget(self)  # its leases have the numbers of those before
         log.info("The peer %s is connected, frames come by %s", self.address, (self._direct or self._tcp).name)
 
     def _direct_way(
@@ -205,7 +212,7 @@ class Peer:
         sock, identity = await connect(self._host, self._port, self._context.introducer)
         if self.identity is None or identity.epoch != self.identity.epoch:
             sock.close()
-            raise ProtocolError("it has been started anew")
+            raise EOFError("its connection ended, or it has been started anew")
         return sock
 
     # ---- lookups -----------------------------------------------------------------------------------------------------
@@ -322,7 +329,9 @@ class Peer:
             left = [index for index in left if outcomes[index] is LoadOutcome.FAILED]
             if not left:
                 break
-        if LoadOutcome.FAILED not in outcomes:
+        if LoadOutcome.LOADED not in outcomes and LoadOutcome.FAILED not in outcomes:
+            self._failed(self._load_breaker, NothingGiven("it gives nothing of what it says it has"))
+        elif LoadOutcome.FAILED not in outcomes:
             self._load_breaker.succeeded()
             came = (outcome is LoadOutcome.LOADED for outcome in outcomes)
             came_bytes = sum(buffer.nbytes for buffer in compress(transfer.buffers, came))
@@ -356,9 +365,11 @@ class Peer:
             return
         is_late = isinstance(fault, asyncio.TimeoutError | TimeoutError)
         reason = "deadline" if is_late else "protocol" if isinstance(fault, ProtocolError) else "connection"
+        if isinstance(fault, NothingGiven):
+            reason = "nothing_given"
         self._figures["failures"] += 1
         self._context.metrics.p2p_failures.labels(reason).inc()
-        if breaker.failed(at_once=reason != "connection"):
+        if breaker.failed(at_once=reason in ("deadline", "protocol")):
             sentence = "it did not answer in time" if is_late else str(fault) or "the connection ended"
             log.warning("The peer %s is left alone for %.0f s: %s", self.address, breaker.open_seconds, sentence)
 
