@@ -101,6 +101,7 @@ class Peer:
         self._lost = asyncio.Event()
         self._refusal = ""
         self._last_epoch = b""
+        self._level = logging.INFO  # of what is logged of its connection: not without end where that ends at once
         self._background: set[asyncio.Task[None]] = set()
         self._figures = {"lookups": 0, "hits": 0, "received_bytes": 0, "failures": 0}
         self._keeper: asyncio.Task[None] | None = None
@@ -156,9 +157,10 @@ class Peer:
                 log.exception("The connection to the peer %s ended by a fault", self.address)
             finally:
                 await self._let_go()
-            await asyncio.sleep(pause_seconds)
             lasted_seconds = self._context.clock.monotonic() - connected_at
+            await asyncio.sleep(pause_seconds)
             is_stable = lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS  # not one that is cut off again and again
+            self._level = logging.INFO if is_stable else logging.DEBUG
             longer_seconds = min(2 * pause_seconds, limits.MAX_PEER_RETRY_SECONDS)
             pause_seconds = limits.PEER_RETRY_SECONDS if is_stable else longer_seconds
 
@@ -170,10 +172,14 @@ class Peer:
         self.identity = identity
         if identity.epoch != self._last_epoch:  # a server that was started anew is judged anew
             self._last_epoch = identity.epoch
+            self._level = logging.INFO
             self._lookup_breaker, self._load_breaker = self._context.breaker(), self._context.breaker()
             self._rate = limits.PEER_FIRST_RATE
             self._context.forget(self)  # its leases have the numbers of those before
-        log.info("The peer %s is connected, frames come by %s", self.address, (self._direct or self._tcp).name)
+        log.log(
+            *(self._level, "The peer %s is connected, frames come by %s", self.address),
+            (self._direct or self._tcp).name,
+        )
 
     def _direct_way(
         self, identity: Identity, lookups: LookupConnection
@@ -196,7 +202,7 @@ class Peer:
 
     def _on_lost(self, fault: BaseException | None) -> None:
         if fault is not None:
-            log.info("The connection to the peer %s ended: %s", self.address, fault)
+            log.log(self._level, "The connection to the peer %s ended: %s", self.address, fault)
         self._lost.set()
 
     async def _let_go(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -93,6 +94,22 @@ def test_addresses_have_no_case() -> None:
     run(test)
 
 
+def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that has addresses of IPv6 and IPv4, of a server that listens at the latter alone: nobody is at port 1."""
+    resolve = socket.getaddrinfo
+
+    def resolve_two(host: str, port: int, **options: int) -> list[object]:
+        return [*resolve(host, 1, **options), *resolve(host, port, **options)]
+
+    async def test() -> None:
+        with holding(WANTED) as (holder,):
+            monkeypatch.setattr(socket, "getaddrinfo", resolve_two)
+            async with reading([holder.address]) as reader:
+                await reader.gets(WANTED)
+
+    run(test)
+
+
 # ---- connections that end --------------------------------------------------------------------------------------------
 @contextlib.asynccontextmanager
 async def started_anew(reader: Reader, first: Holder) -> AsyncIterator[Holder]:
@@ -167,6 +184,28 @@ def test_a_peer_whose_connection_breaks_has_broken_no_rule() -> None:
                 assert not reader.peer(liar.address)["left_alone"]
 
     run(test)
+
+
+def test_a_peer_that_ends_each_connection_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PEER_RETRY_SECONDS", 0.5)
+    caplog.set_level("INFO", "lmcache.peers")
+
+    async def test() -> None:
+        connections = 0
+
+        async def script(liar: Liar, sock: PeerSocket) -> None:
+            nonlocal connections
+            connections += 1
+            await liar.introducer.accept(sock)
+
+        with holding([]) as (honest,):
+            async with Liar(script, honest) as liar, reading([liar.address], connects=False):
+                await until_true(lambda: connections == 5)
+
+    run(test)
+    assert len(caplog.messages) == 2
 
 
 def test_a_server_with_all_its_connections_says_so(
