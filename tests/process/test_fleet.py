@@ -116,7 +116,7 @@ def test_the_directory_says_where_and_follows(tmp_path: Path) -> None:
 
 
 def test_servers_of_a_fleet_load_from_each_other(tmp_path: Path) -> None:
-    """Nobody names the peers: the coordinator does, and it may be away afterwards."""
+    """Nobody names the peers: the coordinator does, and it may be away afterwards, or know nobody at first."""
     with fleet(tmp_path, ()) as (coordinator, _), contextlib.ExitStack() as running:
         servers = []
         for name in ("a", "b"):
@@ -141,6 +141,13 @@ def test_servers_of_a_fleet_load_from_each_other(tmp_path: Path) -> None:
 
         until(all_come)
         assert servers[1].metric("lmcache_mp_p2p_received_bytes_total") > 0
+        with CoordinatorProcess(tmp_path, port=coordinator.port, log_name="again.log") as again:
+            again.wait_ready()
+            until(lambda: joined(again) == {"a", "b"})
+            until(lambda: all(server.metric("lmcache_mp_coordinator_members") == 2 for server in servers))
+            until(lambda: all(server.metric("lmcache_mp_p2p_peers") == 1 for server in servers))
+            assert all(server.log().count("is connected, frames come by") == 1 for server in servers)
+            assert again.stop() == 0
 
 
 def usage_of(coordinator: CoordinatorProcess) -> list[dict[str, Any]]:

@@ -121,8 +121,9 @@ MAX_QUARANTINE_BYTES = 256 * MIB
 MAX_PREFETCHES_WAITING = 4096  # for a place, or for adapters
 
 # peers
-MAX_PEERS = 256  # members, those that requests name included
-MAX_PEER_CONNECTIONS = 1024  # of others to this server
+MAX_PEERS = 256  # members; what is beyond is left out
+PEER_UNNAMED_SECONDS = 60.0  # that a connected peer is kept when no coordinator names it any more
+MAX_PEER_CONNECTIONS = 2048  # of others to this server
 MAX_PEER_HANDSHAKES = 64  # connections of others that have not done theirs
 MAX_PEER_KEYS = 16_384  # of one lookup
 MAX_PEER_READ_KEYS = 256  # of one read
@@ -235,6 +236,7 @@ assert FRAME_HEADER_BYTES < MAX_PAYLOAD_PART_BYTES < MAX_MESSAGE_BYTES
 assert MAX_PAYLOAD_PART_BYTES <= PAYLOAD_WINDOW_BYTES <= MAX_PAYLOAD_BYTES_PER_WORKER // 2 <= MAX_PAYLOAD_BYTES
 
 assert MAX_PEER_KEYS * 64 + MIB <= MAX_PEER_MESSAGE_BYTES and MAX_L2_BATCH_OBJECTS <= MAX_PEER_READ_KEYS
+assert MAX_PEERS * (1 + MAX_PEER_READS) + MAX_PEER_HANDSHAKES <= MAX_PEER_CONNECTIONS
 assert MAX_PEER_READS <= MAX_PEER_SENDS < PEER_SEND_THREADS and MAX_PEER_READS <= MAX_PEER_LOADS
 assert L2_MAX_WAITS_IN_FLIGHT < MAX_PEER_LOOKUPS
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,10 @@ from lmcache.telemetry.metrics import P2PMetrics
 log = logging.getLogger("lmcache.peers")
 
 _LOAD_SHARE = 0.9  # of the time of a load: what runs into the deadline of the whole call would suspend all peers
+_TOO_MANY = (
+    f"A server has {limits.MAX_PEERS} peers at most, others are left out: give groups of servers a coordinator, or "
+    "--p2p-peers, of their own."
+)
 _WAIT_MARGIN = 0.1  # of a wait that was asked for, until its answer is there
 
 
@@ -63,6 +67,9 @@ class PeersAdapter(Adapter):
         self._metrics = metrics
         self._clock = clock
         self._peers: dict[str, Peer] = {}
+        self._members: Sequence[str] = config.members  # as they were given last
+        self._unnamed_since: dict[str, float] = {}  # peers that are no members any more, in the loop's time
+        self._left_out: set[str] = set()  # sentences that have been said
         self._placements: Placements[Peer] = Placements(clock, Peer.release)
         self._late: set[asyncio.Task[None]] = set()  # lookups that nobody waits for any more
         self._threads: CallThreads | None = None
@@ -85,6 +92,7 @@ class PeersAdapter(Adapter):
             library=self._library,
             l1_address=self._l1.address if self._l1 is not None else 0,
             l1_bytes=self._l1.size_bytes if self._l1 is not None else 0,
+            forget=self._placements.forget_peer,
         )
         if self._library is not None:  # the deadline of loads, which `open` has, is not for imports
             self._starting = asyncio.ensure_future(self._library.start())
@@ -102,40 +110,71 @@ class PeersAdapter(Adapter):
         asyncio.run_coroutine_threadsafe(self.ready(), self._loop).result(2 * START_SECONDS)
 
     def set_members(self, addresses: Iterable[str]) -> None:
-        """The peers from now on, HOST:PORT each, beside those of --p2p-peers. Any thread, after `open`; without effect
-        after `close`."""
+        """The peers from now on, HOST:PORT each, beside those of --p2p-peers. One that is not named any more is left
+        when its connection has ended, or after PEER_UNNAMED_SECONDS. Any thread, after `open`; without effect after
+        `close`."""
         assert self._loop is not None
         members = [*self._config.members, *addresses]
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(lambda: spawn(self._set_members(members), "peer-members"))
+            self._loop.call_soon_threadsafe(self._begin_members, members)
+
+    def _begin_members(self, addresses: Sequence[str]) -> None:
+        self._members = addresses
+        spawn(self._set_members(addresses), "peer-members")
 
     async def _set_members(self, addresses: Iterable[str]) -> None:
         if self._ending is not None:
             return
-        wanted: dict[str, tuple[str, int]] = {}
-        for address in addresses:
-            try:
-                host, port = host_and_port("A peer", address)
-            except ConfigError as error:
-                log.warning("%s It is left out.", error)
-                continue
-            if self._config.this_host_alone and not is_loopback(host):
-                log.warning(
-                    "The peer %s is left out: others than those of this host need --p2p-token-file or "
-                    "--p2p-without-token.",
-                    address,
-                )
-                continue
-            wanted[host_port(host, port)] = host, port
-        wanted.pop(self._introducer.identity.address, None)
-        leaving = [self._peers.pop(name) for name in self._peers.keys() - wanted.keys()]
+        wanted, left_out = self._members_of(addresses)
+        leaving = [self._peers.pop(name) for name in self._unnamed_too_long(wanted)]
         for name, (host, port) in wanted.items():
             if name not in self._peers and len(self._peers) < limits.MAX_PEERS:
                 self._peers[name] = Peer(host, port, name, self._context)
                 self._peers[name].start()
+        if not wanted.keys() <= self._peers.keys():
+            left_out.add(_TOO_MANY)
+        for sentence in sorted(left_out - self._left_out):
+            log.warning("%s", sentence)
+        self._left_out = left_out
         for peer in leaving:
             self._placements.forget_peer(peer)
         await asyncio.gather(*(peer.close() for peer in leaving))
+
+    def _members_of(self, addresses: Iterable[str]) -> tuple[dict[str, tuple[str, int]], set[str]]:
+        """Host and port of each, by its name; and a sentence for each that is left out."""
+        wanted: dict[str, tuple[str, int]] = {}
+        left_out: set[str] = set()
+        for address in addresses:
+            try:
+                host, port = host_and_port("A peer", address)
+            except ConfigError as error:
+                left_out.add(f"{error} It is left out.")
+                continue
+            if self._config.this_host_alone and not is_loopback(host):
+                left_out.add(
+                    f"The peer {address} is left out: others than those of this host need --p2p-token-file or "
+                    "--p2p-without-token."
+                )
+                continue
+            wanted[_name(host, port)] = host, port
+        wanted.pop(self._introducer.identity.address.lower(), None)
+        return wanted, left_out
+
+    def _unnamed_too_long(self, wanted: Collection[str]) -> list[str]:
+        """Members to leave. A coordinator that was started again names nobody until all have joined it again: those
+        that are connected are kept for a while."""
+        assert self._loop is not None
+        now_seconds = self._loop.time()
+        unnamed = self._peers.keys() - wanted
+        self._unnamed_since = {name: self._unnamed_since.get(name, now_seconds) for name in unnamed}
+        too_long = [
+            name
+            for name, since_seconds in self._unnamed_since.items()
+            if self._peers[name].identity is None or now_seconds - since_seconds >= limits.PEER_UNNAMED_SECONDS
+        ]
+        if len(too_long) < len(self._unnamed_since):
+            self._loop.call_later(limits.PEER_UNNAMED_SECONDS + 1, lambda: self._begin_members(self._members))
+        return too_long
 
     def end_loads(self) -> None:
         """`EndsLoads`: a peer that does not answer keeps no server from ending."""
@@ -201,8 +240,8 @@ class PeersAdapter(Adapter):
             if not is_waiting:
                 peer.release(answer.lease)
                 return
-            self._placements.add(peer, answer.lease, keys, answer.sizes, answer.slots)
-            take(answer)
+            if self._placements.add(peer, answer.lease, keys, answer.sizes, answer.slots):
+                take(answer)
 
         asking = {spawn(ask(peer), "peer-lookup") for peer in peers if peer.may_ask}
         if not asking:
@@ -221,7 +260,7 @@ class PeersAdapter(Adapter):
     def _named(self, hint: Hint) -> Peer | None:
         """The peer that a hint means, if it is a member and has not been started anew since."""
         try:
-            peer = self._peers.get(host_port(*host_and_port("The hint", hint.address)))
+            peer = self._peers.get(_name(*host_and_port("The hint", hint.address)))
         except ConfigError:
             return None
         if peer is None or peer.identity is None or (hint.epoch and hint.epoch != peer.identity.epoch):
@@ -297,6 +336,11 @@ class PeersAdapter(Adapter):
         assert not self._late, "Lookups at peers are under way"
         for peer in self._peers.values():
             peer.check_idle()
+
+
+def _name(host: str, port: int) -> str:
+    """Of a peer, as names of hosts have no case."""
+    return host_port(host, port).lower()
 
 
 def _transfer_of(share: Share[Peer], keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Transfer:

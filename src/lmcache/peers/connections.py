@@ -20,6 +20,7 @@ from lmcache.peers.protocol import Describe, Described, Found, Kind, Lookup, M, 
 from lmcache.peers.sockets import PeerRefused, PeerSocket, within
 
 _CLOSED = "the connections to it are closed"
+_MOST_ADDRESSES = 4  # of one name, that are tried
 
 
 async def connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSocket, Identity]:
@@ -29,14 +30,8 @@ async def connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSoc
 
 
 async def _connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSocket, Identity]:
+    sock = await _open(host, port)
     try:
-        found = await in_thread("peer-name", lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    except UnicodeError:  # a name that there cannot be
-        raise OSError(errno.EINVAL, f"{host} is no name of a host") from None
-    family, kind, protocol, _, address = found[0]
-    sock = PeerSocket(raw := socket.socket(family, kind, protocol))
-    try:
-        await asyncio.get_running_loop().sock_connect(raw, address)
         return sock, await introducer.connect(sock, host_port(host, port))
     except PeerRefused as refusal:
         await sock.refuse(0, str(refusal))  # for the log of the other side
@@ -45,6 +40,28 @@ async def _connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSo
     except BaseException:
         sock.close()
         raise
+
+
+async def _open(host: str, port: int) -> PeerSocket:
+    """Connected to the first address that answers: a name may have one of IPv6 where the peer listens at another."""
+    try:
+        found = await in_thread("peer-name", lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except UnicodeError:  # a name that there cannot be
+        raise OSError(errno.EINVAL, f"{host} is no name of a host") from None
+    fault: Exception = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
+    for family, kind, protocol, _, address in found[:_MOST_ADDRESSES]:
+        try:
+            sock = PeerSocket(raw := socket.socket(family, kind, protocol))
+            try:
+                connecting = asyncio.get_running_loop().sock_connect(raw, address)
+                await within(limits.PEER_HELLO_SECONDS / min(len(found), _MOST_ADDRESSES), connecting)
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+        except (OSError, asyncio.TimeoutError) as error:
+            fault = error
+    raise fault
 
 
 class LookupConnection:

@@ -151,6 +151,8 @@ class PeerListener:
             sock = PeerSocket(accepted)
             if len(self._connections) >= limits.MAX_PEER_CONNECTIONS:
                 sock.close()
+                if self._log_limiter.due("full"):
+                    log.warning("A peer is not served: %d connections are open already", len(self._connections))
                 continue
             if len(self._handshakes) >= limits.MAX_PEER_HANDSHAKES:
                 oldest = next(iter(self._handshakes))  # it has had its time

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import mmap
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -42,6 +42,10 @@ _RATE_SHARE = 0.25  # of the latest transfer, in the measured rate
 _LEAST_TIME_SHARE = 0.1  # of a load's time, that is left when it begins
 
 
+class NothingGiven(Exception):
+    """What a peer said it has was not there when it was read: once it may have evicted that, in a row it lies."""
+
+
 @dataclass(frozen=True)
 class PeerContext:
     """What all peers share. Belongs to the storage loop."""
@@ -56,6 +60,7 @@ class PeerContext:
     library: LibraryProcess | None  # that reads from peers into L1
     l1_address: int = 0
     l1_bytes: int = 0
+    forget: Callable[[Peer], None] = lambda peer: None  # what it said before it was started anew
 
     def breaker(self) -> CircuitBreaker:
         return CircuitBreaker(
@@ -96,6 +101,7 @@ class Peer:
         self._lost = asyncio.Event()
         self._refusal = ""
         self._last_epoch = b""
+        self._level = logging.INFO  # of what is logged of its connection: not without end where that ends at once
         self._background: set[asyncio.Task[None]] = set()
         self._figures = {"lookups": 0, "hits": 0, "received_bytes": 0, "failures": 0}
         self._keeper: asyncio.Task[None] | None = None
@@ -153,9 +159,10 @@ class Peer:
                 log.exception("The connection to the peer %s ended by a fault", self.address)
             finally:
                 await self._let_go()
-            await asyncio.sleep(pause_seconds)
             lasted_seconds = self._context.clock.monotonic() - connected_at
+            await asyncio.sleep(pause_seconds)
             is_stable = lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS  # not one that is cut off again and again
+            self._level = logging.INFO if is_stable else logging.DEBUG
             longer_seconds = min(2 * pause_seconds, limits.MAX_PEER_RETRY_SECONDS)
             pause_seconds = limits.PEER_RETRY_SECONDS if is_stable else longer_seconds
 
@@ -167,8 +174,14 @@ class Peer:
         self.identity = identity
         if identity.epoch != self._last_epoch:  # a server that was started anew is judged anew
             self._last_epoch = identity.epoch
+            self._level = logging.INFO
             self._lookup_breaker, self._load_breaker = self._context.breaker(), self._context.breaker()
-        log.info("The peer %s is connected, frames come by %s", self.address, (self._direct or self._tcp).name)
+            self._rate = limits.PEER_FIRST_RATE
+            self._context.forget(self)  # its leases have the numbers of those before
+        log.log(
+            *(self._level, "The peer %s is connected, frames come by %s", self.address),
+            (self._direct or self._tcp).name,
+        )
 
     def _direct_way(
         self, identity: Identity, lookups: LookupConnection
@@ -191,7 +204,7 @@ class Peer:
 
     def _on_lost(self, fault: BaseException | None) -> None:
         if fault is not None:
-            log.info("The connection to the peer %s ended: %s", self.address, fault)
+            log.log(self._level, "The connection to the peer %s ended: %s", self.address, fault)
         self._lost.set()
 
     async def _let_go(self) -> None:
@@ -207,7 +220,7 @@ class Peer:
         sock, identity = await connect(self._host, self._port, self._context.introducer)
         if self.identity is None or identity.epoch != self.identity.epoch:
             sock.close()
-            raise ProtocolError("it has been started anew")
+            raise EOFError("its connection ended, or it has been started anew")
         return sock
 
     # ---- lookups -----------------------------------------------------------------------------------------------------
@@ -324,7 +337,9 @@ class Peer:
             left = [index for index in left if outcomes[index] is LoadOutcome.FAILED]
             if not left:
                 break
-        if LoadOutcome.FAILED not in outcomes:
+        if LoadOutcome.LOADED not in outcomes and LoadOutcome.FAILED not in outcomes:
+            self._failed(self._load_breaker, NothingGiven("it gives nothing of what it says it has"))
+        elif LoadOutcome.FAILED not in outcomes:
             self._load_breaker.succeeded()
             came = (outcome is LoadOutcome.LOADED for outcome in outcomes)
             came_bytes = sum(buffer.nbytes for buffer in compress(transfer.buffers, came))
@@ -358,9 +373,11 @@ class Peer:
             return
         is_late = isinstance(fault, asyncio.TimeoutError | TimeoutError)
         reason = "deadline" if is_late else "protocol" if isinstance(fault, ProtocolError) else "connection"
+        if isinstance(fault, NothingGiven):
+            reason = "nothing_given"
         self._figures["failures"] += 1
         self._context.metrics.p2p_failures.labels(reason).inc()
-        if breaker.failed(at_once=reason != "connection"):
+        if breaker.failed(at_once=reason in ("deadline", "protocol")):
             sentence = "it did not answer in time" if is_late else str(fault) or "the connection ended"
             log.warning("The peer %s is left alone for %.0f s: %s", self.address, breaker.open_seconds, sentence)
 

@@ -65,8 +65,7 @@ class Peering:
         log.info("Peers are served at %s", self.listener.address)
 
     def set_members(self, addresses: Iterable[str]) -> None:
-        """Peers beside those of --p2p-peers, HOST:PORT each, in place of those before. Any thread, after the storage
-        loop has started."""
+        """As `PeersAdapter.set_members`, after the storage loop has started."""
         self._peers.set_members(addresses)
 
     def stop(self) -> bool:

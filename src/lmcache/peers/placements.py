@@ -4,10 +4,10 @@ the lease that came with the answer: a peer evicts by itself.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import chain, compress
 from typing import Generic, Protocol, TypeVar
 
 from lmcache.clock import Clock
@@ -58,38 +58,45 @@ class Placements(Generic[P]):
         """`release` ends a lease at its peer."""
         self._clock = clock
         self._release = release
-        self._holdings: deque[Holding[P]] = deque()  # about the first to end first
+        # None without objects, and about the first to end first. Each is in `_owners` under each of its objects.
+        self._holdings: OrderedDict[Holding[P], None] = OrderedDict()
+        self._owners: dict[ObjectKey, dict[Holding[P], None]] = {}
+        self._objects = 0
 
     def __len__(self) -> int:
         """Objects, one for each peer that has it."""
-        return sum(len(holding.places) for holding in self._holdings)
+        return self._objects
 
-    def add(self, peer: P, lease: int, keys: Sequence[ObjectKey], sizes: Sequence[int], slots: Sequence[int]) -> None:
-        """An answer that came just now: a size of 0 for what the peer lacks; `slots` may be empty."""
+    def add(self, peer: P, lease: int, keys: Sequence[ObjectKey], sizes: Sequence[int], slots: Sequence[int]) -> bool:
+        """An answer that came just now: a size of 0 for what the peer lacks; `slots` may be empty. False where it is
+        not remembered, so that nothing of it can be loaded."""
         self.end_expired()
         places = dict(compress(zip(keys, range(len(keys)), strict=True), sizes))
         is_full = len(self._holdings) >= limits.MAX_PEER_LEASES or len(self) + len(places) > limits.MAX_PEER_PLACEMENTS
         if not places or is_full:
             self._release(peer, lease)
-            return
+            return False
         ends_at = self._clock.monotonic() + limits.PEER_LEASE_SECONDS
-        self._holdings.append(Holding(peer, lease, ends_at, ends_at, places, sizes, slots))
+        holding = Holding(peer, lease, ends_at, ends_at, places, sizes, slots)
+        self._holdings[holding] = None
+        self._objects += len(places)
+        for key in places:
+            self._owners.setdefault(key, {})[holding] = None
+        return True
 
     def shares(self, keys: Sequence[ObjectKey], wanted: Sequence[int], without: Collection[P]) -> list[Share[P]]:
         """Who is to give what of the `wanted` positions of `keys`: who has the most of them, of those the one with the
         least on its way; then likewise for the rest. What none of them has is in no share."""
         shares: list[Share[P]] = []
-        holdings = [holding for holding in self._holdings if holding.places and holding.peer not in without]
         left = list(wanted)
-        while left and holdings:
-            left_keys = [keys[index] for index in left]
-            flags = [list(map(holding.places.__contains__, left_keys)) for holding in holdings]
-            best = max(range(len(holdings)), key=lambda at: (flags[at].count(True), -holdings[at].peer.in_flight_bytes))
-            if True not in flags[best]:
+        while left:
+            counts = Counter(chain.from_iterable(self._owners.get(keys[index], ()) for index in left))
+            owners = [holding for holding in counts if holding.peer not in without]
+            if not owners:
                 break
-            shares.append(Share(holdings[best], list(compress(left, flags[best]))))
-            left = [index for index, is_there in zip(left, flags[best], strict=True) if not is_there]
-            del holdings[best]
+            best = max(owners, key=lambda holding: (counts[holding], -holding.peer.in_flight_bytes))
+            shares.append(Share(best, [index for index in left if keys[index] in best.places]))
+            left = [index for index in left if keys[index] not in best.places]
         return shares
 
     def renew(self, holding: Holding[P]) -> bool:
@@ -102,25 +109,39 @@ class Placements(Generic[P]):
 
     def forget(self, keys: Sequence[ObjectKey]) -> None:
         """They have been loaded, or cannot be. Leases of which nothing is left end."""
-        for holding in self._holdings:
-            places = holding.places
-            if places:
-                deque(map(places.pop, keys, repeat(None)), maxlen=0)
-                if not places:
+        for key in keys:
+            owners = self._owners.pop(key, ())
+            self._objects -= len(owners)
+            for holding in owners:
+                del holding.places[key]
+                if not holding.places:
+                    del self._holdings[holding]
                     self._release(holding.peer, holding.lease)
 
     def end_expired(self) -> None:
         """At the peers these leases have ended, or end by themselves."""
         monotonic = self._clock.monotonic()
-        while self._holdings and (self._holdings[0].due_at <= monotonic or not self._holdings[0].places):
-            holding = self._holdings.popleft()
-            if holding.ends_at > monotonic and holding.places:  # renewed since
+        while self._holdings and (holding := next(iter(self._holdings))).due_at <= monotonic:
+            if holding.ends_at <= monotonic:
+                self._drop([holding])
+            else:  # renewed since
                 holding.due_at = holding.ends_at
-                self._holdings.append(holding)
+                self._holdings.move_to_end(holding)
 
     def forget_peer(self, peer: P) -> None:
-        """It has left."""
-        self._holdings = deque(holding for holding in self._holdings if holding.peer is not peer)
+        """It has left, or was started anew."""
+        self._drop([holding for holding in self._holdings if holding.peer is peer])
 
     def clear(self) -> None:
-        self._holdings.clear()
+        self._drop(list(self._holdings))
+
+    def _drop(self, holdings: Iterable[Holding[P]]) -> None:
+        """Without a word to their peers."""
+        for holding in holdings:
+            del self._holdings[holding]
+            self._objects -= len(holding.places)
+            for key in holding.places:
+                owners = self._owners[key]
+                del owners[holding]
+                if not owners:
+                    del self._owners[key]

@@ -39,7 +39,7 @@ MAX_MODELS_BEYOND = 64
 _ADAPTER = ("l2_name",)
 _TIERS = ("l1", "l2", "socket")
 _TRANSPORTS = ("tcp", "shared_memory", "nixl", "mooncake_te")
-_PEER_FAULTS = ("deadline", "protocol", "connection", "refused", "transfer_engine")
+_PEER_FAULTS = ("deadline", "protocol", "connection", "nothing_given", "refused", "transfer_engine")
 
 _THROUGHPUT_BUCKETS_GB = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 

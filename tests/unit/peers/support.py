@@ -72,13 +72,11 @@ class ToldLibrary(LibraryProcess):
         return self.tells(super().region)
 
 
-def library_of(transfer_engine: str, l1: L1Store, *, serves: bool) -> ToldLibrary | None:
+def library_of(transfer_engine: str, l1: L1Store, host: str, *, serves: bool) -> ToldLibrary | None:
     if not transfer_engine:
         return None
     memory = l1.memory
-    settings = LibrarySettings(
-        transfer_engine, memory.path, memory.size_bytes, memory.server_epoch, "127.0.0.1", serves
-    )
+    settings = LibrarySettings(transfer_engine, memory.path, memory.size_bytes, memory.server_epoch, host, serves)
     return ToldLibrary(settings, this_host_alone=True)
 
 
@@ -100,6 +98,7 @@ class Holder:
         clock: Clock | None = None,
         port: int = 0,
         transfer_engine: str = "",
+        library_host: str = "127.0.0.1",
     ) -> None:
         self.l1 = l1_of(slots)
         self.metrics = Metrics()
@@ -107,7 +106,7 @@ class Holder:
         listening = listen("127.0.0.1", port, "a test")
         self.address = f"127.0.0.1:{listening.getsockname()[1]}"
         known_as = identity(self.address, chunk_tokens=chunk_tokens, memory=self.l1, transfer_engine=transfer_engine)
-        self.library = library_of(transfer_engine, self.l1, serves=True)
+        self.library = library_of(transfer_engine, self.l1, library_host, serves=True)
         self.listener = PeerListener(
             listening,
             Introducer(known_as, token_file, os.urandom),
@@ -179,6 +178,7 @@ class Reader:
         lookup_seconds: float = 30.0,
         load_seconds: float = 30.0,
         transfer_engine: str = "",
+        library_host: str = "127.0.0.1",
     ) -> None:
         self.metrics = Metrics()
         config = PeersConfig(
@@ -192,7 +192,7 @@ class Reader:
         )
         self.is_inside = True  # buffers are in L1, where there is one
         self.l1 = l1_of(_READER_SLOTS) if transfer_engine else None
-        self.library = library_of(transfer_engine, self.l1, serves=False) if self.l1 is not None else None
+        self.library = library_of(transfer_engine, self.l1, library_host, serves=False) if self.l1 is not None else None
         introducer = Introducer(identity("127.0.0.1:1", chunk_tokens=chunk_tokens), token_file, os.urandom)
         memory = self.l1.memory if self.l1 is not None else None
         self.adapter = PeersAdapter(config, introducer, self.metrics.p2p, clock or SystemClock(), self.library, memory)

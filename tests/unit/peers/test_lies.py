@@ -214,6 +214,10 @@ async def in_read(sock: PeerSocket, number: int, count: int, what: str) -> None:
         body = b"\x92\xc4\x00" + b"\x91" * 100_000 + b"\x00"
         await sock.send_packed(HEADER.pack(MAGIC, Kind.FRAMES, 0, number, len(body)) + body)
         await silence()
+    if what == "nothing, slowly":
+        await asyncio.sleep(LOAD_SECONDS / 2)
+    if what in ("nothing", "nothing, slowly"):
+        sizes, frames = [0] * count, []
     await sock.send(Kind.FRAMES, number, Frames(array("Q", sizes).tobytes()))
     if what == "silence behind the sizes":
         await silence()
@@ -237,7 +241,7 @@ READ_LIES = [
     *("flipped bytes", "flipped headers", "zeros", "frames of other keys", "swapped frames", "huge frames"),
     *("small frames", "odd sizes", "fewer sizes", "cut", "silence", "endless", "another answer"),
     *("silence behind the sizes", "silence in the middle", "cut in the middle", "drop by drop"),
-    *("an element that nests deep", "more than was asked for"),
+    *("an element that nests deep", "more than was asked for", "nothing", "nothing, slowly"),
 ]
 
 

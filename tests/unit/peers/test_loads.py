@@ -190,20 +190,6 @@ def test_a_peer_that_was_started_anew_is_found_again() -> None:
     run(test)
 
 
-def test_members_come_and_go() -> None:
-    async def test() -> None:
-        with holding(keys(4)) as (holder,):
-            async with reading([], connects=False) as reader:
-                assert reader.adapter.status() == {"peers": []}
-                reader.adapter.set_members([holder.address, "nonsense", holder.address])
-                await until_true(lambda: len(reader.adapter.status()["peers"]) == 1)
-                await reader.connected(holder.address)
-                reader.adapter.set_members([])
-                await until_true(lambda: not reader.adapter.status()["peers"])
-
-    run(test)
-
-
 def test_a_hint_waits_for_chunks_that_are_being_stored() -> None:
     async def test() -> None:
         wanted = keys(8)

@@ -85,6 +85,36 @@ def test_beyond_the_limit_a_lease_is_given_back_at_once(monkeypatch: pytest.Monk
     assert stage.released == [("a", 2), ("a", 3)]
 
 
+def test_what_was_loaded_leaves_its_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_PEER_LEASES", 2)
+    stage, a = Stage(), Peer("a")
+    assert stage.placements.add(a, 1, KEYS, [1, 0, 0, 0, 0, 0], [])  # is not loaded
+    for lease in (2, 3):
+        assert stage.placements.add(a, lease, KEYS, [0, 1, 0, 0, 0, 0], [])
+        stage.placements.forget(KEYS[1:2])
+    assert stage.released == [("a", 2), ("a", 3)]
+    assert stage.placements.add(a, 4, KEYS, [0, 1, 0, 0, 0, 0], [])
+    assert not stage.placements.add(a, 5, KEYS, [0, 1, 0, 0, 0, 0], [])
+
+
+def test_answers_about_other_objects_cost_nothing() -> None:
+    """Counted by what is looked at, as a clock would tell what else the machine does."""
+    looked_at = 0
+
+    @dataclass(eq=False)
+    class Counting(Peer):
+        def __getattribute__(self, name: str) -> object:
+            nonlocal looked_at
+            looked_at += name == "in_flight_bytes"
+            return super().__getattribute__(name)
+
+    stage, peers = Stage(), [Counting(str(number)) for number in range(100)]
+    for peer in peers[1:]:
+        stage.placements.add(peer, 1, KEYS[:5], [1] * 5, [])
+    stage.placements.add(peers[0], 1, KEYS[5:], [1], [])
+    assert stage.shares([5]) == {"0": [5]} and looked_at == 1
+
+
 def test_a_share_is_read_in_parts() -> None:
     stage, a = Stage(), Peer("a")
     stage.placements.add(a, 1, KEYS, [1] * 6, [])
@@ -98,6 +128,6 @@ def test_a_peer_that_left_has_nothing() -> None:
     for lease, peer in enumerate((a, b)):
         stage.placements.add(peer, lease, KEYS, [1] * 6, [])
     stage.placements.forget_peer(a)
-    assert stage.shares([0]) == {"b": [0]}
+    assert stage.shares([0]) == {"b": [0]} and len(stage.placements) == 6
     stage.placements.clear()
-    assert stage.shares([0]) == {}
+    assert stage.shares([0]) == {} and len(stage.placements) == 0

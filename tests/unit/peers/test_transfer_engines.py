@@ -47,10 +47,10 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @contextlib.asynccontextmanager
-async def pair(engine: str) -> AsyncIterator[tuple[Holder, ToldLibrary, Reader]]:
-    with holding(WANTED, transfer_engine=engine) as (holder,):
+async def pair(engine: str, host: str = "127.0.0.1") -> AsyncIterator[tuple[Holder, ToldLibrary, Reader]]:
+    with holding(WANTED, transfer_engine=engine, library_host=host) as (holder,):
         assert holder.library is not None
-        async with reading([holder.address], transfer_engine=engine) as reader:
+        async with reading([holder.address], transfer_engine=engine, library_host=host) as reader:
             yield holder, holder.library, reader
 
 
@@ -96,6 +96,14 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
     "metadata that nests deep": lambda _: b"\x91" * 100_000,
     "a name that there cannot be": changed(name="\0" * 1000, metadata=b""),
 }
+
+
+def test_servers_at_ipv6_addresses_read_from_each_other(engine: str) -> None:
+    async def test() -> None:
+        async with pair(engine, "::1") as (_, _, reader):
+            await loads_by(engine, reader)
+
+    run(test)
 
 
 @pytest.mark.parametrize("what", LIES)

@@ -29,6 +29,7 @@ _STABLE_SECONDS = 60.0  # a process that ran so long begins with the shortest pa
 # Libraries tell their standard error each connection that ends; and UCX listens where peers can be at all.
 _QUIET = {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 _LOOPBACK = {"UCX_NET_DEVICES": "lo"}
+_IPV6 = {"MC_USE_IPV6": "1"}  # without it Mooncake knows no other server by such an address
 
 
 class LibraryProcess:
@@ -37,7 +38,7 @@ class LibraryProcess:
     def __init__(self, settings: LibrarySettings, *, this_host_alone: bool) -> None:
         self.engine = settings.engine
         self._settings = settings
-        self._environ = _LOOPBACK if this_host_alone else {}
+        self._environ = {**(_LOOPBACK if this_host_alone else {}), **(_IPV6 if ":" in settings.host else {})}
         self._life: _Life | None = None
         self._keeper: asyncio.Task[None] | None = None
 

@@ -1,0 +1,225 @@
+"""Who the peers of a server are, and what of one outlasts its connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from lmcache.core import limits
+from lmcache.core.hint import Hint
+from lmcache.peers.handshake import Introducer
+from lmcache.peers.protocol import Found, Kind, Lookup, decode
+from lmcache.peers.sockets import PeerSocket
+from lmcache.testing.frames import keys
+from unit.l2.support import run
+from unit.peers.support import Holder, Liar, Reader, holding, identity, known_to, reading, until_true
+
+pytestmark = pytest.mark.usefixtures("patient")
+
+WANTED, OTHERS = keys(8), keys(8, seed=5)
+
+
+def test_members_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PEER_UNNAMED_SECONDS", 0.0)
+
+    async def test() -> None:
+        with holding(WANTED) as (holder,):
+            async with reading([], connects=False) as reader:
+                assert reader.adapter.status() == {"peers": []}
+                reader.adapter.set_members([holder.address, "nonsense", holder.address])
+                await until_true(lambda: len(reader.adapter.status()["peers"]) == 1)
+                await reader.connected(holder.address)
+                reader.adapter.set_members([])
+                await until_true(lambda: not reader.adapter.status()["peers"])
+
+    run(test)
+
+
+def test_a_list_that_lacks_its_members_ends_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that was started again knows nobody until all have joined it again."""
+
+    async def test() -> None:
+        with holding(WANTED) as (holder,):
+            async with reading([], connects=False) as reader:
+                reader.adapter.set_members([holder.address])
+                await until_true(lambda: len(reader.adapter.status()["peers"]) == 1)
+                await reader.connected(holder.address)
+                await reader.finds(WANTED)
+                reader.adapter.set_members(["nonsense"])
+                await asyncio.sleep(0)  # what it does at once
+                await asyncio.sleep(0)
+                assert await reader.load(WANTED) == 8
+                reader.adapter.set_members([holder.address])
+                await reader.gets(WANTED)
+                monkeypatch.setattr(limits, "PEER_UNNAMED_SECONDS", 0.2)
+                reader.adapter.set_members([])
+                await until_true(lambda: not reader.adapter.status()["peers"])
+
+    run(test)
+
+
+def test_who_is_left_out_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(limits, "MAX_PEERS", 2)
+
+    async def test() -> None:
+        async with reading([], connects=False) as reader:
+            for rounds in range(1, 4):
+                reader.adapter.set_members([f"nonsense {rounds}", *(f"127.0.0.1:{port}" for port in range(1, 9))])
+                await until_true(lambda count=rounds: sum("nonsense" in text for text in caplog.messages) == count)
+            assert len(reader.adapter.status()["peers"]) == 2
+
+    run(test)
+    assert sum("peers at most" in text for text in caplog.messages) == 1
+
+
+def test_addresses_have_no_case() -> None:
+    async def test() -> None:
+        async def script(liar: Liar, sock: PeerSocket) -> None:
+            await liar.introducer.accept(sock)
+            await sock.receive()
+
+        with holding([]) as (honest,):
+            async with Liar(script, honest) as liar:
+                port = liar.address.rpartition(":")[2]
+                address = f"[::ffff:7f00:1]:{port}"
+                liar.introducer = Introducer(identity(address), "", os.urandom)
+                async with reading([address.upper()], connects=False) as reader:
+                    await until_true(lambda: reader.adapter.waits_at(Hint(address, b"", 1.0)) is not None)
+
+    run(test)
+
+
+def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that has addresses of IPv6 and IPv4, of a server that listens at the latter alone: nobody is at port 1."""
+    resolve = socket.getaddrinfo
+
+    def resolve_two(host: str, port: int, **options: int) -> list[object]:
+        return [*resolve(host, 1, **options), *resolve(host, port, **options)]
+
+    async def test() -> None:
+        with holding(WANTED) as (holder,):
+            monkeypatch.setattr(socket, "getaddrinfo", resolve_two)
+            async with reading([holder.address]) as reader:
+                await reader.gets(WANTED)
+
+    run(test)
+
+
+# ---- connections that end --------------------------------------------------------------------------------------------
+@contextlib.asynccontextmanager
+async def started_anew(reader: Reader, first: Holder) -> AsyncIterator[Holder]:
+    """Another server at the address of the first one, which ends."""
+    first.close()
+    await until_true(lambda: not reader.peer(first.address)["connected"])
+    again = Holder(port=int(first.address.rpartition(":")[2]))
+    try:
+        await reader.connected(again.address)
+        yield again
+    finally:
+        again.close()
+
+
+def test_nothing_of_the_server_before_is_released_at_the_next_one() -> None:
+    """Both count their leases from one on."""
+
+    async def test() -> None:
+        first = Holder()
+        first.put(WANTED)
+        async with reading([first.address]) as reader:
+            await reader.finds(WANTED)
+            async with started_anew(reader, first) as again:
+                again.put(OTHERS)
+                await reader.finds(OTHERS)
+                assert await reader.load(WANTED) == 0
+                sock = await known_to(again)  # whatever was sent before has arrived when it has its answer
+                await reader.has(WANTED)
+                sock.close()
+                assert again.listener.status()["leases"] == 1
+                assert await reader.load(OTHERS) == 8
+
+    run(test)
+
+
+def test_the_rate_of_the_server_before_is_not_that_of_the_next_one() -> None:
+    async def test() -> None:
+        wanted = keys(128)
+        first = Holder(slots=256)
+        first.put(wanted)
+        async with reading([first.address]) as reader:
+            await reader.gets(wanted)
+            assert reader.peer(first.address)["bytes_per_second"] != limits.PEER_FIRST_RATE
+            async with started_anew(reader, first) as again:
+                assert reader.peer(again.address)["bytes_per_second"] == limits.PEER_FIRST_RATE
+
+    run(test)
+
+
+def test_a_peer_whose_connection_breaks_has_broken_no_rule() -> None:
+    """It is not left alone for that: a load that begins then is its first failure."""
+
+    async def test() -> None:
+        lookups: list[PeerSocket] = []
+
+        async def script(liar: Liar, sock: PeerSocket) -> None:
+            await liar.introducer.accept(sock)
+            while True:
+                kind, number, body = await sock.receive()
+                if kind is Kind.LOOKUP:
+                    lookups.append(sock)
+                    count = len(decode(body, Lookup).hashes) // 32
+                    await sock.send(Kind.FOUND, number, Found(1, (20480).to_bytes(8, "little") * count, b""))
+
+        with holding([]) as (honest,):
+            async with Liar(script, honest) as liar, reading([liar.address]) as reader:
+                await reader.finds(WANTED)
+                lookups[-1].cut()
+                await until_true(lambda: not reader.peer(liar.address)["connected"])
+                assert await reader.load(WANTED) == 0
+                assert reader.peer(liar.address)["failures"] == 1
+                assert not reader.peer(liar.address)["left_alone"]
+
+    run(test)
+
+
+def test_a_peer_that_ends_each_connection_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PEER_RETRY_SECONDS", 0.5)
+    caplog.set_level("INFO", "lmcache.peers")
+
+    async def test() -> None:
+        connections = 0
+
+        async def script(liar: Liar, sock: PeerSocket) -> None:
+            nonlocal connections
+            connections += 1
+            await liar.introducer.accept(sock)
+
+        with holding([]) as (honest,):
+            async with Liar(script, honest) as liar, reading([liar.address], connects=False):
+                await until_true(lambda: connections == 5)
+
+    run(test)
+    assert len(caplog.messages) == 2
+
+
+def test_a_server_with_all_its_connections_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PEER_CONNECTIONS", 1)
+
+    async def test() -> None:
+        with holding([]) as (holder,):
+            sock = await known_to(holder)
+            for _ in range(2):
+                with pytest.raises((EOFError, OSError)):
+                    await known_to(holder)
+            sock.close()
+
+    run(test)
+    assert caplog.messages.count("A peer is not served: 1 connections are open already") == 1
