@@ -30,8 +30,9 @@ def is_fetched_by_another(request: Any) -> bool:
     """Whether NixlConnector, beside ours in a MultiConnector, has still to load the prompt from the engine that
     computed it: it takes that word away when it begins. Without it no answer of an engine names blocks."""
     params = getattr(request, "kv_transfer_params", None)
-    is_told = isinstance(params, dict) and params.get("do_remote_prefill") is True
-    return is_told and bool(params.get("remote_block_ids")) and bool(params.get("remote_engine_id"))
+    if not isinstance(params, dict) or params.get("do_remote_prefill") is not True:
+        return False
+    return bool(params.get("remote_block_ids")) and bool(params.get("remote_engine_id"))
 
 
 def handover(instance_id: str, server: HelloReply, tokens: int) -> dict[str, Any]:
