@@ -81,6 +81,7 @@ SHAPES = {
     "handed over, events": Shape(hands_over=True, events=True),
     "handed over, sessions": Shape(hands_over=True, sessions=True, block_tokens=8, blocks=120, extra=DECODED),
     "behind another connector": Shape(multi=RECOMPUTES, beside="before", hands_over=True, overlapped=True),
+    "behind another connector, decoded": Shape(multi=RECOMPUTES, beside="before", blocks=80, extra=DECODED),
     "before another connector": Shape(multi=RECOMPUTES, beside="behind", ranks=2, extra=DECODED),
     "before another connector, window": Shape(multi=RECOMPUTES, beside="behind", window=40, blocks=60),
     "head, own cache": Shape(head=1, blocks=90),

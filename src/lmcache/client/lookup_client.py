@@ -61,7 +61,7 @@ class RequestSession:
     sent_tokens: int | None = None  # how many of the tokens that server has; None: not known
     unconfirmed: bool = False  # some call may have arrived or not
     lookup: Pending[LookupReply] | None = None  # under way
-    looked_up_at: float = 0.0  # when the last lookup was sent
+    looked_up_at: float = 0.0  # when the last lookup was sent; 0.0: none was
     append: Pending[AppendReply] | None = None  # under way
     appended_at: float = 0.0  # when the last append was sent
     answer: LookupReply | None = None  # its lease is held
@@ -149,7 +149,7 @@ class LookupClient:
         if hello is None:
             return False
         source = session.source
-        if source is not None and session.resumed:  # it was waited for already
+        if source is not None and session.resumed and session.looked_up_at > 0.0:  # it was waited for already
             source = msgspec.structs.replace(source, wait_seconds=0.0)
         ends = deadline_seconds, recompute, session.resumed, session.trace_parent, source
         message = Lookup(*self._lacking(session, hello), *ends, session.partial_tokens(hello.chunk_tokens))

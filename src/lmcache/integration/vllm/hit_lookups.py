@@ -32,6 +32,7 @@ class HitLookups:
         self._needs_the_end = any(group.tail_tokens for group in parts.options.groups)
         self._wait_seconds = STEP_WAIT_SECONDS
         self._engine_busy = False
+        self._another_fetches = False  # is known of the first request that it was to fetch
 
     def step_begins(self, *, busy: bool) -> None:
         """`busy`: the engine computes in this step."""
@@ -44,15 +45,23 @@ class HitLookups:
         previous = session.server
         if hello is None or not self._parts.fits(hello):
             return False
-        if not (self._look_up(tracked) if self._may_load(tracked.request) else self._lookups.append(session)):
+        if not (self._look_up(tracked) if self._may_load(tracked) else self._lookups.append(session)):
             return False
         if session.server is not previous:  # it holds nothing of this request, and its chunks may be others
             self._parts.store_from(tracked, 0)
         return True
 
-    def _may_load(self, request: Any) -> bool:
+    def _may_load(self, tracked: TrackedRequest) -> bool:
         """Not what another connector fetches: that would wait for our answer, and the KV would come twice."""
-        return self._parts.options.loads and not is_fetched_by_another(request)
+        if self._another_fetches and is_fetched_by_another(tracked.request):
+            return False
+        return self._parts.options.loads
+
+    def note_fetch(self, tracked: TrackedRequest) -> None:
+        """After another connector may have begun to fetch. What routers and other engines tell is no sign that there is
+        one."""
+        if tracked.is_to_be_fetched and not is_fetched_by_another(tracked.request):
+            self._another_fetches = True
 
     def _look_up(self, tracked: TrackedRequest) -> bool:
         # What another engine has handed over is loaded: that engine was to compute it, and not this one.
@@ -66,7 +75,7 @@ class HitLookups:
 
     def matched_tokens(self, tracked: TrackedRequest, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: not known yet."""
-        if not self._may_load(request):
+        if not self._may_load(tracked):
             return None if self._awaits_names(tracked) else 0
         self._parts.prefixes.on_waiting(tracked.request_id)
         progress = self._answered(tracked, request)

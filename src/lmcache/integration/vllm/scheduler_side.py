@@ -187,6 +187,7 @@ class SchedulerSide:
         if tracked is None:
             return
         tracked.was_scheduled()
+        self._hits.note_fetch(tracked)
         tracked.session.resumed = True
         session, answer = tracked.session, tracked.session.answer
         if answer is not None:
@@ -250,6 +251,7 @@ class SchedulerSide:
         tracked = self.requests.get(request.request_id)
         if tracked is None:
             return None
+        self._hits.note_fetch(tracked)
         if tracked.load is not None:
             if tracked.state is RequestState.LOADING:
                 tracked.move(RequestState.ENDING)

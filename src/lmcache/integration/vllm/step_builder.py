@@ -47,7 +47,6 @@ class StepBuilder:
         self._block_table: BlockTable = lambda request_id: ()
         self._metadata = self._new_metadata()  # of the step that is being scheduled
         self._step = 0  # its number
-        self._block_tokens = max(group.block_tokens for group in parts.options.groups)
 
     def bind(self, block_table: BlockTable) -> None:
         """`block_table(request id)` gives the block ids of each group."""
@@ -65,7 +64,7 @@ class StepBuilder:
         """Whether another connector loads a part of the request in the step that is being built. An asynchronous load
         has ended before its request is in a step."""
         step, tokens = tracked.held_tokens
-        return step == self._step and start_token - tokens >= self._block_tokens
+        return step == self._step and start_token - tokens >= self._parts.block_tokens
 
     def order_load(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine waits for the last `external_tokens` tokens of the hit whose answer is held."""
@@ -147,6 +146,7 @@ class StepBuilder:
             if self._is_loaded_in_step(tracked, start_token):  # whether that fails is known when all is stored
                 self._parts.stores_no_more(tracked)
                 continue
+            tracked.was_in_step = True
             states = {(group, tokens): block for group, block, tokens in offers.get(request_id, ())}
             try:
                 order = self._store_order(tracked, computed_tokens, states)
@@ -232,9 +232,10 @@ class StepBuilder:
     # ---- the end of a request ----------------------------------------------------------------------------------------
     def keep_decoded(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """Pins what the request has decoded and nobody has stored. The last token was sampled from the KV of those
-        before it and has none of its own."""
+        before it and has none of its own. While an asynchronous load of another connector goes on, the engine counts
+        its tokens as computed already."""
         request, hello = tracked.request, self._parts.lookups.client.hello
-        if self._decoded is None or hello is None:
+        if self._decoded is None or hello is None or not tracked.was_in_step:
             return
         tokens = min(request.num_computed_tokens, request.num_tokens - max(1, tracked.lookahead_tokens))
         if tokens // hello.chunk_tokens <= tracked.stored_chunks or not self._parts.computed_as_named(tracked):

@@ -13,7 +13,7 @@ from lmcache.integration.engine.inflight_prefixes import InflightPrefixes
 from lmcache.integration.engine.latency_model import LatencyModel, Tier
 from lmcache.integration.engine.request_state import RequestState, RequestStateMachine
 from lmcache.integration.vllm.block_pins import BlockPins
-from lmcache.integration.vllm.handover import is_handed_over
+from lmcache.integration.vllm.handover import is_fetched_by_another, is_handed_over
 from lmcache.integration.vllm.identity import content_spans
 from lmcache.integration.vllm.lora_adapters import LoadedAdapter, LoraAdapters
 from lmcache.integration.vllm.partial_chunks import partial_unit_tokens
@@ -61,6 +61,8 @@ class TrackedRequest(RequestStateMachine):
         self.noted_at: HelloReply | None = None  # the server by whose chunks the next one counts
         self.noted_chunks = 0  # that KV events know of
         self.held_tokens: tuple[int, int] = (-1, 0)  # the step it was last looked at in, and what the engine had then
+        self.was_in_step = False  # since the engine gave it blocks: before, an asynchronous load may be filling them
+        self.is_to_be_fetched = is_fetched_by_another(request)  # as it came
         self._compared: tuple[Any, ...] = ()  # the state of the engine's request when its tokens were last compared
 
     def take_tokens(self, request: Any) -> None:
@@ -92,6 +94,7 @@ class TrackedRequest(RequestStateMachine):
 
     def was_scheduled(self) -> None:
         self._compared = ()
+        self.was_in_step = False
 
     def stored_tokens(self, chunk_tokens: int) -> int:
         """How many tokens of the prompt, a partial chunk included, are stored or being stored."""
@@ -117,7 +120,7 @@ class SchedulerParts:
     storing: dict[str, TrackedRequest] = field(default_factory=dict)  # that have, or may get, chunks to store
 
     def __post_init__(self) -> None:
-        self._block_tokens = math.lcm(*(group.block_tokens for group in self.options.groups))
+        self.block_tokens = math.lcm(*(group.block_tokens for group in self.options.groups))
         self.partial_unit_tokens = partial_unit_tokens(self.options.groups)
 
     @property
@@ -135,7 +138,7 @@ class SchedulerParts:
 
     def fits(self, hello: HelloReply) -> bool:
         """Whether the server's chunks are whole blocks. Where they are not the workers take no orders, and log why."""
-        return hello.chunk_tokens % self._block_tokens == 0
+        return hello.chunk_tokens % self.block_tokens == 0
 
     def note_named(self, tracked: TrackedRequest, end_chunk: int, *, stored: bool = False) -> None:
         """For KV events: the first chunks of a request are at the server, or will be once they are `stored`."""
