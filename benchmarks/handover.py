@@ -1,6 +1,6 @@
 """Time to first token of a prompt that an engine of another server computed, with real vLLM on CPU.
 
-    python benchmarks/handover.py [--tokens N] [--runs N] [--transfer-engine auto|tcp] [--one-server]
+    python benchmarks/handover.py [--tokens N] [--runs N] [--transfer-engine auto|tcp | --one-server]
 
 Peers: the prompt is in another server's L1 alone, or in files in the page cache below an own server, in turns.
 Hand-over: one engine is asked to compute a new prompt for another, which is asked as soon as that has answered (as a
@@ -14,9 +14,9 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -120,27 +120,26 @@ def measure_handover(owner: Site, reader: Site, tokens: int, runs: int) -> list[
 def _asked_before(owner: Site, reader: Site, prompt: list[int], told: dict[str, Any]) -> float:
     """Seconds from the answer of the engine that computes to the first token of the one that goes on."""
     settle()
-    first_token: list[float] = []
 
-    def ask() -> None:
+    def first_token_at() -> float:
         started = time.perf_counter()
         answer = reader.engine.complete(prompt, max_tokens=1, kv_transfer_params=told)
         assert answer.cached_tokens >= whole_hit(prompt), answer.cached_tokens
-        first_token.append(started + answer.time_to_first_token_seconds)
+        return started + answer.time_to_first_token_seconds
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    owner.prefill(prompt)
-    answered = time.perf_counter()
-    thread.join()
-    return first_token[0] - answered
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(first_token_at)
+        owner.prefill(prompt)
+        answered = time.perf_counter()
+        return asked.result() - answered
 
 
 def main() -> int:
     parser = command_line(__doc__, runs=7)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--transfer-engine", choices=("auto", "tcp"), default="auto")
-    parser.add_argument("--one-server", action="store_true")
+    servers = parser.add_mutually_exclusive_group()
+    servers.add_argument("--transfer-engine", choices=("auto", "tcp"), default="auto")
+    servers.add_argument("--one-server", action="store_true")
     options = parser.parse_args()
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as place, ExitStack() as stack:

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from simulation.engine import Shape
 from simulation.logged_errors import LoggedErrors
+from simulation.test_connector import DECODED, RECOMPUTES, Run
 from simulation.test_partial_chunks import CHUNK, CHUNK_BLOCKS, HandedOver
 
 pytestmark = pytest.mark.engine
@@ -69,3 +70,20 @@ def test_an_engine_whose_failed_loads_fail_requests_is_warned(model_folder: Path
     run.close()
     (line,) = [line for line in warnings if "kv_load_failure_policy" in line]
     assert line.startswith("kv_load_failure_policy of SimulatedMultiConnector is 'fail': ")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_abort_while_another_connector_loads_stores_nothing_of_it(
+    seed: int, model_folder: Path, errors: LoggedErrors
+) -> None:
+    """Its blocks are not written yet, while the engine counts their tokens as computed."""
+    shape = Shape(multi=RECOMPUTES, beside="before", blocks=80, extra=DECODED)
+    run = Run(seed, shape, model_folder)
+    run.odds.aborts = 30.0
+    for fault in ("kills", "drops", "pauses", "freezes", "updates", "spoils", "clears"):
+        setattr(run.odds, fault, 0.0)
+    try:
+        run.go()
+    finally:
+        run.close()
+    assert not errors.faults, errors.faults[0]
