@@ -34,7 +34,9 @@ def parse_endpoint(text: str, flag: str) -> Endpoint:
     try:
         host, port = host_and_port(flag, text.replace("://*:", "://0.0.0.0:", 1))
     except ConfigError:
-        raise ConfigError(f"{flag} must be tcp://*:PORT, tcp://HOST:PORT or ipc:///PATH, got {text!r}.") from None
+        raise ConfigError(
+            f"{flag} must be tcp://*:PORT or tcp://HOST:PORT with a port from 1 to 65535, or ipc:///PATH, got {text!r}."
+        ) from None
     is_open = host in EVERY_ADDRESS
     binds = is_open or is_loopback(host)
     return Endpoint(tcp_endpoint(host, port), binds, is_open, is_own=not binds and _is_own(host))

@@ -61,7 +61,7 @@ class EventSockets:
             (socket.bind if endpoint.binds or kind == zmq.ROUTER else socket.connect)(endpoint.address)
         except zmq.ZMQError as error:
             raise ResourceError(
-                f"{flag} {endpoint.address} cannot be used: {error.strerror}; give a free address of this host."
+                f"{flag} {endpoint.address} cannot be used: {error.strerror}; give another port or path."
             ) from None
         if endpoint.is_own:
             logger.warning(_OWN_ADDRESS[kind], flag, endpoint.address)

@@ -383,7 +383,9 @@ def test_endpoints(text: str, expected: Endpoint) -> None:
 
 @pytest.mark.parametrize("text", ["tcp://*", "tcp://*:0", "tcp://*:65536", "ipc://run", "inproc://events", "5557"])
 def test_endpoints_that_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--kv-events-endpoint .*(must be tcp://\*:PORT|must name)"):
+    with pytest.raises(
+        ConfigError, match=r"^--kv-events-endpoint .*(must be tcp://\*:PORT .*a port from 1 to 65535|must name)"
+    ):
         parse_endpoint(text, "--kv-events-endpoint")
 
 
