@@ -375,7 +375,7 @@ class ServerConfig:
     kv_events_replay_endpoint: str = _option(
         Text("ENDPOINT"),
         "",
-        "where subscribers ask for events that they missed, tcp://*:PORT or ipc:///PATH",
+        "where subscribers ask for events that they missed: tcp://*:PORT, an address of this host or ipc:///PATH",
         default_text="none: what is missed stays so",
     )
     kv_events_topic: str = _option(

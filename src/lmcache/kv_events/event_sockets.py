@@ -23,6 +23,11 @@ logger = logging.getLogger("lmcache.kv_events")
 
 _SENDING_THREADS = 1
 _MAX_REQUEST_BYTES = 4096
+_OWN_ADDRESS = {
+    zmq.PUB: "%s %s is an address of this host: the server connects to a subscriber that listens there. Subscribers "
+    "that connect to the server need tcp://*:PORT.",
+    zmq.ROUTER: "%s %s is open: whoever reaches it reads the tokens of all prompts without a cache salt.",
+}
 
 
 class EventSockets:
@@ -47,7 +52,7 @@ class EventSockets:
             self.close()
             raise
 
-    def _opened(self, kind: int, endpoint: Endpoint, most_waiting: int, flag: str) -> zmq.Socket[bytes]:
+    def _opened(self, kind: zmq.SocketType, endpoint: Endpoint, most_waiting: int, flag: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, most_waiting)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)  # of what comes: anybody may connect
@@ -56,8 +61,10 @@ class EventSockets:
             (socket.bind if endpoint.binds or kind == zmq.ROUTER else socket.connect)(endpoint.address)
         except zmq.ZMQError as error:
             raise ResourceError(
-                f"{flag} {endpoint.address} cannot be used: {error.strerror}; give a free address of this host."
+                f"{flag} {endpoint.address} cannot be used: {error.strerror}; give another port or path."
             ) from None
+        if endpoint.is_own:
+            logger.warning(_OWN_ADDRESS[kind], flag, endpoint.address)
         return socket
 
     @property

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
-from lmcache.core.limits import MAX_LOGGED_EVENT_REQUESTS, MAX_TOLD_LOG_REQUESTS
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lmcache.core.limits import MAX_FLEET_RESYNCS, MAX_LOGGED_EVENT_REQUESTS, MAX_TOLD_LOG_REQUESTS
 from lmcache.fleet.event_log import Heard, LogPace
+from lmcache.fleet.fleet import Fleet
 from manual_clock import ManualClock
 
 
@@ -51,3 +57,18 @@ def test_what_is_lost_does_not_keep_it_for_ever() -> None:
     assert pace.is_ahead and pace.is_stalled
     pace.appended(5, 22)
     assert pace.is_ahead and not pace.is_stalled
+
+
+def test_a_log_keeps_what_is_unread_of_as_many_servers_as_the_guide_says() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "how-to" / "tell_the_coordinator_by_a_log.md").read_text()
+    (limit,) = map(int, re.findall(r"more than (\d+) servers", guide))
+    for servers in (1, 2, 10, 300, limit):
+        assert most_unread(servers) <= MAX_LOGGED_EVENT_REQUESTS, servers
+    assert most_unread(limit + 1) > MAX_LOGGED_EVENT_REQUESTS
+
+
+def most_unread(servers: int) -> int:
+    """While as many as may do tell everything."""
+    turns = SimpleNamespace(has=lambda instance_id: False)
+    fleet: Any = SimpleNamespace(log_reader=object(), intake=SimpleNamespace(turns=turns), instances=range(servers))
+    return servers * Fleet.log_requests(fleet, "a") + MAX_FLEET_RESYNCS * MAX_TOLD_LOG_REQUESTS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import socket
 import subprocess
 import threading
 from array import array
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from lmcache.clock import Clock, SystemClock
 from lmcache.core import limits
+from lmcache.core.address import tcp_endpoint
 from lmcache.core.key import CHUNK_HASH_BYTES, Namespace
 from lmcache.core.object_changes import ChangePage, ObjectsPage, Run
 from lmcache.errors import ConfigError, ResourceError
@@ -381,30 +383,79 @@ def test_endpoints(text: str, expected: Endpoint) -> None:
 
 @pytest.mark.parametrize("text", ["tcp://*", "tcp://*:0", "tcp://*:65536", "ipc://run", "inproc://events", "5557"])
 def test_endpoints_that_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--kv-events-endpoint .*(must be tcp://\*:PORT|must name)"):
+    with pytest.raises(
+        ConfigError, match=r"^--kv-events-endpoint .*(must be tcp://\*:PORT .*a port from 1 to 65535|must name)"
+    ):
         parse_endpoint(text, "--kv-events-endpoint")
 
 
-def test_an_address_of_this_host_is_one_to_connect_to() -> None:
-    own = own_addresses()
-    if not own:
-        pytest.skip("this host has no address but loopback")
-    for host in own:
-        text = f"tcp://[{host}]:5557" if ":" in host else f"tcp://{host}:5557"
-        assert parse_endpoint(text, "--kv-events-endpoint") == Endpoint(text, True, True)
-    assert not parse_endpoint("tcp://198.51.100.77:5557", "--kv-events-endpoint").binds
-
-
-def own_addresses() -> list[str]:
-    """Of interfaces, those that need no zone."""
+@pytest.fixture(params=[":", "."], ids=["IPv6", "IPv4"])
+def own_endpoint(request: pytest.FixtureRequest) -> str:
+    """At an address of this host that needs no zone, with a free port."""
     text = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True).stdout
-    return [host for host in text.split() if not host.startswith("fe80")]
+    own = [host for host in text.split() if request.param in host and not host.startswith("fe80")]
+    if not own:
+        pytest.skip("this host has no such address but loopback")
+    return tcp_endpoint(own[0], free_port())
 
 
-def test_what_was_missed_is_asked_for_at_this_host() -> None:
-    assert parse_replay_endpoint("tcp://*:5558", "--kv-events-replay-endpoint").binds
-    with pytest.raises(ConfigError, match=r"^--kv-events-replay-endpoint tcp://router:5558 would be of another host"):
-        parse_replay_endpoint("tcp://router:5558", "--kv-events-replay-endpoint")
+def test_a_subscriber_may_listen_at_an_address_of_this_host(
+    own_endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = parse_endpoint(own_endpoint, "--kv-events-endpoint")
+    with zmq.Context() as context, context.socket(zmq.SUB) as events:
+        events.setsockopt(zmq.IPV6, 1)
+        events.bind(own_endpoint)
+        events.subscribe(b"")
+        sockets = EventSockets(endpoint, None, SystemClock())
+        try:
+            until(lambda: sockets.publish("topic", [AllBlocksCleared()]) or events.poll(10))
+        finally:
+            sockets.close()
+        assert events.recv_multipart()[0] == b"topic"
+    (warning,) = caplog.messages
+    assert warning.startswith(f"--kv-events-endpoint {own_endpoint} is an address of this host: the server connects ")
+    assert "tcp://*:PORT" in warning
+
+
+def test_what_was_missed_is_asked_for_at_an_address_of_this_host(
+    own_endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    flag = "--kv-events-replay-endpoint"
+    assert parse_replay_endpoint(own_endpoint, flag) == Endpoint(own_endpoint, True, True, True)
+    here = parse_endpoint(f"tcp://127.0.0.1:{free_port()}", "")
+    sockets = EventSockets(here, parse_endpoint(own_endpoint, flag), SystemClock())
+    try:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+            asking.setsockopt(zmq.IPV6, 1)
+            asking.connect(own_endpoint)
+            asking.send_multipart((b"", bytes(8)))
+            until(lambda: sockets.repeat(0.1) and asking.poll(0))
+    finally:
+        sockets.close()
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{flag} {own_endpoint} is open: ")
+
+
+@pytest.mark.parametrize("host", ["router", "a..b", "198.51.100.77", "2001:db8::77"])
+def test_what_is_no_address_of_this_host(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a socket can be bound to any address."""
+    monkeypatch.setattr(socket, "socket", Unbounded)
+    text = tcp_endpoint(host, 5558)
+    assert parse_endpoint(text, "") == Endpoint(text, False, False)
+    with pytest.raises(ConfigError, match=r"^--kv-events-replay-endpoint tcp://.*:5558 is no address of this host: "):
+        parse_replay_endpoint(text, "--kv-events-replay-endpoint")
+
+
+class Unbounded(socket.socket):
+    """As with the kernel's setting ip_nonlocal_bind."""
+
+    def bind(self, address: Any) -> None:
+        ip_freebind, ipv6_freebind = 15, 78
+        is_ipv6 = self.family == socket.AF_INET6
+        level, option = (socket.IPPROTO_IPV6, ipv6_freebind) if is_ipv6 else (socket.IPPROTO_IP, ip_freebind)
+        self.setsockopt(level, option, 1)
+        super().bind(address)
 
 
 def test_an_address_that_is_taken_is_refused() -> None:

@@ -28,6 +28,7 @@ class Published:
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, bytes, bytes]] = []
         self.dies = False
+        self.replays = 0
         self.linger = 0
         self._replay: list[tuple[bytes, ...]] = []
 
@@ -50,6 +51,7 @@ class Published:
         if len(frames) == 3:
             self.sent.append((frames[0], frames[1], frames[2]))
             return
+        self.replays += 1
         self._replay = [(b"", *batch) for batch in self.sent if batch[1] >= frames[1]]
         self._replay = self._replay[:1] if self.dies else [*self._replay, (b"", b"", END_OF_REPLAY, b"")]
 
@@ -73,8 +75,9 @@ class Stage:
         exec(compile(code, str(GUIDE), "exec"), self._subscriber)
         self.start_server()
 
-    def start_server(self) -> None:
-        self._clock.advance(1.0)
+    def start_server(self, after_seconds: float = 1.0) -> None:
+        """By its clock, which may have been set back."""
+        self._clock.now_seconds += after_seconds
         self.wire.sent.clear()
         self._sockets = EventSockets(parse_endpoint("tcp://127.0.0.1:1", ""), None, self._clock)
         self._sockets.publish(TOPIC.decode(), [AllBlocksCleared()])
@@ -85,9 +88,11 @@ class Stage:
             event = BlockStored([name.encode()], None, [], 256, None, "CPU", None, 0)
             self._sockets.publish(TOPIC.decode(), [event])
             if heard:
-                topic, number, batch = self.wire.sent[-1]
-                decoded = self._subscriber["decoder"].decode(batch)
-                self._subscriber["take"](topic, int.from_bytes(number, "big"), decoded)
+                self.hear(self.wire.sent[-1])
+
+    def hear(self, sent: tuple[bytes, bytes, bytes]) -> None:
+        topic, number, batch = sent
+        self._subscriber["take"](topic, int.from_bytes(number, "big"), self._subscriber["decoder"].decode(batch))
 
     @property
     def held(self) -> str:
@@ -108,14 +113,38 @@ def test_what_it_missed_is_asked_for(stage: Stage) -> None:
     assert stage.held == "abcdef"
 
 
+@pytest.mark.parametrize("after_seconds", [1.0, -3600.0])
 @pytest.mark.parametrize("missed", ["", "x", "xy", "xyz"])
-def test_of_a_server_that_was_started_again_it_knows_what_that_one_has(missed: str, stage: Stage) -> None:
+def test_of_a_server_that_was_started_again_it_knows_what_that_one_has(
+    missed: str, after_seconds: float, stage: Stage
+) -> None:
     """Also where it has published as many batches as the one before when the subscriber connects again."""
     stage.store("ab")
-    stage.start_server()
+    stage.start_server(after_seconds)
     stage.store(missed, heard=False)
-    stage.store("c")
-    assert stage.held == "c" + missed
+    stage.store("cd")
+    assert stage.held == "cd" + missed
+
+
+def test_what_a_replay_had_and_comes_after_it_is_known(stage: Stage) -> None:
+    stage.store("abcd", heard=False)
+    for sent in stage.wire.sent:
+        stage.hear(sent)
+    stage.store("e")
+    assert stage.held == "abcde" and stage.wire.replays == 1
+
+
+@pytest.mark.parametrize("after_seconds", [1.0, -3600.0])
+def test_what_comes_late_of_a_server_that_is_gone_is_not_held(after_seconds: float, stage: Stage) -> None:
+    """It asks for what it missed of that one, and another one answers."""
+    stage.store("a")
+    stage.store("bcd", heard=False)
+    late = stage.wire.sent[-2:]
+    stage.start_server(after_seconds)
+    stage.store("x", heard=False)
+    for sent in [*late, *stage.wire.sent]:
+        stage.hear(sent)
+    assert stage.held == "x"
 
 
 def test_what_nobody_has_kept_may_have_removed_anything(stage: Stage) -> None:
