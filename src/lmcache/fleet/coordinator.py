@@ -27,6 +27,7 @@ from lmcache.transport.listening import raise_descriptor_limit
 log = logging.getLogger("lmcache.fleet")
 
 _ANNOUNCE_SECONDS = 1.0
+_OWN_DESCRIPTORS = 200  # beside connections to it: files, event logs, requests to servers, what is closed in a moment
 
 
 class CoordinatorProcess:
@@ -49,13 +50,14 @@ class CoordinatorProcess:
         host = listening_host(settings.host)
         if "/" in host:
             raise ConfigError(f"--host must be a host name or an address, got {settings.host!r}.")
+        places = _connection_places()
         with contextlib.ExitStack() as closers:
             sockets = limited_sockets(
                 *(
                     host,
                     [(settings.port, "--port or --host"), (settings.controller_port, "--controller-port or --host")],
                 ),
-                MAX_FLEET_CONNECTIONS,
+                places,
             )
             for listening in sockets:
                 closers.callback(listening.close)
@@ -71,7 +73,7 @@ class CoordinatorProcess:
         self._http = HttpThread(
             *(app, sockets),
             keep_alive_seconds=settings.timeout_keep_alive,
-            connections=MAX_FLEET_CONNECTIONS,
+            connections=places,
             ended=app.state.close,
         )
         if not settings.admin_token_file and not is_loopback(host):
@@ -94,7 +96,6 @@ class CoordinatorProcess:
 
     def run(self, signals: StopSignals) -> int:
         """Serves until a signal asks for the end; the exit code."""
-        raise_descriptor_limit()
         try:
             self.start()
             if sys.stdout:  # None: started with 1>&-
@@ -112,3 +113,17 @@ class CoordinatorProcess:
         return (
             f"LMCache {__version__} coordinator is ready: servers and operators at {urls[0]}, controller at {urls[1]}"
         )
+
+
+def _connection_places() -> int:
+    """As many as there are descriptors for, so that the host that has most loses its oldest connection before there is
+    no descriptor left, for a checkpoint among others."""
+    descriptors = raise_descriptor_limit()
+    places = min(MAX_FLEET_CONNECTIONS, max(descriptors - _OWN_DESCRIPTORS, descriptors // 2))
+    if places < MAX_FLEET_CONNECTIONS:
+        log.warning(
+            "There are places for %d connections, not for %d, as this process may have %d file descriptors: for a "
+            "large fleet raise its hard limit to %d (ulimit -Hn, LimitNOFILE of systemd)",
+            *(places, MAX_FLEET_CONNECTIONS, descriptors, MAX_FLEET_CONNECTIONS + _OWN_DESCRIPTORS),
+        )
+    return places

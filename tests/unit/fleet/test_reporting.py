@@ -7,6 +7,7 @@ import contextlib
 import http.server
 import itertools
 import json
+import resource
 import socket
 import threading
 import time
@@ -224,6 +225,23 @@ def test_all_servers_may_come_at_once() -> None:
             connection.setblocking(False)
             with pytest.raises(BlockingIOError):
                 connection.recv(1)
+
+
+def test_there_are_no_more_places_than_descriptors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits_set: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (20, 40))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits_set.append(limit))
+    with coordinator() as process, contextlib.ExitStack() as connections:
+        assert limits_set == [(40, 40)] and caplog.text.count("There are places for 20 connections, not for 8192") == 1
+        place = ("127.0.0.1", process.port)
+        idle = [connections.enter_context(socket.create_connection(place, STALL_SECONDS)) for _ in range(21)]
+        assert idle[0].recv(1) == b""  # the oldest of this host, closed
+        assert request(url_of(process), "GET", "/healthz")
+        idle[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            idle[-1].recv(1)
 
 
 def test_lost_changes_are_told_again() -> None:
