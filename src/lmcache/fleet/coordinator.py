@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 
 from lmcache import __version__
@@ -38,15 +37,12 @@ class CoordinatorProcess:
     ) -> None:
         self.settings = settings
         token = AdminToken(settings.admin_token_file)
-        for path, flag in (
-            (settings.checkpoint_path, "--checkpoint-path"),
-            (settings.metadata_path, "--metadata-path"),
-        ):
-            if path:
-                saved_file.refuse_unusable(path, flag)
-        paths = settings.checkpoint_path, settings.metadata_path
-        if all(paths) and os.path.realpath(paths[0]) == os.path.realpath(paths[1]):
-            raise ConfigError(f"--checkpoint-path and --metadata-path must be two files, and both are {paths[0]}.")
+        paths = (settings.checkpoint_path, "--checkpoint-path"), (settings.metadata_path, "--metadata-path")
+        given = [(path, flag) for path, flag in paths if path]
+        for path, flag in given:
+            saved_file.refuse_unusable(path, flag)
+        if len(given) == 2:
+            saved_file.refuse_shared(*given[0], *given[1])
         host = listening_host(settings.host)
         if "/" in host:
             raise ConfigError(f"--host must be a host name or an address, got {settings.host!r}.")
