@@ -254,6 +254,7 @@ def test_lost_changes_are_told_again() -> None:
 
 def test_after_a_fault_everything_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "_AFTER_FAULT_SECONDS", 0.01)
+    monkeypatch.setattr(reporter, "_FIRST_RESYNC_SECONDS", 0.01)
     with coordinator() as process, Joined(url_of(process)) as server:
         until(lambda: server.is_told(process) and process.fleet.intake.counts.resyncs == 1)
         faulty = threading.Event()
@@ -267,6 +268,28 @@ def test_after_a_fault_everything_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         until(faulty.is_set)
         server.tiers[0].add((0, 1), 4096)
         until(lambda: server.is_told(process) and process.fleet.directory.stats().records == 1)
+
+
+def test_after_the_same_fault_again_everything_is_told_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reporting, "_AFTER_FAULT_SECONDS", 0.3)
+    monkeypatch.setattr(reporter, "_FIRST_RESYNC_SECONDS", 0.1)
+    faults: list[float] = []
+
+    def changes(cursor: int, most: int) -> Any:
+        faults.append(time.monotonic())
+        raise RuntimeError("a fault of a tier")
+
+    with coordinator() as process:
+        server = Joined(url_of(process))
+        server.tiers[0].changes = changes
+        with server:
+            until(lambda: len(faults) >= 4)
+            assert server.metrics.coordinator_resyncs._value.get() >= 3  # noqa: SLF001
+    waits = [later - earlier for earlier, later in itertools.pairwise(faults)]
+    assert all(wait >= max(0.3, 0.1 * 2**number) for number, wait in enumerate(waits, 1)), waits
+    assert caplog.text.count("By a fault") == 1
 
 
 def test_without_the_token_nobody_gets_in(tmp_path: Path) -> None:
