@@ -29,7 +29,7 @@ from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
 from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.http.client import JSON_TYPE, HttpRefused, request
-from lmcache.http.listener import MAX_CONNECTIONS
+from lmcache.http.listener import MAX_CONNECTIONS, limited_sockets
 from lmcache.telemetry.metrics import FleetMemberMetrics, Metrics
 from polling import STALL_SECONDS, until
 from unit.fleet.support import DictTier, told, truth
@@ -242,6 +242,20 @@ def test_there_are_no_more_places_than_descriptors(
         idle[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             idle[-1].recv(1)
+
+
+def test_connections_are_accepted_a_few_at_a_time() -> None:
+    """Those that lost their place are closed between: a burst took all descriptors before."""
+    with contextlib.ExitStack() as closers:
+        (listening,) = limited_sockets("127.0.0.1", [(0, "--port")])
+        closers.callback(listening.close)
+        for _ in range(20):
+            closers.enter_context(socket.create_connection(listening.getsockname()))
+        for count in (16, 4):
+            for _ in range(count):
+                closers.enter_context(listening.accept()[0])
+            with pytest.raises(BlockingIOError):
+                listening.accept()
 
 
 def test_lost_changes_are_told_again() -> None:
