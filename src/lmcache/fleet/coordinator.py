@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 
 from lmcache import __version__
@@ -27,6 +26,7 @@ from lmcache.transport.listening import raise_descriptor_limit
 log = logging.getLogger("lmcache.fleet")
 
 _ANNOUNCE_SECONDS = 1.0
+_OWN_DESCRIPTORS = 200  # beside connections to it: files, event logs, requests to servers, what is closed in a moment
 
 
 class CoordinatorProcess:
@@ -37,25 +37,23 @@ class CoordinatorProcess:
     ) -> None:
         self.settings = settings
         token = AdminToken(settings.admin_token_file)
-        for path, flag in (
-            (settings.checkpoint_path, "--checkpoint-path"),
-            (settings.metadata_path, "--metadata-path"),
-        ):
-            if path:
-                saved_file.refuse_unusable(path, flag)
-        paths = settings.checkpoint_path, settings.metadata_path
-        if all(paths) and os.path.realpath(paths[0]) == os.path.realpath(paths[1]):
-            raise ConfigError(f"--checkpoint-path and --metadata-path must be two files, and both are {paths[0]}.")
+        paths = (settings.checkpoint_path, "--checkpoint-path"), (settings.metadata_path, "--metadata-path")
+        given = [(path, flag) for path, flag in paths if path]
+        for path, flag in given:
+            saved_file.refuse_unusable(path, flag)
+        if len(given) == 2:
+            saved_file.refuse_shared(*given[0], *given[1])
         host = listening_host(settings.host)
         if "/" in host:
             raise ConfigError(f"--host must be a host name or an address, got {settings.host!r}.")
+        places = _connection_places()
         with contextlib.ExitStack() as closers:
             sockets = limited_sockets(
                 *(
                     host,
                     [(settings.port, "--port or --host"), (settings.controller_port, "--controller-port or --host")],
                 ),
-                MAX_FLEET_CONNECTIONS,
+                places,
             )
             for listening in sockets:
                 closers.callback(listening.close)
@@ -71,7 +69,7 @@ class CoordinatorProcess:
         self._http = HttpThread(
             *(app, sockets),
             keep_alive_seconds=settings.timeout_keep_alive,
-            connections=MAX_FLEET_CONNECTIONS,
+            connections=places,
             ended=app.state.close,
         )
         if not settings.admin_token_file and not is_loopback(host):
@@ -94,7 +92,6 @@ class CoordinatorProcess:
 
     def run(self, signals: StopSignals) -> int:
         """Serves until a signal asks for the end; the exit code."""
-        raise_descriptor_limit()
         try:
             self.start()
             if sys.stdout:  # None: started with 1>&-
@@ -112,3 +109,17 @@ class CoordinatorProcess:
         return (
             f"LMCache {__version__} coordinator is ready: servers and operators at {urls[0]}, controller at {urls[1]}"
         )
+
+
+def _connection_places() -> int:
+    """As many as there are descriptors for, so that the host that has most loses its oldest connection before there is
+    no descriptor left, for a checkpoint among others."""
+    descriptors = raise_descriptor_limit()
+    places = min(MAX_FLEET_CONNECTIONS, max(descriptors - _OWN_DESCRIPTORS, descriptors // 2))
+    if places < MAX_FLEET_CONNECTIONS:
+        log.warning(
+            "There are places for %d connections, not for %d, as this process may have %d file descriptors: for a "
+            "large fleet raise its hard limit to %d (ulimit -Hn, LimitNOFILE of systemd)",
+            *(places, MAX_FLEET_CONNECTIONS, descriptors, MAX_FLEET_CONNECTIONS + _OWN_DESCRIPTORS),
+        )
+    return places

@@ -67,7 +67,6 @@ class Fleet:
                 _CHECKPOINT,
                 lambda file: checkpoint.restore(file, self.instances, self.intake, started_at),
             ):
-                self.instances.excuse(clock.monotonic() - started_at)
                 logger.info("The directory is as it was: %d copies", self.directory.stats().records)
             for instance in self.instances.all():  # what was decided since, and not told
                 self.quotas.joined(instance.instance_id)
@@ -169,23 +168,14 @@ class Fleet:
             self.quotas.joined(instance_id)
             self.pins.joined(instance_id)
 
-    def _await_round(self) -> bool:
-        """Whether there is none any more. Who heard nobody, as this process stood still, forgets nobody for it."""
-        before = self.clock.monotonic()
-        has_ended = self._stop.wait(_ROUND_SECONDS)
-        late_seconds = self.clock.monotonic() - before - _ROUND_SECONDS
-        if late_seconds > _ROUND_SECONDS:
-            self.instances.excuse(late_seconds)
-        return has_ended
-
     def _run(self) -> None:
         due = {"expire": 0.0, "models": 0.0, "checkpoint": self.clock.monotonic() + self.settings.checkpoint_interval}
-        while not self._await_round():
+        while not self._stop.wait(_ROUND_SECONDS):
             try:
-                monotonic = self.clock.monotonic()
+                monotonic = self.instances.look(_ROUND_SECONDS)
                 if monotonic >= due["expire"]:
                     due["expire"] = monotonic + self.settings.health_check_interval
-                    self.instances.expire()
+                    self.instances.expire(monotonic)
                 if monotonic >= due["models"]:
                     due["models"] = monotonic + _MODELS_SECONDS
                     self.directory.refresh_models()

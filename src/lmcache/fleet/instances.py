@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -18,6 +18,8 @@ from lmcache.errors import ConfigError, LMCacheError
 from lmcache.fleet.messages import RegisterRequest
 
 logger = logging.getLogger("lmcache.fleet")
+
+_DEAF_PART = 0.25  # of the timeout: so long without a word from any server is more than the pause between two
 
 
 def digest_of(token: str) -> bytes:
@@ -36,6 +38,10 @@ class Instance:
     joined_at: float
     heard_at: float
     token_digest: bytes = b""  # of the token that it joined with
+    expires_from: float = field(init=False)  # its silence counts since then: `heard_at`, or later
+
+    def __post_init__(self) -> None:
+        self.expires_from = self.heard_at
 
     @property
     def url(self) -> str:
@@ -71,6 +77,8 @@ class Instances:
         self._known: dict[str, Instance] = {}
         # Another number whenever somebody else is there, also after a restart.
         self._members = int.from_bytes(environment.random_bytes(4), "little") | 1
+        self._looked_at = self._heard_at = self._clock.monotonic()  # `_heard_at`: of any server, or that look
+        self._deaf_seconds = 0.0  # since that look
         self._listener = listener or NoListener()
 
     def register(self, request: RegisterRequest, *, token: str = "") -> tuple[Instance, bool]:
@@ -91,6 +99,7 @@ class Instances:
             *(bool(token), joined_at, joined_at, digest_of(token) if token else b""),
         )
         with self._lock:
+            self._hear()
             before = self._known.get(instance.instance_id)
             if before is None and len(self._known) >= limits.MAX_FLEET_INSTANCES:
                 raise LMCacheError(f"{limits.MAX_FLEET_INSTANCES} servers have joined; no other one can.")
@@ -122,8 +131,15 @@ class Instances:
             instance = self._known.get(instance_id)
             if instance is None or (token and instance.has_token and digest_of(token) != instance.token_digest):
                 return False
-            instance.heard_at = self._clock.monotonic()
+            instance.heard_at = instance.expires_from = self._hear()
             return True
+
+    def _hear(self) -> float:
+        monotonic = self._clock.monotonic()
+        if monotonic - self._heard_at > _DEAF_PART * self._timeout_seconds:
+            self._deaf_seconds += monotonic - self._heard_at
+        self._heard_at = monotonic
+        return monotonic
 
     def remove(self, instance_id: str) -> bool:
         """It has left by itself. Whether it was there."""
@@ -132,32 +148,38 @@ class Instances:
             logger.info("%s has left", instance_id)
         return has_left
 
-    def _remove(self, instance_id: str, heard_before: float = math.inf) -> bool:
+    def _remove(self, instance_id: str, silent_before: float = math.inf) -> bool:
         with self._lock:
             instance = self._known.get(instance_id)
-            if instance is None or instance.heard_at >= heard_before:
+            if instance is None or instance.expires_from >= silent_before:
                 return False
             del self._known[instance_id]
             self._members += 1
         self._listener.left(instance_id)
         return True
 
-    def expire(self) -> list[str]:
-        """Removes those that were silent for too long."""
-        limit = self._clock.monotonic() - self._timeout_seconds
+    def look(self, round_seconds: float) -> float:
+        """Once a round, which was to take so long; the time of this look. Where the round took longer and no server was
+        heard for long, this coordinator could hear nobody: that is no silence of a server's."""
         with self._lock:
-            silent = [name for name, instance in self._known.items() if instance.heard_at < limit]
-        gone = [name for name in silent if self._remove(name, heard_before=limit)]
+            monotonic = self._hear()
+            late_seconds = monotonic - self._looked_at - round_seconds
+            excused_seconds = min(self._deaf_seconds, late_seconds)
+            self._looked_at, self._deaf_seconds = monotonic, 0.0
+            if excused_seconds > 0:
+                for instance in self._known.values():
+                    instance.expires_from = min(instance.expires_from + excused_seconds, monotonic)
+        return monotonic
+
+    def expire(self, looked_at: float | None = None) -> list[str]:
+        """Removes those that were silent for too long, at that time or now."""
+        limit = (self._clock.monotonic() if looked_at is None else looked_at) - self._timeout_seconds
+        with self._lock:
+            silent = [name for name, instance in self._known.items() if instance.expires_from < limit]
+        gone = [name for name in silent if self._remove(name, silent_before=limit)]
         for name in gone:
             logger.warning("%s was silent for %g s and is gone", name, self._timeout_seconds)
         return gone
-
-    def excuse(self, seconds: float) -> None:
-        """So long this coordinator could hear nobody until now: that is no silence of a server's."""
-        with self._lock:
-            monotonic = self._clock.monotonic()
-            for instance in self._known.values():
-                instance.heard_at = min(instance.heard_at + seconds, monotonic)
 
     def find(self, instance_id: str) -> Instance:
         """LMCacheError (ConfigError) where there is none."""

@@ -44,15 +44,15 @@ class FleetJobs:
         """`mark` begins the ids of this coordinator."""
         self._clock = clock
         self._mark = mark
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._jobs: dict[str, FleetJob] = {}  # oldest first
         self._last = 0
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fleet-jobs")
 
     def submit(self, kind: str, work: Callable[[FleetJob], None]) -> FleetJob:
         """LMCacheError beyond MAX_FLEET_JOBS_WAITING. What `work` raises ends the job as failed."""
-        self.refuse_beyond_limit()
         with self._lock:
+            self.refuse_beyond_limit()
             ended = [name for name, job in self._jobs.items() if job.has_ended]
             for name in ended[: max(0, len(ended) - limits.MAX_FLEET_JOBS_KEPT + 1)]:
                 del self._jobs[name]

@@ -12,11 +12,13 @@ from lmcache.errors import LMCacheError
 from lmcache.fleet.event_log import Heard, LoggedCoordinator, LogPace, open_log
 from lmcache.fleet.membership import Coordinator, MemberSettings
 from lmcache.fleet.reporter import Answering, Reporter, ResyncNeeded
+from lmcache.telemetry.log_limiter import LogLimiter
 from lmcache.telemetry.metrics import FleetMemberMetrics
 
 logger = logging.getLogger("lmcache.fleet")
 
 _AFTER_FAULT_SECONDS = 30.0
+_FAULT_LOG_SECONDS = 600.0
 _STOP_SECONDS = 0.5
 
 
@@ -33,6 +35,7 @@ class EventReporting:
         self._flush_seconds = settings.flush_seconds
         self._metrics = metrics
         self._clock = clock
+        self._limiter = LogLimiter(_FAULT_LOG_SECONDS, clock)
         self._changed = threading.Condition()
         self._stopped = False
         self._joins = 0  # how often the server has joined
@@ -103,19 +106,23 @@ class EventReporting:
                 try:
                     self._report()
                 except ResyncNeeded as reason:
-                    self._metrics.coordinator_resyncs.inc()
                     logger.info("Everything is told to the coordinator again: %s", reason)
-                    self._sleep(self._reporter.seconds_until_resync(), heeds_joins=False)
+                    self._await_resync()
                 except LMCacheError as error:  # L1 is closed, or a tier does not answer
                     logger.debug("Nothing can be told to the coordinator: %s", error)
                     self._sleep(_AFTER_FAULT_SECONDS)
                 except _Stopped:
                     raise
                 except Exception:  # the root of the thread: some of what was to be told may be lost
-                    logger.exception("By a fault, everything is told to the coordinator again")
-                    self._sleep(_AFTER_FAULT_SECONDS)
+                    if self._limiter.due():
+                        logger.exception("By a fault, everything is told to the coordinator again")
+                    self._await_resync(_AFTER_FAULT_SECONDS)
         except _Stopped:
             pass
+
+    def _await_resync(self, least_seconds: float = 0.0) -> None:
+        self._metrics.coordinator_resyncs.inc()
+        self._sleep(max(least_seconds, self._reporter.seconds_until_resync()), heeds_joins=False)
 
     def _report(self) -> None:
         with self._changed:

@@ -14,6 +14,7 @@ logger = logging.getLogger("lmcache.fleet")
 
 FILE_MODE = 0o600  # salts may name tenants
 DAMAGED = ".damaged"
+NEW = ".new"
 
 
 def refuse_unusable(path: str, flag: str) -> None:
@@ -26,9 +27,19 @@ def refuse_unusable(path: str, flag: str) -> None:
         )
 
 
+def refuse_shared(path: str, flag: str, other: str, other_flag: str) -> None:
+    """ConfigError where a file of one, or what replaces it or is kept of it, is one of the other."""
+    files, others = ({os.path.realpath(name + suffix) for suffix in ("", NEW, DAMAGED)} for name in (path, other))
+    if files & others:
+        raise ConfigError(
+            f"{flag} and {other_flag} must be two files, and neither may be the other with {NEW} or {DAMAGED} at its "
+            f"end, got {path} and {other}: give one of them another name."
+        )
+
+
 def replace(path: str, write: Callable[[BinaryIO], None]) -> None:
     """On the medium when this returns. LMCacheError: the file is what it was."""
-    new = f"{path}.new"
+    new = path + NEW
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)  # of a replacement that a crash interrupted

@@ -7,6 +7,8 @@ import socket
 from collections import Counter
 from typing import Any
 
+_ACCEPTED_AT_ONCE = 16  # in a turn of the loop: what lost its place has its descriptor until a later one
+
 
 class ConnectionPlaces:
     """Used by one thread. Where every place is taken, the address that has most of them loses its oldest connection:
@@ -35,8 +37,14 @@ class LimitedListener(socket.socket):
     def __init__(self, listening: socket.socket, places: ConnectionPlaces) -> None:
         super().__init__(fileno=listening.detach())
         self._connections = places
+        self._accepted = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
+        """BlockingIOError, as if nobody waited, after some: asyncio comes again in its next turn."""
+        if self._accepted == _ACCEPTED_AT_ONCE:
+            self._accepted = 0
+            raise BlockingIOError
         connection, address = super().accept()
+        self._accepted += 1
         self._connections.take(connection, str(address[0]))
         return connection, address

@@ -87,9 +87,11 @@ def _refused(host: str, port: int, error: OSError, flags: str) -> ResourceError:
     return ResourceError(f"Cannot listen on {host}:{port} because {reason}; choose another {flags}.")
 
 
-def raise_descriptor_limit() -> None:
-    """Of this process: every connection takes one."""
+def raise_descriptor_limit() -> int:
+    """Of this process: every connection takes one. How many it may have now; at least 65,536 stands for no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILE_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILE_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return wanted if soft == resource.RLIM_INFINITY else soft

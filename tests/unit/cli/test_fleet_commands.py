@@ -168,7 +168,7 @@ def test_another_server_is_no_coordinator(monkeypatch: pytest.MonkeyPatch, capsy
         (["--checkpoint-path", "/proc/none/file"], "--checkpoint-path /proc/none/file cannot be written"),
         (
             ["--checkpoint-path", "/tmp/one", "--metadata-path", "/tmp/../tmp/one"],
-            "--checkpoint-path and --metadata-path must be two files, and both are /tmp/one",
+            "--checkpoint-path and --metadata-path must be two files, and neither may be the other with .new or .damag",
         ),
         (["--checkpoint-interval", "5"], "without --checkpoint-path does not use --checkpoint-interval: give both or"),
         (["--admin-token-file", "/none"], "--admin-token-file /none cannot be read"),

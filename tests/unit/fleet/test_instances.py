@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,6 @@ from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.instances import Instance, Instances
 from lmcache.fleet.settings import CoordinatorSettings
 from manual_clock import ManualClock
-from polling import until
 
 TIMEOUT_SECONDS = 30.0
 
@@ -61,27 +61,76 @@ def test_a_checkpoint_that_takes_long_to_read_makes_nobody_silent(
 
     monkeypatch.setattr(checkpoint, "restore", restore_slowly)
     again = Fleet(settings, str, environment)
+    again.instances.look(1.0)
     assert again.instances.expire() == [] and again.instances.knows("a")
     clock.advance(TIMEOUT_SECONDS + 1)
     assert again.instances.expire() == ["a"]
     again.stop()
 
 
-def test_a_coordinator_that_stood_still_forgets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+class Waits(threading.Event):
+    """Does what is next of `during` in each round, and ends the last one only when this is set."""
+
+    during: Iterator[Callable[[], object]] = iter(())
+    all_done = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        for act in Waits.during:
+            act()
+            return False
+        Waits.all_done.set()
+        return super().wait()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """It writes a checkpoint and looks for silent servers in every round. Its clock is a `ManualClock`."""
     clock = ManualClock()
-    waits: list[float] = []
+    monkeypatch.setattr(fleet_module, "threading", SimpleNamespace(**{**vars(threading), "Event": Waits}))
+    settings = CoordinatorSettings(
+        checkpoint_path=str(tmp_path / "directory"),
+        checkpoint_interval=1.0,
+        health_check_interval=1.0,
+        instance_timeout=TIMEOUT_SECONDS,
+    )
+    made = Fleet(settings, str, replace(SYSTEM, clock=clock))
+    join(made.instances, "a", "b")
+    yield made
+    made.stop()
 
-    class Stop(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            assert timeout is not None
-            clock.advance(timeout if waits else 2 * TIMEOUT_SECONDS)
-            waits.append(timeout)
-            return super().wait(timeout if len(waits) > 2 else 0.0)
 
-    monkeypatch.setattr(fleet_module, "threading", SimpleNamespace(**{**vars(threading), "Event": Stop}))
-    fleet = Fleet(CoordinatorSettings(instance_timeout=TIMEOUT_SECONDS), str, replace(SYSTEM, clock=clock))
-    join(fleet.instances, "a")
+def run(fleet: Fleet, *during: Callable[[], object]) -> None:
+    Waits.during, Waits.all_done = iter(during), threading.Event()
     fleet.start()
-    until(lambda: len(waits) > 2)
+    assert Waits.all_done.wait(60.0)
+
+
+def test_a_coordinator_that_stood_still_forgets_nobody(fleet: Fleet) -> None:
+    heard_at = fleet.instances.find("a").heard_at
+    run(fleet, lambda: fleet.clock.sleep(2 * TIMEOUT_SECONDS), lambda: fleet.clock.sleep(1.0))
+    assert fleet.instances.knows("a") and fleet.instances.knows("b")
+    assert fleet.instances.find("a").heard_at == heard_at  # as /instances shows it
+
+
+def test_nor_does_it_where_it_stood_still_at_its_work(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`b` is heard first when it goes on, `a` soon."""
+    write, standstills = checkpoint.write, iter([2 * TIMEOUT_SECONDS])
+
+    def write_slowly(*given: object) -> None:
+        write(*given)  # type: ignore[arg-type]
+        for seconds in standstills:
+            fleet.clock.sleep(seconds)
+            fleet.instances.heartbeat("b")
+
+    monkeypatch.setattr(checkpoint, "write", write_slowly)
+    run(fleet, *[lambda: fleet.clock.sleep(1.0)] * 5)
     assert fleet.instances.knows("a")
-    fleet.stop()
+
+
+def test_a_dead_server_goes_where_that_thread_alone_is_late(fleet: Fleet) -> None:
+    def others_are_heard() -> None:
+        fleet.clock.sleep(4.0)
+        fleet.instances.heartbeat("b")
+
+    run(fleet, *[others_are_heard] * round(TIMEOUT_SECONDS / 4 + 2))
+    assert not fleet.instances.knows("a") and fleet.instances.knows("b")

@@ -7,6 +7,7 @@ import contextlib
 import http.server
 import itertools
 import json
+import resource
 import socket
 import threading
 import time
@@ -28,7 +29,7 @@ from lmcache.fleet.join import FleetMember
 from lmcache.fleet.membership import Member, MemberSettings
 from lmcache.fleet.settings import CoordinatorSettings
 from lmcache.http.client import JSON_TYPE, HttpRefused, request
-from lmcache.http.listener import MAX_CONNECTIONS
+from lmcache.http.listener import MAX_CONNECTIONS, limited_sockets
 from lmcache.telemetry.metrics import FleetMemberMetrics, Metrics
 from polling import STALL_SECONDS, until
 from unit.fleet.support import DictTier, told, truth
@@ -226,6 +227,37 @@ def test_all_servers_may_come_at_once() -> None:
                 connection.recv(1)
 
 
+def test_there_are_no_more_places_than_descriptors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits_set: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (20, 40))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits_set.append(limit))
+    with coordinator() as process, contextlib.ExitStack() as connections:
+        assert limits_set == [(40, 40)] and caplog.text.count("There are places for 20 connections, not for 8192") == 1
+        place = ("127.0.0.1", process.port)
+        idle = [connections.enter_context(socket.create_connection(place, STALL_SECONDS)) for _ in range(21)]
+        assert idle[0].recv(1) == b""  # the oldest of this host, closed
+        assert request(url_of(process), "GET", "/healthz")
+        idle[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            idle[-1].recv(1)
+
+
+def test_connections_are_accepted_a_few_at_a_time() -> None:
+    """Those that lost their place are closed between: a burst took all descriptors before."""
+    with contextlib.ExitStack() as closers:
+        (listening,) = limited_sockets("127.0.0.1", [(0, "--port")])
+        closers.callback(listening.close)
+        for _ in range(20):
+            closers.enter_context(socket.create_connection(listening.getsockname()))
+        for count in (16, 4):
+            for _ in range(count):
+                closers.enter_context(listening.accept()[0])
+            with pytest.raises(BlockingIOError):
+                listening.accept()
+
+
 def test_lost_changes_are_told_again() -> None:
     with coordinator() as process, Joined(url_of(process), ring=3) as server:
         until(lambda: server.member.status()["joined"])
@@ -236,6 +268,7 @@ def test_lost_changes_are_told_again() -> None:
 
 def test_after_a_fault_everything_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "_AFTER_FAULT_SECONDS", 0.01)
+    monkeypatch.setattr(reporter, "_FIRST_RESYNC_SECONDS", 0.01)
     with coordinator() as process, Joined(url_of(process)) as server:
         until(lambda: server.is_told(process) and process.fleet.intake.counts.resyncs == 1)
         faulty = threading.Event()
@@ -249,6 +282,28 @@ def test_after_a_fault_everything_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         until(faulty.is_set)
         server.tiers[0].add((0, 1), 4096)
         until(lambda: server.is_told(process) and process.fleet.directory.stats().records == 1)
+
+
+def test_after_the_same_fault_again_everything_is_told_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reporting, "_AFTER_FAULT_SECONDS", 0.3)
+    monkeypatch.setattr(reporter, "_FIRST_RESYNC_SECONDS", 0.1)
+    faults: list[float] = []
+
+    def changes(cursor: int, most: int) -> Any:
+        faults.append(time.monotonic())
+        raise RuntimeError("a fault of a tier")
+
+    with coordinator() as process:
+        server = Joined(url_of(process))
+        server.tiers[0].changes = changes
+        with server:
+            until(lambda: len(faults) >= 4)
+            assert server.metrics.coordinator_resyncs._value.get() >= 3  # noqa: SLF001
+    waits = [later - earlier for earlier, later in itertools.pairwise(faults)]
+    assert all(wait >= max(0.3, 0.1 * 2**number) for number, wait in enumerate(waits, 1)), waits
+    assert caplog.text.count("By a fault") == 1
 
 
 def test_without_the_token_nobody_gets_in(tmp_path: Path) -> None:

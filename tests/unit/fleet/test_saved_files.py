@@ -20,6 +20,7 @@ from lmcache.environment import SYSTEM
 from lmcache.errors import ConfigError, LMCacheError, ResourceError
 from lmcache.fleet import checkpoint, saved_file
 from lmcache.fleet import messages as m
+from lmcache.fleet.coordinator import CoordinatorProcess
 from lmcache.fleet.events import EventIntake
 from lmcache.fleet.fleet import Fleet
 from lmcache.fleet.instances import Instances
@@ -230,6 +231,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_start(tmp_path: Pat
             saved_file.refuse_unusable(str(path), "--checkpoint-path")
     with pytest.raises(LMCacheError, match="cannot be written"):
         saved_file.replace(str(tmp_path / "missing" / "file"), lambda file: None)
+
+
+@pytest.mark.parametrize("names", [("state", "state.new"), ("state.damaged", "state"), ("state", "elsewhere/../state")])
+def test_a_file_is_not_what_another_one_becomes(tmp_path: Path, names: tuple[str, str]) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    paths = [str(tmp_path / name) for name in names]
+    with pytest.raises(ConfigError, match=f"must be two files.* got {paths[0]} and {paths[1]}"):
+        CoordinatorProcess(CoordinatorSettings("127.0.0.1", 0, 0, checkpoint_path=paths[0], metadata_path=paths[1]))
 
 
 def test_what_could_not_be_written_to_its_end_is_not_left(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -151,6 +152,40 @@ def test_a_server_begins_no_job_that_the_coordinator_does_not_take(
         prompt = controller.prompt(tokens, "m", "")
         controller.move(("a", "LocalCPUBackend"), ("a", "LocalDiskBackend"), prompt, tokens, copy=False)
     assert coordinator.asked == [("GET", "/status")]
+
+
+def test_requests_side_by_side_do_not_pass_the_limit_of_jobs(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = coordinator.fleet.jobs
+
+    def last(job: FleetJob) -> None:
+        job.stop.wait(WAIT_SECONDS)
+
+    def submit() -> None:
+        with contextlib.suppress(LMCacheError):
+            jobs.submit("move", last)
+
+    def waiting() -> int:
+        return sum(job.status == "waiting" for job in jobs.all())
+
+    for _ in range(9):  # one more than there are threads
+        submit()
+    until(lambda: waiting() == 1)
+    counted, another = jobs.all, threading.Thread(target=submit)
+
+    def count_while_another_comes() -> list[FleetJob]:
+        found = counted()
+        if another.ident is None:
+            another.start()
+            another.join(0.2)
+        return found
+
+    monkeypatch.setattr(limits, "MAX_FLEET_JOBS_WAITING", 2)
+    monkeypatch.setattr(jobs, "all", count_while_another_comes)
+    submit()
+    another.join()
+    assert waiting() == 2
 
 
 def test_a_job_that_ends_with_the_coordinator_says_so(coordinator: Coordinator) -> None:
