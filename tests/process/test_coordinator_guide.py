@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+from lmcache.protocol.tokens import pack_tokens
 from lmcache.testing.processes import http_json
 from polling import until
 from process.support import SmallEngine
@@ -29,28 +30,28 @@ def test_the_commands_of_the_guide(tmp_path: Path) -> None:
         with_own_memory()
         tour = Tour(tmp_path)
         tour.run("\n".join(preparing))
-        tokens = [token for token in (1, 2, 3) for _ in range(256)]
-        tour.environment |= {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "COORDINATOR": f"http://localhost:{PORT}",
-            "MODEL": "model",
-            "TOKENS": json.dumps(tokens),
-        }
+        tour.environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        settings, commands = "", []  # each with the variables that are set before it
+        for line in "".join(asked).splitlines():
+            if re.match("[A-Z]+=", line):
+                settings += f"{line}\n"
+            else:
+                commands.append((line, settings + line))
+        model, tokens = tour.run(f'{settings}echo "$MODEL"\necho "$TOKENS"').splitlines()
         with (
             tour.start(coordinator_line, "coordinator") as coordinator,
             tour.start(server_line.replace("60", "0.05"), "server") as server,
         ):
             coordinator.wait_until_ready(PORT, "/healthz", START_SECONDS)
             server.wait_until_ready(HTTP_PORT, "/healthcheck", START_SECONDS)
-            with SmallEngine(RPC_PORT) as engine:
-                engine.store(engine.tokens(1, 2, 3))
+            with SmallEngine(RPC_PORT, model_name=model) as engine:
+                engine.store(pack_tokens(json.loads(tokens)))
                 until(lambda: http_json(PORT, "GET", "/directory/stats")[1]["placements"] == 3)
-                commands = [command for block in asked for command in block.splitlines()]
-                servers, shown = [tour.run(command) for command in commands if command.startswith("lmcache query")]
+                servers, shown = [tour.run(command) for line, command in commands if line.startswith("lmcache query")]
                 assert len([line for line in servers.splitlines() if line.startswith("machine-a ")]) == 1
                 assert "machine-a l1" in shown and "3 of 3 chunks, 768 tokens" in shown
                 joined, usage, stats, keys, found, layout, pin, quota, prefetch, unpinned, deleted = (
-                    json.loads(tour.run(command)) for command in commands if command.startswith("curl")
+                    json.loads(tour.run(command)) for line, command in commands if line.startswith("curl")
                 )
                 assert [entry["instance_id"] for entry in joined["instances"]] == ["machine-a"]
                 assert usage["instances"][0]["usage"][0]["objects"] == stats["placements"] == len(keys["keys"]) == 3

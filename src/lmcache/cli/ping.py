@@ -7,17 +7,20 @@ import time
 from collections.abc import Sequence
 
 from lmcache.cli.arguments import Arguments
-from lmcache.cli.http import DEFAULT_URL, ENGINE_KEY_VARIABLE, ENGINE_URL, request
+from lmcache.cli.http import DEFAULT_URL, ENGINE_KEY_VARIABLE, ENGINE_URL, HttpRefused, request
 from lmcache.cli.output import Report
 from lmcache.config.values import Choice
 from lmcache.transport.curve_keys import CurveFiles
 
 _PATHS = {"kvcache": "/healthcheck", "engine": "/health"}
+_OF_COORDINATOR = "/healthz"
 
 
 def run(argv: Sequence[str]) -> int:
     arguments = Arguments(
-        "ping", "Asks a cache server (kvcache) or a vLLM engine (engine) whether it is healthy. Exit code 0: it is."
+        "ping",
+        "Asks a cache server or a coordinator (kvcache), or a vLLM engine (engine), whether it is healthy. Exit code "
+        "0: it is.",
     )
     arguments.add_value("target", Choice(tuple(_PATHS)), "what to ask", nargs="?", default="kvcache")
     arguments.add_argument("--url", default="", help=f"HTTP address (default: {DEFAULT_URL}; engine: {ENGINE_URL})")
@@ -46,8 +49,21 @@ def run(argv: Sequence[str]) -> int:
 
 def _ping_http(url: str, target: str, timeout_seconds: float) -> float:
     token = os.environ.get(ENGINE_KEY_VARIABLE, "") if target == "engine" else None
+    try:
+        return _asked(url, _PATHS[target], token, timeout_seconds)
+    except HttpRefused as refusal:
+        if target == "engine" or refusal.status != 404:
+            raise
+        try:
+            return _asked(url, _OF_COORDINATOR, token, timeout_seconds)
+        except HttpRefused:
+            raise refusal from None
+
+
+def _asked(url: str, path: str, token: str | None, timeout_seconds: float) -> float:
+    """Milliseconds to the answer."""
     started = time.perf_counter()
-    request(url, "GET", _PATHS[target], token=token, timeout_seconds=timeout_seconds)
+    request(url, "GET", path, token=token, timeout_seconds=timeout_seconds)
     return (time.perf_counter() - started) * 1e3
 
 

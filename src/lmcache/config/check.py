@@ -13,7 +13,6 @@ from lmcache.core.address import (
     http_listening_host,
     is_loopback,
     listening_host,
-    refuse_unreachable,
     socket_path,
 )
 from lmcache.errors import ConfigError
@@ -128,11 +127,6 @@ def _names(config: ServerConfig) -> Iterator[Conflict]:
         http_listening_host(config.http_host)
     except ConfigError as refusal:
         yield {"http_host"}, str(refusal)
-    if config.coordinator_advertise_ip:
-        try:
-            refuse_unreachable("--coordinator-advertise-ip", config.coordinator_advertise_ip)
-        except ConfigError as refusal:
-            yield {"coordinator_advertise_ip"}, str(refusal)
 
 
 def _ports(config: ServerConfig) -> Iterator[Conflict]:

@@ -146,8 +146,8 @@ def _odd(config: ServerConfig, environ: Mapping[str, str], l2: L2Traits) -> Iter
         )
     if config.coordinator_url and config.disable_http:
         yield (
-            "With --disable-http the coordinator cannot reach this server: no pins, quotas, deletions, prefetches and "
-            "moves of the fleet do."
+            "With --disable-http the coordinator cannot reach this server: no pin, quota, deletion, prefetch or move "
+            "of the fleet gets here."
         )
     if config.eviction_policy == "IsolatedLRU" and config.l1_persist and not config.quota_file:
         yield (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache.config import unbuilt
-from lmcache.config.values import Choice, JsonObject, Kind, Listed, Number, Policy, Switch, Text, Whole
+from lmcache.config.values import Choice, JsonObject, Kind, Listed, Number, Policy, ReachedHost, Switch, Text, Whole
 from lmcache.core.address import socket_path
 from lmcache.core.limits import FRAME_ALIGN_BYTES, GIB, MAX_TOKENS_PER_SESSION
 
@@ -320,7 +320,7 @@ class ServerConfig:
         default_text="none: this server is alone",
     )
     coordinator_advertise_ip: str = _option(
-        Text("ADDRESS"),
+        ReachedHost("ADDRESS"),
         "",
         "where the coordinator and other servers reach this one",
         default_text="the address from which this machine reaches the coordinator",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_COORDINATOR = "`lmcache coordinator` is what there is for it, and --coordinator-url of a server names it"
+_COORDINATOR = "`lmcache coordinator` is the controller of servers that name it by --coordinator-url"
+_AT_COORDINATOR = "`lmcache coordinator` has it, for servers that name it by --coordinator-url"
 _SHARED_FOLDER = 'several servers can share a folder of a network file system ("type": "fs")'
 _NIXL = '"type": "nixl_store" keeps objects by NIXL, and --p2p-transfer-engine nixl reads those of other servers by it'
 _PREFILL = (
-    "kv_role of engines and a router do it, over one server or peers (docs/how-to/separate_prefill_and_decode.md)"
+    "kv_role of engines and a router separate prefill and decode, over one server or peers "
+    "(docs/how-to/separate_prefill_and_decode.md)"
 )
 _PEERS = "--p2p-advertise-url and --p2p-peers let servers load from each other"
 _PLUGIN = '"type": "plugin" takes an adapter of your own (docs/how-to/write-an-adapter.md)'
@@ -77,7 +79,7 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
     "cufile_buffer_size": _FOLDER,
     "cache_policy": "--eviction-policy is what a server has for it",
     "pre_caching_hash_algorithm": "--hash-algorithm is what a server has for it",
-    "save_decode_cache": "lmcache.mp.save_decode_cache in vLLM's kv_connector_extra_config is what there is for it",
+    "save_decode_cache": "lmcache.mp.save_decode_cache in kv_connector_extra_config of an engine is for that",
     "save_unfull_chunk": "--chunk-size says how large chunks are; a partial one is stored where another engine goes on",
     "min_retrieve_tokens": _CONNECTOR,
     "blocking_timeout_secs": _CONNECTOR,
@@ -111,7 +113,8 @@ IN_PROCESS_KEYS: Mapping[str, str] = {
     "py_enable_gc": "Python's collector runs in engine and server alike",
     "script_allowed_imports": "nobody's code runs in the engine; --runtime-plugin-locations runs it beside a server",
     "enable_chunk_statistics": _STATISTICS,
-    "enable_kv_events": "--kv-events-config of vLLM says what the server has, too; --kv-events-endpoint what it stores",
+    "enable_kv_events": "an engine with --kv-events-config publishes what its server has, too, and a server with "
+    "--kv-events-endpoint what it stores",
     "use_gpu_connector_v3": "how KV leaves the GPU is not to be chosen",
     "remote_config_url": "LMCACHE_CONFIG_FILE names a file of this machine",
     "app_id": "LMCACHE_CONFIG_FILE names a file of this machine",
@@ -175,26 +178,25 @@ SERDES: Mapping[str, str] = {
 }
 
 # Paths of documented HTTP interfaces that a server does not have, `{name}` for a part that varies.
-_PINS = "POST and DELETE /cache/pins pin"
-_SERDES = 'the key "serde" of an --l2-adapter encodes all that it stores, and a coordinator moves prompts there'
+_SERDE = 'the key "serde" of an --l2-adapter encodes what that adapter stores, and'
 HTTP: Mapping[str, str] = {
     "/cache/delete": "DELETE /cache/objects deletes",
-    "/pin": _PINS,
-    "/unpin": _PINS,
-    "/compress": _SERDES,
-    "/decompress": _SERDES,
+    "/pin": "POST /cache/pins pins objects",
+    "/unpin": "DELETE /cache/pins unpins objects",
+    "/compress": f"{_SERDE} POST /compress of a coordinator moves a prompt from L1 to it",
+    "/decompress": f"{_SERDE} POST /decompress of a coordinator moves a prompt from it to L1",
     "/lookup": "POST /cache/lookup looks tokens up",
     "/clear": _CLEAR,
     "/move": "POST /cache/moves moves objects between its tiers, and a coordinator moves them between servers",
     "/health": "GET /healthcheck and GET /readyz tell its health",
     "/check_finish": "GET /jobs/ID tells how far a job is",
-    "/query_instance": _COORDINATOR,
-    "/query_worker_info": _COORDINATOR,
-    "/controller/{rest:path}": _COORDINATOR,
-    "/instances": _COORDINATOR,
-    "/instances/{rest:path}": _COORDINATOR,
-    "/events": _COORDINATOR,
-    "/directory/{rest:path}": _COORDINATOR,
+    "/query_instance": _AT_COORDINATOR,
+    "/query_worker_info": _AT_COORDINATOR,
+    "/controller/{rest:path}": _AT_COORDINATOR,
+    "/instances": _AT_COORDINATOR,
+    "/instances/{rest:path}": _AT_COORDINATOR,
+    "/events": _AT_COORDINATOR,
+    "/directory/{rest:path}": _AT_COORDINATOR,
 }
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lmcache.core.address import refuse_unreachable
+
 
 class Kind(Protocol):
     @property
@@ -152,6 +154,17 @@ class Text:
 
     def show(self, value: object) -> str:
         return f'"{value}"' if value == "" else str(value)
+
+
+@dataclass(frozen=True)
+class ReachedHost(Text):
+    """Where others reach this machine; "" where they find that out themselves."""
+
+    def parse(self, given: object) -> str:
+        host = super().parse(given)
+        if host:
+            refuse_unreachable(host)
+        return host
 
 
 @dataclass(frozen=True)

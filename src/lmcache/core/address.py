@@ -13,6 +13,8 @@ LOOPBACK = "127.0.0.1"
 EVERY_ADDRESS = ("0.0.0.0", "::")  # to listen at
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), without its end
 INSTANCE_ID_PATTERN = r"^[^/\s\x00-\x1f]{0,512}\Z"  # of a server in a fleet: it is a part of paths
+# Where others reach a server of a fleet.
+REACHED_HOST_PATTERN = r"^([A-Za-z0-9._-]{1,253}|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[A-Za-z0-9._:%-]{0,253})\Z"
 _IPC = "ipc"
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")  # a name or IPv4 address, an IPv6 address
 
@@ -35,12 +37,21 @@ def http_listening_host(host: str) -> str:
     return _without_port("--http-host", "--http-port", host)
 
 
-def refuse_unreachable(flag: str, host: str) -> None:
-    """`host`: where others reach this machine, a host name or an address without port and brackets. ConfigError."""
-    if _is_name(host):
-        _without_port(flag, "--http-port", host)
-    if not _HOST.fullmatch(host) or host in EVERY_ADDRESS:
-        raise ConfigError(f"{flag} must be a host name or an address that others reach, got {host!r}.")
+def refuse_unreachable(host: str) -> None:
+    """`host`: where others reach this machine, a host name or an address without port and brackets. ValueError has the
+    end of a sentence."""
+    try:
+        address = ipaddress.ip_address(host)
+        is_reached = not (getattr(address, "ipv4_mapped", None) or address).is_unspecified
+    except ValueError:
+        is_reached = re.search("[^0-9.]", host) is not None and ":" not in host
+    if not is_reached or not re.match(REACHED_HOST_PATTERN, host):
+        port = "; leave the port out: it is that of --http-port"
+        has_port = re.fullmatch(r"(\[.*\]|[^:]+):[0-9]*", host) is not None
+        raise ValueError(
+            "must be a host name or an address that others reach, of at most 253 characters, got "
+            f"{host!r}{port * has_port}"
+        )
 
 
 def connect_endpoint(url: str, port: int | None = None) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from lmcache.core.address import INSTANCE_ID_PATTERN
+from lmcache.core.address import INSTANCE_ID_PATTERN, REACHED_HOST_PATTERN
 from lmcache.core.key import CHUNK_HASH_BYTES
 from lmcache.core.limits import (
     MAX_FLEET_COPIES_ASKED,
@@ -47,7 +47,7 @@ InstanceName = Annotated[
 Address = Annotated[
     str,
     Meta(
-        pattern=r"^([A-Za-z0-9._-]{1,253}|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[A-Za-z0-9._:%-]{0,253})\Z",
+        pattern=REACHED_HOST_PATTERN,
         extra={"expected": "a host name or an address, without a port"},
     ),
 ]

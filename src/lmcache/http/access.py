@@ -65,7 +65,10 @@ def why_refused(request: Request, token: str) -> str:
     if _from_this_host(request):
         return ""
     if token:
-        return "From another host this needs the header 'Authorization: Bearer TOKEN' with the server's admin token."
+        return (
+            "From another host this needs the admin token: lmcache takes it from LMCACHE_ADMIN_TOKEN, others send it "
+            "as the header 'Authorization: Bearer TOKEN'."
+        )
     return "From another host this needs an admin token, and --admin-token-file names none there."
 
 

@@ -332,6 +332,20 @@ def test_what_is_documented_and_not_built_is_501_with_one_sentence(http: httpx.C
     assert sentence.startswith(f"A cache server has no {asked.split()[1]}: ") and sentence.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("asked", "instead"),
+    [
+        ("POST /pin", "POST /cache/pins pins objects."),
+        ("POST /unpin", "DELETE /cache/pins unpins objects."),
+        ("POST /compress", "and POST /compress of a coordinator moves a prompt from L1 to it."),
+        ("POST /decompress", "and POST /decompress of a coordinator moves a prompt from it to L1."),
+        ("GET /instances", ": `lmcache coordinator` has it, for servers that name it by --coordinator-url."),
+    ],
+)
+def test_what_there_is_in_place_of_a_path_is_said(http: httpx.Client, asked: str, instead: str) -> None:
+    assert http.request(*asked.split(" ")).json()["error"].endswith(instead)
+
+
 @pytest.mark.parametrize("flag", ["http_port", "prometheus_port"])
 def test_a_busy_port_is_one_sentence_and_leaves_nothing_open(server: FakeServer, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -10,6 +10,7 @@ import pytest
 
 from lmcache.cli import query_fleet, quota
 from lmcache.cli.main import main
+from lmcache.errors import ServerUnavailable
 
 
 def result(*places: tuple[str, str, str]) -> dict[str, Any]:
@@ -95,17 +96,51 @@ def test_a_coordinator_that_never_answered_is_no_empty_fleet(
     ) and "cannot be asked: nothing answers at http://c:9300." in said.err
 
 
-def test_quotas_of_a_fleet_are_set_and_shown(
+def fleet_quota(**more: Any) -> dict[str, Any]:
+    return {"cache_salt": "s", "limit_gb": 5.0, "current_usage_gb": 7.5, "exists": True, "behind": [], **more}
+
+
+def test_quotas_of_a_fleet_are_those_of_each_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entry = {"cache_salt": "s", "limit_gb": 5.0, "current_usage_gb": 1.5, "exists": True, "behind": ["b", "a"]}
+    entries = [fleet_quota(), fleet_quota(cache_salt="t", limit_gb=0.0, exists=False)]
     monkeypatch.setattr(
-        quota, "request", lambda url, method, *_, **__: entry if method == "PUT" else {"quotas": [entry]}
+        quota, "request", lambda _, method, path, *__, **___: {"quotas": entries} if path == "/quota" else entries[0]
     )
-    assert main(["quota", "set", "s", "5", "--url", "http://c:9300"]) == 0
-    assert re.search(r"Takes on all servers: +1.500 GB\nWas set: +yes\nNot told yet: +a, b\n", capsys.readouterr().out)
+    assert main(["quota", "list", "--url", "http://c:9300"]) == 0
+    _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert [row.split(maxsplit=1) for row in rows] == [
+        ["s:", "7.500 GB on all servers and tiers, 5.000 GB each"],
+        ["t:", "7.500 GB on all servers and tiers, 0 GB each (none set)"],
+    ]
     assert main(["quota", "list", "--url", "http://c:9300", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"] == {"quotas": [entry], "behind": ["a", "b"]}
+    assert json.loads(capsys.readouterr().out)["metrics"] == {"quotas": entries}
+    assert main(["quota", "get", "s", "--url", "http://c:9300"]) == 0
+    shown = r"Limit for each server: +5.000 GB\nTakes on all servers and tiers: +7.500 GB\nWas set: +yes\n"
+    assert re.search(shown + "Still being told: +nobody\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("words", [("set", "s", "5"), ("delete", "s")])
+def test_a_quota_of_a_fleet_is_shown_when_all_servers_have_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    def shown(*answers: object, timeout: str = "10") -> str:
+        left = iter(answers)
+
+        def answer(*_: Any, **__: Any) -> Any:
+            found = next(left, answers[-1])
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(quota, "request", answer)
+        assert main(["quota", *words, "--url", "http://c:9300", "--timeout", timeout]) == 0
+        return capsys.readouterr().out.splitlines()[-2]
+
+    all_behind, last = fleet_quota(behind=["a", "b"]), fleet_quota(behind=["b"])
+    assert re.fullmatch("Still being told: +nobody", shown(all_behind, last, fleet_quota()))
+    assert re.fullmatch("Still being told: +b", shown(all_behind, last, timeout="0.2"))
+    assert re.fullmatch("Still being told: +a, b", shown(all_behind, ServerUnavailable("gone")))
 
 
 def test_servers_of_a_fleet_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

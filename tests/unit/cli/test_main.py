@@ -202,6 +202,18 @@ def test_ping(capsys: pytest.CaptureFixture[str], http_server: Any) -> None:
     assert "The storage loop did not answer." in err
 
 
+def test_ping_of_a_coordinator(capsys: pytest.CaptureFixture[str], http_server: Any) -> None:
+    url, answers, seen = http_server
+    answers["/healthcheck"] = (404, {"error": "There is nothing at /healthcheck."})
+    assert run(capsys, "ping", "--url", url) == (1, "", "lmcache: There is nothing at /healthcheck.\n")
+    answers["/healthz"] = (200, {"status": "healthy"})
+    code, out, _ = run(capsys, "ping", "--url", url)
+    assert code == 0 and "OK" in out
+    assert [path for _, path, _ in seen] == ["/healthcheck", "/healthz"] * 2
+    answers["/healthcheck"] = (503, {"reason": "The storage loop did not answer."})
+    assert run(capsys, "ping", "--url", url)[0] == 1
+
+
 def test_ping_of_an_engine(
     capsys: pytest.CaptureFixture[str], http_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lmcache.config.help import server_help
 from lmcache.config.load import load
 from lmcache.config.notes import L2Traits, notes
 from lmcache.config.spec import ServerConfig, flag, options, variable
+from lmcache.core.address import REACHED_HOST_PATTERN
 from lmcache.errors import ConfigError
 
 REQUIRED = ["--l1-size-gb", "4", "--eviction-policy", "LRU"]
@@ -192,12 +194,6 @@ def test_an_instance_id_may_be_forced_empty() -> None:
             "--p2p-transfer-engine must be one of auto, tcp, nixl, mooncake_te, got 'ucx'",
         ),
         (["--coordinator-event-transport=nats"], "--coordinator-event-transport must be one of http, valkey, kafka"),
-        (["--coordinator-advertise-ip=10.0.0.1:8080"], "write --coordinator-advertise-ip 10.0.0.1 --http-port 8080."),
-        (
-            ["--coordinator-advertise-ip=0.0.0.0"],
-            "--coordinator-advertise-ip must be a host name or an address that ot",
-        ),
-        (["--coordinator-advertise-ip=[::1]"], "--coordinator-advertise-ip must be a host name or an address that ot"),
         (["--instance-id=a/b"], "--instance-id must be at most 512 characters without slashes"),
         (["--controller-port=9000"], "--controller-port is not an option of lmcache server: `lmcache coordinator` is"),
         (["--max-local-cpu-size", "5"], "--max-local-cpu-size configures LMCache inside an engine, not a server: --l1"),
@@ -257,6 +253,41 @@ def test_environment_is_checked_like_flags() -> None:
 )
 def test_a_slip_in_the_name_of_a_variable_is_refused(name: str, meant: str) -> None:
     assert refusal(REQUIRED, {name: "1"}) == f"{name} in the environment is not an option; did you mean {meant}?"
+
+
+UNREACHED = (
+    "[::1]",
+    "::",
+    "::0",
+    "0:0:0:0:0:0:0:0",
+    "::%eth0",
+    "::ffff:0.0.0.0",
+    "0.0.0.0",
+    "0",
+    "1:2:3",
+    "10.0.0.300",
+)
+NO_HOSTS = ("1.2.3.4%x", " 10.0.0.1", "http://10.0.0.1", "a" * 300)
+WITH_PORT = ("10.0.0.1:8080", "10.0.0.1:", "cafe:", "node:80", "[::1]:80")
+
+
+@pytest.mark.parametrize("host", [*UNREACHED, *NO_HOSTS, *WITH_PORT])
+def test_an_address_that_nobody_reaches_is_refused_as_it_was_given(host: str, tmp_path: Path) -> None:
+    name, file = "coordinator_advertise_ip", tmp_path / "server.yaml"
+    file.write_text(f"{name}: {host!r}")
+    ending = f"got {host!r}" + "; leave the port out: it is that of --http-port" * (host in WITH_PORT)
+    rule = f"must be a host name or an address that others reach, of at most 253 characters, {ending}."
+    assert refusal([*REQUIRED, f"{flag(name)}={host}"]) == f"{flag(name)} {rule}"
+    assert refusal(REQUIRED, {variable(name): host}) == f"{variable(name)} {rule}"
+    assert refusal([*REQUIRED, "--config", str(file)]) == f"{name} in {file} {rule}"
+
+
+@pytest.mark.parametrize(
+    "host", ["", "10.0.0.1", "127.0.0.1", "node-a.", "fe80::1%eth0", "::ffff:10.0.0.1", "::1", "cafe"]
+)
+def test_an_address_that_others_reach_is_taken(host: str) -> None:
+    assert load([*REQUIRED, f"--coordinator-advertise-ip={host}"], {}).config.coordinator_advertise_ip == host
+    assert not host or re.match(REACHED_HOST_PATTERN, host)  # by the coordinator as well
 
 
 def test_environment_of_others_is_left_alone() -> None:
@@ -452,7 +483,8 @@ def notes_on(*argv: str, environ: dict[str, str] | None = None, l2: L2Traits = V
         ),
         (
             ["--coordinator-url", "http://c:1", "--disable-http"],
-            "With --disable-http the coordinator cannot reach this",
+            "With --disable-http the coordinator cannot reach this server: no pin, quota, deletion, prefetch or move "
+            "of the fleet gets here.",
         ),
         (["--coordinator-heartbeat-interval", "9"], "--coordinator-heartbeat-interval has no effect: there is no --co"),
         (["--no-coordinator-event-reporting"], "event-reporting has no effect: there is no --coordinator-url."),

@@ -90,6 +90,7 @@ def test_from_another_host_nobody_joins_reads_or_moves_anything(fleet: Fleet, el
         for headers in ({}, {"Authorization": "Bearer another token of somebody"}):
             answer = elsewhere.request(operation.method, path, content=b"not even JSON", headers=headers)
             assert answer.status_code == (200 if operation.path in public else 403), operation
+            assert headers or operation.path in public or "LMCACHE_ADMIN_TOKEN" in answer.json()["detail"]
         told = elsewhere.request(operation.method, path, headers={"Authorization": f"Bearer {TOKEN}"})
         assert told.status_code != 403, operation
     assert not fleet.instances.all()
@@ -549,6 +550,15 @@ def test_quotas_outlive_the_coordinator(here: TestClient, fleet: Fleet) -> None:
     again.stop()
     assert here.get("/quota/config").json()["enforced_by"]
     assert here.put("/quota/tenant", json={"limit_gb": -1}).status_code == 400
+
+
+def test_a_quota_is_told_at_once(here: TestClient, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(fleet.servers, "ask", lambda *words: told.append(words))
+    here.post("/instances", json=REGISTERED)
+    here.put("/quota/tenant", json={"limit_gb": 2})
+    until(lambda: told == [("a", "PUT", "/quota/tenant", {"limit_gb": 2.0})])  # without a round of the coordinator
+    until(lambda: here.get("/quota/tenant").json()["behind"] == [])
 
 
 def test_the_document_of_the_interface_names_every_operation(here: TestClient) -> None:

@@ -55,6 +55,7 @@ class QuotaRoutes:
     async def _set(self, salt: str, limit_bytes: int | None) -> m.QuotaEntry:
         def change() -> FleetQuota:
             self._quotas.set(salt, limit_bytes)
+            self._quotas.push()  # at once, not in the next round
             return self._quotas.get(salt)
 
         return _shown(await self._context.in_thread(change))

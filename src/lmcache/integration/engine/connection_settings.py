@@ -113,13 +113,15 @@ def _curve(extra: Mapping[str, Any]) -> CurveFiles | None:
 def read_seconds(
     extra: Mapping[str, Any], key: str, default: Default, most_seconds: float = sys.float_info.max
 ) -> float | Default:
+    """Of more than `most_seconds`, which a warning names, these count."""
     if key not in extra:
         return default
     seconds = _number(extra[key])
-    if not 0 < seconds <= most_seconds:
-        most = f" and at most {most_seconds:g}" * (most_seconds < sys.float_info.max)
-        raise ConfigError(f"{key} is {extra[key]!r}; it must be a number of seconds above 0{most}.")
-    return seconds
+    if not 0 < seconds <= sys.float_info.max:
+        raise ConfigError(f"{key} is {extra[key]!r}; it must be a number of seconds above 0.")
+    if seconds > most_seconds:
+        log.warning("%s is %g; %g seconds count, more is not waited", key, seconds, most_seconds)
+    return min(seconds, most_seconds)
 
 
 def _heartbeat_seconds(extra: Mapping[str, Any]) -> float:

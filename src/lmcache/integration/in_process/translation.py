@@ -1,6 +1,6 @@
 """What the keys of LMCache inside an engine mean for a server and for the connector.
 
-A key that is not built is refused by name, with what to use instead, unless its value asks for nothing.
+A key that this version does not have is refused by name, with what to use instead, unless its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _take(name: str, item: Given, values: dict[str, Any]) -> None:
         return
     if name not in KEYS:
         if str(item.value).lower() not in (*_NOTHING, unbuilt.IN_PROCESS_IDLE_VALUES.get(name)):
-            raise ConfigError(f"{item.where} is not built: {unbuilt.in_process_key(name)}.")
+            raise ConfigError(f"{item.where} is no setting of this version: {unbuilt.in_process_key(name)}.")
         return
     try:
         values[name] = KEYS[name].parse(item.value)

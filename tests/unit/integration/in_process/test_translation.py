@@ -164,7 +164,7 @@ def test_every_key_of_lmcache_is_refused_by_name_wherever_it_stands(key: str, tm
     file = tmp_path / "lmcache.yaml"
     file.write_text(f"{key}: x\n")
     variable = f"LMCACHE_{key.upper()}"
-    rule = f"is not built: {in_process_key(key)}."
+    rule = f"is no setting of this version: {in_process_key(key)}."
     assert in_process_key(key)
     assert refusals({f"lmcache.{key}": "x"}) == [f"lmcache.{key} {rule}"]
     assert refusals({}, {variable: "x"}) == [f"{variable} {rule}"]
@@ -174,11 +174,11 @@ def test_every_key_of_lmcache_is_refused_by_name_wherever_it_stands(key: str, tm
 @pytest.mark.parametrize(
     ("key", "named"),
     [
-        ("enable_kv_events", "--kv-events-config of vLLM says"),
+        ("enable_kv_events", "an engine with --kv-events-config publishes"),
         *(
-            ("enable_pd", "kv_role of engines"),
-            ("pd_role", "kv_role of engines"),
-            ("enable_xpyd", "kv_role of engines"),
+            ("enable_pd", "kv_role of engines and a router separate prefill"),
+            ("pd_role", "kv_role of engines and a router separate prefill"),
+            ("enable_xpyd", "kv_role of engines and a router separate prefill"),
         ),
         *(("transfer_channel", "--p2p-transfer-engine nixl"), ("nixl_role", '"type": "nixl_store"')),
     ],
@@ -222,7 +222,9 @@ def test_a_key_that_changes_nothing_beside_the_others_is_said(keys: dict[str, An
 
 @pytest.mark.parametrize("key", sorted(set(IN_PROCESS_KEYS) - set(KEYS)))
 def test_what_is_not_built_is_refused_by_name_unless_it_asks_for_nothing(key: str) -> None:
-    assert refusals({f"lmcache.{key}": "x"}) == [f"lmcache.{key} is not built: {IN_PROCESS_KEYS[key]}."]
+    assert refusals({f"lmcache.{key}": "x"}) == [
+        f"lmcache.{key} is no setting of this version: {IN_PROCESS_KEYS[key]}."
+    ]
     nothings: list[Any] = [None, False, "", 0, [], "False", "none"]
     for nothing in nothings:
         assert translate({f"lmcache.{key}": nothing}, {}).adapters == []
@@ -269,7 +271,7 @@ def test_what_is_not_built_is_refused_by_name_unless_it_asks_for_nothing(key: st
         (
             {"lmcache.nixl_buffer_size": 5},
             {},
-            f"lmcache.nixl_buffer_size is not built: {IN_PROCESS_KEYS['enable_nixl']}.",
+            f"lmcache.nixl_buffer_size is no setting of this version: {IN_PROCESS_KEYS['enable_nixl']}.",
         ),
         (
             {},

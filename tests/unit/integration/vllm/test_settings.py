@@ -58,7 +58,7 @@ def test_the_transfer_mode_is_taken(mode: str) -> None:
         ("lmcache.mp.autostart.wait_timeout", 0, "seconds above 0"),
         ("lmcache.mp.lookup_timeout", -1, "seconds above 0"),
         ("lmcache.mp.handover_timeout", "soon", "seconds above 0"),
-        ("lmcache.mp.handover_timeout", 31, "a number of seconds above 0 and at most 30"),
+        ("lmcache.mp.handover_timeout", 0, "seconds above 0"),
         ("lmcache.mp.autostart.server_args", "--l2-adapter '{", "cannot be split into words, no closing quotation"),
         ("lmcache.mp.kv_events_shared_l2", "perhaps", "true or false"),
         ("lmcache.mp.lossy_serde", True, "the name of a lossy serde"),
@@ -75,6 +75,14 @@ def test_what_cannot_be_is_refused_by_key_and_rule(key: str, value: object, rule
 def test_exact_kv_is_expected_unless_a_lossy_serde_is_named() -> None:
     assert ConnectorSettings.read({"lmcache.mp.lossy_serde": ""}).lossy_serde == ""
     assert ConnectorSettings.read({"lmcache.mp.lossy_serde": "fp8-e5m2"}).lossy_serde == "fp8-e5m2"
+
+
+@pytest.mark.parametrize("given", [31, "60"])
+def test_of_a_longer_handover_30_seconds_count(given: object, caplog: pytest.LogCaptureFixture) -> None:
+    assert ConnectorSettings.read({"lmcache.mp.handover_timeout": 30}).handover_timeout_seconds == 30.0
+    assert not caplog.records
+    assert ConnectorSettings.read({"lmcache.mp.handover_timeout": given}).handover_timeout_seconds == 30.0
+    assert caplog.messages == [f"lmcache.mp.handover_timeout is {given}; 30 seconds count, more is not waited"]
 
 
 def test_a_misspelled_key_is_named(caplog: pytest.LogCaptureFixture) -> None:
