@@ -29,7 +29,7 @@ from lmcache.fleet.membership import Member, MemberSettings
 from lmcache.http.access import AdminToken
 from lmcache.http.fleet_messages import FleetOverview
 from lmcache.kv_events.descriptions import Descriptions
-from lmcache.kv_events.endpoint import parse_endpoint
+from lmcache.kv_events.endpoint import parse_endpoint, parse_replay_endpoint
 from lmcache.kv_events.holdings import Holdings, Holds, Tier
 from lmcache.l1.quota import Quotas
 from lmcache.l1.quota_file import QuotaFile
@@ -362,7 +362,8 @@ class Server:
             Tier("STORAGE", l2_changes(runner), _held_by(runner.ledger.native.known_in_all, runner.serde_name))
             for runner in runners
         ]
-        replay = parse_endpoint(config.kv_events_replay_endpoint, "") if config.kv_events_replay_endpoint else None
+        again = config.kv_events_replay_endpoint
+        replay = parse_replay_endpoint(again, "") if again else None
         return KVEventAnnouncer(
             EventSockets(parse_endpoint(config.kv_events_endpoint, ""), replay, self._clock),
             Descriptions(config.chunk_size),

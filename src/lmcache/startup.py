@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache.admin import audit
@@ -25,7 +25,7 @@ from lmcache.fleet.event_log import HTTP, KAFKA, EventLogSettings, KafkaSettings
 from lmcache.http.access import read_token
 from lmcache.http.client import split_url
 from lmcache.http.tls import server_context
-from lmcache.kv_events.endpoint import parse_endpoint, parse_replay_endpoint
+from lmcache.kv_events.endpoint import Endpoint, parse_endpoint, parse_replay_endpoint
 from lmcache.l1.quota_file import QuotaFile
 from lmcache.l2 import adapter_types
 from lmcache.l2.adapter_config import AdapterConfig
@@ -150,14 +150,27 @@ def event_log_settings(config: ServerConfig) -> EventLogSettings | None:
 
 
 def _open_events(config: ServerConfig) -> list[str]:
-    """A note for endpoints from which other hosts can read what prompts are made of."""
-    return [
-        f"{flag(name)} {endpoint} is open: whoever reaches it reads the tokens of all prompts without a cache salt."
-        for name in ("kv_events_endpoint", "kv_events_replay_endpoint")
-        if config.kv_events_endpoint
-        and (endpoint := getattr(config, name))
-        and parse_endpoint(endpoint, flag(name)).is_open
-    ]
+    """For endpoints from which other hosts can read what prompts are made of, and one that may be meant so."""
+    notes = []
+    for text, name, parse in _event_endpoints(config) if config.kv_events_endpoint else ():
+        endpoint = parse(text, flag(name))
+        if endpoint.is_open:
+            notes.append(
+                f"{flag(name)} {text} is open: whoever reaches it reads the tokens of all prompts without a cache salt."
+            )
+        elif endpoint.is_own:
+            notes.append(
+                f"{flag(name)} {text} is an address of this host: the server connects to a subscriber that listens "
+                "there. Subscribers that connect to the server need tcp://*:PORT."
+            )
+    return notes
+
+
+def _event_endpoints(config: ServerConfig) -> Iterator[tuple[str, str, Callable[[str, str], Endpoint]]]:
+    """(what was given, name of the option, how it is read)."""
+    for name, parse in (("kv_events_endpoint", parse_endpoint), ("kv_events_replay_endpoint", parse_replay_endpoint)):
+        if text := getattr(config, name):
+            yield text, name, parse
 
 
 def _missing_folders(config: ServerConfig) -> list[str]:
@@ -223,13 +236,9 @@ def _check_machine(config: ServerConfig, problems: Problems) -> None:
                 library.refuse_missing(config.p2p_transfer_engine)
     with problems.collect():
         read_token(config.admin_token_file)
-    for endpoint, name, parse in (
-        (config.kv_events_endpoint, "kv_events_endpoint", parse_endpoint),
-        (config.kv_events_replay_endpoint, "kv_events_replay_endpoint", parse_replay_endpoint),
-    ):
-        if endpoint:
-            with problems.collect():
-                parse(endpoint, flag(name))
+    for text, name, parse in _event_endpoints(config):
+        with problems.collect():
+            parse(text, flag(name))
     if config.coordinator_url:
         with problems.collect():
             split_url(config.coordinator_url, "--coordinator-url")

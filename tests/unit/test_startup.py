@@ -61,6 +61,27 @@ def test_secrets_that_everybody_can_read_are_noted(tmp_path: Path) -> None:
     assert f"--admin-token-file {token} is open to everybody on this machine (mode 0602)" in planned.notes[0]
 
 
+def test_where_events_go_is_noted_where_it_may_not_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache.kv_events.endpoint._is_own", lambda host: host == "192.0.2.2")
+
+    def notes(*endpoints: str) -> list[str]:
+        flags = ("--kv-events-endpoint", "--kv-events-replay-endpoint")
+        planned = startup.plan([*OPTIONS, *(text for pair in zip(flags, endpoints, strict=False) for text in pair)], {})
+        planned.discard()
+        return list(planned.notes)
+
+    assert notes("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558") == []
+    assert notes("tcp://198.51.100.77:5557") == []
+    (own,) = notes("tcp://192.0.2.2:5557")
+    assert own.startswith("--kv-events-endpoint tcp://192.0.2.2:5557 is an address of this host: the server connects ")
+    assert "tcp://*:PORT" in own
+    opened = notes("tcp://*:5557", "tcp://192.0.2.2:5558")
+    assert [note.split(" is open: ")[0] for note in opened] == [
+        "--kv-events-endpoint tcp://*:5557",
+        "--kv-events-replay-endpoint tcp://192.0.2.2:5558",
+    ]
+
+
 def test_a_folder_of_tokenizers_that_is_not_there_is_noted(tmp_path: Path) -> None:
     options = [*OPTIONS, "--tokenizer-dir", str(tmp_path / "models")]
     (note,) = startup.plan(options, {}).notes

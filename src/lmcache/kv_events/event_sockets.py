@@ -23,11 +23,6 @@ logger = logging.getLogger("lmcache.kv_events")
 
 _SENDING_THREADS = 1
 _MAX_REQUEST_BYTES = 4096
-_OWN_ADDRESS = {
-    zmq.PUB: "%s %s is an address of this host: the server connects to a subscriber that listens there. Subscribers "
-    "that connect to the server need tcp://*:PORT.",
-    zmq.ROUTER: "%s %s is open: whoever reaches it reads the tokens of all prompts without a cache salt.",
-}
 
 
 class EventSockets:
@@ -58,13 +53,11 @@ class EventSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)  # of what comes: anybody may connect
         socket.setsockopt(zmq.IPV6, int("[" in endpoint.address))
         try:
-            (socket.bind if endpoint.binds or kind == zmq.ROUTER else socket.connect)(endpoint.address)
+            (socket.bind if endpoint.binds else socket.connect)(endpoint.address)
         except zmq.ZMQError as error:
             raise ResourceError(
                 f"{flag} {endpoint.address} cannot be used: {error.strerror}; give another port or path."
             ) from None
-        if endpoint.is_own:
-            logger.warning(_OWN_ADDRESS[kind], flag, endpoint.address)
         return socket
 
     @property
