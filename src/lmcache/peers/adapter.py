@@ -93,6 +93,7 @@ class PeersAdapter(Adapter):
             l1_address=self._l1.address if self._l1 is not None else 0,
             l1_bytes=self._l1.size_bytes if self._l1 is not None else 0,
             forget=self._placements.forget_peer,
+            lost=self._placements.end_leases,
         )
         if self._library is not None:  # the deadline of loads, which `open` has, is not for imports
             self._starting = asyncio.ensure_future(self._library.start())
@@ -274,6 +275,7 @@ class PeersAdapter(Adapter):
         outcomes = [LoadOutcome.MISSING] * len(keys)
         left = list(range(len(keys)))
         failed: set[Peer] = set()
+        gave: dict[Peer, bool] = {}  # anything at all; False only where it was to keep that
         deadline = self._clock.monotonic() + self._config.timeout_seconds * _LOAD_SHARE
         try:
             while (
@@ -288,19 +290,27 @@ class PeersAdapter(Adapter):
                     [self._load_share(share, what, deadline) for share, what in zip(shares, transfers, strict=True)]
                 )
                 for share, found in zip(shares, came, strict=True):
+                    peer = share.holding.peer
                     if isinstance(found, BaseException):
-                        share.holding.peer.load_broke(found)
-                        failed.add(share.holding.peer)
+                        peer.load_broke(found)
+                        failed.add(peer)
                         continue
                     for index, outcome in zip(share.indices, found, strict=True):
                         if outcome is LoadOutcome.LOADED:
                             outcomes[index] = outcome
                     if found.count(LoadOutcome.LOADED) < len(found):
-                        failed.add(share.holding.peer)
+                        failed.add(peer)
+                    if LoadOutcome.LOADED in found:
+                        gave[peer] = True
+                    elif LoadOutcome.FAILED not in found and share.holding.is_leased(self._clock.monotonic()):
+                        gave.setdefault(peer, False)
                 if outcomes.count(LoadOutcome.LOADED) == len(outcomes):
                     break
                 left = [index for index in left if outcomes[index] is not LoadOutcome.LOADED]
         finally:
+            for peer, anything in gave.items():
+                if not anything:
+                    peer.gave_nothing()
             self._placements.forget(keys)
         return outcomes
 

@@ -43,7 +43,7 @@ _LEAST_TIME_SHARE = 0.1  # of a load's time, that is left when it begins
 
 
 class NothingGiven(Exception):
-    """What a peer said it has was not there when it was read: once it may have evicted that, in a row it lies."""
+    """Nothing of what a peer keeps from eviction was there when it was read: once that may be so, in a row it lies."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class PeerContext:
     l1_address: int = 0
     l1_bytes: int = 0
     forget: Callable[[Peer], None] = lambda peer: None  # what it said before it was started anew
+    lost: Callable[[Peer], None] = lambda peer: None  # its connection has ended
 
     def breaker(self) -> CircuitBreaker:
         return CircuitBreaker(
@@ -159,6 +160,7 @@ class Peer:
                 log.exception("The connection to the peer %s ended by a fault", self.address)
             finally:
                 await self._let_go()
+            self._context.lost(self)
             lasted_seconds = self._context.clock.monotonic() - connected_at
             await asyncio.sleep(pause_seconds)
             is_stable = lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS  # not one that is cut off again and again
@@ -317,6 +319,10 @@ class Peer:
         log.error("A load from the peer %s ended by a fault", self.address, exc_info=fault)
         self._failed(self._load_breaker, fault)
 
+    def gave_nothing(self) -> None:
+        """A load found nothing of what is under a lease."""
+        self._failed(self._load_breaker, NothingGiven("it gives nothing of what it says it has"))
+
     async def _load(self, transfer: Transfer) -> list[LoadOutcome]:
         clock = self._context.clock
         started = clock.monotonic()
@@ -337,9 +343,7 @@ class Peer:
             left = [index for index in left if outcomes[index] is LoadOutcome.FAILED]
             if not left:
                 break
-        if LoadOutcome.LOADED not in outcomes and LoadOutcome.FAILED not in outcomes:
-            self._failed(self._load_breaker, NothingGiven("it gives nothing of what it says it has"))
-        elif LoadOutcome.FAILED not in outcomes:
+        if LoadOutcome.LOADED in outcomes and LoadOutcome.FAILED not in outcomes:
             self._load_breaker.succeeded()
             came = (outcome is LoadOutcome.LOADED for outcome in outcomes)
             came_bytes = sum(buffer.nbytes for buffer in compress(transfer.buffers, came))
@@ -362,10 +366,12 @@ class Peer:
             self._rate += _RATE_SHARE * (size_bytes / seconds - self._rate)
 
     async def _try(self, key: ObjectKey, size_bytes: int) -> None:
-        """Loads into memory that nobody else has."""
+        """Loads into memory that nobody else has. An answer is what counts: the object may have been evicted."""
         buffer = memoryview(mmap.mmap(-1, size_bytes))
         seconds = self.load_seconds(size_bytes)
-        await self._load(Transfer([key], [buffer], [size_bytes], [], 0, size_bytes, seconds))
+        outcomes = await self._load(Transfer([key], [buffer], [size_bytes], [], 0, size_bytes, seconds))
+        if outcomes == [LoadOutcome.MISSING]:
+            self._load_breaker.succeeded()
 
     def _failed(self, breaker: CircuitBreaker, fault: BaseException) -> None:
         """What cost a deadline, or broke the protocol, is one too many; others are when they come in a row."""
