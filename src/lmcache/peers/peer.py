@@ -15,6 +15,7 @@ from typing import Any
 
 from lmcache.clock import Clock
 from lmcache.core import limits
+from lmcache.core.address import host_port
 from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
 from lmcache.core.outcome import LoadOutcome
 from lmcache.errors import ProtocolError
@@ -22,11 +23,11 @@ from lmcache.l2.background import spawn
 from lmcache.l2.call_threads import CallThreads
 from lmcache.l2.circuit_breaker import CircuitBreaker
 from lmcache.l2.turns import Turns
-from lmcache.peers.connections import LookupConnection, ReadConnections, connect
+from lmcache.peers.connections import LookupConnection, ReadConnections, connect, connect_at
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.protocol import Found, Kind, Lookup, Message, Release, Renew
-from lmcache.peers.sockets import PeerRefused, PeerSocket, within
+from lmcache.peers.sockets import Endpoint, PeerRefused, PeerSocket, within
 from lmcache.peers.transports.contract import Fetched, Transfer, Transport
 from lmcache.peers.transports.library_process import LibraryProcess
 from lmcache.peers.transports.one_sided import OneSidedTransport
@@ -92,6 +93,7 @@ class Peer:
         self._host, self._port = host, port
         self._context = context
         self._lookups: LookupConnection | None = None
+        self._endpoint: Endpoint | None = None  # of that one: a name may have others, where the peer is not
         self._reads = ReadConnections(self._open_for_reads)
         self._tcp = TcpTransport(self._reads, context.threads)
         self._direct: SharedMemoryTransport | OneSidedTransport | None = None  # TCP has what it does not give
@@ -171,6 +173,7 @@ class Peer:
     def _connected(self, sock: PeerSocket, identity: Identity) -> None:
         self._lost.clear()
         self._reads.forget_idle()
+        self._endpoint = sock.endpoint
         self._lookups = LookupConnection(sock, self._on_lost)
         self._direct = self._direct_way(identity, self._lookups)
         self.identity = identity
@@ -219,7 +222,10 @@ class Peer:
             self._direct = None
 
     async def _open_for_reads(self) -> PeerSocket:
-        sock, identity = await connect(self._host, self._port, self._context.introducer)
+        if self.identity is None or self._endpoint is None:
+            raise EOFError("its connection ended")
+        address = host_port(self._host, self._port)
+        sock, identity = await connect_at(self._endpoint, address, self._context.introducer)
         if self.identity is None or identity.epoch != self.identity.epoch:
             sock.close()
             raise EOFError("its connection ended, or it has been started anew")

@@ -110,6 +110,54 @@ def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
     run(test)
 
 
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_another_service_at_the_first_address_of_a_name_is_passed_by(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one that says nothing. Reads go where the peer was found."""
+    monkeypatch.setattr(limits, "PEER_HELLO_SECONDS", 4.0)
+    resolve = socket.getaddrinfo
+
+    async def test() -> None:
+        met = 0
+
+        async def script(other: Liar, sock: PeerSocket) -> None:
+            nonlocal met
+            met += 1
+            await sock.send_packed(answer)
+            await asyncio.sleep(3600)
+
+        def resolve_two(host: str, port: int, **options: int) -> list[object]:
+            return [*resolve(host, other.address.rpartition(":")[2], **options), *resolve(host, port, **options)]
+
+        with holding(WANTED) as (holder,):
+            async with Liar(script, holder) as other:
+                monkeypatch.setattr(socket, "getaddrinfo", resolve_two)
+                async with reading([holder.address]) as reader:
+                    met_before = met
+                    await reader.gets(WANTED)
+                    assert met == met_before > 0
+
+    run(test)
+
+
+def test_why_a_peer_is_refused_is_told_wherever_its_other_addresses_lead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def resolve_two(host: str, port: int, **options: int) -> list[object]:
+        return [*resolve(host, port, **options), *resolve(host, 1, **options)]
+
+    async def test() -> None:
+        with holding([], chunk_tokens=16) as (holder,):
+            monkeypatch.setattr(socket, "getaddrinfo", resolve_two)
+            async with reading([holder.address], connects=False) as reader:
+                await until_true(lambda: "chunk" in str(reader.peer(holder.address)["refused"]))
+
+    run(test)
+
+
 # ---- connections that end --------------------------------------------------------------------------------------------
 @contextlib.asynccontextmanager
 async def started_anew(reader: Reader, first: Holder) -> AsyncIterator[Holder]:
