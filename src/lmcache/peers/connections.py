@@ -24,23 +24,13 @@ _MOST_ADDRESSES = 4  # of one name, that are tried
 
 
 async def connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSocket, Identity]:
-    """Within PEER_HELLO_SECONDS, else asyncio.TimeoutError. OSError, EOFError, ProtocolError; PeerRefused where the two
-    servers cannot work together."""
-    return await within(limits.PEER_HELLO_SECONDS, _connect(host, port, introducer))
-
-
-async def connect_at(endpoint: Endpoint, address: str, introducer: Introducer) -> tuple[PeerSocket, Identity]:
-    """As `connect`, to the peer at `address`, HOST:PORT, where it was reached before."""
-    return await within(limits.PEER_HELLO_SECONDS, _connect_at(endpoint, address, introducer))
-
-
-async def _connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSocket, Identity]:
-    """The first address where the peer answers: a name may have one of IPv6 where the peer listens at another. Each has
-    its share of the time that is left."""
+    """At the first address where the peer answers: a name may have one of IPv6 where the peer listens at another.
+    Within PEER_HELLO_SECONDS, of which each address has its share, else asyncio.TimeoutError. OSError, EOFError,
+    ProtocolError; PeerRefused where the two servers cannot work together."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limits.PEER_HELLO_SECONDS
+    endpoints = await within(limits.PEER_HELLO_SECONDS, _endpoints(host, port))
     fault: Exception = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
-    endpoints = await _endpoints(host, port)
     for left, endpoint in zip(range(len(endpoints), 0, -1), endpoints, strict=True):
         connecting = _connect_at(endpoint, host_port(host, port), introducer)
         try:
@@ -49,6 +39,11 @@ async def _connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSo
             if not isinstance(fault, PeerRefused):  # which says more than that nobody is at another address
                 fault = error
     raise fault
+
+
+async def connect_at(endpoint: Endpoint, address: str, introducer: Introducer) -> tuple[PeerSocket, Identity]:
+    """As `connect`, to the peer at `address`, HOST:PORT, where it was reached before."""
+    return await within(limits.PEER_HELLO_SECONDS, _connect_at(endpoint, address, introducer))
 
 
 async def _connect_at(endpoint: Endpoint, address: str, introducer: Introducer) -> tuple[PeerSocket, Identity]:

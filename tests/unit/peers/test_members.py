@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lmcache.config.spec import ServerConfig
 from lmcache.core import limits
 from lmcache.core.hint import Hint
+from lmcache.peers.config import peers_config
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.protocol import Found, Kind, Lookup, decode
 from lmcache.peers.sockets import PeerSocket
@@ -59,6 +61,72 @@ def test_a_list_that_lacks_its_members_ends_no_load(monkeypatch: pytest.MonkeyPa
                 monkeypatch.setattr(limits, "PEER_UNNAMED_SECONDS", 0.2)
                 reader.adapter.set_members([])
                 await until_true(lambda: not reader.adapter.status()["peers"])
+
+    run(test)
+
+
+def names(reader: Reader) -> set[object]:
+    return {peer["address"] for peer in reader.adapter.status()["peers"]}
+
+
+async def has_members(reader: Reader, *holders: Holder) -> None:
+    """They are connected, and nobody else is a peer."""
+    reader.adapter.set_members([holder.address for holder in holders])
+    await until_true(lambda: names(reader) == {holder.address for holder in holders})
+    await reader.connected(*(holder.address for holder in holders))
+
+
+def test_named_members_have_the_places_of_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was named last is kept."""
+    monkeypatch.setattr(limits, "MAX_PEERS", 3)
+
+    async def test() -> None:
+        with holding([], [], [], []) as (oldest, older, new, newest):
+            async with reading([], connects=False) as reader:
+                await has_members(reader, oldest, older)
+                reader.adapter.set_members([older.address])
+                await asyncio.sleep(0.01)
+                reader.adapter.set_members([new.address, newest.address])
+                await until_true(lambda: names(reader) == {older.address, new.address, newest.address})
+
+    run(test)
+
+
+def test_a_kept_peer_is_left_when_its_connection_ends() -> None:
+    async def test() -> None:
+        gone = Holder()
+        with holding([]) as (holder,):
+            async with reading([], connects=False) as reader:
+                await has_members(reader, gone, holder)
+                reader.adapter.set_members([])
+                await asyncio.sleep(0.01)
+                assert names(reader) == {gone.address, holder.address}
+                gone.close()
+                await until_true(lambda: names(reader) == {holder.address})
+
+    run(test)
+
+
+def test_kept_peers_have_one_timer_and_two_heartbeats() -> None:
+    options = ServerConfig(l1_size_gb=1.0, eviction_policy="LRU", coordinator_heartbeat_interval=1000.0)
+    heartbeat_seconds = peers_config(options).heartbeat_seconds
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        with holding([], []) as (kept, holder):
+            async with reading([], connects=False, heartbeat_seconds=heartbeat_seconds) as reader:
+
+                async def far_timers(*named: Holder) -> int:
+                    reader.adapter.set_members([holder.address for holder in named])
+                    await asyncio.sleep(0.01)
+                    timers: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]  # noqa: SLF001
+                    return sum(not timer.cancelled() and timer.when() > loop.time() + 1900 for timer in timers)
+
+                await has_members(reader, kept, holder)
+                assert await far_timers(kept, holder) == 0
+                for _ in range(3):
+                    assert await far_timers(holder) == 1
+                assert await far_timers(kept, holder) == 0
 
     run(test)
 
