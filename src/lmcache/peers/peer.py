@@ -104,7 +104,9 @@ class Peer:
         self._lost = asyncio.Event()
         self._refusal = ""
         self._last_epoch = b""
-        self._level = logging.INFO  # of what is logged of its connection: not without end where that ends at once
+        self._connected_at = 0.0
+        self._level = logging.INFO  # of what is logged of a short connection: once, where each ends at once
+        self._unreached_is_said = False  # since the last stable connection
         self._background: set[asyncio.Task[None]] = set()
         self._figures = {"lookups": 0, "hits": 0, "received_bytes": 0, "failures": 0}
         self._keeper: asyncio.Task[None] | None = None
@@ -140,8 +142,9 @@ class Peer:
                 continue
             except Exception as fault:  # the root of a peer: it is tried again, whatever it was
                 if isinstance(fault, _FAULTS):
-                    lasts = pause_seconds < limits.MAX_PEER_RETRY_SECONDS <= 2 * pause_seconds  # true once
-                    level = logging.INFO if lasts else logging.DEBUG
+                    lasts = 2 * pause_seconds >= limits.MAX_PEER_RETRY_SECONDS
+                    level = logging.INFO if lasts and not self._unreached_is_said else logging.DEBUG
+                    self._unreached_is_said |= lasts
                     log.log(level, "The peer %s is not reached: %s", self.address, fault or type(fault).__name__)
                 else:
                     log.exception("The connection to the peer %s failed by a fault", self.address)
@@ -153,7 +156,6 @@ class Peer:
                 sock.close()
                 return
             self._refusal = ""
-            connected_at = self._context.clock.monotonic()
             try:
                 self._connected(sock, identity)
                 await self._lost.wait()
@@ -163,15 +165,20 @@ class Peer:
             finally:
                 await self._let_go()
             self._context.lost(self)
-            lasted_seconds = self._context.clock.monotonic() - connected_at
+            was_stable = self._lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS  # not cut off again and again
             await asyncio.sleep(pause_seconds)
-            is_stable = lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS  # not one that is cut off again and again
-            self._level = logging.INFO if is_stable else logging.DEBUG
+            self._level = logging.INFO if was_stable else logging.DEBUG
+            self._unreached_is_said &= not was_stable
             longer_seconds = min(2 * pause_seconds, limits.MAX_PEER_RETRY_SECONDS)
-            pause_seconds = limits.PEER_RETRY_SECONDS if is_stable else longer_seconds
+            pause_seconds = limits.PEER_RETRY_SECONDS if was_stable else longer_seconds
+
+    @property
+    def _lasted_seconds(self) -> float:
+        return self._context.clock.monotonic() - self._connected_at
 
     def _connected(self, sock: PeerSocket, identity: Identity) -> None:
         self._lost.clear()
+        self._connected_at = self._context.clock.monotonic()
         self._reads.forget_idle()
         self._endpoint = sock.endpoint
         self._lookups = LookupConnection(sock, self._on_lost)
@@ -209,7 +216,9 @@ class Peer:
 
     def _on_lost(self, fault: BaseException | None) -> None:
         if fault is not None:
-            log.log(self._level, "The connection to the peer %s ended: %s", self.address, fault)
+            lasted_seconds = self._lasted_seconds
+            level = logging.INFO if lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS else self._level
+            log.log(level, "The connection to the peer %s ended after %.0f s: %s", self.address, lasted_seconds, fault)
         self._lost.set()
 
     async def _let_go(self) -> None:

@@ -18,6 +18,7 @@ from lmcache.peers.handshake import Introducer
 from lmcache.peers.protocol import Found, Kind, Lookup, decode
 from lmcache.peers.sockets import PeerSocket
 from lmcache.testing.frames import keys
+from manual_clock import ManualClock
 from unit.l2.support import run
 from unit.peers.support import Holder, Liar, Reader, holding, identity, known_to, reading, until_true
 
@@ -322,6 +323,62 @@ def test_a_peer_that_ends_each_connection_is_logged_once(
 
     run(test)
     assert len(caplog.messages) == 2
+
+
+def test_the_end_of_a_long_connection_is_logged_whatever_was_before(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lmcache.peers")
+
+    async def test() -> None:
+        clock = ManualClock()
+        connections: list[PeerSocket] = []
+
+        async def script(liar: Liar, sock: PeerSocket) -> None:
+            await liar.introducer.accept(sock)
+            connections.append(sock)
+            await sock.receive()
+
+        with holding([]) as (honest,):
+            async with Liar(script, honest) as liar, reading([liar.address], clock=clock) as reader:
+                for count, lasted_seconds in enumerate((1.0, 1.0, 86_400.0, 0.0), 1):
+                    await until_true(lambda count=count: len(connections) == count)
+                    await reader.connected(liar.address)
+                    clock.advance(lasted_seconds)
+                    if lasted_seconds:
+                        connections[-1].cut()
+
+    run(test)
+    ends = [message.partition("ended after ")[2].partition(":")[0] for message in caplog.messages]
+    assert ends == ["", "1 s", "86400 s", ""]  # the second one, too short and not the first, is not told of
+
+
+def test_a_peer_that_has_gone_after_short_connections_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "PEER_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "MAX_PEER_RETRY_SECONDS", 0.2)
+    caplog.set_level("DEBUG", "lmcache.peers")
+
+    def unreached() -> list[str]:
+        return [record.levelname for record in caplog.records if "is not reached" in record.message]
+
+    async def test() -> None:
+        connections = 0
+
+        async def script(liar: Liar, sock: PeerSocket) -> None:
+            nonlocal connections
+            connections += 1
+            await liar.introducer.accept(sock)
+
+        clock = ManualClock()  # however slow this machine is, none of them is long
+        with holding([]) as (honest,):
+            async with Liar(script, honest) as liar:
+                async with reading([liar.address], connects=False, clock=clock):
+                    await until_true(lambda: connections == 4)
+                    await liar.__aexit__()
+                    await until_true(lambda: len(unreached()) == 4)
+
+    run(test)
+    assert unreached().count("INFO") == 1
 
 
 def test_a_server_with_all_its_connections_says_so(
