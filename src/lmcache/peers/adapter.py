@@ -69,6 +69,7 @@ class PeersAdapter(Adapter):
         self._peers: dict[str, Peer] = {}
         self._members: Sequence[str] = config.members  # as they were given last
         self._unnamed_since: dict[str, float] = {}  # peers that are no members any more, in the loop's time
+        self._unnamed_timer: asyncio.TimerHandle | None = None  # until the first of them is to leave
         self._left_out: set[str] = set()  # sentences that have been said
         self._placements: Placements[Peer] = Placements(clock, Peer.release)
         self._late: set[asyncio.Task[None]] = set()  # lookups that nobody waits for any more
@@ -93,6 +94,7 @@ class PeersAdapter(Adapter):
             l1_address=self._l1.address if self._l1 is not None else 0,
             l1_bytes=self._l1.size_bytes if self._l1 is not None else 0,
             forget=self._placements.forget_peer,
+            lost=self._on_lost,
         )
         if self._library is not None:  # the deadline of loads, which `open` has, is not for imports
             self._starting = asyncio.ensure_future(self._library.start())
@@ -111,8 +113,8 @@ class PeersAdapter(Adapter):
 
     def set_members(self, addresses: Iterable[str]) -> None:
         """The peers from now on, HOST:PORT each, beside those of --p2p-peers. One that is not named any more is left
-        when its connection has ended, or after PEER_UNNAMED_SECONDS. Any thread, after `open`; without effect after
-        `close`."""
+        when its connection has ended, when its place is needed, or after PEER_UNNAMED_SECONDS or two heartbeats. Any
+        thread, after `open`; without effect after `close`."""
         assert self._loop is not None
         members = [*self._config.members, *addresses]
         with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -126,7 +128,7 @@ class PeersAdapter(Adapter):
         if self._ending is not None:
             return
         wanted, left_out = self._members_of(addresses)
-        leaving = [self._peers.pop(name) for name in self._unnamed_too_long(wanted)]
+        leaving = [self._peers.pop(name) for name in self._unnamed_to_leave(wanted)]
         for name, (host, port) in wanted.items():
             if name not in self._peers and len(self._peers) < limits.MAX_PEERS:
                 self._peers[name] = Peer(host, port, name, self._context)
@@ -160,21 +162,35 @@ class PeersAdapter(Adapter):
         wanted.pop(self._introducer.identity.address.lower(), None)
         return wanted, left_out
 
-    def _unnamed_too_long(self, wanted: Collection[str]) -> list[str]:
+    def _unnamed_to_leave(self, wanted: Collection[str]) -> list[str]:
         """Members to leave. A coordinator that was started again names nobody until all have joined it again: those
-        that are connected are kept for a while."""
+        that are connected are kept for a while, where named ones do not need their places."""
         assert self._loop is not None
         now_seconds = self._loop.time()
+        kept_seconds = max(limits.PEER_UNNAMED_SECONDS, 2 * self._config.heartbeat_seconds)
         unnamed = self._peers.keys() - wanted
-        self._unnamed_since = {name: self._unnamed_since.get(name, now_seconds) for name in unnamed}
-        too_long = [
-            name
-            for name, since_seconds in self._unnamed_since.items()
-            if self._peers[name].identity is None or now_seconds - since_seconds >= limits.PEER_UNNAMED_SECONDS
+        since = {name: self._unnamed_since.get(name, now_seconds) for name in unnamed}
+        kept = [
+            name for name in sorted(unnamed, key=lambda name: -since[name]) if self._peers[name].identity is not None
         ]
-        if len(too_long) < len(self._unnamed_since):
-            self._loop.call_later(limits.PEER_UNNAMED_SECONDS + 1, lambda: self._begin_members(self._members))
-        return too_long
+        kept = kept[: max(0, limits.MAX_PEERS - len(wanted))]  # those that were named last
+        kept = [name for name in kept if now_seconds - since[name] < kept_seconds]
+        self._unnamed_since = {name: since[name] for name in kept}
+        self._cancel_unnamed_timer()
+        if kept:
+            at_seconds = min(self._unnamed_since.values()) + kept_seconds
+            self._unnamed_timer = self._loop.call_at(at_seconds, lambda: self._begin_members(self._members))
+        return list(unnamed.difference(kept))
+
+    def _cancel_unnamed_timer(self) -> None:
+        if self._unnamed_timer is not None:
+            self._unnamed_timer.cancel()
+            self._unnamed_timer = None
+
+    def _on_lost(self, peer: Peer) -> None:
+        self._placements.end_leases(peer)
+        if peer.address in self._unnamed_since:
+            self._begin_members(self._members)
 
     def end_loads(self) -> None:
         """`EndsLoads`: a peer that does not answer keeps no server from ending."""
@@ -182,6 +198,7 @@ class PeersAdapter(Adapter):
             self._ending = asyncio.ensure_future(self._end())
 
     async def _end(self) -> None:
+        self._cancel_unnamed_timer()
         peers, self._peers = list(self._peers.values()), {}
         self._placements.clear()
         await asyncio.gather(*(peer.close() for peer in peers))
@@ -274,6 +291,7 @@ class PeersAdapter(Adapter):
         outcomes = [LoadOutcome.MISSING] * len(keys)
         left = list(range(len(keys)))
         failed: set[Peer] = set()
+        gave: dict[Peer, bool] = {}  # anything at all; False only where it was to keep that
         deadline = self._clock.monotonic() + self._config.timeout_seconds * _LOAD_SHARE
         try:
             while (
@@ -288,19 +306,27 @@ class PeersAdapter(Adapter):
                     [self._load_share(share, what, deadline) for share, what in zip(shares, transfers, strict=True)]
                 )
                 for share, found in zip(shares, came, strict=True):
+                    peer = share.holding.peer
                     if isinstance(found, BaseException):
-                        share.holding.peer.load_broke(found)
-                        failed.add(share.holding.peer)
+                        peer.load_broke(found)
+                        failed.add(peer)
                         continue
                     for index, outcome in zip(share.indices, found, strict=True):
                         if outcome is LoadOutcome.LOADED:
                             outcomes[index] = outcome
                     if found.count(LoadOutcome.LOADED) < len(found):
-                        failed.add(share.holding.peer)
+                        failed.add(peer)
+                    if LoadOutcome.LOADED in found:
+                        gave[peer] = True
+                    elif LoadOutcome.FAILED not in found and share.holding.is_leased(self._clock.monotonic()):
+                        gave.setdefault(peer, False)
                 if outcomes.count(LoadOutcome.LOADED) == len(outcomes):
                     break
                 left = [index for index in left if outcomes[index] is not LoadOutcome.LOADED]
         finally:
+            for peer, anything in gave.items():
+                if not anything:
+                    peer.gave_nothing()
             self._placements.forget(keys)
         return outcomes
 

@@ -14,6 +14,7 @@ class PeersConfig(AdapterConfig, frozen=True, kw_only=True):
 
     members: tuple[str, ...] = ()
     lookup_timeout_seconds: float = 30.0
+    heartbeat_seconds: float = 0.0  # to a coordinator, whose answers name members
     maps_memory: bool = True
     transfer_engine: str = ""  # that reads from peers that have it too
     this_host_alone: bool = False  # without a token: whoever answers elsewhere could make frames up
@@ -35,6 +36,7 @@ def peers_config(config: ServerConfig) -> PeersConfig:
         timeout_seconds=config.p2p_load_timeout,
         lookup_timeout_seconds=config.p2p_lookup_timeout,
         members=tuple(config.p2p_addresses),
+        heartbeat_seconds=config.coordinator_heartbeat_interval,
         maps_memory=config.p2p_transfer_engine == "auto",
         transfer_engine=config.p2p_transfer_engine if config.p2p_transfer_engine in ENGINES else "",
         this_host_alone=not config.p2p_token_file and not config.p2p_without_token,

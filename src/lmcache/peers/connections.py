@@ -17,22 +17,41 @@ from lmcache.l2.turns import Turns
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.protocol import Describe, Described, Found, Kind, Lookup, M, Message, Refused, decode
-from lmcache.peers.sockets import PeerRefused, PeerSocket, within
+from lmcache.peers.sockets import Endpoint, PeerRefused, PeerSocket, within
 
 _CLOSED = "the connections to it are closed"
 _MOST_ADDRESSES = 4  # of one name, that are tried
 
 
 async def connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSocket, Identity]:
-    """Within PEER_HELLO_SECONDS, else asyncio.TimeoutError. OSError, EOFError, ProtocolError; PeerRefused where the two
-    servers cannot work together."""
-    return await within(limits.PEER_HELLO_SECONDS, _connect(host, port, introducer))
+    """At the first address where the peer answers: a name may have one of IPv6 where the peer listens at another.
+    Within PEER_HELLO_SECONDS, of which each address has its share, else asyncio.TimeoutError. OSError, EOFError,
+    ProtocolError; PeerRefused where the two servers cannot work together."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + limits.PEER_HELLO_SECONDS
+    endpoints = await within(limits.PEER_HELLO_SECONDS, _endpoints(host, port))
+    fault: Exception = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
+    for left, endpoint in zip(range(len(endpoints), 0, -1), endpoints, strict=True):
+        connecting = _connect_at(endpoint, host_port(host, port), introducer)
+        try:
+            return await within((deadline - loop.time()) / left, connecting)
+        except (OSError, EOFError, ProtocolError, asyncio.TimeoutError) as error:
+            if not isinstance(fault, PeerRefused):  # which says more than that nobody is at another address
+                fault = error
+    raise fault
 
 
-async def _connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSocket, Identity]:
-    sock = await _open(host, port)
+async def connect_at(endpoint: Endpoint, address: str, introducer: Introducer) -> tuple[PeerSocket, Identity]:
+    """As `connect`, to the peer at `address`, HOST:PORT, where it was reached before."""
+    return await within(limits.PEER_HELLO_SECONDS, _connect_at(endpoint, address, introducer))
+
+
+async def _connect_at(endpoint: Endpoint, address: str, introducer: Introducer) -> tuple[PeerSocket, Identity]:
+    family, at = endpoint
+    sock = PeerSocket(raw := socket.socket(family, socket.SOCK_STREAM))
     try:
-        return sock, await introducer.connect(sock, host_port(host, port))
+        await asyncio.get_running_loop().sock_connect(raw, at)
+        return sock, await introducer.connect(sock, address)
     except PeerRefused as refusal:
         await sock.refuse(0, str(refusal))  # for the log of the other side
         sock.close()
@@ -42,26 +61,12 @@ async def _connect(host: str, port: int, introducer: Introducer) -> tuple[PeerSo
         raise
 
 
-async def _open(host: str, port: int) -> PeerSocket:
-    """Connected to the first address that answers: a name may have one of IPv6 where the peer listens at another."""
+async def _endpoints(host: str, port: int) -> list[Endpoint]:
     try:
         found = await in_thread("peer-name", lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except UnicodeError:  # a name that there cannot be
         raise OSError(errno.EINVAL, f"{host} is no name of a host") from None
-    fault: Exception = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
-    for family, kind, protocol, _, address in found[:_MOST_ADDRESSES]:
-        try:
-            sock = PeerSocket(raw := socket.socket(family, kind, protocol))
-            try:
-                connecting = asyncio.get_running_loop().sock_connect(raw, address)
-                await within(limits.PEER_HELLO_SECONDS / min(len(found), _MOST_ADDRESSES), connecting)
-            except BaseException:
-                sock.close()
-                raise
-            return sock
-        except (OSError, asyncio.TimeoutError) as error:
-            fault = error
-    raise fault
+    return [(family, address) for family, _, _, _, address in found[:_MOST_ADDRESSES]]
 
 
 class LookupConnection:

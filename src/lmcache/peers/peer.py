@@ -15,6 +15,7 @@ from typing import Any
 
 from lmcache.clock import Clock
 from lmcache.core import limits
+from lmcache.core.address import host_port
 from lmcache.core.key import CHUNK_HASH_BYTES, ObjectKey
 from lmcache.core.outcome import LoadOutcome
 from lmcache.errors import ProtocolError
@@ -22,11 +23,11 @@ from lmcache.l2.background import spawn
 from lmcache.l2.call_threads import CallThreads
 from lmcache.l2.circuit_breaker import CircuitBreaker
 from lmcache.l2.turns import Turns
-from lmcache.peers.connections import LookupConnection, ReadConnections, connect
+from lmcache.peers.connections import LookupConnection, ReadConnections, connect, connect_at
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.identity import Identity
 from lmcache.peers.protocol import Found, Kind, Lookup, Message, Release, Renew
-from lmcache.peers.sockets import PeerRefused, PeerSocket, within
+from lmcache.peers.sockets import Endpoint, PeerRefused, PeerSocket, within
 from lmcache.peers.transports.contract import Fetched, Transfer, Transport
 from lmcache.peers.transports.library_process import LibraryProcess
 from lmcache.peers.transports.one_sided import OneSidedTransport
@@ -43,7 +44,7 @@ _LEAST_TIME_SHARE = 0.1  # of a load's time, that is left when it begins
 
 
 class NothingGiven(Exception):
-    """What a peer said it has was not there when it was read: once it may have evicted that, in a row it lies."""
+    """Nothing of what a peer keeps from eviction was there when it was read: once that may be so, in a row it lies."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class PeerContext:
     l1_address: int = 0
     l1_bytes: int = 0
     forget: Callable[[Peer], None] = lambda peer: None  # what it said before it was started anew
+    lost: Callable[[Peer], None] = lambda peer: None  # its connection has ended
 
     def breaker(self) -> CircuitBreaker:
         return CircuitBreaker(
@@ -91,6 +93,7 @@ class Peer:
         self._host, self._port = host, port
         self._context = context
         self._lookups: LookupConnection | None = None
+        self._endpoint: Endpoint | None = None  # of that one: a name may have others, where the peer is not
         self._reads = ReadConnections(self._open_for_reads)
         self._tcp = TcpTransport(self._reads, context.threads)
         self._direct: SharedMemoryTransport | OneSidedTransport | None = None  # TCP has what it does not give
@@ -101,7 +104,9 @@ class Peer:
         self._lost = asyncio.Event()
         self._refusal = ""
         self._last_epoch = b""
-        self._level = logging.INFO  # of what is logged of its connection: not without end where that ends at once
+        self._connected_at = 0.0
+        self._level = logging.INFO  # of what is logged of a short connection: once, where each ends at once
+        self._unreached_is_said = False  # since the last stable connection
         self._background: set[asyncio.Task[None]] = set()
         self._figures = {"lookups": 0, "hits": 0, "received_bytes": 0, "failures": 0}
         self._keeper: asyncio.Task[None] | None = None
@@ -137,8 +142,9 @@ class Peer:
                 continue
             except Exception as fault:  # the root of a peer: it is tried again, whatever it was
                 if isinstance(fault, _FAULTS):
-                    lasts = pause_seconds < limits.MAX_PEER_RETRY_SECONDS <= 2 * pause_seconds  # true once
-                    level = logging.INFO if lasts else logging.DEBUG
+                    lasts = 2 * pause_seconds >= limits.MAX_PEER_RETRY_SECONDS
+                    level = logging.INFO if lasts and not self._unreached_is_said else logging.DEBUG
+                    self._unreached_is_said |= lasts
                     log.log(level, "The peer %s is not reached: %s", self.address, fault or type(fault).__name__)
                 else:
                     log.exception("The connection to the peer %s failed by a fault", self.address)
@@ -150,7 +156,6 @@ class Peer:
                 sock.close()
                 return
             self._refusal = ""
-            connected_at = self._context.clock.monotonic()
             try:
                 self._connected(sock, identity)
                 await self._lost.wait()
@@ -159,16 +164,23 @@ class Peer:
                 log.exception("The connection to the peer %s ended by a fault", self.address)
             finally:
                 await self._let_go()
-            lasted_seconds = self._context.clock.monotonic() - connected_at
+            self._context.lost(self)
+            was_stable = self._lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS  # not cut off again and again
             await asyncio.sleep(pause_seconds)
-            is_stable = lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS  # not one that is cut off again and again
-            self._level = logging.INFO if is_stable else logging.DEBUG
+            self._level = logging.INFO if was_stable else logging.DEBUG
+            self._unreached_is_said &= not was_stable
             longer_seconds = min(2 * pause_seconds, limits.MAX_PEER_RETRY_SECONDS)
-            pause_seconds = limits.PEER_RETRY_SECONDS if is_stable else longer_seconds
+            pause_seconds = limits.PEER_RETRY_SECONDS if was_stable else longer_seconds
+
+    @property
+    def _lasted_seconds(self) -> float:
+        return self._context.clock.monotonic() - self._connected_at
 
     def _connected(self, sock: PeerSocket, identity: Identity) -> None:
         self._lost.clear()
+        self._connected_at = self._context.clock.monotonic()
         self._reads.forget_idle()
+        self._endpoint = sock.endpoint
         self._lookups = LookupConnection(sock, self._on_lost)
         self._direct = self._direct_way(identity, self._lookups)
         self.identity = identity
@@ -204,7 +216,9 @@ class Peer:
 
     def _on_lost(self, fault: BaseException | None) -> None:
         if fault is not None:
-            log.log(self._level, "The connection to the peer %s ended: %s", self.address, fault)
+            lasted_seconds = self._lasted_seconds
+            level = logging.INFO if lasted_seconds >= limits.MAX_PEER_RETRY_SECONDS else self._level
+            log.log(level, "The connection to the peer %s ended after %.0f s: %s", self.address, lasted_seconds, fault)
         self._lost.set()
 
     async def _let_go(self) -> None:
@@ -217,7 +231,10 @@ class Peer:
             self._direct = None
 
     async def _open_for_reads(self) -> PeerSocket:
-        sock, identity = await connect(self._host, self._port, self._context.introducer)
+        if self.identity is None or self._endpoint is None:
+            raise EOFError("its connection ended")
+        address = host_port(self._host, self._port)
+        sock, identity = await connect_at(self._endpoint, address, self._context.introducer)
         if self.identity is None or identity.epoch != self.identity.epoch:
             sock.close()
             raise EOFError("its connection ended, or it has been started anew")
@@ -317,6 +334,10 @@ class Peer:
         log.error("A load from the peer %s ended by a fault", self.address, exc_info=fault)
         self._failed(self._load_breaker, fault)
 
+    def gave_nothing(self) -> None:
+        """A load found nothing of what is under a lease."""
+        self._failed(self._load_breaker, NothingGiven("it gives nothing of what it says it has"))
+
     async def _load(self, transfer: Transfer) -> list[LoadOutcome]:
         clock = self._context.clock
         started = clock.monotonic()
@@ -337,9 +358,7 @@ class Peer:
             left = [index for index in left if outcomes[index] is LoadOutcome.FAILED]
             if not left:
                 break
-        if LoadOutcome.LOADED not in outcomes and LoadOutcome.FAILED not in outcomes:
-            self._failed(self._load_breaker, NothingGiven("it gives nothing of what it says it has"))
-        elif LoadOutcome.FAILED not in outcomes:
+        if LoadOutcome.LOADED in outcomes and LoadOutcome.FAILED not in outcomes:
             self._load_breaker.succeeded()
             came = (outcome is LoadOutcome.LOADED for outcome in outcomes)
             came_bytes = sum(buffer.nbytes for buffer in compress(transfer.buffers, came))
@@ -362,10 +381,12 @@ class Peer:
             self._rate += _RATE_SHARE * (size_bytes / seconds - self._rate)
 
     async def _try(self, key: ObjectKey, size_bytes: int) -> None:
-        """Loads into memory that nobody else has."""
+        """Loads into memory that nobody else has. An answer is what counts: the object may have been evicted."""
         buffer = memoryview(mmap.mmap(-1, size_bytes))
         seconds = self.load_seconds(size_bytes)
-        await self._load(Transfer([key], [buffer], [size_bytes], [], 0, size_bytes, seconds))
+        outcomes = await self._load(Transfer([key], [buffer], [size_bytes], [], 0, size_bytes, seconds))
+        if outcomes == [LoadOutcome.MISSING]:
+            self._load_breaker.succeeded()
 
     def _failed(self, breaker: CircuitBreaker, fault: BaseException) -> None:
         """What cost a deadline, or broke the protocol, is one too many; others are when they come in a row."""

@@ -28,7 +28,8 @@ P = TypeVar("P", bound=Owner)
 @dataclass(slots=True, eq=False)
 class Holding(Generic[P]):
     """One answer: the objects of it that may still be loaded, with their places in `sizes` and `slots`. `slots` is
-    empty where the peer did not say them. `due_at`: when it is looked at, at the earliest."""
+    empty where the peer did not say them, `lease` 0 where there is none. `due_at`: when it is looked at, at the
+    earliest."""
 
     peer: P
     lease: int
@@ -37,6 +38,10 @@ class Holding(Generic[P]):
     places: dict[ObjectKey, int]
     sizes: Sequence[int]
     slots: Sequence[int]
+
+    def is_leased(self, monotonic: float) -> bool:
+        """Whether its peer may not evict what may still be loaded of it."""
+        return bool(self.lease and self.places) and monotonic < self.ends_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,9 @@ class Placements(Generic[P]):
     def renew(self, holding: Holding[P]) -> bool:
         """It is being loaded. True when it is time to tell the peer."""
         monotonic = self._clock.monotonic()
-        if monotonic < holding.ends_at - limits.PEER_LEASE_SECONDS * _TOLD_FRACTION:
+        if monotonic >= holding.ends_at:
+            holding.lease = 0  # it has ended at the peer
+        if not holding.lease or monotonic < holding.ends_at - limits.PEER_LEASE_SECONDS * _TOLD_FRACTION:
             return False
         holding.ends_at = monotonic + limits.PEER_LEASE_SECONDS
         return True
@@ -132,6 +139,12 @@ class Placements(Generic[P]):
         """It has left, or was started anew."""
         self._drop([holding for holding in self._holdings if holding.peer is peer])
 
+    def end_leases(self, peer: P) -> None:
+        """They ended with the connection to it; what it said may still be there."""
+        for holding in self._holdings:
+            if holding.peer is peer:
+                holding.lease = 0
+
     def clear(self) -> None:
         self._drop(list(self._holdings))
 
@@ -139,6 +152,7 @@ class Placements(Generic[P]):
         """Without a word to their peers."""
         for holding in holdings:
             del self._holdings[holding]
+            holding.lease = 0
             self._objects -= len(holding.places)
             for key in holding.places:
                 owners = self._owners[key]

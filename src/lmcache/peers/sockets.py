@@ -14,6 +14,7 @@ from lmcache.peers.protocol import HEADER, Kind, M, Message, Refused, decode, de
 from lmcache.transport.forks import not_for_children
 
 T = TypeVar("T")
+Endpoint = tuple[int, Any]  # a family of addresses, and an address of it as sockets have it
 
 
 class PeerSocket:
@@ -33,12 +34,18 @@ class PeerSocket:
         return self._socket.fileno()
 
     @property
+    def endpoint(self) -> Endpoint | None:
+        """The other side's, None for one that has gone."""
+        try:
+            return self._socket.family, self._socket.getpeername()
+        except OSError:
+            return None
+
+    @property
     def host(self) -> str:
         """The other side's address, "" for one that has gone."""
-        try:
-            return str(self._socket.getpeername()[0])
-        except OSError:
-            return ""
+        endpoint = self.endpoint
+        return str(endpoint[1][0]) if endpoint is not None else ""
 
     def handshake_ended(self) -> None:
         """Larger messages may come."""

@@ -179,6 +179,7 @@ class Reader:
         load_seconds: float = 30.0,
         transfer_engine: str = "",
         library_host: str = "127.0.0.1",
+        heartbeat_seconds: float = 0.0,
     ) -> None:
         self.metrics = Metrics()
         config = PeersConfig(
@@ -187,6 +188,7 @@ class Reader:
             members=tuple(members),
             timeout_seconds=load_seconds,
             lookup_timeout_seconds=lookup_seconds,
+            heartbeat_seconds=heartbeat_seconds,
             maps_memory=maps_memory,
             transfer_engine=transfer_engine,
         )

@@ -10,12 +10,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lmcache.config.spec import ServerConfig
 from lmcache.core import limits
 from lmcache.core.hint import Hint
+from lmcache.peers.config import peers_config
 from lmcache.peers.handshake import Introducer
 from lmcache.peers.protocol import Found, Kind, Lookup, decode
 from lmcache.peers.sockets import PeerSocket
 from lmcache.testing.frames import keys
+from manual_clock import ManualClock
 from unit.l2.support import run
 from unit.peers.support import Holder, Liar, Reader, holding, identity, known_to, reading, until_true
 
@@ -63,6 +66,72 @@ def test_a_list_that_lacks_its_members_ends_no_load(monkeypatch: pytest.MonkeyPa
     run(test)
 
 
+def names(reader: Reader) -> set[object]:
+    return {peer["address"] for peer in reader.adapter.status()["peers"]}
+
+
+async def has_members(reader: Reader, *holders: Holder) -> None:
+    """They are connected, and nobody else is a peer."""
+    reader.adapter.set_members([holder.address for holder in holders])
+    await until_true(lambda: names(reader) == {holder.address for holder in holders})
+    await reader.connected(*(holder.address for holder in holders))
+
+
+def test_named_members_have_the_places_of_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was named last is kept."""
+    monkeypatch.setattr(limits, "MAX_PEERS", 3)
+
+    async def test() -> None:
+        with holding([], [], [], []) as (oldest, older, new, newest):
+            async with reading([], connects=False) as reader:
+                await has_members(reader, oldest, older)
+                reader.adapter.set_members([older.address])
+                await asyncio.sleep(0.01)
+                reader.adapter.set_members([new.address, newest.address])
+                await until_true(lambda: names(reader) == {older.address, new.address, newest.address})
+
+    run(test)
+
+
+def test_a_kept_peer_is_left_when_its_connection_ends() -> None:
+    async def test() -> None:
+        gone = Holder()
+        with holding([]) as (holder,):
+            async with reading([], connects=False) as reader:
+                await has_members(reader, gone, holder)
+                reader.adapter.set_members([])
+                await asyncio.sleep(0.01)
+                assert names(reader) == {gone.address, holder.address}
+                gone.close()
+                await until_true(lambda: names(reader) == {holder.address})
+
+    run(test)
+
+
+def test_kept_peers_have_one_timer_and_two_heartbeats() -> None:
+    options = ServerConfig(l1_size_gb=1.0, eviction_policy="LRU", coordinator_heartbeat_interval=1000.0)
+    heartbeat_seconds = peers_config(options).heartbeat_seconds
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        with holding([], []) as (kept, holder):
+            async with reading([], connects=False, heartbeat_seconds=heartbeat_seconds) as reader:
+
+                async def far_timers(*named: Holder) -> int:
+                    reader.adapter.set_members([holder.address for holder in named])
+                    await asyncio.sleep(0.01)
+                    timers: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]  # noqa: SLF001
+                    return sum(not timer.cancelled() and timer.when() > loop.time() + 1900 for timer in timers)
+
+                await has_members(reader, kept, holder)
+                assert await far_timers(kept, holder) == 0
+                for _ in range(3):
+                    assert await far_timers(holder) == 1
+                assert await far_timers(kept, holder) == 0
+
+    run(test)
+
+
 def test_who_is_left_out_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(limits, "MAX_PEERS", 2)
 
@@ -106,6 +175,54 @@ def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(socket, "getaddrinfo", resolve_two)
             async with reading([holder.address]) as reader:
                 await reader.gets(WANTED)
+
+    run(test)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_another_service_at_the_first_address_of_a_name_is_passed_by(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one that says nothing. Reads go where the peer was found."""
+    monkeypatch.setattr(limits, "PEER_HELLO_SECONDS", 4.0)
+    resolve = socket.getaddrinfo
+
+    async def test() -> None:
+        met = 0
+
+        async def script(other: Liar, sock: PeerSocket) -> None:
+            nonlocal met
+            met += 1
+            await sock.send_packed(answer)
+            await asyncio.sleep(3600)
+
+        def resolve_two(host: str, port: int, **options: int) -> list[object]:
+            return [*resolve(host, other.address.rpartition(":")[2], **options), *resolve(host, port, **options)]
+
+        with holding(WANTED) as (holder,):
+            async with Liar(script, holder) as other:
+                monkeypatch.setattr(socket, "getaddrinfo", resolve_two)
+                async with reading([holder.address]) as reader:
+                    met_before = met
+                    await reader.gets(WANTED)
+                    assert met == met_before > 0
+
+    run(test)
+
+
+def test_why_a_peer_is_refused_is_told_wherever_its_other_addresses_lead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def resolve_two(host: str, port: int, **options: int) -> list[object]:
+        return [*resolve(host, port, **options), *resolve(host, 1, **options)]
+
+    async def test() -> None:
+        with holding([], chunk_tokens=16) as (holder,):
+            monkeypatch.setattr(socket, "getaddrinfo", resolve_two)
+            async with reading([holder.address], connects=False) as reader:
+                await until_true(lambda: "chunk" in str(reader.peer(holder.address)["refused"]))
 
     run(test)
 
@@ -206,6 +323,62 @@ def test_a_peer_that_ends_each_connection_is_logged_once(
 
     run(test)
     assert len(caplog.messages) == 2
+
+
+def test_the_end_of_a_long_connection_is_logged_whatever_was_before(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lmcache.peers")
+
+    async def test() -> None:
+        clock = ManualClock()
+        connections: list[PeerSocket] = []
+
+        async def script(liar: Liar, sock: PeerSocket) -> None:
+            await liar.introducer.accept(sock)
+            connections.append(sock)
+            await sock.receive()
+
+        with holding([]) as (honest,):
+            async with Liar(script, honest) as liar, reading([liar.address], clock=clock) as reader:
+                for count, lasted_seconds in enumerate((1.0, 1.0, 86_400.0, 0.0), 1):
+                    await until_true(lambda count=count: len(connections) == count)
+                    await reader.connected(liar.address)
+                    clock.advance(lasted_seconds)
+                    if lasted_seconds:
+                        connections[-1].cut()
+
+    run(test)
+    ends = [message.partition("ended after ")[2].partition(":")[0] for message in caplog.messages]
+    assert ends == ["", "1 s", "86400 s", ""]  # the second one, too short and not the first, is not told of
+
+
+def test_a_peer_that_has_gone_after_short_connections_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "PEER_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "MAX_PEER_RETRY_SECONDS", 0.2)
+    caplog.set_level("DEBUG", "lmcache.peers")
+
+    def unreached() -> list[str]:
+        return [record.levelname for record in caplog.records if "is not reached" in record.message]
+
+    async def test() -> None:
+        connections = 0
+
+        async def script(liar: Liar, sock: PeerSocket) -> None:
+            nonlocal connections
+            connections += 1
+            await liar.introducer.accept(sock)
+
+        clock = ManualClock()  # however slow this machine is, none of them is long
+        with holding([]) as (honest,):
+            async with Liar(script, honest) as liar:
+                async with reading([liar.address], connects=False, clock=clock):
+                    await until_true(lambda: connections == 4)
+                    await liar.__aexit__()
+                    await until_true(lambda: len(unreached()) == 4)
+
+    run(test)
+    assert unreached().count("INFO") == 1
 
 
 def test_a_server_with_all_its_connections_says_so(
