@@ -52,6 +52,9 @@ class Subscriber:
         return True
 
     def take(self, number: int, payload: bytes) -> None:
+        """What a replay has may come by subscription, too."""
+        if number in self.numbers:
+            return
         if self.numbers and number > self.numbers[-1] + 1:
             for missed, content in self.replay(self.numbers[-1] + 1):
                 if missed < number:

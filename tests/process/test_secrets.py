@@ -141,7 +141,8 @@ def test_no_secret_is_shown_and_none_by_a_crash(tmp_path: Path, start: Start) ->
                 assert status == 200
                 seen += json.dumps(body)
             server.signal_group(signal.SIGABRT)
-            assert server.popen.wait(30) == -signal.SIGABRT
+            # Python writes down the stacks of threads that go on meanwhile, which may end it by another signal.
+            assert server.popen.wait(30) in (-signal.SIGABRT, -signal.SIGSEGV)
         seen += server.log()
     assert adapter["type"] in seen and "Fatal Python error: Aborted" in seen
     assert not [secret for secret in secrets if secret in seen]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from lmcache.errors import ResourceError
 from lmcache.memory.ownership import other_writer_lives
 from lmcache.peers.transports.library import ENGINES, LibrarySettings, Ready, Region, refuse_missing
 from lmcache.peers.transports.library_process import LibraryProcess
+from lmcache.peers.transports.mooncake_te import choose_family
 from lmcache.testing.frames import PAYLOAD_BYTES, keys
 from services import need_engine
 from unit.l2.support import run
@@ -119,26 +119,15 @@ def test_servers_at_ipv6_addresses_read_from_each_other(engine: str) -> None:
 def test_a_name_with_ipv6_addresses_alone_is_one_for_mooncake(
     families: list[int], is_ipv6: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environs: list[dict[str, str]] = []
-
     def resolve(*_: object, **__: object) -> list[tuple[object, ...]]:
         if not families:
             raise socket.gaierror(socket.EAI_NONAME, "no such name")
         return [(family, socket.SOCK_STREAM, 6, "", ()) for family in families]
 
-    def begin(*_: object, env: dict[str, str], **__: object) -> None:
-        environs.append(env)
-        raise OSError(errno.ENOMEM, "no process")
-
-    async def test() -> None:
-        monkeypatch.setattr(socket, "getaddrinfo", resolve)
-        monkeypatch.setattr(subprocess, "Popen", begin)
-        settings = LibrarySettings("mooncake_te", "/dev/shm/none", 1, b"", "node.example", serves=True)
-        with pytest.raises(OSError, match="no process"):
-            await LibraryProcess(settings, this_host_alone=False).start()
-
-    run(test)
-    assert [environ.get("MC_USE_IPV6") for environ in environs] == ["1" if is_ipv6 else None]
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(os, "environ", {})
+    choose_family("node.example")
+    assert os.environ == ({"MC_USE_IPV6": "1"} if is_ipv6 else {})
 
 
 @pytest.mark.parametrize("what", LIES)

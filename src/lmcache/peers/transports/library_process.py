@@ -16,7 +16,7 @@ import msgspec
 
 from lmcache.core.framed_messages import LENGTH_BYTES, framed
 from lmcache.errors import ResourceError
-from lmcache.l2.background import begin_in_thread, in_thread, spawn, until_done
+from lmcache.l2.background import begin_in_thread, spawn, until_done
 from lmcache.peers.sockets import within
 from lmcache.peers.transports.library import WHERE, LibrarySettings, Ranges, ReadEnd, ReadOrder, Ready
 from lmcache.transport.forks import not_for_children
@@ -29,7 +29,6 @@ _STABLE_SECONDS = 60.0  # a process that ran so long begins with the shortest pa
 # Libraries tell their standard error each connection that ends; and UCX listens where peers can be at all.
 _QUIET = {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 _LOOPBACK = {"UCX_NET_DEVICES": "lo"}
-_IPV6 = {"MC_USE_IPV6": "1"}  # with it Mooncake knows other servers by such addresses alone, without it by none
 
 
 class LibraryProcess:
@@ -58,8 +57,7 @@ class LibraryProcess:
         self._keeper = spawn(self._keep(self._life), "peer-library")
 
     async def _begin(self) -> _Life:
-        family = _IPV6 if await in_thread("peer-name", _has_ipv6_alone, self._settings.host) else {}
-        life = _Life(self._settings, {**_QUIET, **os.environ, **self._environ, **family})
+        life = _Life(self._settings, {**_QUIET, **os.environ, **self._environ})
         try:
             await life.open()
         except BaseException:
@@ -203,14 +201,6 @@ class _Life:
                     answer.set_result(None)
             if not was_ending:
                 log.warning("%s: its process ended by itself (%s); it is started again", self._where, status)
-
-
-def _has_ipv6_alone(host: str) -> bool:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # a name that others may know
-        return False
-    return {family for family, *_ in found} == {socket.AF_INET6}
 
 
 async def _message(reader: asyncio.StreamReader) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import threading
 from collections.abc import Sequence
 
@@ -17,9 +18,20 @@ from lmcache.peers.transports.known_servers import KnownServers
 from lmcache.peers.transports.library import WHERE, LibrarySettings, RefusedRead, Region, refuse_late
 
 
+def choose_family(host: str) -> None:
+    """Before the library is loaded: it knows other servers by addresses of one family, by those of IPv6 if told so."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # a name that others may know
+        return
+    if {family for family, *_ in found} == {socket.AF_INET6}:
+        os.environ["MC_USE_IPV6"] = "1"
+
+
 class MooncakeLibrary:
     def __init__(self, settings: LibrarySettings, address: int) -> None:
         where = f"{WHERE} mooncake_te"
+        choose_family(settings.host)
         try:
             module = importlib.import_module("mooncake.engine")
         except ImportError as error:
