@@ -63,6 +63,7 @@ OF_ENGINES_AND_SERVERS = (
     "tests/unit/integration/vllm/test_connector.py",
     "tests/unit/integration/vllm/test_in_process_settings.py",
     "tests/unit/integration/vllm/test_kv_events.py",
+    "tests/unit/kv_events/test_guide_subscriber.py",
     "tests/unit/l2/test_nixl_objects.py",
     "tests/unit/test_public_contracts.py",
 )
