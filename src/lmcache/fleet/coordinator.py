@@ -48,13 +48,8 @@ class CoordinatorProcess:
             raise ConfigError(f"--host must be a host name or an address, got {settings.host!r}.")
         places = _connection_places()
         with contextlib.ExitStack() as closers:
-            sockets = limited_sockets(
-                *(
-                    host,
-                    [(settings.port, "--port or --host"), (settings.controller_port, "--controller-port or --host")],
-                ),
-                places,
-            )
+            ports = [(settings.port, "--port or --host"), (settings.controller_port, "--controller-port or --host")]
+            sockets = limited_sockets(host, ports, places)
             for listening in sockets:
                 closers.callback(listening.close)
             self.port, self.controller_port = (int(listening.getsockname()[1]) for listening in sockets)

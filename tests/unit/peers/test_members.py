@@ -20,7 +20,7 @@ from lmcache.peers.sockets import PeerSocket
 from lmcache.testing.frames import keys
 from manual_clock import ManualClock
 from unit.l2.support import run
-from unit.peers.support import Holder, Liar, Reader, holding, identity, known_to, reading, until_true
+from unit.peers.support import Holder, Liar, Reader, Script, holding, identity, known_to, reading, until_true
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -303,6 +303,16 @@ def test_a_peer_whose_connection_breaks_has_broken_no_rule() -> None:
     run(test)
 
 
+def ends_each(connections: list[PeerSocket]) -> Script:
+    """One that says who it is, and no more. The connections are appended."""
+
+    async def script(liar: Liar, sock: PeerSocket) -> None:
+        connections.append(sock)
+        await liar.introducer.accept(sock)
+
+    return script
+
+
 def test_a_peer_that_ends_each_connection_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -310,16 +320,10 @@ def test_a_peer_that_ends_each_connection_is_logged_once(
     caplog.set_level("INFO", "lmcache.peers")
 
     async def test() -> None:
-        connections = 0
-
-        async def script(liar: Liar, sock: PeerSocket) -> None:
-            nonlocal connections
-            connections += 1
-            await liar.introducer.accept(sock)
-
+        connections: list[PeerSocket] = []
         with holding([]) as (honest,):
-            async with Liar(script, honest) as liar, reading([liar.address], connects=False):
-                await until_true(lambda: connections == 5)
+            async with Liar(ends_each(connections), honest) as liar, reading([liar.address], connects=False):
+                await until_true(lambda: len(connections) == 5)
 
     run(test)
     assert len(caplog.messages) == 2
@@ -362,18 +366,12 @@ def test_a_peer_that_has_gone_after_short_connections_is_said_once(
         return [record.levelname for record in caplog.records if "is not reached" in record.message]
 
     async def test() -> None:
-        connections = 0
-
-        async def script(liar: Liar, sock: PeerSocket) -> None:
-            nonlocal connections
-            connections += 1
-            await liar.introducer.accept(sock)
-
+        connections: list[PeerSocket] = []
         clock = ManualClock()  # however slow this machine is, none of them is long
         with holding([]) as (honest,):
-            async with Liar(script, honest) as liar:
+            async with Liar(ends_each(connections), honest) as liar:
                 async with reading([liar.address], connects=False, clock=clock):
-                    await until_true(lambda: connections == 4)
+                    await until_true(lambda: len(connections) == 4)
                     await liar.__aexit__()
                     await until_true(lambda: len(unreached()) == 4)
 
