@@ -3,6 +3,8 @@
 engine_matrix.py [VERSION ...]    runs these versions, or all, compares their hits with the reference's in turns, and
                                   writes the file and the README's table. Code 1 where a scenario failed, or a hit takes
                                   over 1.1 times the reference's and the file's "explained" does not say why
+engine_matrix.py --times [VERSION ...]
+                                  only compares the hits of those that passed; for a machine on which nothing else runs
 engine_matrix.py --readme         only the table
 
 Each version has an environment of its own under build/engines, which lays that version over the packages of the
@@ -130,19 +132,33 @@ def _run_tests(version: str, *tests: str) -> Path:
     return report
 
 
-def time_hit(version: str) -> float:
-    """Milliseconds of a hit in L1, of an engine that is started for it; 0.0 where that failed."""
+def time_hit(version: str) -> EngineResult:
+    """With the times of an engine that is started for it; 0.0 where that failed."""
     report = _run_tests(version, *TIMED)
-    return whole_engine(EngineResult(version, True), report).hit_ms if report.exists() else 0.0
+    found = EngineResult(version, True)
+    return whole_engine(found, report) if report.exists() else found
 
 
-def hit_ratio(version: str, time: Callable[[str], float] = time_hit) -> float:
-    """The median of some turns, each of which has this version and the reference one after the other: what a machine
-    does for minutes meets both. 0.0 where a turn failed."""
+def time_in_turns(
+    version: str, time: Callable[[str], EngineResult] = time_hit
+) -> tuple[list[EngineResult], list[EngineResult]]:
+    """Of this version and of the reference, one after the other: what a machine does for minutes meets both."""
     turns = [(time(version), time(REFERENCE)) for _ in range(TURNS)]
-    if not all(own and reference for own, reference in turns):
-        return 0.0
-    return round(statistics.median(own / reference for own, reference in turns), 3)
+    return [own for own, _ in turns], [reference for _, reference in turns]
+
+
+def with_medians(engine: EngineResult, turns: list[EngineResult], references: list[EngineResult]) -> EngineResult:
+    """The ratio is the median of those of the turns, and 0.0 where one failed."""
+    hits = [turn.hit_ms for turn in turns]
+    if not all(hits) or not all(reference.hit_ms for reference in references):
+        return replace(engine, hit_ratio=0.0)
+    ratios = [hit / reference.hit_ms for hit, reference in zip(hits, references, strict=True)]
+    return replace(
+        engine,
+        hit_ms=statistics.median(hits),
+        computed_ms=statistics.median(turn.computed_ms for turn in turns),
+        hit_ratio=0.0 if engine.version == REFERENCE else round(statistics.median(ratios), 3),
+    )
 
 
 def whole_engine(found: EngineResult, report: Path) -> EngineResult:
@@ -179,15 +195,13 @@ def result_of(case: ElementTree.Element) -> str:
     return PASSED
 
 
-def write(found: list[EngineResult]) -> None:
-    known = {engine.version: engine for engine in (known_engines(FILE) if FILE.exists() else ())}
-    for engine in found:
-        before = known.get(engine.version, engine)
-        known[engine.version] = replace(
-            engine, explained=before.explained, hit_ratio=engine.hit_ratio or before.hit_ratio
-        )
+def write(engine: EngineResult) -> None:
+    known = {entry.version: entry for entry in (known_engines(FILE) if FILE.exists() else ())}
+    before = known.get(engine.version, engine)
+    known[engine.version] = replace(engine, explained=before.explained, hit_ratio=engine.hit_ratio or before.hit_ratio)
     ordered = sorted(known.values(), key=lambda engine: [int(part) for part in engine.version.split(".")])
     FILE.write_text(json.dumps([asdict(engine) for engine in ordered], indent=2) + "\n")
+    README.write_text(readme_with_table())  # a run that is aborted leaves both as they fit each other
 
 
 def readme_with_table() -> str:
@@ -204,24 +218,38 @@ def main(arguments: list[str]) -> int:
         README.write_text(readme_with_table())
         return 0
     ENGINES.mkdir(parents=True, exist_ok=True)
-    found = []
-    for version in arguments or (*RUN_ON_CPU, *SOURCES_ONLY):
-        found.append(run(version))
-        write(found)
-    for number, engine in enumerate(found):
-        if engine.runs and engine.passed and engine.version != REFERENCE:
-            found[number] = replace(engine, hit_ratio=hit_ratio(engine.version))
-            write(found)
+    versions = [name for name in arguments if name != "--times"] or [*RUN_ON_CPU, *SOURCES_ONLY]
+    if "--times" not in arguments:
+        for version in versions:
+            write(run(version))
+    known = known_engines(FILE)
+    unknown = sorted({*versions} - {engine.version for engine in known})
+    if unknown:
+        print(f"vLLM {unknown[0]} has not been run: run it without --times first.", file=sys.stderr)
+        return 2
+    compare_times([engine for engine in known if engine.version in versions])
+    found = [engine for engine in known_engines(FILE) if engine.version in versions]
     print(markdown_table(found))
-    README.write_text(readme_with_table())
-    known = {engine.version: engine for engine in known_engines(FILE)}
-    slow = [known[engine.version] for engine in found if known[engine.version].is_slow]
+    slow = [engine for engine in found if engine.is_slow]
     for engine in slow:
         print(
             f"vLLM {engine.version}: a hit takes {engine.hit_ratio:.2f} times as long as with {REFERENCE}; find out "
             f'why, and say it as "explained" in {FILE.name}.'
         )
     return 0 if all(engine.passed for engine in found) and not slow else 1
+
+
+def compare_times(found: list[EngineResult]) -> None:
+    """Of those that run as a whole and passed; the reference's times are the medians of all turns."""
+    references: list[EngineResult] = []
+    for engine in found:
+        if engine.runs and engine.passed and engine.version != REFERENCE:
+            own, beside = time_in_turns(engine.version)
+            write(with_medians(engine, own, beside))
+            references += beside
+    if references:
+        (reference,) = (engine for engine in known_engines(FILE) if engine.version == REFERENCE)
+        write(with_medians(reference, references, references))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine_matrix import FILE, README, REFERENCE, TURNS, hit_ratio, parts_of_engine, whole_engine
+from engine_matrix import (
+    FILE,
+    README,
+    REFERENCE,
+    TURNS,
+    parts_of_engine,
+    time_in_turns,
+    whole_engine,
+    with_medians,
+)
 from lmcache.cli.tested_engines import EngineResult, known_engines
 
 CASES = """<testsuites><testsuite>
@@ -46,13 +55,22 @@ def test_hits_of_a_version_are_compared_with_the_references_in_turns() -> None:
     asked: list[str] = []
     times = iter([44.0, 40.0, 132.0, 120.0, 60.0, 40.0])
 
-    def time(version: str) -> float:
+    def time(version: str) -> EngineResult:
         asked.append(version)
-        return next(times)
+        return EngineResult(version, True, hit_ms=next(times), computed_ms=1000.0)
 
-    assert hit_ratio("0.30.0", time) == 1.1
+    turns, references = time_in_turns("0.30.0", time)
     assert asked == ["0.30.0", REFERENCE] * TURNS
-    assert hit_ratio("0.30.0", lambda version: 0.0 if version == REFERENCE else 40.0) == 0.0
+    engine = EngineResult("0.30.0", True, {"cold": "passed"})
+    found = with_medians(engine, turns, references)
+    assert (found.hit_ms, found.computed_ms, found.hit_ratio) == (60.0, 1000.0, 1.1)
+    reference = with_medians(EngineResult(REFERENCE, True), references, references)
+    assert (reference.hit_ms, reference.hit_ratio) == (40.0, 0.0)
+
+
+def test_a_version_whose_turn_failed_has_no_ratio() -> None:
+    failed, timed = EngineResult("0.30.0", True), EngineResult(REFERENCE, True, hit_ms=40.0)
+    assert with_medians(EngineResult("0.30.0", True, hit_ratio=1.0), [failed] * TURNS, [timed] * TURNS).hit_ratio == 0.0
 
 
 def test_results_are_kept_in_this_tree_whichever_package_is_imported() -> None:
