@@ -1,4 +1,4 @@
-"""A real SGLang keeps its pages in the cache server: the same tokens computed, loaded, and after a restart of both."""
+"""A real SGLang keeps its pages in the cache server, which gives the same tokens as pages of its own cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_all(cache: CacheServer) -> int:
     return int(l1["objects"] + l1["evicted_objects"])
 
 
-def test_tokens_are_the_same_computed_loaded_and_after_a_restart(tmp_path: Path) -> None:
+def test_tokens_are_those_after_a_hit_of_its_own_cache(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = make_llama(tmp_path / "model")
     with cache_server(tmp_path) as cache:
@@ -51,6 +51,9 @@ def test_tokens_are_the_same_computed_loaded_and_after_a_restart(tmp_path: Path)
             engine.wait_ready()
             computed = engine.generate(PROMPT)
             assert computed.cached_tokens == 0
+            # Of SGLang's own cache: where a step begins decides how its sums are rounded, on some processors (AMX).
+            own = engine.generate(PROMPT)
+            assert (own.cached_tokens, own.from_storage) == (PAGES * PAGE_TOKENS, 0)
             until(lambda: cache.status()["l1"]["objects"] >= PAGES, 60.0)
             other = engine.generate(OTHER)
             assert other.tokens != computed.tokens, "tokens that do not depend on the prompt prove nothing"
@@ -58,7 +61,7 @@ def test_tokens_are_the_same_computed_loaded_and_after_a_restart(tmp_path: Path)
             until(lambda: cache.status()["l1"]["objects"] >= 2 * PAGES + LONG_PAGES, 60.0)
             until(engine.flush, 60.0)
             loaded = engine.generate(PROMPT)
-            assert loaded.tokens == computed.tokens
+            assert loaded.tokens == own.tokens
             assert loaded.from_storage == PAGES * PAGE_TOKENS
             again = engine.generate(LONG, 1)
             assert again.tokens == first.tokens
@@ -72,7 +75,7 @@ def test_tokens_are_the_same_computed_loaded_and_after_a_restart(tmp_path: Path)
     with cache_server(tmp_path) as cache, SGLangServer(tmp_path, model, cache.port, log_name="sglang-2.log") as engine:
         engine.wait_ready()
         restarted = engine.generate(PROMPT)
-        assert restarted.tokens == computed.tokens
+        assert restarted.tokens == own.tokens
         assert restarted.from_storage == PAGES * PAGE_TOKENS
         cache.kill()  # SGLang goes on without it
         uncached = engine.generate([*OTHER[:PAGE_TOKENS], *PROMPT])
@@ -82,7 +85,7 @@ def test_tokens_are_the_same_computed_loaded_and_after_a_restart(tmp_path: Path)
             until(lambda: bool(later.status()["instances"]), 60.0)
             until(engine.flush, 60.0)
             again = engine.generate(PROMPT)
-            assert again.tokens == computed.tokens
+            assert again.tokens == own.tokens
             assert again.from_storage == PAGES * PAGE_TOKENS
         assert "Traceback" not in engine.log_since_started()
 
