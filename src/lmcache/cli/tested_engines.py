@@ -58,7 +58,7 @@ def markdown_table(engines: Sequence[EngineResult]) -> str:
         lines.append(f"| {engine.version} | {how} | {', '.join(results)} |")
     if any(engine.hit_ms for engine in engines):
         times = [_times(engine) if engine.hit_ms else "" for engine in engines]
-        column = ["first token of 4,200 tokens: from L1 / computed", "---", *times]
+        column = ["first token of 4,097 tokens: from L1 / computed", "---", *times]
         lines = [f"{line} {cell} |" for line, cell in zip(lines, column, strict=True)]
     return "\n".join(lines)
 
