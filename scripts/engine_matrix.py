@@ -47,6 +47,7 @@ PARTS = ("tests/simulation/test_connector.py", "tests/unit/integration/vllm")
 README = ROOT / "README.md"
 BEGIN, END = "<!-- engines: scripts/engine_matrix.py -->\n", "<!-- end of engines -->\n"
 _SECONDS = 3600
+Turn = tuple[EngineResult, EngineResult]  # of a version, and of the reference
 
 
 # ---- environments ---------------------------------------------------------------------------------------------------
@@ -139,25 +140,23 @@ def time_hit(version: str) -> EngineResult:
     return whole_engine(found, report) if report.exists() else found
 
 
-def time_in_turns(
-    version: str, time: Callable[[str], EngineResult] = time_hit
-) -> tuple[list[EngineResult], list[EngineResult]]:
-    """Of this version and of the reference, one after the other: what a machine does for minutes meets both."""
-    turns = [(time(version), time(REFERENCE)) for _ in range(TURNS)]
-    return [own for own, _ in turns], [reference for _, reference in turns]
+def time_in_turns(version: str, time: Callable[[str], EngineResult] = time_hit) -> list[Turn]:
+    """This version and the reference, one after the other: what a machine does for minutes meets both."""
+    return [(time(version), time(REFERENCE)) for _ in range(TURNS)]
 
 
-def with_medians(engine: EngineResult, turns: list[EngineResult], references: list[EngineResult]) -> EngineResult:
-    """The ratio is the median of those of the turns, and 0.0 where one failed."""
-    hits = [turn.hit_ms for turn in turns]
-    if not all(hits) or not all(reference.hit_ms for reference in references):
-        return replace(engine, hit_ratio=0.0)
-    ratios = [hit / reference.hit_ms for hit, reference in zip(hits, references, strict=True)]
+def hit_ratio(turns: list[Turn]) -> float:
+    """The median of the turns'. 0.0 where one failed."""
+    if not all(own.hit_ms and reference.hit_ms for own, reference in turns):
+        return 0.0
+    return round(statistics.median(own.hit_ms / reference.hit_ms for own, reference in turns), 3)
+
+
+def with_medians(engine: EngineResult, runs: list[EngineResult]) -> EngineResult:
     return replace(
         engine,
-        hit_ms=statistics.median(hits),
-        computed_ms=statistics.median(turn.computed_ms for turn in turns),
-        hit_ratio=0.0 if engine.version == REFERENCE else round(statistics.median(ratios), 3),
+        hit_ms=statistics.median(run.hit_ms for run in runs),
+        computed_ms=statistics.median(run.computed_ms for run in runs),
     )
 
 
@@ -244,12 +243,14 @@ def compare_times(found: list[EngineResult]) -> None:
     references: list[EngineResult] = []
     for engine in found:
         if engine.runs and engine.passed and engine.version != REFERENCE:
-            own, beside = time_in_turns(engine.version)
-            write(with_medians(engine, own, beside))
-            references += beside
+            turns = time_in_turns(engine.version)
+            ratio = hit_ratio(turns)
+            if ratio:
+                write(replace(with_medians(engine, [own for own, _ in turns]), hit_ratio=ratio))
+                references += [reference for _, reference in turns]
     if references:
         (reference,) = (engine for engine in known_engines(FILE) if engine.version == REFERENCE)
-        write(with_medians(reference, references, references))
+        write(with_medians(reference, references))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from e2e.harness import Stack, leave_early, push_each_other_out, until, whole_chunks
+from lmcache.cli.tested_engines import TIMED_TOKENS
 from lmcache.testing.processes import Completion
 from lmcache.testing.tiny_models import sample_tokens
 
@@ -23,7 +24,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LENGTHS = (2100, 4200)
 CHUNKS = sum(length // 256 for length in LENGTHS)
 SMALL: dict[str, Any] = {"l1_size_gb": 0.25}
-TIMED_TOKENS = 16 * 256 + 1  # whole chunks, and what a hit leaves to compute: its time is not that of vLLM's kernels
 TIMED_HITS = 9
 TIGHT_BLOCKS = ("--block-size", "32", "--num-gpu-blocks-override", "128", "--max-model-len", "3000")
 TWO_WORKERS: dict[str, Any] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from e2e.harness import until
 from lmcache.integration.vllm.handover import SOURCE_KEY
-from lmcache.testing.processes import CacheServer, Completion, VllmEngine
+from lmcache.testing.processes import CacheServer, VllmEngine
 from lmcache.testing.tiny_models import sample_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -31,39 +30,46 @@ def test_what_decodes_computes_less_than_a_block(llama: Path, tmp_path: Path) ->
             llama, tmp_path, cache_port=1, role=role, extra_config=extra, log_name=f"{role}.log", extra=BLOCKS
         )
 
-    prompts = {length: sample_tokens(length, seed=length) for length in WHOLE_TOKENS}
-    hits_of_engine = hits_of_its_own_cache(llama, tmp_path, prompts)
+    answers = answers_of_engine(llama, tmp_path)
     objects = 3 * 4 + 3  # full chunks, and what is behind them
     with CacheServer(tmp_path, host=address, l1_size_gb=0.125) as server:
         server.wait_ready()
         with engine("kv_producer") as producer:
             producer.wait_ready()
-            for prompt in prompts.values():
+            for prompt in answers:
                 producer.complete(prompt, max_tokens=1, kv_transfer_params=PREFILL)
             until(lambda: server.status()["l1"]["objects"] == objects, tell=server.status)
         with engine("kv_consumer") as consumer:
             consumer.wait_ready()
-            for length, whole_tokens in WHOLE_TOKENS.items():
-                warm = consumer.complete(prompts[length], kv_transfer_params=DECODE)
-                assert warm.cached_tokens == whole_tokens
-                # vLLM gives up the last block of a prompt that it has as a whole, and computes that in a longer step.
-                compared = 1 if whole_tokens == length else len(warm.token_ids)
-                assert warm.token_ids[:compared] == hits_of_engine[length].token_ids[:compared]
-            assert consumer.complete(prompts[1100]).cached_tokens == 1024, "without the mark"
+            for prompt, token_ids in answers.items():
+                warm = consumer.complete(prompt, kv_transfer_params=DECODE)
+                assert warm.token_ids == token_ids
+                assert warm.cached_tokens == WHOLE_TOKENS[len(prompt)]
+            longest = max(answers, key=len)
+            assert consumer.complete(longest).cached_tokens == 1024, "without the mark"
         status = server.status()
         held = status["sessions"], status["leases"], status["reservations"]
         assert (status["l1"]["objects"], held) == (objects, (0, 0, 0))
 
 
-def hits_of_its_own_cache(
-    model: Path, work_folder: Path, prompts: Mapping[int, Sequence[int]]
-) -> dict[int, Completion]:
-    """Of an engine without a connector. A step of another length rounds otherwise on some processors (AMX), so that the
-    answers of computed prompts are no measure for steps of a few tokens."""
+def answers_of_engine(model: Path, work_folder: Path) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """By prompt, those of an engine without a connector behind steps of the same lengths as after a hit of ours: some
+    processors (AMX) round otherwise in longer ones. It hits its own cache, but never with the last block of a prompt,
+    so that a prompt of whole blocks ends with a token that the engine has generated, in a step of its own."""
     with VllmEngine(
         model, work_folder, cache_port=None, prefix_caching=True, log_name="own_cache.log", extra=BLOCKS
     ) as engine:
         engine.wait_ready()
-        for _ in ("computed", "hits"):
-            answers = {length: engine.complete(prompt) for length, prompt in prompts.items()}
+        answers = {}
+        for length, whole_tokens in WHOLE_TOKENS.items():
+            if whole_tokens == length:
+                start = sample_tokens(length - 1, seed=length)
+                last, *token_ids = engine.complete(start, max_tokens=17).token_ids
+                answers[(*start, last)] = tuple(token_ids)
+            else:
+                prompt = sample_tokens(length, seed=length)
+                engine.complete(prompt, max_tokens=1)
+                hit = engine.complete(prompt)
+                assert hit.cached_tokens == whole_tokens
+                answers[tuple(prompt)] = hit.token_ids
     return answers

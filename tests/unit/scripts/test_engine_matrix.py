@@ -9,6 +9,7 @@ from engine_matrix import (
     README,
     REFERENCE,
     TURNS,
+    hit_ratio,
     parts_of_engine,
     time_in_turns,
     whole_engine,
@@ -59,18 +60,13 @@ def test_hits_of_a_version_are_compared_with_the_references_in_turns() -> None:
         asked.append(version)
         return EngineResult(version, True, hit_ms=next(times), computed_ms=1000.0)
 
-    turns, references = time_in_turns("0.30.0", time)
+    turns = time_in_turns("0.30.0", time)
     assert asked == ["0.30.0", REFERENCE] * TURNS
-    engine = EngineResult("0.30.0", True, {"cold": "passed"})
-    found = with_medians(engine, turns, references)
-    assert (found.hit_ms, found.computed_ms, found.hit_ratio) == (60.0, 1000.0, 1.1)
-    reference = with_medians(EngineResult(REFERENCE, True), references, references)
-    assert (reference.hit_ms, reference.hit_ratio) == (40.0, 0.0)
-
-
-def test_a_version_whose_turn_failed_has_no_ratio() -> None:
-    failed, timed = EngineResult("0.30.0", True), EngineResult(REFERENCE, True, hit_ms=40.0)
-    assert with_medians(EngineResult("0.30.0", True, hit_ratio=1.0), [failed] * TURNS, [timed] * TURNS).hit_ratio == 0.0
+    assert hit_ratio(turns) == 1.1
+    failed = time_in_turns("0.30.0", lambda version: EngineResult(version, True, hit_ms=40.0 * (version != REFERENCE)))
+    assert hit_ratio(failed) == 0.0
+    found = with_medians(EngineResult("0.30.0", True), [own for own, _ in turns])
+    assert (found.hit_ms, found.computed_ms) == (60.0, 1000.0)
 
 
 def test_results_are_kept_in_this_tree_whichever_package_is_imported() -> None:
