@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings.h"
+#include "lmcache/frame_copier.h"
 
 namespace {
 
@@ -18,9 +19,39 @@ std::vector<const char*> names_of(const std::vector<lmcache::FrameFault>& faults
     return names;
 }
 
+void bind_copier(nb::module_& m) {
+    using lmcache::FrameCopier;
+    nb::class_<FrameCopier> copier(
+        m, "FrameCopier",
+        "Copies frames out of memory that another process has mapped, on native threads; completion is signalled by an "
+        "eventfd. The mapping may change or be cut off meanwhile: what counts as copied is a whole frame of its key.");
+    copier.def(nb::init<unsigned>(), nb::arg("threads"))
+        .def(
+            "submit",
+            [](FrameCopier& self, const Addresses& addresses, const Sizes& sizes, const Digests& namespace_digests,
+               const ChunkHashes& chunk_hashes, const Packed<std::uint64_t, "sources">& sources,
+               std::uintptr_t mapping_address, std::size_t mapping_bytes) {
+                auto job = std::make_shared<lmcache::FrameCopyJob>();
+                job->addresses = addresses;
+                job->sizes = sizes;
+                job->namespace_digests = namespace_digests;
+                job->chunk_hashes = chunk_hashes;
+                job->sources = sources;
+                job->mapping = memory_at(mapping_address);
+                job->mapping_bytes = mapping_bytes;
+                return self.submit(std::move(job));
+            },
+            nb::arg("addresses"), nb::arg("sizes"), nb::arg("namespace_digests"), nb::arg("chunk_hashes"),
+            nb::arg("sources"), nb::arg("mapping_address"), nb::arg("mapping_bytes"), ReleaseGil(),
+            "Frames of these sizes from offsets (u64) in a mapping to addresses (u64), on all threads. Returns a job "
+            "number.");
+    bind_completions(copier, "Jobs that have ended: (job, one byte a frame, 1 = it was copied and is its key's).");
+}
+
 }  // namespace
 
 void bind_frame_stream(nb::module_& m) {
+    bind_copier(m);
     m.def(
         "send_ranges",
         [](int socket, const Packed<std::byte, "head">& head, const Addresses& addresses, const Sizes& sizes,
@@ -58,18 +89,6 @@ void bind_frame_stream(nb::module_& m) {
         "Receives frames of these sizes (u64) one behind the other to these addresses (u64) and verifies each as "
         "`verify_frames` does, in the same pass (no GIL). (why each frame that came whole is not its key's, errno): "
         "without an errno all came. shutdown(2) of the socket ends it.");
-    m.def(
-        "copy_frames",
-        [](const Addresses& addresses, const Sizes& sizes, const Digests& namespace_digests,
-           const ChunkHashes& chunk_hashes, const Packed<std::uint64_t, "sources">& sources,
-           std::uintptr_t mapping_address, std::size_t mapping_bytes) {
-            return names_of(lmcache::copy_frames({addresses, sizes, namespace_digests, chunk_hashes}, sources,
-                                                 memory_at(mapping_address), mapping_bytes));
-        },
-        nb::arg("addresses"), nb::arg("sizes"), nb::arg("namespace_digests"), nb::arg("chunk_hashes"),
-        nb::arg("sources"), nb::arg("mapping_address"), nb::arg("mapping_bytes"), ReleaseGil(),
-        "Copies frames of these sizes from offsets (u64) in a mapping that another process may change or cut off, and "
-        "verifies each in the same pass (no GIL): why each is not its key's, \"\" where it is.");
     m.def(
         "frame_sizes",
         [](std::uintptr_t address, std::size_t memory_bytes, const Packed<std::uint64_t, "slots">& slots) {

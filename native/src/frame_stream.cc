@@ -15,7 +15,6 @@
 
 #include "lmcache/copy.h"
 #include "lmcache/rounding.h"
-#include "lmcache/sigbus_guard.h"
 
 namespace lmcache {
 namespace {
@@ -145,15 +144,6 @@ std::size_t fill_parts(std::array<iovec, kMaxParts>& parts, std::span<const std:
         ++index;
     }
     return count;
-}
-
-FrameFault copy_frame(const FrameBatch& frames, std::size_t i, const std::byte* source) {
-    const FrameFault fault =
-        frame_copy_verified(frames.memory(i), source, frames.sizes[i], frames.digest(i), frames.hash(i));
-    if (fault != FrameFault::kNone) return fault;
-    FrameHeader copied;
-    std::memcpy(&copied, frames.memory(i), sizeof copied);
-    return frame_header_unchanged(source, copied) ? FrameFault::kNone : FrameFault::kHeaderChecksum;
 }
 
 }  // namespace
@@ -301,21 +291,6 @@ ReceivedFrames receive_frames(int socket, const FrameBatch& frames, const Stream
         }
     }
     return received;
-}
-
-std::vector<FrameFault> copy_frames(const FrameBatch& frames, std::span<const std::uint64_t> sources,
-                                    const std::byte* mapping, std::size_t mapping_bytes) {
-    frames.check();
-    if (sources.size() != frames.count()) throw std::invalid_argument("there must be a source for each address");
-    install_sigbus_handler();
-    std::vector<FrameFault> faults(frames.count(), FrameFault::kLength);
-    for (std::size_t i = 0; i < frames.count(); ++i) {
-        if (sources[i] > mapping_bytes || frames.sizes[i] > mapping_bytes - sources[i]) continue;
-        FrameFault fault = FrameFault::kLength;
-        if (guarded(mapping, mapping_bytes, [&] { fault = copy_frame(frames, i, mapping + sources[i]); }))
-            faults[i] = fault;
-    }
-    return faults;
 }
 
 std::vector<std::uint64_t> frame_sizes(const std::byte* memory, std::size_t memory_bytes,

@@ -1,6 +1,5 @@
 #include "lmcache/frame_stream.h"
 
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 #include "check.h"
 #include "lmcache/arena.h"
 #include "lmcache/unique_fd.h"
+#include "sealed_frames.h"
 
 using namespace lmcache;
 
@@ -29,36 +29,6 @@ struct Sockets {
         right = UniqueFd(pair[1]);
     }
     UniqueFd left, right;
-};
-
-// Frames of different sizes in one piece of memory, and room for them elsewhere.
-struct Frames {
-    explicit Frames(std::vector<std::uint64_t> payloads) : payload_bytes(std::move(payloads)) {
-        std::uint64_t end = 0;
-        for (std::size_t i = 0; i < payload_bytes.size(); ++i) {
-            offsets.push_back(end);
-            sizes.push_back((kFrameHeaderBytes + payload_bytes[i] + 4095) / 4096 * 4096);
-            end += sizes.back();
-        }
-        source.resize(end);
-        target.resize(end);
-        for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i * 131 >> 3);
-        digests.resize(kDigestBytes * sizes.size(), std::byte{5});
-        hashes.resize(kChunkHashBytes * sizes.size());
-        for (std::size_t i = 0; i < hashes.size(); ++i) hashes[i] = static_cast<std::byte>(i);
-        for (std::size_t i = 0; i < sizes.size(); ++i) {
-            sources.push_back(reinterpret_cast<std::uint64_t>(source.data() + offsets[i]));
-            targets.push_back(reinterpret_cast<std::uint64_t>(target.data() + offsets[i]));
-            frame_seal(source.data() + offsets[i],
-                       frame_template(std::vector<std::byte>(40), std::span(digests).first(kDigestBytes),
-                                      payload_bytes[i], "", {}),
-                       std::span(hashes).subspan(i * kChunkHashBytes).first<kChunkHashBytes>());
-        }
-    }
-    FrameBatch batch() const { return {targets, sizes, digests, hashes}; }
-
-    std::vector<std::uint64_t> payload_bytes, offsets, sizes, sources, targets;
-    std::vector<std::byte> source, target, digests, hashes;
 };
 
 TEST_CASE(frames_arrive_as_they_were_sent) {
@@ -147,34 +117,6 @@ TEST_CASE(shutdown_ends_both_directions) {
     CHECK(receive_bytes(sockets.right.get(), some, kLong) == ECONNRESET);
 }
 
-TEST_CASE(mapped_frames_are_copied_and_verified) {
-    Frames frames({5000, 70'000, 12'288});
-    const std::vector<FrameFault> good(3, FrameFault::kNone);
-    CHECK(copy_frames(frames.batch(), frames.offsets, frames.source.data(), frames.source.size()) == good);
-    CHECK(frames.target == frames.source);
-    frames.source[frames.offsets[1] + kFrameHeaderBytes] ^= std::byte{1};
-    std::vector<std::uint64_t> beyond = frames.offsets;
-    beyond[2] = frames.source.size() - 4096;
-    CHECK(copy_frames(frames.batch(), beyond, frames.source.data(), frames.source.size()) ==
-          std::vector<FrameFault>({FrameFault::kNone, FrameFault::kPayloadChecksum, FrameFault::kLength}));
-    beyond[0] = ~std::uint64_t{0};
-    CHECK(copy_frames(frames.batch(), beyond, frames.source.data(), frames.source.size())[0] == FrameFault::kLength);
-}
-
-TEST_CASE(memory_that_was_cut_off_fails_its_frames) {
-    Frames frames({5000, 70'000});
-    const int fd = ::memfd_create("frames", MFD_CLOEXEC);
-    CHECK(::write(fd, frames.source.data(), frames.source.size()) == static_cast<ssize_t>(frames.source.size()));
-    void* const mapping = ::mmap(nullptr, frames.source.size(), PROT_READ, MAP_SHARED, fd, 0);
-    CHECK(mapping != MAP_FAILED);
-    CHECK(::ftruncate(fd, static_cast<off_t>(frames.offsets[1] + 8192)) == 0);
-    const auto faults =
-        copy_frames(frames.batch(), frames.offsets, static_cast<const std::byte*>(mapping), frames.source.size());
-    CHECK(faults == std::vector<FrameFault>({FrameFault::kNone, FrameFault::kLength}));
-    ::munmap(mapping, frames.source.size());
-    ::close(fd);
-}
-
 TEST_CASE(sizes_are_those_of_the_headers) {
     Frames frames({5000, 70'000});
     std::vector<std::uint64_t> slots = frames.offsets;
@@ -238,7 +180,6 @@ TEST_CASE(arrays_that_do_not_fit_are_refused) {
     CHECK(refused([&] { FrameBatch{frames.targets, one, frames.digests, frames.hashes}.check(); }));
     CHECK(refused([&] { FrameBatch{one, one, frames.digests, frames.hashes}.check(); }));
     CHECK(refused([&] { (void)send_ranges(0, {}, frames.targets, one, kLong); }));
-    CHECK(refused([&] { (void)copy_frames(frames.batch(), one, frames.source.data(), frames.source.size()); }));
 }
 
 }  // namespace

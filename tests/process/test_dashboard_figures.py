@@ -162,7 +162,7 @@ def test_the_age_of_what_l1_evicts_is_told_once_something_was(tmp_path: Path) ->
     with (
         Chromium(tmp_path) as browser,
         hasty_history(LAPSE),
-        server_within() as server,
+        server_within(metrics_sample_rate=1.0) as server,
         SmallEngine(server.rpc.endpoint, payload_bytes=FRAME_BYTES - FRAME_HEADER_BYTES) as engine,
     ):
         port = server.config.http_port

@@ -1,5 +1,5 @@
-// Whole frames between the memory of two servers: over a socket, or out of memory that another server has mapped. Each
-// call moves a batch, ends at its deadline, and is ended early by shutdown(2) of the socket.
+// Whole frames between the memory of two servers over a socket. Each call moves a batch, ends at its deadline, and is
+// ended early by shutdown(2) of the socket.
 #pragma once
 
 #include <cstddef>
@@ -58,11 +58,6 @@ struct ReceivedFrames {
 // Receives frames that come one behind the other, each exactly as long as its size says, and verifies each while it
 // arrives. A frame that does not verify is received all the same: the stream goes on behind it.
 ReceivedFrames receive_frames(int socket, const FrameBatch& frames, const StreamLimits& limits);
-
-// Copies frames out of [mapping, mapping + mapping_bytes), which another process may change or cut off meanwhile, and
-// verifies each in the same pass. kLength for one that is not all inside, or whose memory cannot be read any more.
-std::vector<FrameFault> copy_frames(const FrameBatch& frames, std::span<const std::uint64_t> sources,
-                                    const std::byte* mapping, std::size_t mapping_bytes);
 
 // The size of the frame in each slot at `memory`, a multiple of 4096; 0 for a kNoSlot, and where it would go beyond
 // `memory_bytes`. The slots must be leased.

@@ -48,6 +48,7 @@ struct Fake {
     std::string misuse;
     int delay = 0;
     int lost = 0;
+    int context = 0;  // counts those that were lost: work that a lost one left in its streams never runs
     long alive = 0;
     bool spoil_kernel = false;
     bool capturing = false;
@@ -171,12 +172,13 @@ struct Event {
 
 Stream& stream_of(CuStream stream) { return *reinterpret_cast<Stream*>(stream); }
 
-void execute(const std::vector<Run>& runs, int cost, int priority, bool spoil) {
+void execute(const std::vector<Run>& runs, int context, int cost, int priority, bool spoil) {
     Fake& f = fake();
+    const auto is_lost = [&] { return f.lost != 0 || f.context != context; };
     int delay;
     {
         const std::lock_guard lock(f.mutex);
-        if (f.lost != 0) return;
+        if (is_lost()) return;
         if (const int code = injected("execution")) {
             f.lost = code;
             return;
@@ -189,7 +191,7 @@ void execute(const std::vector<Run>& runs, int cost, int priority, bool spoil) {
         if (spoil && &run == &runs.back()) return;
         // Under the lock, so that memory is not given back meanwhile. Not what makes a real copy fast.
         const std::lock_guard lock(f.mutex);
-        if (f.lost != 0) return;
+        if (is_lost()) return;
         if (!valid(run, "when it ran")) {
             f.lost = kIllegalAddress;
             return;
@@ -200,6 +202,7 @@ void execute(const std::vector<Run>& runs, int cost, int priority, bool spoil) {
 }
 
 int start(const char* call, std::vector<Run> runs, CuStream stream) {
+    int context;
     int cost;
     bool spoil;
     {
@@ -207,11 +210,14 @@ int start(const char* call, std::vector<Run> runs, CuStream stream) {
         const std::lock_guard lock(f.mutex);
         for (const Run& run : runs)
             if (!valid(run, "when it was launched")) return kInvalidValue;
+        context = f.context;
         cost = f.costs[call];
         spoil = f.spoil_kernel && std::string(call) == "cuLaunchKernel";
     }
     Stream& on = stream_of(stream);
-    on.add([runs = std::move(runs), cost, spoil, priority = on.priority] { execute(runs, cost, priority, spoil); });
+    on.add([runs = std::move(runs), context, cost, spoil, priority = on.priority] {
+        execute(runs, context, cost, priority, spoil);
+    });
     return 0;
 }
 
@@ -452,6 +458,7 @@ void fake_cuda_reset() {
         f.host.clear();
         f.device.clear();
         f.alive = 0;
+        ++f.context;
     }
     f.faults.clear();
     f.calls.clear();

@@ -32,6 +32,7 @@ from lmcache.peers.peer import Answer, Peer, PeerContext
 from lmcache.peers.placements import Placements, Share
 from lmcache.peers.transports.contract import Transfer
 from lmcache.peers.transports.library_process import START_SECONDS, LibraryProcess
+from lmcache.peers.transports.shared_memory import MappedFrames
 from lmcache.telemetry.metrics import P2PMetrics
 
 log = logging.getLogger("lmcache.peers")
@@ -74,6 +75,7 @@ class PeersAdapter(Adapter):
         self._placements: Placements[Peer] = Placements(clock, Peer.release)
         self._late: set[asyncio.Task[None]] = set()  # lookups that nobody waits for any more
         self._threads: CallThreads | None = None
+        self._mapped: MappedFrames | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
         self._starting: asyncio.Future[None] | None = None  # of the library
@@ -82,6 +84,7 @@ class PeersAdapter(Adapter):
     async def open(self, inventory: Inventory) -> None:
         self._loop = asyncio.get_running_loop()
         self._threads = CallThreads("peer-load", limits.PEER_LOAD_THREADS)
+        self._mapped = MappedFrames() if self._config.maps_memory else None
         self._context = PeerContext(
             self._introducer,
             self._threads,
@@ -89,7 +92,7 @@ class PeersAdapter(Adapter):
             self._clock,
             self._config.lookup_timeout_seconds,
             self._config.timeout_seconds,
-            maps_memory=self._config.maps_memory,
+            mapped=self._mapped,
             library=self._library,
             l1_address=self._l1.address if self._l1 is not None else 0,
             l1_bytes=self._l1.size_bytes if self._l1 is not None else 0,
@@ -211,6 +214,8 @@ class PeersAdapter(Adapter):
             await asyncio.wait(set(self._late))
         if self._threads is not None:
             await self._threads.close()
+        if self._mapped is not None:
+            await self._mapped.close()
         if self._library is not None:
             if self._starting is not None:
                 self._starting.cancel()

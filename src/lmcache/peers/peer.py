@@ -7,10 +7,11 @@ import contextlib
 import logging
 import mmap
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from operator import is_
 from typing import Any
 
 from lmcache.clock import Clock
@@ -31,7 +32,7 @@ from lmcache.peers.sockets import Endpoint, PeerRefused, PeerSocket, within
 from lmcache.peers.transports.contract import Fetched, Transfer, Transport
 from lmcache.peers.transports.library_process import LibraryProcess
 from lmcache.peers.transports.one_sided import OneSidedTransport
-from lmcache.peers.transports.shared_memory import SharedMemoryTransport
+from lmcache.peers.transports.shared_memory import MappedFrames, SharedMemoryTransport
 from lmcache.peers.transports.tcp import TcpTransport
 from lmcache.telemetry.metrics import P2PMetrics
 
@@ -57,7 +58,7 @@ class PeerContext:
     clock: Clock
     lookup_timeout_seconds: float
     load_timeout_seconds: float
-    maps_memory: bool  # of peers on the same host
+    mapped: MappedFrames | None  # of peers on the same host, where their memory may be mapped
     library: LibraryProcess | None  # that reads from peers into L1
     l1_address: int = 0
     l1_bytes: int = 0
@@ -199,8 +200,8 @@ class Peer:
         self, identity: Identity, lookups: LookupConnection
     ) -> SharedMemoryTransport | OneSidedTransport | None:
         context = self._context
-        if context.maps_memory:
-            return SharedMemoryTransport.of(identity, context.threads)
+        if context.mapped is not None:
+            return SharedMemoryTransport.of(identity, context.mapped)
         if (library := context.library) is None or identity.transfer_engine != library.engine:
             return None
         return OneSidedTransport(
@@ -348,11 +349,13 @@ class Peer:
             seconds = transfer.seconds - (clock.monotonic() - started)
             if seconds <= 0 and transport is not transports[0]:
                 break  # the first has taken all of the time, which the next is not to be blamed for
-            fetched = await transport.fetch(transfer.pick(left, seconds))
-            self._count(transport, transfer, left, fetched)
+            asked = transfer.pick(left, seconds)
+            fetched = await transport.fetch(asked)
+            self._count(transport, asked, fetched)
             if fetched.outcomes.count(LoadOutcome.LOADED) == len(outcomes):
-                outcomes = list(fetched.outcomes)
-                break
+                self._load_breaker.succeeded()
+                self._measure(transfer.room_bytes, clock.monotonic() - started)
+                return list(fetched.outcomes)
             for index, outcome in zip(left, fetched.outcomes, strict=True):
                 outcomes[index] = LoadOutcome.FAILED if outcome is LoadOutcome.CORRUPT else outcome
             left = [index for index in left if outcomes[index] is LoadOutcome.FAILED]
@@ -360,14 +363,12 @@ class Peer:
                 break
         if LoadOutcome.LOADED in outcomes and LoadOutcome.FAILED not in outcomes:
             self._load_breaker.succeeded()
-            came = (outcome is LoadOutcome.LOADED for outcome in outcomes)
-            came_bytes = sum(buffer.nbytes for buffer in compress(transfer.buffers, came))
+            came_bytes = sum(buffer.nbytes for buffer in compress(transfer.buffers, _came(outcomes)))
             self._measure(came_bytes, clock.monotonic() - started)
         return outcomes
 
-    def _count(self, transport: Transport, transfer: Transfer, indices: Sequence[int], fetched: Fetched) -> None:
-        came = (outcome is LoadOutcome.LOADED for outcome in fetched.outcomes)
-        came_bytes = sum(transfer.sizes[index] for index in compress(indices, came))
+    def _count(self, transport: Transport, transfer: Transfer, fetched: Fetched) -> None:
+        came_bytes = sum(compress(transfer.sizes, _came(fetched.outcomes)))
         self._figures["received_bytes"] += came_bytes
         self._context.metrics.p2p_received.labels(transport.name).inc(came_bytes)
         if LoadOutcome.CORRUPT in fetched.outcomes:
@@ -434,3 +435,7 @@ def _checked(found: Found, count: int) -> Answer:
     if any(size <= limits.FRAME_HEADER_BYTES or size > most for size in set(sizes) - {0}):
         raise ProtocolError("it has objects of sizes that no object has")
     return Answer(found.lease, sizes, array("Q", found.slots))
+
+
+def _came(outcomes: Iterable[LoadOutcome]) -> Iterator[bool]:
+    return map(partial(is_, LoadOutcome.LOADED), outcomes)

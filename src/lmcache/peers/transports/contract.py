@@ -5,7 +5,6 @@ A transport is told what to fetch and until when; who has what, leases, breakers
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,8 +64,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Ends what is under way: each `fetch` returns soon. Idempotent."""
-
-
-def words(values: Sequence[int]) -> memoryview:
-    """Packed u64."""
-    return memoryview(array("Q", values))

@@ -10,34 +10,57 @@ import mmap
 import os
 import re
 import stat
-from functools import partial
+from itertools import compress
+from operator import le
 
 from lmcache import _native
+from lmcache.core import limits
 from lmcache.core.key_batch import pack_keys
 from lmcache.core.outcome import LoadOutcome
-from lmcache.errors import AdapterError
-from lmcache.l2.call_threads import CallThreads
-from lmcache.l2.completions import ranges
+from lmcache.l2.background import until_done
+from lmcache.l2.completions import Completions, ranges, words
 from lmcache.memory.header import HEADER_BYTES, Header
 from lmcache.peers.identity import Identity
-from lmcache.peers.transports.contract import Fetched, Transfer, words
+from lmcache.peers.transports.contract import Fetched, Transfer
 
 # A peer names the file: nothing else is opened, whatever it says.
 _L1_FILE = re.compile(r"/dev/shm/[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
+class MappedFrames:
+    """Copies out of what is mapped, on native threads, as futures of the loop that constructs it."""
+
+    def __init__(self) -> None:
+        threads = min(limits.MAX_PEER_COPY_THREADS, len(os.sched_getaffinity(0)))
+        self._copier = _native.FrameCopier(threads)
+        self._completions = Completions(self._copier, bytes)
+
+    async def copy(self, transfer: Transfer, mapping: mmap.mmap) -> bytes:
+        """Fills the buffers from `slots` of the mapping. One byte a frame, 1: it is there, verified. Nothing is touched
+        any more when it returns, also when it is cancelled."""
+        addresses, _ = ranges(transfer.buffers)
+        job = self._copier.submit(
+            *(addresses, words(transfer.sizes), *pack_keys(transfer.keys), words(transfer.slots)),
+            *(_native.buffer_address(mapping), len(mapping)),
+        )
+        return await until_done(self._completions.wait(job, (transfer.buffers, mapping)))
+
+    async def close(self) -> None:
+        """Waits for everything submitted. Idempotent."""
+        await self._completions.close()
+
+
 class SharedMemoryTransport:
     name = "shared_memory"
 
-    def __init__(self, mapping: mmap.mmap, threads: CallThreads) -> None:
+    def __init__(self, mapping: mmap.mmap, frames: MappedFrames) -> None:
         """Use `of`."""
         self._mapping = mapping
-        self._address = _native.buffer_address(mapping)
-        self._threads = threads
+        self._frames = frames
         self._is_closed = False
 
     @classmethod
-    def of(cls, peer: Identity, threads: CallThreads) -> SharedMemoryTransport | None:
+    def of(cls, peer: Identity, frames: MappedFrames) -> SharedMemoryTransport | None:
         """None where the memory of the peer cannot be mapped here: it is on another host, or in another container."""
         if not _L1_FILE.fullmatch(peer.shm_path):
             return None
@@ -52,7 +75,7 @@ class SharedMemoryTransport:
             header = Header.unpack(os.pread(fd, HEADER_BYTES, 0))
             if header is None or (header.server_epoch, header.size_bytes) != (peer.epoch, peer.shm_bytes):
                 return None
-            return cls(mmap.mmap(fd, peer.shm_bytes, mmap.MAP_SHARED, mmap.PROT_READ), threads)
+            return cls(mmap.mmap(fd, peer.shm_bytes, mmap.MAP_SHARED, mmap.PROT_READ), frames)
         except (OSError, ValueError):
             return None
         finally:
@@ -62,32 +85,15 @@ class SharedMemoryTransport:
         failed = [LoadOutcome.FAILED] * len(transfer.keys)
         if self._is_closed or not transfer.slots or not transfer.lease:
             return Fetched(failed)
-        fitting = [
-            index
-            for index, (size, buffer) in enumerate(zip(transfer.sizes, transfer.buffers, strict=True))
-            if size <= buffer.nbytes
-        ]
+        rooms = (buffer.nbytes for buffer in transfer.buffers)
+        fitting = list(compress(range(len(transfer.keys)), map(le, transfer.sizes, rooms)))
         if not fitting:
             return Fetched(failed)
-        addresses, _ = ranges([transfer.buffers[index] for index in fitting])
-        copy = partial(
-            _native.copy_frames,
-            addresses,
-            words([transfer.sizes[index] for index in fitting]),
-            *pack_keys(transfer.keys[index] for index in fitting),
-            words([transfer.slots[index] for index in fitting]),
-            self._address,
-            len(self._mapping),
-        )
-        try:
-            faults = await self._threads.run(copy)
-        except AdapterError as error:
-            return Fetched(failed, error)
+        copied = await self._frames.copy(transfer.pick(fitting, transfer.seconds), self._mapping)
         # What is not there any more is asked for over the network.
         outcomes = list(failed)
-        for index, fault in zip(fitting, faults, strict=True):
-            if not fault:
-                outcomes[index] = LoadOutcome.LOADED
+        for index in compress(fitting, copied):
+            outcomes[index] = LoadOutcome.LOADED
         return Fetched(outcomes)
 
     def close(self) -> None:

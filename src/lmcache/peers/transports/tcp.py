@@ -16,11 +16,11 @@ from lmcache.core.limits import FRAME_ALIGN_BYTES, FRAME_HEADER_BYTES
 from lmcache.core.outcome import LoadOutcome
 from lmcache.errors import AdapterError, ProtocolError
 from lmcache.l2.call_threads import CallThreads
-from lmcache.l2.completions import ranges
+from lmcache.l2.completions import ranges, words
 from lmcache.peers.connections import ReadConnections
 from lmcache.peers.protocol import HEADER, Frames, Kind, Read, Refused, decode, decode_header, encode
 from lmcache.peers.sockets import PeerRefused, PeerSocket
-from lmcache.peers.transports.contract import Fetched, Transfer, words
+from lmcache.peers.transports.contract import Fetched, Transfer
 
 
 class TcpTransport:
